@@ -30,7 +30,7 @@ from penstock.partition.seen import (
     recomputed,
     uncheckpointed,
 )
-from penstock.partition.trace import is_ours, takes_gradient, where
+from penstock.partition.trace import OVERWRITTEN, is_ours, storage_of, takes_gradient, where
 from penstock.rng import Draws
 from penstock.stage import StageCall, StageModule
 
@@ -309,7 +309,9 @@ class _Chain:
                 else repr(tensor)
             )
             planned = f"a tensor of shape {tuple(self._shape or ())}"
-            raise _different(self.last, stage, f"{shown} where the run without data gave {planned}")
+            raise _different(
+                self.last, stage, f"gave {shown} where the run without data gave {planned}"
+            )
         if tensor.requires_grad and not takes_gradient(tensor):
             tensor = tensor.detach()
         return {self._edge: tensor}
@@ -398,6 +400,8 @@ class _Runner(TorchFunctionMode):
         self._followed: dict[int, Tensor] = {}
         self._numbers: dict[int, int] = {}
         self._instead: dict[int, tuple[Tensor, Tensor]] = {}
+        self._renamed: dict[int, int] = {}
+        self._claimed: set[int] = set()
         self._tensors: dict[int, Tensor] = {}
         self._busy = self._lacks = False
         self._sent: dict[str, Any] = {}
@@ -459,23 +463,48 @@ class _Runner(TorchFunctionMode):
         plan = self._plan
         slots = plan.trace.slots
         tensors = tensors_in(output)
-        if len(tensors) != len(slots) or not all(
-            slot is None or place in plan.output_swaps or self._is_value(tensors[place], slot)
-            for place, slot in enumerate(slots)
-        ):
+        model = f"the {type(self._author.model).__name__}"
+        self._check_memory(tensors, f"in the output of {model}")
+        if len(tensors) != len(slots) or not all(map(self._is_value, tensors, slots)):
             raise PartitionError(
-                "the model's output has other tensors in the last stage than in the run without data: values "
-                "that hooks collect inside of units, such as hidden states, are not available here; return "
-                "them from the units, or leave out the option that asks for them"
+                f"the output of {model} has other tensors in the last stage than in the run without data. "
+                "Values that hooks collect inside of units, such as hidden states, are not available here; "
+                "return them from the units, or leave out the option that asks for them. If numbers decide "
+                "what the model returns, put that code into a module that is placed as a whole"
             )
         for place, name in plan.output_swaps.items():
             self._instead[id(tensors[place])] = (tensors[place], self._values[name])
         output = replaced(output, self._stand_in) if self._instead else output
         return without(output, plan.lost) if plan.lost else output
 
-    def _is_value(self, tensor: Tensor, number: int) -> bool:
-        value = self._plan.trace.values[number]
-        return value.event is None or self._numbers.get(id(tensor)) == number
+    def _is_value(self, tensor: Tensor, number: int | None) -> bool:
+        is_parameter = number is not None and self._plan.trace.values[number].event is None
+        return is_parameter or self._number(tensor) == number
+
+    def _number(self, tensor: Tensor) -> int | None:
+        """Which value a tensor is, or stands for; ``None`` if it was made of the arguments alone."""
+        number = self._numbers.get(id(tensor))
+        if number is None and isinstance(tensor, FakeTensor):
+            number = self._plan.trace.placeholders.get(id(tensor))
+        while number in self._renamed:
+            number = self._renamed[number]
+        return number
+
+    def _check_memory(self, tensors: Sequence[Tensor], at: str = "") -> None:
+        """Check that no tensor shows memory of the arguments that another stage has written into."""
+        for tensor in tensors if self._claimed else ():
+            if self._number(tensor) is None and storage_of(tensor) in self._claimed:
+                raise PartitionError(f"{at or where(self._author.paths)}: {OVERWRITTEN}")
+
+    def _check_inputs(self, step: Step, args: Any, kwargs: Any) -> None:
+        """Check that numbers have not led the author's code to give an event other values."""
+        given = located((args, kwargs))
+        self._check_memory(list(given.values()))
+        numbers = {place: n for place, t in given.items() if (n := self._number(t)) is not None}
+        values = self._plan.trace.values
+        planned = {place: n for place, n in step.event.inputs if values[n].event is not None}
+        if numbers != planned:
+            raise self._diverged(step.what, self._at, " with other values")
 
     # ---- events
 
@@ -525,6 +554,8 @@ class _Runner(TorchFunctionMode):
         if not is_ours(func) and not self._is_event(args) and not self._is_event(kwargs.values()):
             if draws:
                 self._draw()
+            if self._claimed:
+                self._check_memory(tensors_in((args, kwargs)))
             return func(*args, **kwargs)
         step = self._next(func)
         if draws:
@@ -558,11 +589,18 @@ class _Runner(TorchFunctionMode):
     def _done(self, step: Step, run: Run, args: Any, kwargs: Any) -> Any:
         """Run an event of this stage."""
         event = step.event
+        if self._plan.trace.decides or self._claimed:
+            self._check_inputs(step, args, kwargs)
         if step.swaps or self._instead:
             args, kwargs = self._arrived(step, args, kwargs)
         if self._lacks and any(map(_is_placeholder, tensors_in((args, kwargs)))):
             raise self._absent(step)
+        decides = event.needs_data and event.is_unit
+        before = [(t, t._version) for t in tensors_in((args, kwargs))] if decides else []
         output = run(*args, **kwargs)
+        for tensor, version in before:
+            if tensor._version != version:
+                self._check_change(step, tensor, args, kwargs)
         if step.event.changes:
             self._note_changes(step, located((args, kwargs)))
         results = tensors_in(output)
@@ -570,7 +608,7 @@ class _Runner(TorchFunctionMode):
             raise _different(
                 step,
                 self._stage,
-                f"{len(results)} tensors where the run without data gave {len(event.slots)}",
+                f"gave {len(results)} tensors where the run without data gave {len(event.slots)}",
             )
         if not isinstance(output, Tensor) and self._stage < self._author.stages - 1:
             self._check_plain(step, output)
@@ -581,12 +619,22 @@ class _Runner(TorchFunctionMode):
                 self._follow(tensor)
         return output
 
+    def _check_change(self, step: Step, tensor: Tensor, args: Any, kwargs: Any) -> None:
+        """Check that a unit that decides by numbers has changed nothing that other stages have, unplanned."""
+        places = [place for place, one in located((args, kwargs)).items() if one is tensor]
+        number = self._number(tensor)
+        if (number is None or number in self._sends) and not {*places} & {*step.follows}:
+            text = (
+                f"changed its argument {places[0][-1]!r}, which it did not in the run without data"
+            )
+            raise _different(step, self._stage, text)
+
     def _check_plain(self, step: Step, output: Any) -> None:
         """Check that plain values are those that other stages have from the run without data."""
         for value, planned in zip(plain_in(output), plain_in(step.event.result), strict=False):
             if value != planned:
                 raise _different(
-                    step, self._stage, f"{value!r} where the run without data gave {planned!r}"
+                    step, self._stage, f"gave {value!r} where the run without data gave {planned!r}"
                 )
 
     def _keep(self, step: Step, tensor: Tensor, number: int) -> None:
@@ -598,7 +646,7 @@ class _Runner(TorchFunctionMode):
             raise _different(
                 step,
                 self._stage,
-                f"a tensor of shape {tuple(tensor.shape)} where the run without data gave "
+                f"gave a tensor of shape {tuple(tensor.shape)} where the run without data gave "
                 f"{tuple(value.tensor.shape)}",
             )
         if isinstance(tensor, FakeTensor):
@@ -635,6 +683,7 @@ class _Runner(TorchFunctionMode):
                 self._numbers[id(tensor)] = new
                 if edge is not None:
                     self._sent[edge] = tensor
+            self._renamed[old] = new
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         """What has arrived for a tensor that another stage has changed."""
@@ -651,9 +700,14 @@ class _Runner(TorchFunctionMode):
         event = step.event
         values = self._plan.trace.values
         given: dict[Place, Tensor] = {}
+        if self._plan.trace.decides or self._claimed:
+            self._check_inputs(step, args, kwargs)
+        self._renamed.update({old: new for old, (new, _) in step.aliases.items()})
         if step.follows or not all(isinstance(slot, int) for slot in event.slots):
             given = located((args, kwargs))
             for place, number in step.follows.items():
+                if self._number(given[place]) is None:
+                    self._claimed.add(storage_of(given[place]))
                 self._follow(given[place], number)
         slots = iter(event.slots)
 
@@ -723,13 +777,13 @@ class _Runner(TorchFunctionMode):
 
     # ---- errors
 
-    def _diverged(self, what: Any, at: int) -> PartitionError:
+    def _diverged(self, what: Any, at: int, how: str = "") -> PartitionError:
         steps = self._plan.steps
         name = what if isinstance(what, str) else getattr(what, "__name__", str(what))
         expected = steps[at].event
         return PartitionError(
             f"{where(self._author.paths)}: the model's forward went another way in stage {self._stage} "
-            f"({name}) than in the run without data ({expected.name} {expected.where}): what it does between "
+            f"({name}{how}) than in the run without data ({expected.name} {expected.where}): what it does between "
             "its units depends on numbers, on chance or on something that has changed since. Put that code "
             "into a module that is placed as a whole, or give example=(args, kwargs) with typical numbers"
         )
@@ -743,7 +797,7 @@ class _Runner(TorchFunctionMode):
 
 def _different(step: Step, stage: int, found: str) -> PartitionError:
     return PartitionError(
-        f"{step.event.where}: {step.event.name} in stage {stage} gave {found}: what it gives depends on the "
+        f"{step.event.where}: {step.event.name} in stage {stage} {found}: what it does depends on the "
         "numbers in its tensors, or on something that has changed since. Place what uses it in the same "
         "module, or give example=(args, kwargs) with typical numbers"
     )

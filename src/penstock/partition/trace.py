@@ -8,6 +8,7 @@ own numbers. The run takes ones for these, or those of an example.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import linecache
 import logging
@@ -15,7 +16,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -61,6 +61,15 @@ _EFFECTS = {
 }
 """Functions that give no tensor, but must be called in the stage that has the tensor."""
 _SET_DATA = _TENSOR.data.__set__
+_READS = frozenset(
+    "__bool__ __contains__ __float__ __index__ __int__ allclose equal is_nonzero item masked_select nonzero "
+    "numpy tolist unique".split()
+)
+"""The names of functions that tell the numbers of a tensor, by which the author's code may decide."""
+OVERWRITTEN = (
+    "what units gave was written into a tensor, and is read through another that was made of it before and "
+    "shares its memory; write into a clone"
+)
 _GRADIENTS = {torch.autograd.grad, torch.autograd.backward, _TENSOR.backward}
 
 
@@ -180,6 +189,7 @@ class Trace:
         state: what the run has changed outside of units.
         settled: the attributes that are set once: by the identity of the module, and by name.
         has_custom: whether a custom function was applied between units.
+        decides: whether the code between units looked at numbers, such as those of the model's arguments.
     """
 
     mode: FakeTensorMode
@@ -196,10 +206,16 @@ class Trace:
     state: list[Changed] = field(default_factory=list)
     settled: set[tuple[int, str]] = field(default_factory=set)
     has_custom: bool = False
+    decides: bool = False
 
     def calls(self) -> list[str]:
         """The paths of the units in the order of their calls."""
         return [event.what for event in self.events if event.is_unit]
+
+    @functools.cached_property
+    def placeholders(self) -> dict[int, int]:
+        """The number of each value by the identity of its placeholder."""
+        return {id(value.tensor): number for number, value in enumerate(self.values)}
 
 
 def home_of(model: nn.Module) -> torch.device:
@@ -395,7 +411,7 @@ class _Recorder(TorchFunctionMode):
         self.trace.values.append(Value(name, event, placeholder, takes_gradient(shown), parameter))
         self._numbers[id(tensor)] = number
         self._held.append(tensor)
-        key = _storage(shown)
+        key = storage_of(shown)
         self._by_storage.setdefault(key, []).append((tensor, number))
         self._made.setdefault(key, _MODEL if event is None else event)
         return number
@@ -435,6 +451,7 @@ class _Recorder(TorchFunctionMode):
         tensors = tensors_in((args, kwargs))
         if not is_ours(func) and not _any(map(self._is_followed, tensors)):
             output = func(*args, **kwargs)
+            self.trace.decides |= getattr(func, "__name__", "") in _READS
             if any(id(t) in self._derived for t in tensors):
                 self._derived |= {id(t): t for t in tensors_in(output)}
             return output
@@ -458,10 +475,12 @@ class _Recorder(TorchFunctionMode):
         return self._event(event, label, func, args, kwargs)
 
     def _is_followed(self, tensor: Tensor) -> bool:
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
         if id(tensor) in self._numbers:
             return True
         if isinstance(tensor, FakeTensor):
-            maker = self._made.get(_storage(tensor), _MODEL)
+            maker = self._made.get(storage_of(tensor), _MODEL)
             if maker != _MODEL:
                 raise PartitionError(
                     f"{self._where()}: the model uses a tensor that {self.trace.events[maker].name} left in "
@@ -474,10 +493,7 @@ class _Recorder(TorchFunctionMode):
                 "name; put it into a module that is placed as a whole"
             )
         if self._claimed and tensor.untyped_storage()._cdata in self._claimed:
-            raise PartitionError(
-                f"{self._where()}: what units gave was written into a tensor, and is read through another "
-                "that was made of it before and shares its memory; write into a clone"
-            )
+            raise PartitionError(f"{self._where()}: {OVERWRITTEN}")
         return False
 
     def _event(self, event: Event, label: str, run: Run, args: Any, kwargs: Any) -> Any:
@@ -501,7 +517,7 @@ class _Recorder(TorchFunctionMode):
         before = [_looks(t) for t in shown]
         aliases = self._aliases(shown)
         alias_looks = [_looks(self._fake_of(t)) for t, _ in aliases]
-        self._given = {_storage(t) for t in shown}
+        self._given = {storage_of(t) for t in shown}
         output = self._run(event, index, run, args, kwargs)
         forced = event.what is _SET_DATA
         for position, (place, original) in enumerate(placed.items()):
@@ -528,7 +544,7 @@ class _Recorder(TorchFunctionMode):
             if number is not None:
                 event.inputs.append((place, number))
                 self._check_known(event, tensor, number)
-            elif isinstance(tensor, FakeTensor) and _storage(tensor) not in self._made:
+            elif not isinstance(tensor, FakeTensor) or storage_of(tensor) not in self._made:
                 # What units have put into a cache, say, is no input; but this was made between them.
                 self._is_followed(tensor)
 
@@ -543,15 +559,17 @@ class _Recorder(TorchFunctionMode):
 
     def _claim_hidden(self, shown: Sequence[Tensor], before: Sequence[Any]) -> None:
         """Note which tensors of the arguments' making share memory that an event wrote into."""
-        written = {_storage(t) for t, look in zip(shown, before, strict=True) if _looks(t) != look}
+        written = {
+            storage_of(t) for t, look in zip(shown, before, strict=True) if _looks(t) != look
+        }
         for tensor, twin in self._twins.values():
-            if _storage(twin) in written:
+            if storage_of(twin) in written:
                 self._claimed.add(tensor.untyped_storage()._cdata)
 
     def _aliases(self, shown: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
         """The latest values that share memory with arguments."""
         found: dict[int, tuple[Tensor, int]] = {}
-        for key in {_storage(t) for t in shown}:
+        for key in {storage_of(t) for t in shown}:
             for tensor, number in self._by_storage.get(key, ()):
                 if self._numbers[id(tensor)] == number:
                     found[id(tensor)] = (tensor, number)
@@ -584,8 +602,8 @@ class _Recorder(TorchFunctionMode):
                 event.slots.append(slots[id(tensor)])
                 continue
             check_tensor(tensor, f"{event.where}: what {event.name} returned")
-            maker = self._made.get(_storage(self._fake_of(tensor)))
-            self._note_read(event, index, maker, _storage(self._fake_of(tensor)))
+            maker = self._made.get(storage_of(self._fake_of(tensor)))
+            self._note_read(event, index, maker, storage_of(self._fake_of(tensor)))
             name = label if len(results) == 1 else f"{label}[{place}]"
             number = self._new_value(tensor, name, index)
             self.trace.values[number].is_result = True
@@ -724,7 +742,10 @@ class _MadeUp(TorchDispatchMode):
             event.needs_data |= isinstance(error, _NEED_DATA)
             output = self._on_ones(func, args, kwargs, error)
         for tensor in tensors_in(output):
-            if isinstance(tensor, FakeTensor) and (key := _storage(tensor)) not in recorder._given:
+            if (
+                isinstance(tensor, FakeTensor)
+                and (key := storage_of(tensor)) not in recorder._given
+            ):
                 recorder._made.setdefault(key, recorder._index)
                 recorder._held.append(tensor)
         return output
@@ -733,7 +754,7 @@ class _MadeUp(TorchDispatchMode):
         recorder = self._recorder
         for tensor in tensors_in((args, kwargs)):
             if isinstance(tensor, FakeTensor):
-                key = _storage(tensor)
+                key = storage_of(tensor)
                 recorder._note_read(event, recorder._index, recorder._made.get(key), key)
 
     def _on_ones(self, func: Any, args: Any, kwargs: Any, reason: Exception) -> Any:
@@ -742,7 +763,7 @@ class _MadeUp(TorchDispatchMode):
         # Code that draws until it is pleased may be pleased by zeros only.
         for number in (1, 0) if self._answers < _PATIENCE else (0, 1):
             with contextlib.suppress(Exception), _disable_current_modes():
-                given, named = replaced((args, kwargs), partial(_filled, number))
+                given, named = replaced((args, kwargs), functools.partial(_filled, number))
                 output = func(*given, **named)
                 return replaced(output, lambda t: mode.from_tensor(t.detach()))
         raise reason
@@ -790,7 +811,8 @@ def _any(answers: Iterable[bool]) -> bool:
     return True in list(answers)
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
+    """The identity of the memory that a tensor shows."""
     return int(tensor.untyped_storage()._cdata)
 
 
