@@ -290,3 +290,26 @@ def test_what_contradicts_replicas_is_refused(workers: WorkerPool, name: str) ->
     for said in workers.run(f"{__name__}:run_refused", 4, 30.0, name=name):
         assert said.startswith(("UsageError", "PeerFailed"))
         assert [part for part in REFUSED[name] if part not in said] == []
+
+
+def run_failing(group: Any) -> str:
+    """A worker's task: of two pipelines side by side, the second fails."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    pipe = Pipeline(model_of("plain"), mesh=mesh, microbatches=2, loss_fn=mse_loss)
+    if mesh.get_local_rank("dp") and not pipe.rank:
+        pipe.on("0F1", before=lambda event: [].pop())
+    try:
+        with pipe:
+            pipe.step(X, target=Y)
+    except PenstockError as error:
+        return str(error)
+    return ""
+
+
+def test_beside_another_pipeline_ranks_have_their_global_rank_too(workers: WorkerPool) -> None:
+    first, second, failed, stopped = workers.run(f"{__name__}:run_failing", 4, 60.0)
+    assert (first, second) == ("", "")
+    assert failed.startswith("rank 0 (global rank 2), stage 0, microbatch 1, action 0F1")
+    assert stopped.startswith(
+        "rank 1 (global rank 3) stopped because rank 0 (global rank 2), step 1"
+    )

@@ -34,7 +34,7 @@ from penstock.runtime import (
     Replicas,
 )
 from penstock.schedule import Schedule
-from penstock.stage import WITHDRAWN, PipelineStage, device_of
+from penstock.stage import WITHDRAWN, PipelineStage, StageModule, device_of
 from penstock.transport import Circle, Transport, launched
 
 
@@ -104,6 +104,21 @@ def check_are_stages(stages: Sequence[PipelineStage]) -> None:
 
 Wrap = Callable[[nn.Module, int], nn.Module | None]
 """Wraps a stage's module, called with the module and its index; None means it was changed in place."""
+
+
+def modules_in(stage: nn.Module) -> str:
+    """The modules that a stage runs, for people to read: runs of neighbours in short."""
+    units = {id(unit) for unit in stage.units} if isinstance(stage, StageModule) else set()
+    named = {path: module for path, module in stage.named_modules() if id(module) in units}
+    rows: list[tuple[str, str, str]] = []
+    for path, module in (named or {"": stage}).items():
+        kind = type(module).__name__
+        if rows and path.rpartition(".")[2].isdecimal() and rows[-1][2] == kind:
+            rows[-1] = (rows[-1][0], path, kind)
+        else:
+            rows.append((path, path, kind))
+    texts = [f"{a} to {b} ({kind})" if a != b else f"{a} ({kind})".strip() for a, b, kind in rows]
+    return ", ".join(texts)
 
 
 def check_wrap(wrap: Wrap | None) -> None:
