@@ -1,4 +1,4 @@
-"""What mkdocs calls while it builds the site: puts in the pages that are made from the code, and the changelog."""
+"""What mkdocs calls while it builds the site: puts in what is made from the code, and the changelog."""
 
 from __future__ import annotations
 
