@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -186,7 +187,7 @@ def test_sparse_gradients_and_buffers(workers: WorkerPool) -> None:
 
 
 def wrap_some(module: nn.Module, stage: int, how: str, mesh: DeviceMesh) -> Any:
-    """Only the first stage, or with tensor parallelism each, which no replica knows of."""
+    """Only the first stage, or a block of it; or each, with tensor parallelism, which knows no replica."""
     if how == "tp":
         for block in module.modules():
             if isinstance(block, Mlp):
@@ -194,8 +195,10 @@ def wrap_some(module: nn.Module, stage: int, how: str, mesh: DeviceMesh) -> Any:
                 parallelize_module(block, mesh["tp"], plan)
     elif stage == 0 and how == "ddp":
         return DistributedDataParallel(module, process_group=mesh.get_group("dp"))
+    elif stage == 0 and how == "replicate":
+        replicate(module, mesh=mesh["dp"])
     elif stage == 0:
-        fully_shard(module, mesh=mesh["dp"])
+        fully_shard(next(m for m in module.modules() if isinstance(m, Mlp)), mesh=mesh["dp"])
     return None
 
 
@@ -217,7 +220,7 @@ def run_wrapped(group: Any, how: str) -> float:
         return gap_of(pipe.named_parameters(), whole)
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp", "tp"])
+@pytest.mark.parametrize("how", ["ddp", "replicate", "block", "tp"])
 def test_what_no_wrapper_reduces_is_averaged(workers: WorkerPool, how: str) -> None:
     assert max(workers.run(f"{__name__}:run_wrapped", 4, 60.0, how=how)) < 1e-12
 

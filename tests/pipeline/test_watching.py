@@ -16,9 +16,10 @@ from torch.nn.functional import mse_loss
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from penstock import Pipeline, PipelineStage, StepEvent, TensorBoard
+from penstock import Pipeline, PipelineStage, StepEvent, StepResult, TensorBoard
 from penstock.errors import UsageError
 from penstock.pipeline import peak_flops
+from penstock.runtime import StepCost
 
 X = torch.ones(4, 4)
 
@@ -157,6 +158,12 @@ def test_a_result_tells_how_fast_the_step_was(stages: int) -> None:
     assert evaluated.tflops * evaluated.seconds * 1e12 == pytest.approx(forward)
     # Nobody knows what a CPU can do at most.
     assert result.mfu is None
+
+
+def test_operations_per_second_are_those_of_a_device() -> None:
+    cost = StepCost(2.0, 4, lambda: 0, lambda: 8e12, lambda: 10e12)
+    result = StepResult(loss=0.0, weight=6.0, cost=cost)
+    assert (result.throughput, result.tflops, result.mfu) == (3.0, 1.0, 0.1)
 
 
 def test_where_operations_cannot_be_counted_there_is_no_number() -> None:
