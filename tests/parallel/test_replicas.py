@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock import Pipeline
+from penstock import Pipeline, PipelineStage
 from penstock.errors import NonFiniteError, PenstockError
 from penstock.testing import WorkerPool
 from tests.parallel.bodies import Collectives, Mlp
@@ -316,3 +316,33 @@ def test_beside_another_pipeline_ranks_have_their_global_rank_too(workers: Worke
     assert stopped.startswith(
         "rank 1 (global rank 3) stopped because rank 0 (global rank 2), step 1"
     )
+
+
+def run_by_hand(group: Any) -> list[float]:
+    """A worker's task: stages placed by hand, of which only those of one rank share a weight."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    replica, rank = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+    modules = []
+    for seed in (0, replica):
+        torch.manual_seed(seed)
+        parts = [nn.Linear(4, 4).double() for _ in range(4)]
+        parts[2].weight = parts[0].weight
+        modules.append(parts)
+    whole, mine = nn.Sequential(*modules[0]), modules[1]
+    stages = [PipelineStage(mine[index], index, 4) for index in (rank, rank + 2)]
+    half = slice(8 * replica, 8 * replica + 8)
+    pipe = Pipeline.from_stages(
+        stages, schedule="Interleaved1F1B", microbatches=4, mesh=mesh, replicas=mesh["dp"],
+        loss_fn=mse_loss,
+    )  # fmt: skip
+    with pipe:
+        pipe.step(X[half], target=Y[half])
+    mse_loss(whole(X), Y).backward()
+    grads = [(mine[i].weight.grad, modules[0][i].weight.grad) for i in (rank, rank + 2)]
+    return [float((a - b).abs().max()) for a, b in grads if a is not None and b is not None]
+
+
+def test_stages_placed_by_hand(workers: WorkerPool) -> None:
+    for gaps in workers.run(f"{__name__}:run_by_hand", 4, 60.0):
+        assert len(gaps) == 2
+        assert max(gaps) < 1e-12

@@ -295,31 +295,32 @@ def check_shared(
 
     Args:
         stages: those of this process.
-        shared: the table of weights that stages share.
+        shared: the weights that stages share, as far as this rank knows.
         replicas: those of this pipeline.
         gather: gives the JSON values of all ranks.
 
     Raises:
         UsageError: ``wrap=`` has wrapped some of these stages only.
     """
-    if replicas.group is None or all(len(one.stages) < 2 for one in shared):
+    if replicas.group is None:
         return
     plain = {id(p) for stage in stages for p in left_alone(stage.module, replicas.group)}
     rows = [
-        [number, stage.index, id(tensor) in plain]
-        for number, one in enumerate(shared)
+        [one.names[0], stage.index, id(tensor) in plain]
+        for one in shared
         for stage in stages
         for name, tensor in stage.named_tensors()
         if (stage.index, name) in one.holders
     ]
-    kinds: dict[int, dict[int, bool]] = {}
-    for number, index, is_plain in (row for of_rank in gather(rows) for row in of_rank):
-        kinds.setdefault(number, {})[index] = is_plain
-    for number, by_stage in kinds.items():
+    kinds: dict[str, dict[int, bool]] = {}
+    # All ranks gather, as with stages placed by hand each may know of other shared weights.
+    for weight, index, is_plain in (row for of_rank in gather(rows) for row in of_rank):
+        kinds.setdefault(weight, {})[index] = is_plain
+    for weight, by_stage in kinds.items():
         if len({*by_stage.values()}) > 1:
             wrapped = [index for index, is_plain in by_stage.items() if not is_plain]
             raise UsageError(
-                f"stages {sorted(by_stage)} share {shared[number].names[0]!r}, and wrap= has replicated or "
+                f"stages {sorted(by_stage)} share {weight!r}, and wrap= has replicated or "
                 f"sharded it in stages {wrapped} only; wrap all of these stages, or none"
             )
 
