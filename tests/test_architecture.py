@@ -30,10 +30,6 @@ FRONT = {"__init__", "__main__"}
 INNER = {"cli", "lazily"}
 
 
-BY_NAME = {"parallel.tensors", "parallel.wrapping"}
-"""Modules that import others of their own room by name, when a first DTensor is seen: torch takes long to."""
-
-
 class Import(NamedTuple):
     """One imported name: by which module of penstock, from which module, and how."""
 
@@ -92,12 +88,7 @@ def imports() -> list[Import]:
 
 def own() -> list[Import]:
     """Imports of the library's own modules, also those inside functions and by name."""
-    late = {found for found in imports() if found.by_name and found.by in BY_NAME}
-    return [
-        found
-        for found in imports()
-        if found.reaches("penstock") and found.by not in FRONT and found not in late
-    ]
+    return [found for found in imports() if found.reaches("penstock") and found.by not in FRONT]
 
 
 def part_of(module: str, depth: int = 0) -> str:
@@ -169,7 +160,7 @@ def test_no_cycle_between_modules() -> None:
 
 def test_nothing_is_imported_by_name() -> None:
     late = [found for found in imports() if found.by_name and found.reaches("penstock")]
-    assert [str(found) for found in late if found.by not in BY_NAME] == []
+    assert [str(found) for found in late] == []
 
 
 # To be switched on by removing the mark, once docs/inside.md follows the table.

@@ -23,7 +23,7 @@ from penstock.backward import SplitBackward
 from penstock.cli.main import main
 from penstock.schedule import add_communication, build, compute_only, library, merge_backward
 from tests.scripts import run_script
-from website import pictures, reference
+from website import reference
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -35,7 +35,7 @@ SOURCES = sorted((ROOT / "src").rglob("*.py"))
 
 @pytest.mark.parametrize("file", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(file: Path) -> None:
-    made = {*pictures.drawn(), *reference.paths()}
+    made = {*reference.paths()}
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", file.read_text()):
         assert (file.parent / target).exists() or target in made, target
 

@@ -304,3 +304,22 @@ def test_the_search_finds_names_and_pages(address: str, browser: Browser) -> Non
     ):
         assert wanted in found
     assert browser.evaluate("!!document.querySelector('.md-search__input')")
+
+
+@pytest.mark.slow
+def test_a_page_from_a_folder_searches(site: Path, browser: Browser) -> None:
+    browser.resize(SIZES["desktop"])
+    browser.open((site / "index.html").as_uri(), "light")
+    browser.evaluate(
+        "(box => { box.focus(); box.value = 'zero bubble'; box.dispatchEvent(new Event('input')); "
+        "box.dispatchEvent(new KeyboardEvent('keyup', {bubbles: true})); return true })"
+        "(document.querySelector('.md-search__input'))"
+    )
+    nothing = SETTLED + "(() => !document.querySelector('.md-search-result__link'))"
+    assert not browser.evaluate(nothing)
+    assert browser.complaints() == []
+
+
+def test_the_site_has_a_changelog_and_says_where_pages_are(site: Path) -> None:
+    assert "Unreleased" in (site / "changelog.html").read_text()
+    assert "docs/training.md" in (site / "training.html").read_text()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import PipelineStage
-from penstock.errors import UsageError
+from penstock.errors import UnknownArgumentError, UsageError
 
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
 
@@ -369,3 +369,13 @@ def test_what_is_no_gradient_is_refused_by_its_place() -> None:
     stage.forward(0, (X,))
     with pytest.raises(UsageError, match="is a tensor, but its gradient is a float"):
         stage.backward(0, [1.0])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("engine", "one way to cut backward in two"), ("devise", "did you mean device=")],
+)
+def test_arguments_that_there_are_not(name: str, says: str) -> None:
+    options: dict[str, Any] = {name: "split"}
+    with pytest.raises(UnknownArgumentError, match=f"no argument {name}=; .*{says}"):
+        PipelineStage(nn.Linear(3, 3), 0, 1, **options)

@@ -1,14 +1,17 @@
-"""What mkdocs calls while it builds the site: puts in the pages and pictures that are made from the code."""
+"""What mkdocs calls while it builds the site: puts in what is made from the code, and the changelog."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from website import pictures, reference
+from website import reference
+
+CHANGELOG = Path(__file__).parents[1] / "CHANGELOG.md"
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -27,9 +30,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what is made from the code; a picture that the repository holds is drawn again."""
-    for path, text in (pictures.drawn() | reference.pages() | reference.examples()).items():
-        if (there := files.get_file_from_path(path)) is not None:
-            files.remove(there)
+    """Add what is made from the code."""
+    changelog = {"changelog.md": CHANGELOG.read_text(encoding="utf-8")}
+    for path, text in (reference.pages() | reference.examples() | changelog).items():
         files.append(File.generated(config, path, content=text))
     return files

@@ -1,7 +1,6 @@
 """The pictures of the pages, drawn from the schedules as they are.
 
-``python -m website.pictures`` writes what the repository itself shows: the README's picture, and the table of
-``docs/schedules.md``.
+``python -m website.pictures`` writes them, and the table of ``docs/schedules.md``, to ``docs/``.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from penstock.schedule.library import RECIPES
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "schedules.md"
-IN_README = DOCS / "schedules" / "zb-h1.svg"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 RANKS, MICROBATCHES = 4, 8
 NOTE = "Simulated: F = I = W = 1 unit of one stage, B = 2, messages take no time."
@@ -250,10 +248,11 @@ def page() -> str:
 
 
 def kept() -> dict[Path, str]:
-    """Every drawn file that the repository holds, and what it should hold."""
-    return {PAGE: page(), IN_README: of_schedule("ZB-H1")}
+    """Every drawn file, and what it should hold."""
+    return {PAGE: page()} | {DOCS / path: text for path, text in drawn().items()}
 
 
 if __name__ == "__main__":
     for file, content in kept().items():
+        file.parent.mkdir(exist_ok=True)
         file.write_text(content)

@@ -74,6 +74,15 @@ class StageModule(nn.Module):
             function with the model's output without data.
         """
 
+    @abstractmethod
+    def flops(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+        """The floating-point operations of products, convolutions and attention in the model's forward.
+
+        Args:
+            args: the model's arguments for a microbatch, on the meta device.
+            kwargs: its keyword arguments, likewise.
+        """
+
     @property
     @abstractmethod
     def units(self) -> list[nn.Module]:

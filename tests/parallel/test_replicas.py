@@ -11,13 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock import Pipeline
+from penstock import Pipeline, PipelineStage
 from penstock.errors import NonFiniteError, PenstockError
 from penstock.testing import WorkerPool
 from tests.parallel.bodies import Collectives, Mlp
@@ -186,7 +187,7 @@ def test_sparse_gradients_and_buffers(workers: WorkerPool) -> None:
 
 
 def wrap_some(module: nn.Module, stage: int, how: str, mesh: DeviceMesh) -> Any:
-    """Only the first stage, or with tensor parallelism each, which no replica knows of."""
+    """Only the first stage, or a block of it; or each, with tensor parallelism, which knows no replica."""
     if how == "tp":
         for block in module.modules():
             if isinstance(block, Mlp):
@@ -194,8 +195,10 @@ def wrap_some(module: nn.Module, stage: int, how: str, mesh: DeviceMesh) -> Any:
                 parallelize_module(block, mesh["tp"], plan)
     elif stage == 0 and how == "ddp":
         return DistributedDataParallel(module, process_group=mesh.get_group("dp"))
+    elif stage == 0 and how == "replicate":
+        replicate(module, mesh=mesh["dp"])
     elif stage == 0:
-        fully_shard(module, mesh=mesh["dp"])
+        fully_shard(next(m for m in module.modules() if isinstance(m, Mlp)), mesh=mesh["dp"])
     return None
 
 
@@ -217,7 +220,7 @@ def run_wrapped(group: Any, how: str) -> float:
         return gap_of(pipe.named_parameters(), whole)
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp", "tp"])
+@pytest.mark.parametrize("how", ["ddp", "replicate", "block", "tp"])
 def test_what_no_wrapper_reduces_is_averaged(workers: WorkerPool, how: str) -> None:
     assert max(workers.run(f"{__name__}:run_wrapped", 4, 60.0, how=how)) < 1e-12
 
@@ -290,3 +293,56 @@ def test_what_contradicts_replicas_is_refused(workers: WorkerPool, name: str) ->
     for said in workers.run(f"{__name__}:run_refused", 4, 30.0, name=name):
         assert said.startswith(("UsageError", "PeerFailed"))
         assert [part for part in REFUSED[name] if part not in said] == []
+
+
+def run_failing(group: Any) -> str:
+    """A worker's task: of two pipelines side by side, the second fails."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    pipe = Pipeline(model_of("plain"), mesh=mesh, microbatches=2, loss_fn=mse_loss)
+    if mesh.get_local_rank("dp") and not pipe.rank:
+        pipe.on("0F1", before=lambda event: [].pop())
+    try:
+        with pipe:
+            pipe.step(X, target=Y)
+    except PenstockError as error:
+        return str(error)
+    return ""
+
+
+def test_beside_another_pipeline_ranks_have_their_global_rank_too(workers: WorkerPool) -> None:
+    first, second, failed, stopped = workers.run(f"{__name__}:run_failing", 4, 60.0)
+    assert (first, second) == ("", "")
+    assert failed.startswith("rank 0 (global rank 2), stage 0, microbatch 1, action 0F1")
+    assert stopped.startswith(
+        "rank 1 (global rank 3) stopped because rank 0 (global rank 2), step 1"
+    )
+
+
+def run_by_hand(group: Any) -> list[float]:
+    """A worker's task: stages placed by hand, of which only those of one rank share a weight."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    replica, rank = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+    modules = []
+    for seed in (0, replica):
+        torch.manual_seed(seed)
+        parts = [nn.Linear(4, 4).double() for _ in range(4)]
+        parts[2].weight = parts[0].weight
+        modules.append(parts)
+    whole, mine = nn.Sequential(*modules[0]), modules[1]
+    stages = [PipelineStage(mine[index], index, 4) for index in (rank, rank + 2)]
+    half = slice(8 * replica, 8 * replica + 8)
+    pipe = Pipeline.from_stages(
+        stages, schedule="Interleaved1F1B", microbatches=4, mesh=mesh, replicas=mesh["dp"],
+        loss_fn=mse_loss,
+    )  # fmt: skip
+    with pipe:
+        pipe.step(X[half], target=Y[half])
+    mse_loss(whole(X), Y).backward()
+    grads = [(mine[i].weight.grad, modules[0][i].weight.grad) for i in (rank, rank + 2)]
+    return [float((a - b).abs().max()) for a, b in grads if a is not None and b is not None]
+
+
+def test_stages_placed_by_hand(workers: WorkerPool) -> None:
+    for gaps in workers.run(f"{__name__}:run_by_hand", 4, 60.0):
+        assert len(gaps) == 2
+        assert max(gaps) < 1e-12

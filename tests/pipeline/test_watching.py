@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from pathlib import Path
@@ -9,12 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import mse_loss
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 
-from penstock import Pipeline, StepEvent, TensorBoard
+from penstock import Pipeline, PipelineStage, StepEvent, StepResult, TensorBoard
 from penstock.errors import UsageError
+from penstock.pipeline import peak_flops
+from penstock.runtime import StepCost
 
 X = torch.ones(4, 4)
 
@@ -112,3 +117,77 @@ def test_actions_are_ranges_while_a_profiler_runs(tmp_path: Path) -> None:
     trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["name"] for event in trace if event.get("cat") == "user_annotation"}
     assert {"0F0", "1F1", "1I0", "0W1"} <= names
+
+
+# ---- how fast a step was
+
+
+class Attends(nn.Module):
+    """A layer of attention and of products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, hidden: Tensor) -> Any:
+        parts = self.mix(hidden).view(len(hidden), -1, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(*parts)
+        return hidden + self.out(attended.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_a_result_tells_how_fast_the_step_was(stages: int) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*[Attends() for _ in range(3)]), torch.randn(8, 12, 16)
+    plain = copy.deepcopy(model)
+    pipe = Pipeline(
+        model, stages=stages, microbatches=4, loss_fn=nn.functional.mse_loss,
+        loss_weight=lambda target: target.shape[0] * target.shape[1], checkpoint=True,
+    )  # fmt: skip
+    result = pipe.step(x, target=x)
+    assert result.seconds > 0
+    assert result.throughput * result.seconds == pytest.approx(8 * 12)
+    assert result.memory > 1 << 20
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        plain(x)
+    forward = counter.get_total_flops()
+    assert result.tflops is not None
+    assert result.tflops * result.seconds * 1e12 == pytest.approx(3 * forward)
+    evaluated = pipe.eval(x, target=x)
+    assert evaluated.tflops is not None
+    assert evaluated.tflops * evaluated.seconds * 1e12 == pytest.approx(forward)
+    # Nobody knows what a CPU can do at most.
+    assert result.mfu is None
+
+
+def test_operations_per_second_are_those_of_a_device() -> None:
+    cost = StepCost(2.0, 4, lambda: 0, lambda: 8e12, lambda: 10e12)
+    result = StepResult(loss=0.0, weight=6.0, cost=cost)
+    assert (result.throughput, result.tflops, result.mfu) == (3.0, 1.0, 0.1)
+
+
+def test_where_operations_cannot_be_counted_there_is_no_number() -> None:
+    stages = [PipelineStage(nn.Linear(4, 4), index, 2) for index in range(2)]
+    by_hand = Pipeline.from_stages(stages, schedule="1F1B", loss_fn=nn.functional.mse_loss)
+    assert by_hand.step(torch.ones(4, 4), target=torch.ones(4, 4)).tflops is None
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "peak"),
+    [
+        ("NVIDIA H200", "highest", 66.9e12),
+        ("NVIDIA H100 80GB HBM3", "high", 494.7e12),
+        ("NVIDIA H100 PCIe", "highest", 51e12),
+        ("NVIDIA A100-SXM4-80GB", "high", 156e12),
+        ("NVIDIA L40S", "highest", 91.6e12),
+        ("NVIDIA L4", "high", 60e12),
+        ("a GPU of the future", "highest", None),
+    ],
+)
+def test_the_peak_is_known_by_the_name(
+    name: str, precision: str, peak: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    assert peak_flops(torch.device("cuda"), torch.float32) == (peak and pytest.approx(peak))
+    assert peak_flops(torch.device("cpu"), torch.float32) is None

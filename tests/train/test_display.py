@@ -5,11 +5,9 @@ from __future__ import annotations
 import io
 from typing import Any
 
-import pytest
-import torch
 from rich.console import Console
 
-from penstock.train.display import Display, peak_flops, say
+from penstock.train.display import Display, say
 
 BARE: dict[str, Any] = {
     "step": 7,
@@ -53,24 +51,3 @@ def test_text_is_printed_as_it_is() -> None:
     out = io.StringIO()
     say(Console(file=out, width=80), "[red]" + "x" * 200)
     assert out.getvalue() == "[red]" + "x" * 200 + "\n"
-
-
-@pytest.mark.parametrize(
-    ("name", "precision", "peak"),
-    [
-        ("NVIDIA H200", "highest", 66.9e12),
-        ("NVIDIA H100 80GB HBM3", "high", 494.7e12),
-        ("NVIDIA H100 PCIe", "highest", 51e12),
-        ("NVIDIA A100-SXM4-80GB", "high", 156e12),
-        ("NVIDIA L40S", "highest", 91.6e12),
-        ("NVIDIA L4", "high", 60e12),
-        ("a GPU of the future", "highest", None),
-    ],
-)
-def test_the_peak_is_known_by_the_name(
-    name: str, precision: str, peak: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
-    assert peak_flops(torch.device("cuda")) == (peak and pytest.approx(peak))
-    assert peak_flops(torch.device("cpu")) is None

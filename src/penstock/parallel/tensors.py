@@ -1,7 +1,6 @@
 """Plain tensors and DTensors alike: local parts, whole tensors, norms, and how they travel.
 
-The code for DTensor is in ``dtensor.py``, which is imported once there is one: torch needs half a second to
-import its own part of it.
+Torch needs half a second to import its part for DTensors, so that is done once there is one.
 """
 
 from __future__ import annotations
@@ -11,17 +10,30 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeGuard
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import MicrobatchError, SpecError
+
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
+
+_TORCH_PART = "torch.distributed.tensor"
+
+
+def _dtensors() -> Any:
+    return import_module(_TORCH_PART)
 
 
 def is_sharded(value: Any) -> TypeGuard[DTensor]:
     """Whether a value is a DTensor."""
     return hasattr(value, "to_local")
+
+
+# ---- local parts and whole tensors
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -31,8 +43,25 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def with_local(like: Tensor, part: Tensor) -> Tensor:
     """A tensor that is placed like ``like`` and has this local part."""
-    found: Tensor = _dtensor().with_local(like, part) if is_sharded(like) else part
-    return found
+    return _placed_as(like, part, like.shape) if is_sharded(like) else part
+
+
+def _placed_as(like: DTensor, part: Tensor, shape: Sequence[int]) -> DTensor:
+    return _assembled(part, like.device_mesh, like.placements, shape, like.stride())
+
+
+def _assembled(
+    part: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int] | None = None,
+    stride: tuple[int, ...] | None = None,
+) -> DTensor:
+    size = None if shape is None else torch.Size(shape)
+    tensor: DTensor = _dtensors().DTensor.from_local(
+        part, mesh, placements, run_check=False, shape=size, stride=stride
+    )
+    return tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -40,27 +69,35 @@ def whole(tensor: Tensor) -> Tensor:
     return gathered(tensor).detach()
 
 
-def replicated(tensor: Tensor) -> Tensor:
-    """A DTensor replicated over its mesh, or a plain tensor itself; gradients flow through."""
-    found: Tensor = _dtensor().replicated(tensor) if is_sharded(tensor) else tensor
-    return found
-
-
 def gathered(tensor: Tensor) -> Tensor:
     """The whole tensor as a plain one; gradients flow through, unlike :func:`whole`."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
+def replicated(tensor: Tensor) -> Tensor:
+    """A DTensor replicated over its mesh, or a plain tensor itself; gradients flow through."""
+    if not is_sharded(tensor):
+        return tensor
+    return tensor.redistribute(placements=[_dtensors().Replicate()] * tensor.device_mesh.ndim)
+
+
 def spread(like: Tensor, value: Tensor) -> Tensor:
     """A whole tensor, which every process has, placed like ``like``."""
-    found: Tensor = _dtensor().spread(like, value) if is_sharded(like) else value
-    return found
+    if not is_sharded(like) or is_sharded(value):
+        return value
+    mesh, placements = like.device_mesh, like.placements
+    tensor: Tensor = _dtensors().distribute_tensor(
+        value.to(like.device), mesh, placements, src_data_rank=None
+    )
+    return tensor
 
 
 def replicated_like(like: Tensor, value: Tensor) -> Tensor:
     """A whole tensor, which every process has, replicated on the mesh of ``like``."""
-    found: Tensor = _dtensor().replicated_like(like, value) if is_sharded(like) else value
-    return found
+    if not is_sharded(like):
+        return value
+    mesh = like.device_mesh
+    return _assembled(value.to(like.device), mesh, [_dtensors().Replicate()] * mesh.ndim)
 
 
 def region_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -68,13 +105,18 @@ def region_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
 
     None if that is not a single box, as for a pending sum.
     """
-    if is_sharded(tensor):
-        found: tuple[tuple[int, ...], tuple[int, ...]] | None = _dtensor().region_of(tensor)
-        return found
-    return (0,) * tensor.dim(), tuple(tensor.shape)
+    if not is_sharded(tensor):
+        return (0,) * tensor.dim(), tuple(tensor.shape)
+    if any(placement.is_partial() for placement in tensor.placements):
+        return None
+    # The method that torch's own checkpoints use.
+    chunks = tensor.__create_chunk_list__()
+    if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(tensor.to_local().shape):
+        return None
+    return tuple(chunks[0].offsets), tuple(chunks[0].sizes)
 
 
-def split_sharded(tensor: Tensor, count: int, dim: int) -> list[Tensor]:
+def split_sharded(tensor: Any, count: int, dim: int) -> list[Tensor]:
     """Split a DTensor along a dimension, each process its local part; nothing is gathered.
 
     Args:
@@ -82,18 +124,39 @@ def split_sharded(tensor: Tensor, count: int, dim: int) -> list[Tensor]:
         count: the number of parts; their sizes differ by at most one.
         dim: the dimension.
     """
-    found: list[Tensor] = _dtensor().split(tensor, count, dim)
-    return found
+    shares = torch.tensor_split(tensor.to_local(), count, dim)
+    sizes = [len(part) for part in torch.arange(tensor.shape[dim]).tensor_split(count)]
+    return [
+        _placed_as(tensor, share, _resized(tensor.shape, dim, size))
+        for share, size in zip(shares, sizes, strict=True)
+    ]
 
 
-def merge_sharded(parts: Sequence[Tensor], dim: int) -> Tensor:
+def merge_sharded(parts: Sequence[Any], dim: int) -> Tensor:
     """Concatenate DTensors along a dimension, each process its local parts.
 
     Raises:
         MicrobatchError: they are placed differently.
     """
-    found: Tensor = _dtensor().merge(parts, dim)
-    return found
+    first = parts[0]
+    mesh, placements = first.device_mesh, first.placements
+    for part in parts:
+        if (part.device_mesh, part.placements) != (mesh, placements):
+            raise MicrobatchError(
+                f"microbatches gave DTensors placed as {placements} on {mesh} and as {part.placements} on "
+                f"{part.device_mesh}; give one placement on one mesh"
+            )
+    share = torch.cat([part.to_local() for part in parts], dim=dim)
+    return _placed_as(first, share, _resized(first.shape, dim, sum(p.shape[dim] for p in parts)))
+
+
+def _resized(shape: Sequence[int], dim: int, size: int) -> list[int]:
+    sizes = list(shape)
+    sizes[dim] = size
+    return sizes
+
+
+# ---- norms
 
 
 def global_norms(tensors: Sequence[Tensor], order: float) -> Tensor:
@@ -108,7 +171,7 @@ def global_norms(tensors: Sequence[Tensor], order: float) -> Tensor:
     alike: dict[object, list[Tensor]] = {}
     for index, tensor in enumerate(tensors):
         if is_sharded(tensor):
-            whole_sum = _dtensor().settled(tensor)
+            whole_sum = _summed(tensor)
             # torch's norm of order 0 counts tensors.
             key = (whole_sum.device_mesh, whole_sum.placements) if order else index
             alike.setdefault(key, []).append(whole_sum)
@@ -127,8 +190,11 @@ def _total(tensors: Sequence[Tensor], order: float) -> Tensor:
     if is_sharded(tensors[0]) and order == math.inf:
         # Of an empty shard torch does not know this norm.
         local = _total([tensor.to_local() for tensor in tensors if is_sharded(tensor)], order)
-        largest: Tensor = _dtensor().largest(tensors[0], local)
-        return largest.double()
+        like, replicate = tensors[0], _dtensors().Replicate
+        places = [
+            p if isinstance(p, replicate) else _dtensors().Partial("max") for p in like.placements
+        ]
+        return _assembled(local, like.device_mesh, places).full_tensor().double()
     # Nor those below 0, which hardly anybody needs: they are taken of the gathered tensors.
     norms = [_norm(whole(tensor) if order < 0 else tensor, order) for tensor in tensors]
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
@@ -143,15 +209,27 @@ def _norm(tensor: Tensor, order: float) -> Tensor:
     return norm
 
 
-def _dtensor() -> Any:
-    return import_module("penstock.parallel.dtensor")
+def _summed(tensor: DTensor) -> DTensor:
+    """The tensor with pending (Partial) sums carried out."""
+    if not any(placement.is_partial() for placement in tensor.placements):
+        return tensor
+    replicate = _dtensors().Replicate()
+    return tensor.redistribute(
+        placements=[replicate if one.is_partial() else one for one in tensor.placements]
+    )
 
 
-# ---- DTensors between stages
+# ---- DTensors that travel between stages: each process sends its local part to its counterpart
+#
+# A mesh does not travel. The receiver uses its own mesh of the same dimension names: the mesh of a parameter
+# of its stages, one that it has seen on a value, or the one that its ``get_mesh`` returns.
 
 
 GetMesh = Callable[..., Any]
-_TORCH_PART = "torch.distributed.tensor"
+_Names = tuple[str, ...]
+_MESHES: dict[_Names, DeviceMesh] = {}
+_CALLBACKS: list[GetMesh] = []
+_MODULES: WeakSet[nn.Module] = WeakSet()
 
 
 def let_cross(modules: Iterable[nn.Module], get_mesh: GetMesh | None = None) -> None:
@@ -161,9 +239,47 @@ def let_cross(modules: Iterable[nn.Module], get_mesh: GetMesh | None = None) -> 
         modules: of its stages, whose parameters may show their meshes.
         get_mesh: ``(dimension names, layout) -> DeviceMesh``, for other meshes.
     """
-    # Importing DTensor takes half a second; as long as nobody has imported it, there are none.
-    if _TORCH_PART in sys.modules or get_mesh is not None:
-        _dtensor().prepare(modules, get_mesh)
+    # As long as nobody has imported torch's part, there are none.
+    if _TORCH_PART not in sys.modules and get_mesh is None:
+        return
+    if get_mesh is not None and get_mesh not in _CALLBACKS:
+        _CALLBACKS.append(get_mesh)
+    new = [module for module in modules if module not in _MODULES]
+    _MODULES.update(new)
+    # Noted again for every new module, since a later mesh may have the names of an earlier one.
+    _note_meshes_of(new)
+
+
+def _note(mesh: DeviceMesh) -> _Names:
+    names = tuple(mesh.mesh_dim_names or ())
+    if not names:
+        raise SpecError(
+            "a DTensor on a mesh without dimension names cannot travel, as the receiver could not find its "
+            "own mesh; pass mesh_dim_names to init_device_mesh"
+        )
+    _MESHES[names] = mesh
+    return names
+
+
+def _note_meshes_of(modules: Iterable[nn.Module]) -> None:
+    for parameter in (p for module in modules for p in module.parameters()):
+        if is_sharded(parameter) and parameter.device_mesh.mesh_dim_names:
+            _note(parameter.device_mesh)
+
+
+def _mesh(names: _Names) -> DeviceMesh:
+    """A mesh that was seen, or that is found in the parameters of this process's stages, or by the users."""
+    if names not in _MESHES:
+        _note_meshes_of(list(_MODULES))
+    for callback in _CALLBACKS:
+        if names not in _MESHES and (mesh := callback(names, None)) is not None:
+            _MESHES[names] = mesh
+    if names not in _MESHES:
+        raise SpecError(
+            f"a DTensor arrives on a mesh of the dimensions {names}, but this process knows only "
+            f"{sorted(_MESHES)}; pass get_mesh= to PipelineStage"
+        )
+    return _MESHES[names]
 
 
 def arrived(tensor: Tensor) -> Tensor:
@@ -173,17 +289,52 @@ def arrived(tensor: Tensor) -> Tensor:
     return value
 
 
-def take_apart(tensor: Tensor, sharding: Any = None) -> tuple[Tensor, Any]:
+def take_apart(tensor: Tensor, earlier: Any = None) -> tuple[Tensor, Any]:
     """The local part of a DTensor, and how it is placed, in JSON; of another tensor, itself and None.
 
     Args:
         tensor: the tensor.
-        sharding: how an earlier one was placed; the DTensor is brought to that first.
+        earlier: how an earlier one was placed; the DTensor is brought to that first.
     """
-    return _dtensor().take_apart(tensor, sharding) if is_sharded(tensor) else (tensor, None)
+    if not is_sharded(tensor):
+        return tensor, None
+    if earlier is not None:
+        placements = [_read(text) for text in earlier["placements"]]
+        if placements != list(tensor.placements):
+            tensor = tensor.redistribute(placements=placements)
+    sharding = {
+        "mesh": list(_note(tensor.device_mesh)),
+        "placements": [_described(placement) for placement in tensor.placements],
+        "shape": list(tensor.shape),
+        "stride": list(tensor.stride()),
+    }
+    return local_part(tensor.detach()), sharding
 
 
 def put_together(part: Tensor, sharding: Any) -> Tensor:
     """The DTensor with this local part, placed as :func:`take_apart` told."""
-    tensor: Tensor = _dtensor().put_together(part, sharding)
-    return tensor
+    places = [_read(text) for text in sharding["placements"]]
+    mesh = _mesh(tuple(sharding["mesh"]))
+    return _assembled(part, mesh, places, sharding["shape"], tuple(sharding["stride"]))
+
+
+def _described(placement: Any) -> list[Any]:
+    """A placement as JSON data."""
+    kinds = _dtensors()
+    if type(placement) is kinds.Shard:
+        return ["shard", placement.dim]
+    if type(placement) is kinds.Replicate:
+        return ["replicate"]
+    if type(placement) is kinds.Partial:
+        return ["partial", placement.reduce_op]
+    raise SpecError(
+        f"a DTensor with the placement {placement} cannot travel; redistribute it to Shard, Replicate "
+        "or Partial"
+    )
+
+
+def _read(text: list[Any]) -> Placement:
+    kind, *rest = text
+    kinds: Any = {"shard": "Shard", "partial": "Partial", "replicate": "Replicate"}
+    placement: Placement = getattr(_dtensors(), kinds[kind])(*rest)
+    return placement

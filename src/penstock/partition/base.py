@@ -46,6 +46,9 @@ class Planner(Protocol):
     def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """See :meth:`Partition.plan`."""
 
+    def flops(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+        """The floating-point operations of the model's products in a forward with such arguments."""
+
     def check_unchanged(self) -> None:
         """See :meth:`Partition.check_unchanged`."""
 

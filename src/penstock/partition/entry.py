@@ -16,6 +16,7 @@ from penstock.errors import PartitionError, UsageError
 from penstock.partition.balance import choose_cuts, use_up_to
 from penstock.partition.base import Example, Partition, find_shared
 from penstock.partition.costs import weigh_units
+from penstock.partition.meter import Meter
 from penstock.partition.nested import tensors_in
 from penstock.partition.plan import CallPlan, Homes, assign, empty_plan, first_uses
 from penstock.partition.seen import Door, Seeded
@@ -385,6 +386,15 @@ class _Cut:
                 self._plans.pop(next(iter(self._plans)))
             self._plans[key] = plan
         return plan
+
+    def flops(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+        author, call = self._author, (tuple(args), dict(kwargs))
+        fits = self._example is not None and _kind(self._example) == _kind(call)
+        with Meter() as meter:
+            record(
+                author.model, author.forward, author.doors, call, self._example if fits else None
+            )
+        return float(meter.flops)
 
     def _state(self) -> tuple[Any, ...]:
         """The part of the state of the model, and of PyTorch, on which values may depend."""

@@ -135,6 +135,11 @@ class CutStage(StageModule):
         plan: CallPlan = self.__dict__["_planner"].plan(args, kwargs)
         return plan
 
+    def flops(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+        """The floating-point operations of the whole model's forward, see :meth:`StageModule.flops`."""
+        count: float = self.__dict__["_planner"].flops(args, kwargs)
+        return count
+
     @property
     def units(self) -> list[nn.Module]:
         """The modules that run here as a whole."""

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
+from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
@@ -46,11 +48,12 @@ from penstock.pipeline.setup import (
     first_of_all,
     loss_of,
     make_equal,
+    modules_in,
     replicas_of,
     set_up,
     wrap_stages,
 )
-from penstock.pipeline.watching import StepEvent, StepHook, Watchers
+from penstock.pipeline.watching import StepEvent, StepHook, Watchers, peak_flops, peak_memory
 from penstock.pipeline.weights import HeldWeights, WeightMethods
 from penstock.rng import Randomness, Seed, own_seed
 from penstock.runtime import (
@@ -66,6 +69,7 @@ from penstock.runtime import (
     LossWeight,
     Replicas,
     Runner,
+    StepCost,
     StepResult,
     Which,
     check_plans,
@@ -164,6 +168,8 @@ class Pipeline(WeightMethods):
         AgreementError: the ranks were given different plans.
     """
 
+    _check_unchanged: Callable[[], None]
+
     def __init__(  # noqa: PLR0913 - the one place where a user says everything, by name
         self,
         model: nn.Module,
@@ -230,10 +236,10 @@ class Pipeline(WeightMethods):
             make_equal(held, replicas, transport)
             wrap_stages(held, wrap)
             details = {"reduction": str(loss.get("reduction", "mean")), **describe_stages(modules)}
-            self._check_unchanged: Callable[[], None] = partition.check_unchanged
+            self._check_unchanged = partition.check_unchanged
             self._assemble(
                 schedules, Runner(held, schedules.proven, transport), partition.shared,
-                loss_of(loss_fn, **loss), replicas, rules, seed, details,
+                loss_of(loss_fn, **loss), replicas, rules, seed, dict(enumerate(modules)), details,
             )  # fmt: skip
         self._siblings = siblings_of(mesh, replicas)
         self._chosen = plan
@@ -299,7 +305,7 @@ class Pipeline(WeightMethods):
             pipe._check_unchanged = lambda: None
             pipe._assemble(
                 schedules, Runner(stages, schedules.proven, transport), table,
-                loss_of(loss_fn, **loss), replicas, rules, seed,
+                loss_of(loss_fn, **loss), replicas, rules, seed, modules,
             )  # fmt: skip
         pipe._siblings = siblings_of(mesh, replicas)
         pipe._chosen = None
@@ -315,6 +321,7 @@ class Pipeline(WeightMethods):
         replicas: Replicas,
         rules: Rules | None,
         seed: Seed,
+        modules: Mapping[int, nn.Module],
         details: Mapping[str, str] | None = None,
     ) -> None:
         """Put the parts together, and check that all ranks have the same."""
@@ -328,6 +335,7 @@ class Pipeline(WeightMethods):
         self._watchers = Watchers()
         self._closed = False
         self._replicas = replicas
+        self._contents = {index: modules_in(module) for index, module in modules.items()}
         if runner.transport is not None:
             check_plans(runner.transport, schedules.training, details)
         self._check_spread(weighted=loss is not None and loss.weight is not None)
@@ -401,6 +409,24 @@ class Pipeline(WeightMethods):
     def device(self) -> torch.device:
         """Where the stages of this process live."""
         return self._stages[0].device
+
+    def __repr__(self) -> str:
+        schedule = self._schedules.training
+        rows = [
+            f"  rank {rank}, stage {stage}: {self._contents.get(stage, 'in another process')}"
+            for rank in range(schedule.ranks)
+            for stage in schedule.placement.stages_on(rank)
+        ]
+        here = "" if self._transport is None else f"; this process is rank {self.rank}"
+        count = self._replicas.number
+        beside = f"; {count} replicas" if count > 1 else ""
+        return "\n".join(
+            [
+                f"Pipeline({schedule.name}, {schedule.ranks} ranks, {schedule.stages} stages, "
+                f"{schedule.microbatches} microbatches, on {self.device}{beside}{here})",
+                *rows,
+            ]
+        )
 
     if not TYPE_CHECKING:
 
@@ -488,7 +514,7 @@ class Pipeline(WeightMethods):
             torch.autograd.backward(tensors, gradients)
         self._last_seed = draws
         self._randomness.advance()
-        result = self._result(call, report)
+        result = self._result(call, report, perf_counter() - started)
         if scaler is not None:
             result = replace(result, finite=True)
         elif not result.finite:
@@ -539,9 +565,11 @@ class Pipeline(WeightMethods):
             mark = mark_of(batch) if same else 0
             return Call(batch, loss, trains=False, outputs=outputs, hooks=hooks, mark=mark)
 
+        started = perf_counter()
         call = self._described(describe, trains=False, outputs=outputs, loss=loss)
         with self._evaluating():
-            return self._result(call, self._run(call, kwargs, target))
+            report = self._run(call, kwargs, target)
+        return self._result(call, report, perf_counter() - started)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -671,11 +699,18 @@ class Pipeline(WeightMethods):
             error.args = (f"{error}; the target is given by name, as target=",)
         return error
 
-    def _result(self, call: Call, report: CallReport) -> StepResult:
+    def _result(self, call: Call, report: CallReport, seconds: float) -> StepResult:
         outputs: Any = report.outputs if call.outputs else None
         if outputs and not report.presplit:
             outputs = merge(outputs, output_dim(self._rules))
-        result = replace(report.result, outputs=outputs)
+        cost = StepCost(
+            seconds,
+            1 if self._transport is None else self._schedules.ranks,
+            partial(peak_memory, self.device),
+            report.flops,
+            partial(peak_flops, self.device, self._computes_in()),
+        )
+        result = replace(report.result, outputs=outputs, cost=cost)
         if not call.record:
             return result
         schedule = report.schedule
@@ -693,6 +728,14 @@ class Pipeline(WeightMethods):
         )
         timeline = Timeline(spans, schedule.ranks, "s", schedule.pairs)
         return replace(result, timeline=timeline, timeline_kind="measured", bubble=timeline.bubble)
+
+    def _computes_in(self) -> torch.dtype:
+        """The type of this step's products: that of autocast, or that of the first weights here."""
+        kind = self.device.type
+        if torch.is_autocast_enabled(kind):
+            return torch.get_autocast_dtype(kind)
+        weights = (p.dtype for stage in self._stages for p in stage.module.parameters())
+        return next(weights, torch.get_default_dtype())
 
     def _meet_nonfinite(self, result: StepResult) -> None:
         """Raise, skip or warn about a step that is not finite, the same on every rank."""

@@ -34,7 +34,7 @@ from penstock.runtime import (
     Replicas,
 )
 from penstock.schedule import Schedule
-from penstock.stage import WITHDRAWN, PipelineStage, device_of
+from penstock.stage import WITHDRAWN, PipelineStage, StageModule, device_of
 from penstock.transport import Circle, Transport, launched
 
 
@@ -104,6 +104,21 @@ def check_are_stages(stages: Sequence[PipelineStage]) -> None:
 
 Wrap = Callable[[nn.Module, int], nn.Module | None]
 """Wraps a stage's module, called with the module and its index; None means it was changed in place."""
+
+
+def modules_in(stage: nn.Module) -> str:
+    """The modules that a stage runs, for people to read: runs of neighbours in short."""
+    units = {id(unit) for unit in stage.units} if isinstance(stage, StageModule) else set()
+    named = {path: module for path, module in stage.named_modules() if id(module) in units}
+    rows: list[tuple[str, str, str]] = []
+    for path, module in (named or {"": stage}).items():
+        kind = type(module).__name__
+        if rows and path.rpartition(".")[2].isdecimal() and rows[-1][2] == kind:
+            rows[-1] = (rows[-1][0], path, kind)
+        else:
+            rows.append((path, path, kind))
+    texts = [f"{a} to {b} ({kind})" if a != b else f"{a} ({kind})".strip() for a, b, kind in rows]
+    return ", ".join(texts)
 
 
 def check_wrap(wrap: Wrap | None) -> None:
@@ -280,31 +295,32 @@ def check_shared(
 
     Args:
         stages: those of this process.
-        shared: the table of weights that stages share.
+        shared: the weights that stages share, as far as this rank knows.
         replicas: those of this pipeline.
         gather: gives the JSON values of all ranks.
 
     Raises:
         UsageError: ``wrap=`` has wrapped some of these stages only.
     """
-    if replicas.group is None or all(len(one.stages) < 2 for one in shared):
+    if replicas.group is None:
         return
     plain = {id(p) for stage in stages for p in left_alone(stage.module, replicas.group)}
     rows = [
-        [number, stage.index, id(tensor) in plain]
-        for number, one in enumerate(shared)
+        [one.names[0], stage.index, id(tensor) in plain]
+        for one in shared
         for stage in stages
         for name, tensor in stage.named_tensors()
         if (stage.index, name) in one.holders
     ]
-    kinds: dict[int, dict[int, bool]] = {}
-    for number, index, is_plain in (row for of_rank in gather(rows) for row in of_rank):
-        kinds.setdefault(number, {})[index] = is_plain
-    for number, by_stage in kinds.items():
+    kinds: dict[str, dict[int, bool]] = {}
+    # All ranks gather, as with stages placed by hand each may know of other shared weights.
+    for weight, index, is_plain in (row for of_rank in gather(rows) for row in of_rank):
+        kinds.setdefault(weight, {})[index] = is_plain
+    for weight, by_stage in kinds.items():
         if len({*by_stage.values()}) > 1:
             wrapped = [index for index, is_plain in by_stage.items() if not is_plain]
             raise UsageError(
-                f"stages {sorted(by_stage)} share {shared[number].names[0]!r}, and wrap= has replicated or "
+                f"stages {sorted(by_stage)} share {weight!r}, and wrap= has replicated or "
                 f"sharded it in stages {wrapped} only; wrap all of these stages, or none"
             )
 

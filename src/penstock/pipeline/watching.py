@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from penstock.errors import UsageError
+from penstock.plan import device_called
 from penstock.runtime import HookHandle, StepResult
 
 _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
@@ -149,6 +150,17 @@ class TensorBoard:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """The operations per second that a device can do at most in a type; None if that is not known."""
+    if device.type != "cuda":
+        return None
+    known = device_called(torch.cuda.get_device_name(device))
+    name = str(dtype).removeprefix("torch.")
+    if name == "float32" and torch.get_float32_matmul_precision() != "highest":
+        name = "tf32"
+    return None if known is None else known.flops.get(name)
 
 
 def peak_memory(device: torch.device) -> int:

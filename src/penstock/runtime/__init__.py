@@ -15,7 +15,7 @@ from penstock.runtime.loss import (
     add_loss,
     collect_losses,
 )
-from penstock.runtime.result import StepResult, TimelineKind
+from penstock.runtime.result import StepCost, StepResult, TimelineKind
 from penstock.runtime.runner import CallReport, Runner
 from penstock.runtime.scaler import LossScaler
 
@@ -39,6 +39,7 @@ __all__ = [
     "Reduction",
     "Replicas",
     "Runner",
+    "StepCost",
     "StepData",
     "StepResult",
     "TimelineKind",

@@ -247,7 +247,7 @@ def _check_counts(counts: list[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Replicas:
-    """The pipelines that train the same weights on other data.
+    """The pipelines that train the same weights on other data, where the user reduces gradients.
 
     Args:
         number: how many there are, including this one.
@@ -377,8 +377,9 @@ class LossOptions(TypedDict, total=False):
         metrics: functions by name, ``(output, target)`` -> a number, which is averaged by the weights, or a
             pair of a sum and the count that it is over. They come back in ``result.metrics``.
         accumulate: the number of steps whose gradients together equal those of one large batch.
-        replicas: the pipelines that train the same weights on other data: a process group of the ranks at
-            the same place in each of them, a ``DeviceMesh`` of that dimension, or :class:`Replicas`.
+        replicas: data parallelism: the pipelines that train the same weights on other data, as a process
+            group of the ranks at the same place in each of them, a ``DeviceMesh`` of that dimension, or
+            :class:`Replicas`. They begin with the weights of the first, and gradients are averaged over them.
         nonfinite: what to do about a step whose loss or gradients are not finite: ``"stop"``, the default,
             raises; ``"skip"`` drops its gradients; ``"warn"`` only logs it.
     """

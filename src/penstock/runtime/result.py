@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,8 +22,27 @@ TimelineKind = Literal["measured", "replayed"]
 
 
 @dataclass(frozen=True)
+class StepCost:
+    """What a step took in this process, and what it asked of the devices. It is read when somebody asks.
+
+    Args:
+        seconds: how long the step took.
+        devices: how many devices have shared the work.
+        memory: gives the peak bytes of this process.
+        flops: gives the model's floating-point operations, or None.
+        peak: gives the operations per second that a device can do at most, or None.
+    """
+
+    seconds: float
+    devices: int
+    memory: Callable[[], int]
+    flops: Callable[[], float | None]
+    peak: Callable[[], float | None]
+
+
+@dataclass(frozen=True)
 class StepResult:
-    """The result of a step or evaluation; the same on every rank.
+    """The result of a step or evaluation; the same on every rank, but for time and memory.
 
     Attributes:
         loss: of the whole batch, including what the model added by :func:`penstock.add_loss`.
@@ -36,6 +55,7 @@ class StepResult:
         timeline_kind: ``"measured"`` on the ranks' own clocks; or ``"replayed"``, if all ranks share a
             process and take turns, so that their measured durations were put on one clock per rank.
         bubble: the fraction of the ranks' time in which they computed nothing, if it was asked for.
+        cost: what it took; the properties below tell it.
     """
 
     loss: float
@@ -47,6 +67,43 @@ class StepResult:
     timeline: Timeline | None = None
     timeline_kind: TimelineKind | None = None
     bubble: float | None = None
+    cost: StepCost | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def seconds(self) -> float:
+        """How long ``pipe.step`` took in this process, in seconds."""
+        return math.nan if self.cost is None else self.cost.seconds
+
+    @property
+    def throughput(self) -> float:
+        """Samples, or what ``loss_weight`` counts, such as tokens: per second, over all replicas."""
+        return self.weight / self.seconds
+
+    @property
+    def memory(self) -> int:
+        """The peak bytes of this process so far: the most allocated on a GPU, or resident without one."""
+        return 0 if self.cost is None else self.cost.memory()
+
+    @property
+    def tflops(self) -> float | None:
+        """The model's own floating-point operations per second and device, in 10^12.
+
+        Products, convolutions and attention count, in one run without data when this is first asked.
+        Backward counts twice as much as forward, and what a checkpoint computes again does not. None where
+        the model cannot be run without data.
+        """
+        flops = None if self.cost is None else self.cost.flops()
+        if self.cost is None or flops is None:
+            return None
+        return flops / (self.seconds * self.cost.devices * 1e12)
+
+    @property
+    def mfu(self) -> float | None:
+        """``tflops`` as a share of the device's peak, from 0 to 1; None if either is not known."""
+        peak = None if self.cost is None else self.cost.peak()
+        if peak is None or self.tflops is None:
+            return None
+        return self.tflops * 1e12 / peak
 
 
 class _Term(NamedTuple):
@@ -203,7 +260,7 @@ class Numbers:
         main, added = values["main", ""], values["added", ""]
         losses = {name: values["loss", name] for name in self._names if seen[name]}
         ratios = {name: _ratio(values["over", name], values["under", name]) for name in metrics}
-        finite = finite and isfinite(main + added)
+        finite = finite and math.isfinite(main + added)
         return StepResult(main + added, {MAIN: main, **losses}, ratios, weights.total, finite)
 
 

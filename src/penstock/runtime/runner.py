@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ from penstock.stage import PipelineStage, StageModule
 from penstock.transport import Transport
 from penstock.values import Batch, Layout, TensorLayout, check_plain, flatten, layout_of, unflatten
 
+logger = logging.getLogger("penstock")
 Schedules: TypeAlias = Callable[..., Schedule]
 """Gives the proven schedule for a number of microbatches, the edges if they depend on the call, and whether
 it trains."""
@@ -60,6 +62,7 @@ class CallReport:
         losses: of the microbatches, not scaled, on the rank of the last stage.
         kept: the last stage's outputs on its rank, if asked for.
         batch_gradients: the batch's tensors that require grad, with their gradients.
+        flops: counts the model's floating-point operations, see :class:`StepResult`.
     """
 
     schedule: Schedule
@@ -70,6 +73,7 @@ class CallReport:
     losses: list[Tensor] = field(default_factory=list)
     kept: list[Any] = field(default_factory=list)
     batch_gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    flops: Callable[[], float | None] = lambda: None
 
 
 class Runner:
@@ -98,7 +102,8 @@ class Runner:
         self.transport = transport
         self.schedules = schedules
         code = stages[0].code
-        self._plan_call = code.plan if isinstance(code, StageModule) else None
+        self._planned = code if isinstance(code, StageModule) else None
+        self._flops: dict[str, float] = {}
         self._by_rank = by_rank
         self._numbers = Numbers(transport)
         self._adapters: dict[int, Adapter] = {}
@@ -251,7 +256,25 @@ class Runner:
             data.tally.main_losses(),
             [data.outputs[index] for index in sorted(data.outputs)] if call.keep else [],
             data.batch_gradients,
+            partial(self._count_flops, agreement.model_call, 3 if call.trains else 1),
         )
+
+    def _count_flops(self, model_call: ModelCall, times: int) -> float | None:
+        """The model's floating-point operations in a call, a number of times those of its forward."""
+        if self._planned is None:
+            return None
+        total = 0.0
+        for text, kind in zip(model_call.descriptions, model_call.kinds, strict=True):
+            if text not in self._flops:
+                try:
+                    self._flops[text] = self._planned.flops(*_without_data(kind, self._devices[0]))
+                except Exception as error:
+                    logger.info(
+                        "penstock: the operations of the model cannot be counted: %s", error
+                    )
+                    return None
+            total += times * self._flops[text]
+        return total
 
     # ---- the word before the step
 
@@ -306,7 +329,7 @@ class Runner:
 
     def _make_agreement(self, call: Call, model_call: ModelCall) -> Agreement:
         plans = [self._plan(model_call, microbatch) for microbatch in range(model_call.count)]
-        edges = _check_edges(plans) if self._plan_call is not None else None
+        edges = _check_edges(plans) if self._planned is not None else None
         schedule = self.schedules(model_call.count, edges, trains=call.trains)
         self._route(model_call, schedule)
         self._check_passed(model_call, schedule)
@@ -335,13 +358,13 @@ class Runner:
 
     def _plan(self, model_call: ModelCall, microbatch: int) -> Any:
         """What the partition plans for a microbatch, from its arguments without data."""
-        if self._plan_call is None:
+        if self._planned is None:
             return None
         key = f"{torch.is_grad_enabled()} {self._traits()} {model_call.descriptions[microbatch]}"
         if key not in self._plans:
             args, kwargs = _without_data(model_call.kinds[microbatch], self._devices[0])
             try:
-                self._plans[key] = self._plan_call(args, kwargs)
+                self._plans[key] = self._planned.plan(args, kwargs)
             except PenstockError:
                 raise
             except Exception as error:

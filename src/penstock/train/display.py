@@ -6,13 +6,10 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
-
-from penstock.plan import device_called
 
 Metrics = Mapping[str, Any]
 """The numbers of a step as the run folder keeps them, by name; see docs/watching.md."""
@@ -31,15 +28,6 @@ def summary(metrics: Metrics) -> str:
     if metrics.get("mfu") is not None:
         words.append(f"MFU {metrics['mfu']:.1%}")
     return "  ".join(words)
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """The floating-point operations per second that a device can do at most; None if that is not known."""
-    if device.type != "cuda":
-        return None
-    known = device_called(torch.cuda.get_device_name(device))
-    dtype = "float32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    return None if known is None else known.flops[dtype]
 
 
 class Display:

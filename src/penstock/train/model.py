@@ -115,11 +115,8 @@ class GPT(nn.Module):
         self.norm = nn.RMSNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         initialise(self, seed)
-        matrices = sum(weight.numel() for weight in self.parameters() if weight.ndim > 1)
         self.parameter_count = sum(weight.numel() for weight in self.parameters())
         """How many weights it has."""
-        self.flops = 6 * (matrices - VOCABULARY * width + 2 * layers * width * sequence)
-        """Floating-point operations per byte of text, forward and backward: two per product and its sum."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Predict at each position the byte that follows it."""

@@ -19,12 +19,12 @@ from penstock import plan as planning
 from penstock.checkpoint import Checkpoints
 from penstock.errors import CheckpointError, ConfigError, InputFileError, NonFiniteError, UsageError
 from penstock.parallel import replicated_mesh, shard
-from penstock.pipeline import Pipeline, peak_memory
+from penstock.pipeline import Pipeline
 from penstock.plan import Plan, Profile
 from penstock.schedule import Timeline, draw_svg
 from penstock.train.config import TrainConfig, ranks_of, schedule_of, to_toml, world_size
 from penstock.train.corpus import Batch, Corpus, load
-from penstock.train.display import Display, peak_flops, say
+from penstock.train.display import Display, say
 from penstock.train.model import (
     GPT,
     VOCABULARY,
@@ -386,9 +386,7 @@ class Run:
         self._optimizer.step()
         self.pipe.zero_grad()
         seconds = perf_counter() - started
-        memory, reasons = zip(
-            *exchange(self.pipe, [peak_memory(self._device), stop.reason]), strict=True
-        )
+        memory, reasons = zip(*exchange(self.pipe, [result.memory, stop.reason]), strict=True)
         # A signal comes before the time limit: it decides the exit status.
         self.stopped = min(filter(None, reasons), default="")
         if result.timeline is not None:
@@ -403,7 +401,7 @@ class Run:
             "seconds": seconds,
             "tokens_per_second": tokens.numel() / seconds,
             "memory": max(memory),
-            "mfu": self._mfu(tokens.numel() / seconds),
+            "mfu": result.mfu,
             "bubble": result.bubble,
             "clocks": result.timeline_kind,
         }
@@ -414,16 +412,6 @@ class Run:
     def _share(self, batch: Tensor) -> Tensor:
         """The samples of this replica."""
         return batch.tensor_split(self.config.replicas)[self.pipe.replicas.index]
-
-    def _mfu(self, tokens_per_second: float) -> float | None:
-        """The share of the devices' peak that the model's own operations use, if the peak is known."""
-        peak = peak_flops(self._device)
-        if peak is None:
-            return None
-        devices = self.config.replicas * (
-            self.pipe.schedule.ranks if len(self.pipe.ranks) == 1 else 1
-        )
-        return self._sizes.flops * tokens_per_second / (peak * devices)
 
     # ---- what comes after them
 
