@@ -387,7 +387,7 @@ def test_it_shows_its_ranks_stages_and_modules() -> None:
     model = nn.Sequential(nn.Linear(4, 4), *[nn.Tanh() for _ in range(3)], nn.Linear(4, 4))
     shown = repr(Pipeline(model, schedule="ZB-V", ranks=1, microbatches=2, stages=["2"]))
     assert shown.splitlines() == [
-        "Pipeline(ZB-V, 1 ranks, 2 stages, 2 microbatches, on cpu)",
+        "Pipeline(ZB-V, ranks=1, stages=2, microbatches=2, device='cpu')",
         "  rank 0, stage 0: 0 (Linear), 1 (Tanh)",
         "  rank 0, stage 1: 2 to 3 (Tanh), 4 (Linear)",
     ]

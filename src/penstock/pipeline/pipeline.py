@@ -241,9 +241,8 @@ class Pipeline(WeightMethods):
                 schedules, Runner(held, schedules.proven, transport), partition.shared,
                 loss_of(loss_fn, **loss), replicas, rules, seed, dict(enumerate(modules)), details,
             )  # fmt: skip
-        self._siblings = siblings_of(mesh, replicas)
-        self._chosen = plan
-        self._model = model if partition.planner is not None else None
+        self._siblings, self._chosen = siblings_of(mesh, replicas), plan
+        self._model: nn.Module | None = model if partition.planner is not None else None
 
     @classmethod
     def from_stages(  # noqa: PLR0913 - as the constructor
@@ -422,8 +421,8 @@ class Pipeline(WeightMethods):
         beside = f"; {count} replicas" if count > 1 else ""
         return "\n".join(
             [
-                f"Pipeline({schedule.name}, {schedule.ranks} ranks, {schedule.stages} stages, "
-                f"{schedule.microbatches} microbatches, on {self.device}{beside}{here})",
+                f"Pipeline({schedule.name}, ranks={schedule.ranks}, stages={schedule.stages}, "
+                f"microbatches={schedule.microbatches}, device={str(self.device)!r}{beside}{here})",
                 *rows,
             ]
         )
@@ -499,7 +498,7 @@ class Pipeline(WeightMethods):
             return Call(
                 batch, loss, True, outputs, record, draws,
                 hooks=hooks, scale=scale, finite=scaler is None,
-                mark=mark_of(batch) if same_batch else 0,
+                mark=mark_of(batch.values) if same_batch else 0,
             )  # fmt: skip
 
         call = self._described(describe, trains=True, outputs=outputs)
@@ -562,17 +561,17 @@ class Pipeline(WeightMethods):
         def describe() -> Call:
             hooks = self._hooks if self._hooks else None
             batch = self._split(args, kwargs, target, None)
-            mark = mark_of(batch) if same else 0
+            mark = mark_of(batch.values) if same else 0
             return Call(batch, loss, trains=False, outputs=outputs, hooks=hooks, mark=mark)
 
         started = perf_counter()
         call = self._described(describe, trains=False, outputs=outputs, loss=loss)
-        with self._evaluating():
+        with self.evaluating():
             report = self._run(call, kwargs, target)
         return self._result(call, report, perf_counter() - started)
 
     @contextmanager
-    def _evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> Iterator[None]:
         """Evaluation mode, with each module's own mode restored afterwards."""
         modes = [(m, m.training) for stage in self._stages for m in stage.called_modules()]
         for stage in self._stages:
@@ -806,6 +805,10 @@ class Pipeline(WeightMethods):
         """Exchange JSON values: every rank gets the values of all ranks, in rank order."""
         values = self._runner.gather(value)
         return values * self._schedules.ranks if self._transport is None else values
+
+    def share(self, value: Any, rank: int) -> Any:
+        """The value of one rank, made of tensors and plain data, on every rank; all of them call this."""
+        return self._runner.share(value, rank)
 
     def wrap_transport(self, wrap: Callable[[Transport], Any]) -> None:
         """Put something between this rank and its transport, such as a counter; nothing in one process."""
