@@ -353,6 +353,11 @@ class Batch:
     count: int | None = None
     presplit: bool = False
 
+    @property
+    def values(self) -> Any:
+        """All that this process was given."""
+        return [(part.args, part.kwargs) for part in self.parts or ()], self.targets
+
 
 class _Missing:
     """The type of :data:`MISSING`."""

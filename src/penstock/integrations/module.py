@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import UsageError
+from penstock.integrations.generation import generate
 from penstock.parallel import local_part
 from penstock.pipeline import Pipeline
 from penstock.runtime import LossFunction, LossScaler, LossWeight, StepResult
@@ -124,7 +125,7 @@ class PipelineModule(nn.Module):
         return result, loss
 
     def loss_of(self, result: StepResult, total: float | None = None) -> Tensor:
-        """The loss of a result as a tensor where the stages live, divided by a total in place of its weight."""
+        """The loss of a result where the stages live, divided by a total in place of its weight."""
         value = result.loss if not total else result.loss * result.weight / total
         first = next(self.pipe.parameters(), None)
         double = first is not None and first.dtype is torch.float64
@@ -334,6 +335,22 @@ class PipelineModel(PipelineModule):
         output = self.guarded(result.outputs) if trains else result.outputs
         output["loss"] = loss
         return output
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's ``generate``: the tokens that the unsplit model gives, on every rank.
+
+        All ranks call it with the same arguments; what is drawn is what rank 0 draws. Each rank keeps the
+        cache of its own layers, and tells the others what its layers give, token by token.
+
+        Args:
+            args: the model's.
+            kwargs: the model's.
+
+        Raises:
+            UsageError: weights are sharded, or the model's cache cannot be split.
+            AgreementError: the ranks were given different arguments.
+        """
+        return generate(self.pipe, args, kwargs)
 
 
 # ---- the modules of several stages as one tree

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ class PipelineTrainer(Trainer):
         trainer.train()
 
     The arguments and ``TrainingArguments`` are the Trainer's. Under ``torchrun`` the processes form one
-    pipeline, or with ``pipeline={"ranks": n}`` replicas of pipelines of n ranks, whose gradients are averaged.
+    pipeline, or with ``pipeline={"ranks": n}`` replicas of pipelines of n ranks, which average gradients.
     ``per_device_train_batch_size`` is the batch of a pipeline, which it splits into microbatches.
     In one process the pipeline's ranks take turns.
 
@@ -65,7 +66,11 @@ class PipelineTrainer(Trainer):
     ) -> None:
         super().__init__(*args, **kwargs)
         _refuse(self)
-        model = self.model
+        model: Any = self.model
+        # Some models take num_items_in_batch and ignore it; then so does the pipeline.
+        names = inspect.unwrap(type(model).forward).__code__.co_names
+        own = self.compute_loss_func is None and self.label_smoother is None
+        self._divides = not own or (self.model_accepts_loss_kwargs and "loss_function" in names)
         # These look at the whole model.
         self._decays = super().get_decay_parameter_names(model)
         self._set_signature_columns_if_needed()
@@ -100,8 +105,8 @@ class PipelineTrainer(Trainer):
         ranks = options.setdefault("ranks", world)
         if world % ranks:
             raise UsageError(
-                f"pipeline={{'ranks': {ranks}}}: {world} processes were started, which are no whole number of "
-                f"pipelines of {ranks} ranks"
+                f"pipeline={{'ranks': {ranks}}}: {world} processes were started, which are no whole number "
+                f"of pipelines of {ranks} ranks"
             )
         options["mesh"] = mesh = replicated_mesh(self.args.device.type, world // ranks, ranks)
         if world > ranks:
@@ -134,11 +139,9 @@ class PipelineTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The loss of a batch over all replicas; its outputs too, if asked for."""
-        if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
-            num_items_in_batch = None
         outputs = model(
             **inputs,
-            num_items_in_batch=num_items_in_batch,
+            num_items_in_batch=num_items_in_batch if self._divides else None,
             outputs=return_outputs and not self._loss_only,
         )
         return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
@@ -153,7 +156,7 @@ class PipelineTrainer(Trainer):
         finally:
             self._loss_only = False
 
-    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
         self.accelerator.unscale_gradients()
         return torch.tensor(self.pipe.clip_grad_norm_(self.args.max_grad_norm))
 
@@ -182,7 +185,8 @@ class PipelineTrainer(Trainer):
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """This rank's share of the operations that a batch takes."""
-        main = inputs.get(self.model.main_input_name)
+        model: Any = self.model
+        main = inputs.get(model.main_input_name)
         if main is None:
             return 0
         here = len(self.pipe.ranks) / self.pipe.schedule.ranks
@@ -222,13 +226,14 @@ class PipelineTrainer(Trainer):
             checkpoints.load(pipe=self.pipe, **self._states())
 
     def _states(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer.optimizer, "scheduler": self.lr_scheduler}
+        prepared: Any = self.optimizer
+        return {"optimizer": prepared.optimizer, "scheduler": self.lr_scheduler}
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Nothing yet: the weights come with the optimizer's states."""
 
     def _load_best_model(self) -> None:
-        self.pipe.load(self.state.best_model_checkpoint)
+        self.pipe.load(str(self.state.best_model_checkpoint))
 
 
 def _refuse(trainer: Trainer) -> None:

@@ -12,10 +12,12 @@ from penstock.partition.base import (
 from penstock.partition.costs import StageTable, table
 from penstock.partition.entry import partition, randomness, trace, unit_paths
 from penstock.partition.plan import CallPlan
+from penstock.partition.seen import Door
 from penstock.partition.trace import Trace, UnitCall
 
 __all__ = [
     "CallPlan",
+    "Door",
     "Example",
     "Partition",
     "Shared",

@@ -234,9 +234,8 @@ class Pipeline(WeightMethods):
                 schedules, Runner(held, schedules.proven, transport), partition.shared,
                 loss_of(loss_fn, **loss), replicas, rules, seed, details,
             )  # fmt: skip
-        self._siblings = siblings_of(mesh, replicas)
-        self._chosen = plan
-        self._model = model if partition.planner is not None else None
+        self._siblings, self._chosen = siblings_of(mesh, replicas), plan
+        self._model: nn.Module | None = model if partition.planner is not None else None
 
     @classmethod
     def from_stages(  # noqa: PLR0913 - as the constructor
@@ -472,7 +471,7 @@ class Pipeline(WeightMethods):
             return Call(
                 batch, loss, True, outputs, record, draws,
                 hooks=hooks, scale=scale, finite=scaler is None,
-                mark=mark_of(batch) if same_batch else 0,
+                mark=mark_of(batch.values) if same_batch else 0,
             )  # fmt: skip
 
         call = self._described(describe, trains=True, outputs=outputs)
@@ -535,15 +534,15 @@ class Pipeline(WeightMethods):
         def describe() -> Call:
             hooks = self._hooks if self._hooks else None
             batch = self._split(args, kwargs, target, None)
-            mark = mark_of(batch) if same else 0
+            mark = mark_of(batch.values) if same else 0
             return Call(batch, loss, trains=False, outputs=outputs, hooks=hooks, mark=mark)
 
         call = self._described(describe, trains=False, outputs=outputs, loss=loss)
-        with self._evaluating():
+        with self.evaluating():
             return self._result(call, self._run(call, kwargs, target))
 
     @contextmanager
-    def _evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> Iterator[None]:
         """Evaluation mode, with each module's own mode restored afterwards."""
         modes = [(m, m.training) for stage in self._stages for m in stage.called_modules()]
         for stage in self._stages:
@@ -762,6 +761,10 @@ class Pipeline(WeightMethods):
         """Exchange JSON values: every rank gets the values of all ranks, in rank order."""
         values = self._runner.gather(value)
         return values * self._schedules.ranks if self._transport is None else values
+
+    def share(self, value: Any, rank: int) -> Any:
+        """The value of one rank, made of tensors and plain data, on every rank; all of them call this."""
+        return self._runner.share(value, rank)
 
     def wrap_transport(self, wrap: Callable[[Transport], Any]) -> None:
         """Put something between this rank and its transport, such as a counter; nothing in one process."""

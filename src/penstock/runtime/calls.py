@@ -190,10 +190,10 @@ _LOOKED_AT = 4096
 """How many numbers of a tensor are looked at to tell batches apart."""
 
 
-def mark_of(batch: Batch) -> int:
+def mark_of(batch: Any) -> int:
     """A number that differs where batches do, at least 1; of a large tensor a sample is looked at."""
     digest = hashlib.sha256()
-    for leaf in flatten(([_named(part) for part in batch.parts or ()], batch.targets))[0]:
+    for leaf in flatten(batch)[0]:
         if isinstance(leaf, Tensor):
             digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
             if leaf.layout is torch.strided and not leaf.is_meta and not leaf.is_nested:

@@ -471,6 +471,13 @@ class Runner:
             for index in range(agreement.model_call.count)
         ]
 
+    def share(self, value: Any, source: int) -> Any:
+        """The value of one rank, on every rank; all of them call this."""
+        if self.transport is None:
+            return value
+        self.check_usable()
+        return _share(self.transport, source, value, self._devices[0])
+
 
 class _Refused(Exception):
     """A call that no rank has begun."""

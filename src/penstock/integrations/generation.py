@@ -1,0 +1,164 @@
+"""Generation by a model of transformers whose parts live on several ranks.
+
+Every rank runs the model's own ``generate``, and in it the author's forward. A unit of the model runs on one
+of the ranks that have it, which tells the others its result. So each rank keeps the cache of its own layers;
+for the others' it notes how long they are, which masks and positions are made from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import AgreementError, UsageError, error_named, public_name
+from penstock.parallel import is_sharded
+from penstock.partition import Door
+from penstock.pipeline import Pipeline
+from penstock.runtime import mark_of
+from penstock.stage import StageModule
+from penstock.values import flatten, tensors_in, unflatten
+
+_SPLIT = {"DynamicLayer", "DynamicSlidingWindowLayer"}
+"""The classes of a cache's layers that hold keys and values of the layers' own tokens, and nothing else."""
+
+
+def generate(pipe: Pipeline, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """What the model's ``generate`` gives, on every rank; all of them call this with the same arguments.
+
+    Raises:
+        UsageError: the model cannot generate here, or its cache cannot be split.
+        AgreementError: the ranks were given different arguments.
+    """
+    model: Any = pipe.model
+    if any(is_sharded(parameter) for parameter in pipe.parameters()):
+        raise UsageError(
+            "generate needs whole weights, and those of a stage are sharded; save them with save(), and "
+            "generate with the model that from_pretrained makes of them"
+        )
+    with torch.no_grad(), pipe.evaluating():
+        if len(pipe.ranks) == pipe.schedule.ranks:
+            return model.generate(*args, **kwargs)
+        if len({*pipe.agree(mark_of((args, dict(kwargs))))}) > 1:
+            raise AgreementError("generate was called with different arguments on different ranks")
+        for device in {torch.device("cpu"), pipe.device}:
+            _share_draws(pipe, device)
+        split = _Split(pipe, model)
+        split.open()
+        try:
+            return model.generate(*args, **kwargs)
+        finally:
+            split.close()
+
+
+def _share_draws(pipe: Pipeline, device: torch.device) -> None:
+    """Let all ranks draw what rank 0 draws."""
+    cpu = device.type == "cpu"
+    state = torch.get_rng_state() if cpu else torch.get_device_module(device).get_rng_state(device)
+    state = pipe.share(state.cpu(), 0).cpu()
+    if cpu:
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+class _Split:
+    """The units of a model, each of which runs on one rank."""
+
+    def __init__(self, pipe: Pipeline, model: nn.Module) -> None:
+        self._pipe = pipe
+        codes = [stage.code for stage in pipe.stages if isinstance(stage.code, StageModule)]
+        here = {id(unit) for code in codes for unit in code.units}
+        mine = [path for path, module in model.named_modules() if id(module) in here]
+        self._owners: dict[str, int] = {}
+        for rank, paths in enumerate(pipe.agree(mine)):
+            for path in paths:
+                self._owners.setdefault(path, rank)
+        self._doors = [Door(model.get_submodule(path), path) for path in self._owners]
+        inside = {id(p) for door in self._doors for p in door.module.parameters()}
+        loose = [n for n, p in model.named_parameters() if id(p) not in inside and p.is_meta]
+        missing = sorted({name for names in pipe.agree(loose) for name in names})
+        if missing:
+            raise UsageError(
+                f"generate cannot run here: the model uses {', '.join(missing)} outside of the modules that "
+                "are placed as a whole, and not all ranks have it; put it into a module of its own"
+            )
+
+    def open(self) -> None:
+        for door in self._doors:
+            door.open(self._call, direct=False)
+
+    def close(self) -> None:
+        for door in self._doors:
+            door.close()
+
+    def _call(self, door: Door, run: Any, args: Any, kwargs: Any) -> Any:
+        owner = self._owners[door.path]
+        cache = _cache_in((*args, *kwargs.values()))
+        layers = sorted(
+            {layer for m in door.module.modules() if (layer := _layer_of(m)) is not None}
+        )
+        if owner != self._pipe.rank:
+            problem, lengths, places, shared = self._pipe.share(None, owner)
+            if problem is not None:
+                raise error_named(problem[0])(f"rank {owner}: {problem[1]}")
+            if lengths:
+                _note_lengths(cache, lengths, next(iter(tensors_in(shared))))
+            leaves, tree = flatten(shared)
+            return unflatten(
+                [cache if p in places else leaf for p, leaf in enumerate(leaves)], tree
+            )
+        try:
+            output = run(*args, **kwargs)
+            lengths = [] if cache is None else _lengths(cache, layers, door.path)
+        except Exception as error:
+            problem = ["StageError", f"{door.path}: {type(error).__name__}: {error}"]
+            if isinstance(error, UsageError):
+                problem = [public_name(type(error)), str(error)]
+            self._pipe.share([problem, [], [], None], owner)
+            raise
+        # The cache stays here; the other ranks return theirs.
+        leaves, tree = flatten(output)
+        places = [p for p, leaf in enumerate(leaves) if cache is not None and leaf is cache]
+        leaves = [None if p in places else leaf for p, leaf in enumerate(leaves)]
+        self._pipe.share([None, lengths, places, unflatten(leaves, tree)], owner)
+        return output
+
+
+def _layer_of(module: nn.Module) -> int | None:
+    layer = getattr(module, "layer_idx", None)
+    return layer if isinstance(layer, int) else None
+
+
+def _cache_in(values: Any) -> Any:
+    """The cache among arguments, if there is one."""
+    return next((value for value in values if hasattr(value, "get_seq_length")), None)
+
+
+def _lengths(cache: Any, layers: list[int], path: str) -> list[tuple[int, int]]:
+    """How long some layers of a cache are, by their index.
+
+    Raises:
+        UsageError: they hold something other than the keys and values of each token.
+    """
+    of_self = getattr(cache, "self_attention_cache", cache)
+    there = [layer for layer in layers if layer < len(of_self.layers)]
+    for layer in there:
+        kind = type(of_self.layers[layer]).__name__
+        if kind not in _SPLIT:
+            raise UsageError(
+                f"generate cannot split the cache of {path}, a {kind}, over ranks: only layers that keep "
+                "keys and values as they come can be on different ranks. Call generate with use_cache=False"
+            )
+    return [(layer, of_self.get_seq_length(layer)) for layer in there]
+
+
+def _note_lengths(cache: Any, lengths: list[tuple[int, int]], like: Tensor) -> None:
+    """Make layers of a cache that are on another rank as long as they are there, with next to no memory."""
+    of_self = getattr(cache, "self_attention_cache", cache)
+    for layer, length in lengths:
+        more = length - of_self.get_seq_length(layer)
+        nothing = like.new_zeros(like.shape[0], 1, more, 1)
+        of_self.update(nothing, nothing, layer)
