@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from penstock.errors import UsageError
 from penstock.integrations.module import PipelineModule
-from penstock.parallel import over_replicas, replicated_mesh
+from penstock.parallel import replicated_mesh
 from penstock.pipeline import Pipeline
 from penstock.runtime import StepResult, add_loss
 
@@ -217,7 +217,7 @@ class _OnPipeline(nn.Module):
                 result, loss = self._inner.run_step(*args, step_name=step_name, **kwargs)
             else:
                 result = self.pipe.eval(*args, same_batch=True, step_name=step_name, **kwargs)
-                loss = self._inner.as_loss(result.loss)
+                loss = self._inner.loss_of(result)
         self._log.pass_on(self.module, result)
         kind = self._log.returns[step_name]
         if kind is None:
@@ -375,7 +375,6 @@ class _Cuts:
         if replicas > 1:
             mesh = replicated_mesh(device.type, replicas, each)
             options |= {"mesh": mesh, "replicas": mesh["dp"]}
-            options["wrap"] = lambda stage, _: over_replicas(stage, mesh, shard=False)
         if self._module is not None:
             self._module.pipe.close()
         self._module = _OnPipeline(module, optimizers, **{**options, **self._options})

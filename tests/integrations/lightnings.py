@@ -1,0 +1,230 @@
+"""Small modules of Lightning, and runs of its Trainer and Fabric on them; as a script, what tests launch.
+
+``python -m tests.integrations.lightnings FOLDER`` trains both under torchrun, and rank 0 writes what came out
+into ``FOLDER/report.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from penstock.errors import AgreementError
+from penstock.integrations.lightning import FabricPipelineStrategy, PipelineStrategy
+
+PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
+STEPS = 20
+
+
+class Classifier(LightningModule):
+    """Of small images; it logs, schedules, draws and evaluates."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            *(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Conv2d(4, 8, 3)),
+            *(nn.Flatten(), nn.Dropout(dropout), nn.Linear(32, 16), nn.ReLU()),
+        )
+        self.between = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.features(images)
+        for layer in self.between:
+            hidden = hidden + layer(hidden).tanh()
+        logits: Tensor = self.head(hidden)
+        return logits
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        images, labels = batch
+        logits = self(images)
+        loss = cross_entropy(logits, labels)
+        right = (logits.argmax(-1) == labels).float().mean()
+        self.log_dict({"loss": loss, "right": right}, on_step=True, on_epoch=True)
+        self.log_dict({"batch": batch_idx, "bright": images.mean(), "nan": loss * float("nan")})
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        images, labels = batch
+        logits = self(images)
+        self.log("val_loss", cross_entropy(logits, labels))
+        self.log("val_right", (logits.argmax(-1) == labels).float().mean(), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits: Tensor = self(batch[0])
+        return logits
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        heads, _ = self.attention(hidden, hidden, hidden, attn_mask=mask, need_weights=False)
+        hidden = self.norm(hidden + heads)
+        return hidden + self.down(torch.tanh(self.up(hidden)))
+
+
+class LanguageModel(LightningModule):
+    """Its head is its embedding; sequences have different lengths, with ``-1`` behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 16)
+        self.register_buffer("positions", torch.linspace(0, 1, 12)[:, None])
+        self.blocks = nn.ModuleList([Block() for _ in range(6)])
+        self.head = nn.Linear(16, 20, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens.clamp(min=0)) + self.positions
+        mask = torch.ones(12, 12, dtype=torch.bool).triu(1)
+        for block in self.blocks:
+            hidden = block(hidden, mask)
+        logits: Tensor = self.head(hidden)
+        return logits
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits, labels = self(batch["tokens"])[:, :-1], batch["tokens"][:, 1:]
+        loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1)
+        return {"loss": loss}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        groups = [[p for p in self.parameters() if (p.ndim > 1) == many] for many in (True, False)]
+        decays = zip(groups, (0.1, 0.0), strict=True)
+        return torch.optim.AdamW([{"params": p, "weight_decay": d} for p, d in decays], lr=0.01)
+
+
+def count_labels(batch: Any) -> Tensor:
+    """What the loss of the language model is a mean over."""
+    tokens: Tensor = batch["tokens"]
+    return (tokens[:, 1:] != -1).sum()
+
+
+def images(count: int = 40, batch: int = 8) -> Any:
+    draw = torch.Generator().manual_seed(1)
+    pixels = torch.randn(count, 1, 8, 8, generator=draw)
+    labels = torch.randint(5, (count,), generator=draw)
+    return DataLoader(TensorDataset(pixels, labels), batch_size=batch)
+
+
+class Tokens(Dataset[Any]):
+    def __init__(self) -> None:
+        self.tokens = torch.randint(20, (40, 12), generator=torch.Generator().manual_seed(3))
+        for row in range(40):
+            self.tokens[row, 4 + row * 7 % 9 :] = -1
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        return {"tokens": self.tokens[index]}
+
+
+class Curve(Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        assert float(outputs["loss"]) == float(trainer.callback_metrics["loss"])
+        self.losses.append(float(outputs["loss"]))
+
+
+def trainer_of(strategy: Any = "auto", **options: Any) -> Trainer:
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    still: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar"), False)
+    still |= {"enable_checkpointing": False, "enable_model_summary": False}
+    return Trainer(
+        accelerator="cpu", devices=PROCESSES, strategy=strategy, max_steps=STEPS, **still | options
+    )  # fmt: skip
+
+
+def classify(strategy: Any = "auto", resume: Any = None, **options: Any) -> dict[str, Any]:
+    """What the Trainer gives: losses, metrics, predictions; and itself."""
+    torch.manual_seed(0)
+    module, curve = Classifier(options.pop("dropout", 0.0)), Curve()
+    trainer = trainer_of(strategy, callbacks=[curve], gradient_clip_val=0.5, **options)
+    trainer.fit(module, options.get("data") or images(), images(11, 6), ckpt_path=resume)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    outputs = trainer.predict(module, images(11, 6))
+    return {
+        "losses": curve.losses,
+        "metrics": metrics,
+        "outputs": [float(one.square().sum()) for one in outputs or ()],
+        "trainer": trainer,
+    }
+
+
+def model_language(strategy: Any = "auto", load: Any = None, save: Any = None) -> dict[str, Any]:
+    """What a loop with Fabric gives: losses, norms, a loss and outputs in evaluation."""
+    fabric = Fabric(accelerator="cpu", devices=PROCESSES, strategy=strategy)
+    fabric.launch()
+    torch.manual_seed(0)
+    module = LanguageModel()
+    model, optimizer = fabric.setup(module, module.configure_optimizers())
+    loader: Any = fabric.setup_dataloaders(DataLoader(Tokens(), batch_size=8))
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0}
+    if load is not None:
+        fabric.load(load, state)
+    losses, norms = [], []
+    batches = [batch for _ in range(4) for batch in loader]
+    for number, batch in list(enumerate(batches))[state["step"] :]:
+        loss = model.training_step(batch, number)["loss"]
+        fabric.backward(loss)
+        norms.append(float(fabric.clip_gradients(model, optimizer, max_norm=0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+        if save is not None and number == 11:
+            fabric.save(save, {**state, "step": 12})
+    model.eval()
+    with torch.no_grad():
+        loss = model.validation_step(batches[0], 0)["loss"]
+        outputs = model(batches[0]["tokens"])
+    found = {"losses": losses, "norms": norms}
+    return {**found, "evaluated": float(loss), "outputs": float(outputs.square().sum())}
+
+
+def report(folder: Path) -> dict[str, Any]:
+    options = {"ranks": PROCESSES, "microbatches": 4}
+    plain = classify(PipelineStrategy(schedule="1F1B", **options))
+    trainer = plain.pop("trainer")
+    trainer.save_checkpoint(folder / "trained.ckpt")
+    strategy = FabricPipelineStrategy(schedule="ZB-V", loss_weight=count_labels, **options)
+    tokens = model_language(strategy, save=folder / "tokens.ckpt", load=folder / "plain.ckpt")
+    own = images()
+    own.sampler.data_source = range(trainer.global_rank, 40)
+    try:
+        trainer_of(PipelineStrategy(**options)).fit(Classifier(), own)
+        message = ""
+    except AgreementError as error:
+        message = str(error)
+    return {"images": plain, "tokens": tokens, "refusal": message}
+
+
+if __name__ == "__main__":
+    to = Path(sys.argv[1])
+    written = json.dumps(report(to))
+    if os.environ["RANK"] == "0":
+        (to / "report.json").write_text(written)
