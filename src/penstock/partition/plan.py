@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from penstock.errors import PartitionError
 from penstock.partition.nested import Place, opaque_in
+from penstock.partition.seen import may_draw
 from penstock.partition.trace import Event, Trace, Value, is_ours
 from penstock.schedule import Edge
 
@@ -44,6 +46,22 @@ class Step:
     sends: dict[Place, str] = field(default_factory=dict)
     follows: dict[Place, int] = field(default_factory=dict)
     aliases: dict[int, tuple[int, str | None]] = field(default_factory=dict)
+
+
+class Quick(NamedTuple):
+    """A function of PyTorch whose one tensor neither travels nor is changed later.
+
+    Attributes:
+        what: the function.
+        is_own: whether the stage runs it.
+        number: of the value that it gives.
+        placeholder: what stages have that do not run it.
+    """
+
+    what: Any
+    is_own: bool
+    number: int
+    placeholder: Tensor
 
 
 @dataclass(eq=False)
@@ -81,6 +99,36 @@ class CallPlan:
     regions: list[set[int]]
     buffers: list[str]
     changed_arguments: set[int]
+    _quick: dict[int, list[Quick | None]] = field(default_factory=dict, repr=False)
+
+    def quick(self, stage: int) -> list[Quick | None]:
+        """For each event up to a stage's last one how it is done quickly there, or None."""
+        if self.trace.decides or any(step.event.changes for step in self.steps):
+            # Which values an event has is then checked again in the stage.
+            return []
+        if stage not in self._quick:
+            steps = self.steps[: self.last[stage] + 1]
+            kept = {*self.kept, *self.sends[stage], *self.arrives[stage], *self.trace.slots}
+            self._quick[stage] = [self._quick_step(step, stage, kept) for step in steps]
+        return self._quick[stage]
+
+    def _quick_step(self, step: Step, stage: int, kept: set[int | None]) -> Quick | None:
+        event = step.event
+        number = event.slots[0] if isinstance(event.result, Tensor) else None
+        if (
+            not isinstance(number, int)
+            or number in kept
+            or not event.inputs
+            or event.is_unit
+            or event.sets_hook
+            or event.needs_data
+            or event.changes
+            or step.swaps
+            or is_ours(step.what)
+            or may_draw(step.what)
+        ):
+            return None
+        return Quick(step.what, step.owner == stage, number, self.trace.values[number].tensor)
 
     def with_output(self, function: Callable[[Any], Any]) -> Any:
         """Call a function, such as a loss, with the model's output without data."""

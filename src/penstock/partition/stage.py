@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from penstock.errors import PartitionError, StageError
 from penstock.partition.base import Planner
 from penstock.partition.nested import Place, located, plain_in, replaced, tensors_in, without
-from penstock.partition.plan import CallPlan, Homes, Step
+from penstock.partition.plan import CallPlan, Homes, Quick, Step
 from penstock.partition.seen import (
     BETWEEN,
     Door,
@@ -402,6 +402,8 @@ class _Runner(TorchFunctionMode):
         self._draws = call.draws
         self._at, self._last = -1, plan.last[stage]
         self._sends, self._arrives = plan.sends[stage], plan.arrives[stage]
+        self._quick, self._metadata = plan.quick(stage), plan.trace.metadata
+        self._mark = object()
         self._followed: dict[int, Tensor] = {}
         self._numbers: dict[int, int] = {}
         self._instead: dict[int, tuple[Tensor, Tensor]] = {}
@@ -551,8 +553,17 @@ class _Runner(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._busy or func in self._plan.trace.metadata:
+        if self._busy or func in self._metadata:
             return func(*args, **kwargs)
+        at = self._at + 1
+        quick = self._quick[at] if at < len(self._quick) else None
+        if quick is not None and quick.what is func and self._is_event(args):
+            if not quick.is_own:
+                self._at = at
+                return quick.placeholder
+            if not (self._instead or self._lacks):
+                self._at = at
+                return self._quickly(quick, func(*args, **kwargs))
         if func is _ITERATE and self._is_event(args):
             return iter(self.__torch_function__(Tensor.unbind, types, args))
         draws = self._draws is not None and may_draw(func)
@@ -569,6 +580,13 @@ class _Runner(TorchFunctionMode):
             return self._answer(step, args, kwargs)
         return self._done(step, func, args, kwargs)
 
+    def _quickly(self, quick: Quick, output: Any) -> Any:
+        """Follow what a function gave by a mark on it, so that it lives no longer than it is needed."""
+        if type(output) is not Tensor or output.shape != quick.placeholder.shape:
+            return self._checked(self._plan.steps[self._at], output)
+        output._followed_in = self._mark  # type: ignore[attr-defined]
+        return output
+
     def _draw(self) -> None:
         assert self._draws is not None
         self._draws.enter(BETWEEN, self._drawn)
@@ -579,10 +597,12 @@ class _Runner(TorchFunctionMode):
         followed = self._followed
         for value in values:
             if isinstance(value, Tensor):
+                # The test for a parameter is slow.
                 if (
                     id(value) in followed
-                    or isinstance(value, nn.Parameter)
+                    or getattr(value, "_followed_in", None) is self._mark
                     or _is_placeholder(value)
+                    or isinstance(value, nn.Parameter)
                 ):
                     return True
             elif isinstance(value, list | tuple | dict):
@@ -608,6 +628,11 @@ class _Runner(TorchFunctionMode):
                 self._check_change(step, tensor, args, kwargs)
         if step.event.changes:
             self._note_changes(step, located((args, kwargs)))
+        return self._checked(step, output)
+
+    def _checked(self, step: Step, output: Any) -> Any:
+        """What an event gave, which must look as in the run without data."""
+        event = step.event
         results = tensors_in(output)
         if len(results) != len(event.slots):
             raise _different(
