@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.checkpoint.contents import MODEL, RANDOMNESS, STATE, Targets
 from penstock.checkpoint.table import CheckpointTable
 from penstock.checkpoint.team import ProcessTeam
-from penstock.errors import InputFileError, PenstockError, StateDictError, listed, printable
+from penstock.errors import InputFileError, PenstockError, StateDictError, listed, printable, quoted
 from penstock.parallel import is_sharded, local_part, region_of, spread, with_local
 from penstock.weights.files import Box
 from penstock.weights.optimizers import OptimizerStates, find_groups, read_states, write_states
@@ -125,7 +125,11 @@ class Loading:
         known = {name for group in saved for name in group.parameters}
         self._used.update(f"{label}/{name}" for name in names)
         self._problems["missing"] += [f"{label}/{n}" for n in names if n not in known]
-        for parameter, _, state in self._states_of(label):
+        for parameter, name, state in self._states_of(label):
+            if not isinstance(state, dict):
+                raise InputFileError(
+                    f"what was kept for {quoted([name])} in {label}= is not a dict"
+                )
             self._check_files(state, parameter)
         if numbers != list(range(len(saved))):
             drives = (
