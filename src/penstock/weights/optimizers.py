@@ -63,7 +63,7 @@ def read_states(optimizer: Optimizer, names: Mapping[int, str], called: str) -> 
     """
     check_kept_per_parameter(optimizer, called)
     groups = _names(optimizer, names, called)
-    odd = [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]
+    odd: list[Any] = [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]
     odd += [key for key in optimizer.state if id(key) not in names]
     if odd:
         raise UsageError(
@@ -97,9 +97,10 @@ def write_states(
     ):
         for key, value in settings.items():
             now = group.get(key)
+            if isinstance(value, Tensor) and isinstance(now, Tensor):
+                value = value.to(now.device)
             if key not in HERE:
-                both = isinstance(value, Tensor) and isinstance(now, Tensor)
-                group[key] = value.to(now.device) if both else value
+                group[key] = value
         on_device = group.get("capturable") or group.get("fused")
         for parameter, name in zip(group["params"], of_group, strict=True):
             if name in held.states:
