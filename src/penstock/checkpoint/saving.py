@@ -11,7 +11,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -192,29 +192,22 @@ def _merge_optimizers(
 # ---- write, while the training goes on or waits
 
 
-class Snapshots:
-    """Copies on the CPU of what this process writes, in memory that is reused for the next checkpoint.
+def snapshots(tensors: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the CPU of tensors that may change from now on, in the memory of earlier copies."""
+    copies = {}
+    for name, tensor in tensors.items():
+        copy = kept.get(name)
+        if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
+            pinned = tensor.device.type == "cuda"
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        copies[name] = copy.copy_(tensor, non_blocking=True)
+    return copies
 
-    They take as much memory as the process's share of the checkpoint, and keep it.
-    """
 
-    def __init__(self) -> None:
-        self._kept: dict[str, Tensor] = {}
-
-    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of tensors that may change from now on."""
-        copies = {}
-        for name, tensor in tensors.items():
-            kept = self._kept.get(name)
-            if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
-                pinned = tensor.device.type == "cuda"
-                kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-            copies[name] = kept.copy_(tensor, non_blocking=True)
-        for device in {tensor.device for tensor in tensors.values()}:
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
-        self._kept = copies
-        return copies
+def settle(tensors: Iterable[Tensor]) -> None:
+    """Wait until devices have done what they were told, so that another thread sees the tensors whole."""
+    for device in {tensor.device for tensor in tensors} - {torch.device("cpu")}:
+        torch.accelerator.synchronize(device)
 
 
 class Writing:

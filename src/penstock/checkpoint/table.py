@@ -117,7 +117,7 @@ class TableContents(_Part):
         torch: the version of torch that wrote it.
         written: when.
         layout: by whom.
-        kinds: by label whether it names ``"weights"`` or a ``"state"``; of an optimizer, its class.
+        kinds: by label whether it names ``"weights"`` or ``"a state"``; of an optimizer, its class.
         files: by name.
         tensors: by key.
         values: the JSON data of states, of what is kept for parameters, and of weights that are no tensors.
