@@ -22,7 +22,7 @@ from torch import Tensor
 
 from penstock.checkpoint.contents import STATE, Flat, Targets
 from penstock.checkpoint.folder import Writer
-from penstock.checkpoint.planning import Writes, file_of, plan_writes
+from penstock.checkpoint.planning import Shares, file_of, plan_writes
 from penstock.checkpoint.team import ProcessTeam
 from penstock.errors import FAILURE, CheckpointError, UsageError
 from penstock.parallel import local_part
@@ -67,7 +67,8 @@ class Preparing:
         self._digests: list[str] = []
         self._parts: list[Any] = []
         self._described: Any = None
-        self._writes = Writes([], {})
+        self._shares: Shares = []
+        self._tensors: dict[str, Any] = {}
 
     def job(
         self, team: ProcessTeam, targets: Targets, step: int, extra: Any, writer: Writer
@@ -114,20 +115,21 @@ class Preparing:
                 part["tensors"] | of for part, (_, of) in zip(self._parts, described, strict=True)
             ]
             names = [team.name(process) for process in range(team.size)]
-            self._writes, self._described = plan_writes(parts, names), described
+            self._shares, self._tensors = plan_writes(parts, names)
+            self._described = described
         replicas, processes = team.layout
         contents = {
             "torch": str(torch.__version__),
             "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "layout": {"replicas": replicas, "processes": processes, **_layout(targets)},
             "kinds": self._merged("kinds") | dict.fromkeys(trees, STATE),
-            "tensors": self._writes.tensors,
+            "tensors": self._tensors,
             "values": self._merged("values") | trees,
             "tied": self._merged("tied"),
             "groups": _merge_optimizers(self._parts, settings),
             "extra": extras[0],
         }
-        mine = self._writes.shares[team.rank]
+        mine = self._shares[team.rank]
         tensors = {name: local_part(flat.tensors[key]) for key, name in mine}
         return Job(steps[0], Path(folders[0]), contents, tensors)
 
