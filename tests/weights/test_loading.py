@@ -20,7 +20,6 @@ from penstock.errors import InputFileError, StateDictError, UsageError
 from penstock.partition import Partition, partition
 from penstock.weights import (
     load_partition,
-    load_stage,
     parameters_on_meta,
     read_weights,
     save_index,
@@ -134,9 +133,8 @@ def test_a_single_file_and_other_types_are_read(tmp_path: Path) -> None:
     with parameters_on_meta():
         other = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).bfloat16()
     parts = partition(other, [["0", "1"], ["2"]])
-    for index, module in enumerate(parts.modules):
-        load_stage(module, tmp_path, shared=parts.shared)
-        assert all(p.dtype is torch.bfloat16 for p in module.parameters()), index
+    load_partition(parts, range(2), tmp_path)
+    assert all(p.dtype is torch.bfloat16 for m in parts.modules for p in m.parameters())
     close(dict(other[0].state_dict()), dict(model[0].bfloat16().state_dict()))
 
 
@@ -198,7 +196,7 @@ def test_all_that_does_not_fit_is_named_and_nothing_is_loaded(tmp_path: Path) ->
 def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path, file: str) -> None:
     write_index(tmp_path, {"embed.weight": file})
     with pytest.raises(InputFileError, match="outside of its folder"):
-        load_stage(nn.Linear(1, 1), tmp_path)
+        read_weights(tmp_path)
 
 
 def test_values_that_no_file_has_are_asked_for(tmp_path: Path) -> None:
@@ -236,7 +234,7 @@ BROKEN = {
 def test_broken_files_are_refused(tmp_path: Path, what: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(BROKEN[what])
     with pytest.raises(InputFileError, match=r"model\.safetensors"):
-        load_stage(nn.Linear(1, 1), tmp_path)
+        read_weights(tmp_path)
 
 
 def test_every_type_is_read_as_it_was_written(tmp_path: Path) -> None:
