@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from penstock.weights import (
     save_index,
     save_stage,
 )
-from penstock.weights.files import entries
+from penstock.weights.files import Entry, entries
 
 
 class Words(nn.Module):
@@ -124,6 +125,20 @@ def test_a_pipeline_fills_its_stages_and_trains(tmp_path: Path) -> None:
     wanted = {name: parameter.grad for name, parameter in expected.named_parameters()}
     found = {name: parameter.grad for name, parameter in pipe.named_parameters()}
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def test_a_pipeline_reads_each_tensor_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path)
+    read, reads = Entry.read, Counter[Entry]()
+
+    def counted(entry: Entry) -> Tensor:
+        reads[entry] += 1
+        return read(entry)
+
+    monkeypatch.setattr(Entry, "read", counted)
+    Pipeline(filled(), ranks=4, stages=CUTS).load(tmp_path)
+    files = read_weights(tmp_path)
+    assert all(reads[files.entry(name)] == 1 for name in files if name != "embed.weight")
 
 
 def test_a_single_file_and_other_types_are_read(tmp_path: Path) -> None:
