@@ -265,6 +265,15 @@ def test_what_fits_is_loaded_where_not_all_must(tmp_path: Path, caplog: Any) -> 
     assert optimizer.state[new.weight]["step"] == 1
 
 
+def test_what_was_saved_as_another_kind(tmp_path: Path) -> None:
+    Checkpoints(tmp_path).save(1, model=linear(), ema=linear(), other=Keeps(1))
+    for given in ({"ema": Keeps()}, {"other": linear()}):
+        with pytest.raises(
+            StateDictError, match=r"(ema|other)= is .*, (weights|a state) was saved"
+        ):
+            Checkpoints(tmp_path).load(model=linear(), **given)
+
+
 def test_another_model(tmp_path: Path) -> None:
     Checkpoints(tmp_path).save(1, model=nn.ModuleDict({"a": linear()}))
     with pytest.raises(StateDictError, match="is of another model, and nothing was loaded"):

@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,12 @@ from penstock.errors import InputFileError, StateDictError, UsageError
 from penstock.partition import Partition, partition
 from penstock.weights import (
     load_partition,
-    load_stage,
     parameters_on_meta,
     read_weights,
     save_index,
     save_stage,
 )
-from penstock.weights.files import entries
+from penstock.weights.files import Entry, entries
 
 
 class Words(nn.Module):
@@ -127,6 +127,20 @@ def test_a_pipeline_fills_its_stages_and_trains(tmp_path: Path) -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
+def test_a_pipeline_reads_each_tensor_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path)
+    read, reads = Entry.read, Counter[Entry]()
+
+    def counted(entry: Entry) -> Tensor:
+        reads[entry] += 1
+        return read(entry)
+
+    monkeypatch.setattr(Entry, "read", counted)
+    Pipeline(filled(), ranks=4, stages=CUTS).load(tmp_path)
+    files = read_weights(tmp_path)
+    assert all(reads[files.entry(name)] == 1 for name in files if name != "embed.weight")
+
+
 def test_a_single_file_and_other_types_are_read(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
@@ -134,9 +148,8 @@ def test_a_single_file_and_other_types_are_read(tmp_path: Path) -> None:
     with parameters_on_meta():
         other = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).bfloat16()
     parts = partition(other, [["0", "1"], ["2"]])
-    for index, module in enumerate(parts.modules):
-        load_stage(module, tmp_path, shared=parts.shared)
-        assert all(p.dtype is torch.bfloat16 for p in module.parameters()), index
+    load_partition(parts, range(2), tmp_path)
+    assert all(p.dtype is torch.bfloat16 for m in parts.modules for p in m.parameters())
     close(dict(other[0].state_dict()), dict(model[0].bfloat16().state_dict()))
 
 
@@ -198,7 +211,7 @@ def test_all_that_does_not_fit_is_named_and_nothing_is_loaded(tmp_path: Path) ->
 def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path, file: str) -> None:
     write_index(tmp_path, {"embed.weight": file})
     with pytest.raises(InputFileError, match="outside of its folder"):
-        load_stage(nn.Linear(1, 1), tmp_path)
+        read_weights(tmp_path)
 
 
 def test_values_that_no_file_has_are_asked_for(tmp_path: Path) -> None:
@@ -236,7 +249,7 @@ BROKEN = {
 def test_broken_files_are_refused(tmp_path: Path, what: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(BROKEN[what])
     with pytest.raises(InputFileError, match=r"model\.safetensors"):
-        load_stage(nn.Linear(1, 1), tmp_path)
+        read_weights(tmp_path)
 
 
 def test_every_type_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -11,10 +11,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from torch import Tensor
+
 from penstock.checkpoint.contents import Targets
 from penstock.checkpoint.folder import Writer, find
 from penstock.checkpoint.loading import Loading
-from penstock.checkpoint.saving import Job, Preparing, Snapshots, Writing
+from penstock.checkpoint.saving import Job, Preparing, Writing, settle, snapshots
 from penstock.checkpoint.table import CheckpointTable
 from penstock.checkpoint.team import ProcessTeam
 from penstock.errors import InputFileError, UsageError
@@ -96,7 +98,7 @@ class Checkpoints:
         self._group = group
         self._writer = Writer(self.folder, keep)
         self._preparing = Preparing()
-        self._snapshots = Snapshots()
+        self._snapshots: dict[str, Tensor] = {}
         self._pending: Writing | None = None
         self._last: Saved | None = None
         self._extra: Any = None
@@ -138,8 +140,10 @@ class Checkpoints:
         size = sum(tensor.nbytes for tensor in job.tensors.values())
         with team.patient(_PATIENCE + size / _PER_SECOND):
             try:
+                live = job.tensors
                 if self._asynchronous:
-                    job.tensors = self._snapshots.take(job.tensors)
+                    job.tensors = self._snapshots = snapshots(live, self._snapshots)
+                settle(live.values())
                 self._pending = Writing(job, team, self._writer)
             except BaseException:
                 shutil.rmtree(job.folder, ignore_errors=True)

@@ -30,8 +30,8 @@ from penstock.weights.trees import encode
 
 MODEL = "model"
 RANDOMNESS = "randomness"
-WEIGHTS, STATE = "weights", "state"
-"""The kinds of what has a label; of an optimizer, it is its class."""
+WEIGHTS, OPTIMIZER, STATE = "weights", "an optimizer", "a state"
+"""The kinds of what has a label; of an optimizer, its class stands in a table."""
 
 
 @dataclass

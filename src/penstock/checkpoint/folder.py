@@ -15,9 +15,8 @@ import stat
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from penstock.checkpoint.table import TABLE, read_head, write_table
 from penstock.errors import CheckpointError, InputFileError, UsageError
@@ -33,11 +32,10 @@ PATIENCE = 5.0
 _NAME = re.compile(r"step-(\d{1,18})(-\d{1,9})?")
 
 
-@dataclass(frozen=True)
-class CheckpointFolder:
+class CheckpointFolder(NamedTuple):
     """A checkpoint in a folder.
 
-    Args:
+    Attributes:
         path: its own folder.
         serial: how many were written before it into the same folder; -1 if its table is damaged.
         step: the step at which it was saved.

@@ -10,10 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.contents import MODEL, RANDOMNESS, STATE, Targets
+from penstock.checkpoint.contents import MODEL, OPTIMIZER, RANDOMNESS, STATE, WEIGHTS, Targets
 from penstock.checkpoint.table import CheckpointTable
 from penstock.checkpoint.team import ProcessTeam
-from penstock.errors import InputFileError, PenstockError, StateDictError, listed, printable
+from penstock.errors import (
+    InputFileError,
+    PenstockError,
+    StateDictError,
+    listed,
+    printable,
+    quoted,
+    shortened,
+)
 from penstock.parallel import is_sharded, local_part, region_of, spread, with_local
 from penstock.weights.files import Box
 from penstock.weights.optimizers import OptimizerStates, find_groups, read_states, write_states
@@ -49,6 +57,7 @@ class Loading:
         self._alone: set[str] = set()
         self._weights: dict[str, list[tuple[str, Any, str]]] = {}
         self._groups: dict[str, list[int | None]] = {}
+        self._states: list[str] = []
         self._ready: list[Callable[[], None]] = []
         self.extra = decode(self._saved.extra)
 
@@ -66,23 +75,28 @@ class Loading:
             InputFileError: a file does not hold what the table says.
         """
         for label in self._targets.weights:
-            self._weights[label] = list(self._match_weights(label))
+            self._targets.weights[label].check_filled()
+            if self._is_saved(label, WEIGHTS):
+                self._weights[label] = list(self._match_weights(label))
         for label in self._targets.optimizers:
-            self._groups[label] = self._match_groups(label)
+            if self._is_saved(label, OPTIMIZER):
+                self._groups[label] = self._match_groups(label)
         for label in self._targets.states:
-            self._match_state(label)
+            if self._is_saved(label, STATE):
+                self._states.append(label)
+                self._check_files(self._saved.values.get(label))
 
-    def _is_saved(self, label: str) -> bool:
-        if label not in self._saved.kinds and label != RANDOMNESS:
+    def _is_saved(self, label: str, kind: str) -> bool:
+        saved = self._saved.kinds.get(label)
+        is_saved = saved == kind or (kind == OPTIMIZER and label in self._saved.groups)
+        if not is_saved and not (saved is None and label == RANDOMNESS):
             labels = ", ".join(f"{one}=" for one in self._saved.kinds)
-            self._problems["loose"].append(f"{label}= was not saved; there are {labels}")
-        return label in self._saved.kinds
+            what = "was not saved" if saved is None else f"is {kind}, {shortened(saved)} was saved"
+            self._problems["loose"].append(f"{label}= {what}; there are {labels}")
+        return is_saved
 
     def _match_weights(self, label: str) -> Iterator[tuple[str, Any, str]]:
         """For each weight here its name, the weight itself, and its key in the checkpoint."""
-        self._targets.weights[label].check_filled()
-        if not self._is_saved(label):
-            return
         for first, names, value in self._targets.held(label):
             keys = [f"{label}/{name}" for name in names]
             keys += [self._saved.tied[key] for key in keys if key in self._saved.tied]
@@ -114,9 +128,7 @@ class Loading:
         """For each group of an optimizer the number of the saved group."""
         optimizer, loose = self._targets.optimizers[label], self._problems["loose"]
         here = read_states(optimizer, self._targets.names, f"{label}=")
-        if not self._is_saved(label):
-            return [None] * len(here.groups)
-        kind, saved = self._saved.kinds[label], self._saved.groups.get(label, [])
+        kind, saved = self._saved.kinds.get(label, ""), self._saved.groups[label]
         if kind != here.kind:
             loose.append(f"{label}= is of the class {here.kind}, {printable(kind, '')} was saved")
         numbers, problems = find_groups(here.groups, [(of.settings, of.parameters) for of in saved])
@@ -125,7 +137,11 @@ class Loading:
         known = {name for group in saved for name in group.parameters}
         self._used.update(f"{label}/{name}" for name in names)
         self._problems["missing"] += [f"{label}/{n}" for n in names if n not in known]
-        for parameter, _, state in self._states_of(label):
+        for parameter, name, state in self._states_of(label):
+            if not isinstance(state, dict):
+                raise InputFileError(
+                    f"what was kept for {quoted([name])} in {label}= is not a dict"
+                )
             self._check_files(state, parameter)
         if numbers != list(range(len(saved))):
             drives = (
@@ -138,10 +154,6 @@ class Loading:
                 if one in self._saved.kinds
             ]
         return numbers
-
-    def _match_state(self, label: str) -> None:
-        if self._is_saved(label) and label in self._saved.values:
-            self._check_files(self._saved.values[label])
 
     def _check_files(self, value: Any, parameter: Tensor | None = None) -> None:
         for key in keys_of(value):
@@ -222,15 +234,13 @@ class Loading:
             InputFileError: something of the table cannot be read.
         """
         try:
-            for label, value in self._targets.states.items():
-                if self._saved.kinds.get(label) == STATE:
-                    state = decode(self._saved.values.get(label), self._table.read)
-                    self._ready.append(partial(value.load_state_dict, state))
-            for label, optimizer in self._targets.optimizers.items():
-                if label in self._saved.groups:
-                    states, names = self._optimizer_states(label), self._targets.names
-                    give = partial(write_states, optimizer, names, states, f"{label}=")
-                    self._ready.append(give)
+            for label in self._states:
+                state = decode(self._saved.values.get(label), self._table.read)
+                self._ready.append(partial(self._targets.states[label].load_state_dict, state))
+            for label in self._groups:
+                optimizer, names = self._targets.optimizers[label], self._targets.names
+                states = self._optimizer_states(label)
+                self._ready.append(partial(write_states, optimizer, names, states, f"{label}="))
         except InputFileError as error:
             raise InputFileError(
                 f"{self._table.path} is damaged, and nothing was loaded: {error}"
@@ -245,7 +255,7 @@ class Loading:
             name: decode(state, partial(self._read_state, parameter, name))
             for parameter, name, state in self._states_of(label)
         }
-        return OptimizerStates(self._saved.kinds[label], settings, [], states)
+        return OptimizerStates("", settings, [], states)
 
     def _read_state(self, parameter: Tensor, name: str, key: str) -> Tensor:
         region = self._region(key, parameter)

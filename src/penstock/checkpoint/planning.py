@@ -7,7 +7,7 @@ is one, its storages keep no checksums, and their files are visible before all o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Size, Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -44,19 +44,13 @@ def part_name(key: str, shape: Sequence[int], box: Box) -> str:
     return key if list(box[1]) == list(shape) else f"{key}@{','.join(map(str, box[0]))}"
 
 
-class Writes(NamedTuple):
-    """Which process writes which parts of tensors.
-
-    Attributes:
-        shares: for each process the keys of tensors, each with the name that its part has in the file.
-        tensors: what a checkpoint's table says about each tensor.
-    """
-
-    shares: list[list[tuple[str, str]]]
-    tensors: dict[str, Any]
+Shares = list[list[tuple[str, str]]]
+"""For each process the keys of tensors of which it writes a part, each with the part's name in its file."""
 
 
-def plan_writes(descriptions: Sequence[Mapping[str, Description]], names: Sequence[str]) -> Writes:
+def plan_writes(
+    descriptions: Sequence[Mapping[str, Description]], names: Sequence[str]
+) -> tuple[Shares, dict[str, Any]]:
     """Which process writes which parts: each part once, and all about equally much.
 
     Every process computes this, with the same result.
@@ -64,6 +58,9 @@ def plan_writes(descriptions: Sequence[Mapping[str, Description]], names: Sequen
     Args:
         descriptions: of the tensors of each process, by key.
         names: of the processes, for messages.
+
+    Returns:
+        Who writes what, and what a checkpoint's table says about each tensor.
 
     Raises:
         CheckpointError: the parts of the processes do not make up a tensor.
@@ -93,7 +90,7 @@ def plan_writes(descriptions: Sequence[Mapping[str, Description]], names: Sequen
             f"the processes that save do not hold all parts of the tensors ({error}); give "
             "penstock.Checkpoints(group=...) the process group of all processes that hold a part"
         ) from error
-    shares: list[list[tuple[str, str]]] = []
+    shares: Shares = []
     for number, plan in enumerate(plans[:-1]):
         shares.append([])
         for item in plan.items:
@@ -103,7 +100,7 @@ def plan_writes(descriptions: Sequence[Mapping[str, Description]], names: Sequen
             shares[-1].append((key, part_name(key, item.tensor_data.size, box)))
             piece = {"file": file_of(number), "offsets": box[0], "sizes": box[1]}
             tensors[key]["pieces"].append(piece)
-    return Writes(shares, tensors)
+    return shares, tensors
 
 
 def _write_item(
@@ -114,28 +111,18 @@ def _write_item(
     return WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
-class Read(NamedTuple):
-    """A box of a piece that is read, and where it goes.
+def plan_reads(
+    shape: Sequence[int], pieces: Sequence[Box], wanted: Box
+) -> Iterator[tuple[int, Box, tuple[int, ...]]]:
+    """What is to be read for a part of a tensor, of which the pieces are stored.
 
-    Attributes:
-        piece: the index of the piece.
-        source: the box in the piece.
-        offsets: where it begins in the part that is wanted.
+    Yields:
+        The index of a piece, a box in it, and where that begins in the part that is wanted.
     """
-
-    piece: int
-    source: Box
-    offsets: tuple[int, ...]
-
-
-def plan_reads(shape: Sequence[int], pieces: Sequence[Box], wanted: Box) -> Iterator[Read]:
-    """What is to be read for a part of a tensor, of which the pieces are stored."""
     chunks = [ChunkStorageMetadata(Size(offsets), Size(sizes)) for offsets, sizes in pieces]
     stored = TensorStorageMetadata(TensorProperties(), Size(shape), chunks)
     part = ChunkStorageMetadata(Size(wanted[0]), Size(wanted[1]))
     for item in create_read_items_for_chunk_list("", stored, [part]):
         index = item.storage_index.index
         assert index is not None  # torch sets it
-        yield Read(
-            index, (tuple(item.storage_offsets), tuple(item.lengths)), tuple(item.dest_offsets)
-        )
+        yield index, (tuple(item.storage_offsets), tuple(item.lengths)), tuple(item.dest_offsets)

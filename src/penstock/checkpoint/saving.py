@@ -11,7 +11,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from penstock.checkpoint.contents import STATE, Flat, Targets
 from penstock.checkpoint.folder import Writer
-from penstock.checkpoint.planning import Writes, file_of, plan_writes
+from penstock.checkpoint.planning import Shares, file_of, plan_writes
 from penstock.checkpoint.team import ProcessTeam
 from penstock.errors import FAILURE, CheckpointError, UsageError
 from penstock.parallel import local_part
@@ -67,7 +67,8 @@ class Preparing:
         self._digests: list[str] = []
         self._parts: list[Any] = []
         self._described: Any = None
-        self._writes = Writes([], {})
+        self._shares: Shares = []
+        self._tensors: dict[str, Any] = {}
 
     def job(
         self, team: ProcessTeam, targets: Targets, step: int, extra: Any, writer: Writer
@@ -114,20 +115,21 @@ class Preparing:
                 part["tensors"] | of for part, (_, of) in zip(self._parts, described, strict=True)
             ]
             names = [team.name(process) for process in range(team.size)]
-            self._writes, self._described = plan_writes(parts, names), described
+            self._shares, self._tensors = plan_writes(parts, names)
+            self._described = described
         replicas, processes = team.layout
         contents = {
             "torch": str(torch.__version__),
             "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "layout": {"replicas": replicas, "processes": processes, **_layout(targets)},
             "kinds": self._merged("kinds") | dict.fromkeys(trees, STATE),
-            "tensors": self._writes.tensors,
+            "tensors": self._tensors,
             "values": self._merged("values") | trees,
             "tied": self._merged("tied"),
             "groups": _merge_optimizers(self._parts, settings),
             "extra": extras[0],
         }
-        mine = self._writes.shares[team.rank]
+        mine = self._shares[team.rank]
         tensors = {name: local_part(flat.tensors[key]) for key, name in mine}
         return Job(steps[0], Path(folders[0]), contents, tensors)
 
@@ -192,29 +194,22 @@ def _merge_optimizers(
 # ---- write, while the training goes on or waits
 
 
-class Snapshots:
-    """Copies on the CPU of what this process writes, in memory that is reused for the next checkpoint.
+def snapshots(tensors: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the CPU of tensors that may change from now on, in the memory of earlier copies."""
+    copies = {}
+    for name, tensor in tensors.items():
+        copy = kept.get(name)
+        if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
+            pinned = tensor.device.type == "cuda"
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        copies[name] = copy.copy_(tensor, non_blocking=True)
+    return copies
 
-    They take as much memory as the process's share of the checkpoint, and keep it.
-    """
 
-    def __init__(self) -> None:
-        self._kept: dict[str, Tensor] = {}
-
-    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of tensors that may change from now on."""
-        copies = {}
-        for name, tensor in tensors.items():
-            kept = self._kept.get(name)
-            if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
-                pinned = tensor.device.type == "cuda"
-                kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-            copies[name] = kept.copy_(tensor, non_blocking=True)
-        for device in {tensor.device for tensor in tensors.values()}:
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
-        self._kept = copies
-        return copies
+def settle(tensors: Iterable[Tensor]) -> None:
+    """Wait until devices have done what they were told, so that another thread sees the tensors whole."""
+    for device in {tensor.device for tensor in tensors} - {torch.device("cpu")}:
+        torch.accelerator.synchronize(device)
 
 
 class Writing:

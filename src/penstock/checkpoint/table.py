@@ -16,7 +16,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
-from penstock.checkpoint.planning import Read, part_name, plan_reads
+from penstock.checkpoint.planning import part_name, plan_reads
 from penstock.errors import InputFileError, printable, quoted
 from penstock.weights.files import (
     DTYPES,
@@ -117,7 +117,7 @@ class TableContents(_Part):
         torch: the version of torch that wrote it.
         written: when.
         layout: by whom.
-        kinds: by label whether it names ``"weights"`` or a ``"state"``; of an optimizer, its class.
+        kinds: by label whether it names ``"weights"`` or ``"a state"``; of an optimizer, its class.
         files: by name.
         tensors: by key.
         values: the JSON data of states, of what is kept for parameters, and of weights that are no tensors.
@@ -246,8 +246,8 @@ class CheckpointTable:
         """The type of a tensor."""
         return DTYPES[self._stored(key).dtype]
 
-    def reads(self, key: str, box: Box | None = None) -> list[tuple[Read, Entry]]:
-        """What is to be read for a part of a tensor, or for all of it.
+    def reads(self, key: str, box: Box | None = None) -> list[tuple[Entry, Box, tuple[int, ...]]]:
+        """What is to be read for a part of a tensor, or all of it: pieces, boxes there, and where they go.
 
         Raises:
             InputFileError: a file does not hold what the table says.
@@ -255,22 +255,22 @@ class CheckpointTable:
         stored, shape = self._stored(key), self.shape(key)
         boxes = [piece.box for piece in stored.pieces]
         places = []
-        for read in plan_reads(shape, boxes, box or ((0,) * len(shape), shape)):
-            piece = stored.pieces[read.piece]
+        for index, source, offsets in plan_reads(shape, boxes, box or ((0,) * len(shape), shape)):
+            piece = stored.pieces[index]
             path = self.path / piece.file
             if piece.file not in self._entries:
                 self._entries[piece.file] = entries(path)
             entry = self._entries[piece.file].get(part_name(key, shape, piece.box))
             if entry is None or (entry.dtype, entry.shape) != (self.dtype(key), piece.box[1]):
                 raise InputFileError(f"{path} does not hold {quoted([key])}, as the table says")
-            places.append((read, entry))
+            places.append((entry, source, offsets))
         return places
 
     def read(self, key: str, box: Box | None = None) -> Tensor:
         """A part of a tensor, or all of it, in new memory."""
         reads = self.reads(key, box)
         part = torch.empty(box[1] if box else self.shape(key), dtype=self.dtype(key))
-        for (_, source, offsets), entry in reads:
+        for entry, source, offsets in reads:
             target = part
             for dim, (begin, size) in enumerate(zip(offsets, source[1], strict=True)):
                 target = target.narrow(dim, begin, size)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from penstock.weights.files import WeightFiles
 from penstock.weights.folders import (
     load_partition,
-    load_stage,
-    load_stages,
     parameters_on_meta,
     read_weights,
     save_index,
@@ -22,8 +20,6 @@ __all__ = [
     "init_weights",
     "initialise",
     "load_partition",
-    "load_stage",
-    "load_stages",
     "parameters_on_meta",
     "read_weights",
     "save_index",

@@ -14,8 +14,9 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -54,14 +55,14 @@ _BLOCK = 4 << 20
 
 
 @contextmanager
-def open_regular(path: Path) -> Iterator[BinaryIO]:
+def open_regular(path: Path) -> Iterator[BufferedReader]:
     """Open a file to read; anything but a regular file is refused, since a pipe or device might never end.
 
     Raises:
         InputFileError: it is no regular file, or it cannot be read.
     """
     try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise InputFileError(f"{path} cannot be read: it is not a regular file")
             yield file
@@ -80,9 +81,6 @@ def read_bytes(path: Path, most: int = LONGEST_JSON) -> bytes:
     """
     with open_regular(path) as file:
         content = file.read(most + 1)
-        # A read of a raw file may return less than there is.
-        while content and len(content) <= most and (more := file.read(most + 1 - len(content))):
-            content += more
     if len(content) > most:
         raise InputFileError(f"{path} has more than {most:,} bytes")
     return content
@@ -113,7 +111,7 @@ def _is_deeper(value: Any, levels: int) -> bool:
 def raw_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
     if not tensor.numel():
-        return memoryview(b"")
+        return memoryview(bytearray())
     memory: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
     return memory
 
@@ -124,12 +122,10 @@ def fill(path: Path, memory: memoryview, begin: int) -> None:
     Raises:
         InputFileError: the file is too short, or cannot be read.
     """
-    done = 0
     with open_regular(path) as file:
         file.seek(begin)
-        while done < len(memory) and (count := file.readinto(memory[done:])):  # type: ignore[attr-defined]
-            done += count
-    if done < len(memory):
+        count = file.readinto(memory)
+    if count < len(memory):
         raise InputFileError(f"{path} is damaged: its end is missing")
 
 
@@ -162,10 +158,11 @@ def write_file(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
     try:
-        with path.open("xb", buffering=0) as file:
+        with path.open("xb") as file:
             summed = _write(file, memoryview(head), 0)
             for name in order:
                 summed = _write(file, raw_bytes(tensors[name].detach().cpu().contiguous()), summed)
+            file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
@@ -176,8 +173,7 @@ def _write(file: Any, memory: memoryview, summed: int) -> int:
     for begin in range(0, len(memory), _BLOCK):
         block = memory[begin : begin + _BLOCK]
         summed = crc32(block, summed)
-        while len(block):
-            block = block[file.write(block) :]
+        file.write(block)
     return summed
 
 
@@ -223,7 +219,7 @@ def size_and_checksum(path: Path) -> tuple[int, int]:
     """
     buffer, size, summed = memoryview(bytearray(_BLOCK)), 0, 0
     with open_regular(path) as file:
-        while count := file.readinto(buffer):  # type: ignore[attr-defined]
+        while count := file.readinto(buffer):
             size, summed = size + count, crc32(buffer[:count], summed)
     return size, summed
 

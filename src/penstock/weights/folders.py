@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from penstock.errors import InputFileError, UsageError, listed, quoted
-from penstock.partition.base import Partition, Shared, named_tensors
+from penstock.partition.base import Partition, named_tensors
 from penstock.weights.files import (
     Entry,
     WeightFiles,
@@ -136,11 +136,6 @@ def _is_there(path: Path) -> bool:
 # ---- fill stages from files: each process reads only its own, and stages without memory get some
 
 
-Folder = str | os.PathLike[str]
-_Wanted = dict[str, tuple[Tensor, Entry | None]]
-"""For each tensor that a stage saves: the tensor, and its entry in the files."""
-
-
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
     """A context in which models are built without memory for parameters, but with computed buffers.
@@ -165,119 +160,73 @@ def parameters_on_meta() -> Iterator[None]:
         handle.remove()
 
 
-def load_stage(
-    module: nn.Module,
-    folder: Folder,
-    *,
-    shared: Sequence[Shared] = (),
-    device: torch.device | str = "cpu",
-) -> None:
-    """Fill a stage from safetensors files, reading only its own tensors.
-
-    Args:
-        module: the stage; tensors on the meta device get memory.
-        folder: one that :meth:`penstock.Pipeline.save` or transformers wrote, or a single file.
-        shared: the partition's table, since a tied weight may be in the files under any of its names.
-        device: where tensors without memory go.
-
-    Raises:
-        InputFileError: there are no such files, or they are damaged.
-        StateDictError: something is missing in them, or has another size; nothing is changed then.
-    """
-    load_stages([module], folder, shared=shared, device=device)
-
-
-def load_stages(
-    modules: Sequence[nn.Module],
-    folder: Folder,
-    *,
-    shared: Sequence[Shared] = (),
-    device: torch.device | str = "cpu",
-) -> None:
-    """Like :func:`load_stage`, for several stages; what they share is read once and stays one tensor."""
-    wanted = _wanted(modules, read_weights(folder), shared)
-    _check(wanted, [])
-    _fill(modules, wanted, torch.device(device), str)
+_Wanted = dict[str, tuple[Tensor, Entry | None]]
+"""For each tensor that a stage saves: the tensor, and its entry in the files."""
 
 
 def load_partition(
     partition: Partition,
     stages: Iterable[int],
-    folder: Folder,
+    folder: str | os.PathLike[str],
     *,
     device: torch.device | str = "cpu",
     seen: Callable[[str], object] = str,
 ) -> None:
-    """Fill those stages of a partition that live in this process.
+    """Fill those stages of a partition that live in this process, reading only their own tensors.
 
     Args:
-        partition: of the model.
+        partition: of the model; a tied weight may be in the files under any of its names.
         stages: their indices.
-        folder: as for :func:`load_stage`.
-        device: where tensors without memory go.
+        folder: one that :meth:`penstock.Pipeline.save` or transformers wrote, or a single file.
+        device: where tensors on the meta device get memory.
         seen: called with a text at every tensor, to report progress.
 
     Raises:
-        InputFileError: as for :func:`load_stage`.
+        InputFileError: there are no such files, or they are damaged.
         StateDictError: the files are not those of the model: something is missing, has another size, or
             belongs to no stage; nothing is changed then.
+        UsageError: a buffer has no values, and is in no file.
     """
     seen("looks for its weights")
     files = read_weights(folder)
-    wanted = _wanted(partition.modules, files, partition.shared)
-    known = {name for of in wanted for name in of} | {n for s in partition.shared for n in s.names}
-    _check(wanted, [name for name in files if name not in known])
-    indices = sorted(stages)
-    modules = [partition.modules[index] for index in indices]
-    _fill(modules, [wanted[index] for index in indices], torch.device(device), seen)
+    aliases = {name: one.names for one in partition.shared for name in one.names}
+    wanted = [_wanted(module, files, aliases) for module in partition.modules]
+    pairs = {name: pair for of_stage in wanted for name, pair in of_stage.items()}
+    missing = [name for name, (_, entry) in pairs.items() if entry is None]
+    extra = [name for name in files if name not in pairs and name not in aliases]
+    shapes = ((name, tensor, entry) for name, (tensor, entry) in pairs.items() if entry is not None)
+    check_fits(LoadResult(missing, extra), list(size_problems(shapes)), strict=True)
+    here = sorted(stages)
+    for index in here:
+        _check_computed(partition.modules[index], wanted[index])
+    with torch.no_grad():
+        for name, (tensor, entry) in (pair for index in here for pair in wanted[index].items()):
+            assert entry is not None  # none is missing
+            seen(f"loads {name}")
+            if tensor.is_meta:
+                give_data(tensor, entry.read().to(device=device, dtype=tensor.dtype))
+            else:
+                tensor.copy_(entry.read())
 
 
-def _wanted(
-    modules: Sequence[nn.Module], files: WeightFiles, shared: Sequence[Shared]
-) -> list[_Wanted]:
-    aliases = {name: one.names for one in shared for name in one.names}
-    wanted = []
-    for module in modules:
-        tensors = dict(named_tensors(module))
-        tied: dict[int, list[str]] = {}
-        for name, tensor in tensors.items():
-            tied.setdefault(id(tensor), []).extend(aliases.get(name, (name,)))
-        of_module: _Wanted = {}
-        for name in module.state_dict(keep_vars=True):
-            if name in tensors:
-                names = [one for one in tied[id(tensors[name])] if one in files]
-                of_module[name] = tensors[name], files.entry(names[0]) if names else None
-        wanted.append(of_module)
+def _wanted(module: nn.Module, files: WeightFiles, aliases: Mapping[str, Sequence[str]]) -> _Wanted:
+    tensors = dict(named_tensors(module))
+    tied: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        tied.setdefault(id(tensor), []).extend(aliases.get(name, (name,)))
+    wanted: _Wanted = {}
+    for name in module.state_dict(keep_vars=True):
+        if name in tensors:
+            names = [one for one in tied[id(tensors[name])] if one in files]
+            wanted[name] = tensors[name], files.entry(names[0]) if names else None
     return wanted
 
 
-def _check(wanted: Sequence[_Wanted], extra: Sequence[str]) -> None:
-    pairs = {name: pair for of in wanted for name, pair in of.items()}
-    missing = [name for name, (_, entry) in pairs.items() if entry is None]
-    shapes = ((name, tensor, entry) for name, (tensor, entry) in pairs.items() if entry is not None)
-    check_fits(LoadResult(missing, list(extra)), list(size_problems(shapes)), strict=True)
-
-
-@torch.no_grad()
-def _fill(
-    modules: Sequence[nn.Module],
-    wanted: Sequence[_Wanted],
-    device: torch.device,
-    seen: Callable[[str], object],
-) -> None:
-    tensors = [pair for module in modules for pair in named_tensors(module)]
-    names = {name for of_module in wanted for name in of_module}
-    lost = [name for name, tensor in tensors if tensor.is_meta and name not in names]
+def _check_computed(module: nn.Module, wanted: _Wanted) -> None:
+    """Refuse buffers that are in no file and on the meta device: only the model's code can compute them."""
+    lost = [name for name, of in named_tensors(module) if of.is_meta and name not in wanted]
     if lost:
-        # Only the model's code can compute them.
         raise UsageError(
             f"{', '.join(lost[:5])} are in no file, and have no values on the meta device; build "
             "the model under penstock.weights.parameters_on_meta(), which leaves buffers as computed"
         )
-    for name, (tensor, entry) in (pair for of_module in wanted for pair in of_module.items()):
-        assert entry is not None  # _check has found all
-        seen(f"loads {name}")
-        if tensor.is_meta:
-            give_data(tensor, entry.read().to(device=device, dtype=tensor.dtype))
-        else:
-            tensor.copy_(entry.read())

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map_only
 
 from penstock.errors import StateDictError, UsageError, quoted, shortened
 from penstock.parallel import is_sharded, replicated_like, spread, whole
@@ -60,29 +62,27 @@ def read_states(optimizer: Optimizer, names: Mapping[int, str], called: str) -> 
         UsageError: it has parameters without a name, or keeps its state in another form.
     """
     check_kept_per_parameter(optimizer, called)
-    state_dict = optimizer.state_dict()
     groups = _names(optimizer, names, called)
-    places = [place for group in state_dict["param_groups"] for place in group["params"]]
-    name_at = dict(zip(places, (name for group in groups for name in group), strict=True))
-    odd = [key for key in state_dict if key not in ("state", "param_groups")]
-    odd += [key for key in state_dict["state"] if key not in name_at]
+    odd: list[Any] = [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]
+    odd += [key for key in optimizer.state if id(key) not in names]
     if odd:
         raise UsageError(
-            f"{called} keeps {', '.join(map(repr, odd[:5]))} for no parameter, which cannot be saved for "
-            "other cuts of the model; use an optimizer that keeps states for each parameter"
+            f"{called} keeps {', '.join(shortened(repr(key)) for key in odd[:5])} for no parameter, which "
+            "cannot be saved for other cuts of the model; use an optimizer that keeps states for each "
+            "parameter"
         )
     return OptimizerStates(
         type(optimizer).__name__,
-        [{k: v for k, v in group.items() if k not in OWN} for group in state_dict["param_groups"]],
+        [{k: v for k, v in group.items() if k not in OWN} for group in optimizer.param_groups],
         groups,
-        {name_at[key]: value for key, value in state_dict["state"].items()},
+        {names[id(parameter)]: dict(state) for parameter, state in optimizer.state.items()},
     )
 
 
 def write_states(
     optimizer: Optimizer, names: Mapping[int, str], held: OptimizerStates, called: str
 ) -> None:
-    """Give an optimizer a state.
+    """Give an optimizer a state, each value in its own type, where torch would cast to the parameter's.
 
     Args:
         optimizer: of parameters that live in this process.
@@ -91,38 +91,34 @@ def write_states(
             their states.
         called: the name of the optimizer in messages.
     """
-    state_dict, groups = optimizer.state_dict(), []
-    states, kept = dict(state_dict["state"]), {}
-    for group, now, members, settings in zip(
-        state_dict["param_groups"],
-        optimizer.param_groups,
-        _names(optimizer, names, called),
-        held.settings,
-        strict=True,
+    members = _names(optimizer, names, called)
+    for group, of_group, settings in zip(
+        optimizer.param_groups, members, held.settings, strict=True
     ):
-        here = {key: group[key] for key in HERE | OWN if key in group}
-        groups.append(
-            {**group, **{k: _beside(group.get(k), v) for k, v in settings.items()}, **here}
-        )
-        for place, parameter, name in zip(group["params"], now["params"], members, strict=True):
+        for key, value in settings.items():
+            now = group.get(key)
+            if isinstance(value, Tensor) and isinstance(now, Tensor):
+                value = value.to(now.device)
+            if key not in HERE:
+                group[key] = value
+        on_device = group.get("capturable") or group.get("fused")
+        for parameter, name in zip(group["params"], of_group, strict=True):
             if name in held.states:
-                of = {k: _as_kept(v, parameter, k) for k, v in held.states[name].items()}
-                states[place] = kept[parameter] = of
-    optimizer.load_state_dict({**state_dict, "state": states, "param_groups": groups})
-    for parameter, of in kept.items():
-        _keep_types(optimizer.state[parameter], of)
+                optimizer.state[parameter] = {
+                    key: value
+                    if key == "step" and not on_device
+                    else tree_map_only(Tensor, partial(_as_kept, parameter), value)
+                    for key, value in held.states[name].items()
+                }
 
 
-def _beside(now: Any, value: Any) -> Any:
-    """A setting; a tensor goes where the one is that it replaces."""
-    return value.to(now.device) if isinstance(value, Tensor) and isinstance(now, Tensor) else value
-
-
-def _keep_types(state: Any, saved: Mapping[str, Any]) -> None:
-    """Restore the types as saved, since torch casts states to the parameter's type when it loads them."""
-    for key, value in saved.items():
-        if isinstance(value, Tensor) and state[key].dtype != value.dtype:
-            state[key] = value.to(state[key].device)
+def _as_kept(parameter: Tensor, value: Tensor) -> Tensor:
+    """A tensor that is kept for a parameter: where that is, and sharded if that is."""
+    value = value.to(parameter.device)
+    if not value.dim() or not is_sharded(parameter) or is_sharded(value):
+        return value
+    alike = value.shape == parameter.shape
+    return spread(parameter, value) if alike else replicated_like(parameter, value)
 
 
 def _names(optimizer: Optimizer, names: Mapping[int, str], called: str) -> list[list[str]]:
@@ -163,17 +159,6 @@ def check_kept_per_parameter(optimizer: Any, called: str) -> None:
             f"{called} is a ZeroRedundancyOptimizer, which divides its states by position; use FSDP "
             "(torch.distributed.fsdp.fully_shard), whose states can be saved for any number of processes"
         )
-
-
-def _as_kept(value: Any, parameter: Tensor, key: str) -> Any:
-    """A value of a state as the optimizer keeps it: sharded if its parameter is."""
-    if not isinstance(value, Tensor) or not is_sharded(parameter) or is_sharded(value):
-        return value
-    if key == "step" or not value.dim():
-        return value
-    if value.shape == parameter.shape:
-        return spread(parameter, value)
-    return replicated_like(parameter, value)
 
 
 # ---- groups of all ranks' optimizers, as those of one optimizer
@@ -314,7 +299,7 @@ def find_states(
             "what pipe.optimizer_state_dict(optimizer) returned"
         )
     groups = [
-        ({key: of for key, of in group.items() if key not in OWN}, list(group["params"]))
+        ({k: copies(of) for k, of in group.items() if k not in OWN}, list(group["params"]))
         for group in state["param_groups"]
     ]
     known = {name for _, members in groups for name in members}
