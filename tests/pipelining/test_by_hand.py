@@ -33,7 +33,8 @@ def driven(count: int = 2, **examples: Any) -> tuple[list[PipelineStage], nn.Mod
 
 def squares(module: Any, output: Tensor) -> Tensor:
     """A loss of the output and, beside it, of the last weights."""
-    return output.square().sum() + module.weight.square().sum()
+    loss: Tensor = output.square().sum() + module.weight.square().sum()
+    return loss
 
 
 @pytest.mark.parametrize("halves", [False, True])
