@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,9 +17,7 @@ from penstock.compiled.names import function_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 aten = torch.ops.aten
-
-FUSED = Policy(fused=True)
-PLAIN = Policy(fused=False)
+FUSED, PLAIN = Policy(fused=True), Policy(fused=False)
 
 
 def graph_of(function: Callable[..., Any], *inputs: Tensor) -> GraphModule:
@@ -35,162 +33,139 @@ def operations(graph: GraphModule) -> Counter[str]:
     return Counter(str(node.target).removeprefix("aten.").split(".")[0] for node in nodes)
 
 
-def kept(halves: Halves, inputs: list[Tensor]) -> list[tuple[int, ...]]:
-    """The shapes of what the weights' half is given."""
-    made = function_of(halves.inputs)([inputs[place] for place in halves.taken])
-    held = [inputs[place] for place in halves.held]
-    return [tuple(tensor.shape) for tensor in (*held, *made[len(halves.given) :])]
-
-
-def check(halves: Halves, function: Callable[..., Any], inputs: list[Tensor]) -> None:
-    """Check that the halves give what the whole gives, bit for bit."""
-    expected = function(*inputs)
+def run_halves(halves: Halves, inputs: list[Tensor]) -> tuple[dict[int, Tensor], list[list[int]]]:
+    """The gradients, and the sizes of what is kept between the halves."""
     first = function_of(halves.inputs)([inputs[place] for place in halves.taken])
-    held = [inputs[place] for place in halves.held]
-    rest = halves.in_order(held, first[len(halves.given) :])
+    rest = halves.in_order([inputs[p] for p in halves.held], first[len(halves.given) :])
+    sizes = sorted(list(tensor.shape) for tensor in rest)
     second = function_of(halves.weights)(rest)
-    found = dict(zip(halves.given, first, strict=False)) | dict(
-        zip(halves.left, second, strict=True)
-    )
-    assert all(torch.equal(found[i], each) for i, each in enumerate(expected) if each is not None)
+    given = zip((*halves.given, *halves.left), (*first[: len(halves.given)], *second), strict=True)
+    return dict(given), sizes
 
 
-def cut_of(
-    function: Callable[..., Any],
-    inputs: list[Tensor],
-    waiting: list[int],
-    policy: Policy,
-    free: Sequence[str] = (),
-) -> Halves:
-    halves = cut(graph_of(function, *inputs), waiting, policy, free)
-    check(halves, function, inputs)
-    return halves
+class Case(NamedTuple):
+    """A backward graph, and what is expected of its halves.
+
+    Attributes:
+        backward: gives one gradient for each argument of forward, the first of its input.
+        shapes: of its arguments.
+        policy: how it is cut.
+        inputs: how often the inputs' half has some operations.
+        weights: how often the weights' half has them.
+        kept: the sizes of what is kept between them.
+    """
+
+    backward: Callable[..., Any]
+    shapes: Sequence[Sequence[int]]
+    policy: Policy
+    inputs: dict[str, int]
+    weights: dict[str, int]
+    kept: list[list[int]] | None = None
 
 
 def layer(value: Tensor, hidden: Tensor, first: Tensor, second: Tensor, tangents_1: Tensor) -> Any:
     """The backward of ``gelu(value @ first) @ second``, by value, first and second."""
-    of_gelu = tangents_1 @ second.t()
-    of_hidden = aten.gelu_backward(of_gelu, hidden)
-    return (
-        of_hidden @ first.t(),
-        value.t() @ of_hidden,
-        aten.gelu(hidden).t() @ tangents_1,
-    )
+    of_hidden = aten.gelu_backward(tangents_1 @ second.t(), hidden)
+    weights = value.t() @ of_hidden, aten.gelu(hidden).t() @ tangents_1
+    return of_hidden @ first.t(), *weights
 
 
-def layer_inputs() -> list[Tensor]:
-    shapes = (6, 4), (6, 8), (4, 8), (8, 4), (6, 4)
-    return [torch.randn(*shape, dtype=torch.float64) for shape in shapes]
+def first_layer(
+    value: Tensor, hidden: Tensor, first: Tensor, second: Tensor, tangents_1: Tensor
+) -> Any:
+    return None, *layer(value, hidden, first, second, tangents_1)[1:]
 
 
-def test_no_product_is_computed_twice_and_what_is_cheap_is_computed_again() -> None:
-    inputs = layer_inputs()
-    halves = cut_of(layer, inputs, [1, 2], FUSED)
-    assert operations(halves.inputs)["mm"] == 2
-    assert operations(halves.weights) == {"mm": 2, "gelu": 1, "t": 2}
-    assert sorted(kept(halves, inputs)) == [(6, 4), (6, 4), (6, 8), (6, 8)]
+def scaled(hidden: Tensor, weight: Tensor, tangents_1: Tensor) -> Any:
+    made = (tangents_1 * hidden).tanh()
+    return made @ weight, hidden.t() @ made
 
 
-def test_without_fusion_what_both_halves_need_is_computed_once() -> None:
-    def run(hidden: Tensor, weight: Tensor, tangents_1: Tensor) -> Any:
-        scaled = (tangents_1 * hidden).tanh()
-        return scaled @ weight, hidden.t() @ scaled
-
-    inputs = [torch.randn(6, 4), torch.randn(4, 4), torch.randn(6, 4)]
-    assert operations(cut_of(run, inputs, [1], PLAIN).weights)["tanh"] == 0
-    assert operations(cut_of(run, inputs, [1], PLAIN).inputs)["tanh"] == 1
+def viewed(value: Tensor, weight: Tensor, tangents_1: Tensor) -> Any:
+    rows = tangents_1.view(6, 4)
+    return (rows @ weight).view(2, 3, 4), value.t() @ rows
 
 
-def test_without_fusion_a_view_that_both_halves_need_is_made_once() -> None:
-    def run(value: Tensor, weight: Tensor, tangents_1: Tensor) -> Any:
-        rows = tangents_1.view(6, 4)
-        return (rows @ weight).view(2, 3, 4), value.t() @ rows, tangents_1.sum((0, 1))
-
-    inputs = [torch.randn(6, 4), torch.randn(4, 4), torch.randn(2, 3, 4)]
-    halves = cut_of(run, inputs, [1], PLAIN)
-    assert operations(halves.weights) == {"t": 1, "mm": 1}
-    assert sorted(kept(halves, inputs)) == [(6, 4), (6, 4)]
+def norm(normal: Tensor, weight: Tensor, other: Tensor, tangents_1: Tensor) -> Any:
+    of_norm = tangents_1 @ other
+    return of_norm * weight, (of_norm * normal).sum(0), normal.t() @ tangents_1
 
 
-def test_a_norms_weight_gradient_is_computed_where_it_is_smaller_than_what_it_is_made_of() -> None:
-    def run(normal: Tensor, weight: Tensor, other: Tensor, tangents_1: Tensor) -> Any:
-        of_norm = tangents_1 @ other
-        return of_norm * weight, (of_norm * normal).sum(0), normal.t() @ tangents_1
-
-    inputs = [torch.randn(16, 4), torch.randn(4), torch.randn(4, 4), torch.randn(16, 4)]
-    halves = cut_of(run, inputs, [1, 2], FUSED)
-    assert operations(halves.inputs)["sum"] == 1
-    assert (halves.given, halves.left) == ((0, 1), (2,))
-    assert sorted(kept(halves, inputs)) == [(16, 4), (16, 4)]
+def dropped(value: Tensor, mask: Tensor, tangents_1: Tensor) -> Any:
+    made = tangents_1 * (mask > 0)
+    return made * 2, value.t() @ made, value.t() @ tangents_1
 
 
-def test_a_smaller_source_is_kept_in_place_of_what_is_made_of_it() -> None:
-    def run(mask: Tensor, value: Tensor, tangents_1: Tensor) -> Any:
-        dropped = tangents_1 * mask
-        return dropped * 2, value.t() @ dropped, value.t() @ tangents_1
-
-    inputs = [torch.ones(6, 4, dtype=torch.bool), torch.randn(6, 4), torch.randn(6, 4)]
-    halves = cut_of(run, inputs, [1, 2], FUSED)
-    assert 0 in halves.held
-    assert operations(halves.weights)["mul"] == 1
+def noisy(value: Tensor, weight: Tensor, tangents_1: Tensor) -> Any:
+    noise = torch.rand_like(tangents_1)
+    return tangents_1 @ weight, (value + noise).t() @ tangents_1
 
 
-def test_a_convolutions_backward_is_two() -> None:
-    def run(value: Tensor, weight: Tensor, tangents_1: Tensor) -> Any:
-        options = [2], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, True]
-        return aten.convolution_backward(tangents_1, value, weight, *options)
-
-    inputs = [torch.randn(1, 2, 4, 4), torch.randn(2, 2, 3, 3), torch.randn(1, 2, 2, 2)]
-    halves = cut_of(run, inputs, [1, 2], FUSED)
-    masks = [
-        node.args[-1]
-        for half in (halves.inputs, halves.weights)
-        for node in half.graph.nodes
-        if node.target is aten.convolution_backward.default
-    ]
-    assert masks == [[True, False, False], [False, True, True]]
+def region(value: Tensor, weight: Tensor, tangents_1: Tensor) -> Any:
+    """Of a checkpoint, whose products are computed in backward."""
+    hidden = (value @ weight).tanh()
+    return (tangents_1 * (1 - hidden * hidden)) @ weight.t(), hidden.t() @ tangents_1
 
 
-def test_where_no_input_needs_a_gradient_all_that_is_heavy_waits() -> None:
-    inputs = layer_inputs()
-
-    def run(
-        value: Tensor, hidden: Tensor, first: Tensor, second: Tensor, tangents_1: Tensor
-    ) -> Any:
-        return None, *layer(value, hidden, first, second, tangents_1)[1:]
-
-    halves = cut_of(run, inputs, [1, 2], FUSED)
-    assert not operations(halves.inputs)
-    assert operations(halves.weights)["mm"] == 3
+def convolution(value: Tensor, weight: Tensor, tangents_1: Tensor) -> Any:
+    options = [2], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, True]
+    return aten.convolution_backward(tangents_1, value, weight, *options)
 
 
-@pytest.mark.parametrize(("again", "products"), [(False, (2, 1)), (True, (2, 2))])
-def test_a_checkpoint_is_kept_or_computed_again(again: bool, products: tuple[int, int]) -> None:
-    def run(value: Tensor, weight: Tensor, tangents_1: Tensor) -> Any:
-        hidden = (value @ weight).tanh()
-        of_hidden = tangents_1 * (1 - hidden * hidden)
-        return of_hidden @ weight.t(), hidden.t() @ tangents_1
+AGAIN = Policy(fused=False, checkpoints=True)
+LAYER = [(6, 4), (6, 8), (4, 8), (8, 4), (6, 4)]
+SQUARE = [(6, 4), (4, 4), (6, 4)]
+CASES = {
+    "no product twice, what is cheap again": Case(
+        *(layer, LAYER, FUSED, {"mm": 2}, {"mm": 2, "gelu": 1}),
+        kept=[[6, 4], [6, 4], [6, 8], [6, 8]],
+    ),
+    "all that is heavy waits without an input": Case(
+        *(first_layer, LAYER, FUSED, {"mm": 0, "gelu_backward": 0}, {"mm": 3})
+    ),
+    "what both need once without fusion": Case(*(scaled, SQUARE, PLAIN, {"tanh": 1}, {"tanh": 0})),
+    "a view once without fusion": Case(
+        *(viewed, [(6, 4), (4, 4), (2, 3, 4)], PLAIN, {"view": 2}, {"view": 0, "mm": 1}),
+        kept=[[6, 4], [6, 4]],
+    ),
+    "a norm's weight at once": Case(
+        *(norm, [(16, 4), (4,), (4, 4), (16, 4)], FUSED, {"sum": 1}, {"sum": 0, "mm": 1}),
+        kept=[[16, 4], [16, 4]],
+    ),
+    "a checkpoint is kept": Case(*(region, [(6, 4), (4, 8), (6, 8)], PLAIN, {"mm": 2}, {"mm": 1})),
+    "a checkpoint again": Case(*(region, [(6, 4), (4, 8), (6, 8)], AGAIN, {"mm": 2}, {"mm": 2})),
+    "noise in the inputs' half": Case(*(noisy, SQUARE, FUSED, {"rand_like": 1}, {"rand_like": 0})),
+    "a convolution's backward is two": Case(
+        *(convolution, [(1, 2, 4, 4), (2, 2, 3, 3), (1, 2, 2, 2)], FUSED),
+        {"convolution_backward": 1},
+        {"convolution_backward": 1},
+    ),
+    "a mask in place of a product with it": Case(
+        *(dropped, [(6, 4), (6, 4), (6, 4)], FUSED, {"mul": 2}, {"mul": 1, "mm": 2})
+    ),
+}
 
-    inputs = [torch.randn(6, 4), torch.randn(4, 8), torch.randn(6, 8)]
-    policy = Policy(fused=False, checkpoints=again)
-    halves = cut_of(run, inputs, [1], policy, free=["weight"])
-    found = operations(halves.inputs)["mm"], operations(halves.weights)["mm"]
-    assert found == products
 
-
-def test_what_changes_something_stays_in_the_inputs_half() -> None:
-    def run(value: Tensor, weight: Tensor, tangents_1: Tensor) -> Any:
-        noise = torch.rand_like(tangents_1)
-        return tangents_1 @ weight, (value + noise).t() @ tangents_1
-
-    inputs = [torch.randn(6, 4), torch.randn(4, 4), torch.randn(6, 4)]
-    halves = cut(graph_of(run, *inputs), [1], FUSED)
-    assert operations(halves.inputs)["rand_like"] == 1
-    assert operations(halves.weights)["rand_like"] == 0
+@pytest.mark.parametrize("name", CASES)
+def test_which_half_computes_what(name: str) -> None:
+    case = CASES[name]
+    inputs = [torch.randn(*shape, dtype=torch.float64) for shape in case.shapes]
+    graph = graph_of(case.backward, *inputs)
+    outputs: Any = next(iter(reversed(graph.graph.nodes))).args[0]
+    waiting = range(1, len(outputs))
+    halves = cut(graph, waiting, case.policy, ["weight"] if case.backward is region else ())
+    for half, counts in ((halves.inputs, case.inputs), (halves.weights, case.weights)):
+        assert {op: operations(half)[op] for op in counts} == counts
+    torch.manual_seed(0)
+    expected = case.backward(*inputs)
+    torch.manual_seed(0)
+    gradients, sizes = run_halves(halves, inputs)
+    assert all(torch.equal(gradients[i], x) for i, x in enumerate(expected) if x is not None)
+    assert case.kept in (None, sizes)
 
 
 def test_a_graph_as_a_function_lets_go_of_its_arguments() -> None:
-    inputs = layer_inputs()
+    inputs = [torch.randn(*shape) for shape in LAYER]
     given = list(inputs)
     function_of(graph_of(layer, *inputs))(given)
     assert given == []

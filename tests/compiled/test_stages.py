@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_leaves
 
 from penstock import Pipeline, PipelineStage
 from penstock.backward import PendingGradients, SplitBackward
@@ -97,6 +96,20 @@ def check_alike(found: Trained, expected: Trained, tolerance: float = 0.0) -> No
     torch.testing.assert_close(found.grads, expected.grads, rtol=tolerance, atol=tolerance)
 
 
+def run_halves(stage: PipelineStage, *values: Tensor) -> list[Any]:
+    """Outputs and gradients of a microbatch for each value, whose backward is in two halves, and buffers."""
+    found: list[Any] = []
+    for microbatch, value in enumerate(values or [batch()[0].requires_grad_()]):
+        torch.manual_seed(microbatch)
+        output = stage.forward(microbatch, [value])
+        outputs = output if isinstance(output, tuple) else (output,)
+        roots = [each.detach() ** 2 for each in outputs if each.requires_grad]
+        dinputs = stage.backward_input(microbatch, roots)
+        stage.backward_weight(microbatch)
+        found += [*(each.detach().clone() for each in outputs), *dinputs]
+    return [*found, *(p.grad for p in stage.module.parameters()), *stage.module.buffers()]
+
+
 @pytest.fixture(scope="module")
 def eager() -> Trained:
     return trained(sequence())
@@ -127,14 +140,12 @@ def test_equal_stages_are_compiled_once_and_never_again(
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZB-V"])
 def test_every_schedule_gives_the_same_bits(eager: Trained, schedule: str) -> None:
-    check_alike(trained(sequence(), schedule=schedule, compile=PLAIN), eager)
-
-
-def test_evaluation_is_compiled_too(eager: Trained) -> None:
-    found = trained(sequence(), compile=PLAIN).pipe
+    found = trained(sequence(), schedule=schedule, compile=PLAIN)
+    check_alike(found, eager)
     value, target = batch()
-    assert found.eval(value, target=target).loss == eager.pipe.eval(value, target=target).loss
-    torch.testing.assert_close(found.predict(value), eager.pipe.predict(value), rtol=0, atol=0)
+    evaluated = [of.pipe.eval(value, target=target).loss for of in (found, eager)]
+    assert evaluated[0] == evaluated[1]
+    torch.testing.assert_close(found.pipe.predict(value), eager.pipe.predict(value), rtol=0, atol=0)
 
 
 def test_shapes_may_change_and_are_compiled_twice_at_most(waiting: list[int]) -> None:
@@ -167,15 +178,12 @@ class Autocast(Block):
 @pytest.mark.parametrize("around", [False, True])
 def test_autocast(around: bool, waiting: list[int]) -> None:
     make = (lambda: Block().float()) if around else (lambda: Autocast().float())
+    value = batch()[0].to(torch.float32 if around else torch.float64).requires_grad_()
     found = []
     for compiled in (PLAIN, None):
         stage = PipelineStage(sequence(1, make), 1, 2, compile=compiled)
-        value = batch()[0].requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=around):
-            output = stage.forward(0, [value.float() if around else value])
-            stage.backward_input(0, [torch.ones_like(output)])
-            stage.backward_weight(0)
-        found.append([parameter.grad for parameter in stage.module.parameters()])
+            found.append(run_halves(stage, value))
     assert waiting
     torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
 
@@ -190,20 +198,6 @@ def test_masks_do_not_depend_on_the_schedule() -> None:
         trained(sequence(2, Dropping), schedule=name, compile=PLAIN) for name in ("ZB-H1", "GPipe")
     )
     check_alike(first, second)
-
-
-def test_stages_draw_other_masks_than_each_other() -> None:
-    model = nn.Sequential(nn.Dropout(), nn.Dropout())
-    asked: dict[str, Any] = {"schedule": "GPipe", "ranks": 2, "microbatches": 1, "seed": 2}
-    pipe = Pipeline(model, loss_fn=loss_fn, compile=PLAIN, **asked)
-    kept: list[Tensor] = []
-    pipe.on("*F*", after=lambda event: kept.append(_first_tensor(event.outputs)))
-    pipe.step(torch.ones(1, 64), target=torch.ones(1, 64))
-    assert not torch.equal(kept[0] != 0, kept[1] != 0)
-
-
-def _first_tensor(values: Any) -> Tensor:
-    return next(value for value in tree_leaves(values) if isinstance(value, Tensor))
 
 
 class Own(nn.Module):
@@ -312,21 +306,14 @@ class Frozen(Block):
 def test_halves_are_those_without_compilation(
     kind: Any, weights: list[int], waiting: list[int]
 ) -> None:
-    found: list[Any] = []
+    values = [batch()[0].requires_grad_() for _ in range(2)]
+    found = []
     for compiled in (None, PLAIN):
-        stage = PipelineStage(sequence(1, kind), 1, 2, compile=compiled)
         waiting.clear()
-        for microbatch in range(2):
-            torch.manual_seed(microbatch)
-            output = stage.forward(microbatch, [batch()[0].requires_grad_()])
-            outputs = output if isinstance(output, tuple) else (output,)
-            dinputs = stage.backward_input(microbatch, [each.detach() ** 2 for each in outputs])
-            stage.backward_weight(microbatch)
-            found += [*map(torch.clone, outputs), *dinputs]
-        found += [*(p.grad for p in stage.module.parameters()), *stage.module.buffers()]
+        stage = PipelineStage(sequence(1, kind), 1, 2, compile=compiled)
+        found.append(run_halves(stage, *values))
     assert sorted(waiting) == sorted(2 * weights)
-    half = len(found) // 2
-    torch.testing.assert_close(found[half:], found[:half], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
 def test_hooks_run_once_for_each_microbatch_when_the_weights_half_does() -> None:
@@ -350,10 +337,7 @@ def test_weights_that_change_their_data_or_are_frozen() -> None:
         for stage in stages:
             change(stage.module[0].up)  # type: ignore[index]
             stage.module.zero_grad()
-            output = stage.forward(0, [batch()[0].requires_grad_()])
-            stage.backward_input(0, [torch.ones_like(output)])
-            stage.backward_weight(0)
-            found.append([parameter.grad for parameter in stage.module.parameters()])
+            found.append(run_halves(stage))
         torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
@@ -395,11 +379,7 @@ def test_the_same_weight_in_compiled_blocks_and_outside(waiting: list[int]) -> N
         model = Tied()
         if compiled:
             model.second.compile(backend="aot_eager")
-        stage = PipelineStage(model, 1, 2)
-        output = stage.forward(0, [batch()[0].requires_grad_()])
-        stage.backward_input(0, [torch.ones_like(output)])
-        stage.backward_weight(0)
-        found.append([parameter.grad for parameter in model.parameters()])
+        found.append(run_halves(PipelineStage(model, 1, 2)))
     assert 4 in waiting
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
@@ -433,10 +413,6 @@ class Around(nn.Module):
 
 
 # ---- what the model's author has compiled
-
-
-def compiled_as_a_whole() -> nn.Module:
-    return compiled_module(sequence())
 
 
 def compiled_module(module: nn.Module) -> nn.Module:
@@ -481,7 +457,7 @@ class CallsCompiled(Block):
 @pytest.mark.parametrize(
     "make",
     [
-        compiled_as_a_whole,
+        lambda: compiled_module(sequence()),
         compiled_in_place,
         compiled_blocks,
         blocks_compiled_in_place,
@@ -519,18 +495,6 @@ def test_what_torch_has_without_a_graph_does_all_at_once(
     torch.testing.assert_close(grads, list(expected), rtol=1e-12, atol=1e-12)
     assert waiting == []
     assert "torch took it from its cache on disk" in told.text
-
-
-def test_a_stage_may_be_compiled_before(eager: Trained, waiting: list[int]) -> None:
-    model = sequence()
-    parts = [compiled_module(model[i : i + 2]) for i in (0, 2)]
-    stages = [PipelineStage(part, index, 2) for index, part in enumerate(parts)]
-    value, target = batch()
-    pipe = Pipeline.from_stages(stages, schedule="ZB-H1", microbatches=4, loss_fn=loss_fn)
-    pipe.step(value, target=target)
-    grads = [parameter.grad for parameter in model.parameters()]
-    torch.testing.assert_close(grads, eager.grads, rtol=1e-12, atol=1e-12)
-    assert sorted(waiting) == [8] * 4 + [12] * 4
 
 
 def own_compiler(graph: Any, inputs: Any) -> Any:
@@ -575,11 +539,7 @@ def test_what_fails_compiled_is_undone_and_runs_without(told: pytest.LogCaptureF
     found = []
     for compiled in (PLAIN, None):
         torch.manual_seed(0)
-        stage = PipelineStage(Twice(), 0, 1, compile=compiled)
-        torch.manual_seed(1)
-        output = stage.forward(0, [batch()[0].requires_grad_()])
-        stage.backward(0, [torch.ones_like(output)])
-        found.append((output.detach(), stage.module.layer.weight.grad, stage.module.calls))  # type: ignore[union-attr]
+        found.append(run_halves(PipelineStage(Twice(), 0, 1, compile=compiled)))
     assert "stage 0: it differentiates twice through compiled code; it runs without" in told.text
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
@@ -669,10 +629,7 @@ def test_inductor(waiting: list[int], told: pytest.LogCaptureFixture) -> None:
         # Each elementwise operation and each sum over rows is seconds of a C++ compiler.
         module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 8, bias=False))
         stage = PipelineStage(module, 1, 2, compile=compiled)
-        output = stage.forward(0, [torch.ones(4, 8).requires_grad_()])
-        (dinput,) = stage.backward_input(0, [torch.ones_like(output)])
-        stage.backward_weight(0)
-        found.append([dinput, *(parameter.grad for parameter in stage.module.parameters())])
+        found.append(run_halves(stage, torch.ones(4, 8).requires_grad_()))
     assert waiting[0] == 2
     assert "could not be compiled" not in told.text
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils import _pytree as pytree
 
 from penstock.pipelining import microbatch as ours
@@ -52,13 +51,6 @@ def test_splitting_by_specs() -> None:
     )
 
 
-def test_specs_by_name_apply_by_name() -> None:
-    wanted = {"b": ours.TensorChunkSpec(1), "a": ours.TensorChunkSpec(0)}
-    _, found = ours.split_args_kwargs_into_chunks((), {"a": X, "b": X}, 2, None, wanted)
-    assert [part["a"].shape for part in found] == [torch.Size([3, 4])] * 2
-    assert [part["b"].shape for part in found] == [torch.Size([6, 2])] * 2
-
-
 def test_merging() -> None:
     chunks = [(X[:2], {"s": torch.tensor(1.0)}, 3), (X[2:], {"s": torch.tensor(2.0)}, 3)]
     for module in (ours, theirs):
@@ -83,34 +75,3 @@ def test_what_cannot_be_split_or_merged(module: Any) -> None:
     for mixed, says in (([cut, copied], "placement mismatch"), ([cut, X], "mix")):
         with pytest.raises(AssertionError, match=says):
             module.merge_chunks(mixed, None)
-
-
-def documents(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    return (q >= kv) & (kv >= b)
-
-
-def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    return q >= kv
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
-    found: Tensor = flex_attention(q, k, v, block_mask=mask)
-    return found
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("batch", [1, 5])
-def test_block_masks_are_split_with_their_samples(batch: int) -> None:
-    torch.manual_seed(0)
-    # One mask for all samples cannot depend on which it is.
-    made = documents if batch > 1 else causal
-    mask = create_block_mask(made, batch, None, 8, 8, device="cpu", BLOCK_SIZE=4)
-    q, k, v = torch.randn(3, 5, 2, 8, 4)
-    whole = attend(q, k, v, mask)
-    args, kwargs = ours.split_args_kwargs_into_chunks((q, k, v), {"block_mask": mask}, 3)
-    parts = [
-        attend(part[0], part[1], part[2], named["block_mask"])
-        for part, named in zip(args, kwargs, strict=True)
-    ]
-    assert all(isinstance(named["block_mask"], BlockMask) for named in kwargs)
-    torch.testing.assert_close(torch.cat(parts), whole)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.partition import Shared
-from penstock.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
+from penstock.pipelining import PipelineStage, ScheduleGPipe
 from penstock.testing import WorkerPool
 
 TOKENS = torch.arange(24).reshape(8, 3) % 7
@@ -37,20 +37,6 @@ def plain(steps: int) -> Tensor:
         loss_fn(made(TOKENS), TOKENS.roll(1)).backward()
         optimizer.step()
     return next(made.parameters()).detach()
-
-
-def test_in_one_process() -> None:
-    stages = [PipelineStage(module, i, 2, "cpu") for i, module in enumerate(modules())]
-    for stage in stages:
-        stage.shared = TABLE
-    schedule = ScheduleInterleaved1F1B(stages, 4, loss_fn=loss_fn)
-    weight = stages[0].submod.weight
-    optimizer = torch.optim.AdamW([weight], 0.1)
-    for _ in range(5):
-        optimizer.zero_grad()
-        schedule.step(TOKENS, target=TOKENS.roll(1))
-        optimizer.step()
-    torch.testing.assert_close(weight.detach(), plain(5))
 
 
 def train(group: Any, asked: bool) -> list[list[float]]:

@@ -87,19 +87,20 @@ def data(step: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def wrapped(module: nn.Module, how: str, mesh: Any) -> nn.Module:
+def ready(part: Decoder, how: str, mesh: Any) -> nn.Module:
+    """A stage made without data, wrapped and then filled."""
     if how == "ddp":
-        return DistributedDataParallel(module, process_group=mesh.get_group())
-    if how == "replicate":
-        replicate(module, mesh=mesh)
-        return module
+        # It compares the replicas' values, so there must be some.
+        part.to_empty(device="cpu").fill()
+        return DistributedDataParallel(part, process_group=mesh.get_group())
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options: dict[str, Any] = {"mp_policy": policy} if how == "mixed" else {}
-    assert isinstance(module, Decoder)
-    for layer in module.layers.values():
-        fully_shard(layer, mesh=mesh, reshard_after_forward=False, **options)
-    fully_shard(module, mesh=mesh, reshard_after_forward=False, **options)
-    return module
+    if how == "replicate":
+        replicate(part, mesh=mesh)
+    for module in (*part.layers.values(), part) if how != "replicate" else ():
+        fully_shard(module, mesh=mesh, reshard_after_forward=False, **options)
+    part.to_empty(device="cpu").fill()
+    return part
 
 
 class Program:
@@ -127,20 +128,11 @@ class Program:
             loss_fn=cross_entropy,
             scale_grads=True,
         )
-        models = [self.ready(part, how, mesh["dp"]) for part in parts]
+        models = [ready(part, how, mesh["dp"]) for part in parts]
         for stage, model in zip(stages, models, strict=True):
             stage.submod = model
         self.optimizers = [torch.optim.AdamW(model.parameters(), 0.01) for model in models]
         self.first, self.last = 0 in mine, count - 1 in mine
-
-    def ready(self, part: Decoder, how: str, mesh: Any) -> nn.Module:
-        if how == "ddp":
-            # It compares the replicas' values, so there must be some.
-            part.to_empty(device="cpu").fill()
-            return wrapped(part, how, mesh)
-        model = wrapped(part, how, mesh)
-        part.to_empty(device="cpu").fill()
-        return model
 
     def batch(self, step: int) -> tuple[tuple[Tensor, ...], Tensor, dict[str, Any]]:
         half = slice(4 * self.replica, 4 * self.replica + 4)
@@ -148,32 +140,26 @@ class Program:
         given = {"target": labels, "losses": []} if self.last else {"target": None, "losses": None}
         return (tokens,) if self.first else (), tokens, given
 
-    def train(self, step: int) -> list[float]:
+    def run(self, call: str, step: int) -> list[float]:
+        """A step or an evaluation; the mean loss on the last rank."""
         args, tokens, given = self.batch(step)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        self.schedule.step(*args, **given, input_batch=tokens, return_outputs=False)
-        for optimizer in self.optimizers:
+        more = {"input_batch": tokens, "return_outputs": False} if call == "step" else {}
+        with torch.set_grad_enabled(call == "step"):
+            getattr(self.schedule, call)(*args, **given, **more)
+        for optimizer in self.optimizers if call == "step" else ():
             optimizer.step()
-        return mean_of(given["losses"])
-
-    @torch.no_grad()
-    def validate(self, step: int) -> list[float]:
-        args, _, given = self.batch(step)
-        self.schedule.eval(*args, **given)
-        return mean_of(given["losses"])
-
-
-def mean_of(losses: list[Tensor] | None) -> list[float]:
-    return [] if losses is None else [float(torch.mean(torch.stack(losses)))]
+        losses = given["losses"]
+        return [] if losses is None else [float(torch.mean(torch.stack(losses)))]
 
 
 def trained(group: Any, package: str, schedule: str, how: str) -> dict[str, Any]:
     """Three steps and a validation; the mean losses of each."""
     program = Program(package, schedule, how)
-    seen = [loss for step in range(3) for loss in program.train(step)]
+    seen = [loss for step in range(3) for loss in program.run("step", step)]
     if schedule not in IN_A_V:
-        seen += program.validate(9)
+        seen += program.run("eval", 9)
     dist.barrier(group=group)
     return {"losses": seen}
 
