@@ -28,15 +28,13 @@ from tests.values.kinds import (
     run_by_hand,
 )
 
-SCHEDULES = ["1F1B", "Interleaved1F1B", "ZB-V"]
 BY_HAND = "tests.values.kinds:run_by_hand"
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("kind", [*sorted(KINDS), *ONLY_CUT])
-def test_a_model_that_is_cut_has_the_gradients_of_the_unsplit_one(kind: str, schedule: str) -> None:
+def test_a_model_that_is_cut_has_the_gradients_of_the_unsplit_one(kind: str) -> None:
     case = case_of((KINDS | ONLY_CUT)[kind])
-    compare(case, schedule=schedule, ranks=2, microbatches=4, steps=2).check(1e-12)
+    compare(case, schedule="ZB-V", ranks=2, microbatches=4, steps=2).check(1e-12)
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
