@@ -68,6 +68,10 @@ def test_what_is_split_and_what_goes_whole_to_every_microbatch() -> None:
     ] * 3
 
 
+def gives_a_list(*_: Any) -> Any:
+    return [TOKENS]
+
+
 def error_of(
     *args: Any, count: int = 1, rules: Rules | None = None, target: Any = None, **kwargs: Any
 ) -> Any:
@@ -103,7 +107,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "argument 0 gave 1 parts for 2 microbatches"
     ),
     "a function that splits no call": (
-        error_of(TOKENS, count=2, rules=lambda *_: [TOKENS]), "returned a list; it must return Microbatches"
+        error_of(TOKENS, count=2, rules=gives_a_list), "returned a list; it must return Microbatches"
     ),
     "a function that splits too far": (
         error_of(TOKENS, count=2, rules=lambda *_: Microbatches([1, 2, 3])),
