@@ -383,7 +383,7 @@ def test_processes_hold_their_part_and_a_failure_breaks_no_connection_but_its_ow
     loss = mean_loss(plain(X), Y)
     loss.backward()
     norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
-    for stage, answer in enumerate(workers.run(f"{__name__}:live", 3, 60.0)):
+    for stage, answer in enumerate(workers.run(f"{__name__}:live", 3, 100.0)):
         assert answer["names"] == [f"{stage}.0.bias", f"{stage}.0.weight"]
         assert answer["losses"] == [pytest.approx(float(loss.detach()))] * 4
         assert answer["norm"] == pytest.approx(norm)

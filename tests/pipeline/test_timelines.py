@@ -60,7 +60,7 @@ def record(group: Any) -> dict[str, Any]:
 
 
 def test_processes_measure_and_share(workers: WorkerPool) -> None:
-    answers = workers.run(f"{__name__}:record", 2, 30.0)
+    answers = workers.run(f"{__name__}:record", 2, 100.0)
     assert [answer.pop("leads") for answer in answers] == [True, False]
     assert answers[0] == answers[1]
     assert answers[0]["kind"] == "measured"

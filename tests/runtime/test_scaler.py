@@ -112,5 +112,5 @@ def sharded(group: Any) -> list[Any]:
 
 
 def test_all_processes_of_a_mesh_skip_together(workers: WorkerPool) -> None:
-    for rows in workers.run(f"{__name__}:sharded", 4, 60.0):
+    for rows in workers.run(f"{__name__}:sharded", 4, 100.0):
         assert rows == [[8.0, pytest.approx(0.9)], [4.0, pytest.approx(0.9)]]

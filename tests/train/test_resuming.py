@@ -118,7 +118,10 @@ def test_a_run_that_broke_off_is_resumed_from_its_last_checkpoint(
 def test_other_data_are_told(text: Path, tmp_path: Path) -> None:
     run(config_for(text, out=str(tmp_path / "run"), save_every=3))
     _, shown = run(resolve({"resume": str(tmp_path / "run"), "batch": 2, "steps": 7}))
-    assert "batch was 4 and is 2: the run will not see the text that an uninterrupted run sees" in shown
+    assert (
+        "batch was 4 and is 2: the run will not see the text that an uninterrupted run sees"
+        in shown
+    )
 
 
 def test_what_cannot_be_resumed(text: Path, tmp_path: Path) -> None:
