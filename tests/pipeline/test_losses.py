@@ -362,7 +362,7 @@ def test_every_rank_has_the_same_numbers(
     workers: WorkerPool, schedule: str, ranks: int, everywhere: bool
 ) -> None:
     task = f"{__name__}:everything"
-    first, *rest = workers.run(task, ranks, 60.0, schedule=schedule, everywhere=everywhere)
+    first, *rest = workers.run(task, ranks, 100.0, schedule=schedule, everywhere=everywhere)
     assert max(answer["gap"] for answer in (first, *rest)) < 1e-12
     for answer in rest:
         assert answer["step"] == first["step"]
@@ -394,7 +394,7 @@ def overflowing(group: Any) -> dict[str, Any]:
 
 
 def test_all_ranks_skip_a_step_together(workers: WorkerPool) -> None:
-    answers = workers.run(f"{__name__}:overflowing", 2, 60.0)
+    answers = workers.run(f"{__name__}:overflowing", 2, 100.0)
     assert answers == [{"scales": [128.0, 64.0, 128.0], "moved": [True, False, True]}] * 2
 
 
@@ -430,7 +430,7 @@ def replica(group: Any) -> dict[str, float]:
 
 
 def test_replicas_together_have_the_gradient_of_the_whole_batch(workers: WorkerPool) -> None:
-    for answer in workers.run(f"{__name__}:replica", 4, 90.0):
+    for answer in workers.run(f"{__name__}:replica", 4, 100.0):
         assert max(answer.values()) < 1e-12
 
 

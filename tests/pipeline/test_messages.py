@@ -85,7 +85,7 @@ def count(group: Any, what: str, schedule: str) -> list[list[int]]:
 def traffic(
     workers: WorkerPool, what: str, schedule: str, ranks: int
 ) -> dict[Any, tuple[int, int]]:
-    answers = workers.run(f"{__name__}:count", ranks, 60.0, what=what, schedule=schedule)
+    answers = workers.run(f"{__name__}:count", ranks, 100.0, what=what, schedule=schedule)
     return {tuple(row[:3]): (row[3], row[4]) for answer in answers for row in answer}
 
 
@@ -164,7 +164,7 @@ def calls(group: Any, schedule: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZB-V"])
 def test_a_word_before_and_a_sum_after_a_step_are_all(workers: WorkerPool, schedule: str) -> None:
-    for first, *later in workers.run(f"{__name__}:calls", 2, 60.0, schedule=schedule):
+    for first, *later in workers.run(f"{__name__}:calls", 2, 100.0, schedule=schedule):
         assert first["described"] > 0
         assert first["bytes"] == later[0]["bytes"]
         for found in later:
@@ -193,7 +193,7 @@ def test_few_bytes_are_under_way_however_many_microbatches(
     workers: WorkerPool, schedule: str
 ) -> None:
     few, many = (
-        workers.run(f"{__name__}:most_pending", 2, 60.0, schedule=schedule, microbatches=m)
+        workers.run(f"{__name__}:most_pending", 2, 100.0, schedule=schedule, microbatches=m)
         for m in (8, 64)
     )
     assert few == many
@@ -249,7 +249,7 @@ def test_the_peak_does_not_grow_with_the_microbatches(
     workers: WorkerPool, schedule: str, rows: int, more: int
 ) -> None:
     few, many = (
-        workers.run(f"{__name__}:peak", 2, 60.0, schedule=schedule, microbatches=m, rows=rows)
+        workers.run(f"{__name__}:peak", 2, 100.0, schedule=schedule, microbatches=m, rows=rows)
         for m in (8, more)
     )
     for small, large in zip(few, many, strict=True):
@@ -280,14 +280,16 @@ def test_each_pair_that_shares_exchanges_one_gradient(
     workers: WorkerPool, uses: list[int], frozen: bool, pairs: list[tuple[int, int]] | None
 ) -> None:
     expected = [(a, b) for a in range(3) for b in range(3) if a != b] if pairs is None else pairs
-    answers = workers.run(f"{__name__}:run_shared", 3, 30.0, uses=uses, frozen=frozen)
+    answers = workers.run(f"{__name__}:run_shared", 3, 100.0, uses=uses, frozen=frozen)
     rows = sorted(row for answer in answers for row in answer)
     assert [tuple(row[:2]) for row in rows if row[3] >= WIDTH * WIDTH * DOUBLE] == expected
 
 
 def work_between_calls(group: Any) -> float:
     """A worker's task: after an exchange outside of a step, longer on its own than a rank may be silent."""
-    pipe = Pipeline(chain(4), ranks=2, microbatches=2, loss_fn=mean_loss, group=group, timeout=3.0)
+    pipe = Pipeline(
+        chain(4), ranks=2, microbatches=2, loss_fn=mean_loss, group=group, timeout=(60.0, 3.0)
+    )
     pipe.step(X, target=Y)
     pipe.clip_grad_norm_(1.0)
     time.sleep(6)

@@ -84,6 +84,7 @@ WAYS: dict[str, tuple[Callable[[nn.Module], Pipeline], tuple[int, int, int]]] = 
         of_value(schedule=add_communication(VALUE), microbatches=5), (2, 2, 5)
     ),
     "one rank": (of_value(ranks=1, stages=None), (1, 1, 4)),
+    "paths to cut before": (of_value(stages=["blocks.1"]), (2, 2, 4)),
     "by hand": (by_hand, (2, 2, 4)),
     "by hand, in another order": (lambda model: by_hand(model, -1), (2, 2, 4)),
 }  # fmt: skip
@@ -101,6 +102,14 @@ def test_ways_to_say_the_same(way: str) -> None:
     loss.backward()
     assert pipe.step(X, target=Y).loss == pytest.approx(float(loss.detach()))
     assert_same(gradients(pipe), gradients(plain))
+
+
+def test_paths_make_a_model_of_what_has_no_forward() -> None:
+    layers = nn.ModuleDict({"a": chain(1), "b": chain(1)})
+    loss, grads = plain_loop(Case(nn.Sequential(*layers.values()), (X,), Y, mean_loss))
+    pipe = make(layers, stages=[["a"], ["b"]])
+    assert pipe.step(X, target=Y).loss == pytest.approx(loss)
+    torch.testing.assert_close([*gradients(pipe).values()], [*grads.values()])
 
 
 @pytest.mark.parametrize("suffix", [".json", ".csv"])
@@ -374,7 +383,7 @@ def test_processes_hold_their_part_and_a_failure_breaks_no_connection_but_its_ow
     loss = mean_loss(plain(X), Y)
     loss.backward()
     norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
-    for stage, answer in enumerate(workers.run(f"{__name__}:live", 3, 60.0)):
+    for stage, answer in enumerate(workers.run(f"{__name__}:live", 3, 100.0)):
         assert answer["names"] == [f"{stage}.0.bias", f"{stage}.0.weight"]
         assert answer["losses"] == [pytest.approx(float(loss.detach()))] * 4
         assert answer["norm"] == pytest.approx(norm)

@@ -533,7 +533,7 @@ def test_every_rank_refuses_alike_and_the_next_step_works(
 ) -> None:
     names = sorted(SLIPS.keys() - WITH_DATA) if culprit is None else list(ALONE)
     loss = fresh().step(X, target=Y).loss
-    first, second = workers.run(f"{__name__}:slip", 2, 60.0, culprit=culprit, names=names)
+    first, second = workers.run(f"{__name__}:slip", 2, 100.0, culprit=culprit, names=names)
     assert first[1::2] == second[1::2] == [loss] * len(names)
     for name, mine, others in zip(names, first[::2], second[::2], strict=True):
         assert mine[:2] == others[:2], name
@@ -566,7 +566,7 @@ def told(call: Callable[[], Any]) -> str:
 
 
 def test_every_process_is_told(workers: WorkerPool) -> None:
-    for rank, (ranks, others) in enumerate(workers.run(f"{__name__}:refuse", 2, 30.0)):
+    for rank, (ranks, others) in enumerate(workers.run(f"{__name__}:refuse", 2, 100.0)):
         assert ranks.startswith(
             "2 processes were started for a pipeline of 3 ranks; start one process per rank"
         )
@@ -582,7 +582,7 @@ def move(group: Any) -> list[bool]:
 
 
 def test_a_process_moves_its_own_stages_alone(workers: WorkerPool) -> None:
-    assert workers.run(f"{__name__}:move", 2, 30.0) == [[False, True], [True, False]]
+    assert workers.run(f"{__name__}:move", 2, 100.0) == [[False, True], [True, False]]
 
 
 def test_a_device_of_this_machine_goes_to_each_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:

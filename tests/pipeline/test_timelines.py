@@ -33,37 +33,18 @@ def expected(schedule: Any) -> list[str]:
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZB-H1"])
 def test_in_one_process_the_ranks_are_replayed(schedule: str) -> None:
     pipe = make(schedule=schedule)
-    result = pipe.step(X, target=Y, record=True)
+    result, plain = pipe.step(X, target=Y, record=True), make().step(X, target=Y)
+    assert (plain.loss, plain.timeline, plain.timeline_kind) == (result.loss, None, None)
+    assert result.timeline is not None
+    for rank in range(2):
+        spans = sorted((s.start, s.end) for s in result.timeline.spans if s.rank == rank)
+        assert all(start <= end for start, end in spans)
+        assert all(a[1] <= b[0] + 1e-9 for a, b in pairwise(spans))
+    assert make(ranks=1).step(X, target=Y, record=True).timeline_kind == "measured"
     assert result.timeline_kind == "replayed"
     assert computed(result) == expected(pipe.schedule)
     assert result.bubble is not None
     assert 0 < result.bubble < 1
-
-
-def test_one_rank_is_measured() -> None:
-    result = make(ranks=1).step(X, target=Y, record=True)
-    assert result.timeline_kind == "measured"
-    assert result.timeline is not None
-    assert result.timeline.ranks == 1
-
-
-def test_spans_of_a_rank_do_not_overlap() -> None:
-    timeline = make().step(X, target=Y, record=True).timeline
-    assert timeline is not None
-    for rank in range(2):
-        spans = sorted((s.start, s.end) for s in timeline.spans if s.rank == rank)
-        assert all(start <= end for start, end in spans)
-        assert all(a[1] <= b[0] + 1e-9 for a, b in pairwise(spans))
-
-
-def test_an_ordinary_step_records_nothing() -> None:
-    result = make().step(X, target=Y)
-    assert (result.timeline, result.timeline_kind, result.bubble) == (None, None, None)
-
-
-def test_recording_changes_no_numbers() -> None:
-    losses = [make().step(X, target=Y, record=record).loss for record in (True, False)]
-    assert losses[0] == losses[1]
 
 
 def record(group: Any) -> dict[str, Any]:
@@ -79,7 +60,7 @@ def record(group: Any) -> dict[str, Any]:
 
 
 def test_processes_measure_and_share(workers: WorkerPool) -> None:
-    answers = workers.run(f"{__name__}:record", 2, 30.0)
+    answers = workers.run(f"{__name__}:record", 2, 100.0)
     assert [answer.pop("leads") for answer in answers] == [True, False]
     assert answers[0] == answers[1]
     assert answers[0]["kind"] == "measured"

@@ -330,7 +330,7 @@ def test_processes_together(
     plain = LANGUAGE[shape]().model
     expected = copy.deepcopy(plain).load_state_dict(spoiled(plain), strict=False)
     task, folder = f"{__name__}:run_state", str(tmp_path)
-    answers = workers.run(task, ranks, 60.0, shape=shape, schedule=schedule, folder=folder)
+    answers = workers.run(task, ranks, 100.0, shape=shape, schedule=schedule, folder=folder)
     for rank, answer in enumerate(answers):
         assert answer["keys"] == [0 if rank else len(plain.state_dict())] * 2
         assert max(answer["gaps"] + answer["parts"]) == 0.0

@@ -55,25 +55,6 @@ def test_its_history_is_that_of_torchs(seed: int, early: bool) -> None:
     assert mine.state_dict() == theirs.state_dict()
 
 
-def test_its_defaults_are_those_of_torchs() -> None:
-    assert LossScaler().state_dict() == torch.amp.GradScaler("cpu").state_dict()
-
-
-def test_it_takes_up_the_state_of_torchs() -> None:
-    theirs, mine = torchs_scaler(), LossScaler()
-    history(theirs, [False] * 3)
-    mine.load_state_dict(theirs.state_dict())
-    assert mine.state_dict() == theirs.state_dict()
-    assert history(mine, [True, False]) == history(theirs, [True, False])
-
-
-def test_without_being_enabled_it_does_nothing() -> None:
-    scaler = LossScaler(enabled=False)
-    ((scale, weight),) = history(scaler, [False])
-    assert (scale, scaler.state_dict()) == (1.0, {})
-    assert weight == pytest.approx([0.9, 0.8, 0.6])
-
-
 def test_all_skip_what_one_rank_must() -> None:
     here: list[float] = []
 
@@ -112,5 +93,5 @@ def sharded(group: Any) -> list[Any]:
 
 
 def test_all_processes_of_a_mesh_skip_together(workers: WorkerPool) -> None:
-    for rows in workers.run(f"{__name__}:sharded", 4, 60.0):
+    for rows in workers.run(f"{__name__}:sharded", 4, 100.0):
         assert rows == [[8.0, pytest.approx(0.9)], [4.0, pytest.approx(0.9)]]

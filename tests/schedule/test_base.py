@@ -1,13 +1,29 @@
-"""A schedule is a value, and one of the wrong shape cannot be constructed."""
+"""Schedules, placements, edges and timelines are values, and none of the wrong shape can be constructed."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Callable
 
 import pytest
 
-from penstock.errors import ScheduleError
-from penstock.schedule import Action, Edge, Op, Overlap, Schedule, build, looped, parse_action
+from penstock.errors import ScheduleError, UsageError
+from penstock.schedule import (
+    Action,
+    Edge,
+    Op,
+    Overlap,
+    Placement,
+    Schedule,
+    Span,
+    Timeline,
+    build,
+    chain,
+    looped,
+    parse_action,
+    v_shaped,
+)  # fmt: skip
 from penstock.schedule.base import flat
 
 
@@ -29,10 +45,6 @@ def test_a_schedule_is_frozen_and_says_what_it_is() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         made.microbatches = 2  # type: ignore[misc]  # that is the point
     assert str(made) == "test: 2 ranks, 2 stages, 1 microbatches\nrank 0: 0F0 0B0\nrank 1: 1F0 1B0"
-
-
-def test_the_chain_is_the_common_case_of_edges() -> None:
-    assert [edge.targets for edge in schedule("0F0", "1F0").edges] == [(1,)]
 
 
 def test_what_occurs_says_what_a_schedule_is_for() -> None:
@@ -98,5 +110,81 @@ def test_edges_must_fit() -> None:
         made.with_edges([Edge("x", 0, (1,)), Edge("x", 0, (1,))])
 
 
-def test_a_rank_may_have_nothing_to_do_yet() -> None:
-    assert schedule("", "").ops == frozenset()
+# ---- where stages are, and which values travel
+
+
+def test_stages_are_laid_in_laps_or_in_a_v() -> None:
+    assert looped(3).rank_of == (0, 1, 2)
+    assert looped(2, 3).rank_of == (0, 1, 0, 1, 0, 1)
+    placement = v_shaped(3)
+    assert placement.rank_of == (0, 1, 2, 2, 1, 0)
+    assert (placement.stages, placement.ranks) == (6, 3)
+    assert [placement.stages_on(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
+
+
+def test_the_chain_joins_each_stage_to_the_next() -> None:
+    assert [(edge.source, edge.targets) for edge in chain(3)] == [(0, (1,)), (1, (2,))]
+    assert chain(1) == ()
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        *((lambda r=rank_of: Placement(r), "placement") for rank_of in ((), (0, 2), (-1, 0), (1,))),
+        *((lambda n=numbers: looped(*n), "=0: must be at least 1") for numbers in ((0, 1), (1, 0))),
+        (lambda: v_shaped(0), "ranks=0"),
+        *(
+            (lambda t=targets: Edge("x", 0, t), "must be at least one stage, in ascending order")
+            for targets in ((), (2, 1), (1, 1))
+        ),
+        *(
+            (lambda e=ends: Edge("x", e[0], (e[1],)), "goes to later stages only")
+            for ends in ((1, 1), (2, 1), (-1, 0))
+        ),
+    ],
+)
+def test_placements_and_edges_that_cannot_be(call: Callable[[], object], says: str) -> None:
+    with pytest.raises(ScheduleError, match=says):
+        call()
+
+
+# ---- timelines
+
+
+def span(rank: int, op: Op, start: float, end: float, microbatch: int | None = 0) -> Span:
+    return Span(rank, Action(rank, op, microbatch), start, end)
+
+
+LINE = Timeline((span(0, Op.F, 10, 11), span(1, Op.F, 11, 12), span(1, Op.B, 12, 14)), 2)
+
+
+def test_makespan_and_idle_shares_count_from_the_first_start() -> None:
+    assert (LINE.start, LINE.makespan, LINE.bubble) == (10, 4, 0.5)
+    assert (LINE.busy, LINE.bubbles) == ((1, 3), (0.75, 0.25))
+    assert (Timeline((), 2).makespan, Timeline((), 2).bubble) == (0, 0)
+
+
+def test_what_overlaps_is_busy_once_and_other_ops_are_not_busy() -> None:
+    spans = (span(0, Op.F, 0, 3), span(0, Op.B, 2, 4), span(0, Op.REDUCE_GRAD, 4, 9, None))
+    assert Timeline(spans, 1).busy == (4,)
+
+
+def test_the_chrome_trace_has_a_thread_a_rank_and_microseconds() -> None:
+    events = json.loads(LINE.to_chrome_trace())["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["rank 0", "rank 1"]
+    args = {"op": "B", "stage": 1, "microbatch": 0}
+    times = {"ts": 2e6, "dur": 2e6, "pid": 0, "tid": 1}
+    assert events[-1] == {"ph": "X", "name": "1B0", "cat": "B", "args": args} | times
+
+
+@pytest.mark.parametrize(
+    ("spans", "unit", "says"),
+    [
+        ([span(2, Op.F, 0, 1)], "", "rank below 2"),
+        ([span(0, Op.F, 2, 1)], "", "rank below 2"),
+        ([], "h", "unit='h'"),
+    ],
+)
+def test_timelines_that_cannot_be(spans: list[Span], unit: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        Timeline(tuple(spans), 2, unit)

@@ -54,12 +54,6 @@ def test_the_rule_for_a_chain(action: str, plain: list[str], lowered: list[str])
     assert before(LOWERED, action) == lowered
 
 
-def test_full_backwards_need_and_give_what_split_ones_do() -> None:
-    full = build("1F1B", ranks=2, microbatches=2)
-    assert before(full, "0B1") == ["0F1", "1B1"]
-    assert before(full, "0REDUCE_GRAD") == ["0B0", "0B1"]
-
-
 def test_a_microbatch_may_differ_from_others_in_its_backward() -> None:
     mixed = Schedule(
         "mixed",
@@ -73,12 +67,6 @@ def test_a_microbatch_may_differ_from_others_in_its_backward() -> None:
     assert before(mixed, "0B0") == ["0F0", "1B0"]
     assert before(mixed, "0B1") == ["0F1", "1I1"]
     assert before(mixed, "1REDUCE_GRAD") == ["1B0", "1W1"]
-
-
-def test_stages_on_one_rank_hand_over_directly() -> None:
-    lowered = add_communication(build("ZB-V", ranks=2, microbatches=1))
-    assert before(lowered, "2F0") == ["1F0"]
-    assert before(lowered, "1I0") == ["1F0", "2I0"]
 
 
 def test_sharded_stages_compute_where_they_are_gathered() -> None:

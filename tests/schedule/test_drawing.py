@@ -16,7 +16,6 @@ from penstock.schedule import (
     build,
     draw_svg,
     draw_text,
-    names,
     simulate,
 )
 from penstock.schedule.drawing import short, ticks, unit_for
@@ -30,11 +29,6 @@ def texts(svg: str) -> list[str]:
         for found in ElementTree.fromstring(svg).iter()
         if found.tag.endswith("text")
     ]
-
-
-@pytest.mark.parametrize("name", names())
-def test_every_schedule_is_drawn_as_well_formed_svg(name: str) -> None:
-    ElementTree.fromstring(draw_svg(simulate(build(name, ranks=3, microbatches=6)).timeline))
 
 
 def test_the_svg_shows_ranks_ops_numbers_scale_and_idle_share() -> None:
@@ -63,17 +57,6 @@ def test_times_have_a_fitting_unit() -> None:
     spans = (Span(0, Action(0, Op.F, 0), 0, 0.002), Span(0, Action(0, Op.B, 0), 0.002, 0.025))
     assert "time in ms; makespan 25 ms" in texts(draw_svg(Timeline(spans, 1)))
     assert unit_for(Timeline(spans, 1, "ms")).name == "us"
-
-
-def test_spans_at_the_same_time_share_the_row() -> None:
-    spans = (Span(0, Action(0, Op.F, 1), 0, 4), Span(0, Action(0, Op.B, 0), 1, 4))
-    boxes = [
-        found
-        for found in ElementTree.fromstring(draw_svg(Timeline(spans, 1))).iter()
-        if found.tag.endswith("rect") and found.get("height") == "11"
-    ]
-    assert len(boxes) == 2
-    assert boxes[0].get("y") != boxes[1].get("y")
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])

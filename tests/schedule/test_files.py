@@ -52,16 +52,6 @@ def test_csv_looks_like_torchs() -> None:
     )
 
 
-def test_bubbles_and_spaces_are_left_out() -> None:
-    read = from_csv("0F0,, 0B0 ,\n,1F0,1B0\n")
-    assert read.programs == from_csv("0F0,0B0\n1F0,1B0").programs
-
-
-def test_the_placement_is_read_off_the_rows() -> None:
-    made = build("ZB-V", ranks=2, microbatches=3)
-    assert from_csv(to_csv(made)).placement == made.placement
-
-
 def test_json_holds_edges_and_csv_refuses_them() -> None:
     edges = (Edge("x", 0, (1, 2)), Edge("mask", 0, (2,), gradient=False), Edge("y", 1, (2,)))
     made = add_communication(build("1F1B", ranks=3, microbatches=2).with_edges(edges))

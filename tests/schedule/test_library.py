@@ -162,11 +162,6 @@ def test_weight_gradients_come_in_microbatch_order(name: str) -> None:
                 assert all(first < second for first, second in pairwise(order))
 
 
-@pytest.mark.parametrize("name", ["ZB-V", "V-Half", "V-Min", "DualPipeV"])
-def test_the_v_placement_is_the_schedules(name: str) -> None:
-    assert build(name, ranks=3, microbatches=6).placement.rank_of == (0, 1, 2, 2, 1, 0)
-
-
 def test_names_are_found_in_any_case_and_by_torchs_names() -> None:
     torch_names = {
         "gpipe": "GPipe",
@@ -295,8 +290,3 @@ def test_zb_h2_looks_like_its_picture() -> None:
         "rank 0: 0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3",
         "rank 1: 1F0 1I0 1F1 1I1 1F2 1I2 1W0 1F3 1I3 1W1 1W2 1W3",
     ]
-
-
-def test_dualpipe_v_overlaps_forwards_and_backwards() -> None:
-    text = str(build("DualPipeV", ranks=2, microbatches=4))
-    assert "(0F2;3B0)OVERLAP_F_B" in text or "OVERLAP_F_B" in text

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import ScheduleError
 from penstock.schedule import (
     Edge,
     Schedule,
@@ -132,12 +131,6 @@ def test_shuffled_programs_agree_too(seed: int) -> None:
     made = valid(pick)
     programs = [sorted(p, key=lambda e: (pick.random() * 3) + p.index(e)) for p in made.programs]
     check_agreement(made.with_programs(programs))
-
-
-def test_what_is_refused_cannot_be_simulated_when_it_stops() -> None:
-    stops = build("1F1B", ranks=2, microbatches=2)
-    with pytest.raises(ScheduleError):
-        simulate(stops.with_programs(program[::-1] for program in stops.programs))
 
 
 def test_gradients_that_nobody_makes_are_reported_without_a_backward_too() -> None:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
-from torch import nn
 from torch.distributed.pipelining import schedules as peer
 from torch.distributed.pipelining.stage import PipelineStage
 
-from penstock import Pipeline
 from penstock.schedule import (
     Action,
     add_communication,
@@ -27,6 +23,8 @@ from penstock.schedule import (
 )
 from penstock.schedule.action import RECV_OPS, SEND_OPS
 from penstock.schedule.dependencies import counterpart
+from penstock.testing import Case, compare
+from tests.pipeline.models import X, Y, chain, mean_loss
 from tests.scripts import run_script
 
 NAMES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -50,7 +48,9 @@ def peer_schedule(name: str, ranks: int, microbatches: int) -> Any:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_torchs_files_load_and_are_proven(name: str, form: str, ranks: int, tmp_path: Path) -> None:
+def test_torchs_files_load_are_proven_and_train(
+    name: str, form: str, ranks: int, tmp_path: Path
+) -> None:
     path = tmp_path / "torch.csv"
     peer_schedule(name, ranks, 4 * ranks)._dump_csv(path, form)
     read = load(path)
@@ -59,22 +59,8 @@ def test_torchs_files_load_and_are_proven(name: str, form: str, ranks: int, tmp_
     validate(read).raise_if_bad()
     validate(add_communication(read)).raise_if_bad()
     assert simulate(read).makespan > 0
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_pipeline_runs_torchs_files(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "torch.csv"
-    peer_schedule(name, 2, 8)._dump_csv(path, "compute_comms")
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(4)])
-    batch, target = torch.randn(8, 3), torch.randn(8, 3)
-    expected = nn.functional.mse_loss(model(batch), target)
-    expected.backward()
-    pipe = Pipeline(deepcopy(model), schedule=path, microbatches=8, loss_fn=nn.functional.mse_loss)
-    pipe.zero_grad()
-    torch.testing.assert_close(pipe.step(batch, target=target).loss, expected.item())
-    for got, wanted in zip(pipe.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(got.grad, wanted.grad)
+    case = Case(chain(2 * ranks), (X.repeat(2, 1),), Y.repeat(2, 1), mean_loss)
+    compare(case, schedule=path, microbatches=4 * ranks).check(1e-12)
 
 
 @pytest.mark.parametrize("name", NAMES)

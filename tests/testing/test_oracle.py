@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from penstock import Microbatches
 from penstock.testing import Case, Verdict, compare, plain_loop
 from tests.pipeline.models import X, Y, chain, gradients, mean_loss, sum_loss
 
@@ -123,13 +126,27 @@ def test_digests_are_equal_for_equal_bits_alone() -> None:
     assert len({str(digest) for digest in [same[0], *other]}) == 6
 
 
-def test_a_gradient_without_elements_has_a_digest() -> None:
-    assert verdict(torch.zeros(0), None).digest() == verdict(torch.zeros(0), None).digest()
+# ---- the plain loop
 
 
-def test_the_plain_loop_accumulates() -> None:
-    one, two = plain_loop(case()), plain_loop(case(), steps=2)
-    assert one[0] == two[0]
-    for name, gradient in one[1].items():
-        assert gradient is not None
-        torch.testing.assert_close(two[1][name], 2 * gradient)
+def test_the_plain_loop_accumulates_or_trains_between_steps() -> None:
+    (loss, one), (again, two) = plain_loop(case()), plain_loop(case(), steps=2)
+    assert loss == again
+    torch.testing.assert_close([*two.values()], [2 * g for g in one.values() if g is not None])
+    verdict = run(case(), steps=3, optimizer=partial(torch.optim.SGD, lr=0.5))
+    verdict.check(1e-12)
+    assert verdict.expected_loss < loss
+
+
+def test_microbatches_are_run_one_by_one_and_weighed() -> None:
+    whole, ready = case(), case()
+    parts = Microbatches(X.split([3, 2, 2, 1]))
+    split = replace(ready, args=[parts], target=Y.split([3, 2, 2, 1]))
+    assert plain_loop(split)[0] == pytest.approx(plain_loop(whole)[0])
+    run(split).check(1e-12)
+    one_counts = replace(split, loss_weight=lambda target: float(len(target) == 3))
+    assert plain_loop(one_counts)[0] == plain_loop(replace(whole, args=[X[:3]], target=Y[:3]))[0]
+    # Its weights are not those of the plain loop.
+    assert run(replace(whole, loss_weight=[1, 2, 3, 1])).differences()["loss"] > 1e-3
+    noisy = Case(nn.Sequential(chain(1), nn.Dropout(0.5)), [parts], split.target, mean_loss)
+    run(noisy, steps=2).check(1e-12)

@@ -17,7 +17,6 @@ from penstock.train.model import (
     make_optimizer,
     next_byte_loss,
     readable,
-    rotations,
     set_learning_rate,
 )
 
@@ -43,70 +42,46 @@ def test_it_counts_its_weights() -> None:
 
 
 @pytest.mark.parametrize("length", [12, 5])
-def test_gives_a_logit_for_each_byte(length: int) -> None:
-    assert small()(tokens(3, length)).shape == (3, length, 256)
+def test_it_gives_a_logit_for_each_byte_and_starts_with_a_uniform_guess(length: int) -> None:
+    text = tokens(3, length)
+    logits = small()(text)
+    assert logits.shape == (3, length, 256)
+    assert next_byte_loss(logits, text).item() == pytest.approx(math.log(256))
 
 
-def test_first_loss_is_that_of_a_uniform_guess() -> None:
-    loss = next_byte_loss(small()(tokens(3, 12)), tokens(3, 12))
-    assert loss.item() == pytest.approx(math.log(256))
-
-
-def test_a_position_does_not_see_what_follows() -> None:
-    model, before = busy_model(), tokens(1, 12)
-    after = before.clone()
-    after[0, 7:] = 0
-    torch.testing.assert_close(model(before)[0, :7], model(after)[0, :7])
-    assert not torch.equal(model(before)[0, 7:], model(after)[0, 7:])
-
-
-def test_positions_matter() -> None:
-    model, text = busy_model(), tokens(1, 12)
-    swapped = text.clone()
-    swapped[0, 0], swapped[0, 1] = text[0, 1], text[0, 0]
-    assert not torch.allclose(model(text)[0, -1], model(swapped)[0, -1])
-
-
-def test_rotation_depends_on_the_distance_alone() -> None:
-    cosine, sine = rotations(10, 4)
-    angle = torch.atan2(sine, cosine)
-    steps = torch.remainder(angle[1:] - angle[:-1], 2 * math.pi)
-    torch.testing.assert_close(steps, steps[:1].expand_as(steps))
-
-
-def test_weights_follow_from_the_seed() -> None:
+def test_weights_follow_from_the_seed_and_their_names() -> None:
     first, same, other = (small(seed=seed) for seed in (1, 1, 2))
     assert torch.equal(first.embed.weight, same.embed.weight)
     assert not torch.equal(first.embed.weight, other.embed.weight)
-
-
-def test_weights_do_not_depend_on_what_was_drawn_before() -> None:
-    alone = small().get_parameter("blocks.1.attention.inputs.weight")
+    name = "blocks.1.attention.inputs.weight"
     torch.rand(7)
-    deeper = small(layers=3)
-    assert torch.equal(alone, deeper.get_parameter("blocks.1.attention.inputs.weight"))
-
-
-def test_chain_is_the_forward_pass() -> None:
-    model = busy_model()
-    value = tokens(2, 12)
-    for path in model.chain():
-        value = model.get_submodule(path)(value)
-    assert torch.equal(value, model(tokens(2, 12)))
-
-
-def test_cut_names_every_module_once_in_order() -> None:
-    paths = [path for stage in cut(2, 2) for path in stage]
-    assert paths == small().chain()
+    assert torch.equal(small().get_parameter(name), small(layers=3).get_parameter(name))
 
 
 @pytest.mark.parametrize(
     ("layers", "stages", "blocks"),
     [(4, 4, [1, 1, 1, 1]), (5, 2, [3, 2]), (7, 3, [3, 2, 2]), (3, 1, [3])],
 )
-def test_cut_deals_the_blocks_evenly(layers: int, stages: int, blocks: list[int]) -> None:
-    dealt = [sum(path.startswith("blocks") for path in stage) for stage in cut(layers, stages)]
-    assert dealt == blocks
+def test_a_cut_deals_the_blocks_evenly_in_the_order_of_the_forward_pass(
+    layers: int, stages: int, blocks: list[int]
+) -> None:
+    dealt, model = cut(layers, stages), small(layers)
+    assert [sum(path.startswith("blocks") for path in stage) for stage in dealt] == blocks
+    nn.init.normal_(model.head.weight)
+    value = tokens(2, 12)
+    for path in (path for stage in dealt for path in stage):
+        value = model.get_submodule(path)(value)
+    assert torch.equal(value, model(tokens(2, 12)))
+
+
+def test_a_position_sees_those_before_it_in_their_order_and_not_what_follows() -> None:
+    model, before = busy_model(), tokens(1, 12)
+    after = before.clone()
+    after[0, 7:] = 0
+    torch.testing.assert_close(model(before)[0, :7], model(after)[0, :7])
+    assert not torch.equal(model(before)[0, 7:], model(after)[0, 7:])
+    swapped = before[:, [1, 0, *range(2, 12)]]
+    assert not torch.allclose(model(before)[0, -1], model(swapped)[0, -1])
 
 
 def test_more_stages_than_layers_are_refused() -> None:

@@ -61,7 +61,7 @@ def test_a_time_limit_and_another_layout(text: Path, tmp_path: Path) -> None:
     changes = {"resume": str(tmp_path / "run"), "ranks": 1, "schedule": "ZB-V", "time_limit": 1e9}
     last, shown = run(resolve(changes))
     assert "resumed from step 2 of" in shown
-    assert "the text is not that" not in shown
+    assert "will not see the text" not in shown
     assert last.folder == tmp_path / "run"
     assert losses(last.folder) == pytest.approx(losses(plain.folder), abs=1e-5)
     assert len(last.losses) == SMALL["steps"] - 2
@@ -86,7 +86,7 @@ def test_a_signal(
             with pytest.raises(SystemExit, match=str(status)):
                 main(command)
     shown = capsys.readouterr().out
-    assert f"{signal.Signals(number).name}: this step is finished and saved" in shown
+    assert f"{signal.Signals(number).name}: finishing and saving this step first" in shown
     assert f"resume with: penstock train --resume {tmp_path / 'run'}" in shown.replace("\n", "")
     assert main(command) == 0
     assert "resumed from step 3" in capsys.readouterr().out
@@ -118,7 +118,10 @@ def test_a_run_that_broke_off_is_resumed_from_its_last_checkpoint(
 def test_other_data_are_told(text: Path, tmp_path: Path) -> None:
     run(config_for(text, out=str(tmp_path / "run"), save_every=3))
     _, shown = run(resolve({"resume": str(tmp_path / "run"), "batch": 2, "steps": 7}))
-    assert "batch was 4 and is 2: the text is not that of a run without a stop" in shown
+    assert (
+        "batch was 4 and is 2: the run will not see the text that an uninterrupted run sees"
+        in shown
+    )
 
 
 def test_what_cannot_be_resumed(text: Path, tmp_path: Path) -> None:

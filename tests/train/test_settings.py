@@ -9,12 +9,12 @@ import pytest
 
 from penstock.errors import ConfigError, InputFileError
 from penstock.train import TrainConfig, ranks_of, resolve
-from penstock.train.config import LARGEST_CONFIG, group_of, to_toml
+from penstock.train.config import LARGEST_CONFIG, to_toml
 
 
 def write(folder: Path, text: str) -> Path:
     path = folder / "run.toml"
-    path.write_text(text)
+    path.write_bytes(text.encode(errors="surrogateescape"))
     return path
 
 
@@ -35,18 +35,9 @@ def test_defaults() -> None:
 
 
 def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) -> None:
-    config = resolve({"steps": 3}, write(tmp_path, "steps = 5\nbatch = 32"))
+    config = resolve({"steps": 3}, write(tmp_path, "steps = 5\nbatch = 32\nclip = 1"))
     assert (config.steps, config.batch, config.seed) == (3, 32, TrainConfig().seed)
-
-
-def test_a_whole_number_will_do_for_a_float(tmp_path: Path) -> None:
-    assert resolve({}, write(tmp_path, "learning_rate = 1")).learning_rate == 1.0
-
-
-def test_every_setting_has_a_group_and_a_description() -> None:
-    for name, field in TrainConfig.model_fields.items():
-        assert group_of(name)
-        assert field.description
+    assert isinstance(config.clip, float)
 
 
 @pytest.mark.parametrize(
@@ -116,10 +107,6 @@ def test_settings_that_contradict_each_other(flags: dict[str, Any], parts: tuple
     assert all(part in text for part in parts)
 
 
-def test_a_missing_config_is_a_wrong_call(tmp_path: Path) -> None:
-    assert "there is no such file" in refusal({}, tmp_path / "none.toml")
-
-
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
@@ -130,6 +117,7 @@ def test_a_missing_config_is_a_wrong_call(tmp_path: Path) -> None:
         ("ranks = 9", ("run.toml: 9 stages for layers=4",)),
         ('steps = "3"', ("steps='3' must be a whole number",)),
         ("#" * LARGEST_CONFIG + "#", ("larger than",)),
+        ("\udcff", ("not TOML",)),
         ("steps = 0x" + "f" * 20_000, ("steps=<a number of 80000 bits> must be at most",)),
         ("steps = " + "9" * 20_000, ("not TOML",)),
     ],
@@ -137,12 +125,6 @@ def test_a_missing_config_is_a_wrong_call(tmp_path: Path) -> None:
 def test_a_wrong_file(tmp_path: Path, text: str, parts: tuple[str, ...]) -> None:
     message = file_refusal(tmp_path, text)
     assert all(part in message for part in parts)
-
-
-def test_bytes_that_are_no_text(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_bytes(b"\xff\xff")
-    with pytest.raises(InputFileError, match="not TOML"):
-        resolve({}, tmp_path / "run.toml")
 
 
 def test_a_flag_that_contradicts_the_file_is_the_flag_s_mistake(tmp_path: Path) -> None:

@@ -98,6 +98,9 @@ def test_every_step_is_recorded(finished: tuple[Outcome, str]) -> None:
     steps = records(outcome)[:-1]
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
     assert tuple(record["loss"] for record in steps) == outcome.losses
+    assert outcome.held_out_loss is not None
+    assert outcome.held_out_loss < outcome.losses[0] == pytest.approx(math.log(256))
+    assert len(outcome.sample) == 5
 
 
 def test_every_line_tells_when_by_whom_and_how_well(finished: tuple[Outcome, str]) -> None:
@@ -118,11 +121,6 @@ def test_the_losses_are_those_of_the_plain_loop(finished: tuple[Outcome, str], t
     assert finished[0].losses == pytest.approx(plain_losses(config, batches), rel=1e-5)
 
 
-def test_training_lowers_the_loss(finished: tuple[Outcome, str]) -> None:
-    assert finished[0].held_out_loss is not None
-    assert finished[0].held_out_loss < finished[0].losses[0] == pytest.approx(math.log(256))
-
-
 def test_the_held_out_loss_is_that_of_the_saved_weights(
     finished: tuple[Outcome, str], text: Path
 ) -> None:
@@ -133,10 +131,6 @@ def test_the_held_out_loss_is_that_of_the_saved_weights(
     losses = [next_byte_loss(model(tokens), target).item() for tokens, target in batches]
     assert outcome.held_out_loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
     assert records(outcome)[-1]["held_out_loss"] == outcome.held_out_loss
-
-
-def test_the_sample_is_as_long_as_asked(finished: tuple[Outcome, str]) -> None:
-    assert len(finished[0].sample) == 5
 
 
 def test_the_timeline_says_that_it_is_replayed(finished: tuple[Outcome, str]) -> None:
@@ -193,20 +187,3 @@ def test_what_is_computed_again_does_not_change_a_bit(
 def test_what_cannot_be_had_here(settings: dict[str, Any], said: str, text: Path) -> None:
     with pytest.raises(UsageError, match=said):
         train(config_for(text, **settings), Console(quiet=True))
-
-
-def test_one_rank_is_enough(text: Path, tmp_path: Path) -> None:
-    outcome = train(config_for(text, ranks=1, out=str(tmp_path)), Console(quiet=True))
-    assert outcome.losses[-1] < outcome.losses[0]
-
-
-def test_a_terminal_sees_the_steps_refresh(text: Path, tmp_path: Path) -> None:
-    out = io.StringIO()
-    console = Console(file=out, width=80, force_terminal=True)
-    train(config_for(text, out=str(tmp_path)), console)
-    assert "step 6/6" in out.getvalue()
-
-
-def test_a_folder_that_cannot_be_made_is_refused(text: Path) -> None:
-    with pytest.raises(UsageError, match="is a file; choose a folder"):
-        train(config_for(text, out=str(text)), Console(quiet=True))

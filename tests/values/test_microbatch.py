@@ -1,8 +1,12 @@
-"""Splitting batches and merging outputs."""
+"""Splitting batches and merging outputs: rules, functions of the user's, batches that are split already."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,28 +16,25 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.errors import MicrobatchError
-from penstock.values import REPLICATE, Rules, Split, merge, split, tensors_in
+from penstock.values import (
+    MISSING,
+    REPLICATE,
+    Microbatches,
+    Rules,
+    Split,
+    merge,
+    split,
+    split_batch,
+    tensors_in,
+)  # fmt: skip
+
+BATCH, LENGTH = 5, 4
+TOKENS = torch.arange(BATCH * LENGTH).reshape(BATCH, LENGTH)
+POSITIONS = torch.arange(3 * BATCH * LENGTH).reshape(3, BATCH, LENGTH)
 
 
-class Point(NamedTuple):
-    x: Tensor
-    y: Tensor
-
-
-class Refusal(NamedTuple):
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    parts: int
-    rules: Rules
-    says: str
-
-
-def rows(count: int, width: int = 2) -> Tensor:
-    return torch.arange(float(count * width)).reshape(count, width)
-
-
-def sizes(batch: int, count: int) -> list[int]:
-    return [part.samples for part in split((rows(batch),), {}, count)]
+def shapes(parts: Sequence[Any], name: str) -> list[list[int]]:
+    return [list(part.kwargs[name].shape) for part in parts]
 
 
 # ---- splitting
@@ -43,109 +44,101 @@ def sizes(batch: int, count: int) -> list[int]:
 def test_every_sample_is_in_one_microbatch_in_order(batch: int, count: int) -> None:
     if count > batch:
         return
-    whole = rows(batch)
+    whole = torch.arange(float(2 * batch)).reshape(batch, 2)
     parts = split((whole,), {}, count)
+    sizes = [part.samples for part in parts]
     assert torch.equal(torch.cat([part.args[0] for part in parts]), whole)
-    assert max(sizes(batch, count)) - min(sizes(batch, count)) <= 1
+    assert max(sizes) - min(sizes) <= 1
+    assert parts[-1].args[0].untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
-def test_parts_are_views_of_the_batch() -> None:
-    whole = rows(4)
-    parts = split((whole,), {}, 2)
-    assert parts[1].args[0].data_ptr() == whole[2:].data_ptr()
+def test_what_is_split_and_what_goes_whole_to_every_microbatch() -> None:
+    table, scale = torch.ones(3), torch.tensor(2.0)
+    kwargs = {"x": TOKENS, "table": table, "scale": scale, "more": [scale], "n": 2.0}
+    rules: Rules = {"table": REPLICATE, "x": Split(-1)}
+    parts = split((TOKENS.t(),), kwargs, 2, rules)
+    assert [list(part.args[0].shape) for part in parts] == [[2, 5], [2, 5]]
+    assert shapes(parts, "x") == [[5, 2], [5, 2]]
+    for part in parts:
+        assert part.kwargs["table"] is table
+        assert part.kwargs["scale"] is part.kwargs["more"][0] is scale
+        assert part.kwargs["n"] == 2.0
+    assert [(part.args, part.samples) for part in split((3, "text"), {}, 3)] == [
+        ((3, "text"), 0)
+    ] * 3
 
 
-@pytest.mark.parametrize("dim", [1, -1])
-def test_another_dimension(dim: int) -> None:
-    parts = split((rows(3, 4),), {}, 2, {0: Split(dim)})
-    assert [list(part.args[0].shape) for part in parts] == [[3, 2], [3, 2]]
+def gives_a_list(*_: Any) -> Any:
+    return [TOKENS]
 
 
-def test_replicated_arguments_go_whole_to_every_microbatch() -> None:
-    mask = torch.ones(3)
-    parts = split((rows(4),), {"mask": mask}, 2, {"mask": REPLICATE})
-    assert all(part.kwargs["mask"] is mask for part in parts)
+def error_of(
+    *args: Any, count: int = 1, rules: Rules | None = None, target: Any = None, **kwargs: Any
+) -> Any:
+    return lambda: split_batch(args, kwargs, target, rules, count)
 
 
-def test_arguments_by_name_are_split_too() -> None:
-    parts = split((), {"x": rows(4), "scale": 2.0}, 2)
-    assert [part.args for part in parts] == [(), ()]
-    assert torch.equal(parts[1].kwargs["x"], rows(4)[2:])
-    assert parts[1].kwargs["scale"] == 2.0
-
-
-NESTED: dict[str, Callable[[], Any]] = {
-    "tuple": lambda: (rows(4), rows(4)),
-    "list": lambda: [rows(4), None, 3],
-    "dict": lambda: {"a": rows(4), "b": {"c": rows(4)}},
-    "named tuple": lambda: Point(rows(4), rows(4)),
-}
-
-
-@pytest.mark.parametrize("name", sorted(NESTED))
-def test_nested_arguments_keep_their_structure_and_are_merged(name: str) -> None:
-    value = NESTED[name]()
-    parts = [part.args[0] for part in split((value,), {}, 2)]
-    assert type(parts[0]) is type(value)
-    flat, halves = tensors_in(value), [tensors_in(part) for part in parts]
-    assert all(torch.equal(torch.cat(both), t) for t, *both in zip(flat, *halves, strict=True))
-    merged = merge(parts)
-    assert type(merged) is type(value)
-    assert all(map(torch.equal, tensors_in(merged), flat))
-
-
-def test_without_tensors_each_microbatch_gets_everything() -> None:
-    parts = split((3, "text"), {}, 3)
-    assert [(part.args, part.samples) for part in parts] == [((3, "text"), 0)] * 3
-
-
-REFUSALS = {
-    "too few samples": Refusal((rows(3),), {}, 4, {}, "3 samples cannot be split into 4"),
-    "no microbatches": Refusal((rows(3),), {}, 0, {}, "into 0 microbatches; use at least 1"),
-    "a rule for nothing": Refusal((rows(3),), {}, 1, {"mask": REPLICATE}, r"rules for \['mask'\]"),
-    "no such dimension": Refusal((rows(3),), {}, 1, {0: Split(2)}, r"\[3, 2\] has no dimension 2"),
-    "a scalar that shall be split": Refusal(
-        (torch.tensor(1.0),), {}, 1, {0: Split()}, "keep it whole with REPLICATE"
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "too few samples": (error_of(TOKENS, count=6), "5 samples cannot be split into 6"),
+    "no microbatches": (error_of(TOKENS, count=0), "into 0 microbatches; use at least 1"),
+    "a rule for nothing": (error_of(TOKENS, rules={"mask": REPLICATE}), r"rules for \['mask'\]"),
+    "no such dimension": (error_of(TOKENS, rules={0: Split(2)}), r"\[5, 4\] has no dimension 2"),
+    "a scalar to be split": (error_of(torch.tensor(1.0), rules={0: Split()}), "keep it whole with REPLICATE"),
+    "another first dimension": (
+        error_of(TOKENS, position_ids=POSITIONS),
+        r"the batch has 5 samples \(argument 0 of shape \[5, 4\] has 5 in dimension 0\), but argument "
+        r"'position_ids' of shape \[3, 5, 4\] has 3 in dimension 0; use rules=",
     ),
-    "other sizes": Refusal(
-        (rows(3),),
-        {"y": [rows(4)]},
-        1,
-        {},
-        r"3 samples \(argument 0 of shape \[3, 2\] .* but argument 'y'\[0\] of shape \[4, 2\] has 4",
+    "in a list": (error_of(TOKENS, y=[POSITIONS]), r"but argument 'y'\[0\] of shape \[3, 5, 4\] has 3"),
+    "the first, as most are right": (error_of(POSITIONS, TOKENS, mask=TOKENS), "but argument 0 of shape"),
+    "those without a rule": (
+        error_of(b=TOKENS, c=TOKENS, a=torch.zeros(3), rules={"a": Split()}),
+        "has 3 samples .* but argument 'b' of shape"
     ),
-}
+    "the target": (error_of(TOKENS, target=torch.zeros(4)), r"but the target of shape \[4\] has 4"),
+    "a rule for no item": (
+        error_of({"a": TOKENS}, rules={0: {"mask": REPLICATE}}),
+        r"rules for \['mask'\] of argument 0, which has \['a'\]",
+    ),
+    "items of a tensor": (error_of(TOKENS, rules={0: {"mask": REPLICATE}}),
+        "argument 0 is a Tensor without items"),
+    "a function that gives too few": (
+        error_of(TOKENS, count=2, rules={0: lambda value, sizes: [value]}),
+        "argument 0 gave 1 parts for 2 microbatches"
+    ),
+    "a function that splits no call": (
+        error_of(TOKENS, count=2, rules=gives_a_list), "returned a list; it must return Microbatches"
+    ),
+    "a function that splits too far": (
+        error_of(TOKENS, count=2, rules=lambda *_: Microbatches([1, 2, 3])),
+        "returned 3 microbatches of at most 2"
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sorted(REFUSALS))
+@pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_cannot_be_split_is_refused(name: str) -> None:
-    args, kwargs, count, rules, says = REFUSALS[name]
+    call, says = REFUSED[name]
     with pytest.raises(MicrobatchError, match=says):
-        split(args, kwargs, count, rules)
+        call()
 
 
 # ---- merging
 
 
-def test_tensors_are_concatenated() -> None:
-    assert torch.equal(merge([rows(4)[:3], rows(4)[3:]]), rows(4))
-
-
-def test_along_another_dimension_and_scalars() -> None:
-    assert merge([rows(2), rows(2)], dim=1).shape == (2, 4)
+def test_outputs_are_merged() -> None:
+    assert torch.equal(merge([TOKENS[:3], TOKENS[3:]]), TOKENS)
+    assert merge([TOKENS, TOKENS], dim=1).shape == (5, 8)
     assert merge([torch.tensor(1), torch.tensor(2)]).tolist() == [1, 2]
-
-
-def test_equal_values_are_given_once() -> None:
     assert merge([{"loss": None, "kind": "a"}] * 3) == {"loss": None, "kind": "a"}
 
 
 UNLIKE: dict[str, tuple[list[Any], str]] = {
-    "types": ([rows(1), (rows(1),)], "different structures"),
+    "types": ([TOKENS, (TOKENS,)], "different structures"),
     "lengths": ([(1,), (1, 2)], "different structures"),
     "keys": ([{"a": 1}, {"b": 1}], "different structures"),
     "values": ([1, 2], "not tensors and differ"),
-    "shapes": ([rows(1, 2), rows(1, 3)], r"shapes \[\[1, 2\], \[1, 3\]\] cannot be merged"),
+    "shapes": ([TOKENS, TOKENS.t()], r"shapes \[\[5, 4\], \[4, 5\]\] cannot be merged"),
 }
 
 
@@ -154,3 +147,220 @@ def test_outputs_that_differ_are_refused(name: str) -> None:
     outputs, says = UNLIKE[name]
     with pytest.raises(MicrobatchError, match=says):
         merge(outputs)
+
+
+# ---- the batch size
+
+
+def test_a_rule_says_along_which_dimension() -> None:
+    parts = split((TOKENS,), {"position_ids": POSITIONS}, 2, {"position_ids": Split(1)})
+    assert shapes(parts, "position_ids") == [[3, 3, 4], [3, 2, 4]]
+    assert torch.equal(torch.cat([p.kwargs["position_ids"] for p in parts], 1), POSITIONS)
+
+
+def test_fewer_samples_than_microbatches() -> None:
+    batch = split_batch((TOKENS[:3],), {}, TOKENS[:3], None, 4, fewer=True)
+    assert (batch.count, batch.samples) == (3, [1, 1, 1])
+
+
+def test_what_is_not_split_is_one_microbatch() -> None:
+    assert split_batch((5,), {"text": "a"}, MISSING, None, 4, fewer=True).count == 1
+
+
+# ---- what a process was given
+
+
+def test_nothing_is_known_where_nothing_was_given() -> None:
+    batch = split_batch((), {}, MISSING, {"mask": REPLICATE}, 4)
+    assert (batch.parts, batch.targets, batch.samples, batch.count) == (None, None, None, None)
+
+
+def test_a_target_alone_tells_the_sizes() -> None:
+    batch = split_batch((), {}, TOKENS, {0: Split(1)}, 2)
+    assert (batch.parts, batch.samples, batch.count) == (None, [3, 2], 2)
+    assert batch.targets is not None
+    assert [len(target) for target in batch.targets] == [3, 2]
+
+
+# ---- kinds of batches
+
+
+@dataclass
+class Item:
+    tokens: Tensor
+    mask: Tensor | None = None
+    name: str = "item"
+
+
+@dataclass(frozen=True)
+class Frozen:
+    tokens: Tensor
+
+
+class Point(NamedTuple):
+    tokens: Tensor
+    scale: float = 1.0
+
+
+class Encoding(UserDict[str, Any]):
+    """As the batches of tokenizers are."""
+
+
+def with_default() -> defaultdict[str, Any]:
+    made: defaultdict[str, Any] = defaultdict(list)
+    made["tokens"] = TOKENS
+    return made
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "tuple": lambda: (TOKENS, TOKENS),
+    "list": lambda: [TOKENS, None, 3],
+    "dict": lambda: {"a": TOKENS, "b": {"c": TOKENS}},
+    "dataclass": lambda: Item(TOKENS, TOKENS > 2),
+    "frozen dataclass": lambda: Frozen(TOKENS),
+    "named tuple": lambda: Point(TOKENS, 3.0),
+    "ordered dict": lambda: OrderedDict(tokens=TOKENS, more=[TOKENS]),
+    "dict of the user's": lambda: Encoding(tokens=TOKENS),
+    "dict with a default": with_default,
+    "dict that cannot be changed": lambda: MappingProxyType({"tokens": TOKENS}),
+}
+
+
+@pytest.mark.parametrize("name", sorted(KINDS))
+def test_a_batch_keeps_its_kind_and_is_merged_again(name: str) -> None:
+    value = KINDS[name]()
+    parts = [part.args[0] for part in split((value,), {}, 2)]
+    merged = merge(parts)
+    assert all(type(part) is type(value) for part in (*parts, merged))
+    flat = [tensors_in(one) for one in (value, merged, *parts)]
+    for whole, again, *halves in zip(*flat, strict=True):
+        assert [len(half) for half in halves] == [3, 2]
+        assert torch.equal(torch.cat(halves), whole)
+        assert torch.equal(again, whole)
+
+
+# ---- rules of items
+
+
+def test_items_have_rules_of_their_own() -> None:
+    batch = {"tokens": TOKENS, "positions": POSITIONS, "table": torch.zeros(7)}
+    rules: Rules = {"batch": {"positions": Split(1), "table": REPLICATE}}
+    parts = [part.kwargs["batch"] for part in split((), {"batch": batch}, 2, rules)]
+    assert [list(part["positions"].shape) for part in parts] == [[3, 3, 4], [3, 2, 4]]
+    assert [len(part["tokens"]) for part in parts] == [3, 2]
+    assert all(part["table"] is batch["table"] for part in parts)
+
+
+def test_so_have_fields_and_positions() -> None:
+    args = (Item(TOKENS, POSITIONS), (TOKENS, POSITIONS))
+    parts = split(args, {}, 2, {0: {"mask": Split(1)}, 1: {1: Split(1)}})
+    assert [list(part.args[0].mask.shape) for part in parts] == [[3, 3, 4], [3, 2, 4]]
+    assert [list(part.args[1][1].shape) for part in parts] == [[3, 3, 4], [3, 2, 4]]
+
+
+# ---- functions
+
+
+PATCHES = torch.arange(12.0).reshape(6, 2)
+"""Of five images: 1, 2, 1, 1 and 1 patches."""
+COUNTS = [1, 2, 1, 1, 1]
+
+
+def patches(value: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    ends = torch.tensor([0, *COUNTS]).cumsum(0)
+    starts = torch.tensor([0, *sizes]).cumsum(0)
+    return [value[ends[a] : ends[b]] for a, b in pairwise(starts)]
+
+
+def test_a_function_splits_an_argument() -> None:
+    parts = split((TOKENS,), {"patches": PATCHES}, 3, {"patches": patches})
+    assert [part.samples for part in parts] == [2, 2, 1]
+    assert shapes(parts, "patches") == [[3, 2], [2, 2], [1, 2]]
+    # They are not alike, though they hold as many samples.
+    assert [part.kind for part in parts] == [None] * 3
+
+
+def test_a_function_splits_the_target() -> None:
+    batch = split_batch((TOKENS,), {}, PATCHES, {"target": patches}, 3)
+    assert batch.targets is not None
+    assert [len(target) for target in batch.targets] == [3, 2, 1]
+
+
+def by_length(
+    args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, count: int
+) -> Microbatches:
+    """Long rows and short ones apart."""
+    assert kwargs == {}
+    long = args[0][:, -1] > 10
+    return Microbatches([args[0][long], args[0][~long]], targets=[target[long], target[~long]])
+
+
+def test_a_function_splits_the_call() -> None:
+    batch = split_batch((TOKENS,), {}, TOKENS + 1, by_length, 4)
+    assert (batch.count, batch.samples, batch.presplit) == (2, [3, 2], True)
+    assert batch.parts is not None
+    assert batch.targets is not None
+    assert torch.equal(batch.parts[1].args[0], TOKENS[:2])
+    assert torch.equal(batch.targets[1], TOKENS[:2] + 1)
+
+
+# ---- ready ones
+
+RAGGED = [torch.zeros(2, 3), torch.zeros(1, 5), torch.zeros(2, 1)]
+
+
+def test_ready_microbatches() -> None:
+    batch = split_batch((Microbatches(RAGGED),), {}, [1, 2, 3], None, 8)
+    assert (batch.count, batch.samples, batch.targets) == (3, [2, 1, 2], [1, 2, 3])
+    assert batch.parts is not None
+    assert [part.args[0] for part in batch.parts] == RAGGED
+
+
+def test_arguments_of_ready_microbatches() -> None:
+    calls = [(RAGGED[0], 2), {"x": RAGGED[1], "scale": 3}, RAGGED[2]]
+    parts = Microbatches(calls, samples=[4, 5, 6]).parts
+    assert [len(part.args) for part in parts] == [2, 0, 1]
+    assert parts[1].kwargs == {"x": RAGGED[1], "scale": 3}
+    assert [part.samples for part in parts] == [4, 5, 6]
+
+
+def ready(target: Any = MISSING, **options: Any) -> Any:
+    return split_batch((Microbatches(RAGGED, **options),), {}, target, None, 8).targets
+
+
+def test_targets_of_ready_microbatches() -> None:
+    assert ready() is None
+    assert ready(None) == [None] * 3
+    assert ready(targets="abc") == "abc"
+    assert ready(None, targets="abc") == "abc"
+
+
+REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
+    "none": (lambda: Microbatches([]), "holds no microbatches"),
+    "too few targets": (
+        lambda: Microbatches(RAGGED, targets=[1]),
+        r"3 microbatches, but \{'targets': 1\}",
+    ),
+    "too many samples": (
+        lambda: Microbatches(RAGGED, samples=[1] * 4),
+        r"3 microbatches, but \{'samples': 4\}",
+    ),
+    "a list too short": (lambda: ready([1, 2]), "3 microbatches, but target=2; give a list"),
+    "one tensor": (lambda: ready(torch.zeros(3)), "but target=Tensor; give a list"),
+    "twice": (lambda: ready([1, 2, 3], targets=[1, 2, 3]), "passed both"),
+    "with others": (
+        lambda: split_batch((Microbatches(RAGGED), 1), {}, None, None, 8),
+        "pass no others beside them",
+    ),
+    "by name": (
+        lambda: split_batch((), {"x": Microbatches(RAGGED)}, None, None, 8),
+        "pass no others beside them",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(REFUSALS))
+def test_what_is_refused(name: str) -> None:
+    call, says = REFUSALS[name]
+    with pytest.raises(MicrobatchError, match=says):
+        call()

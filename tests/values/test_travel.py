@@ -28,15 +28,13 @@ from tests.values.kinds import (
     run_by_hand,
 )
 
-SCHEDULES = ["1F1B", "Interleaved1F1B", "ZB-V"]
 BY_HAND = "tests.values.kinds:run_by_hand"
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("kind", [*sorted(KINDS), *ONLY_CUT])
-def test_a_model_that_is_cut_has_the_gradients_of_the_unsplit_one(kind: str, schedule: str) -> None:
+def test_a_model_that_is_cut_has_the_gradients_of_the_unsplit_one(kind: str) -> None:
     case = case_of((KINDS | ONLY_CUT)[kind])
-    compare(case, schedule=schedule, ranks=2, microbatches=4, steps=2).check(1e-12)
+    compare(case, schedule="ZB-V", ranks=2, microbatches=4, steps=2).check(1e-12)
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -94,7 +92,7 @@ def test_what_cannot_travel_is_refused(name: str) -> None:
 
 
 def test_so_it_is_on_every_rank_of_several_processes(workers: WorkerPool) -> None:
-    for kind, text in workers.run("tests.values.kinds:refusal", 2, 60.0, name="set"):
+    for kind, text in workers.run("tests.values.kinds:refusal", 2, 100.0, name="set"):
         assert kind in {"SpecError", "PeerFailed"}
         assert f"what stage 0 returned{REFUSED['set'][1]}" in text
 
@@ -148,5 +146,5 @@ def changing(group: Any) -> str:
 
 
 def test_what_differs_from_the_first_message_of_its_kind_is_refused(workers: WorkerPool) -> None:
-    for text in workers.run(f"{__name__}:changing", 2, 60.0):
+    for text in workers.run(f"{__name__}:changing", 2, 100.0):
         assert "1.0 where the first message of this kind had -1.0" in text

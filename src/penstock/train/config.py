@@ -33,11 +33,11 @@ Text = Annotated[str, Field(min_length=1)]
 
 DEFAULT_RANKS = 4
 LARGEST_SCHEDULE = 1_000_000
-"""Microbatches times stages. A schedule of more would take minutes to build."""
+"""Microbatches times stages. A larger schedule would take minutes to build."""
 LARGEST_MODEL = 100_000_000_000
-"""Weights of the matrices. A larger model is a slip of the finger, which would end for lack of memory."""
+"""Weights in the matrices. A larger model is a typo, and would run out of memory."""
 LARGEST_BATCH = 100_000_000
-"""Bytes of text in a step. The same holds for it."""
+"""Bytes of text in a step. A larger batch is a typo, too."""
 
 
 def _setting(default: Any, group: str, description: str) -> Any:
@@ -61,19 +61,19 @@ class TrainConfig(BaseModel):
         None, "Pipeline", "Stages on each rank. Default: what the schedule needs."
     )
     replicas: Count = _setting(
-        1, "Pipeline", "Copies of the pipeline, each with its own processes; they share each batch."
+        1, "Pipeline", "Copies of the pipeline that share each batch, each in its own processes."
     )
     shard: bool = _setting(
-        False, "Pipeline", "Whether each replica holds only a part of each weight (FSDP2)."
+        False, "Pipeline", "Shard the weights over the replicas (FSDP2)."
     )
     schedule: Text = _setting("1F1B", "Pipeline", "Name of the schedule.")
     plan: Text | None = _setting(
         None,
         "Pipeline",
-        "A file written by penstock plan --json, which decides schedule, stages and microbatches; or auto: "
-        "the fastest schedule and stages for this many microbatches, found from measured costs.",
+        "A plan written by penstock plan --json, which sets schedule, stages and microbatches; or auto: "
+        "measure the model, and use the fastest schedule and stages for this many microbatches.",
     )
-    microbatches: Count = _setting(8, "Pipeline", "Number of parts that each batch is split into.")
+    microbatches: Count = _setting(8, "Pipeline", "Microbatches per batch.")
     checkpoint: Text | None = _setting(
         None,
         "Pipeline",
@@ -84,7 +84,7 @@ class TrainConfig(BaseModel):
     threads: Threads = _setting(
         1,
         "Pipeline",
-        "Threads of each process; with 1, several processes give the same bits as one.",
+        "Threads per process. With 1, any number of processes gives the same bits.",
     )
 
     layers: Count = _setting(4, "Model", "Transformer blocks.")
@@ -103,7 +103,7 @@ class TrainConfig(BaseModel):
     seed: Seed = _setting(0, "Training", "Seed of weights, batches and sample.")
 
     save_every: Count | None = _setting(
-        None, "Checkpoints", "Steps between checkpoints. Default: only when the run is stopped."
+        None, "Checkpoints", "Steps between checkpoints. Default: save only when the run stops early."
     )
     keep: Count = _setting(2, "Checkpoints", "How many checkpoints are kept.")
     resume: Text | None = _setting(
@@ -112,7 +112,7 @@ class TrainConfig(BaseModel):
         "Resume from a run folder or a folder of checkpoints; auto: from --out if that has one.",
     )
     time_limit: Positive | None = _setting(
-        None, "Checkpoints", "Seconds, counted anew by a resumed run, after which to save and stop."
+        None, "Checkpoints", "Save and stop after this many seconds. A resumed run gets a fresh limit."
     )
 
     data: Text | None = _setting(
@@ -254,7 +254,7 @@ _MUST_BE = {
 
 
 def resolve(flags: Mapping[str, Any], file: Path | None = None) -> TrainConfig:
-    """Settle the settings of a run.
+    """Combine flags, config file and defaults into the settings of a run.
 
     Args:
         flags: settings by name that win over the file.

@@ -137,7 +137,7 @@ class Stop:
             return
         self._signal = signal.Signals(number).name
         self._say(
-            f"{self._signal}: this step is finished and saved first; a second signal ends the run at once"
+            f"{self._signal}: finishing and saving this step first; a second signal ends the run at once"
         )
 
 
