@@ -63,8 +63,9 @@ class StageModule(nn.Module):
         """What all stages of the model do in a call with arguments like these.
 
         Returns:
-            Something with ``edges``, the values that travel, and ``with_output(function)``, which calls a
-            function with the model's output without data.
+            Something with ``edges``, the values that travel; ``with_output(function, counts)``, which
+            calls a function with the model's output without data, and puts back what an object counts; and ``apart(function, *args)``, which calls one
+            that may not see what units of other stages keep.
         """
 
     @property
@@ -434,6 +435,8 @@ def _moved(module: nn.Module, device: torch.device) -> nn.Module:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile`` is around a module, or was applied to it or to a function of it."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
     functions = (type(module).forward, *vars(module).values())
     return (
         hasattr(module, "_orig_mod")

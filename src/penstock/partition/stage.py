@@ -593,14 +593,10 @@ class _Runner(TorchFunctionMode):
             self._check_inputs(step, args, kwargs)
         if step.swaps or self._instead:
             args, kwargs = self._arrived(step, args, kwargs)
-        if self._lacks and any(map(_is_placeholder, tensors_in((args, kwargs)))):
-            raise self._absent(step)
+        if self._lacks:
+            self._check_present(step, args, kwargs)
         decides = event.needs_data and event.is_unit
-        before = [(t, t._version) for t in tensors_in((args, kwargs))] if decides else []
-        output = run(*args, **kwargs)
-        for tensor, version in before:
-            if tensor._version != version:
-                self._check_change(step, tensor, args, kwargs)
+        output = self._watched(step, run, args, kwargs) if decides else run(*args, **kwargs)
         if step.event.changes:
             self._note_changes(step, located((args, kwargs)))
         results = tensors_in(output)
@@ -619,15 +615,23 @@ class _Runner(TorchFunctionMode):
                 self._follow(tensor)
         return output
 
-    def _check_change(self, step: Step, tensor: Tensor, args: Any, kwargs: Any) -> None:
-        """Check that a unit that decides by numbers has changed nothing that other stages have, unplanned."""
-        places = [place for place, one in located((args, kwargs)).items() if one is tensor]
-        number = self._number(tensor)
-        if (number is None or number in self._sends) and not {*places} & {*step.follows}:
-            text = (
-                f"changed its argument {places[0][-1]!r}, which it did not in the run without data"
-            )
-            raise _different(step, self._stage, text)
+    def _check_present(self, step: Step, args: Any, kwargs: Any) -> None:
+        if any(map(_is_placeholder, tensors_in((args, kwargs)))):
+            raise self._absent(step)
+
+    def _watched(self, step: Step, run: Run, args: Any, kwargs: Any) -> Any:
+        """Run a unit that decides by numbers; it may change nothing of other stages unplanned."""
+        before = {place: (t, t._version) for place, t in located((args, kwargs)).items()}
+        output = run(*args, **kwargs)
+        for place in before.keys() - step.follows.keys():
+            tensor, version = before[place]
+            number = self._number(tensor)
+            if tensor._version != version and (number is None or number in self._sends):
+                text = (
+                    f"changed its argument {place[-1]!r}, which it did not in the run without data"
+                )
+                raise _different(step, self._stage, text)
+        return output
 
     def _check_plain(self, step: Step, output: Any) -> None:
         """Check that plain values are those that other stages have from the run without data."""
@@ -783,9 +787,10 @@ class _Runner(TorchFunctionMode):
         expected = steps[at].event
         return PartitionError(
             f"{where(self._author.paths)}: the model's forward went another way in stage {self._stage} "
-            f"({name}{how}) than in the run without data ({expected.name} {expected.where}): what it does between "
-            "its units depends on numbers, on chance or on something that has changed since. Put that code "
-            "into a module that is placed as a whole, or give example=(args, kwargs) with typical numbers"
+            f"({name}{how}) than in the run without data ({expected.name} {expected.where}): what it does "
+            "between its units depends on numbers, on chance or on something that has changed since. Put "
+            "that code into a module that is placed as a whole, or give example=(args, kwargs) with typical "
+            "numbers"
         )
 
     def _absent(self, step: Step) -> StageError:
