@@ -63,9 +63,9 @@ class StageModule(nn.Module):
         """What all stages of the model do in a call with arguments like these.
 
         Returns:
-            Something with ``edges``, the values that travel; ``with_output(function, counts)``, which
-            calls a function with the model's output without data, and puts back what an object counts; and ``apart(function, *args)``, which calls one
-            that may not see what units of other stages keep.
+            Something with ``edges``, the values that travel; ``with_output(function, counts)``, which calls
+            a function with the model's output without data, and puts back what an object counts; and
+            ``apart(function, *args)``, which calls one that may not see what units of other stages keep.
         """
 
     @property

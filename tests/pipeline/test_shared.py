@@ -226,6 +226,35 @@ def test_a_tie_that_was_undone_is_made_again() -> None:
     assert len(list(pipe.parameters())) == 2
 
 
+def test_a_shared_weight_that_was_replaced_by_another_is_named() -> None:
+    of = case("tied")
+    pipe = pipeline(of, "tied", 2)
+    modules = [stage.module for stage in pipe.stages]
+    head = modules[1].get_submodule("head")
+    head.weight = nn.Parameter(head.get_parameter("weight").detach().clone())
+    pipe.step(*of.args, target=of.target)  # equal numbers: tied again
+    assert head.weight is modules[0].get_parameter("embed.weight")
+    head.weight = nn.Parameter(head.get_parameter("weight").detach() * 0.5)
+    with pytest.raises(
+        UsageError, match=r"head.weight' was replaced in stage 1.*\[0, 1\] share it"
+    ):
+        pipe.step(*of.args, target=of.target)
+
+
+def test_stages_that_were_filled_one_by_one_are_tied_before_they_are_loaded() -> None:
+    of = case("tied")
+    state = of.model.state_dict()
+    with torch.device("meta"):
+        empty = SHAPES["tied"].make().double()
+    pipe = Pipeline(empty, stages=cut_of("tied", 2), microbatches=8, loss_fn=of.loss_fn)
+    for stage in pipe.stages:
+        stage.module.to_empty(device="cpu")
+    assert len(list(pipe.parameters())) == len(list(of.model.parameters()))
+    pipe.load_state_dict(state)
+    expected = pipeline(of, "tied", 2).step(*of.args, target=of.target).loss
+    assert pipe.step(*of.args, target=of.target).loss == expected
+
+
 def test_stages_of_one_process_share_on_one_device() -> None:
     shared = nn.Linear(4, 4)
     stages = [PipelineStage(shared, 0, 2, "cpu"), PipelineStage(shared, 1, 2, "meta")]

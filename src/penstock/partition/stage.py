@@ -62,6 +62,7 @@ class Author:
     ) -> None:
         self.model, self.doors, self.forward, self.stages = model, doors, forward, stages
         self.recomputes = frozenset(recomputes)
+        self._held: dict[str, tuple[Any, str, Tensor | None]] = {}
         inside = {id(part) for door in doors for part in door.module.modules()}
         self.outside = [module for module in model.modules() if id(module) not in inside]
         # Modules of torch keep nothing in attributes.
@@ -81,6 +82,14 @@ class Author:
             for path, module in named.items()
             if id(module) not in inside and path not in self._opened
         }
+
+    def hold(self, path: str, table: Any, name: str) -> None:
+        """Note what stages have of a parameter or buffer between the units."""
+        self._held[path] = table, name, table[name]
+
+    def replaced(self) -> str | None:
+        """A parameter or buffer between the units that is not the one that the stages have."""
+        return next((p for p, (table, n, t) in self._held.items() if table.get(n) is not t), None)
 
     def hooked(self) -> list[Door]:
         """The modules between the units that have hooks: each call is in one stage, as a unit's."""
@@ -197,9 +206,10 @@ class CutStage(StageModule):
 
     def _follow(self) -> None:
         """Let the author's modules use the tensors held here, which may have been moved or wrapped."""
-        for table, name, mine in self.__dict__["_loose"]:
+        for path, table, name, mine in self.__dict__["_loose"]:
             if table.get(name) is not mine[name]:
                 table[name] = mine[name]
+                self.__dict__["_author"].hold(path, table, name)
 
     def release(self, kept: Collection[Tensor]) -> None:
         """Let go of all data except that of the tensors in ``kept``."""
@@ -239,23 +249,31 @@ def _fill(stage: nn.Module, author: Author, index: int, homes: Homes) -> list[An
                 holder, name = _holder(stage, path)
                 holder._modules[name] = module
             continue
-        _share(stage, path, module, index, homes, loose)
+        _share(stage, author, path, module, index, homes, loose)
     return loose
 
 
-def _share(
-    stage: nn.Module, path: str, module: nn.Module, index: int, homes: Homes, loose: list[Any]
+def _share(  # noqa: PLR0913 - a stage, a module of the author's, and what both need
+    stage: nn.Module,
+    author: Author,
+    path: str,
+    module: nn.Module,
+    index: int,
+    homes: Homes,
+    loose: list[Any],
 ) -> None:
     prefix = f"{path}." if path else ""
     for name, parameter in module._parameters.items():
         if parameter is not None and index in homes.get(f"{prefix}{name}", ()):
             holder, last = _holder(stage, f"{prefix}{name}")
             holder._parameters[last] = parameter
-            loose.append((module._parameters, name, holder._parameters))
+            author.hold(f"{prefix}{name}", module._parameters, name)
+            loose.append((f"{prefix}{name}", module._parameters, name, holder._parameters))
     for name, buffer in module._buffers.items():
         holder, last = _holder(stage, f"{prefix}{name}")
         holder.register_buffer(last, buffer, name not in module._non_persistent_buffers_set)
-        loose.append((module._buffers, name, holder._buffers))
+        author.hold(f"{prefix}{name}", module._buffers, name)
+        loose.append((f"{prefix}{name}", module._buffers, name, holder._buffers))
 
 
 def _holder(root: nn.Module, path: str) -> tuple[nn.Module, str]:

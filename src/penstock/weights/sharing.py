@@ -83,6 +83,16 @@ class SharedWeights:
         for index, stage in self._stages.items():
             stage.share_gradients([self._tensors[i] for i in self._trained_by(index)])
 
+    def tie_again(self) -> None:
+        """Tie weights that were replaced by equal ones, as where stages were given memory one by one.
+
+        Raises:
+            UsageError: one was replaced by another.
+        """
+        if not self._is_tied():
+            self._check_equal()
+            self.tie()
+
     def _is_tied(self) -> bool:
         return all(
             _find(self._stages[stage], name) is tensor
@@ -90,6 +100,20 @@ class SharedWeights:
             for stage, name in one.holders
             if stage in self._stages
         )
+
+    def _check_equal(self) -> None:
+        """Check that weights were replaced by equal ones only, or those without data by any."""
+        for one, before in zip(self._shared, self._tensors, strict=True):
+            for stage, name in one.holders:
+                if stage not in self._stages:
+                    continue
+                now = _find(self._stages[stage], name)
+                if now is not before and not (before.is_meta or _is_equal(now, before)):
+                    raise UsageError(
+                        f"{name!r} was replaced in stage {stage} by a tensor with other numbers, but stages "
+                        f"{list(one.stages)} share it; change it in place, as by copy_(), or make a new "
+                        "Pipeline"
+                    )
 
     def _make_one(self, one: Shared) -> Tensor:
         holders = [(self._stages[s], name) for s, name in one.holders if s in self._stages]
@@ -155,9 +179,8 @@ class SharedWeights:
     # ---- one gradient
 
     def prepare(self) -> None:
-        """Before a step: tie weights again that were replaced, and note the shared buffers."""
-        if not self._is_tied():
-            self.tie()
+        """Before a step: see :meth:`tie_again`, and note the shared buffers."""
+        self.tie_again()
         # Not every operation that changes a tensor increments its version: batch_norm does not.
         self._buffers = [
             (one, tensor, tensor._version, tensor.clone() if self._is_first_step else None)
@@ -247,6 +270,12 @@ def _find(stage: PipelineStage, name: str) -> Tensor:
     path, _, leaf = name.rpartition(".")
     tensor: Tensor = getattr(stage.part(path), leaf)
     return tensor
+
+
+def _is_equal(now: Tensor, before: Tensor) -> bool:
+    """Whether two tensors hold the same numbers."""
+    mine, theirs = local_part(now).detach(), local_part(before).detach()
+    return mine.shape == theirs.shape and _digest(mine.to(theirs.dtype)) == _digest(theirs)
 
 
 def _check_can_be_one(one: Shared, stages: Sequence[PipelineStage]) -> None:
