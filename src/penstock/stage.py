@@ -70,8 +70,9 @@ class StageModule(nn.Module):
         """What all stages of the model do in a call with arguments like these.
 
         Returns:
-            Something with ``edges``, the values that travel, and ``with_output(function)``, which calls a
-            function with the model's output without data.
+            Something with ``edges``, the values that travel; ``with_output(function, counts)``, which calls
+            a function with the model's output without data, and puts back what an object counts; and
+            ``apart(function, *args)``, which calls one that may not see what units of other stages keep.
         """
 
     @abstractmethod
@@ -161,8 +162,8 @@ class PipelineStage:
         self.index = index
         self.count = count
         self.is_first, self.is_last = index == 0, index == count - 1
-        self.device = device_of(module) if device is None else torch.device(device)
-        self._module = _moved(module, self.device)
+        self._device = device_of(module) if device is None else torch.device(device)
+        self._module = _moved(module, self._device)
         self.code = parallel.unwrapped(self._module)
         self._forwards: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         self._pending: dict[int, Any] = {}
@@ -242,6 +243,13 @@ class PipelineStage:
             return self.code.get_submodule(path)
         except AttributeError:
             return next(part.module for part in self.parts() if part.name == path)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the stage lives: of one that was made on the meta device, where it was given memory."""
+        if self._device.type == "meta":
+            self._device = device_of(self._module)
+        return self._device
 
     def called_modules(self) -> Iterator[nn.Module]:
         """All modules that the stage may call: its own, and those of the author around them."""
@@ -459,6 +467,8 @@ def _moved(module: nn.Module, device: torch.device) -> nn.Module:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile`` is around a module, or was applied to it or to a function of it."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
     functions = (type(module).forward, *vars(module).values())
     return (
         hasattr(module, "_orig_mod")

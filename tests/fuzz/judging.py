@@ -33,6 +33,8 @@ from penstock.errors import (
     PenstockError,
     StageError,
 )
+from penstock.partition import unit_paths
+from penstock.partition.units import at_points, in_lists
 from penstock.testing import WorkerError, WorkerPool
 
 Report = dict[str, Any]
@@ -128,9 +130,10 @@ def plain_pass(program: Any, model: nn.Module, step: int, *, trains: bool) -> tu
     count = min(len(next(tensors(batch))), run["microbatches"])
     parts = list(zip(*(split(value, count) for value in batch), strict=True))
     divisor = run["accumulate"] if run["reduction"] == "mean" else 1
+    seed = run["seed"]
+    units = None if seed is None else units_of(model, run["cut"])
     for index, (part, share) in enumerate(zip(parts, shares(program, parts), strict=True)):
-        seed = run["seed"]
-        drawn = penstock.randomness(model, seed=seed or 0, step=step, microbatch=index)
+        drawn = penstock.randomness(model, seed=seed or 0, step=step, microbatch=index, units=units)
         with nullcontext() if seed is None else drawn:
             output, loss = forward(program, model, *part)
             if trains:
@@ -138,6 +141,14 @@ def plain_pass(program: Any, model: nn.Module, step: int, *, trains: bool) -> tu
         outputs.append(output)
         total += float(loss.detach()) * share
     return total, joined(outputs)
+
+
+def units_of(model: nn.Module, cut: Any) -> list[str]:
+    """What a pipeline with these ``stages=`` seeds one by one."""
+    if isinstance(cut, int):
+        return unit_paths(model, cut)
+    stages = at_points(model, cut, ()) if isinstance(cut[0], str) else in_lists(model, cut)
+    return [path for paths in stages for path in paths]
 
 
 def shares(program: Any, parts: Sequence[Any]) -> list[float]:

@@ -32,7 +32,18 @@ class Form(NamedTuple):
     only_in_units: bool
 
 
-HEAVY = ("Linear", "Conv", "Embedding", "LSTM", "GRU", "Attention", "coder", "Norm", "PReLU")
+HEAVY = (
+    "Linear",
+    "Keeps",
+    "Conv",
+    "Embedding",
+    "LSTM",
+    "GRU",
+    "Attention",
+    "coder",
+    "Norm",
+    "PReLU",
+)
 """What stands in ``make`` where a module has weights."""
 TABLE = r"""
 # layers
@@ -105,6 +116,14 @@ tensor hooks [*->*] :: {out} = {0} * 1 ; {out}.requires_grad and {out}.register_
 losses inside [*->*] :: penstock.add_loss('a', {0}.square().mean(), weight=0.1) ; {out} = {0}
 buffers [*->*] self.register_buffer('m{n}', torch.ones(4)) | self.register_buffer('m{n}', torch.ones(4),
     persistent=False) :: {0} * {m} | {m}.mul_(0.9).add_({0}.detach().mean()) ; {out} = {0} * {m}
+state [*->*] self.m{n} = 0 :: {m} += 1 ; {out} = {0} * (1 + {m} % 2)
+state [*->*] self.m{n} = [] :: {m}.append(1) ; {out} = {0} * len({m})
+state [*->*] self.m{n} = itertools.cycle((1.0, 0.5)) :: {0} * next({m})
+state [*->*] self.m{n} = None :: {m} = torch.ones_like({0}) ; {out} = {0} * {m} ; {m} = None | {m} = {0} ;
+    {out} = {0} * 1 | {out} = {0} if {m} is None else {0} + {m}.mean() ; {m} = {0}.detach()
+kept values [*->*] Keeps(4, 4) :: {m}({0}) + {m}.kept | {m}({0}) * {m}.calls
+strides [*->*] :: {0}.transpose(0, -1).contiguous().mul_(2).transpose(0, -1) | {0}[...,
+    1:].contiguous().add_(1).sum(-1, keepdim=True) + {0} | {0}.reshape(-1).mul_(0.5).view_as({0})
 control flow [*->*] :: {0} * 2 if {0}.size(0) > 1 else {0} + 1 | {out} = {0} ; while {out} is {0}: {out} =
     {0} * 1.5
 control flow in units [*->*] :: {out} = {0} * 2 if {0}.sum() > 0 else {0} | for _ in
@@ -186,12 +205,17 @@ EVENTS = (
     "{p}.eval()",
     "{p}.register_forward_hook(lambda module, args, output: output * 0.9)",
     "{p}.weight = nn.Parameter({p}.weight.detach() * 0.5)",
+    "for part in model.modules():\n"
+    "    for name, buffer in list(part.named_buffers(recurse=False)):\n"
+    "        setattr(part, name, buffer * 2)",
+    "model.load_state_dict(model.state_dict(), assign=True)",
 )
 
 # ---- what stands above the model where it is used
 
 ABOVE = {
     "collections": "import collections",
+    "itertools": "import itertools",
     "checkpoint": "from torch.utils.checkpoint import checkpoint",
     "note": """
 seen = []
@@ -210,6 +234,14 @@ def notes_of(name):
     "weight_of": """
 def weight_of(target):
     return 2.0 if target is None else target.abs().sum() + 1.0
+""",
+    "Keeps": """
+class Keeps(nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        self.calls, self.kept = self.calls % 2 + 1, x.mean()
+        return super().forward(x)
 """,
     "Scale": """
 class Scale(torch.autograd.Function):

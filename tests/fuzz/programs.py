@@ -104,13 +104,13 @@ def programs(draw: Callable[[Any], Any], gloo: bool = False) -> Program:
     author = Author(draw)
     is_chain = author.chance(6)
     model, body, takes, ends = chain_of(author) if is_chain else model_of(author)
-    pipeline, ranks, microbatches = pipeline_of(author, body, is_chain, gloo)
-    run, options = run_of(author, microbatches)
+    pipeline, ranks, microbatches, cut = pipeline_of(author, body, is_chain, gloo)
+    run, options = run_of(author, microbatches, cut)
     # A batch norm needs two samples in each microbatch.
     least = microbatches * (2 if "batch norm" in author.used else 1)
     longer = not author.fixed_length and author.chance(4)
     tensors = [TENSORS[body.kinds[name]] for name in takes]
-    cut = len(takes) - (0 if is_chain else author.pick(range(len(takes) + 1)))
+    named = len(takes) - (0 if is_chain else author.pick(range(len(takes) + 1)))
     target, loss = loss_of(author, body.kinds[body.floats()[-1]], ends, run["reduction"])
     words = {
         "dtype": run["dtype"],
@@ -119,8 +119,8 @@ def programs(draw: Callable[[Any], Any], gloo: bool = False) -> Program:
         "hooks": hooks_of(author, body),
         "sizes": [least + author.pick((0, 1, 3)) for _ in range(run["steps"])],
         "lengths": [3] * (run["steps"] - longer) + [4] * longer,
-        "args": "".join(f"{text}, " for text in tensors[:cut]).rstrip(),
-        "kwargs": ", ".join(map("{}={}".format, takes[cut:], tensors[cut:])),
+        "args": "".join(f"{text}, " for text in tensors[:named]).rstrip(),
+        "kwargs": ", ".join(map("{}={}".format, takes[named:], tensors[named:])),
         "target": target,
         "loss": loss,
         "change": change_of(author, body, run["steps"]),
@@ -178,7 +178,7 @@ def loss_of(author: Author, kind: str, ends: list[str], fold: str) -> tuple[str,
     return target, " + ".join([term, *(f"{other}.square().{fold}()" for other in others)])
 
 
-def run_of(author: Author, microbatches: int) -> tuple[dict[str, Any], str]:
+def run_of(author: Author, microbatches: int, cut: Any) -> tuple[dict[str, Any], str]:
     """What is done with the model, and what the Pipeline must know of it."""
     draws = "draws" in author.used
     run: dict[str, Any] = {
@@ -193,6 +193,7 @@ def run_of(author: Author, microbatches: int) -> tuple[dict[str, Any], str]:
         "load": author.chance(12),
         "accumulate": author.pick((1, 1, 1, 1, 2)),
         "seed": 17 if draws else None,
+        "cut": cut if draws else None,
     }
     run["loss_weight"] = run["accumulate"] == 1 and author.chance(8)
     run["autocast"] = run["dtype"] == "float32" and author.chance(2)
@@ -202,8 +203,10 @@ def run_of(author: Author, microbatches: int) -> tuple[dict[str, Any], str]:
     return run, options + ", loss_weight=weight_of" * run["loss_weight"]
 
 
-def pipeline_of(author: Author, body: Body, is_chain: bool, gloo: bool) -> tuple[str, int, int]:
-    """The lines that make the Pipeline, its ranks, and its microbatches."""
+def pipeline_of(
+    author: Author, body: Body, is_chain: bool, gloo: bool
+) -> tuple[str, int, int, Any]:
+    """The lines that make the Pipeline, its ranks, its microbatches, and where it is cut."""
     units, microbatches = len(body.units), author.pick((2, 1, 3, 4, 6))
     name, ranks, stages = schedule_for(author, units, microbatches)
     if gloo and ranks not in (2, 3):
@@ -218,7 +221,8 @@ def pipeline_of(author: Author, body: Body, is_chain: bool, gloo: bool) -> tuple
     bounds = [body.modules.index(body.units[start]) for start in starts]
     slices = list(pairwise([0, *bounds, len(body.modules)]))
     options = f"schedule={schedule}, microbatches={microbatches}, loss_fn=loss_fn{{options}}"
-    if is_chain and not gloo and author.chance(3):
+    # Masks of stages that are made by hand depend on the cut.
+    if is_chain and not gloo and "draws" not in author.used and author.chance(3):
         author.used.add("from_stages")
         parts = ", ".join(f"model[{a}:{b}]" for a, b in slices)
         made = f"penstock.PipelineStage(part, i, {stages}) for i, part in enumerate(parts)"
@@ -227,12 +231,13 @@ def pipeline_of(author: Author, body: Body, is_chain: bool, gloo: bool) -> tuple
             f"{before}return penstock.Pipeline.from_stages(stages, {options})",
             ranks,
             microbatches,
+            None,
         )
     lists = [body.modules[a:b] for a, b in slices]
     cut = author.pick((stages, [body.units[start] for start in starts] or stages, lists))
     where = "group=group, timeout=60.0" if gloo else f"ranks={ranks}"
     text = f"{before}return penstock.Pipeline(model, stages={cut}, {where}, {options})"
-    return text, ranks, microbatches
+    return text, ranks, microbatches, cut
 
 
 def schedule_for(author: Author, units: int, microbatches: int) -> tuple[str, int, int]:

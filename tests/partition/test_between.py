@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -492,7 +495,29 @@ def another_name(m: Model, x: Tensor) -> Tensor:
     return through(m, NAMED(m.l[1](m.l[0](x)), 2.0), 2)
 
 
+class Slotted:
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> int:
+        self.calls += 1
+        return self.calls
+
+
+def counts_in_a_class(m: Any, x: Tensor) -> Any:
+    type(m).count = getattr(type(m), "count", 0) + 1
+    return through_all(m, x)
+
+
+def counts_in_a_unit(m: Any, x: Tensor) -> Any:
+    m.l[3].calls = getattr(m.l[3], "calls", 0) + 1
+    return through_all(m, x) * m.l[3].calls
+
+
 STATES: list[tuple[Body, str]] = [
+    (counts_in_a_unit, "the attribute 'calls' of l.3"),
     (counts_up, r"the attribute 'count' of the Model .*a module that is in one stage"),
     (counts_in_a_helper, "what the attribute 'called' of the Model holds"),
     (keeps_a_mean, "the buffer 'mean' of the Model"),
@@ -509,6 +534,7 @@ STATES: list[tuple[Body, str]] = [
     (takes_gradients, "takes gradients between its units"),
     (goes_back, "l.0 in stage 0 uses l.3 of stage 2.*later stages only"),
     (writes_through_another, "read through another that was made of it before"),
+    (counts_in_a_class, "an attribute of the class Model"),
     (another_name, "the apply of a custom function that was given another name"),
 ]
 
@@ -522,6 +548,28 @@ def test_refused_by_name(body: Body, text: str) -> None:
     assert dict(vars(model)) == attributes
     # In one stage the model runs as it is.
     forwards(partition(make(body), 1), (rows(),))
+
+
+@pytest.mark.parametrize(
+    ("make_it", "advance"),
+    [
+        (partial(itertools.count, 1), next),
+        (lambda: iter([1, 2, 3]), next),
+        (lambda: (number for number in (1, 2, 3)), next),
+        (Slotted, lambda counts: counts()),
+        (lambda: torch.zeros(1), lambda tensor: tensor.add_(1).item()),
+        (lambda: np.zeros(1), lambda array: np.add(array, 1, out=array)[0]),
+    ],
+)
+def test_what_a_forward_advances_is_refused_and_put_back(
+    make_it: Callable[[], Any], advance: Callable[[Any], Any]
+) -> None:
+    model = make(lambda m, x: through_all(m, x) * advance(m.called["inner"][0]))  # type: ignore[index]
+    called = {"inner": [make_it()]}
+    model.called = called  # type: ignore[assignment]
+    with pytest.raises(PartitionError, match="what the attribute 'called' of the Model"):
+        partition(model, ["l.1", "l.3"]).plan((rows(),), {})
+    assert advance(called["inner"][0]) == 1
 
 
 # ---- numbers of the arguments, which the run without data takes for ones
@@ -583,7 +631,7 @@ def test_numbers_may_not_decide_what_other_stages_have(body: Body) -> None:
     cut = partition(make(body, units.__getitem__), ["l.1", "l.3"])
     with pytest.raises(
         PartitionError,
-        match="with other values|has other tensors|changed its argument|written into a tensor",
+        match=r"with other values|has other tensors|changed its argument|written into a tensor",
     ):
         forwards(cut, (rows(),))
 
@@ -732,9 +780,101 @@ def test_a_tensor_that_another_stage_left_is_named() -> None:
     model = make(through_all, lambda index: Peeks(WIDTH, WIDTH))
     model.l[3].other = (model.l[0],)  # type: ignore[assignment]
     with pytest.raises(
-        PartitionError, match=r"l.3 in stage 2 reads a tensor that l.0 in stage 0 left"
+        PartitionError, match=r"l.3 in stage 2 reads a value that l.0 in stage 0 left"
     ):
         partition(model, ["l.1", "l.3"]).plan((rows(),), {})
+
+
+class Notes(nn.Linear):
+    """Keeps what it was given, what it gives, and numbers."""
+
+    other: Any = None
+    reads = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        self.given, self.loss, self.number = x, h.square().mean(), float(h.detach().mean())
+        self.calls = getattr(self, "calls", 0) + 1
+        self.scale = next(self.scales)
+        read = getattr(self.other[0], self.reads) if self.other else 0
+        return h * self.scale + torch.as_tensor(read).sum()
+
+    def __init__(self, index: int) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.scales = itertools.count(1)
+
+
+def a_loss_that_reads(unit: int, name: str, model: Any) -> Any:
+    return lambda output, _=None: (
+        output.mean() + torch.as_tensor(getattr(model.l[unit], name)).sum()
+    )
+
+
+@pytest.mark.parametrize("name", ["given", "loss", "number", "calls", "scale"])
+def test_what_a_unit_keeps_is_for_its_stage_alone(name: str) -> None:
+    readers: list[Callable[[Any], Any]] = [
+        lambda m: vars(m).update(
+            body=lambda m, x: through_all(m, x) * torch.as_tensor(getattr(m.l[0], name)).sum()
+        ),
+        lambda m: vars(m.l[3]).update(other=(m.l[0],), reads=name),
+    ]
+    for text, read in zip(
+        ["uses the attribute '%s' of l.0", "reads a value that l.0"], readers, strict=True
+    ):
+        model = make(through_all, Notes)
+        read(model)
+        with pytest.raises(PartitionError, match=text.replace("%s", name)):
+            partition(model, ["l.1", "l.3"]).plan((rows(),), {})
+    model = make(through_all, Notes)
+    vars(model.l[3]).update(other=(model.l[2],), reads=name)
+    check_equal(model, lambda m: partition(m, ["l.2"]), (rows(),))
+
+
+@pytest.mark.parametrize("name", ["given", "loss", "number", "calls", "scale"])
+def test_a_loss_may_read_what_the_last_stage_keeps(name: str) -> None:
+    model, plain = (make(through_all, Notes) for _ in range(2))
+    pipe = penstock.Pipeline(
+        model, stages=["l.2"], ranks=2, microbatches=2, loss_fn=a_loss_that_reads(3, name, model)
+    )
+    loss = a_loss_that_reads(3, name, plain)
+    expected = sum(loss(plain(half)).item() / 2 for half in rows().chunk(2))
+    assert pipe.step(rows()).loss == pytest.approx(expected, abs=1e-12)
+    model = make(through_all, Notes)
+    pipe = penstock.Pipeline(
+        model, stages=["l.2"], ranks=2, microbatches=2, loss_fn=a_loss_that_reads(0, name, model)
+    )
+    with pytest.raises(penstock.errors.PenstockError, match=f"{name}' of l.0.*penstock.add_loss"):
+        pipe.step(rows())
+
+
+def test_a_list_that_units_fill_for_the_loss_is_refused() -> None:
+    left: list[Tensor] = []
+
+    class Leaves(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            h = super().forward(x)
+            left.append(h.square().mean())
+            return h
+
+    model = make(through_all, lambda index: Leaves(WIDTH, WIDTH))
+    with pytest.raises(PartitionError, match=r"l\.0 leaves a tensor in a list.*penstock.add_loss"):
+        partition(model, ["l.2"]).plan((rows(),), {})
+
+
+def test_a_loss_that_counts_is_not_called_for_a_trial() -> None:
+    class Annealed:
+        calls = 0
+
+        def __call__(self, output: Tensor, target: Any = None) -> Tensor:
+            self.calls += 1
+            return output.mean()
+
+    loss = Annealed()
+    pipe = penstock.Pipeline(
+        make(through_all), stages=["l.2"], ranks=2, microbatches=2, loss_fn=loss
+    )
+    pipe.step(rows())
+    assert loss.calls == 2
 
 
 # ---- hooks of modules

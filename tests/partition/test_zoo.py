@@ -495,6 +495,46 @@ def test_a_model_that_was_changed_after_the_cut_is_named() -> None:
         cut.check_unchanged()
 
 
+class Scaled(nn.Module):
+    """Has a parameter and buffers beside its units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("shift", torch.zeros(WIDTH))
+        self.register_buffer("lost", torch.zeros(WIDTH), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x) * self.weight + self.shift + self.lost
+        return self.second(h)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("weight", lambda m: setattr(m, "weight", nn.Parameter(torch.zeros(WIDTH)))),
+        ("shift", lambda m: m.register_buffer("shift", torch.ones(WIDTH))),
+        ("lost", lambda m: setattr(m, "lost", torch.ones(WIDTH))),
+        ("weight", lambda m: m.load_state_dict(m.state_dict(), assign=True)),
+        ("shift", lambda m: m.double()),
+    ],
+)
+def test_a_tensor_between_units_that_was_replaced_is_named(
+    name: str, change: Callable[[Any], Any]
+) -> None:
+    model = Scaled()
+    cut = partition(model, 2)
+    done = forwards(cut, (torch.ones(2, WIDTH),))
+    model.get_buffer("lost").fill_(2)
+    assert torch.equal(forwards(cut, (torch.ones(2, WIDTH),)).output, model(torch.ones(2, WIDTH)))
+    assert not torch.equal(done.output, model(torch.ones(2, WIDTH)))
+    cut.check_unchanged()
+    change(model)
+    with pytest.raises(UsageError, match=rf"'{name}' was replaced.*in place.*new Pipeline"):
+        cut.check_unchanged()
+
+
 class Batch(UserDict[str, Tensor]):
     """Such as a tokenizer gives."""
 

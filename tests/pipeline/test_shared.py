@@ -124,6 +124,30 @@ def test_a_tie_that_was_undone_is_made_again() -> None:
     assert len(list(pipe.parameters())) == 2
 
 
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_a_shared_weight_that_was_replaced_in_one_stage_is_named(factor: float) -> None:
+    of = TIED()
+    pipe = pipeline(of, 2)
+    head = pipe.stages[1].module.get_submodule("head")
+    head.weight = nn.Parameter(head.get_parameter("weight").detach() * factor)
+    with pytest.raises(UsageError, match=r"'head.weight' of stage 1 was replaced.*embed.weight"):
+        pipe.step(*of.args, target=of.target)
+
+
+def test_stages_that_were_filled_one_by_one_are_tied_before_they_are_loaded() -> None:
+    of = TIED()
+    state = of.model.state_dict()
+    with torch.device("meta"):
+        empty = TIED()
+    pipe = pipeline(empty, 2)
+    for stage in pipe.stages:
+        stage.module.to_empty(device="cpu")
+    assert len(list(pipe.parameters())) == len(list(of.model.parameters()))
+    pipe.load_state_dict(state)
+    expected = pipeline(of, 2).step(*of.args, target=of.target).loss
+    assert pipe.step(*of.args, target=of.target).loss == expected
+
+
 def test_stages_of_one_process_share_on_one_device() -> None:
     shared = nn.Linear(4, 4)
     stages = [PipelineStage(shared, 0, 2, "cpu"), PipelineStage(shared, 1, 2, "meta")]

@@ -410,21 +410,22 @@ class _Cut:
         )
 
     def check_unchanged(self) -> None:
-        form = _form(self._author.model)
-        if form == self._form:
-            return
-        before, now = dict(self._form), dict(form)
-        changed = next((n for n in {**before, **now} if before.get(n) != now.get(n)), "")
-        raise UsageError(
-            f"{changed!r} was replaced, added or taken away in the model after the Pipeline was made, and "
-            "its stages have what was there before; make a new Pipeline"
-        )
+        before, now = self._form, _form(self._author.model)
+        changed = next((n for n in {**before, **now} if before.get(n) != now.get(n)), None)
+        changed = self._author.replaced() if changed is None else changed
+        if changed is not None:
+            raise UsageError(
+                f"{changed!r} was replaced, added or taken away in the model after the Pipeline was made, "
+                "and its stages have what was there before; change a tensor in place, as by copy_(), or make "
+                "a new Pipeline"
+            )
 
 
-def _form(model: nn.Module) -> list[tuple[str, Any]]:
-    modules = [(path, id(module)) for path, module in model.named_modules(remove_duplicate=False)]
-    names = [(name, "parameter") for name, _ in model.named_parameters(remove_duplicate=False)]
-    return [*modules, *names]
+def _form(model: nn.Module) -> dict[str, Any]:
+    modules = {path: id(module) for path, module in model.named_modules(remove_duplicate=False)}
+    return modules | dict.fromkeys(
+        (name for name, _ in model.named_parameters(remove_duplicate=False)), "parameter"
+    )
 
 
 def _kind(call: Example) -> Any:

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from penstock.errors import PartitionError
+from penstock.partition.kept import hidden
 from penstock.partition.nested import Place, opaque_in
 from penstock.partition.seen import may_draw
+from penstock.partition.state import restored
 from penstock.partition.trace import Event, Trace, Value, is_ours
 from penstock.schedule import Edge
 
@@ -83,6 +85,7 @@ class CallPlan:
         regions: for each of the author's checkpoints, the stages of its events.
         buffers: the names of the units' buffers that are used between units.
         changed_arguments: the positions of the model's arguments that are changed.
+        attributes: those, with their modules and units, that units of earlier stages than the last set.
     """
 
     edges: tuple[Edge, ...]
@@ -99,6 +102,7 @@ class CallPlan:
     regions: list[set[int]]
     buffers: list[str]
     changed_arguments: set[int]
+    attributes: list[tuple[nn.Module, str, str]] = field(default_factory=list)
     _quick: dict[int, list[Quick | None]] = field(default_factory=dict, repr=False)
 
     def quick(self, stage: int) -> list[Quick | None]:
@@ -130,9 +134,20 @@ class CallPlan:
             return None
         return Quick(step.what, step.owner == stage, number, self.trace.values[number].tensor)
 
-    def with_output(self, function: Callable[[Any], Any]) -> Any:
-        """Call a function, such as a loss, with the model's output without data."""
-        with self.trace.mode:
+    def apart(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of the last stage, such as a loss, which may not see what other stages' units keep.
+
+        Raises:
+            PartitionError: it does.
+        """
+        if not self.attributes:
+            return function(*args)
+        with hidden(self.attributes):
+            return function(*args)
+
+    def with_output(self, function: Callable[[Any], Any], counts: Any = None) -> Any:
+        """Call a function with the model's output without data; what ``counts`` holds is put back."""
+        with self.trace.mode, restored(counts):
             return function(self.trace.output)
 
 
@@ -260,7 +275,7 @@ class _Owners:
             if self.stages[read] != owner:
                 left = self.trace.events[read]
                 raise PartitionError(
-                    f"{event.name} in stage {owner} reads a tensor that {left.name} in stage "
+                    f"{event.name} in stage {owner} reads a value that {left.name} in stage "
                     f"{self.stages[read]} left somewhere, as in an attribute, a hook's list or an object "
                     "that both are given; return it and pass it on as an argument (a loss: penstock."
                     "add_loss), or put both into one stage"
@@ -337,6 +352,11 @@ class _Planner:
             [set(owner_of[r.first : r.stop]) for r in trace.regions],
             self._buffers(),
             trace.changed_arguments,
+            [
+                (one.module, one.name, trace.events[one.event].name)
+                for one in trace.kept
+                if owner_of[one.event] < stages - 1
+            ],
         )
 
     def _find_users(self) -> None:

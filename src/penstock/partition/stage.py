@@ -62,6 +62,7 @@ class Author:
     ) -> None:
         self.model, self.doors, self.forward, self.stages = model, doors, forward, stages
         self.recomputes = frozenset(recomputes)
+        self._held: dict[str, tuple[Any, str, Tensor | None]] = {}
         inside = {id(part) for door in doors for part in door.module.modules()}
         self.outside = [module for module in model.modules() if id(module) not in inside]
         # Modules of torch keep nothing in attributes.
@@ -81,6 +82,14 @@ class Author:
             for path, module in named.items()
             if id(module) not in inside and path not in self._opened
         }
+
+    def hold(self, path: str, table: Any, name: str) -> None:
+        """Note what stages have of a parameter or buffer between the units."""
+        self._held[path] = table, name, table[name]
+
+    def replaced(self) -> str | None:
+        """A parameter or buffer between the units that is not the one that the stages have."""
+        return next((p for p, (table, n, t) in self._held.items() if table.get(n) is not t), None)
 
     def hooked(self) -> list[Door]:
         """The modules between the units that have hooks: each call is in one stage, as a unit's."""
@@ -202,9 +211,10 @@ class CutStage(StageModule):
 
     def _follow(self) -> None:
         """Let the author's modules use the tensors held here, which may have been moved or wrapped."""
-        for table, name, mine in self.__dict__["_loose"]:
+        for path, table, name, mine in self.__dict__["_loose"]:
             if table.get(name) is not mine[name]:
                 table[name] = mine[name]
+                self.__dict__["_author"].hold(path, table, name)
 
     def release(self, kept: Collection[Tensor]) -> None:
         """Let go of all data except that of the tensors in ``kept``."""
@@ -244,23 +254,31 @@ def _fill(stage: nn.Module, author: Author, index: int, homes: Homes) -> list[An
                 holder, name = _holder(stage, path)
                 holder._modules[name] = module
             continue
-        _share(stage, path, module, index, homes, loose)
+        _share(stage, author, path, module, index, homes, loose)
     return loose
 
 
-def _share(
-    stage: nn.Module, path: str, module: nn.Module, index: int, homes: Homes, loose: list[Any]
+def _share(  # noqa: PLR0913 - a stage, a module of the author's, and what both need
+    stage: nn.Module,
+    author: Author,
+    path: str,
+    module: nn.Module,
+    index: int,
+    homes: Homes,
+    loose: list[Any],
 ) -> None:
     prefix = f"{path}." if path else ""
     for name, parameter in module._parameters.items():
         if parameter is not None and index in homes.get(f"{prefix}{name}", ()):
             holder, last = _holder(stage, f"{prefix}{name}")
             holder._parameters[last] = parameter
-            loose.append((module._parameters, name, holder._parameters))
+            author.hold(f"{prefix}{name}", module._parameters, name)
+            loose.append((f"{prefix}{name}", module._parameters, name, holder._parameters))
     for name, buffer in module._buffers.items():
         holder, last = _holder(stage, f"{prefix}{name}")
         holder.register_buffer(last, buffer, name not in module._non_persistent_buffers_set)
-        loose.append((module._buffers, name, holder._buffers))
+        author.hold(f"{prefix}{name}", module._buffers, name)
+        loose.append((f"{prefix}{name}", module._buffers, name, holder._buffers))
 
 
 def _holder(root: nn.Module, path: str) -> tuple[nn.Module, str]:
@@ -557,13 +575,9 @@ class _Runner(TorchFunctionMode):
             return func(*args, **kwargs)
         at = self._at + 1
         quick = self._quick[at] if at < len(self._quick) else None
-        if quick is not None and quick.what is func and self._is_event(args):
-            if not quick.is_own:
-                self._at = at
-                return quick.placeholder
-            if not (self._instead or self._lacks):
-                self._at = at
-                return self._quickly(quick, func(*args, **kwargs))
+        is_quick = quick is not None and quick.what is func and self._is_event(args)
+        if quick is not None and is_quick and not (quick.is_own and (self._instead or self._lacks)):
+            return self._quickly(quick, at, args, kwargs)
         if func is _ITERATE and self._is_event(args):
             return iter(self.__torch_function__(Tensor.unbind, types, args))
         draws = self._draws is not None and may_draw(func)
@@ -580,10 +594,14 @@ class _Runner(TorchFunctionMode):
             return self._answer(step, args, kwargs)
         return self._done(step, func, args, kwargs)
 
-    def _quickly(self, quick: Quick, output: Any) -> Any:
-        """Follow what a function gave by a mark on it, so that it lives no longer than it is needed."""
+    def _quickly(self, quick: Quick, at: int, args: Any, kwargs: Any) -> Any:
+        """Follow what a function gives by a mark on it, so that it lives no longer than it is needed."""
+        self._at = at
+        if not quick.is_own:
+            return quick.placeholder
+        output = quick.what(*args, **kwargs)
         if type(output) is not Tensor or output.shape != quick.placeholder.shape:
-            return self._checked(self._plan.steps[self._at], output)
+            return self._checked(self._plan.steps[at], output)
         output._followed_in = self._mark  # type: ignore[attr-defined]
         return output
 
@@ -618,14 +636,10 @@ class _Runner(TorchFunctionMode):
             self._check_inputs(step, args, kwargs)
         if step.swaps or self._instead:
             args, kwargs = self._arrived(step, args, kwargs)
-        if self._lacks and any(map(_is_placeholder, tensors_in((args, kwargs)))):
-            raise self._absent(step)
+        if self._lacks:
+            self._check_present(step, args, kwargs)
         decides = event.needs_data and event.is_unit
-        before = [(t, t._version) for t in tensors_in((args, kwargs))] if decides else []
-        output = run(*args, **kwargs)
-        for tensor, version in before:
-            if tensor._version != version:
-                self._check_change(step, tensor, args, kwargs)
+        output = self._watched(step, run, args, kwargs) if decides else run(*args, **kwargs)
         if step.event.changes:
             self._note_changes(step, located((args, kwargs)))
         return self._checked(step, output)
@@ -649,15 +663,23 @@ class _Runner(TorchFunctionMode):
                 self._follow(tensor)
         return output
 
-    def _check_change(self, step: Step, tensor: Tensor, args: Any, kwargs: Any) -> None:
-        """Check that a unit that decides by numbers has changed nothing that other stages have, unplanned."""
-        places = [place for place, one in located((args, kwargs)).items() if one is tensor]
-        number = self._number(tensor)
-        if (number is None or number in self._sends) and not {*places} & {*step.follows}:
-            text = (
-                f"changed its argument {places[0][-1]!r}, which it did not in the run without data"
-            )
-            raise _different(step, self._stage, text)
+    def _check_present(self, step: Step, args: Any, kwargs: Any) -> None:
+        if any(map(_is_placeholder, tensors_in((args, kwargs)))):
+            raise self._absent(step)
+
+    def _watched(self, step: Step, run: Run, args: Any, kwargs: Any) -> Any:
+        """Run a unit that decides by numbers; it may change nothing of other stages unplanned."""
+        before = {place: (t, t._version) for place, t in located((args, kwargs)).items()}
+        output = run(*args, **kwargs)
+        for place in before.keys() - step.follows.keys():
+            tensor, version = before[place]
+            number = self._number(tensor)
+            if tensor._version != version and (number is None or number in self._sends):
+                text = (
+                    f"changed its argument {place[-1]!r}, which it did not in the run without data"
+                )
+                raise _different(step, self._stage, text)
+        return output
 
     def _check_plain(self, step: Step, output: Any) -> None:
         """Check that plain values are those that other stages have from the run without data."""
@@ -813,9 +835,10 @@ class _Runner(TorchFunctionMode):
         expected = steps[at].event
         return PartitionError(
             f"{where(self._author.paths)}: the model's forward went another way in stage {self._stage} "
-            f"({name}{how}) than in the run without data ({expected.name} {expected.where}): what it does between "
-            "its units depends on numbers, on chance or on something that has changed since. Put that code "
-            "into a module that is placed as a whole, or give example=(args, kwargs) with typical numbers"
+            f"({name}{how}) than in the run without data ({expected.name} {expected.where}): what it does "
+            "between its units depends on numbers, on chance or on something that has changed since. Put "
+            "that code into a module that is placed as a whole, or give example=(args, kwargs) with typical "
+            "numbers"
         )
 
     def _absent(self, step: Step) -> StageError:

@@ -1,22 +1,32 @@
-"""What hangs on a model's modules, before and after a run: attributes, buffers, counters."""
+"""What hangs on a model's modules, before and after a run: attributes, buffers, counters, iterators."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
+from types import ModuleType
 from typing import Any
 
-from torch import Generator, Tensor, equal, nn
+import numpy as np
+import torch
+from torch import Generator, Tensor, nn
+from torch._subclasses import FakeTensor
 
 _REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
-_CONTAINERS = (list, dict, set, deque)
+CONTAINERS = (list, dict, set, deque)
+"""What holds others, and can be changed."""
+_PLAIN = (int, float, str, bool, type(None))
 _DEPTH = 4
 """How deep helper objects and containers are looked into."""
 _MOST = 1000
 """How many members of a container are."""
+_LARGE = 10**6
+"""How many numbers a tensor in an attribute may have for a copy of it to be kept for the time of a run."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +44,20 @@ class Changed:
     attribute: tuple[int, str] | None = None
 
 
+class _Replayed:
+    """Stands for an iterator in a run, and knows what was taken from it."""
+
+    def __init__(self, rest: Iterator[Any]) -> None:
+        self.rest, self.taken = rest, list[Any]()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self.taken.append(next(self.rest))
+        return self.taken[-1]
+
+
 class Snapshot:
     """The state of a model's modules.
 
@@ -45,7 +69,7 @@ class Snapshot:
     def __init__(self, model: nn.Module, units: dict[str, nn.Module]) -> None:
         self._inside = {id(part): path for path, unit in units.items() for part in unit.modules()}
         self._modules = list(model.named_modules())
-        self._attributes = [_own(module) for _, module in self._modules]
+        self._attributes = [attributes_of(module) for _, module in self._modules]
         self._buffers = [
             {
                 name: (buffer, 0 if buffer is None else buffer._version)
@@ -62,76 +86,89 @@ class Snapshot:
             for _, m in self._modules
         ]
         self._contents: dict[int, tuple[Any, Any]] = {}
-        self._generators: dict[int, tuple[Generator, Tensor]] = {}
         self._reached: dict[int, set[str]] = {}
+        self._iterators: list[tuple[Any, Any, _Replayed]] = []
         for (_, module), attributes in zip(self._modules, self._attributes, strict=True):
             unit = self._inside.get(id(module), "")
-            for value in attributes.values():
-                self.look(value, unit)
+            for name, value in attributes.items():
+                self._look(value, unit, 0, module, name)
+            for kind in _classes(module):
+                self._look(kind, unit, 1, None, None)
 
-    def look(self, value: Any, unit: str = "", depth: int = 0) -> None:
+    def look(self, value: Any) -> None:
+        """Note what another object holds."""
+        self._look(value, "", 0, (), None)
+
+    def _look(self, value: Any, unit: str, depth: int, holder: Any, name: Any) -> None:
         """Note what containers and helper objects hold, and which units have them."""
-        if depth > _DEPTH or isinstance(value, nn.Module | Tensor | type | str | int | float):
+        if depth > _DEPTH or isinstance(value, nn.Module | nn.Parameter | str | int | float):
             return
-        if isinstance(value, Generator):
-            self._generators[id(value)] = (value, value.get_state())
+        if _is_iterator(value) and not isinstance(holder, tuple | set):
+            twin = _Replayed(value)
+            _put(holder, name, twin)
+            self._iterators.append((holder, name, twin))
             return
-        if isinstance(value, tuple):
-            children = list(value)
-        else:
-            contents = _contents(value)
+        children: Any = enumerate(value) if isinstance(value, tuple) else ()
+        if not isinstance(value, tuple):
+            contents = _read(value) if unit == "" or not isinstance(value, Tensor) else None
             if contents is None or unit in self._reached.get(id(value), ()):
                 return
-            self._contents.setdefault(id(value), (value, contents.copy()))
+            self._contents.setdefault(id(value), (value, contents))
             self._reached.setdefault(id(value), set()).add(unit)
             children = _members(contents)
-        for child in children[:_MOST]:
-            self.look(child, unit, depth + 1)
+        for key, child in list(children)[:_MOST]:
+            self._look(child, unit, depth + 1, value, key)
 
     def changes(self) -> list[Changed]:
         """What has changed outside of the units, or in what several units have."""
-        found: list[Changed] = []
+        changed: list[Changed] = []
         for (path, module), before, buffers in zip(
             self._modules, self._attributes, self._buffers, strict=True
         ):
             if id(module) in self._inside:
                 continue
-            owner, after = path or f"the {type(module).__name__}", _own(module)
+            owner, after = path or f"the {type(module).__name__}", attributes_of(module)
             names = [n for n in {**before, **after} if _differs(before, after, n)]
-            found += [
+            changed += [
                 Changed(
-                    f"the attribute {n!r} of {owner}{_line(module, n)}", attribute=(id(module), n)
+                    f"the attribute {n!r} of {owner}{line_of(module, n)}", attribute=(id(module), n)
                 )
                 for n in names
             ]
             for name, value in before.items():
                 if name not in names and self._is_changed(value, 0, set()):
-                    text = f"what the attribute {name!r} of {owner} holds{_line(module, name)}"
-                    found.append(Changed(text))
+                    text = f"what the attribute {name!r} of {owner} holds{line_of(module, name)}"
+                    changed.append(Changed(text))
             for name, (buffer, version) in buffers.items():
                 now = module._buffers.get(name)
                 if now is not buffer or (now is not None and now._version != version):
-                    found.append(Changed(f"the buffer {name!r} of {owner}{_line(module, name)}"))
-        if any(not equal(g.get_state(), state) for g, state in self._generators.values()):
-            found.append(
-                Changed("the state of a torch.Generator of the model, from which it draws")
-            )
-        for key, (value, before) in self._contents.items():
-            units = self._reached[key]
-            if len(units) > 1 and "" not in units and not _same(before, _contents(value)):
+                    changed.append(
+                        Changed(f"the buffer {name!r} of {owner}{line_of(module, name)}")
+                    )
+            changed += [
+                Changed(f"an attribute of the class {kind.__name__} of {owner}")
+                for kind in _classes(module)
+                if self._is_changed(kind, 0, set())
+            ]
+        for value, before in self._contents.values():
+            if isinstance(value, Generator) and not same(before, _read(value)):
+                text = "the state of a torch.Generator of the model, from which it draws"
+                changed.append(Changed(text))
+            units = self._reached[id(value)]
+            if len(units) > 1 and "" not in units and not same(before, _read(value)):
                 text = f"an object (a {type(value).__name__}) that {' and '.join(sorted(units)[:2])} have"
-                found.append(Changed(text, frozenset(units)))
-        return found
+                changed.append(Changed(text, frozenset(units)))
+        return changed
 
     def has_new_tensors(self, counts: Callable[[Tensor], bool]) -> bool:
         """Whether an attribute, or what one holds, has become another tensor that ``counts``."""
         pairs = [
-            (before, _own(module))
+            (before, attributes_of(module))
             for (_, module), before in zip(self._modules, self._attributes, strict=True)
             if id(module) not in self._inside
         ]
         pairs += [
-            (_by_place(before), _by_place(_contents(value)))
+            (dict(_members(before)), dict(_members(_read(value))))
             for value, before in self._contents.values()
             if not isinstance(value, set)
         ]
@@ -150,9 +187,9 @@ class Snapshot:
         if id(value) not in self._contents:
             return False
         before = self._contents[id(value)][1]
-        if not _same(before, _contents(value)):
+        if not same(before, _read(value)):
             return True
-        return any(self._is_changed(child, depth + 1, been) for child in _members(before))
+        return any(self._is_changed(child, depth + 1, been) for _, child in _members(before))
 
     def restore(self) -> None:
         """Put everything back that was noted."""
@@ -168,57 +205,148 @@ class Snapshot:
                 if len(table) != len(held) or any(table[n] is not v for n, v in held.items()):
                     table.clear()
                     table.update(held)
-        for generator, state in self._generators.values():
-            generator.set_state(state)
-        for value, held in self._contents.values():
-            now = _contents(value)
-            if _same(held, now):
-                continue
-            now.clear()
-            now.extend(held) if isinstance(now, list | deque) else now.update(held)
+        for value, contents in self._contents.values():
+            if not same(contents, _read(value)):
+                _write(value, contents)
+        for holder, name, twin in self._iterators:
+            if twin.taken:
+                _put(holder, name, chain(twin.taken, twin.rest))
 
 
-def _own(module: nn.Module) -> dict[str, Any]:
+@contextmanager
+def restored(value: Any) -> Iterator[None]:
+    """Leave what an object holds as it was."""
+    contents = _read(value)
+    try:
+        yield
+    finally:
+        if contents is not None and not same(contents, _read(value)):
+            _write(value, contents)
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """What the author has put on a module, but for parameters, buffers, modules and hooks."""
     return {n: v for n, v in vars(module).items() if n not in _REGISTRIES}
 
 
-def _contents(value: Any) -> Any:
-    """What a container or a helper object holds, as a container that can be changed; or ``None``."""
-    if isinstance(value, _CONTAINERS):
-        return value
-    return vars(value) if hasattr(value, "__dict__") and not callable(value) else None
+def _classes(module: nn.Module) -> list[type]:
+    """The author's classes that a module is of."""
+    kinds = type(module).__mro__
+    return [k for k in kinds if not k.__module__.startswith(("torch.", "builtins", "penstock."))]
 
 
-def _members(contents: Any) -> list[Any]:
-    return list(contents.values()) if isinstance(contents, dict) else list(contents)
+def _is_iterator(value: Any) -> bool:
+    """Whether a value gives others one by one, and shows nowhere how far it is."""
+    return hasattr(type(value), "__next__") and not hasattr(value, "__dict__")
 
 
-def _by_place(contents: Any) -> dict[Any, Any]:
-    return contents if isinstance(contents, dict) else dict(enumerate(contents))
+def _read(value: Any) -> Any:
+    """A copy of what a container, helper object, array or tensor holds; or ``None``."""
+    if isinstance(value, CONTAINERS):
+        return value.copy()
+    if isinstance(value, Tensor):
+        if isinstance(value, FakeTensor) or value.is_meta or value.is_inference():
+            return None
+        kept = value.detach().clone() if value.numel() <= _LARGE else value
+        return _Numbers(value._version, kept)
+    if isinstance(value, np.ndarray):
+        return _Numbers(value.tobytes() if value.size <= _LARGE else b"", value.copy())
+    if isinstance(value, Generator):
+        return _Numbers(bytes(value.get_state().tolist()), value.get_state())
+    if isinstance(value, _Replayed):
+        return list(value.taken)
+    if isinstance(value, type):
+        return {
+            n: v
+            for n, v in vars(value).items()
+            if not n.startswith("__") and isinstance(v, (*_PLAIN, *CONTAINERS))
+        }
+    if inspect.isroutine(value) or isinstance(value, ModuleType):
+        return None
+    slots = [n for kind in type(value).__mro__ for n in getattr(kind, "__slots__", ())]
+    attributes = {n: getattr(value, n) for n in slots if hasattr(value, n)}
+    attributes |= getattr(value, "__dict__", {})
+    return attributes or (None if not hasattr(value, "__dict__") else attributes)
+
+
+@dataclass
+class _Numbers:
+    """What a tensor, an array or a generator holds: a mark that differs if that has changed, and a copy."""
+
+    mark: Any
+    copy: Any
+
+    def put_back(self, value: Any) -> None:
+        """Let it hold that again."""
+        if isinstance(value, Generator):
+            value.set_state(self.copy)
+            return
+        with torch.no_grad():
+            value[...] = self.copy
+
+
+def _write(value: Any, contents: Any) -> None:
+    """Let a container, object, array or tensor hold what it held before."""
+    if isinstance(contents, _Numbers):
+        contents.put_back(value)
+    elif isinstance(value, list | deque):
+        value.clear()
+        value.extend(contents)
+    elif isinstance(value, dict | set):
+        value.clear()
+        value.update(contents)
+    elif not isinstance(value, _Replayed):
+        for name in (_read(value) or {}).keys() - contents.keys():
+            delattr(value, name)
+        for name, member in contents.items():
+            if getattr(value, name, None) is not member:
+                _put(value, name, member)
+
+
+def _put(holder: Any, name: Any, value: Any) -> None:
+    """Set a member of a container or an attribute."""
+    if isinstance(holder, nn.Module):
+        vars(holder)[name] = value
+    elif isinstance(holder, list | dict | deque):
+        holder[name] = value
+    elif isinstance(holder, type):
+        setattr(holder, name, value)
+    else:
+        object.__setattr__(holder, name, value)
+
+
+def _members(contents: Any) -> list[tuple[Any, Any]]:
+    if isinstance(contents, _Numbers) or contents is None:
+        return []
+    return list(contents.items() if isinstance(contents, dict) else enumerate(contents))
 
 
 def _differs(before: dict[str, Any], after: dict[str, Any], name: str) -> bool:
     if name not in before or name not in after:
         return True
-    return not _is_equal(before[name], after[name])
+    return not is_equal(before[name], after[name])
 
 
-def _is_equal(old: Any, new: Any) -> bool:
+def is_equal(old: Any, new: Any) -> bool:
+    """Whether two values are the same, or plain and equal."""
     plain = isinstance(old, int | float | str | bool)
     return old is new or (plain and type(old) is type(new) and bool(old == new))
 
 
-def _same(before: Any, after: Any) -> bool:
-    if len(before) != len(after):
+def same(before: Any, after: Any) -> bool:
+    """Whether two copies of what something holds are equal."""
+    if isinstance(before, _Numbers):
+        return isinstance(after, _Numbers) and bool(before.mark == after.mark)
+    if after is None or len(before) != len(after):
         return False
     if isinstance(before, set):
         return bool(before == after)
     if isinstance(before, dict):
-        return list(before) == list(after) and all(_is_equal(before[n], after[n]) for n in before)
-    return all(map(_is_equal, before, after))
+        return list(before) == list(after) and all(is_equal(before[n], after[n]) for n in before)
+    return all(map(is_equal, before, after))
 
 
-def _line(module: nn.Module, name: str) -> str:
+def line_of(module: nn.Module, name: str) -> str:
     """The line of a module's class that assigns to an attribute, or changes what it holds."""
     try:
         lines, start = inspect.getsourcelines(type(module))

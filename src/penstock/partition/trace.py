@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
 import linecache
 import logging
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from penstock.errors import PartitionError
 from penstock.partition.base import Example
+from penstock.partition.kept import Attribute, Kept
 from penstock.partition.nested import Place, located, opaque_in, replaced, tensors_in
 from penstock.partition.seen import (
     Door,
@@ -41,7 +44,7 @@ from penstock.partition.seen import (
     others_seen,
     uncheckpointed,
 )
-from penstock.partition.state import Changed, Snapshot
+from penstock.partition.state import CONTAINERS, Changed, Snapshot
 from penstock.values import check_tensor
 
 _TENSOR: Any = Tensor
@@ -62,8 +65,17 @@ _EFFECTS = {
 """Functions that give no tensor, but must be called in the stage that has the tensor."""
 _SET_DATA = _TENSOR.data.__set__
 _READS = frozenset(
-    "__bool__ __contains__ __float__ __index__ __int__ allclose equal is_nonzero item masked_select nonzero "
-    "numpy tolist unique".split()
+    {
+        "__bool__",
+        "__contains__",
+        "__float__",
+        "__index__",
+        "__int__",
+        "allclose",
+        "equal",
+        "is_nonzero",
+    }
+    | {"item", "masked_select", "nonzero", "numpy", "tolist", "unique"}
 )
 """The names of functions that tell the numbers of a tensor, by which the author's code may decide."""
 OVERWRITTEN = (
@@ -189,6 +201,7 @@ class Trace:
         state: what the run has changed outside of units.
         settled: the attributes that are set once: by the identity of the module, and by name.
         has_custom: whether a custom function was applied between units.
+        kept: the attributes that units have set.
         decides: whether the code between units looked at numbers, such as those of the model's arguments.
     """
 
@@ -206,6 +219,7 @@ class Trace:
     state: list[Changed] = field(default_factory=list)
     settled: set[tuple[int, str]] = field(default_factory=set)
     has_custom: bool = False
+    kept: list[Attribute] = field(default_factory=list)
     decides: bool = False
 
     def calls(self) -> list[str]:
@@ -255,6 +269,7 @@ def record(
     finally:
         logger.disabled = silent
         snapshot.restore()
+    recorder.check_nothing_left()
     return trace
 
 
@@ -289,6 +304,7 @@ class _Recorder(TorchFunctionMode):
         self._calls: Counter[str] = Counter()
         self._names: Counter[str] = Counter()
         self._latest = ""
+        self._written: tuple[Any, Any] = ((), {})
         self._region: list[int] = []
         self._paths = {id(module): path for path, module in model.named_modules()}
 
@@ -377,14 +393,56 @@ class _Recorder(TorchFunctionMode):
                 door.open(self._unit, direct=True)
                 stack.callback(door.close)
             stack.enter_context(others_seen(self))
-            with self:
-                output = forward(*args, **kwargs)
-            trace.state = snapshot.changes()
-        trace.output = output
+            self._kept = Kept(_units(self.doors), self._read_kept, self._set_again)
+            try:
+                with self:
+                    output = forward(*args, **kwargs)
+            finally:
+                trace.kept = self._kept.close()
+            trace.state = [*snapshot.changes(), *self._kept.between]
+            del self._kept
+        trace.output = replaced(output, self._bare)
         trace.slots = [self._output_slot(t) for t in tensors_in(output)]
         changed = (i for i, t in enumerate(given) if t._version != versions[i])
         trace.changed_arguments.update(changed)
         return trace
+
+    def _read_kept(self, attribute: Attribute, value: Any) -> None:
+        """An attribute that a unit has set is read, and not by that unit."""
+        if self.current is None:
+            raise PartitionError(
+                f"{self._where()}: the model uses the attribute {attribute.name!r} of "
+                f"{self.trace.events[attribute.event].name}, which is set there and which other stages do "
+                "not have; return it from there (a loss: penstock.add_loss)"
+            )
+        self.current.reads.add(attribute.event)
+        # Whoever made these tensors, the unit's stage has them.
+        self._given |= {storage_of(self._fake_of(t)) for t in tensors_in(value)}
+
+    def _set_again(self, before: int, after: int) -> None:
+        self.trace.events[after].reads.add(before)
+
+    def check_nothing_left(self) -> None:
+        """Check that units have put no tensor of theirs where the run without data cannot take it back."""
+        calls = [(event.call, event.result) for event in self.trace.events if event.is_unit]
+        if opaque_in((calls, self.trace.output)):
+            # Objects such as caches hold tensors, and nobody can tell which.
+            return
+        makers = [(weakref.ref(t), self._made.get(storage_of(t), _MODEL)) for t in self._held]
+        self._held, self._by_storage, self._written = [], {}, ((), {})
+        # Without the graph, nothing is left of what was only passed on.
+        left = [(ref, maker) for ref, maker in makers if maker != _MODEL and ref() is not None]
+        if left:
+            gc.collect()
+        for ref, maker in left:
+            holders = () if (tensor := ref()) is None else gc.get_referrers(tensor)
+            if any(isinstance(one, CONTAINERS) for one in holders):
+                event = self.trace.events[maker]
+                raise PartitionError(
+                    f"{event.where}: {event.name} leaves a tensor in a list or another object outside of "
+                    "the model, which later stages and the loss do not have; return it, or add it as a loss "
+                    "(penstock.add_loss)"
+                )
 
     def depends(self, tensor: Tensor) -> bool:
         """Whether a tensor was made of what units gave, or of the model's arguments."""
@@ -416,6 +474,11 @@ class _Recorder(TorchFunctionMode):
         self._made.setdefault(key, _MODEL if event is None else event)
         return number
 
+    def _bare(self, tensor: Tensor) -> Tensor:
+        """The tensor without its graph, if it is a value: the trace must not keep the graph alive."""
+        number = self._numbers.get(id(tensor))
+        return tensor if number is None else self.trace.values[number].tensor
+
     def _fake_of(self, tensor: Tensor) -> Tensor:
         """The fake tensor that stands for one with data; always the same."""
         if isinstance(tensor, FakeTensor):
@@ -438,9 +501,11 @@ class _Recorder(TorchFunctionMode):
         path, number = door.path, self._calls[door.path]
         self._calls[path] += 1
         event = Event(path, path, f"in {path}", number)
+        self._kept.enter(path)
         # Not as a function between units: the mode is left for as long as the unit runs.
         with left(self), as_written():
             output = self._event(event, path, run, args, kwargs)
+        self._kept.leave(path, len(self.trace.events) - 1)
         self._latest = path
         return output
 
@@ -504,7 +569,7 @@ class _Recorder(TorchFunctionMode):
         twins = {id(t): t for t in originals}
         self._written = args, kwargs
         # With containers of its own, which nobody empties.
-        event.call = replaced(self._written, lambda t: t)
+        event.call = replaced(self._written, self._bare)
         if event.is_unit and (objects := opaque_in(event.call)):
             event.objects = Snapshot(nn.Module(), {})
             for thing in objects.values():
@@ -610,7 +675,7 @@ class _Recorder(TorchFunctionMode):
             event.slots.append(number)
             slots[id(tensor)] = number
         # With containers of its own, since whoever is given the output may empty them.
-        event.result = replaced(output, lambda t: t)
+        event.result = replaced(output, self._bare)
 
     def _note_read(self, event: Event, index: int, maker: int | None, storage: int) -> None:
         if maker is not None and maker not in (_MODEL, index) and storage not in self._given:

@@ -102,6 +102,7 @@ class HeldWeights:
     @property
     def weights(self) -> StageWeights:
         """The parameters and buffers that live in this process."""
+        self._sharing.tie_again()
         return StageWeights(self.stages, self.names)
 
     def check_filled(self) -> None:

@@ -505,7 +505,11 @@ class Interpreter:
                 data.draws[microbatch, self.stages[stage].device].enter(LOSS, 0)
             target = _saveable(data.targets[microbatch])
             try:
-                loss = replicated(data.loss.of_microbatch(output, target))
+                plan, of_microbatch = data.plans[microbatch], data.loss.of_microbatch
+                if plan is None:
+                    loss = replicated(of_microbatch(output, target))
+                else:
+                    loss = replicated(plan.apart(of_microbatch, output, target))
             except Exception as error:
                 if target is None:
                     error.add_note("loss_fn was called without a target; pass target= to the step")

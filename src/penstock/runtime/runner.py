@@ -415,8 +415,10 @@ class Runner:
         if plan is None:
             return
         try:
-            plan.with_output(lambda output: loss.of_microbatch(output, None))
+            plan.with_output(lambda output: loss.of_microbatch(output, None), loss.function)
         except Exception as error:
+            if "None" not in str(error) and not isinstance(error, PenstockError):
+                return  # it fails for another reason, such as what it reads elsewhere
             positions, names = model_call.names
             near = get_close_matches("target", names, n=1)
             hint = f" ({near[0]}= went to the model)" if near else ""

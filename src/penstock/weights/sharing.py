@@ -76,6 +76,7 @@ class SharedWeights:
         Giving each stage memory alone undoes the model's ties.
         """
         self._tensors = [self._make_one(one) for one in self._shared]
+        self._places = [self._places_of(one) for one in self._shared]
         self._trained = [
             isinstance(tensor, nn.Parameter) and len(one.stages) > 1
             for one, tensor in zip(self._shared, self._tensors, strict=True)
@@ -83,13 +84,34 @@ class SharedWeights:
         for index, stage in self._stages.items():
             stage.share_gradients([self._tensors[i] for i in self._trained_by(index)])
 
-    def _is_tied(self) -> bool:
-        return all(
-            _find(self._stages[stage], name) is tensor
-            for one, tensor in zip(self._shared, self._tensors, strict=True)
-            for stage, name in one.holders
-            if stage in self._stages
-        )
+    def tie_again(self) -> None:
+        """Tie weights that were given memory, stage by stage.
+
+        Raises:
+            UsageError: one was replaced where another stage has another.
+        """
+        for one, before, places in zip(self._shared, self._tensors, self._places, strict=True):
+            now = [_find(self._stages[stage], name) for stage, name in places]
+            if any(tensor is not before for tensor in now):
+                if not before.is_meta:
+                    self._check_same(one, before, now, places)
+                self.tie()
+                return
+
+    def _check_same(
+        self, one: Shared, before: Tensor, now: Sequence[Tensor], places: Sequence[tuple[int, str]]
+    ) -> None:
+        changed = [place for place, t in zip(places, now, strict=True) if t is not now[0]]
+        if not changed and not _is_equal(now[0], before):
+            # The same tensor in all stages here; others may have what was there before.
+            changed = [places[0]] if {*one.stages} - self._stages.keys() else []
+        if changed:
+            where = [place for place, t in zip(places, now, strict=True) if t is not before]
+            raise UsageError(
+                f"{where[0][1]!r} of stage {where[0][0]} was replaced, but it is one tensor with "
+                f"{', '.join(n for n in one.names if n != where[0][1]) or 'that of other stages'} in stages "
+                f"{list(one.stages)}; change it in place, as by copy_(), or make a new Pipeline"
+            )
 
     def _make_one(self, one: Shared) -> Tensor:
         holders = [(self._stages[s], name) for s, name in one.holders if s in self._stages]
@@ -100,14 +122,24 @@ class SharedWeights:
                 f"{one.names[0]!r} is shared by stages {list(one.stages)}, which live in one process on "
                 f"{sorted(devices)}; put them on one device, or start one process per rank"
             )
-        for stage, _ in holders:
-            tensors = dict(stage.named_tensors())
-            for name in {*one.names, *(name for _, name in one.holders)} & tensors.keys():
-                if tensors[name] is not first:
-                    _check_can_be_one(one, [stage for stage, _ in holders])
-                    path, _, leaf = name.rpartition(".")
-                    setattr(stage.part(path), leaf, first)
+        for index, name in self._places_of(one):
+            if _find(self._stages[index], name) is not first:
+                _check_can_be_one(one, [stage for stage, _ in holders])
+                path, _, leaf = name.rpartition(".")
+                setattr(self._stages[index].part(path), leaf, first)
         return first
+
+    def _places_of(self, one: Shared) -> list[tuple[int, str]]:
+        """The stages here that have a weight, with each of its names there."""
+        names = dict.fromkeys((*one.names, *(name for _, name in one.holders)))
+        here = {
+            stage: dict(self._stages[stage].named_tensors())
+            for stage in one.stages
+            if stage in self._stages
+        }
+        return [
+            (stage, name) for stage, tensors in here.items() for name in names if name in tensors
+        ]
 
     def _trained_by(self, stage: int) -> list[int]:
         """The positions of the parameters that a stage here shares with other stages."""
@@ -155,9 +187,8 @@ class SharedWeights:
     # ---- one gradient
 
     def prepare(self) -> None:
-        """Before a step: tie weights again that were replaced, and note the shared buffers."""
-        if not self._is_tied():
-            self.tie()
+        """Before a step: see :meth:`tie_again`, and note the shared buffers."""
+        self.tie_again()
         # Not every operation that changes a tensor increments its version: batch_norm does not.
         self._buffers = [
             (one, tensor, tensor._version, tensor.clone() if self._is_first_step else None)
@@ -247,6 +278,12 @@ def _find(stage: PipelineStage, name: str) -> Tensor:
     path, _, leaf = name.rpartition(".")
     tensor: Tensor = getattr(stage.part(path), leaf)
     return tensor
+
+
+def _is_equal(now: Tensor, before: Tensor) -> bool:
+    """Whether two tensors hold the same numbers."""
+    mine, theirs = local_part(now).detach(), local_part(before).detach()
+    return mine.shape == theirs.shape and _digest(mine.to(theirs.dtype)) == _digest(theirs)
 
 
 def _check_can_be_one(one: Shared, stages: Sequence[PipelineStage]) -> None:

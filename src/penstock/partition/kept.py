@@ -1,0 +1,205 @@
+"""What units keep in attributes, and who reads it: their own stage may, the others and the loss may not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from penstock.errors import PartitionError
+from penstock.partition.state import CONTAINERS, Changed, attributes_of, is_equal, line_of, same
+
+_MISSING = object()
+
+
+class Attribute(NamedTuple):
+    """An attribute that a unit has set: of which module, and the event that set it."""
+
+    module: nn.Module
+    name: str
+    event: int
+
+
+class Kept:
+    """Watches the attributes of units in a run.
+
+    Args:
+        units: by path.
+        read: is called with an attribute that is read while the unit that set it does not run, and its value.
+        changes_again: is called with two events of one unit of which the second changes what the first set.
+
+    Attributes:
+        between: what code between units changed in them.
+    """
+
+    def __init__(
+        self,
+        units: Mapping[str, nn.Module],
+        read: Callable[[Attribute, Any], None],
+        changes_again: Callable[[int, int], None],
+    ) -> None:
+        self._read, self._changes_again = read, changes_again
+        self._parts = {path: list(unit.named_modules()) for path, unit in units.items()}
+        self._known = {
+            id(part): _copied(attributes_of(part))
+            for parts in self._parts.values()
+            for _, part in parts
+        }
+        self._set: dict[tuple[int, str], Attribute] = {}
+        self._watched: list[tuple[type, str, Any]] = []
+        self._inside: set[int] = set()
+        self.between: list[Changed] = []
+
+    def enter(self, path: str) -> None:
+        """A unit is called."""
+        for inner, part, name, value in self._changed(path):
+            if not isinstance(value, torch.Tensor | nn.Module):
+                owner = ".".join(filter(None, (path, inner)))
+                self.between.append(
+                    Changed(f"the attribute {name!r} of {owner}{line_of(part, name)}")
+                )
+        self._inside = {id(part) for _, part in self._parts[path]}
+
+    def leave(self, path: str, event: int) -> None:
+        """It has returned."""
+        self._inside = set()
+        for _, part, name, _ in self._changed(path):
+            before = self._set.get((id(part), name))
+            if before is not None:
+                self._changes_again(before.event, event)
+            self._set[id(part), name] = Attribute(part, name, event)
+            self._watch(type(part), name)
+
+    def close(self) -> list[Attribute]:
+        """Watch no longer; returns what units have set."""
+        for kind, name, before in reversed(self._watched):
+            if before is _MISSING:
+                delattr(kind, name)
+            else:
+                setattr(kind, name, before)
+        return list(self._set.values())
+
+    def _changed(self, path: str) -> Iterator[tuple[str, nn.Module, str, Any]]:
+        """What a unit's modules have otherwise than when they were last looked at."""
+        for inner, part in self._parts[path]:
+            known, now = self._known[id(part)], attributes_of(part)
+            changed = [n for n, value in now.items() if not _is_as(known.get(n, _MISSING), value)]
+            for name in changed:
+                known[name] = _held(now[name])
+                yield inner, part, name, now[name]
+
+    def _watch(self, kind: type, name: str) -> None:
+        before = kind.__dict__.get(name, _MISSING)
+        inherited = getattr(kind, name, _MISSING)
+        if not hasattr(type(inherited), "__get__"):
+            self._watched.append((kind, name, before))
+            setattr(kind, name, _Watched(name, inherited, self._note))
+
+    def _note(self, module: nn.Module, name: str, value: Any) -> None:
+        attribute = self._set.get((id(module), name))
+        if attribute is not None and id(module) not in self._inside:
+            self._read(attribute, value)
+
+
+class _Watched:
+    """An attribute of a class that tells when it is read."""
+
+    def __init__(
+        self, name: str, default: Any, note: Callable[[nn.Module, str, Any], None]
+    ) -> None:
+        self._name, self._default, self._note = name, default, note
+
+    def __get__(self, module: nn.Module | None, kind: type) -> Any:
+        value = self._default if module is None else vars(module).get(self._name, self._default)
+        if value is _MISSING:
+            raise AttributeError(self._name)
+        if module is not None:
+            self._note(module, self._name, value)
+        return value
+
+    def __set__(self, module: nn.Module, value: Any) -> None:
+        vars(module)[self._name] = value
+
+    def __delete__(self, module: nn.Module) -> None:
+        if self._name not in vars(module):
+            raise AttributeError(self._name)
+        del vars(module)[self._name]
+
+
+def _copied(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    return {name: _held(value) for name, value in attributes.items()}
+
+
+def _held(value: Any) -> tuple[Any, Any]:
+    return value, value.copy() if isinstance(value, CONTAINERS) else None
+
+
+def _is_as(known: Any, value: Any) -> bool:
+    if known is _MISSING or not is_equal(known[0], value):
+        return False
+    return known[1] is None or same(known[1], value)
+
+
+# ---- while the loss is computed
+
+
+@contextmanager
+def hidden(attributes: Sequence[tuple[nn.Module, str, str]]) -> Iterator[None]:
+    """Let nobody use some attributes, given with the names of their units: the last stage has others."""
+    before = [
+        (vars(module), name, vars(module).get(name, _MISSING)) for module, name, _ in attributes
+    ]
+    for module, name, unit in attributes:
+        vars(module)[name] = _OfAnotherStage(
+            f"the loss uses the attribute {name!r} of {unit}, which is in another stage; return it from "
+            "there, or add it as a loss (penstock.add_loss)"
+        )
+    try:
+        yield
+    finally:
+        for state, name, value in before:
+            if isinstance(state.get(name), _OfAnotherStage):
+                del state[name]
+                state.update({} if value is _MISSING else {name: value})
+
+
+class _OfAnotherStage:
+    """Stands for a value that another stage has: whoever uses it is told so."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise PartitionError(self._text)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise next(
+            PartitionError(one._text) for one in _stand_ins((*args, *(kwargs or {}).values()))
+        )
+
+
+def _stand_ins(value: Any) -> Iterator[_OfAnotherStage]:
+    if isinstance(value, _OfAnotherStage):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _stand_ins(item)
+
+
+def _refuse(stand_in: Any, *_: Any) -> Any:
+    raise PartitionError(stand_in._text)
+
+
+_OPERATORS = (
+    "add radd sub rsub mul rmul truediv rtruediv pow rpow neg abs lt le gt ge float int index bool len iter "
+    "getitem contains call matmul rmatmul"
+)
+for _name in re.findall(r"\w+", _OPERATORS):
+    setattr(_OfAnotherStage, f"__{_name}__", _refuse)
