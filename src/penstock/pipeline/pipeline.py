@@ -702,13 +702,11 @@ class Pipeline(WeightMethods):
         outputs: Any = report.outputs if call.outputs else None
         if outputs and not report.presplit:
             outputs = merge(outputs, output_dim(self._rules))
-        cost = StepCost(
-            seconds,
-            1 if self._transport is None else self._schedules.ranks,
-            partial(peak_memory, self.device),
-            report.flops,
-            partial(peak_flops, self.device, self._computes_in()),
-        )
+        kind = self.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        devices = 1 if self._transport is None else self._schedules.ranks
+        memory, peak = partial(peak_memory, self.device), partial(self._peak, autocast)
+        cost = StepCost(seconds, devices, memory, report.flops, peak)
         result = replace(report.result, outputs=outputs, cost=cost)
         if not call.record:
             return result
@@ -728,13 +726,10 @@ class Pipeline(WeightMethods):
         timeline = Timeline(spans, schedule.ranks, "s", schedule.pairs)
         return replace(result, timeline=timeline, timeline_kind="measured", bubble=timeline.bubble)
 
-    def _computes_in(self) -> torch.dtype:
-        """The type of this step's products: that of autocast, or that of the first weights here."""
-        kind = self.device.type
-        if torch.is_autocast_enabled(kind):
-            return torch.get_autocast_dtype(kind)
-        weights = (p.dtype for stage in self._stages for p in stage.module.parameters())
-        return next(weights, torch.get_default_dtype())
+    def _peak(self, autocast: torch.dtype | None) -> float | None:
+        """The operations per second of a device at most, in the type of autocast or of the weights."""
+        types = (p.dtype for stage in self._stages for p in stage.module.parameters())
+        return peak_flops(self.device, autocast or next(types, torch.get_default_dtype()))
 
     def _meet_nonfinite(self, result: StepResult) -> None:
         """Raise, skip or warn about a step that is not finite, the same on every rank."""
