@@ -119,42 +119,22 @@ def test_a_large_model_takes_no_memory() -> None:
 def test_stages_add_up_their_units() -> None:
     costs = profile([1.0, 2.0, 3.0]).at(1)
     stages = costs.stages((0, 2), looped(2), latency=0.5, bandwidth=10.0)
-    assert stages.costs.forward == (
-        3.0,
-        3.0,
-    )
-    assert stages.costs.backward == (
-        6.0,
-        6.0,
-    )
+    assert stages.costs.forward == (3.0, 3.0)
+    assert stages.costs.backward == (6.0, 6.0)
     # Both ends of what travels hold it; what stays inside is nobody's, as no graph keeps it.
-    assert stages.costs.activation == (
-        10 + 10 + 1,
-        10 + 1,
-    )
+    assert stages.costs.activation == (10 + 10 + 1, 10 + 1)
     assert [(e.value, e.source, e.targets) for e in stages.edges] == [("unit1", 0, (1,))]
     assert stages.static == (2 * 8 * 4, 8 * 4)
     again = costs.stages((0, 2), looped(2), checkpoint=[0])
-    assert again.costs.input == (
-        4.0,
-        3.0,
-    )
-    assert again.costs.activation == (
-        10 + 1,
-        10 + 1,
-    )
+    assert again.costs.input == (4.0, 3.0)
+    assert again.costs.activation == (10 + 1, 10 + 1)
 
 
 def test_between_stages_of_a_rank_a_value_is_held_once() -> None:
     costs = profile([1.0] * 4).at(1)
     stages = costs.stages((0, 1, 2, 3), v_shaped(2))
     # Stages 1 and 2 are on one rank: what goes from one to the other lies there once.
-    assert stages.costs.activation == (
-        11.0,
-        12.0,
-        11.0,
-        11.0,
-    )
+    assert stages.costs.activation == (11.0, 12.0, 11.0, 11.0)
 
 
 def skipping(gradient: float = 100.0) -> UnitCosts:
@@ -196,22 +176,10 @@ def test_while_a_stage_works_gradients_of_its_later_units_are_there() -> None:
 
 def test_a_rank_is_busy_with_its_messages() -> None:
     stages = skipping().stages((0, 2), looped(2), handling=0.25)
-    assert stages.costs.forward == (
-        2.25,
-        2.25,
-    )
-    assert stages.costs.input == (
-        2.25,
-        2.25,
-    )
-    assert stages.costs.weight == (
-        2.0,
-        2.0,
-    )
-    assert stages.costs.backward == (
-        4.25,
-        4.25,
-    )
+    assert stages.costs.forward == (2.25, 2.25)
+    assert stages.costs.input == (2.25, 2.25)
+    assert stages.costs.weight == (2.0, 2.0)
+    assert stages.costs.backward == (4.25, 4.25)
 
 
 class Pooled(nn.Module):

@@ -64,8 +64,8 @@ class PipelineAccelerator(Accelerator):
         """
         if not isinstance(model, PipelineModule) or model.pipe is not self.pipe:
             raise UsageError(
-                f"PipelineAccelerator.prepare was given a {type(model).__name__}; give it PipelineModule(pipe), of "
-                "the pipeline that the accelerator was made with"
+                f"PipelineAccelerator.prepare was given a {type(model).__name__}; give it "
+                "PipelineModule(pipe), of the pipeline that the accelerator was made with"
             )
         prepared: nn.Module = super().prepare_model(model, False, evaluation_mode=True)
         return prepared

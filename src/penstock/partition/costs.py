@@ -34,7 +34,7 @@ from penstock.partition.meter import FusedAttention, Meter, Rate
 from penstock.partition.nested import located, plain_in, replaced, tensors_in
 from penstock.partition.seen import Door
 from penstock.partition.state import Snapshot
-from penstock.partition.trace import Event, Trace, as_written, home_of, record
+from penstock.partition.trace import Event, Trace, Value, as_written, home_of, record
 from penstock.partition.units import once
 
 Measure = Literal["time", "flops", "parameters", "memory"]
@@ -390,7 +390,7 @@ def _shared_out(
         UsageError: A unit is not called.
     """
     units = [_Unit(path, model.get_submodule(path)) for path in paths]
-    owners = _owners(trace, model, [unit.module for unit in units])
+    owners = _owners(trace, model, units)
     for event, owner in zip(trace.events, owners, strict=True):
         units[owner].events.append(event)
     idle = [unit.path for unit in units if not any(event.is_unit for event in unit.events)]
@@ -402,20 +402,27 @@ def _shared_out(
     return units, _link(trace, owners, units)
 
 
-def _owners(trace: Trace, model: nn.Module, modules: Sequence[nn.Module]) -> list[int]:
+def _owners(trace: Trace, model: nn.Module, units: Sequence[_Unit]) -> list[int]:
     """The unit of each event; a function belongs to the latest one among its inputs."""
     places: dict[int, list[int]] = defaultdict(list)
-    for index, module in enumerate(modules):
-        places[id(module)].append(index)
+    for index, unit in enumerate(units):
+        places[id(unit.module)].append(index)
     owners: list[int] = []
+
+    def home(value: Value) -> int:
+        if value.event is not None:
+            return owners[value.event]
+        name = value.parameter or ""
+        holders = (i for i, unit in enumerate(units) if name.startswith(f"{unit.path}."))
+        return next(holders, 0)
+
     for event in trace.events:
         if event.is_unit:
             # The calls of a module that is listed twice are shared out.
             mine = places[id(model.get_submodule(event.what))]
             owners.append(mine[min(event.number, len(mine) - 1)])
         else:
-            makers = [trace.values[number].event for _, number in event.inputs]
-            owners.append(max((owners[m] for m in makers if m is not None), default=0))
+            owners.append(max((home(trace.values[n]) for _, n in event.inputs), default=0))
     return owners
 
 

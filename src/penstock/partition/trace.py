@@ -362,13 +362,18 @@ class _Recorder(TorchFunctionMode):
         """What stands for a parameter or buffer: a fake one, or for a buffer between units a copy."""
         if real:
             return self._twin_with_data(tensor)
+        parameter = isinstance(tensor, nn.Parameter)
         with self.mode, torch.no_grad():
             twin = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.trace.device
+                tensor.shape,
+                tensor.stride(),
+                dtype=tensor.dtype,
+                device=self.trace.device,
+                requires_grad=parameter and tensor.requires_grad,
             )
-        parameter = isinstance(tensor, nn.Parameter)
-        if parameter:
-            twin = nn.Parameter(twin, tensor.requires_grad)
+        # All that nn.Parameter does to a subclass, but for a detach: that takes a fake tensor longest. As of
+        # torch 2.13.
+        twin._is_param = parameter
         number = self._new_value(twin, name, None, parameter=name)
         self.trace.values[number].is_buffer = not parameter
         return twin
@@ -463,9 +468,11 @@ class _Recorder(TorchFunctionMode):
             name = f"{name}#{self._names[name]}"
         number = len(self.trace.values)
         shown = self._fake_of(tensor)
-        with torch.no_grad():
-            placeholder = shown.detach()
-            placeholder.requires_grad_(shown.requires_grad)
+        placeholder = shown
+        if event is not None:
+            with torch.no_grad():
+                placeholder = shown.detach()
+                placeholder.requires_grad_(shown.requires_grad)
         self.trace.values.append(Value(name, event, placeholder, takes_gradient(shown), parameter))
         self._numbers[id(tensor)] = number
         self._held.append(tensor)

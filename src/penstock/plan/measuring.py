@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch.nn import functional
 from penstock.errors import InputFileError, UsageError
 from penstock.partition import unit_paths
 from penstock.partition.costs import measure_units
-from penstock.plan.costs import Profile, UnitCosts
+from penstock.plan.costs import Coster, Profile, UnitCosts
 from penstock.plan.devices import Device, device_named
 from penstock.values import MISSING, Rules, flatten, split_batch
 
@@ -70,10 +70,9 @@ def measure(  # noqa: PLR0913 - the arguments of a step, by name
         )
     if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
         raise UsageError(f"repeats={repeats!r}: must be a whole number, at least 1")
-    batch = _ModelBatch(model, args, kwargs, target, loss_fn, rules, stages)
     home = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     gpu = torch.cuda.get_device_properties(home) if home.type == "cuda" else None
-    profile = Profile(
+    return Profile(
         home.type if gpu is None else gpu.name,
         memory=memory or (0.0 if gpu is None else float(gpu.total_memory)),
         latency=latency,
@@ -82,9 +81,8 @@ def measure(  # noqa: PLR0913 - the arguments of a step, by name
         tokens=tokens,
         measured=True,
         model=type(model).__name__,
+        coster=_coster(model, (args, kwargs, target), loss_fn, rules, stages, repeats=repeats),
     )
-    profile.coster = lambda samples: batch.costs(samples, repeats=repeats)
-    return profile
 
 
 def predict(  # noqa: PLR0913 - the arguments of a step, by name
@@ -115,9 +113,8 @@ def predict(  # noqa: PLR0913 - the arguments of a step, by name
         UsageError: The device is unknown, or the batch cannot be split so.
     """
     on = device_named(device)
-    batch = _ModelBatch(model, args, kwargs, target, loss_fn, rules, stages)
     latency, bandwidth = on.wire(1)
-    profile = Profile(
+    return Profile(
         on.name,
         memory=on.memory,
         latency=latency,
@@ -126,57 +123,44 @@ def predict(  # noqa: PLR0913 - the arguments of a step, by name
         network=on.wire(on.node + 1),
         tokens=tokens,
         model=type(model).__name__,
+        coster=_coster(model, (args, kwargs, target), loss_fn, rules, stages, rate=on.seconds),
     )
-    profile.coster = lambda samples: batch.costs(samples, rate=on.seconds)
-    return profile
 
 
-class _ModelBatch:
-    """A model and a batch that it is trained with."""
+def _coster(
+    model: nn.Module,
+    call: tuple[tuple[Any, ...], dict[str, Any], Any],
+    loss_fn: LossFunction | None,
+    rules: Rules | None,
+    stages: int,
+    **how: Any,
+) -> Coster:
+    """Finds what the units of a model cost for microbatches of a batch, by their samples."""
+    args, kwargs, target = call
+    loss = loss_fn
+    if loss_fn is not None and target is MISSING:
+        loss = lambda output, _: loss_fn(output)  # noqa: E731 - as short as it is
+    has_data = not any(tensor.is_meta for tensor in flatten((args, kwargs))[0])
+    units = unit_paths(model, stages, example=(args, kwargs) if has_data else None)
+    sizes = split_batch(args, kwargs, MISSING, rules, 1).samples
+    batch = sizes[0] if sizes else 1
 
-    def __init__(  # noqa: PLR0913 - as measure
-        self,
-        model: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        target: Any,
-        loss_fn: LossFunction | None,
-        rules: Rules | None,
-        stages: int,
-    ) -> None:
-        self._model, self._rules = model, rules
-        self._call = tuple(args), dict(kwargs), target
-        has_target = target is not MISSING
-        self._loss = None
-        if loss_fn is not None:
-            self._loss = loss_fn if has_target else lambda output, _: loss_fn(output)
-        tensors = flatten(self._call[:2])[0]
-        example = None if any(tensor.is_meta for tensor in tensors) else self._call[:2]
-        self._units = unit_paths(model, stages, example=example)
-        sizes = split_batch(*self._call[:2], MISSING, rules, 1).samples
-        self._samples = sizes[0] if sizes else 1
-
-    def costs(self, samples: int, **how: Any) -> UnitCosts:
-        """What the units cost for a microbatch of so many samples."""
-        parts = split_batch(*self._call, self._rules, max(1, self._samples // samples))
+    def costs(samples: int) -> UnitCosts:
+        parts = split_batch(args, kwargs, target, rules, max(1, batch // samples))
         if not parts.parts:
             raise UsageError("give the arguments of the model for a batch")
         first = parts.parts[0]
         if first.samples != samples:
             raise UsageError(
-                f"a batch of {self._samples} samples has no part of {samples}; give a batch that has one"
+                f"a batch of {batch} samples has no part of {samples}; give a batch that has one"
             )
-        target = parts.targets[0] if parts.targets is not None else None
-        units, values = measure_units(
-            self._model,
-            self._units,
-            first.args,
-            first.kwargs,
-            target=target,
-            loss=self._loss,
-            **how,
+        wanted = parts.targets[0] if parts.targets is not None else None
+        found = measure_units(
+            model, units, first.args, first.kwargs, target=wanted, loss=loss, **how
         )
-        return UnitCosts(samples, units, values)
+        return UnitCosts(samples, *found)
+
+    return costs
 
 
 # ---- a model of transformers, from its config file alone: neither weights nor a network are needed
