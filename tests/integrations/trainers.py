@@ -121,7 +121,7 @@ def make(
         "per_device_train_batch_size": batch,
         "per_device_eval_batch_size": batch,
         "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-2,
+        "learning_rate": 5e-3,
         "weight_decay": 0.1,
         "max_grad_norm": 0.5,
         "warmup_steps": 3,

@@ -70,8 +70,9 @@ class PipelineModule(nn.Module):
         self.pipe = pipe
         self.__dict__["_anchor"] = torch.zeros((), requires_grad=True)
         self._factor = _FIRST_SCALE
-        is_half = any(parameter.dtype is torch.float16 for parameter in pipe.parameters())
-        self._has_half_weights = any(pipe.agree(is_half))
+        dtypes = {parameter.dtype for parameter in pipe.parameters()}
+        self._has_half_weights = any(pipe.agree(torch.float16 in dtypes))
+        self._dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         for stage in pipe.stages:
             _graft(self, stage.code)
         self.training = any(module.training for module in self.children())
@@ -127,10 +128,7 @@ class PipelineModule(nn.Module):
     def loss_of(self, result: StepResult, total: float | None = None) -> Tensor:
         """The loss of a result where the stages live, divided by a total in place of its weight."""
         value = result.loss if not total else result.loss * result.weight / total
-        first = next(self.pipe.parameters(), None)
-        double = first is not None and first.dtype is torch.float64
-        dtype = torch.float64 if double else torch.float32
-        return torch.tensor(value, dtype=dtype, device=self.pipe.device)
+        return torch.tensor(value, dtype=self._dtype, device=self.pipe.device)
 
     def guarded(self, outputs: Any) -> Any:
         """Outputs of a step; a loss that is made of them refuses its backward."""
@@ -335,6 +333,10 @@ class PipelineModel(PipelineModule):
         output = self.guarded(result.outputs) if trains else result.outputs
         output["loss"] = loss
         return output
+
+    def activation_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        """Recompute layers in backward, as the model's own method says."""
+        self._author.activation_checkpointing_enable(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's ``generate``: the tokens that the unsplit model gives, on every rank.

@@ -151,10 +151,23 @@ class PipelineTrainer(Trainer):
     ) -> Any:
         """As the Trainer's, but logits go to all ranks only where somebody wants them."""
         self._loss_only = prediction_loss_only
+        inputs = self._without_repeated(inputs)
         try:
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
         finally:
             self._loss_only = False
+
+    def _without_repeated(self, inputs: Any) -> Any:
+        """The last batch of an evaluation, in which rows that fill it up to all replicas have no labels."""
+        state, labels = self.accelerator.gradient_state, inputs.get("labels")
+        if not state.end_of_dataloader or state.remainder <= 0 or not isinstance(labels, Tensor):
+            return inputs
+        rows = max(0, state.remainder - self.pipe.replicas.index * len(labels))
+        if rows >= len(labels) or labels.is_floating_point():
+            return inputs
+        labels = labels.clone()
+        labels[rows:] = -100
+        return {**inputs, "labels": labels}
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         self.accelerator.unscale_gradients()
@@ -168,7 +181,8 @@ class PipelineTrainer(Trainer):
         world, ranks = self.args.world_size, self.pipe.schedule.ranks
 
         def one_of_each(joined: Tensor) -> Tensor:
-            return joined.unflatten(0, (world, -1))[::ranks].flatten(0, 1)
+            one: Tensor = joined.unflatten(0, (world, -1))[::ranks].flatten(0, 1)
+            return one
 
         return map_tensors(gather(tensor), one_of_each)
 

@@ -242,7 +242,7 @@ def _transformers() -> Any:
     try:
         return import_module("transformers")
     except ImportError:
-        raise UsageError("hf= needs transformers: pip install 'penstock[hf]'") from None
+        raise UsageError("hf= needs transformers: pip install 'penstock[transformers]'") from None
 
 
 def _config(path: Path) -> Any:
