@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from penstock.lazily import lazily
 
 if TYPE_CHECKING:
+    from penstock.integrations import accelerate as accelerate
+    from penstock.integrations import lightning as lightning
     from penstock.integrations import transformers as transformers
     from penstock.integrations.module import PipelineModel as PipelineModel
     from penstock.integrations.module import PipelineModule as PipelineModule

@@ -25,7 +25,7 @@ from penstock.pipeline import Pipeline
 from penstock.values import map_tensors
 
 
-class PipelineAccelerator(Accelerator):
+class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has no types
     """An ``Accelerator`` for a :class:`~penstock.PipelineModule`.
 
     ::
@@ -129,11 +129,15 @@ class PipelineAccelerator(Accelerator):
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum or mean over all pipelines."""
-        scale = scale / self._ranks if reduction == "sum" else scale
-        return super().reduce(tensor, reduction, scale)
+
+        def once(total: Tensor) -> Tensor:
+            return total / self._ranks if total.is_floating_point() else total // self._ranks
+
+        total = super().reduce(tensor, reduction, scale)
+        return map_tensors(total, once) if reduction == "sum" else total
 
 
-class _PipelineOptimizer(AcceleratedOptimizer):
+class _PipelineOptimizer(AcceleratedOptimizer):  # type: ignore[misc] # Accelerate has no types
     """An optimizer whose state dict is that of all ranks, by the names of the unsplit model."""
 
     pipe: Pipeline

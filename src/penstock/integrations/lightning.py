@@ -36,6 +36,8 @@ except ImportError as error:
 
 _LOGGED = "log "
 """What the names of logged values begin with, among the losses that a step reports."""
+_OURS = {"loss_fn", "reduction", "device", "group", "mesh", "replicas"}
+"""Arguments of a Pipeline that follow from the step and from Lightning's."""
 _PREDICT = ("forward", "predict_step")
 """The steps whose result, without gradients, is a prediction."""
 
@@ -316,10 +318,10 @@ class _Cuts:
 
     def __init__(self, ranks: int | None = None, **options: Any) -> None:
         super().__init__()
-        for name in options.keys() & {"loss_fn", "device", "group", "mesh", "replicas"}:
+        for name in options.keys() & _OURS:
             raise UsageError(
-                f"{type(self).__name__} has no argument {name}=: the loss is what training_step returns, "
-                "Lightning says which devices there are, and ranks= how many of them make one pipeline"
+                f"{type(self).__name__} has no argument {name}=: the loss is what training_step returns, a "
+                "mean, Lightning says which devices there are, and ranks= how many make one pipeline"
             )
         self._ranks, self._options = ranks, options
         self._module: _OnPipeline | None = None

@@ -1,0 +1,72 @@
+"""Accelerate's loop, on a pipeline and without."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("accelerate")
+
+from safetensors.torch import load_file
+
+from penstock import Pipeline, PipelineModule
+from penstock.errors import UsageError
+from penstock.integrations.accelerate import PipelineAccelerator
+from tests.integrations.accelerated import make, run
+from tests.scripts import run_script
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@cache
+def plain() -> dict[str, Any]:
+    return run()
+
+
+def assert_equal(found: dict[str, Any], rows: Any) -> None:
+    assert [number for row in found["rows"] for number in row] == pytest.approx(
+        [number for row in rows for number in row], abs=1e-5
+    )
+    assert found["outputs"] == [pytest.approx(row, abs=1e-5) for row in plain()["outputs"]]
+    assert found["total"] == 1.0
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB-V"])
+def test_in_one_process(schedule: str, tmp_path: Path) -> None:
+    assert_equal(run(save=tmp_path / "state", schedule=schedule, ranks=2), plain()["rows"])
+    assert load_file(tmp_path / "state/model.safetensors").keys() == make().state_dict().keys()
+    assert_equal(run(load=tmp_path / "state", schedule="1F1B", ranks=3), plain()["rows"][4:])
+
+
+@pytest.mark.slow
+def test_between_processes(tmp_path: Path) -> None:
+    run(save=tmp_path / "one", schedule="1F1B", ranks=3)
+    ran = run_script("-m", "tests.integrations.accelerated", str(tmp_path), processes=2)
+    assert [one.status for one in ran] == [0, 0], ran
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert_equal(found["whole"], plain()["rows"])
+    assert_equal(found["resumed"], plain()["rows"][4:])
+    assert_equal(run(load=tmp_path / "two", schedule="1F1B", ranks=4), plain()["rows"][4:])
+
+
+def accelerated() -> tuple[Any, Any]:
+    pipe = Pipeline(make(), ranks=2, loss_fn=nn.functional.cross_entropy)
+    return PipelineAccelerator(pipe, cpu=True), PipelineModule(pipe)
+
+
+def test_only_the_module_of_the_pipeline_is_prepared() -> None:
+    with pytest.raises(UsageError, match=r"given a Sequential; give it PipelineModule\(pipe\)"):
+        accelerated()[0].prepare(make())
+
+
+def test_clipping_a_part_is_refused() -> None:
+    accelerator, model = accelerated()
+    accelerator.backward(model(torch.ones(4, 8), target=torch.zeros(4, dtype=torch.int64)))
+    with pytest.raises(UsageError, match=r"0\.0\.weight, which has a gradient"):
+        accelerator.clip_grad_norm_(list(model.parameters())[2:], 1.0)
