@@ -63,9 +63,7 @@ class TrainConfig(BaseModel):
     replicas: Count = _setting(
         1, "Pipeline", "Copies of the pipeline that share each batch, each in its own processes."
     )
-    shard: bool = _setting(
-        False, "Pipeline", "Shard the weights over the replicas (FSDP2)."
-    )
+    shard: bool = _setting(False, "Pipeline", "Shard the weights over the replicas (FSDP2).")
     schedule: Text = _setting("1F1B", "Pipeline", "Name of the schedule.")
     plan: Text | None = _setting(
         None,
@@ -103,7 +101,9 @@ class TrainConfig(BaseModel):
     seed: Seed = _setting(0, "Training", "Seed of weights, batches and sample.")
 
     save_every: Count | None = _setting(
-        None, "Checkpoints", "Steps between checkpoints. Default: save only when the run stops early."
+        None,
+        "Checkpoints",
+        "Steps between checkpoints. Default: save only when the run stops early.",
     )
     keep: Count = _setting(2, "Checkpoints", "How many checkpoints are kept.")
     resume: Text | None = _setting(
@@ -112,7 +112,9 @@ class TrainConfig(BaseModel):
         "Resume from a run folder or a folder of checkpoints; auto: from --out if that has one.",
     )
     time_limit: Positive | None = _setting(
-        None, "Checkpoints", "Save and stop after this many seconds. A resumed run gets a fresh limit."
+        None,
+        "Checkpoints",
+        "Save and stop after this many seconds. A resumed run gets a fresh limit.",
     )
 
     data: Text | None = _setting(

@@ -343,7 +343,10 @@ class Run:
         for name, value in self._origin().items():
             if before.get(name) != value:
                 changed = f"{name} was {before.get(name)} and is {value}"
-                say(self.console, f"{changed}: the run will not see the text that an uninterrupted run sees")
+                say(
+                    self.console,
+                    f"{changed}: the run will not see the text that an uninterrupted run sees",
+                )
 
     def _origin(self) -> dict[str, Any]:
         """What determines the text on which a step trains."""
