@@ -347,6 +347,9 @@ SLIPS: dict[str, Slip] = {
         lambda pipe: pipe.step(X, target=Y, accumulate=1.5), UsageError,  # type: ignore[arg-type]
         "accumulate=1.5: must be a whole number",
     ),
+    "no step at all": (
+        lambda pipe: pipe.step(X, target=Y, accumulate=0), UsageError, "accumulate=0: must be at least 1 step"
+    ),
     "no weight": (
         lambda pipe: pipe.step(X, target=Y, loss_weight="a"), UsageError,  # type: ignore[arg-type]
         "loss_weight='a': must be a number for the batch, a list",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +12,8 @@ import typer
 
 from penstock import plan as planning
 from penstock import train
-from penstock.errors import ConfigError, UsageError
+from penstock.cli.output import check_folder, write, write_text
+from penstock.errors import ConfigError
 
 Config = Annotated[
     Path | None, typer.Option("--config", help="TOML file with the settings of penstock train.")
@@ -92,9 +92,8 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
 
     The model is the one of penstock train (--config), or one of transformers (--hf) without its weights.
     """
-    for path in (report, json):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise UsageError(f"{path}: cannot be written: there is no folder {path.parent}")
+    check_folder(report)
+    check_folder(json)
     if (config is None) == (hf is None):
         raise ConfigError(
             "give the settings of penstock train as --config, or a model's config as --hf"
@@ -139,18 +138,8 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
         seconds=seconds,
     )
     typer.echo(str(plans))
-    if report is not None:
-        _write(report, lambda: plans.report(report))
-    if json is not None:
-        _write(json, lambda: json.write_text(plans[0].to_json() + "\n", encoding="utf-8"))
-
-
-def _write(path: Path, write: Callable[[], object]) -> None:
-    try:
-        write()
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written: {error.strerror}") from error
-    typer.echo(f"wrote {path}")
+    write(report, plans.report)
+    write_text(json, lambda: plans[0].to_json() + "\n")
 
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock import schedule as ps
+from penstock.cli.output import write, write_text
 from penstock.errors import INPUT, InputFileError, ScheduleError, UsageError
 from penstock.schedule.files import DEFAULT, SUFFIXES, csv_table
 from penstock.schedule.library import RECIPES
@@ -113,17 +114,7 @@ def _costs(  # noqa: PLR0913 - one argument for each flag
     unit: str,
     share: int = 1,
 ) -> ps.Costs:
-    """The costs that the flags say.
-
-    Args:
-        forward: like the next ones, a flag.
-        input: a flag.
-        weight: a flag.
-        backward: a flag.
-        latency: a flag.
-        unit: a flag.
-        share: by how many to divide single numbers, and the memory.
-    """
+    """The costs that the flags say; ``share`` divides single numbers, and the memory."""
     if unit not in ("", "s", "ms", "us"):
         raise UsageError(f"--unit={unit}: must be s, ms or us")
     return ps.Costs(
@@ -187,8 +178,8 @@ def show(  # noqa: PLR0913 - one parameter for each flag
     typer.echo(_title(schedule))
     typer.echo(ps.draw_text(timeline, width=_columns(width), colour=_in_colour()))
     note = "Simulated times."
-    _write(svg, lambda: ps.draw_svg(timeline, title=_title(schedule), note=note))
-    _write(trace, timeline.to_chrome_trace)
+    write_text(svg, lambda: ps.draw_svg(timeline, title=_title(schedule), note=note))
+    write_text(trace, timeline.to_chrome_trace)
 
 
 @app.command()
@@ -284,8 +275,8 @@ def convert(  # noqa: PLR0913 - one parameter for each flag
     report = ps.validate(schedule)
     if not report.ok:
         return _report(report)
-    _writing(output, lambda: ps.save(schedule, output))
-    typer.echo(f"{output}: {_title(schedule)}, {sum(map(len, schedule.programs))} actions")
+    write(output, lambda path: ps.save(schedule, path))
+    typer.echo(f"{_title(schedule)}, {sum(map(len, schedule.programs))} actions")
     return 0
 
 
@@ -329,7 +320,7 @@ def compare(  # noqa: PLR0913 - one parameter for each flag
     rows = [row(name) for name in chosen]
     for line in _columns_of(rows, _columns(width)):
         typer.echo(line)
-    _write(csv, lambda: csv_table([COLUMNS, *map(_filled, rows)]))
+    write_text(csv, lambda: csv_table([COLUMNS, *map(_filled, rows)]))
 
 
 # ---- what they print and write
@@ -383,24 +374,21 @@ def _columns_of(rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
     while shown > 2 and sum(sizes[:shown]) + GAP * (shown - 1) > width:
         shown -= 1
     for row in (COLUMNS, *rows):
-        cells = [
-            text.ljust(size) if at == 0 else text.rjust(size)
-            for at, (text, size) in enumerate(zip(row, sizes, strict=False))
-        ]
-        yield (
-            (" " * GAP)
-            .join(cells[:shown] if len(row) == len(COLUMNS) else [cells[0], row[1]])
-            .rstrip()
-        )
+        name, *numbers = row
+        if len(row) == len(COLUMNS):
+            numbers = [
+                text.rjust(size) for text, size in zip(numbers, sizes[1:shown], strict=False)
+            ]
+        yield (" " * GAP).join([name.ljust(sizes[0]), *numbers]).rstrip()
     if shown < len(COLUMNS):
         yield f"Not shown, as a line has {width} characters: {', '.join(COLUMNS[shown:])}."
 
 
 def _longest_wait(ran: ps.Simulation, rank: int) -> str:
     gap = max(ran.gaps(rank), key=lambda gap: gap.end - gap.start, default=None)
-    return (
-        "" if gap is None else f"{gap.end - gap.start:g} before {gap.action}, for {gap.waits_for}"
-    )
+    if gap is None:
+        return ""
+    return f"{gap.end - gap.start:g} before {gap.action}, for {gap.waits_for}"
 
 
 def _report(report: ps.Report) -> int:
@@ -422,17 +410,3 @@ def _percent(share: float) -> str:
 
 def _print(table: Table) -> None:
     Console(width=shutil.get_terminal_size().columns, markup=False, highlight=False).print(table)
-
-
-def _write(path: Path | None, text: Callable[[], str]) -> None:
-    """Write a text to a file, if a path is given."""
-    if path is not None:
-        _writing(path, lambda: path.write_text(text(), encoding="utf-8", newline=""))
-        typer.echo(f"wrote {path}")
-
-
-def _writing(path: Path, write: Callable[[], object]) -> None:
-    try:
-        write()
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written: {error.strerror}") from error
