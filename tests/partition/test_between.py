@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import penstock
@@ -948,8 +949,88 @@ def test_scripted_units() -> None:
     plain = make(through_all)
     model = copy.deepcopy(plain)
     model.l[1] = torch.jit.script(model.l[1])
-    done = forwards(partition(model, ["l.1", "l.3"]), (rows(),))
-    assert torch.equal(done.output, plain(rows()))
+    pipe = penstock.Pipeline(
+        model,
+        stages=["l.1", "l.3"],
+        ranks=3,
+        microbatches=1,
+        loss_fn=lambda out, _=None: out.mean(),
+    )
+    assert torch.equal(pipe.predict(rows()), plain(rows()))
+
+
+def test_a_frozen_teacher_beside_the_model() -> None:
+    teacher = nn.Linear(WIDTH, WIDTH).double().requires_grad_(False)
+    check_equal(
+        make(lambda m, x: through_all(m, x) - teacher(x)),
+        lambda m: partition(m, ["l.1", "l.3"]),
+        (rows(),),
+    )
+
+
+class Recurrent(nn.Module):
+    """Passes a packed sequence from unit to unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(2))
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        packed = self.second(self.first(packed)[0])[0]
+        return pad_packed_sequence(packed, batch_first=True)[0]
+
+
+def test_packed_sequences_travel() -> None:
+    call = rows()[:, None].expand(SAMPLES, 3, WIDTH).clone(), torch.tensor([2, 3, 1, 3])
+    check_equal(Recurrent().double(), lambda m: partition(m, ["second"], example=(call, {})), call)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, 0.0, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        found: Tensor = self.head(self.encoder(x, src_key_padding_mask=padding))
+        return found
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_an_encoder_that_drops_padding_in_evaluation() -> None:
+    model = Encoder().double()
+    x, padding = rows()[None, :, :].clone(), torch.tensor([[False, False, True, True]])
+    cut = partition(model, ["encoder.layers.1"])
+    check_equal(model, lambda m: cut, (x, padding))
+    with torch.no_grad():
+        model.eval()
+        with pytest.raises(PartitionError, match=r"encoder.*padded.*use_nested_tensor = False"):
+            cut.plan((x, padding), {})
+        whole = forwards(partition(model, [["encoder"], ["head"]]), (x, padding))
+        assert torch.equal(whole.output, model(x, padding))
+        model.encoder.use_nested_tensor = False
+        assert torch.equal(forwards(cut, (x, padding)).output, model(x, padding))
+
+
+def test_compiled_parts_that_are_taken_apart_are_named() -> None:
+    inner = make(through_all)
+    inner.compile(backend="eager")
+    with pytest.raises(PartitionError, match=r"0 \(a Model\) was compiled as a whole"):
+        partition(nn.Sequential(inner, nn.Linear(WIDTH, WIDTH)), ["0.l.2"])
+
+
+def test_hooks_on_the_whole_models_state_run() -> None:
+    def double(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+        state.update({name: value * 2 for name, value in state.items()})
+
+    model, plain = make(through_all), make(through_all)
+    state = copy.deepcopy(plain.state_dict())
+    for one in (model, plain):
+        one.register_load_state_dict_pre_hook(double)
+    penstock.Pipeline(model, stages=["l.2"], ranks=2, loss_fn=torch.sub).load_state_dict(state)
+    plain.load_state_dict(state)
+    assert torch.equal(model(rows()), plain(rows()))
 
 
 @pytest.mark.filterwarnings("ignore")

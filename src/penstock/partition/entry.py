@@ -146,6 +146,17 @@ def _check_compiled(model: nn.Module) -> None:
         )
 
 
+def _check_parts_compiled(author: Author) -> None:
+    for module in author.outside:
+        forward = vars(module).get("forward")
+        if module._compiled_call_impl or hasattr(forward, "_torchdynamo_orig_callable"):
+            raise PartitionError(
+                f"{author.paths[id(module)] or 'the model'} (a {type(module).__name__}) was compiled as a "
+                "whole, and its parts are placed by themselves; compile these instead, or place it as a "
+                "whole by naming it in stages="
+            )
+
+
 # ---- where the units are
 
 
@@ -308,6 +319,8 @@ def _assembled(
     author = Author(model, doors, forward, recomputes, len(placed))
     cut = _Cut(author, homes, example)
     modules = tuple(CutStage(author, index, homes, cut) for index in range(len(placed)))
+    if len(placed) > 1:
+        _check_parts_compiled(author)
     made = Partition(modules, find_shared(model, modules), cut)
     made.check_covers(model)
     return made

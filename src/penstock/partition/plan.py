@@ -147,6 +147,8 @@ class CallPlan:
 
     def with_output(self, function: Callable[[Any], Any], counts: Any = None) -> Any:
         """Call a function with the model's output without data; what ``counts`` holds is put back."""
+        if not self.steps:
+            return None  # of a model that was not run without data
         with self.trace.mode, restored(counts):
             return function(self.trace.output)
 

@@ -255,7 +255,18 @@ def _fill(stage: nn.Module, author: Author, index: int, homes: Homes) -> list[An
                 holder._modules[name] = module
             continue
         _share(stage, author, path, module, index, homes, loose)
+        _share_hooks(stage, path, module)
     return loose
+
+
+_STATE_HOOKS = ("_load_state_dict_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks")
+"""Hooks of a module that act on what is loaded and saved. As of torch 2.13."""
+
+
+def _share_hooks(stage: nn.Module, path: str, module: nn.Module) -> None:
+    """Let what a stage has in place of a module run the module's hooks on states."""
+    with contextlib.suppress(AttributeError):  # a stage that has nothing of it
+        vars(stage.get_submodule(path)).update({name: vars(module)[name] for name in _STATE_HOOKS})
 
 
 def _share(  # noqa: PLR0913 - a stage, a module of the author's, and what both need
@@ -423,6 +434,7 @@ class _Runner(TorchFunctionMode):
         self._quick, self._metadata = plan.quick(stage), plan.trace.metadata
         self._mark = object()
         self._followed: dict[int, Tensor] = {}
+        self._foreign = plan.trace.foreign
         self._numbers: dict[int, int] = {}
         self._instead: dict[int, tuple[Tensor, Tensor]] = {}
         self._renamed: dict[int, int] = {}
@@ -537,6 +549,8 @@ class _Runner(TorchFunctionMode):
         self._at = at = self._at + 1
         if at > self._last:
             raise _StageDone
+        if at >= len(self._plan.steps):
+            raise self._diverged(what, at)
         step = self._plan.steps[at]
         if step.what is not what and step.what != what:
             raise self._diverged(what, at)
@@ -620,7 +634,7 @@ class _Runner(TorchFunctionMode):
                     id(value) in followed
                     or getattr(value, "_followed_in", None) is self._mark
                     or _is_placeholder(value)
-                    or isinstance(value, nn.Parameter)
+                    or (isinstance(value, nn.Parameter) and id(value) not in self._foreign)
                 ):
                     return True
             elif isinstance(value, list | tuple | dict):
@@ -659,7 +673,7 @@ class _Runner(TorchFunctionMode):
         for tensor, slot in zip(results, event.slots, strict=True):
             if isinstance(slot, int):
                 self._keep(step, tensor, slot)
-            elif event.inputs:
+            elif any(place == slot for place, _ in event.inputs):
                 self._follow(tensor)
         return output
 
@@ -832,10 +846,11 @@ class _Runner(TorchFunctionMode):
     def _diverged(self, what: Any, at: int, how: str = "") -> PartitionError:
         steps = self._plan.steps
         name = what if isinstance(what, str) else getattr(what, "__name__", str(what))
-        expected = steps[at].event
+        event = steps[at].event if at < len(steps) else None
+        planned = f"{event.name} {event.where}" if event is not None else "its end"
         return PartitionError(
             f"{where(self._author.paths)}: the model's forward went another way in stage {self._stage} "
-            f"({name}{how}) than in the run without data ({expected.name} {expected.where}): what it does "
+            f"({name}{how}) than in the run without data ({planned}): what it does "
             "between its units depends on numbers, on chance or on something that has changed since. Put "
             "that code into a module that is placed as a whole, or give example=(args, kwargs) with typical "
             "numbers"

@@ -179,7 +179,7 @@ class Snapshot:
         )
 
     def _is_changed(self, value: Any, depth: int, been: set[int]) -> bool:
-        if depth > _DEPTH or id(value) in been:
+        if depth > _DEPTH or id(value) in been or isinstance(value, Generator):
             return False
         been.add(id(value))
         if isinstance(value, tuple):

@@ -201,6 +201,7 @@ class Trace:
         state: what the run has changed outside of units.
         settled: the attributes that are set once: by the identity of the module, and by name.
         has_custom: whether a custom function was applied between units.
+        foreign: parameters of other models, such as a frozen teacher's, by their identity.
         kept: the attributes that units have set.
         decides: whether the code between units looked at numbers, such as those of the model's arguments.
     """
@@ -219,6 +220,7 @@ class Trace:
     state: list[Changed] = field(default_factory=list)
     settled: set[tuple[int, str]] = field(default_factory=set)
     has_custom: bool = False
+    foreign: dict[int, Tensor] = field(default_factory=dict)
     kept: list[Attribute] = field(default_factory=list)
     decides: bool = False
 
@@ -398,10 +400,20 @@ class _Recorder(TorchFunctionMode):
                 door.open(self._unit, direct=True)
                 stack.callback(door.close)
             stack.enter_context(others_seen(self))
+            stack.enter_context(self._encoders_watched())
             self._kept = Kept(_units(self.doors), self._read_kept, self._set_again)
             try:
                 with self:
                     output = forward(*args, **kwargs)
+            except Exception as error:
+                if type(error).__module__.startswith("torch._dynamo"):
+                    after = f"after {self._latest}, " if self._latest else ""
+                    raise PartitionError(
+                        f"{after}the {type(self.model).__name__} runs code that torch.compile has "
+                        "compiled between its units, which cannot be cut; compile modules "
+                        "that are placed as a whole"
+                    ) from error
+                raise
             finally:
                 trace.kept = self._kept.close()
             trace.state = [*snapshot.changes(), *self._kept.between]
@@ -411,6 +423,35 @@ class _Recorder(TorchFunctionMode):
         changed = (i for i, t in enumerate(given) if t._version != versions[i])
         trace.changed_arguments.update(changed)
         return trace
+
+    @contextlib.contextmanager
+    def _encoders_watched(self) -> Iterator[None]:
+        """Refuse PyTorch's encoders that drop padding, by nested tensors, where their layers are units."""
+
+        def check(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if kwargs.get("src_key_padding_mask", args[2] if len(args) > 2 else None) is not None:
+                name = self._paths.get(id(module)) or "the model"
+                raise PartitionError(
+                    f"{name} (TransformerEncoder) drops padded positions in evaluation, by nested tensors, "
+                    "which cannot travel between stages; set its use_nested_tensor = False, or place it as a "
+                    "whole by naming it in stages="
+                )
+
+        inside = {id(m) for door in self.doors for m in door.module.modules()}
+        nested = [
+            module
+            for module in self.model.modules()
+            if isinstance(module, nn.TransformerEncoder)
+            and id(module) not in inside
+            and getattr(module, "use_nested_tensor", False)
+            and not (module.training or torch.is_grad_enabled())
+        ]
+        hooks = [module.register_forward_pre_hook(check, with_kwargs=True) for module in nested]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _read_kept(self, attribute: Attribute, value: Any) -> None:
         """An attribute that a unit has set is read, and not by that unit."""
@@ -524,6 +565,7 @@ class _Recorder(TorchFunctionMode):
         if not is_ours(func) and not _any(map(self._is_followed, tensors)):
             output = func(*args, **kwargs)
             self.trace.decides |= getattr(func, "__name__", "") in _READS
+            self.trace.foreign |= {id(t): t for t in tensors if isinstance(t, nn.Parameter)}
             if any(id(t) in self._derived for t in tensors):
                 self._derived |= {id(t): t for t in tensors_in(output)}
             return output
@@ -698,7 +740,7 @@ class _Recorder(TorchFunctionMode):
         except Exception as error:
             if not event.is_unit:
                 return self._function_with_data(event, run, error)
-            return self._run_with_data(event, run, args, kwargs, error)
+            return self._run_with_data(event, run, error)
         finally:
             self.current = None
 
@@ -726,40 +768,44 @@ class _Recorder(TorchFunctionMode):
         twin: Tensor = self.mode.from_tensor(tensor.detach())
         return twin.requires_grad_(tensor.requires_grad)
 
-    def _run_with_data(
-        self, event: Event, run: Run, args: Any, kwargs: Any, reason: Exception
-    ) -> Any:
-        """Run a unit that does not run without data on ones."""
+    def _run_with_data(self, event: Event, run: Run, reason: Exception) -> Any:
+        """Run a unit that does not run without data on ones, and on whole numbers of the arguments."""
         module = self.model.get_submodule(event.what)
-        before: list[tuple[Any, str, Any]] = []
-
-        def ones(tensor: Tensor) -> Tensor:
-            twin = torch.ones(tensor.shape, dtype=tensor.dtype, device=self.trace.device)
-            if isinstance(tensor, nn.Parameter):
-                return nn.Parameter(twin, tensor.requires_grad)
-            return twin.requires_grad_(tensor.requires_grad)
-
+        originals = {id(t): t for t in tensors_in(self._written) if not isinstance(t, FakeTensor)}
         try:
-            for table, name, tensor in _tables(module):
-                if isinstance(tensor, FakeTensor):
-                    before.append((table, name, tensor))
-                    table[name] = ones(tensor)
-            args, kwargs = replaced((args, kwargs), ones)
-            output = run(*args, **kwargs)
+            with _filled_with_ones(module, self._ones):
+                try:
+                    args, kwargs = replaced(self._written, self._told)
+                    output = run(*args, **kwargs)
+                except Exception:
+                    # Perhaps a mask of ones leaves nothing.
+                    args, kwargs = replaced(self._written, self._unmasked)
+                    output = run(*args, **kwargs)
         except Exception as error:
             if not (event.needs_data or isinstance(reason, _NEED_DATA)):
                 raise
-            kind = type(module).__name__
             raise PartitionError(
-                f"module {event.what!r} ({kind}) fails on arguments of these shapes: {error}. If it needs "
-                f"certain numbers in them (it was run without data, and then on ones: {reason}), give "
-                "example=(args, kwargs), or name a larger module in stages="
+                f"module {event.what!r} ({type(module).__name__}) fails on arguments of these shapes: "
+                f"{error}. If it needs certain numbers in them (it was run without data, and then on ones: "
+                f"{reason}), give example=(args, kwargs), or name a larger module in stages="
             ) from reason
-        finally:
-            for table, name, tensor in before:
-                table[name] = tensor
+        return replaced(
+            output, lambda t: originals[id(t)] if id(t) in originals else self._without_numbers(t)
+        )
 
-        return replaced(output, self._without_numbers)
+    def _ones(self, tensor: Tensor) -> Tensor:
+        twin = torch.ones(tensor.shape, dtype=tensor.dtype, device=self.trace.device)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(twin, tensor.requires_grad)
+        return twin.requires_grad_(tensor.requires_grad)
+
+    def _told(self, tensor: Tensor) -> Tensor:
+        is_told = not (isinstance(tensor, FakeTensor) or tensor.is_floating_point())
+        return tensor if is_told else self._ones(tensor)
+
+    def _unmasked(self, tensor: Tensor) -> Tensor:
+        given = self._told(tensor)
+        return torch.zeros_like(given) if tensor.dtype is torch.bool else given
 
     # ---- custom functions and checkpoints
 
@@ -869,6 +915,19 @@ def _is_metadata(event: Event, output: Any) -> bool:
     """Whether a function tells something about tensors that placeholders have too."""
     acts = event.is_unit or event.changes or event.needs_data or is_ours(event.what)
     return not acts and event.what not in _EFFECTS and not tensors_in(output)
+
+
+@contextlib.contextmanager
+def _filled_with_ones(module: nn.Module, ones: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Give a module without data other parameters and buffers."""
+    before = [(table, name, t) for table, name, t in _tables(module) if isinstance(t, FakeTensor)]
+    try:
+        for table, name, tensor in before:
+            table[name] = ones(tensor)
+        yield
+    finally:
+        for table, name, tensor in before:
+            table[name] = tensor
 
 
 def _tables(module: nn.Module) -> list[tuple[Any, str, Tensor | None]]:
