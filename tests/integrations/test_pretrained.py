@@ -18,8 +18,8 @@ from tests.integrations.trainers import SIZES, TOKENS, Examples, make_model
 pytestmark = pytest.mark.filterwarnings("ignore")
 ROWS = Examples("text", 8, 1)
 BATCH = {name: torch.stack([ROWS[i][name] for i in range(8)]) for name in ("input_ids", "labels")}
-# Two microbatches without any label.
-BATCH["labels"][:4] = -100
+# One microbatch without any label, and one whose first row has a label in front of all.
+BATCH["labels"][1:5] = -100
 
 
 def as_module(model: Any, **options: Any) -> Any:
