@@ -80,7 +80,8 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
         heads, _ = self.attention(hidden, hidden, hidden, attn_mask=mask, need_weights=False)
         hidden = self.norm(hidden + heads)
-        return hidden + self.down(torch.tanh(self.up(hidden)))
+        result: Tensor = hidden + self.down(torch.tanh(self.up(hidden)))
+        return result
 
 
 class LanguageModel(LightningModule):
@@ -167,11 +168,11 @@ def classify(strategy: Any = "auto", resume: Any = None, **options: Any) -> dict
     trainer = trainer_of(strategy, callbacks=[curve], gradient_clip_val=0.5, **options)
     trainer.fit(module, options.get("data") or images(), images(11, 6), ckpt_path=resume)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    outputs = trainer.predict(module, images(11, 6))
+    outputs: Any = trainer.predict(module, images(11, 6))
     return {
         "losses": curve.losses,
         "metrics": metrics,
-        "outputs": [float(one.square().sum()) for one in outputs or ()],
+        "outputs": [float(one.square().sum()) for one in outputs],
         "trainer": trainer,
     }
 
@@ -192,7 +193,8 @@ def model_language(strategy: Any = "auto", load: Any = None, save: Any = None) -
     for number, batch in list(enumerate(batches))[state["step"] :]:
         loss = model.training_step(batch, number)["loss"]
         fabric.backward(loss)
-        norms.append(float(fabric.clip_gradients(model, optimizer, max_norm=0.5)))
+        norm: Any = fabric.clip_gradients(model, optimizer, max_norm=0.5)
+        norms.append(float(norm))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss))

@@ -123,7 +123,8 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has n
         """Tensors of all pipelines, each once."""
 
         def one_of_each(joined: Tensor) -> Tensor:
-            return joined.unflatten(0, (self.num_processes, -1))[:: self._ranks].flatten(0, 1)
+            rows: Tensor = joined.unflatten(0, (self.num_processes, -1))
+            return rows[:: self._ranks].flatten(0, 1)
 
         return map_tensors(super().gather(tensor), one_of_each)
 

@@ -370,6 +370,11 @@ class _Cuts:
         else:
             super().setup_environment()  # type: ignore[misc] # of the strategy beside this
 
+    def _configure_launcher(self) -> None:
+        # A launcher would change the number of threads of this process.
+        if self._layout() != (1, 1):
+            super()._configure_launcher()  # type: ignore[misc]
+
     def _cut(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> _OnPipeline:
         device: torch.device = self.root_device  # type: ignore[attr-defined]
         replicas, each = self._layout()
