@@ -50,6 +50,7 @@ class _Log:
 
     A value is a loss of weight 0 to the pipeline: the stage that has it adds it, the microbatches' values are
     averaged, and every rank gets the mean. Options are noted here, since every rank runs the module's code.
+    The modules hold methods of this and not the object, which is no state of the model.
 
     Attributes:
         step_name: the step that runs.
@@ -62,7 +63,8 @@ class _Log:
         self._options: dict[tuple[str, str], dict[str, Any]] = {}
         self._signature = inspect.signature(LightningModule.log)
 
-    def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    def take(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """What ``self.log`` does in a step."""
         options = dict(self._signature.bind(None, name, value, *args, **kwargs).arguments)
         if not isinstance(value, Tensor | int | float) or torch.as_tensor(value).numel() != 1:
             raise UsageError(
@@ -86,11 +88,15 @@ class _Log:
         if not isinstance(module, LightningModule):
             yield
             return
-        vars(module)["log"] = self
+        vars(module)["log"] = self.take
         try:
             yield
         finally:
             del vars(module)["log"]
+
+    def note_loss(self, step_name: str, kind: type | None) -> None:
+        """Note what a step returned."""
+        self.returns[step_name] = kind
 
     def pass_on(self, module: Any, result: StepResult) -> None:
         """Log a step's values for real."""
@@ -115,7 +121,7 @@ class _Step(nn.Module):
 
     def __init__(self, module: nn.Module, log: _Log) -> None:
         super().__init__()
-        self.module, self.log = module, log
+        self.module, self.note_loss = module, log.note_loss
         self.numbers: dict[int | str, int] = {}
         self.training = module.training
 
@@ -136,7 +142,7 @@ class _Step(nn.Module):
                 "returns the loss, a scalar tensor that requires grad, or a dict with it under 'loss'. In a "
                 "pipeline no batch is skipped by returning None, and no loss is computed outside of the step"
             )
-        self.log.returns[step_name] = type(output) if is_loss else None
+        self.note_loss(step_name, type(output) if is_loss else None)
         return loss if is_loss else None
 
 
