@@ -67,9 +67,13 @@ class Snapshot:
         for (_, module), attributes in zip(self._modules, self._attributes, strict=True):
             unit = self._inside.get(id(module), "")
             for value in attributes.values():
-                self.look(value, unit)
+                self._look(value, unit, 0)
 
-    def look(self, value: Any, unit: str = "", depth: int = 0) -> None:
+    def look(self, value: Any) -> None:
+        """Note also what some value holds."""
+        self._look(value, "", 0)
+
+    def _look(self, value: Any, unit: str, depth: int) -> None:
         """Note what containers and helper objects hold, and which units have them."""
         if depth > _DEPTH or isinstance(value, nn.Module | Tensor | type | str | int | float):
             return
@@ -86,7 +90,7 @@ class Snapshot:
             self._reached.setdefault(id(value), set()).add(unit)
             children = _members(contents)
         for child in children[:_MOST]:
-            self.look(child, unit, depth + 1)
+            self._look(child, unit, depth + 1)
 
     def changes(self) -> list[Changed]:
         """What has changed outside of the units, or in what several units have."""
