@@ -96,7 +96,7 @@ class Snapshot:
                 self._look(kind, unit, 1, None, None)
 
     def look(self, value: Any) -> None:
-        """Note what another object holds."""
+        """Note also what some value holds."""
         self._look(value, "", 0, (), None)
 
     def _look(self, value: Any, unit: str, depth: int, holder: Any, name: Any) -> None:
