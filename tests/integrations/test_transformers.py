@@ -129,12 +129,12 @@ def test_what_is_asked_for_is_what_the_trainer_does(options: Any, tmp_path: Path
 
 
 def test_the_best_model_is_loaded_and_predicts(tmp_path: Path) -> None:
-    arguments = {
-        "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 2, "learning_rate": 0.3,
-        "load_best_model_at_end": True, "save_total_limit": 1,
-    }  # fmt: skip
+    often = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+    best = {"load_best_model_at_end": True, "save_total_limit": 1}
+    arguments = {**often, **best, "learning_rate": 0.3}
     predictions = []
-    for kind, options in ((Trainer, {}), (PipelineTrainer, {"pipeline": {"ranks": 2}})):
+    kinds: dict[type[Trainer], Any] = {Trainer: {}, PipelineTrainer: {"pipeline": {"ranks": 2}}}
+    for kind, options in kinds.items():
         folder = tmp_path / kind.__name__
         trainer = make(kind, "bert", folder, 6, arguments=arguments, **options)
         trainer.train()
@@ -149,7 +149,7 @@ def test_a_callback_stops_a_run(tmp_path: Path) -> None:
             assert kwargs["model"] is trainer.model
             control.should_training_stop = state.global_step == 2
 
-    options = {"pipeline": {"ranks": 2}, "callbacks": [Stop()]}
+    options: dict[str, Any] = {"pipeline": {"ranks": 2}, "callbacks": [Stop()]}
     trainer = make(PipelineTrainer, "vit", tmp_path, 6, **options)
     trainer.train()
     assert trainer.state.global_step == 2
@@ -200,8 +200,9 @@ def test_supervised_fine_tuning_by_trl(tmp_path: Path) -> None:
         (PipelineSFTTrainer, {"pipeline": {"schedule": "ZB-V", "ranks": 2}}),
     ):
         config = trl.SFTConfig(
-            str(tmp_path), max_steps=3, per_device_train_batch_size=8, logging_steps=1, report_to=[], use_cpu=True,
-            save_strategy="no", bf16=False, gradient_checkpointing=False, disable_tqdm=True,
+            str(tmp_path), max_steps=3, per_device_train_batch_size=8, logging_steps=1,
+            report_to=[], use_cpu=True, save_strategy="no", bf16=False,
+            gradient_checkpointing=False, disable_tqdm=True,
         )  # fmt: skip
         trainer = kind(
             make_model("llama"), args=config, train_dataset=datasets.Dataset.from_list(rows),
@@ -216,6 +217,6 @@ def words() -> Any:
     """A tokenizer of a few words."""
     tokens = {f"w{number}": number for number in range(50)}
     model = tokenizers.models.WordLevel(tokens, unk_token="w3")
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call] # transformers'
         tokenizer_object=tokenizers.Tokenizer(model), pad_token="w2", eos_token="w1", bos_token="w0"
     )

@@ -20,7 +20,7 @@ except ImportError as error:
     ) from error
 
 from penstock.checkpoint import Checkpoints
-from penstock.errors import UsageError
+from penstock.errors import StateDictError, UsageError
 from penstock.integrations.module import PipelineModel, PipelineModule, own_loss
 from penstock.parallel import replicated_mesh
 from penstock.pipeline import Pipeline
@@ -247,7 +247,15 @@ class PipelineTrainer(Trainer):
         """Nothing yet: the weights come with the optimizer's states."""
 
     def _load_best_model(self) -> None:
-        self.pipe.load(str(self.state.best_model_checkpoint))
+        folder = Path(str(self.state.best_model_checkpoint))
+        try:
+            self.pipe.load(folder)
+        except StateDictError:
+            # Some models write other names than they have.
+            if not (folder / _FOLDER).is_dir():
+                raise
+            with Checkpoints(folder / _FOLDER) as checkpoints:
+                checkpoints.load(pipe=self.pipe)
 
 
 def _refuse(trainer: Trainer) -> None:

@@ -1,0 +1,136 @@
+"""Models of transformers as modules: their loss, their output class, and what they generate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from penstock import Pipeline, PipelineModule
+from penstock.errors import AgreementError, UsageError
+from penstock.integrations import own_loss
+from penstock.testing import WorkerPool
+from tests.integrations.trainers import SIZES, TOKENS, Examples, make_model
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+ROWS = Examples("text", 8, 1)
+BATCH = {name: torch.stack([ROWS[i][name] for i in range(8)]) for name in ("input_ids", "labels")}
+# One microbatch without any label, and one whose first row has a label in front of all.
+BATCH["labels"][1:5] = -100
+
+
+def as_module(model: Any, **options: Any) -> Any:
+    defaults: dict[str, Any] = {"ranks": 2, "microbatches": 4, **own_loss(model)}
+    return PipelineModule(Pipeline(model, **(defaults | options)))
+
+
+@pytest.mark.parametrize("items", [None, 1000])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_the_loss_is_the_models(family: str, items: int | None) -> None:
+    module, plain = as_module(make_model(family)), make_model(family)
+    module.train()
+    output = module(**BATCH, num_items_in_batch=items, outputs=True)
+    expected = plain.train()(**BATCH, num_items_in_batch=items)
+    assert type(output) is type(expected)
+    torch.testing.assert_close(output.loss, expected.loss)
+    torch.testing.assert_close(output.logits, expected.logits)
+    output.loss.backward()
+    expected.loss.backward()
+    named = dict(plain.named_parameters())
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter.grad, named[name].grad)
+
+
+def test_the_output_class_is_the_models() -> None:
+    module = as_module(make_model("llama")).train()
+    output = module(**BATCH)
+    assert type(output) is CausalLMOutputWithPast
+    assert output.logits is None
+    evaluated = module.eval()(**BATCH)
+    assert type(evaluated) is CausalLMOutputWithPast
+    assert "loss" not in module(input_ids=BATCH["input_ids"])
+    assert module.config.vocab_size == TOKENS["vocab_size"]
+
+
+def test_wrong_use_is_named() -> None:
+    module = as_module(make_model("llama")).train()
+    with pytest.raises(UsageError, match="no target was given"):
+        module(input_ids=BATCH["input_ids"])
+    with pytest.raises(UsageError, match="Put the change into loss_fn"):
+        module(**BATCH, outputs=True).logits.sum().backward()
+    with pytest.raises(AttributeError, match="resize_token_embeddings"):
+        module.resize_token_embeddings(60)
+
+
+HOW: list[dict[str, Any]] = [
+    {"do_sample": False},
+    {"do_sample": True, "top_k": 10},
+    {"num_beams": 2},
+    {"use_cache": False},
+]
+MADE: dict[str, Any] = {
+    "gpt2": lambda: make_model("gpt2"),
+    "t5": lambda: make_model("t5"),
+    "mistral": lambda: transformers.MistralForCausalLM(
+        transformers.MistralConfig(
+            **SIZES, **TOKENS, num_attention_heads=4, num_key_value_heads=2, sliding_window=6
+        )
+    ),
+}
+
+
+def generated(name: str, group: Any = None, rank: int = 0, plain: bool = False) -> Any:
+    torch.manual_seed(0)
+    model = MADE[name]()
+    generate = (model.eval() if plain else as_module(model, group=group)).generate
+    mask = torch.ones(3, 10, dtype=torch.long)
+    mask[0, :3] = 0
+    rows = []
+    for how in HOW:
+        # Only what rank 0 draws counts.
+        torch.manual_seed(7 + rank)
+        tokens = ROWS.tokens[:3]
+        options = {"max_new_tokens": 8, "eos_token_id": None, "pad_token_id": 2, **how}
+        rows.append(generate(tokens, attention_mask=mask, **options).tolist())
+    return rows
+
+
+def generate_all(group: Any) -> Any:
+    return {name: generated(name, group, group.rank()) for name in MADE}
+
+
+@pytest.mark.slow
+def test_processes_generate_what_the_plain_model_does(workers: WorkerPool) -> None:
+    expected = {name: generated(name, plain=True) for name in MADE}
+    for found in workers.run(f"{__name__}:generate_all", 2, 100.0):
+        assert found == expected
+
+
+def test_one_process_generates_what_the_plain_model_does() -> None:
+    assert generated("gpt2") == generated("gpt2", plain=True)
+
+
+def refuse(group: Any) -> list[str]:
+    config = transformers.Qwen3NextConfig(
+        **SIZES, **TOKENS, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=0,
+        linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+    )  # fmt: skip
+    module = as_module(transformers.Qwen3NextForCausalLM(config), group=group)
+    texts = []
+    for rows in (ROWS.tokens[:2], ROWS.tokens[group.rank() : group.rank() + 2]):
+        try:
+            module.generate(rows, max_new_tokens=3)
+        except (UsageError, AgreementError) as error:
+            texts.append(str(error))
+    assert module.generate(ROWS.tokens[:2], max_new_tokens=3, use_cache=False).shape == (2, 13)
+    return texts
+
+
+@pytest.mark.slow
+def test_a_cache_that_cannot_be_split_is_refused_on_every_rank(workers: WorkerPool) -> None:
+    for cache, differing in workers.run(f"{__name__}:refuse", 2, 100.0):
+        assert "cannot split the cache of model.layers.0" in cache
+        assert "different arguments" in differing
