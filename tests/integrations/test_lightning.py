@@ -159,8 +159,10 @@ def test_between_processes(tmp_path: Path) -> None:
     rest = {key: plain_tokens()[key][12:] for key in ("losses", "norms")}
     assert_equal(found["tokens"], {**plain_tokens(), **rest})
     assert "different batches" in found["refusal"]
-    module = Classifier()
-    module.load_state_dict(torch.load(tmp_path / "trained.ckpt", weights_only=False)["state_dict"])
+    file = torch.load(tmp_path / "trained.ckpt", weights_only=False)
+    Classifier().load_state_dict(file["state_dict"])
+    states = plain()["trainer"].optimizers[0].state_dict()["state"]
+    torch.testing.assert_close(file["optimizer_states"][0]["state"], states, atol=1e-5, rtol=1e-4)
 
 
 # ---- wrong use
