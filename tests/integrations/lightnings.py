@@ -1,7 +1,7 @@
 """Small modules of Lightning, and runs of its Trainer and Fabric on them; as a script, what tests launch.
 
-``python -m tests.integrations.lightnings FOLDER`` trains both under torchrun, and rank 0 writes what came out
-into ``FOLDER/report.json``.
+``python -m tests.integrations.lightnings FOLDER`` trains both under torchrun, or with four processes two
+replicas with Fabric, and rank 0 writes what came out into ``FOLDER/report.json``.
 """
 
 from __future__ import annotations
@@ -174,21 +174,23 @@ def classify(strategy: Any = "auto", resume: Any = None, **options: Any) -> dict
     }
 
 
-def model_language(strategy: Any = "auto", load: Any = None, save: Any = None) -> dict[str, Any]:
+def model_language(
+    strategy: Any = "auto", load: Any = None, save: Any = None, batch: int = 8
+) -> dict[str, Any]:
     """What a loop with Fabric gives: losses, norms, a loss and outputs in evaluation."""
     fabric = Fabric(accelerator="cpu", devices=PROCESSES, strategy=strategy)
     fabric.launch()
     torch.manual_seed(0)
     module = LanguageModel()
     model, optimizer = fabric.setup(module, module.configure_optimizers())
-    loader: Any = fabric.setup_dataloaders(DataLoader(Tokens(), batch_size=8))
+    loader: Any = fabric.setup_dataloaders(DataLoader(Tokens(), batch_size=batch))
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0}
     if load is not None:
         fabric.load(load, state)
     losses, norms = [], []
-    batches = [batch for _ in range(4) for batch in loader]
-    for number, batch in list(enumerate(batches))[state["step"] :]:
-        loss = model.training_step(batch, number)["loss"]
+    batches = [one for _ in range(4) for one in loader]
+    for number, one in list(enumerate(batches))[state["step"] :]:
+        loss = model.training_step(one, number)["loss"]
         fabric.backward(loss)
         norm: Any = fabric.clip_gradients(model, optimizer, max_norm=0.5)
         norms.append(float(norm))
@@ -206,6 +208,9 @@ def model_language(strategy: Any = "auto", load: Any = None, save: Any = None) -
 
 
 def report(folder: Path) -> dict[str, Any]:
+    if PROCESSES == 4:
+        strategy = FabricPipelineStrategy(ranks=2, microbatches=2, loss_weight=count_labels)
+        return model_language(strategy, batch=4)
     options = {"ranks": PROCESSES, "microbatches": 4}
     plain = classify(PipelineStrategy(schedule="1F1B", **options))
     trainer = plain.pop("trainer")

@@ -138,18 +138,31 @@ def test_fabric_loads_what_another_layout_saved(tmp_path: Path) -> None:
 # ---- between processes
 
 
+def launched(folder: Path, processes: int) -> dict[str, Any]:
+    ran = run_script("-m", "tests.integrations.lightnings", str(folder), processes=processes)
+    assert [one.status for one in ran] == [0] * processes, ran
+    found: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return found
+
+
+def test_replicas_share_the_data(tmp_path: Path) -> None:
+    """Each of two pipelines has half of each batch; the loss and the gradients are those of the whole."""
+    found = launched(tmp_path, 4)
+    assert_equal(found, {key: plain_tokens()[key] for key in ("losses", "norms", "evaluated")})
+
+
 @pytest.mark.timeout(150)
 def test_between_processes(tmp_path: Path) -> None:
     model_language(save=tmp_path / "plain.ckpt")
-    ran = run_script("-m", "tests.integrations.lightnings", str(tmp_path), processes=2)
-    assert [one.status for one in ran] == [0, 0], ran
-    found = json.loads((tmp_path / "report.json").read_text())
+    found = launched(tmp_path, 2)
     assert_equal(found["images"], plain())
     rest = {key: plain_tokens()[key][12:] for key in ("losses", "norms")}
     assert_equal(found["tokens"], {**plain_tokens(), **rest})
     assert "different batches" in found["refusal"]
-    module = Classifier()
-    module.load_state_dict(torch.load(tmp_path / "trained.ckpt", weights_only=False)["state_dict"])
+    file = torch.load(tmp_path / "trained.ckpt", weights_only=False)
+    Classifier().load_state_dict(file["state_dict"])
+    states = plain()["trainer"].optimizers[0].state_dict()["state"]
+    torch.testing.assert_close(file["optimizer_states"][0]["state"], states, atol=1e-5, rtol=1e-4)
 
 
 # ---- wrong use
