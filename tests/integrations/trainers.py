@@ -84,8 +84,9 @@ def bert() -> Any:
 
 
 def vit() -> Any:
-    more: dict[str, Any] = {"image_size": 8, "patch_size": 4, "num_labels": 3}
-    config = transformers.ViTConfig(**SIZES, **STILL, **more, num_attention_heads=2)
+    # Enough modules for eight stages.
+    more = {"image_size": 8, "patch_size": 4, "num_labels": 3, "num_hidden_layers": 6}
+    config = transformers.ViTConfig(**(SIZES | more), **STILL, num_attention_heads=2)
     return transformers.ViTForImageClassification(config)
 
 
