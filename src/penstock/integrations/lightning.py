@@ -149,9 +149,8 @@ class _Step(nn.Module):
 def _shown(value: Any) -> str:
     if not isinstance(value, Tensor):
         return "None" if value is None else f"a {type(value).__name__}"
-    return f"a tensor of shape {tuple(value.shape)}" + (
-        "" if value.requires_grad else " without graph"
-    )
+    graph = "" if value.requires_grad else " that requires no grad"
+    return f"a tensor of shape {tuple(value.shape)}{graph}"
 
 
 def _loss_of(output: Any, _: Any) -> Tensor:
@@ -214,9 +213,12 @@ class _OnPipeline(nn.Module):
         kwargs = {name: None if name in numbers else value for name, value in kwargs.items()}
         self._step.numbers = numbers
         trains = torch.is_grad_enabled() and (step_name != "forward" or self.training)
-        # Not in inference mode, in which Lightning evaluates: no code can be followed there.
-        modes = torch.inference_mode(False), torch.set_grad_enabled(trains)
-        with self._log.instead(self.module, step_name), modes[0], modes[1]:
+        with (
+            self._log.instead(self.module, step_name),
+            # Lightning evaluates in inference mode, in which no code can be followed.
+            torch.inference_mode(False),
+            torch.set_grad_enabled(trains),
+        ):
             if not trains and step_name in _PREDICT:
                 return self.pipe.predict(*args, same_batch=True, step_name=step_name, **kwargs)
             if self._weighs:
