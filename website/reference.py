@@ -29,12 +29,15 @@ PARTS = {
     "penstock.transport": "Transports",
     "penstock.parallel": "Sharded and replicated stages",
     "penstock.faults": "Faults",
+    "penstock.integrations": "In the loops of other libraries",
     "penstock.testing": "Testing",
     "penstock.train": "The trainer",
     "penstock.pipelining": "torch's names",
     "penstock.errors": "Errors",
 }
 """The public parts and the titles of their pages."""
+NEED_EXTRAS = {"penstock.integrations": ["transformers", "lightning", "accelerate"]}
+"""Modules that import other libraries: they are read for a part's page, and not imported."""
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -83,7 +86,8 @@ def names_of(part: str) -> list[str]:
 def _part(part: str, title: str) -> str:
     """A page: what the part is, and each of its names from its docstring."""
     about = f"::: {part}\n    options: {{members: false, show_root_heading: false}}\n"
-    names = "\n".join(f"::: {part}.{name}\n" for name in names_of(part))
+    listed = [*names_of(part), *NEED_EXTRAS.get(part, ())]
+    names = "\n".join(f"::: {part}.{name}\n" for name in listed)
     return f"# {title}: `{part}`\n\n{about}\n{names}"
 
 
