@@ -162,8 +162,8 @@ class PipelineStage:
         self.index = index
         self.count = count
         self.is_first, self.is_last = index == 0, index == count - 1
-        self._device = device_of(module) if device is None else torch.device(device)
-        self._module = _moved(module, self._device)
+        self.device = device_of(module) if device is None else torch.device(device)
+        self._module = _moved(module, self.device)
         self.code = parallel.unwrapped(self._module)
         self._forwards: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         self._pending: dict[int, Any] = {}
@@ -244,12 +244,10 @@ class PipelineStage:
         except AttributeError:
             return next(part.module for part in self.parts() if part.name == path)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the stage lives: of one that was made on the meta device, where it was given memory."""
-        if self._device.type == "meta":
-            self._device = device_of(self._module)
-        return self._device
+    def follow_memory(self) -> None:
+        """Live where the module was given memory, if it was made on the meta device."""
+        if self.device.type == "meta":
+            self.device = device_of(self._module)
 
     def called_modules(self) -> Iterator[nn.Module]:
         """All modules that the stage may call: its own, and those of the author around them."""

@@ -115,6 +115,8 @@ class HeldWeights:
         tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
         if True in [tensor.is_meta for tensor in tensors]:
             self.weights.check_filled()
+        for stage in self.stages:
+            stage.follow_memory()
 
     def names_by_identity(self) -> dict[int, str]:
         """The name of each parameter that lives in this process, by its ``id``."""
