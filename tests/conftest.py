@@ -15,6 +15,7 @@ from multiprocessing import forkserver
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from penstock.testing import WorkerPool
 
@@ -22,6 +23,13 @@ from penstock.testing import WorkerPool
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> Iterator[None]:
+    """A process group that a test leaves would change what the next tests in this process do."""
+    yield
+    assert not dist.is_initialized()
 
 
 @pytest.fixture(scope="session", autouse=True)
