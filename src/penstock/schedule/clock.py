@@ -448,11 +448,6 @@ def durations(costs: Costs, stages: int) -> dict[Op, list[float]]:
     return {op: costs.per_stage(name, stages) for op, name in _COST_OF.items()}
 
 
-def half_of(need: Need) -> Op:
-    """The op that meets a need, where each backward is in two halves."""
-    return need.op.value if isinstance(need.op, Half) else need.op
-
-
 def waits_of(numbered: Numbered, costs: Costs | None = None) -> Waits:
     """What the actions of a schedule wait for.
 
@@ -523,7 +518,7 @@ def under_way(schedule: Schedule, rule: Dependencies, need: Need, costs: Costs) 
     """How long a needed result takes to another rank where messages are not spelled out."""
     if not costs.message:
         return costs.latency
-    sends = rule.sends(Action(need.stage, half_of(need), 0))
+    sends = rule.sends(Action(need.stage, need.split_op, 0))
     transfers = (transfer_of(schedule, send, costs) for send in sends)
     return costs.latency + max(transfers, default=0.0)
 

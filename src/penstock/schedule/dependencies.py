@@ -59,6 +59,11 @@ class Need(NamedTuple):
     op: Op | Half
     peer: int | None = None
 
+    @property
+    def split_op(self) -> Op:
+        """The op that meets it, where each backward is in two halves."""
+        return self.op.value if isinstance(self.op, Half) else self.op
+
 
 Needs = tuple[Need, ...]
 

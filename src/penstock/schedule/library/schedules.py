@@ -10,7 +10,7 @@ from itertools import pairwise
 from penstock.errors import InternalError, ScheduleError
 from penstock.schedule.action import Action, Entry, Op, Overlap
 from penstock.schedule.base import Placement, Schedule, looped, v_shaped
-from penstock.schedule.dependencies import Dependencies, Half
+from penstock.schedule.dependencies import Dependencies
 
 # ---- stages in one direction: one per rank, or several in laps over all ranks
 # These schedules share a shape, `one_forward_one_backward`: some forwards ahead, then a forward and a
@@ -356,11 +356,7 @@ class _UnitSteps:
         lanes = [(stage, op) for stage in range(schedule.stages) for op in (Op.F, Op.I)]
         self._done = dict.fromkeys(lanes, 0)
         self._needs: dict[_Lane, list[_Lane]] = {
-            lane: [
-                (need.stage, need.op.value if isinstance(need.op, Half) else need.op)
-                for need in rule.needs(*lane)
-            ]
-            for lane in lanes
+            lane: [(need.stage, need.split_op) for need in rule.needs(*lane)] for lane in lanes
         }
 
     def run(self, line: list[_SqueezedRank]) -> None:

@@ -16,7 +16,7 @@ from operator import gt
 
 from penstock.schedule.action import Action, Op
 from penstock.schedule.base import Edges, Placement, Schedule
-from penstock.schedule.clock import Costs, durations, half_of, under_way
+from penstock.schedule.clock import Costs, durations, under_way
 from penstock.schedule.dependencies import Dependencies
 
 PARTS = (Op.F, Op.I, Op.W)
@@ -94,7 +94,7 @@ class Task:
         self.feeds: list[list[Link]] = [[] for _ in lanes]
         for lane, (stage, op) in enumerate(lanes):
             for need in rule.needs(stage, op):
-                source = 3 * need.stage + PARTS.index(half_of(need))
+                source = 3 * need.stage + PARTS.index(need.split_op)
                 is_local = self.rank[source] == self.rank[lane]
                 lag = 0.0 if is_local else under_way(self.empty, rule, need, self.costs)
                 self.needs[lane].append((source, lag))
