@@ -25,9 +25,9 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def no_group_is_left() -> Iterator[None]:
-    """A process group that a test leaves would change what the next tests in this process do."""
+    """A process group that is left would change what the next tests in this process do."""
     yield
     assert not dist.is_initialized()
 
