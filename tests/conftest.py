@@ -20,8 +20,9 @@ import torch.distributed as dist
 from penstock.testing import WorkerPool
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def one_thread() -> None:
+    """The bits of sums depend on the number of threads, which other libraries set too."""
     torch.set_num_threads(1)
 
 

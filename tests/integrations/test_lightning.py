@@ -253,9 +253,10 @@ WRONG: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", sorted(WRONG))
 def test_wrong_use_is_named(name: str) -> None:
     call, message = WRONG[name]
-    # Lightning's DDP starts a process group, and says in the environment where.
+    # Lightning's DDP starts a process group, says in the environment where, and sets the threads.
     with patch.dict(os.environ), pytest.raises(UsageError, match=message):
         call()
+    torch.set_num_threads(1)
     if dist.is_initialized():
         dist.destroy_process_group()
 
