@@ -236,3 +236,17 @@ def test_the_chain_may_come_back_to_a_module() -> None:
     of = LOOPING()
     made = partition(of.model, LOOPED)
     assert {one.stages for one in made.shared} == {(0, 1, 2, 3)}
+
+
+def test_layers_of_two_stages_with_one_weight_run_under_autocast() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    model[0].weight = model[2].weight
+    plain, x = copy.deepcopy(model), torch.randn(4, 4)
+    pipe = Pipeline(model, stages=["2"], ranks=2, microbatches=1, loss_fn=nn.MSELoss())
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = pipe.step(x, target=x).loss
+        expected = nn.functional.mse_loss(plain(x), x)
+    expected.backward()
+    assert loss == pytest.approx(float(expected.detach()))
+    torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad, rtol=1e-2, atol=1e-3)
