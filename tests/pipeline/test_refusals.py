@@ -608,6 +608,8 @@ def test_a_device_of_this_machine_goes_to_each_local_rank(monkeypatch: pytest.Mo
 class Averages(nn.Linear):
     """Changes in place a buffer that it computes with."""
 
+    mean: Tensor
+
     def __init__(self) -> None:
         super().__init__(2, 2)
         self.register_buffer("mean", torch.ones(2))

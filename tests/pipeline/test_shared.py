@@ -124,6 +124,24 @@ def test_a_tie_that_was_undone_is_made_again() -> None:
     assert len(list(pipe.parameters())) == 2
 
 
+def replace_on_each_rank(group: Any) -> str:
+    """A worker's task: each rank has another tensor where the plain model now has two."""
+    of = TIED()
+    with pipeline(of, 2, group=group) as pipe:
+        pipe.step(*of.args, target=of.target)
+        assert pipe.model is not None
+        pipe.model.load_state_dict(pipe.model.state_dict(), assign=True)
+        with pytest.raises(UsageError) as error:
+            pipe.step(*of.args, target=of.target)
+    return str(error.value)
+
+
+@pytest.mark.timeout(60)
+def test_a_shared_weight_that_was_replaced_on_each_rank_is_named(workers: WorkerPool) -> None:
+    for text in workers.run(f"{__name__}:replace_on_each_rank", 2):
+        assert "was replaced, but it is one tensor" in text
+
+
 @pytest.mark.parametrize("factor", [1.0, 0.5])
 def test_a_shared_weight_that_was_replaced_in_one_stage_is_named(factor: float) -> None:
     of = TIED()
