@@ -12,7 +12,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
@@ -66,41 +66,61 @@ class Outcome:
 
 def run_plain(program: Any) -> Report:
     """Train in a plain loop over microbatches."""
-    model = program.make()
 
-    def run_batch(step: int, *, trains: bool) -> tuple[float, Any]:
-        modes = [(module, module.training) for module in model.modules()]
-        if not trains:
-            model.eval()
-        with torch.set_grad_enabled(trains):
-            result = plain_pass(program, model, step, trains=trains)
-        for module, mode in modes:
-            module.training = mode
-        return result
+    def side(model: nn.Module, swapped: bool) -> tuple[Any, Callable[..., Any]]:
+        def run_batch(step: int, *, trains: bool) -> tuple[float, Any]:
+            modes = [(module, module.training) for module in model.modules()]
+            if not trains:
+                model.eval()
+            with torch.set_grad_enabled(trains):
+                result = plain_pass(program, model, step, trains=trains)
+            for module, mode in modes:
+                module.training = mode
+            return result
 
-    return train(program, model, model, run_batch)
+        return model, run_batch
+
+    return train(program, side)
 
 
 def run_piped(program: Any, group: Any = None) -> Report:
-    """Train through the program's Pipeline."""
-    model = program.make()
-    with program.pipeline(model, group) as pipe:
+    """Train through the program's Pipeline, and from some step on through another one."""
+    with ExitStack() as stack:
 
-        def piped_pass(step: int, *, trains: bool) -> tuple[float, Any]:
-            args, kwargs, target = program.batch(step)
-            call = pipe.step if trains else pipe.eval
-            outputs = program.RUN["outputs"] or not trains
-            with autocast(program.RUN):
-                result = call(*args, target=target, outputs=outputs, **kwargs)
-            return result.loss, result.outputs
+        def side(model: nn.Module, swapped: bool) -> tuple[Any, Callable[..., Any]]:
+            stack.close()
+            made = program.another_pipeline(model) if swapped else program.pipeline(model, group)
+            pipe = stack.enter_context(made)
 
-        return train(program, model, pipe, piped_pass)
+            def run_batch(step: int, *, trains: bool) -> tuple[float, Any]:
+                args, kwargs, target = program.batch(step)
+                call = pipe.step if trains else pipe.eval
+                outputs = program.RUN["outputs"] or not trains
+                with autocast(program.RUN):
+                    result = call(*args, target=target, outputs=outputs, **kwargs)
+                return result.loss, result.outputs
+
+            return pipe, run_batch
+
+        return train(program, side)
 
 
-def train(program: Any, model: nn.Module, owner: Any, run_batch: Callable[..., Any]) -> Report:
+Side = Callable[[nn.Module, bool], tuple[Any, Callable[..., Any]]]
+"""What runs a model: its weights' owner, and a function for a batch. ``True`` asks for the other Pipeline."""
+
+
+def train(program: Any, side: Side) -> Report:
     """Train a model that is run as it is or by a Pipeline, and report all that comes of it."""
-    run, report = program.RUN, Report()
+    run, report, model = program.RUN, Report(), program.make()
+    owner, run_batch = side(model, False)
+    optimizers: list[torch.optim.Optimizer] = []
     for step in range(run["steps"]):
+        if run.get("swap") and step == 1:
+            state = owner.state_dict()
+            model = model if run["swap"] == "model" else program.make()
+            owner, run_batch = side(model, True)
+            if run["swap"] == "state":
+                owner.load_state_dict(state)
         program.change(model, step)
         if run["load"] and step == 1:
             owner.load_state_dict(program.make().state_dict())
@@ -108,7 +128,7 @@ def train(program: Any, model: nn.Module, owner: Any, run_batch: Callable[..., A
         report[f"loss, step {step}"] = loss
         if run["outputs"]:
             report |= tensors_by_name(f"output, step {step}", output)
-        update(run, owner, report, step)
+        update(run, owner, report, step, optimizers)
         if run["evaluate"]:
             loss, output = run_batch(step, trains=False)
             report[f"evaluation, step {step}"] = loss
@@ -173,8 +193,10 @@ def autocast(run: Mapping[str, Any]) -> torch.autocast:
     return torch.autocast("cpu", torch.bfloat16, enabled=run["autocast"])
 
 
-def update(run: Mapping[str, Any], owner: Any, report: Report, step: int) -> None:
-    """Report the gradients, and take a step with them."""
+def update(
+    run: Mapping[str, Any], owner: Any, report: Report, step: int, optimizers: list[Any]
+) -> None:
+    """Report the gradients, and take a step with them; with the same optimizer for another Pipeline."""
     for name, weight in owner.named_parameters():
         grad = None if weight.grad is None else weight.grad.detach().to_dense().clone()
         report[f"gradient of {name}, step {step}"] = grad
@@ -185,7 +207,9 @@ def update(run: Mapping[str, Any], owner: Any, report: Report, step: int) -> Non
         clip = getattr(owner, "clip_grad_norm_", None) or partial(nn.utils.clip_grad_norm_, weights)
         report[f"norm, step {step}"] = float(clip(run["clip"]))
     if weights:
-        OPTIMIZERS[run["optimizer"]](weights).step()
+        if not optimizers or run.get("swap") != "model":
+            optimizers[:] = [OPTIMIZERS[run["optimizer"]](weights)]
+        optimizers[0].step()
     owner.zero_grad()
 
 
@@ -258,7 +282,11 @@ def difference(expected: Any, found: Any, limit: float) -> str:
         expected, found = ([*chain(*sorted(calls))] for calls in (expected, found))
         if math.inf in found:
             return "called without data"
-    one, other = torch.as_tensor(expected), torch.as_tensor(found)
+    # Python's numbers are of double precision, whatever the default is here.
+    one, other = (
+        value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+        for value in (expected, found)
+    )
     if one.shape != other.shape or one.is_floating_point() != other.is_floating_point():
         return f"{other.dtype} {list(other.shape)} instead of {one.dtype} {list(one.shape)}"
     one, other = one.double(), other.double()

@@ -113,7 +113,8 @@ transforms in units [*->*] :: torch.func.grad(lambda x: x.sin().sum())({0}) | to
 tensor hooks [*->*] :: {out} = {0} * 1 ; {out}.requires_grad and {out}.register_hook(lambda grad: grad *
     0.5) | {out} = {0}.tanh() ; {out}.requires_grad and {out}.register_hook(lambda grad: note('h{n}',
     grad))
-losses inside [*->*] :: penstock.add_loss('a', {0}.square().mean(), weight=0.1) ; {out} = {0}
+losses inside [*->*] :: penstock.add_loss('a', {0}.square().mean(), weight=0.1) ; {out} = {0} |
+    penstock.add_loss('b', {0}.abs().sum()) ; {out} = {0} * 1
 buffers [*->*] self.register_buffer('m{n}', torch.ones(4)) | self.register_buffer('m{n}', torch.ones(4),
     persistent=False) :: {0} * {m} | {m}.mul_(0.9).add_({0}.detach().mean()) ; {out} = {0} * {m}
 state [*->*] self.m{n} = 0 :: {m} += 1 ; {out} = {0} * (1 + {m} % 2)

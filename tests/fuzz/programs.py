@@ -89,7 +89,7 @@ def change(model, step):
 
 def pipeline(model, group=None):
     {pipeline}
-
+{another}
 
 RUN = {run}
 
@@ -106,6 +106,13 @@ def programs(draw: Callable[[Any], Any], gloo: bool = False) -> Program:
     model, body, takes, ends = chain_of(author) if is_chain else model_of(author)
     pipeline, ranks, microbatches, cut = pipeline_of(author, body, is_chain, gloo)
     run, options = run_of(author, microbatches, cut)
+    another = ""
+    # Masks would depend on the other cut; and processes do not have the whole model any longer.
+    if run["steps"] > 1 and not gloo and run["seed"] is None and author.chance(3):
+        author.used.add("schedule swapped")
+        run["swap"] = author.pick(("model", "state"))
+        text = pipeline_of(author, body, is_chain, gloo, microbatches)[0].format(options=options)
+        another = f"\n\ndef another_pipeline(model):\n    {text}\n"
     # A batch norm needs two samples in each microbatch.
     least = microbatches * (2 if "batch norm" in author.used else 1)
     longer = not author.fixed_length and author.chance(4)
@@ -125,6 +132,7 @@ def programs(draw: Callable[[Any], Any], gloo: bool = False) -> Program:
         "loss": loss,
         "change": change_of(author, body, run["steps"]),
         "pipeline": pipeline.format(options=options),
+        "another": another,
         "run": pformat(run, width=100, compact=True, sort_dicts=False),
     }
     written = SOURCE.format(imports="", above="", **words)
@@ -175,7 +183,8 @@ def loss_of(author: Author, kind: str, ends: list[str], fold: str) -> tuple[str,
         (classes, f"F.cross_entropy({flat}, reduction={fold!r})"),
         ("None", f"{first}.square().{fold}()"),
     ))  # fmt: skip
-    return target, " + ".join([term, *(f"{other}.square().{fold}()" for other in others)])
+    terms = [term, *(f"{other}.square().{fold}()" for other in others)]
+    return target, " + ".join(terms + [f"0.1 * {first}.abs().{fold}()"] * author.chance(4))
 
 
 def run_of(author: Author, microbatches: int, cut: Any) -> tuple[dict[str, Any], str]:
@@ -194,6 +203,7 @@ def run_of(author: Author, microbatches: int, cut: Any) -> tuple[dict[str, Any],
         "accumulate": author.pick((1, 1, 1, 1, 2)),
         "seed": 17 if draws else None,
         "cut": cut if draws else None,
+        "swap": None,
     }
     run["loss_weight"] = run["accumulate"] == 1 and author.chance(8)
     run["autocast"] = run["dtype"] == "float32" and author.chance(2)
@@ -204,10 +214,10 @@ def run_of(author: Author, microbatches: int, cut: Any) -> tuple[dict[str, Any],
 
 
 def pipeline_of(
-    author: Author, body: Body, is_chain: bool, gloo: bool
+    author: Author, body: Body, is_chain: bool, gloo: bool, microbatches: int | None = None
 ) -> tuple[str, int, int, Any]:
     """The lines that make the Pipeline, its ranks, its microbatches, and where it is cut."""
-    units, microbatches = len(body.units), author.pick((2, 1, 3, 4, 6))
+    units, microbatches = len(body.units), microbatches or author.pick((2, 1, 3, 4, 6))
     name, ranks, stages = schedule_for(author, units, microbatches)
     if gloo and ranks not in (2, 3):
         name, ranks, stages = "1F1B", 2, 2

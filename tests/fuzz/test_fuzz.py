@@ -110,6 +110,8 @@ ONE = torch.ones(2)
         (ONE, None, ["a: None instead of numbers"]),
         (ONE, torch.ones(3), ["a: torch.float32 [3] instead of torch.float32 [2]"]),
         (ONE, ONE * float("nan"), ["a: differs by nan"]),
+        (1e39, 1e39, []),
+        (1.0, 1.0 + 1e-9, ["a: differs by 1e-09"]),
         ([[1.0], [2.0]], [[2.0], [1.0]], []),
         ([[1.0]], [[1.0], [1.0]], ["a: called 2 times instead of 1"]),
         ([[1.0]], [[float("inf")]], ["a: called without data"]),

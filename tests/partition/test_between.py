@@ -781,9 +781,49 @@ def test_a_tensor_that_another_stage_left_is_named() -> None:
     model = make(through_all, lambda index: Peeks(WIDTH, WIDTH))
     model.l[3].other = (model.l[0],)  # type: ignore[assignment]
     with pytest.raises(
-        PartitionError, match=r"l.3 in stage 2 reads a value that l.0 in stage 0 left"
+        PartitionError,
+        match=r"in l.3 \(test_between.py:\d+\): l.3 in stage 2 reads a value that l.0 in stage 0 left",
     ):
         partition(model, ["l.1", "l.3"]).plan((rows(),), {})
+
+
+class Advancing(nn.Module):
+    """Takes from an iterator in each call, and keeps what a list holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.ModuleList(map(linear, range(4)))
+        self.factors, self.counts = itertools.cycle((1.0, 0.5)), [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return through_all(self, x) * next(self.factors)  # type: ignore[arg-type]
+
+
+class Inherits(Advancing):
+    """Has the line in the class that it is made from."""
+
+
+class Aliases(Advancing):
+    def forward(self, x: Tensor) -> Tensor:
+        counts = self.counts
+        counts[0] += 1
+        return through_all(self, x)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (Advancing, "'factors' of the Advancing.* \\(test_between.py:%d\\)"),
+        (Inherits, "'factors' of the Inherits.* \\(test_between.py:%d\\)"),
+        (Aliases, "'counts' of the Aliases holds \\(its forward: test_between.py:%d\\)"),
+    ],
+)
+def test_what_changes_between_units_is_named_with_its_line(
+    kind: type[Advancing], text: str
+) -> None:
+    line = kind.forward.__code__.co_firstlineno + (kind is not Aliases)
+    with pytest.raises(PartitionError, match=text % line):
+        partition(kind(), ["l.1", "l.3"]).plan((rows(),), {})
 
 
 class Notes(nn.Linear):

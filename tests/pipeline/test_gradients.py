@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from functools import partial
 from itertools import product
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from penstock import PipelineStage
 from penstock import schedule as ps
@@ -188,3 +190,54 @@ def shuffled(ranks: int, microbatches: int, seed: int) -> ps.Schedule:
 def test_any_valid_order_trains(seed: int) -> None:
     """Weights may get their gradients in another order, so the last digits may differ."""
     of_size(shuffled(3, 5, seed), 3, 5).check(1e-12)
+
+
+class First(nn.Linear):
+    """Learns from the first of two values only."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x) + y.detach()
+
+
+class TwoUses(nn.Module):
+    """Three values of one stage go to two others; one needs no gradient, and one has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(4, 4) for _ in range(4))
+        self.e = First(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        first = self.c(self.b(self.a(x)))
+        second = first * 2
+        with torch.no_grad():
+            third = first * 3
+        fourth = self.d(third)
+        return self.e(first, second) + fourth
+
+
+def train_with_two_uses(group: Any) -> float:
+    """A worker's task: how far a rank's gradients are from those of a plain loop."""
+    rows = ("0F0 3F0 4F0 4B0 3B0 0B0", "1F0 2F0 2B0 1B0")
+    programs = tuple(tuple(map(ps.parse_action, row.split())) for row in rows)
+    schedule = ps.Schedule("own", ps.Placement((0, 1, 1, 0, 0)), 1, programs)
+    torch.manual_seed(0)
+    model, x = TwoUses(), torch.randn(2, 4)
+    plain = copy.deepcopy(model)
+
+    def loss_fn(output: Any, _: Any = None) -> Tensor:
+        return output.square().mean()  # type: ignore[no-any-return]
+
+    with Pipeline(
+        model, stages=["b", "c", "d", "e"], schedule=schedule, microbatches=1, loss_fn=loss_fn,
+        group=group,
+    ) as pipe:  # fmt: skip
+        pipe.step(x)
+        loss_fn(plain(x)).backward()
+        pairs = [(p.grad, plain.get_parameter(n).grad) for n, p in pipe.named_parameters()]
+    return max(float((a - b).abs().max()) for a, b in pairs if a is not None and b is not None)
+
+
+@pytest.mark.timeout(60)
+def test_a_value_for_two_stages_of_a_rank_may_have_a_gradient_from_one(workers: WorkerPool) -> None:
+    assert max(workers.run(f"{__name__}:train_with_two_uses", 2)) < 1e-6

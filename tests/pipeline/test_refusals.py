@@ -603,3 +603,29 @@ def test_a_device_of_this_machine_goes_to_each_local_rank(monkeypatch: pytest.Mo
         UsageError, match=r"device='cuda:7': .* take number 7, but there are only 2"
     ):
         placed_on("cuda:7")
+
+
+class Averages(nn.Linear):
+    """Changes in place a buffer that it computes with."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("mean", torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.9)
+        return super().forward(x) * self.mean
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "ZB-H1"])
+def test_a_buffer_that_a_later_microbatch_changes_before_backward_is_named(schedule: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Averages(), nn.Linear(2, 2))
+    pipe = Pipeline(
+        model, stages=["2"], ranks=2, schedule=schedule, microbatches=4, loss_fn=nn.MSELoss()
+    )
+    with pytest.raises(
+        UsageError, match=r"needs 1.mean \(Averages\) as forward left it.*new tensor"
+    ):
+        pipe.step(torch.ones(4, 2), target=torch.ones(4, 2))

@@ -124,6 +124,24 @@ def test_a_tie_that_was_undone_is_made_again() -> None:
     assert len(list(pipe.parameters())) == 2
 
 
+def replace_on_each_rank(group: Any) -> str:
+    """A worker's task: each rank has another tensor where the plain model now has two."""
+    of = TIED()
+    with pipeline(of, 2, group=group) as pipe:
+        pipe.step(*of.args, target=of.target)
+        assert pipe.model is not None
+        pipe.model.load_state_dict(pipe.model.state_dict(), assign=True)
+        with pytest.raises(UsageError) as error:
+            pipe.step(*of.args, target=of.target)
+    return str(error.value)
+
+
+@pytest.mark.timeout(60)
+def test_a_shared_weight_that_was_replaced_on_each_rank_is_named(workers: WorkerPool) -> None:
+    for text in workers.run(f"{__name__}:replace_on_each_rank", 2):
+        assert "was replaced, but it is one tensor" in text
+
+
 @pytest.mark.parametrize("factor", [1.0, 0.5])
 def test_a_shared_weight_that_was_replaced_in_one_stage_is_named(factor: float) -> None:
     of = TIED()
@@ -236,3 +254,17 @@ def test_the_chain_may_come_back_to_a_module() -> None:
     of = LOOPING()
     made = partition(of.model, LOOPED)
     assert {one.stages for one in made.shared} == {(0, 1, 2, 3)}
+
+
+def test_layers_of_two_stages_with_one_weight_run_under_autocast() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    model[0].weight = model[2].weight
+    plain, x = copy.deepcopy(model), torch.randn(4, 4)
+    pipe = Pipeline(model, stages=["2"], ranks=2, microbatches=1, loss_fn=nn.MSELoss())
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = pipe.step(x, target=x).loss
+        expected = nn.functional.mse_loss(plain(x), x)
+    expected.backward()
+    assert loss == pytest.approx(float(expected.detach()))
+    torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad, rtol=1e-2, atol=1e-3)

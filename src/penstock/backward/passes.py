@@ -9,7 +9,7 @@ from itertools import repeat
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from penstock.errors import PenstockError, StageError, UsageError
@@ -174,8 +174,23 @@ def tensors_in(value: Any) -> list[Tensor]:
 # ---- errors
 
 
-def failure(call: str, error: Exception, **values: Any) -> StageError:
-    """Returns the error to raise for one of autograd's: it shows the values that the call was given."""
+def failure(
+    call: str, error: Exception, module: nn.Module | None = None, **values: Any
+) -> StageError | UsageError:
+    """Returns the error to raise for one of autograd's: it shows the values that the call was given.
+
+    Args:
+        call: What failed.
+        error: Autograd's error.
+        module: The stage's module. If it changed a tensor in place that backward needs, the error names it.
+        values: What the call was given, by name.
+    """
+    names = [] if module is None else list(_changed_in_place(module, str(error)))
+    if names:
+        return UsageError(
+            f"{call} needs {' or '.join(names)} as forward left it, but it was changed in place since, as by "
+            "the forward of a later microbatch; let the module make a new tensor instead of changing the old"
+        )
     text = ", ".join(f"{name}={_describe(value)}" for name, value in values.items())
     hint = _CHANGED if "modified by an inplace operation" in str(error) else ""
     return StageError(f"{call} failed for {text}: {error}{hint}")
@@ -196,6 +211,18 @@ _CHANGED = (
     " In a pipeline the forward of a later microbatch may run before this backward. If a module changes a "
     "buffer in place that it also computes with, let it make a new tensor instead of changing the old one."
 )
+
+
+def _changed_in_place(module: nn.Module, message: str) -> Iterator[str]:
+    """Yields what of a module is the tensor that autograd says was changed: its type, shape and version."""
+    for path, part in module.named_modules():
+        held = {n: t for n, t in (part._buffers | vars(part)).items() if isinstance(t, Tensor)}
+        for name, tensor in held.items():
+            if (
+                f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version};"
+                in message
+            ):
+                yield f"{'.'.join(filter(None, (path, name)))} ({type(part).__name__})"
 
 
 def _describe(value: Any) -> str:

@@ -70,7 +70,7 @@ class SplitBackward:
             raise
         except Exception as error:
             values = {"output": outputs, "gradient": output_grads}
-            raise failure("backward", error, **values) from error
+            raise failure("backward", error, self._module, **values) from error
 
     def input_half(
         self, outputs: Any, output_grads: Any, inputs: Sequence[Any]
@@ -89,6 +89,7 @@ class SplitBackward:
 
         Raises:
             UsageError: ``output_grads`` has another structure than the outputs.
+            UsageError: A tensor of the module was changed in place that backward needs.
             StageError: Autograd failed; the cause is chained.
         """
         pairs = seeds_of(outputs, output_grads)
@@ -100,7 +101,7 @@ class SplitBackward:
             raise
         except Exception as error:
             values = {"output": outputs, "gradient": output_grads}
-            raise failure("the inputs' half of backward", error, **values) from error
+            raise failure("the inputs' half of backward", error, self._module, **values) from error
         finally:
             pending.collect()
         return grads, pending
@@ -117,7 +118,7 @@ class SplitBackward:
         except PenstockError:
             raise
         except Exception as error:
-            raise failure("the weights' half of backward", error) from error
+            raise failure("the weights' half of backward", error, self._module) from error
 
     def _prepare(
         self, pairs: Sequence[Pair], inputs: Sequence[Any], pending: PendingGradients

@@ -277,7 +277,7 @@ class _Owners:
             if self.stages[read] != owner:
                 left = self.trace.events[read]
                 raise PartitionError(
-                    f"{event.name} in stage {owner} reads a value that {left.name} in stage "
+                    f"{event.where}: {event.name} in stage {owner} reads a value that {left.name} in stage "
                     f"{self.stages[read]} left somewhere, as in an attribute, a hook's list or an object "
                     "that both are given; return it and pass it on as an argument (a loss: penstock."
                     "add_loss), or put both into one stage"

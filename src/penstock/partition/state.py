@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from types import ModuleType
@@ -146,7 +146,7 @@ class Snapshot:
                         Changed(f"the buffer {name!r} of {owner}{line_of(module, name)}")
                     )
             changed += [
-                Changed(f"an attribute of the class {kind.__name__} of {owner}")
+                Changed(f"an attribute of the class {kind.__name__} of {owner}{line_of(module)}")
                 for kind in _classes(module)
                 if self._is_changed(kind, 0, set())
             ]
@@ -346,27 +346,28 @@ def same(before: Any, after: Any) -> bool:
     return all(map(is_equal, before, after))
 
 
-def line_of(module: nn.Module, name: str) -> str:
-    """The line of a module's class that assigns to an attribute, or changes what it holds."""
-    try:
-        lines, start = inspect.getsourcelines(type(module))
-        file = inspect.getsourcefile(type(module)) or ""
-    except (OSError, TypeError):
-        return ""
+def line_of(module: nn.Module, name: str = "") -> str:
+    """The line of a module's methods that assigns to an attribute or changes it, else its forward's."""
     pattern = re.compile(
         rf"\.{name}\b(\[.*\])?(\.\w+)*\s*([-+*/|&%@]|//|\*\*)?=(?!=)|\.{name}\b(\.\w+)*\.\w+\("
+        rf"|\bnext\(.*\.{name}\b|\bdel .*\.{name}\b"
     )
-    inside = [
-        i for i, line in enumerate(lines) if "def __init__" not in line and pattern.search(line)
-    ]
-    after_init = [i for i in inside if _function_of(lines, i) != "__init__"]
-    if not after_init:
-        return ""
-    return f" ({file.replace(chr(92), '/').rpartition('/')[2]}:{start + after_init[0]})"
+    otherwise = ""
+    for method, file, start, lines in _methods(module):
+        numbers = [n for n, line in enumerate(lines, start) if pattern.search(line)]
+        if name and numbers and method != "__init__":
+            return f" ({file}:{numbers[0]})"
+        if method == "forward":
+            otherwise = otherwise or f" (its forward: {file}:{start})"
+    return otherwise
 
 
-def _function_of(lines: Sequence[str], index: int) -> str:
-    for line in reversed(lines[: index + 1]):
-        if match := re.match(r"\s*(?:async )?def (\w+)", line):
-            return match[1]
-    return ""
+def _methods(module: nn.Module) -> Iterator[tuple[str, str, int, list[str]]]:
+    """The author's methods of a module: name, file, first line, and all lines."""
+    for kind in _classes(module):
+        for method in filter(inspect.isfunction, vars(kind).values()):
+            # Not the lines of the class, which cannot be had where it was typed in.
+            with suppress(OSError, TypeError):
+                lines, start = inspect.getsourcelines(method)
+                file = method.__code__.co_filename.replace("\\", "/").rpartition("/")[2]
+                yield method.__name__, file, start, lines

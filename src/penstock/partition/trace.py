@@ -548,7 +548,7 @@ class _Recorder(TorchFunctionMode):
             run = getattr(door.module, "_orig_mod", door.module)._call_impl
         path, number = door.path, self._calls[door.path]
         self._calls[path] += 1
-        event = Event(path, path, f"in {path}", number)
+        event = Event(path, path, where(self._paths, path), number)
         self._kept.enter(path)
         # Not as a function between units: the mode is left for as long as the unit runs.
         with left(self), as_written():
@@ -743,6 +743,8 @@ class _Recorder(TorchFunctionMode):
             return self._run_with_data(event, run, error)
         finally:
             self.current = None
+            # A weight that two units share is cast in each, since each may be in a stage of its own.
+            torch.clear_autocast_cache()
 
     def _function_with_data(self, event: Event, run: Run, reason: Exception) -> Any:
         """Run a function between units on ones, and on the numbers of the model's arguments."""
@@ -954,8 +956,8 @@ def _looks(tensor: Tensor) -> tuple[Any, ...]:
 _LIBRARIES = ("/torch/", "/penstock/")
 
 
-def where(paths: Mapping[int, str]) -> str:
-    """The module and the line of the author's code that runs now."""
+def where(paths: Mapping[int, str], unit: str = "") -> str:
+    """The module and the line of the author's code that runs now; or a unit, and the line that calls it."""
     frame = sys._getframe(1)
     line = ""
     while frame is not None:
@@ -966,9 +968,11 @@ def where(paths: Mapping[int, str]) -> str:
                 line = line or f"{name.rpartition('/')[2]}:{frame.f_lineno}"
             module = frame.f_locals.get("self")
             if id(module) in paths and isinstance(module, nn.Module):
-                path = paths[id(module)] or f"the {type(module).__name__}"
+                path = unit or paths[id(module)] or f"the {type(module).__name__}"
                 return f"in {path} ({line})" if line else f"in {path}"
         if frame.f_back is None:
             break
         frame = frame.f_back
+    if unit:
+        return f"in {unit}"
     return f"in the model ({line})" if line else "in the model"

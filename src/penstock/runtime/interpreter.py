@@ -661,18 +661,23 @@ class Interpreter:
 
         A missing gradient travels as zeros, as large as the value that came forward.
         """
-        wire = self._program.wire(action._replace(op=Op.RECV_F))
-        came = self._layouts[wire.number, kind]
-        payload = unflatten(list(range(len(came.leaves))), came.tree)
-        values = [payload] if len(wire.edges) == 1 else payload
-        learning = {
-            edge: [
-                leaf._replace(strides=None, learns=False)
-                for leaf in map(came.leaves.__getitem__, flatten(value)[0])
-                if isinstance(leaf, TensorLayout) and leaf.learns
-            ]
-            for (edge, _), value in zip(wire.edges, values, strict=True)
-        }
+        learning: dict[Edge, list[TensorLayout]] = {}
+        for receive, _ in self._program.instructions:
+            if receive.op is not Op.RECV_F or receive.microbatch != action.microbatch:
+                continue
+            # A value for several stages of this rank came with the message for one of them.
+            wire = self._program.wire(receive)
+            came = self._layouts.get((wire.number, kind))
+            if came is None:
+                continue
+            payload = unflatten(list(range(len(came.leaves))), came.tree)
+            values = [payload] if len(wire.edges) == 1 else payload
+            for (edge, _), value in zip(wire.edges, values, strict=True):
+                learning[edge] = [
+                    leaf._replace(strides=None, learns=False)
+                    for leaf in map(came.leaves.__getitem__, flatten(value)[0])
+                    if isinstance(leaf, TensorLayout) and leaf.learns
+                ]
         flags = layout_of(torch.empty(len(gradients), dtype=torch.uint8))
         layouts = [
             layout for edge, _ in self._program.wire(action).edges for layout in learning[edge]

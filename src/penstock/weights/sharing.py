@@ -102,8 +102,9 @@ class SharedWeights:
         self, one: Shared, before: Tensor, now: Sequence[Tensor], places: Sequence[tuple[int, str]]
     ) -> None:
         changed = [place for place, t in zip(places, now, strict=True) if t is not now[0]]
-        if not changed and not _is_equal(now[0], before):
-            # The same tensor in all stages here; others may have what was there before.
+        was_sharded = is_sharded(now[0]) != is_sharded(before) and now[0].shape == before.shape
+        if not changed and not was_sharded:
+            # The same tensor in all stages here; others have what was there before, or one of their own.
             changed = [places[0]] if {*one.stages} - self._stages.keys() else []
         if changed:
             where = [place for place, t in zip(places, now, strict=True) if t is not before]
@@ -278,15 +279,6 @@ def _find(stage: PipelineStage, name: str) -> Tensor:
     path, _, leaf = name.rpartition(".")
     tensor: Tensor = getattr(stage.part(path), leaf)
     return tensor
-
-
-def _is_equal(now: Tensor, before: Tensor) -> bool:
-    """Whether two tensors hold the same numbers, as far as this process can see."""
-    mine, theirs = local_part(now).detach(), local_part(before).detach()
-    if is_sharded(now) != is_sharded(before):
-        # One is a DTensor: it was sharded where it stands.
-        return now.shape == before.shape
-    return mine.shape == theirs.shape and _digest(mine.to(theirs.dtype)) == _digest(theirs)
 
 
 def _check_can_be_one(one: Shared, stages: Sequence[PipelineStage]) -> None:
