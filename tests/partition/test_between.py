@@ -1081,3 +1081,27 @@ def test_units_that_were_compiled() -> None:
     assert torch.equal(done.output, plain(rows()))
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+class RecomputesWhatChanged(nn.Module):
+    """Has a checkpoint of one stage, on a tensor that another stage has changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).clone()
+        hidden[..., 0] = 0
+        again: Tensor = checkpoint(self.second, hidden, use_reentrant=False)
+        return self.head(again)
+
+
+def test_a_checkpoint_of_what_another_stage_has_changed_is_refused() -> None:
+    pipe = penstock.Pipeline(
+        RecomputesWhatChanged(), stages=["second"], ranks=2, loss_fn=nn.functional.mse_loss
+    )
+    with pytest.raises(
+        PartitionError, match=r"test_between.py:\d+.*checkpoint's function.*in place"
+    ):
+        pipe.step(torch.ones(4, 4), target=torch.ones(4, 4))

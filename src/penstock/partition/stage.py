@@ -732,6 +732,12 @@ class _Runner(TorchFunctionMode):
         """The arguments of an event, with what has arrived for those that other stages have changed."""
         given = located((args, kwargs))
         for place, name in step.swaps.items():
+            if self._region_runs and _is_placeholder(given[place]):
+                raise PartitionError(
+                    f"{where(self._author.paths)}: a checkpoint's function uses a tensor that stage "
+                    f"{self._stage} gets from another stage, which has changed it in place, and the "
+                    "function could not be run again with it; use the operation that is not in place"
+                )
             self._instead[id(given[place])] = (given[place], self._values[name])
         return replaced((args, kwargs), self._stand_in)
 
