@@ -1093,8 +1093,9 @@ class RecomputesWhatChanged(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x).clone()
         hidden[..., 0] = 0
-        again: Tensor = checkpoint(self.second, hidden, use_reentrant=False)
-        return self.head(again)
+        again = checkpoint(self.second, hidden, use_reentrant=False)
+        output: Tensor = self.head(again)
+        return output
 
 
 def test_a_checkpoint_of_what_another_stage_has_changed_is_refused() -> None:
