@@ -44,7 +44,7 @@ from penstock.partition.seen import (
     others_seen,
     uncheckpointed,
 )
-from penstock.partition.state import CONTAINERS, Changed, Snapshot
+from penstock.partition.state import CONTAINERS, Changed, Snapshot, line_of
 from penstock.values import check_tensor
 
 _TENSOR: Any = Tensor
@@ -100,20 +100,20 @@ class Value:
 
     Attributes:
         name: unique in the trace.
+        root: the number of the first value that the same tensor was, before events changed it.
         event: the index of the event that made or changed it; ``None`` for a parameter or a unit's buffer.
         tensor: the fake tensor, without its graph; what stages without it have in its place.
         requires_grad: whether it requires a gradient.
         parameter: its name in the model, if it is a parameter or buffer.
-        is_result: whether it is a result of its event, rather than an argument that the event changed.
         is_buffer: whether it is a unit's buffer.
     """
 
     name: str
+    root: int
     event: int | None
     tensor: Tensor
     requires_grad: bool
     parameter: str | None = None
-    is_result: bool = False
     is_buffer: bool = False
 
 
@@ -229,9 +229,14 @@ class Trace:
         return [event.what for event in self.events if event.is_unit]
 
     @functools.cached_property
+    def returned(self) -> list[int | None]:
+        """For each tensor of the output its root, or ``None`` if it was made of the arguments alone."""
+        return [None if slot is None else self.values[slot].root for slot in self.slots]
+
+    @functools.cached_property
     def placeholders(self) -> dict[int, int]:
-        """The number of each value by the identity of its placeholder."""
-        return {id(value.tensor): number for number, value in enumerate(self.values)}
+        """The root of each value by the identity of its placeholder."""
+        return {id(value.tensor): value.root for value in self.values}
 
 
 def home_of(model: nn.Module) -> torch.device:
@@ -256,27 +261,23 @@ def record(
         call: ``(args, kwargs)``; of their tensors only shapes and types count.
         numbers: other arguments like these, whose numbers the run takes.
     """
-    snapshot = Snapshot(model, _units(doors))
+    units = {door.path: door.module for door in doors}
+    snapshot = Snapshot(model, units)
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     silent, logger.disabled = logger.disabled, True
     try:
         recorder = _Recorder(model, doors)
-        trace = recorder.run(forward, *recorder.arguments(call, numbers))
+        trace = recorder.run(forward, call, numbers, snapshot)
         if trace.state and not snapshot.has_new_tensors(recorder.depends):
             # What is set once may be: a setting that is found out, a table that is made in the first call.
-            again = _Recorder(model, doors)
-            settled = {changed.attribute for changed in trace.state if changed.attribute}
-            trace.state = again.run(forward, *again.arguments(call, numbers)).state
-            trace.settled = settled
+            again = _Recorder(model, doors).run(forward, call, numbers, Snapshot(model, units))
+            trace.settled = {changed.attribute for changed in trace.state if changed.attribute}
+            trace.state = again.state
     finally:
         logger.disabled = silent
         snapshot.restore()
     recorder.check_nothing_left()
     return trace
-
-
-def _units(doors: Sequence[Door]) -> dict[str, nn.Module]:
-    return {door.path: door.module for door in doors}
 
 
 def as_written() -> contextlib.AbstractContextManager[Any]:
@@ -307,12 +308,11 @@ class _Recorder(TorchFunctionMode):
         self._names: Counter[str] = Counter()
         self._latest = ""
         self._written: tuple[Any, Any] = ((), {})
-        self._region: list[int] = []
         self._paths = {id(module): path for path, module in model.named_modules()}
 
     # ---- the model without data
 
-    def arguments(self, call: Example, numbers: Example | None) -> tuple[Any, Any]:
+    def _arguments_of(self, call: Example, numbers: Example | None) -> tuple[Any, Any]:
         def ones(tensor: Tensor) -> Tensor:
             other = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.trace.device
@@ -385,8 +385,15 @@ class _Recorder(TorchFunctionMode):
             return torch.ones(tensor.shape, dtype=tensor.dtype, device=self.trace.device)
         return tensor.detach().clone()
 
-    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Trace:
+    def run(
+        self,
+        forward: Callable[..., Any],
+        call: Example,
+        numbers: Example | None,
+        snapshot: Snapshot,
+    ) -> Trace:
         trace = self.trace
+        args, kwargs = self._arguments_of(call, numbers)
         given = tensors_in((args, kwargs))
         self._derived = {id(t): t for t in given}
         self._arguments = {id(t): i for i, t in enumerate(given)}
@@ -394,14 +401,16 @@ class _Recorder(TorchFunctionMode):
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=[], enabled=True))
             stack.enter_context(self._without_data())
-            snapshot = Snapshot(self.model, _units(self.doors))
+            outside = [module for module in self.model.modules() if snapshot.owner(module)]
+            buffers = _buffers_of(outside)
             stack.enter_context(observers_left_out([door.module for door in self.doors]))
             for door in self.doors:
                 door.open(self._unit, direct=True)
                 stack.callback(door.close)
             stack.enter_context(others_seen(self))
             stack.enter_context(self._encoders_watched())
-            self._kept = Kept(_units(self.doors), self._read_kept, self._set_again)
+            units = {door.path: door.module for door in self.doors}
+            self._kept = Kept(units, self._read_kept, self._set_again)
             try:
                 with self:
                     output = forward(*args, **kwargs)
@@ -416,7 +425,11 @@ class _Recorder(TorchFunctionMode):
                 raise
             finally:
                 trace.kept = self._kept.close()
-            trace.state = [*snapshot.changes(), *self._kept.between]
+            trace.state = [
+                *snapshot.changes(),
+                *_changed_buffers(buffers, _buffers_of(outside), snapshot),
+                *self._kept.between,
+            ]
             del self._kept
         trace.output = replaced(output, self._bare)
         trace.slots = [self._output_slot(t) for t in tensors_in(output)]
@@ -514,7 +527,10 @@ class _Recorder(TorchFunctionMode):
             with torch.no_grad():
                 placeholder = shown.detach()
                 placeholder.requires_grad_(shown.requires_grad)
-        self.trace.values.append(Value(name, event, placeholder, takes_gradient(shown), parameter))
+        before = self._numbers.get(id(tensor))
+        root = number if before is None else self.trace.values[before].root
+        takes = takes_gradient(shown)
+        self.trace.values.append(Value(name, root, event, placeholder, takes, parameter))
         self._numbers[id(tensor)] = number
         self._held.append(tensor)
         key = storage_of(shown)
@@ -720,7 +736,6 @@ class _Recorder(TorchFunctionMode):
             self._note_read(event, index, maker, storage_of(self._fake_of(tensor)))
             name = label if len(results) == 1 else f"{label}[{place}]"
             number = self._new_value(tensor, name, index)
-            self.trace.values[number].is_result = True
             event.slots.append(number)
             slots[id(tensor)] = number
         # With containers of its own, since whoever is given the output may empty them.
@@ -829,13 +844,33 @@ class _Recorder(TorchFunctionMode):
             self.trace.regions.append(region)
             output = args[0](*args[1:], **kwargs)
             region.stop = len(self.trace.events)
-            region.slots = [self._numbers.get(id(t)) for t in tensors_in(output)]
+            numbers = [self._numbers.get(id(t)) for t in tensors_in(output)]
+            region.slots = [None if n is None else self.trace.values[n].root for n in numbers]
             return output
 
     # ---- for messages
 
     def _where(self) -> str:
         return where(self._paths)
+
+
+_Buffers = dict[tuple[nn.Module, str], tuple[int, int] | None]
+
+
+def _buffers_of(modules: Iterable[nn.Module]) -> _Buffers:
+    """The identity and the version of each buffer."""
+    return {
+        (module, name): None if buffer is None else (id(buffer), buffer._version)
+        for module in modules
+        for name, buffer in module._buffers.items()
+    }
+
+
+def _changed_buffers(before: _Buffers, after: _Buffers, snapshot: Snapshot) -> Iterator[Changed]:
+    for module, name in {**before, **after}:
+        if before.get((module, name)) != after.get((module, name)):
+            owner = snapshot.owner(module)
+            yield Changed(f"the buffer {name!r} of {owner}{line_of(module, name)}")
 
 
 class _MadeUp(TorchDispatchMode):
