@@ -16,9 +16,9 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from penstock.errors import PartitionError, StageError
-from penstock.partition.base import Planner
+from penstock.partition.author import Author
 from penstock.partition.nested import Place, located, plain_in, replaced, tensors_in, without
-from penstock.partition.plan import CallPlan, Homes, Quick, Step
+from penstock.partition.plan import CallPlan, Quick, Step
 from penstock.partition.seen import (
     BETWEEN,
     Door,
@@ -42,112 +42,31 @@ class _StageDone(BaseException):
     """The stage has nothing more to do in this forward."""
 
 
-class Author:
-    """The model whose forward all stages run.
-
-    Args:
-        model: the model.
-        doors: its units.
-        forward: runs it.
-        recomputes: the paths of the units to checkpoint.
-        stages: how many there are.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        doors: Sequence[Door],
-        forward: Callable[..., Any],
-        recomputes: Collection[str],
-        stages: int,
-    ) -> None:
-        self.model, self.doors, self.forward, self.stages = model, doors, forward, stages
-        self.recomputes = frozenset(recomputes)
-        self._held: dict[str, tuple[Any, str, Tensor | None]] = {}
-        inside = {id(part) for door in doors for part in door.module.modules()}
-        self.outside = [module for module in model.modules() if id(module) not in inside]
-        # Modules of torch keep nothing in attributes.
-        self.around = [
-            module for module in self.outside if not type(module).__module__.startswith("torch.nn.")
-        ]
-        self.paths = {id(module): path for path, module in model.named_modules()}
-        named = dict(model.named_modules())
-        units = {id(door.module) for door in doors}
-        self._opened = {
-            path: module
-            for path, module in named.items()
-            if id(module) not in inside and any(id(part) in units for part in module.modules())
-        }
-        self._loose = {
-            path: module
-            for path, module in named.items()
-            if id(module) not in inside and path not in self._opened
-        }
-
-    def hold(self, path: str, table: Any, name: str) -> None:
-        """Note what stages have of a parameter or buffer between the units."""
-        self._held[path] = table, name, table[name]
-
-    def replaced(self) -> str | None:
-        """A parameter or buffer between the units that is not the one that the stages have."""
-        return next((p for p, (table, n, t) in self._held.items() if table.get(n) is not t), None)
-
-    def hooked(self) -> list[Door]:
-        """The modules between the units that have hooks: each call is in one stage, as a unit's."""
-        paths = [
-            path for path, module in self._loose.items() if any(map(_has_hooks, module.modules()))
-        ]
-        outer = [p for p in paths if not any(p.startswith(f"{other}.") for other in paths)]
-        return [Door(self._loose[path], path) for path in outer]
-
-    def check_hooks(self) -> None:
-        """Refuse backward hooks of a module that is in several stages: no stage has both of its ends."""
-        for path, module in self._opened.items() if self.stages > 1 else ():
-            if module._backward_hooks or module._backward_pre_hooks:
-                raise PartitionError(
-                    f"{path or 'the model'} has backward hooks, and its parts are placed by themselves: no "
-                    "stage has its gradients on both ends. Set the hooks on its parts, or place it as a "
-                    "whole by naming it in stages="
-                )
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_pre_hooks
-        or module._forward_hooks
-        or module._backward_pre_hooks
-        or module._backward_hooks
-    )
-
-
 class CutStage(StageModule):
     """One stage of a model.
 
     Args:
         author: the model.
         index: which stage.
-        homes: the stages of each unit by path, and of each parameter outside of them by name.
-        planner: finds what all stages do in a call.
     """
 
-    def __init__(self, author: Author, index: int, homes: Homes, planner: Planner) -> None:
+    def __init__(self, author: Author, index: int) -> None:
         super().__init__()
         # Not as a submodule: its parameters are not this stage's.
         self.__dict__["_author"] = author
-        self.__dict__["_planner"] = planner
         self.index = index
         self.training = author.model.training
-        self.__dict__["_loose"] = _fill(self, author, index, homes)
+        self.__dict__["_loose"] = _fill(self, author, index)
         self._chains: dict[CallPlan, _Chain | None] = {}
 
     def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallPlan:
         """What all stages do in a call, see :meth:`Partition.plan`."""
-        plan: CallPlan = self.__dict__["_planner"].plan(args, kwargs)
+        plan: CallPlan = self.__dict__["_author"].plan(args, kwargs)
         return plan
 
     def flops(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
         """The floating-point operations of the whole model's forward, see :meth:`StageModule.flops`."""
-        count: float = self.__dict__["_planner"].flops(args, kwargs)
+        count: float = self.__dict__["_author"].flops(args, kwargs)
         return count
 
     @property
@@ -241,7 +160,7 @@ def _shell(module: nn.Module) -> Any:
     return shell
 
 
-def _fill(stage: nn.Module, author: Author, index: int, homes: Homes) -> list[Any]:
+def _fill(stage: nn.Module, author: Author, index: int) -> list[Any]:
     """Put the stage's units, and its share of what is outside of them, under the paths they have."""
     units = {id(door.module): door.path for door in author.doors}
     loose: list[Any] = []
@@ -251,46 +170,33 @@ def _fill(stage: nn.Module, author: Author, index: int, homes: Homes) -> list[An
             continue
         if id(module) in units:
             inside = (*inside, f"{path}.")
-            if index in homes[units[id(module)]]:
+            if index in author.homes[units[id(module)]]:
                 holder, name = _holder(stage, path)
                 holder._modules[name] = module
             continue
-        _share(stage, author, path, module, index, homes, loose)
-        _share_hooks(stage, path, module)
+        prefix = f"{path}." if path else ""
+        mine = [
+            name
+            for name, parameter in module._parameters.items()
+            if parameter is not None and index in author.homes.get(prefix + name, ())
+        ]
+        named = [("_parameters", name) for name in mine]
+        for kind, name in [*named, *(("_buffers", name) for name in module._buffers)]:
+            holder, _ = _holder(stage, prefix + name)
+            table, held = getattr(module, kind), getattr(holder, kind)
+            held[name] = table[name]
+            author.hold(prefix + name, table, name)
+            loose.append((prefix + name, table, name, held))
+            if name in module._non_persistent_buffers_set:
+                holder._non_persistent_buffers_set.add(name)
+        with contextlib.suppress(AttributeError):  # a stage that has nothing of it
+            hooks = {name: vars(module)[name] for name in _STATE_HOOKS}
+            vars(stage.get_submodule(path)).update(hooks)
     return loose
 
 
 _STATE_HOOKS = ("_load_state_dict_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks")
 """Hooks of a module that act on what is loaded and saved. As of torch 2.13."""
-
-
-def _share_hooks(stage: nn.Module, path: str, module: nn.Module) -> None:
-    """Let what a stage has in place of a module run the module's hooks on states."""
-    with contextlib.suppress(AttributeError):  # a stage that has nothing of it
-        vars(stage.get_submodule(path)).update({name: vars(module)[name] for name in _STATE_HOOKS})
-
-
-def _share(  # noqa: PLR0913 - a stage, a module of the author's, and what both need
-    stage: nn.Module,
-    author: Author,
-    path: str,
-    module: nn.Module,
-    index: int,
-    homes: Homes,
-    loose: list[Any],
-) -> None:
-    prefix = f"{path}." if path else ""
-    for name, parameter in module._parameters.items():
-        if parameter is not None and index in homes.get(f"{prefix}{name}", ()):
-            holder, last = _holder(stage, f"{prefix}{name}")
-            holder._parameters[last] = parameter
-            author.hold(f"{prefix}{name}", module._parameters, name)
-            loose.append((f"{prefix}{name}", module._parameters, name, holder._parameters))
-    for name, buffer in module._buffers.items():
-        holder, last = _holder(stage, f"{prefix}{name}")
-        holder.register_buffer(last, buffer, name not in module._non_persistent_buffers_set)
-        author.hold(f"{prefix}{name}", module._buffers, name)
-        loose.append((f"{prefix}{name}", module._buffers, name, holder._buffers))
 
 
 def _holder(root: nn.Module, path: str) -> tuple[nn.Module, str]:
@@ -539,7 +445,7 @@ class _Runner(TorchFunctionMode):
         # change them again.
         if recomputes and not self._region_runs and not step.event.changes:
             options = {**(self._recomputes or {}), "use_reentrant": False}
-            run = checkpointed(run, door.path, step.event.number, self._draws, options)
+            run = checkpointed(run, options)
         top = torch._C._len_torch_function_stack() - 1
         alone = top >= 0 and torch._C._get_function_stack_at(top) is self
         self._busy = True
@@ -673,7 +579,7 @@ class _Runner(TorchFunctionMode):
             number = self._number(tensor)
             if tensor._version != version and (number is None or number in self._sends):
                 raise _different(
-                    step, self._stage, f"changed its argument {place[-1]!r}", "no change"
+                    step, self._stage, f"changed its argument {place[-1]!r}", "nothing"
                 )
         return output
 
@@ -812,8 +718,8 @@ class _Runner(TorchFunctionMode):
 
 def _different(step: Step, stage: int, did: str, planned: str) -> PartitionError:
     return PartitionError(
-        f"{step.event.where}: {step.event.name} in stage {stage} {did}, and in the run without data "
-        f"{planned}: what it does depends on the numbers in its tensors, or on something that has changed "
+        f"{step.event.where}: {step.event.name} in stage {stage} {did}, but {planned} in the run "
+        f"without data: what it does depends on the numbers in its tensors, or on something that has changed "
         "since. Place what uses it in the same module, or give example=(args, kwargs) with typical numbers"
     )
 

@@ -753,76 +753,50 @@ class _Recorder(TorchFunctionMode):
         except PartitionError:
             raise
         except Exception as error:
-            if not event.is_unit:
-                return self._function_with_data(event, run, error)
             return self._run_with_data(event, run, error)
         finally:
             self.current = None
             # A weight that two units share is cast in each, since each may be in a stage of its own.
             torch.clear_autocast_cache()
 
-    def _function_with_data(self, event: Event, run: Run, reason: Exception) -> Any:
-        """Run a function between units on ones, and on the numbers of the model's arguments."""
-
-        def real(tensor: Tensor) -> Tensor:
-            if not isinstance(tensor, FakeTensor):
-                return tensor
-            return _filled(1, tensor).requires_grad_(tensor.requires_grad)
-
-        args, kwargs = replaced(self._written, real)
-        try:
-            return replaced(run(*args, **kwargs), self._without_numbers)
-        except Exception:
-            if not (event.needs_data or isinstance(reason, _NEED_DATA)):
-                raise
-            raise PartitionError(
-                f"{event.where}: {event.name} cannot be run on tensors without data, as each stage has them "
-                f"of other stages ({str(reason).splitlines()[0]}); put it into a module that is placed as a "
-                "whole"
-            ) from reason
-
-    def _without_numbers(self, tensor: Tensor) -> Tensor:
-        twin: Tensor = self.mode.from_tensor(tensor.detach())
-        return twin.requires_grad_(tensor.requires_grad)
-
     def _run_with_data(self, event: Event, run: Run, reason: Exception) -> Any:
-        """Run a unit that does not run without data on ones, and on whole numbers of the arguments."""
-        module = self.model.get_submodule(event.what)
-        originals = {id(t): t for t in tensors_in(self._written) if not isinstance(t, FakeTensor)}
-        try:
-            with _filled_with_ones(module, self._ones):
-                try:
-                    args, kwargs = replaced(self._written, self._told)
-                    output = run(*args, **kwargs)
-                except Exception:
-                    # Perhaps a mask of ones leaves nothing.
-                    args, kwargs = replaced(self._written, self._unmasked)
-                    output = run(*args, **kwargs)
-        except Exception as error:
-            if not (event.needs_data or isinstance(reason, _NEED_DATA)):
-                raise
-            raise PartitionError(
-                f"module {event.what!r} ({type(module).__name__}) fails on arguments of these shapes: "
-                f"{error}. If it needs certain numbers in them (it was run without data, and then on ones: "
-                f"{reason}), give example=(args, kwargs), or name a larger module in stages="
-            ) from reason
-        return replaced(
-            output, lambda t: originals[id(t)] if id(t) in originals else self._without_numbers(t)
-        )
+        """Run on ones what does not run without data, and on the numbers of the model's arguments."""
+        module = self.model.get_submodule(event.what) if event.is_unit else nn.Module()
+        originals: dict[int, Tensor] = {}
 
-    def _ones(self, tensor: Tensor) -> Tensor:
-        twin = torch.ones(tensor.shape, dtype=tensor.dtype, device=self.trace.device)
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(twin, tensor.requires_grad)
-        return twin.requires_grad_(tensor.requires_grad)
+        def filled(number: int, tensor: Tensor) -> Tensor:
+            if isinstance(tensor, FakeTensor):
+                twin = _filled(1, tensor)
+            else:
+                is_mask = number == 0 and tensor.dtype is torch.bool
+                twin = _filled(0, tensor) if is_mask else tensor.detach().clone()
+            originals[id(twin)] = tensor
+            return twin.requires_grad_(tensor.requires_grad)
 
-    def _told(self, tensor: Tensor) -> Tensor:
-        is_told = not (isinstance(tensor, FakeTensor) or tensor.is_floating_point())
-        return tensor if is_told else self._ones(tensor)
+        def back(tensor: Tensor) -> Tensor:
+            if id(tensor) in originals and not isinstance(originals[id(tensor)], FakeTensor):
+                return originals[id(tensor)]
+            twin: Tensor = self.mode.from_tensor(tensor.detach())
+            return twin.requires_grad_(tensor.requires_grad)
 
-    def _unmasked(self, tensor: Tensor) -> Tensor:
-        given = self._told(tensor)
-        return torch.zeros_like(given) if tensor.dtype is torch.bool else given
+        failure: Exception | None = None
+        # Perhaps a mask of ones leaves nothing.
+        for number in (1, 0):
+            try:
+                with _filled_with_ones(module):
+                    args, kwargs = replaced(self._written, functools.partial(filled, number))
+                    return replaced(run(*args, **kwargs), back)
+            except Exception as error:
+                failure = failure or error
+        assert failure is not None
+        if not (event.needs_data or isinstance(reason, _NEED_DATA)):
+            raise failure
+        raise PartitionError(
+            f"{event.where}: {event.name} runs neither without data, as stages have tensors of other stages "
+            f"({str(reason).splitlines()[0]}), nor on ones ({failure}); put it into a module that is placed "
+            "as a whole by naming that in stages=, or, if it needs certain numbers in its arguments, give "
+            "example=(args, kwargs)"
+        ) from failure
 
     # ---- custom functions and checkpoints
 
@@ -955,12 +929,14 @@ def _is_metadata(event: Event, output: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _filled_with_ones(module: nn.Module, ones: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def _filled_with_ones(module: nn.Module) -> Iterator[None]:
     """Give a module without data other parameters and buffers."""
     before = [(table, name, t) for table, name, t in _tables(module) if isinstance(t, FakeTensor)]
     try:
         for table, name, tensor in before:
-            table[name] = ones(tensor)
+            twin = _filled(1, tensor)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            table[name] = nn.Parameter(twin, tensor.requires_grad) if is_parameter else twin
         yield
     finally:
         for table, name, tensor in before:
