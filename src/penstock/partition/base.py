@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import chain
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -40,19 +41,6 @@ class Releases(Protocol):
         """Let go of all data except that of the tensors in ``kept``."""
 
 
-class Planner(Protocol):
-    """Finds what the stages of a model do in a call."""
-
-    def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """See :meth:`Partition.plan`."""
-
-    def flops(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
-        """The floating-point operations of the model's products in a forward with such arguments."""
-
-    def check_unchanged(self) -> None:
-        """See :meth:`Partition.check_unchanged`."""
-
-
 @dataclass(frozen=True)
 class Partition:
     """The stages of a model, in order, each holding its own parameters under the model's names.
@@ -60,12 +48,12 @@ class Partition:
     Args:
         modules: one for each stage.
         shared: the weights that several stages use.
-        planner: finds what the stages do in a call.
+        planner: finds what the stages do in a call, and checks that the model is as it was.
     """
 
     modules: tuple[nn.Module, ...]
     shared: tuple[Shared, ...] = ()
-    planner: Planner | None = None
+    planner: Any = None
 
     def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What the stages do in a call, and what travels between them, from one run without data.
@@ -78,7 +66,6 @@ class Partition:
         Raises:
             PartitionError: the model cannot be cut so; the message names the module and the line.
         """
-        assert self.planner is not None
         return self.planner.plan(args, kwargs)
 
     def check_unchanged(self) -> None:
@@ -209,12 +196,7 @@ def find_shared(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[Shared,
             where one module is called in several stages.
         modules: its stages, which hold the model's own tensors.
     """
-    uses = _uses(dict(enumerate(modules)))
-    names: dict[int, list[str]] = {}
-    for name, tensor in named_tensors(model):
-        names.setdefault(id(tensor), []).append(name)
-    found = (Shared(tuple(names[key]), tuple(uses.get(key, ()))) for key in names)
-    return tuple(one for one in found if len(one.names) > 1 or len(one.holders) > 1)
+    return _shared([model], dict(enumerate(modules)))
 
 
 def find_shared_between(modules: Mapping[int, nn.Module]) -> tuple[Shared, ...]:
@@ -223,12 +205,15 @@ def find_shared_between(modules: Mapping[int, nn.Module]) -> tuple[Shared, ...]:
     Args:
         modules: by the index of the stage.
     """
-    known: dict[int, dict[str, None]] = {}
-    for module in modules.values():
-        for name, tensor in named_tensors(module):
-            known.setdefault(id(tensor), {})[name] = None
+    return _shared(modules.values(), modules)
+
+
+def _shared(named: Iterable[nn.Module], modules: Mapping[int, nn.Module]) -> tuple[Shared, ...]:
     uses = _uses(modules)
-    found = (Shared(tuple(names), tuple(uses[key])) for key, names in known.items())
+    names: dict[int, dict[str, None]] = {}
+    for name, tensor in chain.from_iterable(map(named_tensors, named)):
+        names.setdefault(id(tensor), {})[name] = None
+    found = (Shared(tuple(names[key]), tuple(uses.get(key, ()))) for key in names)
     return tuple(one for one in found if len(one.names) > 1 or len(one.holders) > 1)
 
 

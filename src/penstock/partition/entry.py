@@ -9,18 +9,16 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import nn
 
 from penstock.errors import PartitionError, UsageError
+from penstock.partition.author import Author, has_compiled_forward
 from penstock.partition.balance import choose_cuts, use_up_to
 from penstock.partition.base import Example, Partition, find_shared
 from penstock.partition.costs import weigh_units
-from penstock.partition.meter import Meter
-from penstock.partition.nested import tensors_in
-from penstock.partition.plan import CallPlan, Homes, assign, empty_plan, first_uses
+from penstock.partition.plan import first_uses
 from penstock.partition.seen import Door, Seeded
-from penstock.partition.stage import Author, CutStage
+from penstock.partition.stage import CutStage
 from penstock.partition.trace import Trace, record
 from penstock.partition.units import (
     at_points,
@@ -137,24 +135,12 @@ def _shown(model: nn.Module, units: Sequence[str], example: Example | None) -> T
 
 def _check_compiled(model: nn.Module) -> None:
     compiled = type(model).__name__ == "OptimizedModule" or model._compiled_call_impl
-    forward = vars(model).get("forward")
-    if compiled or hasattr(forward, "_torchdynamo_orig_callable"):
+    if compiled or has_compiled_forward(model):
         name = type(getattr(model, "_orig_mod", model)).__name__
         raise PartitionError(
             f"the {name} was compiled as a whole, which cannot be cut. Give the model as it was before, and "
             "compile its blocks: for block in model.layers: block.compile()"
         )
-
-
-def _check_parts_compiled(author: Author) -> None:
-    for module in author.outside:
-        forward = vars(module).get("forward")
-        if module._compiled_call_impl or hasattr(forward, "_torchdynamo_orig_callable"):
-            raise PartitionError(
-                f"{author.paths[id(module)] or 'the model'} (a {type(module).__name__}) was compiled as a "
-                "whole, and its parts are placed by themselves; compile these instead, or place it as a "
-                "whole by naming it in stages="
-            )
 
 
 # ---- where the units are
@@ -316,12 +302,9 @@ def _assembled(
     doors = [Door(model.get_submodule(path), path) for path in homes if path in set(paths)]
     forward = model if has_forward(model) else _chain(model, paths)
     recomputes = _recomputed(model, [door.path for door in doors], checkpoint)
-    author = Author(model, doors, forward, recomputes, len(placed))
-    cut = _Cut(author, homes, example)
-    modules = tuple(CutStage(author, index, homes, cut) for index in range(len(placed)))
-    if len(placed) > 1:
-        _check_parts_compiled(author)
-    made = Partition(modules, find_shared(model, modules), cut)
+    author = Author(model, doors, forward, recomputes, homes, len(placed), example)
+    modules = tuple(CutStage(author, index) for index in range(len(placed)))
+    made = Partition(modules, find_shared(model, modules), author)
     made.check_covers(model)
     return made
 
@@ -365,98 +348,6 @@ def _takes(module: nn.Module) -> tuple[str, ...]:
     """The names of a module's arguments."""
     parameters = inspect.signature(module.forward).parameters.values()
     return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
-
-
-_NOTHING = empty_plan()
-"""Of a model in one stage, whose forward runs as it is."""
-_REMEMBERED = 256
-"""How many kinds of calls are remembered; then the oldest are forgotten."""
-
-
-class _Cut:
-    """A model and its stages' homes; remembers what happens in calls that were seen."""
-
-    def __init__(self, author: Author, homes: Homes, example: Example | None) -> None:
-        self._author, self._homes, self._example = author, homes, example
-        self._plans: dict[Any, CallPlan] = {}
-        self._form = _form(author.model)
-
-    def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallPlan:
-        author = self._author
-        if author.stages == 1 and not author.recomputes:
-            return _NOTHING
-        call = (tuple(args), dict(kwargs))
-        doors = [*author.doors, *author.hooked()] if author.stages > 1 else author.doors
-        key = (_kind(call), self._state(), tuple(door.path for door in doors))
-        plan = self._plans.get(key)
-        if plan is None:
-            author.check_hooks()
-            fits = self._example is not None and _kind(self._example) == _kind(call)
-            numbers = self._example if fits else None
-            shown = record(author.model, author.forward, doors, call, numbers)
-            plan = assign(shown, self._homes, author.stages)
-            if len(self._plans) >= _REMEMBERED:
-                self._plans.pop(next(iter(self._plans)))
-            self._plans[key] = plan
-        return plan
-
-    def flops(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
-        author, call = self._author, (tuple(args), dict(kwargs))
-        fits = self._example is not None and _kind(self._example) == _kind(call)
-        with Meter() as meter:
-            record(
-                author.model, author.forward, author.doors, call, self._example if fits else None
-            )
-        return float(meter.flops)
-
-    def _state(self) -> tuple[Any, ...]:
-        """The part of the state of the model, and of PyTorch, on which values may depend."""
-        model = self._author.model
-        return (
-            tuple(module.training for module in model.modules()),
-            tuple(parameter.requires_grad for parameter in model.parameters()),
-            torch.is_grad_enabled(),
-            tuple(
-                torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-                for kind in ("cpu", "cuda")
-            ),
-        )
-
-    def check_unchanged(self) -> None:
-        before, now = self._form, _form(self._author.model)
-        changed = next((n for n in {**before, **now} if before.get(n) != now.get(n)), None)
-        changed = self._author.replaced() if changed is None else changed
-        if changed is not None:
-            raise UsageError(
-                f"{changed!r} was replaced, added or taken away in the model after the Pipeline was made, "
-                "and its stages have what was there before; change a tensor in place, as by copy_(), or make "
-                "a new Pipeline"
-            )
-
-
-def _form(model: nn.Module) -> dict[str, Any]:
-    modules = {path: id(module) for path, module in model.named_modules(remove_duplicate=False)}
-    return modules | dict.fromkeys(
-        (name for name, _ in model.named_parameters(remove_duplicate=False)), "parameter"
-    )
-
-
-def _kind(call: Example) -> Any:
-    """What decides what a call does: shapes, types and plain values."""
-    tensors = tuple(
-        (tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for t in tensors_in(call)
-    )
-    return tensors, _plain((tuple(call[0]), dict(call[1])))
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, int | float | str | type(None) | torch.dtype | torch.device):
-        return repr(value)
-    if isinstance(value, Mapping):
-        return f"{type(value).__name__}{[(name, _plain(child)) for name, child in value.items()]}"
-    if isinstance(value, list | tuple):
-        return f"{type(value).__name__}{[_plain(child) for child in value]}"
-    return type(value).__name__
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -50,7 +49,7 @@ class Kept:
             for _, part in parts
         }
         self._set: dict[tuple[int, str], Attribute] = {}
-        self._watched: list[tuple[type, str, Any]] = []
+        self._watch = _ReadWatch(self._note)
         self._inside: set[int] = set()
         self.between: list[Changed] = []
 
@@ -72,15 +71,11 @@ class Kept:
             if before is not None:
                 self._changes_again(before.event, event)
             self._set[id(part), name] = Attribute(part, name, event)
-            self._watch(type(part), name)
+            self._watch.add(type(part), name)
 
     def close(self) -> list[Attribute]:
         """Watch no longer; returns what units have set."""
-        for kind, name, before in reversed(self._watched):
-            if before is _MISSING:
-                delattr(kind, name)
-            else:
-                setattr(kind, name, before)
+        self._watch.close()
         return list(self._set.values())
 
     def _changed(self, path: str) -> Iterator[tuple[str, nn.Module, str, Any]]:
@@ -92,25 +87,63 @@ class Kept:
                 known[name] = _held(now[name])
                 yield inner, part, name, now[name]
 
-    def _watch(self, kind: type, name: str) -> None:
-        before = kind.__dict__.get(name, _MISSING)
-        inherited = getattr(kind, name, _MISSING)
-        if not hasattr(type(inherited), "__get__"):
-            self._watched.append((kind, name, before))
-            setattr(kind, name, _Watched(name, inherited, self._note))
-
     def _note(self, module: nn.Module, name: str, value: Any) -> None:
         attribute = self._set.get((id(module), name))
         if attribute is not None and id(module) not in self._inside:
             self._read(attribute, value)
 
 
-class _Watched:
-    """An attribute of a class that tells when it is read."""
+@contextmanager
+def hidden(attributes: Sequence[tuple[nn.Module, str, str]]) -> Iterator[None]:
+    """Refuse to read some attributes, listed with the names of their units, as the last stage has others."""
+    units = {(id(module), name): unit for module, name, unit in attributes}
 
-    def __init__(
-        self, name: str, default: Any, note: Callable[[nn.Module, str, Any], None]
-    ) -> None:
+    def refuse(module: nn.Module, name: str, _: Any) -> None:
+        if (id(module), name) in units:
+            raise PartitionError(
+                f"the loss uses the attribute {name!r} of {units[id(module), name]}, which is in another "
+                "stage; return it from there, or add it as a loss (penstock.add_loss)"
+            )
+
+    watch = _ReadWatch(refuse)
+    try:
+        for module, name, _ in attributes:
+            watch.add(type(module), name)
+        yield
+    finally:
+        watch.close()
+
+
+_Note = Callable[[nn.Module, str, Any], None]
+
+
+class _ReadWatch:
+    """Tells when attributes are read that are in instances of some classes."""
+
+    def __init__(self, note: _Note) -> None:
+        self._note = note
+        self._before: dict[tuple[type, str], Any] = {}
+
+    def add(self, kind: type, name: str) -> None:
+        """Watch also this one."""
+        inherited = getattr(kind, name, _MISSING)
+        if (kind, name) not in self._before and not hasattr(type(inherited), "__get__"):
+            self._before[kind, name] = vars(kind).get(name, _MISSING)
+            setattr(kind, name, _Watched(name, inherited, self._note))
+
+    def close(self) -> None:
+        """Leave the classes as they were."""
+        for (kind, name), before in self._before.items():
+            if before is _MISSING:
+                delattr(kind, name)
+            else:
+                setattr(kind, name, before)
+
+
+class _Watched:
+    """What stands in a class for an attribute that is watched."""
+
+    def __init__(self, name: str, default: Any, note: _Note) -> None:
         self._name, self._default, self._note = name, default, note
 
     def __get__(self, module: nn.Module | None, kind: type) -> Any:
@@ -142,64 +175,3 @@ def _is_as(known: Any, value: Any) -> bool:
     if known is _MISSING or not is_equal(known[0], value):
         return False
     return known[1] is None or same(known[1], value)
-
-
-# ---- while the loss is computed
-
-
-@contextmanager
-def hidden(attributes: Sequence[tuple[nn.Module, str, str]]) -> Iterator[None]:
-    """Let nobody use some attributes, given with the names of their units: the last stage has others."""
-    before = [
-        (vars(module), name, vars(module).get(name, _MISSING)) for module, name, _ in attributes
-    ]
-    for module, name, unit in attributes:
-        vars(module)[name] = _OfAnotherStage(
-            f"the loss uses the attribute {name!r} of {unit}, which is in another stage; return it from "
-            "there, or add it as a loss (penstock.add_loss)"
-        )
-    try:
-        yield
-    finally:
-        for state, name, value in before:
-            if isinstance(state.get(name), _OfAnotherStage):
-                del state[name]
-                state.update({} if value is _MISSING else {name: value})
-
-
-class _OfAnotherStage:
-    """Stands for a value that another stage has: whoever uses it is told so."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise PartitionError(self._text)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise next(
-            PartitionError(one._text) for one in _stand_ins((*args, *(kwargs or {}).values()))
-        )
-
-
-def _stand_ins(value: Any) -> Iterator[_OfAnotherStage]:
-    if isinstance(value, _OfAnotherStage):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _stand_ins(item)
-
-
-def _refuse(stand_in: Any, *_: Any) -> Any:
-    raise PartitionError(stand_in._text)
-
-
-_OPERATORS = (
-    "add radd sub rsub mul rmul truediv rtruediv pow rpow neg abs lt le gt ge float int index bool len iter "
-    "getitem contains call matmul rmatmul"
-)
-for _name in re.findall(r"\w+", _OPERATORS):
-    setattr(_OfAnotherStage, f"__{_name}__", _refuse)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -29,18 +29,8 @@ def _collect(value: Any, add: Callable[[Tensor], None]) -> None:
     kind = type(value)
     if kind in _ATOMS:
         return
-    for child in _children(value, kind):
+    for child in _children(value, kind) or ():
         _collect(child, add)
-
-
-def plain_in(value: Any) -> list[bool | float | str]:
-    """The plain values inside a value, in order."""
-    kind = type(value)
-    if kind in (bool, int, float, str):
-        return [value]
-    if isinstance(value, Tensor) or kind in _ATOMS:
-        return []
-    return [plain for child in _children(value, kind) for plain in plain_in(child)]
 
 
 def _children(value: Any, kind: type) -> Any:
@@ -52,7 +42,7 @@ def _children(value: Any, kind: type) -> Any:
         return SUPPORTED_NODES[kind].flatten_fn(value)[0]
     if isinstance(value, UserDict) or (is_dataclass(value) and not isinstance(value, type)):
         return _attributes(value).values()
-    return ()
+    return None
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -68,22 +58,34 @@ Place = tuple[Any, ...]
 
 def located(value: Any) -> dict[Place, Tensor]:
     """The tensors inside a value by their places, in order."""
-    tensors: dict[Place, Tensor] = {}
-    _locate(value, (), tensors)
-    return tensors
+    return {place: leaf for place, leaf in _leaves(value, ()) if isinstance(leaf, Tensor)}
 
 
-def _locate(value: Any, at: Place, tensors: dict[Place, Tensor]) -> None:
-    if isinstance(value, Tensor):
-        tensors[at] = value
-        return
+def plain_in(value: Any) -> list[bool | float | str]:
+    """The plain values inside a value, in order."""
+    return [leaf for _, leaf in _leaves(value, ()) if type(leaf) in (bool, int, float, str)]
+
+
+def opaque_in(value: Any) -> dict[Place, Any]:
+    """The objects inside a value that are looked into no further, such as caches, by their places."""
+    return {
+        place: leaf
+        for place, leaf in _leaves(value, ())
+        if not isinstance(leaf, Tensor) and type(leaf) not in _ATOMS
+    }
+
+
+def _leaves(value: Any, at: Place) -> Iterator[tuple[Place, Any]]:
+    """What holds nothing that can be looked into, with its place."""
     kind = type(value)
-    if kind in _ATOMS:
+    is_leaf = isinstance(value, Tensor) or kind in _ATOMS
+    children = None if is_leaf else _children(value, kind)
+    if children is None:
+        yield at, value
         return
-    children = _children(value, kind)
     names = value if isinstance(value, dict) else range(len(children))
     for name, child in zip(names, children, strict=True):
-        _locate(child, (*at, name), tensors)
+        yield from _leaves(child, (*at, name))
 
 
 def replaced(value: Any, put: Callable[[Tensor], Any]) -> Any:
@@ -125,25 +127,6 @@ def _rebuilt(value: Any, kind: type, put: Callable[[Tensor], Any]) -> Any:
         twin[:] = [replaced(child, put) for child in value]
         return twin
     return value
-
-
-def opaque_in(value: Any) -> dict[Place, Any]:
-    """The objects inside a value that are looked into no further, such as caches, by their places."""
-    objects: dict[Place, Any] = {}
-
-    def look(value: Any, at: Place) -> None:
-        kind = type(value)
-        if isinstance(value, Tensor) or kind in _ATOMS:
-            return
-        children = _children(value, kind)
-        if children == () and not isinstance(value, tuple | list | dict):
-            objects[at] = value
-        names = value if isinstance(value, dict) else range(len(children))
-        for name, child in zip(names, children, strict=True):
-            look(child, (*at, name))
-
-    look(value, ())
-    return objects
 
 
 def without(value: Any, names: set[Any]) -> Any:

@@ -26,28 +26,25 @@ Of a unit that is in several stages, the first calls are in the first of these, 
 """
 
 
-@dataclass(eq=False)
-class Step:
+class Step(NamedTuple):
     """An event as the stages see it.
 
     Attributes:
         what: the function, or the unit's path.
         owner: the stage that runs it.
         event: what was recorded.
-        swaps: the arguments, by place, in whose place the owner puts what has arrived: the edge of each.
-        sends: the arguments that it changed, by place, that travel afterwards: the edge of each.
-        follows: the arguments, by place, that are other values from now on.
-        aliases: values that it changed without being given them: by the value before, the value after and its
-            edge, if it travels.
+        inputs: the roots of its arguments that are values, by place; ``None`` for parameters and buffers.
+        claims: the arguments, by place, that become values, with their numbers: tensors that each stage makes
+            for itself of the model's arguments, and into which the event writes.
+        borrows: whether it uses a parameter or buffer that arrives.
     """
 
     what: Any
     owner: int
     event: Event
-    swaps: dict[Place, str] = field(default_factory=dict)
-    sends: dict[Place, str] = field(default_factory=dict)
-    follows: dict[Place, int] = field(default_factory=dict)
-    aliases: dict[int, tuple[int, str | None]] = field(default_factory=dict)
+    inputs: dict[Place, int | None]
+    claims: dict[Place, int]
+    borrows: bool
 
 
 class Quick(NamedTuple):
@@ -56,13 +53,11 @@ class Quick(NamedTuple):
     Attributes:
         what: the function.
         is_own: whether the stage runs it.
-        number: of the value that it gives.
         placeholder: what stages have that do not run it.
     """
 
     what: Any
     is_own: bool
-    number: int
     placeholder: Tensor
 
 
@@ -75,16 +70,13 @@ class CallPlan:
         steps: the events in order.
         trace: the run that showed them.
         last: for each stage, the index of its last event.
-        arrives: for each stage, the edges of values that are results, by value.
-        sends: for each stage, the edges of results that it sends, by value.
-        parameters: for each stage, the edges of parameters and buffers that it sends, by their names.
-        copies: the values that are changed after they are to be sent.
-        kept: the values whose tensors a stage needs later.
-        output_swaps: the tensors of the output, by position, that arrive: the edge of each.
+        arrives: for each stage, the edges of the tensors that it gets, by their roots.
+        sends: for each stage, the edges of those that it sends.
+        borrows: for each stage, the edges of parameters and buffers that it gets, by their names.
+        lends: for each stage, the edges of those that it sends.
         lost: the names in the output of objects that no stage has all of, such as caches.
         regions: for each of the author's checkpoints, the stages of its events.
         buffers: the names of the units' buffers that are used between units.
-        changed_arguments: the positions of the model's arguments that are changed.
         attributes: those, with their modules and units, that units of earlier stages than the last set.
     """
 
@@ -94,25 +86,21 @@ class CallPlan:
     last: list[int]
     arrives: list[dict[int, str]]
     sends: list[dict[int, str]]
-    parameters: list[dict[str, str]]
-    copies: set[int]
-    kept: set[int]
-    output_swaps: dict[int, str]
-    lost: set[Any]
-    regions: list[set[int]]
-    buffers: list[str]
-    changed_arguments: set[int]
+    borrows: list[dict[str, str]]
+    lends: list[dict[str, str]]
+    lost: set[Any] = field(default_factory=set)
+    regions: list[set[int]] = field(default_factory=list)
+    buffers: list[str] = field(default_factory=list)
     attributes: list[tuple[nn.Module, str, str]] = field(default_factory=list)
     _quick: dict[int, list[Quick | None]] = field(default_factory=dict, repr=False)
 
     def quick(self, stage: int) -> list[Quick | None]:
         """For each event up to a stage's last one how it is done quickly there, or None."""
-        if self.trace.decides or any(step.event.changes for step in self.steps):
-            # Which values an event has is then checked again in the stage.
-            return []
         if stage not in self._quick:
-            steps = self.steps[: self.last[stage] + 1]
-            kept = {*self.kept, *self.sends[stage], *self.arrives[stage], *self.trace.slots}
+            # Otherwise the stage checks again which values an event has.
+            checked = self.trace.decides or any(step.claims for step in self.steps)
+            steps = [] if checked else self.steps[: self.last[stage] + 1]
+            kept = {*self.sends[stage], *self.arrives[stage], *self.trace.returned}
             self._quick[stage] = [self._quick_step(step, stage, kept) for step in steps]
         return self._quick[stage]
 
@@ -127,12 +115,12 @@ class CallPlan:
             or event.sets_hook
             or event.needs_data
             or event.changes
-            or step.swaps
+            or step.borrows
             or is_ours(step.what)
             or may_draw(step.what)
         ):
             return None
-        return Quick(step.what, step.owner == stage, number, self.trace.values[number].tensor)
+        return Quick(step.what, step.owner == stage, self.trace.values[number].tensor)
 
     def apart(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of the last stage, such as a loss, which may not see what other stages' units keep.
@@ -156,7 +144,7 @@ class CallPlan:
 def empty_plan() -> CallPlan:
     """Nothing travels."""
     trace = Trace(FakeTensorMode(), torch.device("cpu"), [])
-    return CallPlan((), [], trace, [0], [{}], [{}], [{}], set(), set(), {}, set(), [], [], set())
+    return CallPlan((), [], trace, [0], [{}], [{}], [{}], [{}])
 
 
 def first_uses(trace: Trace, homes: Homes) -> dict[str, int]:
@@ -309,51 +297,35 @@ class _Planner:
             last[stage] = len(owner_of)
         self._find_users()
         self._check_numbers()
-        names = self._names()
-        steps = [self._step(event, owner_of[i], names) for i, event in enumerate(trace.events)]
-        arrives: list[dict[int, str]] = [{} for _ in range(stages)]
-        sends: list[dict[int, str]] = [{} for _ in range(stages)]
-        parameters: list[dict[str, str]] = [{} for _ in range(stages)]
+        self._check_versions()
+        arrives, sends = ([dict[int, str]() for _ in range(stages)] for _ in range(2))
+        borrows, lends = ([dict[str, str]() for _ in range(stages)] for _ in range(2))
         edges = []
         reached = self._reached()
         for number, users in sorted(self._users.items()):
-            value, name = trace.values[number], names[number]
+            value = trace.values[number]
             source = min(self._owners.holders(value))
             gradient = value.requires_grad and number in reached
-            edges.append(Edge(name, source, tuple(sorted(users)), gradient))
-            if value.is_result:
-                sends[source][number] = name
-                for stage in users:
-                    arrives[stage][number] = name
-            elif value.event is None:
-                assert value.parameter is not None
-                parameters[source][value.parameter] = name
-        output_swaps = {
-            place: names[number]
-            for place, number in enumerate(trace.slots)
-            if number is not None and stages - 1 in self._users.get(number, ())
-        }
-        changes = [(c, i) for i, e in enumerate(trace.events) for c in e.changes]
-        copies = {
-            c.old
-            for c, i in changes
-            if c.old in self._users and owner_of[i] in self._owners.holders(trace.values[c.old])
-        }
+            edges.append(Edge(value.name, source, tuple(sorted(users)), gradient))
+            parameter = trace.values[value.root].parameter
+            for of_stage in [sends[source], *(arrives[stage] for stage in users)]:
+                if parameter is None:
+                    of_stage[value.root] = value.name
+            for by_name in [lends[source], *(borrows[stage] for stage in users)]:
+                if parameter is not None:
+                    by_name[parameter] = value.name
         return CallPlan(
             tuple(edges),
-            steps,
+            [self._step(event, owner_of[i], borrows) for i, event in enumerate(trace.events)],
             trace,
             last,
             arrives,
             sends,
-            parameters,
-            {number for number in copies if number is not None},
-            {c.old for c, _ in changes if c.argument is None and c.old is not None},
-            output_swaps,
+            borrows,
+            lends,
             self._lost(),
             [set(owner_of[r.first : r.stop]) for r in trace.regions],
             self._buffers(),
-            trace.changed_arguments,
             [
                 (one.module, one.name, trace.events[one.event].name)
                 for one in trace.kept
@@ -388,25 +360,47 @@ class _Planner:
                 "placed as a whole, by naming the module that contains it in stages="
             )
 
-    def _names(self) -> dict[int, str]:
-        """What the values that travel are called; each once."""
-        return {number: self._trace.values[number].name for number in self._users}
+    def _check_versions(self) -> None:
+        """Refuse writes in place between uses of a tensor: each stage gets it once, as it is in the end."""
+        values, owner_of = self._trace.values, self._owners.stages
+        known: dict[tuple[int, int], int] = {}
+        for number, users in sorted(self._users.items()):
+            value = values[number]
+            first = values[value.root]
+            others = {known.setdefault((value.root, stage), number) for stage in users}
+            if others != {number} or value.tensor.shape != first.tensor.shape:
+                self._refuse_change(number, value)
+        for index, event in enumerate(self._trace.events):
+            for change in event.changes:
+                old = None if change.old is None else values[change.old]
+                if (
+                    old
+                    and change.old in self._users
+                    and owner_of[index] in self._owners.holders(old)
+                ):
+                    self._refuse_change(change.new, old)
 
-    def _step(self, event: Event, owner: int, names: Mapping[int, str]) -> Step:
-        step = Step(event.what, owner, event)
+    def _refuse_change(self, number: int, value: Value) -> None:
+        index = self._trace.values[number].event
+        assert index is not None
+        event, stage = self._trace.events[index], self._owners.stages[index]
+        users = sorted({*self._users.get(number, ()), *self._users.get(value.root, ())}) or [stage]
+        raise PartitionError(
+            f"{event.where}: {event.name} in stage {stage} changes {value.name.rstrip('!')} in place, "
+            f"which stage {users[0]} uses as it was before, or in another shape; use the operation that is "
+            "not in place, or write into a clone"
+        )
+
+    def _step(self, event: Event, owner: int, borrows: Sequence[Mapping[str, str]]) -> Step:
         values = self._trace.values
-        for place, number in event.inputs:
-            if owner in self._users.get(number, ()) and not values[number].is_result:
-                step.swaps[place] = names[number]
-        for change in event.changes:
-            name = names.get(change.new)
-            if change.argument is not None:
-                step.follows[change.argument] = change.new
-                if name is not None:
-                    step.sends[change.argument] = name
-            elif change.old is not None:
-                step.aliases[change.old] = (change.new, name)
-        return step
+        roots = {place: values[number].root for place, number in event.inputs}
+        parameters = {values[root].parameter for root in roots.values()}
+        inputs = {p: None if values[root].event is None else root for p, root in roots.items()}
+        new = {change.argument: change.new for change in event.changes if change.old is None}
+        claims = {place: number for place, number in new.items() if place is not None}
+        return Step(
+            event.what, owner, event, inputs, claims, not parameters.isdisjoint(borrows[owner])
+        )
 
     def _reached(self) -> set[int]:
         """The values that the output or an added loss is made of: from those a gradient may come back."""

@@ -272,7 +272,7 @@ class Seeded(TorchFunctionMode):
         if self._draws is not None:
             self._draws.enter(door.path, number)
         if door.path in self._recomputes:
-            run = checkpointed(run, door.path, number, self._draws, {"use_reentrant": False})
+            run = checkpointed(run, {"use_reentrant": False})
         self._inside = True
         try:
             with left(self):
@@ -299,17 +299,10 @@ class Seeded(TorchFunctionMode):
         return run(again, *rest, **kwargs, **options)
 
 
-def checkpointed(
-    run: Run, path: str, number: int, draws: Draws | None, options: Mapping[str, Any]
-) -> Run:
-    """A unit's call as a checkpoint: what is recomputed draws the same."""
-
-    def seeded(*args: Any, **kwargs: Any) -> Any:
-        if draws is not None:
-            draws.enter(path, number)
-        return run(*args, **kwargs)
-
-    return lambda *args, **kwargs: checkpointing.checkpoint(seeded, *args, **options, **kwargs)
+def checkpointed(run: Run, options: Mapping[str, Any]) -> Run:
+    """A call as a checkpoint; what is recomputed draws the same, for torch keeps the generators' states."""
+    kept = {**options, "preserve_rng_state": True}
+    return lambda *args, **kwargs: checkpointing.checkpoint(run, *args, **kept, **kwargs)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,8 @@ import contextlib
 import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,9 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from penstock.errors import PartitionError, StageError
-from penstock.partition.base import Planner
+from penstock.partition.author import Author
 from penstock.partition.nested import Place, located, plain_in, replaced, tensors_in, without
-from penstock.partition.plan import CallPlan, Homes, Quick, Step
+from penstock.partition.plan import CallPlan, Quick, Step
 from penstock.partition.seen import (
     BETWEEN,
     Door,
@@ -41,112 +42,31 @@ class _StageDone(BaseException):
     """The stage has nothing more to do in this forward."""
 
 
-class Author:
-    """The model whose forward all stages run.
-
-    Args:
-        model: the model.
-        doors: its units.
-        forward: runs it.
-        recomputes: the paths of the units to checkpoint.
-        stages: how many there are.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        doors: Sequence[Door],
-        forward: Callable[..., Any],
-        recomputes: Collection[str],
-        stages: int,
-    ) -> None:
-        self.model, self.doors, self.forward, self.stages = model, doors, forward, stages
-        self.recomputes = frozenset(recomputes)
-        self._held: dict[str, tuple[Any, str, Tensor | None]] = {}
-        inside = {id(part) for door in doors for part in door.module.modules()}
-        self.outside = [module for module in model.modules() if id(module) not in inside]
-        # Modules of torch keep nothing in attributes.
-        self.around = [
-            module for module in self.outside if not type(module).__module__.startswith("torch.nn.")
-        ]
-        self.paths = {id(module): path for path, module in model.named_modules()}
-        named = dict(model.named_modules())
-        units = {id(door.module) for door in doors}
-        self._opened = {
-            path: module
-            for path, module in named.items()
-            if id(module) not in inside and any(id(part) in units for part in module.modules())
-        }
-        self._loose = {
-            path: module
-            for path, module in named.items()
-            if id(module) not in inside and path not in self._opened
-        }
-
-    def hold(self, path: str, table: Any, name: str) -> None:
-        """Note what stages have of a parameter or buffer between the units."""
-        self._held[path] = table, name, table[name]
-
-    def replaced(self) -> str | None:
-        """A parameter or buffer between the units that is not the one that the stages have."""
-        return next((p for p, (table, n, t) in self._held.items() if table.get(n) is not t), None)
-
-    def hooked(self) -> list[Door]:
-        """The modules between the units that have hooks: each call is in one stage, as a unit's."""
-        paths = [
-            path for path, module in self._loose.items() if any(map(_has_hooks, module.modules()))
-        ]
-        outer = [p for p in paths if not any(p.startswith(f"{other}.") for other in paths)]
-        return [Door(self._loose[path], path) for path in outer]
-
-    def check_hooks(self) -> None:
-        """Refuse backward hooks of a module that is in several stages: no stage has both of its ends."""
-        for path, module in self._opened.items() if self.stages > 1 else ():
-            if module._backward_hooks or module._backward_pre_hooks:
-                raise PartitionError(
-                    f"{path or 'the model'} has backward hooks, and its parts are placed by themselves: no "
-                    "stage has its gradients on both ends. Set the hooks on its parts, or place it as a "
-                    "whole by naming it in stages="
-                )
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_pre_hooks
-        or module._forward_hooks
-        or module._backward_pre_hooks
-        or module._backward_hooks
-    )
-
-
 class CutStage(StageModule):
     """One stage of a model.
 
     Args:
         author: the model.
         index: which stage.
-        homes: the stages of each unit by path, and of each parameter outside of them by name.
-        planner: finds what all stages do in a call.
     """
 
-    def __init__(self, author: Author, index: int, homes: Homes, planner: Planner) -> None:
+    def __init__(self, author: Author, index: int) -> None:
         super().__init__()
         # Not as a submodule: its parameters are not this stage's.
         self.__dict__["_author"] = author
-        self.__dict__["_planner"] = planner
         self.index = index
         self.training = author.model.training
-        self.__dict__["_loose"] = _fill(self, author, index, homes)
-        self._chains = _Chains(author, index)
+        self.__dict__["_loose"] = _fill(self, author, index)
+        self._chains: dict[CallPlan, _Chain | None] = {}
 
     def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallPlan:
         """What all stages do in a call, see :meth:`Partition.plan`."""
-        plan: CallPlan = self.__dict__["_planner"].plan(args, kwargs)
+        plan: CallPlan = self.__dict__["_author"].plan(args, kwargs)
         return plan
 
     def flops(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
         """The floating-point operations of the whole model's forward, see :meth:`StageModule.flops`."""
-        count: float = self.__dict__["_planner"].flops(args, kwargs)
+        count: float = self.__dict__["_author"].flops(args, kwargs)
         return count
 
     @property
@@ -188,15 +108,15 @@ class CutStage(StageModule):
             self._follow()
         if author.stages == 1:
             return self._whole(author, call, args, kwargs), {}
+        if call.plan not in self._chains:
+            self._chains[call.plan] = _chain_of(call.plan, author, self.index)
         chain = self._chains[call.plan]
-        hooked = author.model._forward_pre_hooks or author.model._forward_hooks
-        hidden = None
-        if chain and not hooked:
+        if chain and not author.model._forward_pre_hooks and not author.model._forward_hooks:
             argument = args[0] if len(args) == 1 and not kwargs else None
             hidden = argument if chain.arrives is None else values[chain.arrives]
-        if chain and isinstance(hidden, Tensor) and not hidden.is_meta:
-            hidden = chain.run(hidden, call.draws)
-            return (hidden, {}) if chain.last is None else (None, chain.sent(hidden, self.index))
+            if isinstance(hidden, Tensor) and not hidden.is_meta:
+                hidden = chain.run(hidden, call.draws)
+                return (None, chain.sent(hidden, self.index)) if chain.edge else (hidden, {})
         with _attributes_kept(author.around, call.plan.trace.settled):
             return _Runner(self.index, author, call, values).run(args, kwargs)
 
@@ -240,7 +160,7 @@ def _shell(module: nn.Module) -> Any:
     return shell
 
 
-def _fill(stage: nn.Module, author: Author, index: int, homes: Homes) -> list[Any]:
+def _fill(stage: nn.Module, author: Author, index: int) -> list[Any]:
     """Put the stage's units, and its share of what is outside of them, under the paths they have."""
     units = {id(door.module): door.path for door in author.doors}
     loose: list[Any] = []
@@ -250,46 +170,33 @@ def _fill(stage: nn.Module, author: Author, index: int, homes: Homes) -> list[An
             continue
         if id(module) in units:
             inside = (*inside, f"{path}.")
-            if index in homes[units[id(module)]]:
+            if index in author.homes[units[id(module)]]:
                 holder, name = _holder(stage, path)
                 holder._modules[name] = module
             continue
-        _share(stage, author, path, module, index, homes, loose)
-        _share_hooks(stage, path, module)
+        prefix = f"{path}." if path else ""
+        mine = [
+            name
+            for name, parameter in module._parameters.items()
+            if parameter is not None and index in author.homes.get(prefix + name, ())
+        ]
+        named = [("_parameters", name) for name in mine]
+        for kind, name in [*named, *(("_buffers", name) for name in module._buffers)]:
+            holder, _ = _holder(stage, prefix + name)
+            table, held = getattr(module, kind), getattr(holder, kind)
+            held[name] = table[name]
+            author.hold(prefix + name, table, name)
+            loose.append((prefix + name, table, name, held))
+            if name in module._non_persistent_buffers_set:
+                holder._non_persistent_buffers_set.add(name)
+        with contextlib.suppress(AttributeError):  # a stage that has nothing of it
+            hooks = {name: vars(module)[name] for name in _STATE_HOOKS}
+            vars(stage.get_submodule(path)).update(hooks)
     return loose
 
 
 _STATE_HOOKS = ("_load_state_dict_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks")
 """Hooks of a module that act on what is loaded and saved. As of torch 2.13."""
-
-
-def _share_hooks(stage: nn.Module, path: str, module: nn.Module) -> None:
-    """Let what a stage has in place of a module run the module's hooks on states."""
-    with contextlib.suppress(AttributeError):  # a stage that has nothing of it
-        vars(stage.get_submodule(path)).update({name: vars(module)[name] for name in _STATE_HOOKS})
-
-
-def _share(  # noqa: PLR0913 - a stage, a module of the author's, and what both need
-    stage: nn.Module,
-    author: Author,
-    path: str,
-    module: nn.Module,
-    index: int,
-    homes: Homes,
-    loose: list[Any],
-) -> None:
-    prefix = f"{path}." if path else ""
-    for name, parameter in module._parameters.items():
-        if parameter is not None and index in homes.get(f"{prefix}{name}", ()):
-            holder, last = _holder(stage, f"{prefix}{name}")
-            holder._parameters[last] = parameter
-            author.hold(f"{prefix}{name}", module._parameters, name)
-            loose.append((f"{prefix}{name}", module._parameters, name, holder._parameters))
-    for name, buffer in module._buffers.items():
-        holder, last = _holder(stage, f"{prefix}{name}")
-        holder.register_buffer(last, buffer, name not in module._non_persistent_buffers_set)
-        author.hold(f"{prefix}{name}", module._buffers, name)
-        loose.append((f"{prefix}{name}", module._buffers, name, holder._buffers))
 
 
 def _holder(root: nn.Module, path: str) -> tuple[nn.Module, str]:
@@ -305,102 +212,76 @@ def _holder(root: nn.Module, path: str) -> tuple[nn.Module, str]:
     return holder, name
 
 
-class _Chain:
+class _Chain(NamedTuple):
     """A stage of an ``nn.Sequential``: its units one after the other, with nothing between them to look at.
 
-    Args:
+    Attributes:
         arrives: the edge of what the first unit takes; None for the model's argument.
-        units: the modules, each with its path and the number of the call.
-        last: the step of the last unit, if its result travels.
-        edge: of that result.
+        steps: the calls of the units.
+        units: the modules.
+        edge: of what the last unit gives, if that travels.
     """
 
-    def __init__(
-        self,
-        arrives: str | None,
-        units: Sequence[tuple[nn.Module, str, int]],
-        last: Step | None,
-        edge: str,
-    ) -> None:
-        self.arrives, self.units, self.last = arrives, units, last
-        self._edge, self._shape = edge, None if last is None else last.event.result.shape
+    arrives: str | None
+    steps: list[Step]
+    units: list[nn.Module]
+    edge: str | None
 
     def run(self, hidden: Any, draws: Draws | None) -> Any:
         """Call the units."""
-        for unit, path, number in self.units:
+        for step, unit in zip(self.steps, self.units, strict=True):
             if draws is not None:
-                draws.enter(path, number)
+                draws.enter(step.what, step.event.number)
             hidden = unit(hidden)
         return hidden
 
     def sent(self, tensor: Any, stage: int) -> dict[str, Tensor]:
         """What travels, after a check against the run without data."""
-        assert self.last is not None
-        if not isinstance(tensor, Tensor) or tensor.shape != self._shape:
-            shown = (
-                f"a tensor of shape {tuple(tensor.shape)}"
-                if isinstance(tensor, Tensor)
-                else repr(tensor)
-            )
-            planned = f"a tensor of shape {tuple(self._shape or ())}"
+        assert self.edge is not None
+        planned = self.steps[-1].event.result.shape
+        if not isinstance(tensor, Tensor) or tensor.shape != planned:
+            is_tensor = isinstance(tensor, Tensor)
+            shown = f"a tensor of shape {tuple(tensor.shape)}" if is_tensor else repr(tensor)
             raise _different(
-                self.last, stage, f"gave {shown} where the run without data gave {planned}"
+                self.steps[-1], stage, f"gave {shown}", f"a tensor of shape {tuple(planned)}"
             )
-        if tensor.requires_grad and not takes_gradient(tensor):
-            tensor = tensor.detach()
-        return {self._edge: tensor}
+        return {self.edge: _to_send(tensor)}
 
 
-class _Chains(dict[CallPlan, "_Chain | None"]):
-    """What a stage does in each kind of call if that is a chain, or None."""
-
-    def __init__(self, author: Author, stage: int) -> None:
-        super().__init__()
-        self._author, self._stage = author, stage
-
-    def __missing__(self, plan: CallPlan) -> _Chain | None:
-        self[plan] = chain = self._find(plan)
-        return chain
-
-    def _find(self, plan: CallPlan) -> _Chain | None:
-        author, stage = self._author, self._stage
-        doors = {door.path: door.module for door in plan.trace.doors}
-        modules = [doors.get(step.what) for step in plan.steps if step.event.is_unit]
-        if (
-            type(author.model).forward is not nn.Sequential.forward
-            or author.forward is not author.model
-            or len(modules) != len(plan.steps)
-            or any(a is not b for a, b in zip(modules, author.model.children(), strict=False))
-            or len(modules) != len(author.model._modules)
-            or author.recomputes
-            or plan.trace.direct
-            or plan.changed_arguments
-            or plan.copies
-            or plan.parameters[stage]
-        ):
-            return None
-        mine = [at for at, step in enumerate(plan.steps) if step.owner == stage]
-        steps = [plan.steps[at] for at in mine]
-        if not mine or mine != list(range(mine[0], mine[-1] + 1)):
-            return None
-        if any(step.swaps or step.sends or step.follows or step.aliases for step in steps):
-            return None
-        before = plan.steps[mine[0] - 1] if mine[0] else None
-        last = steps[-1] if mine[-1] < len(plan.steps) - 1 else None
-        arrives, sends = plan.arrives[stage], plan.sends[stage]
-        if not _passes_on(before, arrives) or not _passes_on(last, sends):
-            return None
-        units = [(doors[s.what], s.what, s.event.number) for s in steps]
-        return _Chain(
-            next(iter(arrives.values()), None), units, last, next(iter(sends.values()), "")
+def _chain_of(plan: CallPlan, author: Author, stage: int) -> _Chain | None:
+    """What a stage does in a kind of call if that is a chain."""
+    doors = {door.path: door.module for door in plan.trace.doors}
+    modules = [doors.get(step.what) for step in plan.steps if step.event.is_unit]
+    mine = [at for at, step in enumerate(plan.steps) if step.owner == stage]
+    if (
+        type(author.model).forward is not nn.Sequential.forward
+        or author.forward is not author.model
+        or any(a is not b for a, b in zip_longest(modules, author.model._modules.values()))
+        or len(modules) != len(plan.steps)
+        or author.recomputes
+        or plan.trace.direct
+        or plan.trace.changed_arguments
+        or plan.lends[stage]
+        or not mine
+        or mine != list(range(mine[0], mine[-1] + 1))
+        or any(plan.steps[at].event.changes for at in mine)
+    ):
+        return None
+    before = plan.steps[mine[0] - 1] if mine[0] else None
+    last = plan.steps[mine[-1]] if mine[-1] < len(plan.steps) - 1 else None
+    for step, edges in ((before, plan.arrives[stage]), (last, plan.sends[stage])):
+        passes_on = (
+            step and isinstance(step.event.result, Tensor) and step.event.slots == list(edges)
         )
-
-
-def _passes_on(step: Step | None, edges: Mapping[int, str]) -> bool:
-    """Whether exactly the result of a step travels, and is one tensor."""
-    if step is None:
-        return not edges
-    return isinstance(step.event.result, Tensor) and step.event.slots == list(edges)
+        if not (passes_on or (step is None and not edges)):
+            return None
+    steps = [plan.steps[at] for at in mine]
+    return _Chain(
+        next(iter(plan.arrives[stage].values()), None),
+        steps,
+        [doors[step.what] for step in steps],
+        next(iter(plan.sends[stage].values()), None),
+    )
 
 
 @contextlib.contextmanager
@@ -433,15 +314,12 @@ class _Runner(TorchFunctionMode):
         self._sends, self._arrives = plan.sends[stage], plan.arrives[stage]
         self._quick, self._metadata = plan.quick(stage), plan.trace.metadata
         self._mark = object()
-        self._followed: dict[int, Tensor] = {}
+        self._followed: dict[int, tuple[Tensor, int | None]] = {}
         self._foreign = plan.trace.foreign
-        self._numbers: dict[int, int] = {}
-        self._instead: dict[int, tuple[Tensor, Tensor]] = {}
-        self._renamed: dict[int, int] = {}
+        self._lent: dict[int, Tensor] = {}
         self._claimed: set[int] = set()
-        self._tensors: dict[int, Tensor] = {}
         self._busy = self._lacks = False
-        self._sent: dict[str, Any] = {}
+        self._outgoing: dict[int, Tensor] = {}
         self._drawn = self._region = 0
         self._recomputes: Mapping[str, Any] | None = None
         self._region_runs = False
@@ -450,12 +328,14 @@ class _Runner(TorchFunctionMode):
         plan, author = self._plan, self._author
         is_last = self._stage == author.stages - 1
         if self._last < 0 and not is_last:
-            return None, self._send_parameters()
+            return None, self._sent()
         self._lacks = any(t.is_meta for t in tensors_in((args, kwargs)))
-        if plan.changed_arguments or self._lacks:
+        if plan.trace.changed_arguments or self._lacks:
             args, kwargs = self._arguments(args, kwargs)
         for name in plan.buffers:
             self._follow(_tensor(author.model, name))
+        for name, edge in plan.borrows[self._stage].items():
+            self._lent[id(_tensor(author.model, name))] = self._values[edge]
         direct = plan.trace.direct
         output = None
         try:
@@ -471,12 +351,11 @@ class _Runner(TorchFunctionMode):
         finally:
             for door in plan.trace.doors:
                 door.close()
-        sent = {**self._send_parameters(), **self._sent}
-        return (self._output(output) if is_last else None), sent
+        return (self._output(output) if is_last else None), self._sent()
 
     def _arguments(self, args: Any, kwargs: Any) -> Any:
         """Copies of arguments that are changed, and stand-ins for those that this process was not given."""
-        plan, trace = self._plan, self._plan.trace
+        trace = self._plan.trace
         places = {id(t): i for i, t in enumerate(tensors_in((args, kwargs)))}
 
         def put(tensor: Tensor) -> Tensor:
@@ -485,20 +364,22 @@ class _Runner(TorchFunctionMode):
                     return torch.empty_strided(
                         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=trace.device
                     )
-            return tensor.clone() if places[id(tensor)] in plan.changed_arguments else tensor
+            return tensor.clone() if places[id(tensor)] in trace.changed_arguments else tensor
 
         return replaced((args, kwargs), put)
 
-    def _send_parameters(self) -> dict[str, Any]:
-        named = self._plan.parameters[self._stage]
-        return {
-            edge: (tensor := _tensor(self._author.model, name)).view_as(tensor)
-            for name, edge in named.items()
+    def _sent(self) -> dict[str, Any]:
+        """What travels, as the stage's last event leaves it."""
+        named = {
+            edge: _tensor(self._author.model, n)
+            for n, edge in self._plan.lends[self._stage].items()
         }
+        sent = {edge: tensor.view_as(tensor) for edge, tensor in named.items()}
+        return sent | {edge: _to_send(self._outgoing[n]) for n, edge in self._sends.items()}
 
     def _output(self, output: Any) -> Any:
         plan = self._plan
-        slots = plan.trace.slots
+        slots = plan.trace.returned
         tensors = tensors_in(output)
         model = f"the {type(self._author.model).__name__}"
         self._check_memory(tensors, f"in the output of {model}")
@@ -509,23 +390,20 @@ class _Runner(TorchFunctionMode):
                 "return them from the units, or leave out the option that asks for them. If numbers decide "
                 "what the model returns, put that code into a module that is placed as a whole"
             )
-        for place, name in plan.output_swaps.items():
-            self._instead[id(tensors[place])] = (tensors[place], self._values[name])
-        output = replaced(output, self._stand_in) if self._instead else output
+        output = replaced(output, self._stand_in) if self._lent else output
         return without(output, plan.lost) if plan.lost else output
 
-    def _is_value(self, tensor: Tensor, number: int | None) -> bool:
-        is_parameter = number is not None and self._plan.trace.values[number].event is None
-        return is_parameter or self._number(tensor) == number
+    def _is_value(self, tensor: Tensor, root: int | None) -> bool:
+        is_parameter = root is not None and self._plan.trace.values[root].event is None
+        return is_parameter or self._number(tensor) == root
 
     def _number(self, tensor: Tensor) -> int | None:
-        """Which value a tensor is, or stands for; ``None`` if it was made of the arguments alone."""
-        number = self._numbers.get(id(tensor))
-        if number is None and isinstance(tensor, FakeTensor):
-            number = self._plan.trace.placeholders.get(id(tensor))
-        while number in self._renamed:
-            number = self._renamed[number]
-        return number
+        """Which tensor of the trace it is, or stands for; ``None`` if it was made of the arguments alone."""
+        if id(tensor) in self._followed:
+            return self._followed[id(tensor)][1]
+        if isinstance(tensor, FakeTensor):
+            return self._plan.trace.placeholders.get(id(tensor))
+        return None
 
     def _check_memory(self, tensors: Sequence[Tensor], at: str = "") -> None:
         """Check that no tensor shows memory of the arguments that another stage has written into."""
@@ -538,9 +416,7 @@ class _Runner(TorchFunctionMode):
         given = located((args, kwargs))
         self._check_memory(list(given.values()))
         numbers = {place: n for place, t in given.items() if (n := self._number(t)) is not None}
-        values = self._plan.trace.values
-        planned = {place: n for place, n in step.event.inputs if values[n].event is not None}
-        if numbers != planned:
+        if numbers != {place: n for place, n in step.inputs.items() if n is not None}:
             raise self._diverged(step.what, self._at, " with other values")
 
     # ---- events
@@ -569,7 +445,7 @@ class _Runner(TorchFunctionMode):
         # change them again.
         if recomputes and not self._region_runs and not step.event.changes:
             options = {**(self._recomputes or {}), "use_reentrant": False}
-            run = checkpointed(run, door.path, step.event.number, self._draws, options)
+            run = checkpointed(run, options)
         top = torch._C._len_torch_function_stack() - 1
         alone = top >= 0 and torch._C._get_function_stack_at(top) is self
         self._busy = True
@@ -589,8 +465,12 @@ class _Runner(TorchFunctionMode):
             return func(*args, **kwargs)
         at = self._at + 1
         quick = self._quick[at] if at < len(self._quick) else None
-        is_quick = quick is not None and quick.what is func and self._is_event(args)
-        if quick is not None and is_quick and not (quick.is_own and (self._instead or self._lacks)):
+        if (
+            quick is not None
+            and quick.what is func
+            and self._is_event(args)
+            and not (quick.is_own and self._lacks)
+        ):
             return self._quickly(quick, at, args, kwargs)
         if func is _ITERATE and self._is_event(args):
             return iter(self.__torch_function__(Tensor.unbind, types, args))
@@ -648,15 +528,29 @@ class _Runner(TorchFunctionMode):
         event = step.event
         if self._plan.trace.decides or self._claimed:
             self._check_inputs(step, args, kwargs)
-        if step.swaps or self._instead:
-            args, kwargs = self._arrived(step, args, kwargs)
-        if self._lacks:
-            self._check_present(step, args, kwargs)
+        if step.borrows:
+            args, kwargs = self._borrowed(args, kwargs)
+        if self._lacks and any(map(_is_placeholder, tensors_in((args, kwargs)))):
+            raise self._absent(step)
         decides = event.needs_data and event.is_unit
         output = self._watched(step, run, args, kwargs) if decides else run(*args, **kwargs)
-        if step.event.changes:
-            self._note_changes(step, located((args, kwargs)))
+        given = located((args, kwargs)) if step.claims else {}
+        for place, number in step.claims.items():
+            self._follow(given[place], number)
         return self._checked(step, output)
+
+    def _borrowed(self, args: Any, kwargs: Any) -> Any:
+        """The arguments of an event, with what has arrived for parameters of other stages."""
+        if self._region_runs:
+            raise PartitionError(
+                f"{where(self._author.paths)}: a checkpoint's function in stage {self._stage} uses a "
+                "parameter of another stage, and could not be run again with it; use it outside of the "
+                "checkpoint, or put both into a module that is placed as a whole"
+            )
+        return replaced((args, kwargs), self._stand_in)
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        return self._lent.get(id(tensor), tensor)
 
     def _checked(self, step: Step, output: Any) -> Any:
         """What an event gave, which must look as in the run without data."""
@@ -664,44 +558,36 @@ class _Runner(TorchFunctionMode):
         results = tensors_in(output)
         if len(results) != len(event.slots):
             raise _different(
-                step,
-                self._stage,
-                f"gave {len(results)} tensors where the run without data gave {len(event.slots)}",
+                step, self._stage, f"gave {len(results)} tensors", str(len(event.slots))
             )
         if not isinstance(output, Tensor) and self._stage < self._author.stages - 1:
             self._check_plain(step, output)
         for tensor, slot in zip(results, event.slots, strict=True):
             if isinstance(slot, int):
                 self._keep(step, tensor, slot)
-            elif any(place == slot for place, _ in event.inputs):
-                self._follow(tensor)
+            elif slot in step.inputs:
+                # The argument itself, or what a checkpoint has made of it.
+                self._follow(tensor, step.inputs[slot])
         return output
-
-    def _check_present(self, step: Step, args: Any, kwargs: Any) -> None:
-        if any(map(_is_placeholder, tensors_in((args, kwargs)))):
-            raise self._absent(step)
 
     def _watched(self, step: Step, run: Run, args: Any, kwargs: Any) -> Any:
         """Run a unit that decides by numbers; it may change nothing of other stages unplanned."""
         before = {place: (t, t._version) for place, t in located((args, kwargs)).items()}
         output = run(*args, **kwargs)
-        for place in before.keys() - step.follows.keys():
+        for place in before.keys() - {change.argument for change in step.event.changes}:
             tensor, version = before[place]
             number = self._number(tensor)
             if tensor._version != version and (number is None or number in self._sends):
-                text = (
-                    f"changed its argument {place[-1]!r}, which it did not in the run without data"
+                raise _different(
+                    step, self._stage, f"changed its argument {place[-1]!r}", "nothing"
                 )
-                raise _different(step, self._stage, text)
         return output
 
     def _check_plain(self, step: Step, output: Any) -> None:
         """Check that plain values are those that other stages have from the run without data."""
         for value, planned in zip(plain_in(output), plain_in(step.event.result), strict=False):
             if value != planned:
-                raise _different(
-                    step, self._stage, f"gave {value!r} where the run without data gave {planned!r}"
-                )
+                raise _different(step, self._stage, f"gave {value!r}", repr(planned))
 
     def _keep(self, step: Step, tensor: Tensor, number: int) -> None:
         """Follow a result, and send it if others use it."""
@@ -709,63 +595,19 @@ class _Runner(TorchFunctionMode):
         if tensor.shape != value.tensor.shape and not (
             step.event.needs_data and self._stage == self._author.stages - 1
         ):
+            shape, planned = tuple(tensor.shape), tuple(value.tensor.shape)
             raise _different(
-                step,
-                self._stage,
-                f"gave a tensor of shape {tuple(tensor.shape)} where the run without data gave "
-                f"{tuple(value.tensor.shape)}",
+                step, self._stage, f"gave a tensor of shape {shape}", f"one of shape {planned}"
             )
         if isinstance(tensor, FakeTensor):
             raise self._absent(step)
         self._follow(tensor, number)
-        if number in self._plan.kept:
-            self._tensors[number] = tensor
-        name = self._sends.get(number)
-        if name is not None:
-            if number in self._plan.copies:
-                tensor = tensor.clone()
-            elif tensor.requires_grad and not takes_gradient(tensor):
-                tensor = tensor.detach()
-            self._sent[name] = tensor
-
-    def _arrived(self, step: Step, args: Any, kwargs: Any) -> Any:
-        """The arguments of an event, with what has arrived for those that other stages have changed."""
-        given = located((args, kwargs))
-        for place, name in step.swaps.items():
-            if self._region_runs and _is_placeholder(given[place]):
-                raise PartitionError(
-                    f"{where(self._author.paths)}: a checkpoint's function uses a tensor that stage "
-                    f"{self._stage} gets from another stage, which has changed it in place, and the "
-                    "function could not be run again with it; use the operation that is not in place"
-                )
-            self._instead[id(given[place])] = (given[place], self._values[name])
-        return replaced((args, kwargs), self._stand_in)
-
-    def _note_changes(self, step: Step, given: Mapping[Place, Tensor]) -> None:
-        for place, number in step.follows.items():
-            self._follow(given[place], number)
-            if number in self._plan.kept:
-                self._tensors[number] = given[place]
-        for place, name in step.sends.items():
-            self._sent[name] = given[place]
-        for old, (new, edge) in step.aliases.items():
-            tensor = self._tensors.get(old)
-            if tensor is not None:
-                self._tensors[new] = tensor
-                self._numbers[id(tensor)] = new
-                if edge is not None:
-                    self._sent[edge] = tensor
-            self._renamed[old] = new
-
-    def _stand_in(self, tensor: Tensor) -> Tensor:
-        """What has arrived for a tensor that another stage has changed."""
-        pair = self._instead.get(id(tensor))
-        return tensor if pair is None else pair[1]
 
     def _follow(self, tensor: Tensor, number: int | None = None) -> None:
-        self._followed[id(tensor)] = tensor
-        if number is not None:
-            self._numbers[id(tensor)] = number
+        """Know a tensor again, and send it in the end if others use it."""
+        self._followed[id(tensor)] = tensor, number
+        if number in self._sends:
+            self._outgoing[number] = tensor
 
     def _answer(self, step: Step, args: Any, kwargs: Any) -> Any:
         """What stands in place of the result of another stage's event."""
@@ -774,13 +616,10 @@ class _Runner(TorchFunctionMode):
         given: dict[Place, Tensor] = {}
         if self._plan.trace.decides or self._claimed:
             self._check_inputs(step, args, kwargs)
-        self._renamed.update({old: new for old, (new, _) in step.aliases.items()})
-        if step.follows or not all(isinstance(slot, int) for slot in event.slots):
+        if step.claims or not all(isinstance(slot, int) for slot in event.slots):
             given = located((args, kwargs))
-            for place, number in step.follows.items():
-                if self._number(given[place]) is None:
-                    self._claimed.add(storage_of(given[place]))
-                self._follow(given[place], number)
+        for place, number in step.claims.items():
+            self._claim(given[place], number)
         slots = iter(event.slots)
 
         def put(_: Tensor) -> Any:
@@ -796,6 +635,16 @@ class _Runner(TorchFunctionMode):
             return tensor
 
         return replaced(event.result, put)
+
+    def _claim(self, tensor: Tensor, number: int) -> None:
+        """Another stage writes into what this one has made for itself: write what has arrived of it."""
+        self._claimed.add(storage_of(tensor))
+        self._follow(tensor, number)
+        if number in self._arrives:
+            arrived, self._busy = self._values[self._arrives[number]], True
+            with torch.set_grad_enabled(arrived.requires_grad):
+                tensor.copy_(arrived)
+            self._busy = False
 
     # ---- custom functions and checkpoints
 
@@ -844,8 +693,6 @@ class _Runner(TorchFunctionMode):
             tensors_in(output), self._plan.trace.regions[number].slots, strict=False
         ):
             self._follow(tensor, slot)
-            if slot is not None and slot in self._sends:
-                self._sent[self._sends[slot]] = tensor
 
     # ---- errors
 
@@ -869,12 +716,17 @@ class _Runner(TorchFunctionMode):
         )
 
 
-def _different(step: Step, stage: int, found: str) -> PartitionError:
+def _different(step: Step, stage: int, did: str, planned: str) -> PartitionError:
     return PartitionError(
-        f"{step.event.where}: {step.event.name} in stage {stage} {found}: what it does depends on the "
-        "numbers in its tensors, or on something that has changed since. Place what uses it in the same "
-        "module, or give example=(args, kwargs) with typical numbers"
+        f"{step.event.where}: {step.event.name} in stage {stage} {did}, but {planned} in the run "
+        f"without data: what it does depends on the numbers in its tensors, or on something that has changed "
+        "since. Place what uses it in the same module, or give example=(args, kwargs) with typical numbers"
     )
+
+
+def _to_send(tensor: Tensor) -> Tensor:
+    """The tensor, without a gradient that could not come back."""
+    return tensor.detach() if tensor.requires_grad and not takes_gradient(tensor) else tensor
 
 
 def _tensor(model: nn.Module, name: str) -> Tensor:

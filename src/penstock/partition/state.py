@@ -1,4 +1,4 @@
-"""What hangs on a model's modules, before and after a run: attributes, buffers, counters, iterators."""
+"""What hangs on a model's modules, before and after a run: attributes, counters, iterators."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,6 +44,28 @@ class Changed:
     attribute: tuple[int, str] | None = None
 
 
+class _Whose(NamedTuple):
+    """Where something hangs: the unit, if it is in one; words for messages; and the attribute."""
+
+    unit: str
+    words: str
+    module: nn.Module
+    name: str = ""
+
+
+@dataclass
+class _Noted:
+    """A container, helper object, class, tensor, array or generator: what it held, and where it hangs."""
+
+    thing: Any
+    contents: Any
+    places: dict[str, _Whose] = field(default_factory=dict)
+
+    @property
+    def is_changed(self) -> bool:
+        return not same(self.contents, _read(self.thing))
+
+
 class _Replayed:
     """Stands for an iterator in a run, and knows what was taken from it."""
 
@@ -59,7 +81,7 @@ class _Replayed:
 
 
 class Snapshot:
-    """The state of a model's modules.
+    """The state of a model's modules, but for parameters and buffers.
 
     Args:
         model: the model.
@@ -67,39 +89,30 @@ class Snapshot:
     """
 
     def __init__(self, model: nn.Module, units: dict[str, nn.Module]) -> None:
-        self._inside = {id(part): path for path, unit in units.items() for part in unit.modules()}
-        self._modules = list(model.named_modules())
-        self._attributes = [attributes_of(module) for _, module in self._modules]
-        self._buffers = [
-            {
-                name: (buffer, 0 if buffer is None else buffer._version)
-                for name, buffer in m._buffers.items()
-            }
-            for _, m in self._modules
-        ]
-        self._registries = [
-            {
-                name: dict(vars(m)[name])
-                for name in _REGISTRIES
-                if isinstance(vars(m).get(name), dict)
-            }
-            for _, m in self._modules
-        ]
-        self._contents: dict[int, tuple[Any, Any]] = {}
-        self._reached: dict[int, set[str]] = {}
+        inside = {id(part): path for path, unit in units.items() for part in unit.modules()}
+        self._outside = {
+            id(module): path or f"the {type(module).__name__}"
+            for path, module in model.named_modules()
+            if id(module) not in inside
+        }
+        self._noted: dict[int, _Noted] = {}
         self._iterators: list[tuple[Any, Any, _Replayed]] = []
-        for (_, module), attributes in zip(self._modules, self._attributes, strict=True):
-            unit = self._inside.get(id(module), "")
-            for name, value in attributes.items():
-                self._look(value, unit, 0, module, name)
+        for module in model.modules():
+            unit, owner = inside.get(id(module), ""), self._outside.get(id(module), "")
+            for name, value in attributes_of(module).items():
+                words = f"what the attribute {name!r} of {owner} holds"
+                self._look(value, _Whose(unit, words, module, name), 0, module, name)
             for kind in _classes(module):
-                self._look(kind, unit, 1, None, None)
+                words = f"an attribute of the class {kind.__name__} of {owner}"
+                self._look(kind, _Whose(unit, words, module), 1, None, None)
+        # Only now, with what stands for iterators.
+        self._modules = [(m, attributes_of(m), _registries(m)) for m in model.modules()]
 
     def look(self, value: Any) -> None:
         """Note also what some value holds."""
-        self._look(value, "", 0, (), None)
+        self._look(value, _Whose("", "", self._modules[0][0]), 0, (), None)
 
-    def _look(self, value: Any, unit: str, depth: int, holder: Any, name: Any) -> None:
+    def _look(self, value: Any, place: _Whose, depth: int, holder: Any, name: Any) -> None:
         """Note what containers and helper objects hold, and which units have them."""
         if depth > _DEPTH or isinstance(value, nn.Module | nn.Parameter | str | int | float):
             return
@@ -107,70 +120,56 @@ class Snapshot:
             twin = _Replayed(value)
             _put(holder, name, twin)
             self._iterators.append((holder, name, twin))
-            return
+            if id(holder) in self._noted:
+                self._noted[id(holder)].contents = _read(holder)
+            value = twin
         children: Any = enumerate(value) if isinstance(value, tuple) else ()
         if not isinstance(value, tuple):
-            contents = _read(value) if unit == "" or not isinstance(value, Tensor) else None
-            if contents is None or unit in self._reached.get(id(value), ()):
+            contents = _read(value) if place.unit == "" or not isinstance(value, Tensor) else None
+            noted = self._noted.get(id(value)) or _Noted(value, contents)
+            if contents is None or place.unit in noted.places:
                 return
-            self._contents.setdefault(id(value), (value, contents))
-            self._reached.setdefault(id(value), set()).add(unit)
+            self._noted[id(value)] = noted
+            noted.places[place.unit] = place
             children = _members(contents)
         for key, child in list(children)[:_MOST]:
-            self._look(child, unit, depth + 1, value, key)
+            self._look(child, place, depth + 1, value, key)
+
+    def owner(self, module: nn.Module) -> str | None:
+        """What a module outside of the units is called; ``None`` for one inside of them."""
+        return self._outside.get(id(module))
 
     def changes(self) -> list[Changed]:
         """What has changed outside of the units, or in what several units have."""
         changed: list[Changed] = []
-        for (path, module), before, buffers in zip(
-            self._modules, self._attributes, self._buffers, strict=True
-        ):
-            if id(module) in self._inside:
+        for module, before, _ in self._modules:
+            owner, after = self.owner(module), attributes_of(module)
+            names = [n for n in {**before, **after} if owner and _differs(before, after, n)]
+            for name in names:
+                text = f"the attribute {name!r} of {owner}{line_of(module, name)}"
+                changed.append(Changed(text, attribute=(id(module), name)))
+        for noted in self._noted.values():
+            units, place = noted.places.keys(), noted.places.get("")
+            draws = isinstance(noted.thing, Generator)
+            if not (draws or place or len(units) > 1) or not noted.is_changed:
                 continue
-            owner, after = path or f"the {type(module).__name__}", attributes_of(module)
-            names = [n for n in {**before, **after} if _differs(before, after, n)]
-            changed += [
-                Changed(
-                    f"the attribute {n!r} of {owner}{line_of(module, n)}", attribute=(id(module), n)
-                )
-                for n in names
-            ]
-            for name, value in before.items():
-                if name not in names and self._is_changed(value, 0, set()):
-                    text = f"what the attribute {name!r} of {owner} holds{line_of(module, name)}"
-                    changed.append(Changed(text))
-            for name, (buffer, version) in buffers.items():
-                now = module._buffers.get(name)
-                if now is not buffer or (now is not None and now._version != version):
-                    changed.append(
-                        Changed(f"the buffer {name!r} of {owner}{line_of(module, name)}")
-                    )
-            changed += [
-                Changed(f"an attribute of the class {kind.__name__} of {owner}{line_of(module)}")
-                for kind in _classes(module)
-                if self._is_changed(kind, 0, set())
-            ]
-        for value, before in self._contents.values():
-            if isinstance(value, Generator) and not same(before, _read(value)):
+            if draws:
                 text = "the state of a torch.Generator of the model, from which it draws"
                 changed.append(Changed(text))
-            units = self._reached[id(value)]
-            if len(units) > 1 and "" not in units and not same(before, _read(value)):
-                text = f"an object (a {type(value).__name__}) that {' and '.join(sorted(units)[:2])} have"
-                changed.append(Changed(text, frozenset(units)))
+            elif place is not None:
+                changed.append(Changed(place.words + line_of(place.module, place.name)))
+            else:
+                kind, paths = type(noted.thing).__name__, " and ".join(sorted(units)[:2])
+                changed.append(Changed(f"an object (a {kind}) that {paths} have", frozenset(units)))
         return changed
 
     def has_new_tensors(self, counts: Callable[[Tensor], bool]) -> bool:
         """Whether an attribute, or what one holds, has become another tensor that ``counts``."""
-        pairs = [
-            (before, attributes_of(module))
-            for (_, module), before in zip(self._modules, self._attributes, strict=True)
-            if id(module) not in self._inside
-        ]
+        pairs = [(before, attributes_of(m)) for m, before, _ in self._modules if self.owner(m)]
         pairs += [
-            (dict(_members(before)), dict(_members(_read(value))))
-            for value, before in self._contents.values()
-            if not isinstance(value, set)
+            (dict(_members(noted.contents)), dict(_members(_read(noted.thing))))
+            for noted in self._noted.values()
+            if not isinstance(noted.thing, set)
         ]
         return any(
             isinstance(value, Tensor) and before.get(name) is not value and counts(value)
@@ -178,26 +177,11 @@ class Snapshot:
             for name, value in after.items()
         )
 
-    def _is_changed(self, value: Any, depth: int, been: set[int]) -> bool:
-        if depth > _DEPTH or id(value) in been or isinstance(value, Generator):
-            return False
-        been.add(id(value))
-        if isinstance(value, tuple):
-            return any(self._is_changed(child, depth + 1, been) for child in value)
-        if id(value) not in self._contents:
-            return False
-        before = self._contents[id(value)][1]
-        if not same(before, _read(value)):
-            return True
-        return any(self._is_changed(child, depth + 1, been) for _, child in _members(before))
-
     def restore(self) -> None:
         """Put everything back that was noted."""
-        for (_, module), before, registries in zip(
-            self._modules, self._attributes, self._registries, strict=True
-        ):
+        for module, before, registries in self._modules:
             state = vars(module)
-            for name in [n for n in state if n not in _REGISTRIES and n not in before]:
+            for name in attributes_of(module).keys() - before.keys():
                 del state[name]
             state.update(before)
             for name, held in registries.items():
@@ -205,12 +189,11 @@ class Snapshot:
                 if len(table) != len(held) or any(table[n] is not v for n, v in held.items()):
                     table.clear()
                     table.update(held)
-        for value, contents in self._contents.values():
-            if not same(contents, _read(value)):
-                _write(value, contents)
+        for noted in self._noted.values():
+            if noted.is_changed:
+                _write(noted.thing, noted.contents)
         for holder, name, twin in self._iterators:
-            if twin.taken:
-                _put(holder, name, chain(twin.taken, twin.rest))
+            _put(holder, name, chain(twin.taken, twin.rest) if twin.taken else twin.rest)
 
 
 @contextmanager
@@ -227,6 +210,11 @@ def restored(value: Any) -> Iterator[None]:
 def attributes_of(module: nn.Module) -> dict[str, Any]:
     """What the author has put on a module, but for parameters, buffers, modules and hooks."""
     return {n: v for n, v in vars(module).items() if n not in _REGISTRIES}
+
+
+def _registries(module: nn.Module) -> dict[str, dict[str, Any]]:
+    state = vars(module)
+    return {name: dict(state[name]) for name in _REGISTRIES if isinstance(state.get(name), dict)}
 
 
 def _classes(module: nn.Module) -> list[type]:

@@ -44,7 +44,7 @@ from penstock.partition.seen import (
     others_seen,
     uncheckpointed,
 )
-from penstock.partition.state import CONTAINERS, Changed, Snapshot
+from penstock.partition.state import CONTAINERS, Changed, Snapshot, line_of
 from penstock.values import check_tensor
 
 _TENSOR: Any = Tensor
@@ -100,20 +100,20 @@ class Value:
 
     Attributes:
         name: unique in the trace.
+        root: the number of the first value that the same tensor was, before events changed it.
         event: the index of the event that made or changed it; ``None`` for a parameter or a unit's buffer.
         tensor: the fake tensor, without its graph; what stages without it have in its place.
         requires_grad: whether it requires a gradient.
         parameter: its name in the model, if it is a parameter or buffer.
-        is_result: whether it is a result of its event, rather than an argument that the event changed.
         is_buffer: whether it is a unit's buffer.
     """
 
     name: str
+    root: int
     event: int | None
     tensor: Tensor
     requires_grad: bool
     parameter: str | None = None
-    is_result: bool = False
     is_buffer: bool = False
 
 
@@ -229,9 +229,14 @@ class Trace:
         return [event.what for event in self.events if event.is_unit]
 
     @functools.cached_property
+    def returned(self) -> list[int | None]:
+        """For each tensor of the output its root, or ``None`` if it was made of the arguments alone."""
+        return [None if slot is None else self.values[slot].root for slot in self.slots]
+
+    @functools.cached_property
     def placeholders(self) -> dict[int, int]:
-        """The number of each value by the identity of its placeholder."""
-        return {id(value.tensor): number for number, value in enumerate(self.values)}
+        """The root of each value by the identity of its placeholder."""
+        return {id(value.tensor): value.root for value in self.values}
 
 
 def home_of(model: nn.Module) -> torch.device:
@@ -256,27 +261,23 @@ def record(
         call: ``(args, kwargs)``; of their tensors only shapes and types count.
         numbers: other arguments like these, whose numbers the run takes.
     """
-    snapshot = Snapshot(model, _units(doors))
+    units = {door.path: door.module for door in doors}
+    snapshot = Snapshot(model, units)
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     silent, logger.disabled = logger.disabled, True
     try:
         recorder = _Recorder(model, doors)
-        trace = recorder.run(forward, *recorder.arguments(call, numbers))
+        trace = recorder.run(forward, call, numbers, snapshot)
         if trace.state and not snapshot.has_new_tensors(recorder.depends):
             # What is set once may be: a setting that is found out, a table that is made in the first call.
-            again = _Recorder(model, doors)
-            settled = {changed.attribute for changed in trace.state if changed.attribute}
-            trace.state = again.run(forward, *again.arguments(call, numbers)).state
-            trace.settled = settled
+            again = _Recorder(model, doors).run(forward, call, numbers, Snapshot(model, units))
+            trace.settled = {changed.attribute for changed in trace.state if changed.attribute}
+            trace.state = again.state
     finally:
         logger.disabled = silent
         snapshot.restore()
     recorder.check_nothing_left()
     return trace
-
-
-def _units(doors: Sequence[Door]) -> dict[str, nn.Module]:
-    return {door.path: door.module for door in doors}
 
 
 def as_written() -> contextlib.AbstractContextManager[Any]:
@@ -307,12 +308,11 @@ class _Recorder(TorchFunctionMode):
         self._names: Counter[str] = Counter()
         self._latest = ""
         self._written: tuple[Any, Any] = ((), {})
-        self._region: list[int] = []
         self._paths = {id(module): path for path, module in model.named_modules()}
 
     # ---- the model without data
 
-    def arguments(self, call: Example, numbers: Example | None) -> tuple[Any, Any]:
+    def _arguments_of(self, call: Example, numbers: Example | None) -> tuple[Any, Any]:
         def ones(tensor: Tensor) -> Tensor:
             other = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.trace.device
@@ -385,8 +385,15 @@ class _Recorder(TorchFunctionMode):
             return torch.ones(tensor.shape, dtype=tensor.dtype, device=self.trace.device)
         return tensor.detach().clone()
 
-    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Trace:
+    def run(
+        self,
+        forward: Callable[..., Any],
+        call: Example,
+        numbers: Example | None,
+        snapshot: Snapshot,
+    ) -> Trace:
         trace = self.trace
+        args, kwargs = self._arguments_of(call, numbers)
         given = tensors_in((args, kwargs))
         self._derived = {id(t): t for t in given}
         self._arguments = {id(t): i for i, t in enumerate(given)}
@@ -394,14 +401,16 @@ class _Recorder(TorchFunctionMode):
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=[], enabled=True))
             stack.enter_context(self._without_data())
-            snapshot = Snapshot(self.model, _units(self.doors))
+            outside = [module for module in self.model.modules() if snapshot.owner(module)]
+            buffers = _buffers_of(outside)
             stack.enter_context(observers_left_out([door.module for door in self.doors]))
             for door in self.doors:
                 door.open(self._unit, direct=True)
                 stack.callback(door.close)
             stack.enter_context(others_seen(self))
             stack.enter_context(self._encoders_watched())
-            self._kept = Kept(_units(self.doors), self._read_kept, self._set_again)
+            units = {door.path: door.module for door in self.doors}
+            self._kept = Kept(units, self._read_kept, self._set_again)
             try:
                 with self:
                     output = forward(*args, **kwargs)
@@ -416,7 +425,11 @@ class _Recorder(TorchFunctionMode):
                 raise
             finally:
                 trace.kept = self._kept.close()
-            trace.state = [*snapshot.changes(), *self._kept.between]
+            trace.state = [
+                *snapshot.changes(),
+                *_changed_buffers(buffers, _buffers_of(outside), snapshot),
+                *self._kept.between,
+            ]
             del self._kept
         trace.output = replaced(output, self._bare)
         trace.slots = [self._output_slot(t) for t in tensors_in(output)]
@@ -514,7 +527,10 @@ class _Recorder(TorchFunctionMode):
             with torch.no_grad():
                 placeholder = shown.detach()
                 placeholder.requires_grad_(shown.requires_grad)
-        self.trace.values.append(Value(name, event, placeholder, takes_gradient(shown), parameter))
+        before = self._numbers.get(id(tensor))
+        root = number if before is None else self.trace.values[before].root
+        takes = takes_gradient(shown)
+        self.trace.values.append(Value(name, root, event, placeholder, takes, parameter))
         self._numbers[id(tensor)] = number
         self._held.append(tensor)
         key = storage_of(shown)
@@ -720,7 +736,6 @@ class _Recorder(TorchFunctionMode):
             self._note_read(event, index, maker, storage_of(self._fake_of(tensor)))
             name = label if len(results) == 1 else f"{label}[{place}]"
             number = self._new_value(tensor, name, index)
-            self.trace.values[number].is_result = True
             event.slots.append(number)
             slots[id(tensor)] = number
         # With containers of its own, since whoever is given the output may empty them.
@@ -738,76 +753,50 @@ class _Recorder(TorchFunctionMode):
         except PartitionError:
             raise
         except Exception as error:
-            if not event.is_unit:
-                return self._function_with_data(event, run, error)
             return self._run_with_data(event, run, error)
         finally:
             self.current = None
             # A weight that two units share is cast in each, since each may be in a stage of its own.
             torch.clear_autocast_cache()
 
-    def _function_with_data(self, event: Event, run: Run, reason: Exception) -> Any:
-        """Run a function between units on ones, and on the numbers of the model's arguments."""
-
-        def real(tensor: Tensor) -> Tensor:
-            if not isinstance(tensor, FakeTensor):
-                return tensor
-            return _filled(1, tensor).requires_grad_(tensor.requires_grad)
-
-        args, kwargs = replaced(self._written, real)
-        try:
-            return replaced(run(*args, **kwargs), self._without_numbers)
-        except Exception:
-            if not (event.needs_data or isinstance(reason, _NEED_DATA)):
-                raise
-            raise PartitionError(
-                f"{event.where}: {event.name} cannot be run on tensors without data, as each stage has them "
-                f"of other stages ({str(reason).splitlines()[0]}); put it into a module that is placed as a "
-                "whole"
-            ) from reason
-
-    def _without_numbers(self, tensor: Tensor) -> Tensor:
-        twin: Tensor = self.mode.from_tensor(tensor.detach())
-        return twin.requires_grad_(tensor.requires_grad)
-
     def _run_with_data(self, event: Event, run: Run, reason: Exception) -> Any:
-        """Run a unit that does not run without data on ones, and on whole numbers of the arguments."""
-        module = self.model.get_submodule(event.what)
-        originals = {id(t): t for t in tensors_in(self._written) if not isinstance(t, FakeTensor)}
-        try:
-            with _filled_with_ones(module, self._ones):
-                try:
-                    args, kwargs = replaced(self._written, self._told)
-                    output = run(*args, **kwargs)
-                except Exception:
-                    # Perhaps a mask of ones leaves nothing.
-                    args, kwargs = replaced(self._written, self._unmasked)
-                    output = run(*args, **kwargs)
-        except Exception as error:
-            if not (event.needs_data or isinstance(reason, _NEED_DATA)):
-                raise
-            raise PartitionError(
-                f"module {event.what!r} ({type(module).__name__}) fails on arguments of these shapes: "
-                f"{error}. If it needs certain numbers in them (it was run without data, and then on ones: "
-                f"{reason}), give example=(args, kwargs), or name a larger module in stages="
-            ) from reason
-        return replaced(
-            output, lambda t: originals[id(t)] if id(t) in originals else self._without_numbers(t)
-        )
+        """Run on ones what does not run without data, and on the numbers of the model's arguments."""
+        module = self.model.get_submodule(event.what) if event.is_unit else nn.Module()
+        originals: dict[int, Tensor] = {}
 
-    def _ones(self, tensor: Tensor) -> Tensor:
-        twin = torch.ones(tensor.shape, dtype=tensor.dtype, device=self.trace.device)
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(twin, tensor.requires_grad)
-        return twin.requires_grad_(tensor.requires_grad)
+        def filled(number: int, tensor: Tensor) -> Tensor:
+            if isinstance(tensor, FakeTensor):
+                twin = _filled(1, tensor)
+            else:
+                is_mask = number == 0 and tensor.dtype is torch.bool
+                twin = _filled(0, tensor) if is_mask else tensor.detach().clone()
+            originals[id(twin)] = tensor
+            return twin.requires_grad_(tensor.requires_grad)
 
-    def _told(self, tensor: Tensor) -> Tensor:
-        is_told = not (isinstance(tensor, FakeTensor) or tensor.is_floating_point())
-        return tensor if is_told else self._ones(tensor)
+        def back(tensor: Tensor) -> Tensor:
+            if id(tensor) in originals and not isinstance(originals[id(tensor)], FakeTensor):
+                return originals[id(tensor)]
+            twin: Tensor = self.mode.from_tensor(tensor.detach())
+            return twin.requires_grad_(tensor.requires_grad)
 
-    def _unmasked(self, tensor: Tensor) -> Tensor:
-        given = self._told(tensor)
-        return torch.zeros_like(given) if tensor.dtype is torch.bool else given
+        failure: Exception | None = None
+        # Perhaps a mask of ones leaves nothing.
+        for number in (1, 0):
+            try:
+                with _filled_with_ones(module):
+                    args, kwargs = replaced(self._written, functools.partial(filled, number))
+                    return replaced(run(*args, **kwargs), back)
+            except Exception as error:
+                failure = failure or error
+        assert failure is not None
+        if not (event.needs_data or isinstance(reason, _NEED_DATA)):
+            raise failure
+        raise PartitionError(
+            f"{event.where}: {event.name} runs neither without data, as stages have tensors of other stages "
+            f"({str(reason).splitlines()[0]}), nor on ones ({failure}); put it into a module that is placed "
+            "as a whole by naming that in stages=, or, if it needs certain numbers in its arguments, give "
+            "example=(args, kwargs)"
+        ) from failure
 
     # ---- custom functions and checkpoints
 
@@ -829,13 +818,33 @@ class _Recorder(TorchFunctionMode):
             self.trace.regions.append(region)
             output = args[0](*args[1:], **kwargs)
             region.stop = len(self.trace.events)
-            region.slots = [self._numbers.get(id(t)) for t in tensors_in(output)]
+            numbers = [self._numbers.get(id(t)) for t in tensors_in(output)]
+            region.slots = [None if n is None else self.trace.values[n].root for n in numbers]
             return output
 
     # ---- for messages
 
     def _where(self) -> str:
         return where(self._paths)
+
+
+_Buffers = dict[tuple[nn.Module, str], tuple[int, int] | None]
+
+
+def _buffers_of(modules: Iterable[nn.Module]) -> _Buffers:
+    """The identity and the version of each buffer."""
+    return {
+        (module, name): None if buffer is None else (id(buffer), buffer._version)
+        for module in modules
+        for name, buffer in module._buffers.items()
+    }
+
+
+def _changed_buffers(before: _Buffers, after: _Buffers, snapshot: Snapshot) -> Iterator[Changed]:
+    for module, name in {**before, **after}:
+        if before.get((module, name)) != after.get((module, name)):
+            owner = snapshot.owner(module)
+            yield Changed(f"the buffer {name!r} of {owner}{line_of(module, name)}")
 
 
 class _MadeUp(TorchDispatchMode):
@@ -920,12 +929,14 @@ def _is_metadata(event: Event, output: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _filled_with_ones(module: nn.Module, ones: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def _filled_with_ones(module: nn.Module) -> Iterator[None]:
     """Give a module without data other parameters and buffers."""
     before = [(table, name, t) for table, name, t in _tables(module) if isinstance(t, FakeTensor)]
     try:
         for table, name, tensor in before:
-            table[name] = ones(tensor)
+            twin = _filled(1, tensor)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            table[name] = nn.Parameter(twin, tensor.requires_grad) if is_parameter else twin
         yield
     finally:
         for table, name, tensor in before:
