@@ -21,7 +21,7 @@ WIDTH, CHUNKS = 4, 4
 CPU = torch.device("cpu")
 X = torch.linspace(-1, 1, 2 * CHUNKS * WIDTH).reshape(2 * CHUNKS, WIDTH)
 Y = X.flip(0)
-MODULES = ("_utils", "microbatch", "schedules", "stage", "_IR", "_backward", "_debug")
+MODULES = ("_utils", "microbatch", "schedules", "stage", "_IR", "_backward")
 sum_loss = nn.MSELoss(reduction="sum")
 
 

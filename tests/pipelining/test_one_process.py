@@ -58,12 +58,12 @@ CALLED = {
         *("ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS", "ScheduleZBVZeroBubble"),
     ],
     "microbatch": [
-        *("_shard_dict_of_args", "_split_block_mask", "_split_tensor", "merge_chunks"),
+        *("_split_block_mask", "_split_tensor", "merge_chunks"),
         *("split_args_kwargs_into_chunks", "TensorChunkSpec", "_CustomReducer"),
     ],
     "stage": ["PipelineStage", "build_stage", "flatten_args", "stage_backward", "GetMeshCallback"],
-    "_utils": ["flatten_args", "flatten_args_detach", "generate_stage_to_rank_mapping", "PipeInfo"],
-    "_IR": ["annotate_split_points", "get_submod_name", "pipeline"],
+    "_utils": ["flatten_args", "generate_stage_to_rank_mapping", "PipeInfo"],
+    "_IR": ["pipeline"],
     "_backward": [
         *("stage_backward", "stage_backward_input", "stage_backward_weight"),
         *("construct_reverse_graph", "get_param_groups", "reverse_closure"),

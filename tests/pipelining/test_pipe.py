@@ -163,7 +163,7 @@ def test_a_stage_by_hand_is_given_values_by_name() -> None:
     values["stage1_0"] = pipe.get_stage_module(1)(**values)
     values["stage2_0"] = pipe.get_stage_module(2)(values["stage1_0"])
     torch.testing.assert_close(pipe.get_stage_module(3)(**values), model(x, gate))
-    with pytest.raises(UsageError, match=r"takes 3 values .* but was given 1"):
+    with pytest.raises(UsageError, match=r"takes 3 values .* but got 1"):
         pipe.get_stage_module(3)(values["stage2_0"])
     with pytest.raises(RuntimeError, match="values skip stages"):
         pipe.build_stage(1, "cpu")._prepare_forward_infra(2, (x,))

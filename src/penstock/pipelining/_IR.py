@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-# As in ``microbatch``: it knows the types that users register as trees.
+# It knows the types that users register as trees.
 from torch.utils import _pytree as pytree
 
 from penstock.errors import UsageError
@@ -20,31 +20,11 @@ from penstock.pipelining.traced import (
     TracedModel,
     aten_pipe_split_alias,
     cut_traced,
-    mark,
     pipe_split,
     points_of,
 )
 
-__all__ = [
-    "PP_SUBMOD_PREFIX",
-    "Pipe",
-    "PipeInfo",
-    "PipeSequential",
-    "PipeSplitWrapper",
-    "SplitPoint",
-    "annotate_split_points",
-    "aten_pipe_split_alias",
-    "get_submod_name",
-    "pipe_split",
-    "pipeline",
-]
-
-PP_SUBMOD_PREFIX = "submod_pp"
-
-
-def get_submod_name(stage_idx: int) -> str:
-    """The name of a stage's module in a pipe."""
-    return f"{PP_SUBMOD_PREFIX}_{stage_idx}"
+__all__ = ["Pipe", "PipeInfo", "SplitPoint", "aten_pipe_split_alias", "pipe_split", "pipeline"]
 
 
 class SplitModel(nn.Module):
@@ -52,26 +32,22 @@ class SplitModel(nn.Module):
 
     def __init__(self, model: TracedModel) -> None:
         super().__init__()
-        self._count = len(model.stages)
         self._edges = model.edges
         for index, module in enumerate(model.stages):
-            self.add_module(get_submod_name(index), module)
+            self.add_module(f"submod_pp_{index}", module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run all stages; each value goes to the stages that use it."""
-        if self._edges is None:
-            output = self.get_submodule(get_submod_name(0))(*args, **kwargs)
-            for index in range(1, self._count):
-                passed = output if isinstance(output, tuple) else (output,)
-                output = self.get_submodule(get_submod_name(index))(*passed)
-            return output
+        first, *others = self.children()
+        output = first(*args, **kwargs)
         values: dict[str, Any] = {}
-        for index in range(self._count):
-            stage = self.get_submodule(get_submod_name(index))
-            taken = {e.value: values[e.value] for e in self._edges if index in e.targets}
-            output = stage(**taken) if index else stage(*args, **kwargs)
-            gives = [edge.value for edge in self._edges if edge.source == index]
+        for index, stage in enumerate(others, start=1):
+            if self._edges is None:
+                output = stage(*output) if isinstance(output, tuple) else stage(output)
+                continue
+            gives = [edge.value for edge in self._edges if edge.source == index - 1]
             values |= {gives[0]: output} if len(gives) == 1 else output if gives else {}
+            output = stage(**{e.value: values[e.value] for e in self._edges if index in e.targets})
         return output
 
 
@@ -94,11 +70,11 @@ class Pipe(nn.Module):
 
     def __init__(self, model: TracedModel, name: str) -> None:
         super().__init__()
-        self._model, self._of = model, name
+        self._model, self._name = model, name
         self.split_gm = SplitModel(model)
         self.num_stages = len(model.stages)
         self.replicated_params = [
-            {get_submod_name(stage): path for stage, path in shared.holders}
+            {f"submod_pp_{stage}": path for stage, path in shared.holders}
             for shared in model.shared
             if len(shared.stages) > 1
         ]
@@ -110,17 +86,7 @@ class Pipe(nn.Module):
         example_kwargs: dict[str, Any] | None = None,
         split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
     ) -> Pipe:
-        """Trace a model, and cut it at each ``pipe_split()`` in its code or from a policy.
-
-        Args:
-            mod: the model, which is not changed.
-            example_args: the positional arguments of a call with one microbatch.
-            example_kwargs: its arguments by name.
-            split_policy: is given the traced graph, and returns it with calls of :func:`pipe_split` put in.
-
-        Raises:
-            CutError: the model cannot be traced, or cannot be cut there.
-        """
+        """:func:`pipeline` without a ``split_spec`` and without a warning if the model becomes one stage."""
         model = cut_traced(mod, example_args, example_kwargs, {}, split_policy)
         return Pipe(model, type(mod).__name__)
 
@@ -164,10 +130,7 @@ class Pipe(nn.Module):
         rows = [f"  stage {index}: {size} parameters" for index, size in enumerate(sizes)]
         edges = self._model.edges or ()
         skips = [f"  stage {e.source} gives {e.value} to {list(e.targets)}" for e in edges]
-        return "\n".join([f"Pipe of {self._of}, {self.num_stages} stages", *rows, *skips])
-
-
-# ---- where to cut
+        return "\n".join([f"Pipe of {self._name}, {self.num_stages} stages", *rows, *skips])
 
 
 def pipeline(
@@ -187,7 +150,7 @@ def pipeline(
         mb_args: the positional arguments of a call with one microbatch.
         mb_kwargs: its arguments by name.
         split_spec: by module path, whether to cut before or after the module. ``{}`` means one stage.
-        split_policy: is given the traced graph, and returns it with calls of :func:`pipe_split` put in.
+        split_policy: takes the traced graph, and returns it with calls of :func:`pipe_split` put in.
 
     Raises:
         UsageError: both ``split_spec`` and ``split_policy`` are given, or an argument is of another type.
@@ -208,44 +171,3 @@ def pipeline(
             stacklevel=2,
         )
     return pipe
-
-
-def annotate_split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> None:
-    """Call :func:`pipe_split` before or after the forward of modules.
-
-    Args:
-        mod: the model; hooks are added to its modules.
-        spec: by module path, whether to cut before or after the module.
-
-    Raises:
-        PathError: there is no module of that path.
-        UsageError: something else than a :class:`SplitPoint`.
-    """
-    for path, where in points_of(mod, spec).items():
-        mark(mod.get_submodule(path), where)
-
-
-# ---- what else torch has here
-
-
-class PipeSplitWrapper:
-    """The former home of :class:`SplitPoint`."""
-
-    SplitPoint = SplitPoint
-
-
-class PipeSequential(nn.Sequential):
-    """A sequence of modules with a cut between each two."""
-
-    @staticmethod
-    def from_sequential(sequential_instance: nn.Sequential) -> PipeSequential:
-        """Make one of the modules of an ``nn.Sequential``."""
-        return PipeSequential(*sequential_instance)
-
-    def forward(self, input: Any) -> Any:
-        """Call each module with the output of the one before."""
-        for place, module in enumerate(self):
-            if place:
-                pipe_split()
-            input = module(input)
-        return input

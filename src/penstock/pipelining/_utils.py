@@ -1,4 +1,4 @@
-"""Errors of this package, placements of stages, descriptions of tensors, and flat arguments."""
+"""Errors of this package, placements of stages, flat arguments, and what tensors look like."""
 
 from __future__ import annotations
 
@@ -23,28 +23,6 @@ from penstock.errors import (
 from penstock.parallel import is_sharded
 from penstock.partition import Shared
 from penstock.schedule import Edge
-
-# As in ``microbatch``: pytree knows the types that users register as trees.
-
-
-__all__ = [
-    "CallError",
-    "ChunkError",
-    "CutError",
-    "GetMeshCallback",
-    "PathError",
-    "PipeInfo",
-    "PipeliningMetadataError",
-    "PlacementError",
-    "RowsError",
-    "extract_tensor_meta",
-    "flatten_args",
-    "flatten_args_detach",
-    "generate_rank_to_stage_mapping",
-    "generate_stage_to_rank_mapping",
-    "validate_and_normalize_to_tuple",
-    "validate_metadata",
-]
 
 # ---- the errors of this package: each is also of the class that code written for torch catches
 
@@ -145,41 +123,22 @@ class PipeInfo:
 
 
 def flatten_args(args: Any, *, detach: bool = False) -> Any:
-    """The values in nested arguments, as a list.
-
-    Args:
-        args: tuples, lists and dicts of values.
-        detach: whether to detach tensors from their graph, keeping ``requires_grad``.
-
-    Returns:
-        The list; with ``detach``, the nested arguments with the detached values, and the list of those.
-    """
+    """The leaves of nested arguments; with ``detach``, the arguments and their leaves, detached."""
+    # It knows the types that users register as trees.
     leaves, tree = pytree.tree_flatten(args)
     if not detach:
         return leaves
-    apart = [_detached(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return pytree.tree_unflatten(apart, tree), apart
-
-
-def flatten_args_detach(args: Any) -> tuple[Any, list[Any]]:
-    """:func:`flatten_args` with ``detach``."""
-    again, leaves = flatten_args(args, detach=True)
-    return again, leaves
-
-
-def _detached(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+    fresh = [
+        x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in leaves
+    ]
+    return pytree.tree_unflatten(fresh, tree), fresh
 
 
 def validate_and_normalize_to_tuple(args: Any, allow_none: bool = False) -> tuple[Any, ...] | None:
-    """Tensors as a tuple.
-
-    Args:
-        args: a tensor, a tuple or list of tensors, or ``None``, which is returned.
-        allow_none: whether entries may be None.
+    """Tensors as a tuple; None stays None.
 
     Raises:
-        PipeliningMetadataError: something is not a tensor.
+        PipeliningMetadataError: something is not a tensor, nor None where ``allow_none`` lets it be.
     """
     if args is None:
         return None
@@ -203,14 +162,7 @@ def validate_and_normalize_to_tuple(args: Any, allow_none: bool = False) -> tupl
 
 @dataclass(frozen=True)
 class _TensorMeta:
-    """A tensor without its data; of a DTensor, the part that this process holds.
-
-    Attributes:
-        shape: its sizes.
-        stride: its strides, in elements.
-        dtype: its type.
-        requires_grad: whether it requires grad.
-    """
+    """A tensor without its data; of a DTensor, the part that this process holds."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -229,9 +181,13 @@ class _TensorMeta:
         return _TensorMeta(tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
 
     def to_tensor(self, device: torch.device | str) -> Tensor:
-        """A tensor on a device that looks so, with any data."""
-        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
-        return made.requires_grad_(self.requires_grad and _may_learn(self.dtype))
+        """A tensor that looks so, with any data."""
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        return self._learning(tensor)
+
+    def _learning(self, tensor: Tensor) -> Tensor:
+        may = self.dtype.is_floating_point or self.dtype.is_complex
+        return tensor.requires_grad_(self.requires_grad and may)
 
     def get_diff(self, other: _TensorMeta) -> list[str]:
         """How another one differs; ``requires_grad`` may, as it hangs on whether there is a backward."""
@@ -244,15 +200,7 @@ class _TensorMeta:
 
 @dataclass(frozen=True)
 class _DTensorMeta(_TensorMeta):
-    """A DTensor without its data and its mesh.
-
-    Attributes:
-        global_shape: the sizes of the whole.
-        global_stride: its strides.
-        placements: how it is placed on each dimension of the mesh.
-        mesh_dim_names: the names of these dimensions.
-        mesh_layout: the sizes and strides of the mesh.
-    """
+    """A DTensor without its data and its mesh, of which it has the dimensions' names, sizes and strides."""
 
     global_shape: torch.Size
     global_stride: tuple[int, ...]
@@ -285,14 +233,10 @@ class _DTensorMeta(_TensorMeta):
         """A DTensor on a mesh that looks so, whose part here is on a device, with any data."""
         part = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
         shape, stride = self.global_shape, self.global_stride
-        made = DTensor.from_local(
+        dtensor = DTensor.from_local(
             part, mesh, self.placements, run_check=False, shape=shape, stride=stride
         )
-        return made.requires_grad_(self.requires_grad and _may_learn(self.dtype))
-
-
-def _may_learn(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
+        return self._learning(dtensor)
 
 
 def extract_tensor_meta(tensor: Tensor) -> _TensorMeta:
@@ -321,21 +265,13 @@ def validate_metadata(
     raise_on_mismatch: bool = False,
     warn_on_mismatch: bool = False,
 ) -> list[str]:
-    """How a tensor differs from what was expected.
-
-    Args:
-        desc: what it is, for the message.
-        expected: what it should look like.
-        actual: the tensor, or what it looks like.
-        raise_on_mismatch: whether a difference is an error.
-        warn_on_mismatch: whether a difference is a warning.
+    """How a tensor differs from what was expected; ``desc`` names it in an error or a warning.
 
     Raises:
-        PipeliningMetadataError: it differs, and that is an error.
+        PipeliningMetadataError: it differs, and ``raise_on_mismatch`` is set.
     """
-    unlike = expected.get_diff(
-        extract_tensor_meta(actual) if isinstance(actual, Tensor) else actual
-    )
+    meta = extract_tensor_meta(actual) if isinstance(actual, Tensor) else actual
+    unlike = expected.get_diff(meta)
     if unlike and raise_on_mismatch:
         raise PipeliningMetadataError(f"{desc}: {'; '.join(unlike)}")
     if unlike and warn_on_mismatch:

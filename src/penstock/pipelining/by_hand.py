@@ -1,4 +1,4 @@
-"""What stages that are driven by hand exchange: descriptions once, then tensors, by torch's ``P2POp``."""
+"""What stages that are driven by hand exchange: layouts once, then tensors, by torch's ``P2POp``."""
 
 from __future__ import annotations
 
@@ -26,22 +26,12 @@ from penstock.values import (
     unflatten,
 )
 
-__all__ = [
-    "Neighbour",
-    "P2POp",
-    "infer_layout",
-    "start",
-    "start_by_peer",
-    "value_layout",
-    "wait_all",
-]
-
 
 def start(p2p_ops: Sequence[P2POp], desc: str | None = None) -> list[Any]:
     """Start sends and receives, and return the work to wait for.
 
     Operations of one direction are started one by one: they cannot block each other, while NCCL would run a
-    batch of them in sequence. Only a mixture could wait in a circle, and goes as a batch.
+    batch of them in sequence. Only a mixture could deadlock, and goes as a batch.
     """
     ways = {one.op for one in p2p_ops}
     if ways in ({dist.isend}, {dist.irecv}):
@@ -65,16 +55,17 @@ def wait_all(work: Sequence[Any]) -> None:
         item.wait()
 
 
-def value_layout(value: Any, *, trains: bool = True) -> Layout:
+def value_layout(value: Any, *, trains: bool) -> Layout:
     """What a value looks like; tensors require grad only in training."""
+
+    def look(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        layout = layout_of(leaf)
+        return layout._replace(learns=layout.learns and trains)
+
     leaves, tree = flatten(value)
-    layouts = [_of_tensor(x, trains) if isinstance(x, Tensor) else x for x in leaves]
-    return Layout(tree, tuple(layouts))
-
-
-def _of_tensor(tensor: Tensor, trains: bool) -> TensorLayout:
-    layout = layout_of(tensor)
-    return layout._replace(learns=layout.learns and trains)
+    return Layout(tree, tuple(map(look, leaves)))
 
 
 def infer_layout(
@@ -85,18 +76,15 @@ def infer_layout(
     *,
     trains: bool,
 ) -> Layout:
-    """What a module returns for arguments of a layout, found on tensors without data."""
+    """What a module returns for arguments of a layout, from a run on tensors without data."""
+    inner = alone(module)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(trains):
-        leaves = [
-            x.empty(device).requires_grad_(x.learns) if isinstance(x, TensorLayout) else x
-            for x in args.leaves
-        ]
-        inner = alone(module)
-        state = dict([*inner.named_parameters(), *inner.named_buffers()])
-        fakes: dict[str, Tensor] = {
-            name: mode.from_tensor(tensor) for name, tensor in state.items()
+        values = arrived([x.empty(device) for x in args.tensors], args)
+        state: dict[str, Tensor] = {
+            name: mode.from_tensor(tensor)
+            for name, tensor in (*inner.named_parameters(), *inner.named_buffers())
         }
-        output = functional_call(inner, fakes, tuple(unflatten(leaves, args.tree)), dict(kwargs))
+        output = functional_call(inner, state, tuple(values), dict(kwargs))
     return value_layout(output, trains=trains)
 
 
@@ -113,14 +101,14 @@ class Neighbour:
         self._group, self._rank, self._device = group, rank, device
 
     def describe(self, layout: Layout) -> None:
-        """Tell it what it will be sent."""
+        """Say what it will be sent."""
         text = json.dumps(layout.describe()).encode()
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device)
         for message in (torch.tensor([len(text)], device=self._device), data):
             dist.send(message, group=self._group, group_dst=self._rank)
 
     def described(self) -> Layout:
-        """Wait until it tells what it will send."""
+        """Wait until it says what it will send."""
         size = torch.zeros(1, dtype=torch.int64, device=self._device)
         dist.recv(size, group=self._group, group_src=self._rank)
         data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
@@ -154,33 +142,26 @@ def arrived(tensors: Sequence[Tensor], layout: Layout) -> Any:
 
 
 def check_fits(value: Any, layout: Layout, what: str) -> list[Tensor]:
-    """The tensors of a value, after a check that it is what the receiver expects.
+    """The tensors of a value that its receiver expects to have a layout.
 
     Raises:
-        PipeliningMetadataError: it is not.
+        PipeliningMetadataError: it has another one.
     """
     check_plain(value, what)
     tensors = tensors_in(value)
-    pairs = [
-        (layout_of(tensor), expected)
-        for tensor, expected in zip(tensors, layout.tensors, strict=False)
-    ]
-    unlike = [
-        f"found {x}, expected {y}" for x, y in pairs if (x.shape, x.dtype) != (y.shape, y.dtype)
-    ]
-    if len(tensors) != len(layout.tensors):
-        unlike.append(f"found {len(tensors)} tensors, expected {len(layout.tensors)}")
-    if unlike:
-        raise PipeliningMetadataError(f"{what}: {'; '.join(unlike)}")
+    looks, expected = (
+        [str(x._replace(learns=False)) for x in of]
+        for of in (map(layout_of, tensors), layout.tensors)
+    )
+    if looks != expected:
+        raise PipeliningMetadataError(
+            f"{what} is {', '.join(looks)}; expected {', '.join(expected)}"
+        )
     return tensors
 
 
 def take(left: dict[int, Any], microbatch: int, stage: int, before: str) -> Any:
-    """What a microbatch has left.
-
-    Raises:
-        CallError: nothing.
-    """
+    """What a microbatch has left; ``before`` is the call that leaves it."""
     if microbatch not in left:
         raise CallError(
             f"stage {stage} has nothing for microbatch {microbatch}; {before} comes first"

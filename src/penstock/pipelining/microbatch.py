@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -45,11 +44,11 @@ class TensorChunkSpec:
         return pytree.tree_map(TensorChunkSpec, chunk_dims)
 
 
-class Replicated:
+class _Replicate:
     """Every chunk gets the whole value."""
 
 
-class CustomReducer:
+class _CustomReducer:
     """How the outputs of microbatches are combined.
 
     Args:
@@ -62,14 +61,11 @@ class CustomReducer:
         self.reduce_fn = reduce_fn
 
 
-class LossReducer(CustomReducer):
+class _LossReducer(_CustomReducer):
     """How the losses of microbatches are combined."""
 
 
-sum_reducer = LossReducer(torch.tensor(0.0), operator.add)
-_CustomReducer = CustomReducer
-_LossReducer = LossReducer
-_Replicate = Replicated
+sum_reducer = _LossReducer(torch.tensor(0.0), operator.add)
 
 
 def split_args_kwargs_into_chunks(
@@ -104,7 +100,7 @@ def split_args_kwargs_into_chunks(
         )
     specs = (specs[0], {name: specs[1][name] for name in whole[1]})
     leaves, tree = pytree.tree_flatten(whole, is_leaf=_is_mask)
-    wanted, _ = pytree.tree_flatten(specs, is_leaf=_is_mask)
+    wanted = pytree.tree_leaves(specs)
     if len(wanted) != len(leaves):
         raise ChunkError(f"{len(wanted)} chunk specs for {len(leaves)} values; give one for each")
     pairs = list(zip(leaves, wanted, strict=True))
@@ -114,20 +110,6 @@ def split_args_kwargs_into_chunks(
     return [part[0] for part in parts], [part[1] for part in parts]
 
 
-def shard_dict(args_dict: Mapping[str, Any], args_chunk_spec: Any, num_chunks: int) -> list[Any]:
-    """Split keyword arguments; the arguments are those of :func:`split_args_kwargs_into_chunks`.
-
-    Raises:
-        ChunkError: a spec does not fit its value.
-    """
-    if not args_dict:
-        return [{} for _ in range(num_chunks)]
-    return split_args_kwargs_into_chunks((), dict(args_dict), num_chunks, (), args_chunk_spec)[1]
-
-
-_shard_dict_of_args = shard_dict
-
-
 def _is_mask(value: Any) -> bool:
     return isinstance(value, BlockMask)
 
@@ -135,13 +117,13 @@ def _is_mask(value: Any) -> bool:
 def _default_specs(values: Any) -> Any:
     def spec(value: Any) -> Any:
         split = isinstance(value, Tensor | BlockMask)
-        return TensorChunkSpec(DEFAULT_CHUNK_DIM) if split else Replicated()
+        return TensorChunkSpec(DEFAULT_CHUNK_DIM) if split else _Replicate()
 
     return pytree.tree_map(spec, values, is_leaf=_is_mask)
 
 
 def _is_replicated(spec: Any) -> bool:
-    return spec is Replicated or isinstance(spec, Replicated)
+    return spec is _Replicate or isinstance(spec, _Replicate)
 
 
 def _slices(value: Any, spec: Any, chunks: int) -> int:
@@ -164,15 +146,11 @@ def _slices(value: Any, spec: Any, chunks: int) -> int:
 def _pieces(value: Any, spec: Any, count: int) -> Sequence[Any]:
     if _is_replicated(spec):
         return [value] * count
-    return split_mask(value, count) if _is_mask(value) else split_tensor(value, spec, count)
+    return _split_block_mask(value, count) if _is_mask(value) else _split_tensor(value, spec, count)
 
 
-def split_tensor(tensor: Tensor, spec: TensorChunkSpec, num_chunks: int) -> Sequence[Tensor]:
-    """Split a tensor into parts whose sizes differ by at most one; parts of a leaf retain their gradients.
-
-    Raises:
-        ChunkError: it has fewer slices than parts are wanted.
-    """
+def _split_tensor(tensor: Tensor, spec: TensorChunkSpec, num_chunks: int) -> Sequence[Tensor]:
+    """Split a tensor into parts whose sizes differ by at most one; parts of a leaf retain their gradients."""
     if tensor.size(spec.split_dim) < num_chunks:
         raise ChunkError(
             f"a tensor of shape {list(tensor.shape)} cannot be split into {num_chunks} chunks along "
@@ -186,26 +164,15 @@ def split_tensor(tensor: Tensor, spec: TensorChunkSpec, num_chunks: int) -> Sequ
     return parts
 
 
-_split_tensor = split_tensor
-
-
-def split_mask(block_mask: BlockMask, num_chunks: int) -> list[BlockMask]:
-    """Split a block mask along the batch; a mask for all samples goes to every part.
-
-    Raises:
-        ChunkError: it has fewer samples than parts are wanted.
-    """
+def _split_block_mask(block_mask: BlockMask, num_chunks: int) -> list[BlockMask]:
+    """Split a block mask along the batch; a mask for all samples goes to every part."""
     batch = block_mask.kv_num_blocks.size(0)
     if batch == 1:
         return [block_mask] * num_chunks
     if batch < num_chunks:
         raise ChunkError(f"a BlockMask of {batch} samples cannot be split into {num_chunks} chunks")
-    starts = [len(part) for part in torch.arange(batch).tensor_split(num_chunks)]
-    bounds = [0, *torch.tensor(starts).cumsum(0).tolist()]
-    return [_mask_slice(block_mask, a, b) for a, b in pairwise(bounds)]
-
-
-_split_block_mask = split_mask
+    parts = torch.arange(batch).tensor_split(num_chunks)
+    return [_mask_slice(block_mask, int(part[0]), int(part[-1]) + 1) for part in parts]
 
 
 def _mask_slice(mask: BlockMask, start: int, stop: int) -> BlockMask:
@@ -253,7 +220,7 @@ def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:
 
 
 def _merged(values: list[Any], spec: Any) -> Any:
-    if isinstance(spec, CustomReducer):
+    if isinstance(spec, _CustomReducer):
         reduced = spec.init_value
         for value in values:
             reduced = spec.reduce_fn(reduced, value)

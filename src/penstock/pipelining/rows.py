@@ -26,10 +26,11 @@ from penstock.schedule import (
     reduce_gradients,
     validate,
 )
-from penstock.schedule.action import OVERLAPPED, RECV_OPS, Entry
+from penstock.schedule.action import OVERLAPPED, STAGE_OPS, Entry
 from penstock.schedule.base import flat
-from penstock.schedule.dependencies import Dependencies, counterpart
+from penstock.schedule.clock import Numbered, waits_of
 from penstock.schedule.files import read_text
+from penstock.schedule.validation import completed
 
 # ---- actions and their kinds
 
@@ -159,10 +160,7 @@ def schedule_on(order: Order, rank_of: Sequence[int], microbatches: int) -> Sche
 def check_order(
     actions: Order, pp_group_size: int, num_stages: int, num_microbatches: int
 ) -> dict[int, int]:
-    """Prove that a step completes, not counting messages.
-
-    Returns:
-        The rank of each stage.
+    """Prove that a step completes, not counting messages, and return the rank of each stage.
 
     Raises:
         PlacementError: it does not; the message lists every reason.
@@ -179,11 +177,7 @@ def check_order(
 
 
 def check_trains(schedule: Schedule, *, wanted: bool = True) -> None:
-    """Check that a schedule has a backward, if one is wanted.
-
-    Raises:
-        PlacementError: it has none.
-    """
+    """Check that a schedule has a backward, if one is wanted."""
     if wanted and not schedule.trains:
         raise PlacementError(
             f"{schedule.name} has forwards and no backward, so that the loss would train nothing; add the "
@@ -192,11 +186,7 @@ def check_trains(schedule: Schedule, *, wanted: bool = True) -> None:
 
 
 def proven(schedule: Schedule) -> Schedule:
-    """Prove that a schedule completes, and return it.
-
-    Raises:
-        PlacementError: it does not; the message lists every reason.
-    """
+    """Prove that a schedule completes, and return it; the error lists every reason why not."""
     try:
         prove(schedule)
     except ScheduleError as error:
@@ -208,21 +198,13 @@ FORMATS = ("compute_only", "compute_comms")
 
 
 def check_format(format: str) -> None:
-    """Check the name of a format.
-
-    Raises:
-        NotImplementedError: there is none of that name.
-    """
+    """Check the name of a format; another one is a NotImplementedError."""
     if format not in FORMATS:
         raise NotImplementedError(f"format={format!r}: must be {FORMATS[0]!r} or {FORMATS[1]!r}")
 
 
 def check_computes(order: Order) -> None:
-    """Check that there are no messages among the actions.
-
-    Raises:
-        PlacementError: there is one.
-    """
+    """Check that there are no messages among the actions."""
     for rank, row in order.items():
         for place, action in enumerate(row):
             if action is not None and not action.is_compute_op:
@@ -233,11 +215,7 @@ def check_computes(order: Order) -> None:
 
 
 def read_rows(filename: str | Path) -> Schedule:
-    """Read a schedule from a file with one row per rank.
-
-    Raises:
-        RowsError: the file holds no schedule.
-    """
+    """Read a schedule from a file with one row per rank."""
     try:
         return from_csv(read_text(Path(filename), Limits()), name="CSV")
     except InputFileError as error:
@@ -269,17 +247,7 @@ def add_messages(
     num_stages: int,
     ahead: int = AHEAD,
 ) -> dict[int, list[ActionTuple | None]]:
-    """Add every send and receive, in an order that cannot deadlock.
-
-    Args:
-        compute_actions: each rank's actions, by rank.
-        stage_to_rank: the rank of a stage.
-        num_stages: how many stages there are.
-        ahead: how many receives of a channel are posted ahead.
-
-    Raises:
-        PlacementError: the actions cannot complete.
-    """
+    """Add every send and receive, in an order that cannot deadlock; ``ahead`` receives are posted early."""
     rank_of = [stage_to_rank(stage) for stage in range(num_stages)]
     schedule = proven(schedule_on(compute_actions, rank_of, microbatches_of(compute_actions)))
     return to_order(add_communication(schedule, ahead=ahead).programs)
@@ -288,46 +256,51 @@ def add_messages(
 def steps_of(
     pipeline_order: Order, stage_to_rank: Callable[[int], int], num_stages: int
 ) -> dict[int, list[ActionTuple | None]]:
-    """Each rank's actions in the steps in which they can run, ``None`` where it waits in a step.
+    """Each rank's actions and messages, one for each step; ``None`` for steps in which it waits."""
+    return spaced(pipeline_order, [stage_to_rank(stage) for stage in range(num_stages)], {})
 
-    A receive is posted at once; what needs its value waits until that is sent.
+
+def spaced(
+    order: Order, rank_of: Sequence[int], widths: Mapping[str, int]
+) -> dict[int, list[ActionTuple | None]]:
+    """Each rank's actions with ``None`` for each step in which it waits.
 
     Args:
-        pipeline_order: each rank's actions, by rank, with their messages.
-        stage_to_rank: the rank of a stage.
-        num_stages: how many stages there are.
+        order: the actions.
+        rank_of: the rank of each stage.
+        widths: how many steps a kind of work takes; by default one.
 
     Raises:
-        ScheduleError: no rank can go on.
+        ScheduleError: the actions do not complete.
     """
-    rank_of = [stage_to_rank(stage) for stage in range(num_stages)]
-    rule = Dependencies(schedule_on(pipeline_order, rank_of, microbatches_of(pipeline_order)))
-    left = {rank: [a for a in pipeline_order[rank] if a] for rank in sorted(pipeline_order)}
-    steps: dict[int, list[ActionTuple | None]] = {rank: [] for rank in left}
-    done: set[Action] = set()
-
-    def is_done(need: Action) -> bool:
-        if need.op in RECV_OPS:
-            return {need, counterpart(need)} <= done
-        # A weight backward may come after a full one as well, which has done its work.
-        return need in done or (need.op is Op.I and need._replace(op=Op.B) in done)
-
-    def is_ready(entry: Action) -> bool:
-        return entry.op in RECV_OPS or all(map(is_done, rule.before(entry)))
-
-    while waiting := [rank for rank, row in left.items() if row]:
-        ran: dict[int, ActionTuple | None] = dict.fromkeys(waiting)
-        # Twice, since what a later rank does in a step may be what an earlier one waits for.
-        for rank in (*waiting, *waiting):
-            if ran[rank] is None and all(map(is_ready, flat((to_entry(left[rank][0]),)))):
-                action = ran[rank] = left[rank].pop(0)
-                done.update(flat((to_entry(action),)))
-        for rank, each in ran.items():
-            steps[rank].append(each)
-        if not any(ran.values()):
-            stuck = ", ".join(f"rank {rank} at {left[rank][0]}" for rank in waiting)
-            raise ScheduleError(f"the actions do not complete; what they need never comes: {stuck}")
+    rows = [[action for action in order[rank] if action] for rank in sorted(order)]
+    halved = dict(enumerate(map(_halved, rows)))
+    numbered = Numbered(schedule_on(halved, rank_of, microbatches_of(order)))
+    takes = numbered.per_lane(lambda lane: widths.get(lane[1].value, 1))
+    ran = completed(numbered, takes, waits_of(numbered))
+    end = round(max(map(sum, zip(ran.start, takes, strict=True)), default=0))
+    steps: dict[int, list[ActionTuple | None]] = {}
+    for rank, row in enumerate(rows):
+        steps[rank], now = [], 0
+        for action, same in zip(row, halved[rank], strict=True):
+            number = numbered.number(next(flat((to_entry(same),))))
+            assert number is not None
+            # What is done to a whole stage waits for nothing, and may be done again.
+            starts = now if action.computation_type.value in STAGE_OPS else round(ran.start[number])
+            steps[rank] += [*([None] * (starts - now)), action]
+            now = starts + widths.get(action.computation_type.value, 1)
+        steps[rank] += [None] * (end - now)
     return steps
+
+
+def _halved(row: Sequence[ActionTuple]) -> list[ActionTuple]:
+    """The same actions, where a full backward with a weight backward after it counts as its inputs' half."""
+    weighed = {a[::2] for a in row if a.computation_type is ComputationType.BACKWARD_WEIGHT}
+    full, half = ComputationType.FULL_BACKWARD, ComputationType.BACKWARD_INPUT
+    return [
+        a._replace(computation_type=half) if a.computation_type is full and a[::2] in weighed else a
+        for a in row
+    ]
 
 
 def _passed(row: Row, change: Callable[[Schedule], Schedule]) -> list[ActionTuple | None]:
@@ -357,12 +330,7 @@ def microbatches_of(order: Order) -> int:
 
 
 def format_order(pipeline_order: Order, error_step_number: int | None = None) -> str:
-    """The actions as a table, with one column per rank and one row per step.
-
-    Args:
-        pipeline_order: each rank's actions, by rank.
-        error_step_number: the row to mark as an error.
-    """
+    """The actions as a table with a column for each rank; one step may be marked as an error."""
     ranks = sorted(pipeline_order)
     columns = [
         [f"Rank {rank}", *("" if a is None else str(a) for a in pipeline_order[rank])]

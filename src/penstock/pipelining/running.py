@@ -21,12 +21,7 @@ from penstock.pipeline.plan import ProvenSchedules, prove
 from penstock.pipeline.setup import connect, set_up
 from penstock.pipeline.weights import HeldWeights
 from penstock.pipelining._utils import CallError, PlacementError
-from penstock.pipelining.microbatch import (
-    TensorChunkSpec,
-    merge_chunks,
-    split_args_kwargs_into_chunks,
-    split_tensor,
-)
+from penstock.pipelining.microbatch import merge_chunks, split_args_kwargs_into_chunks
 from penstock.pipelining.rows import (
     ActionTuple,
     ComputationType,
@@ -148,15 +143,13 @@ class Engine:
 
 
 def batch_of(arg_mbs: list[Any], kwarg_mbs: list[Any], targets: list[Any] | None) -> Batch:
-    """The microbatches that this process was given."""
-    parts = None
-    if any(arg_mbs) or any(kwarg_mbs):
-        pairs = zip(arg_mbs, kwarg_mbs, strict=True)
-        parts = [_part(args, kwargs) for args, kwargs in pairs]
-    sizes = [_sizes(of) for of in (arg_mbs if parts else None, targets) if of is not None]
+    """The microbatches of this process."""
+    here = any(arg_mbs) or any(kwarg_mbs)
+    parts = list(map(_part, arg_mbs, kwarg_mbs)) if here else None
+    sizes = [_sizes(of) for of in (arg_mbs if here else (), targets or ())]
     # The samples of each microbatch matter only if they differ.
-    unlike = [counts for counts in sizes if counts is not None and len(set(counts)) > 1]
-    return Batch(parts, targets, unlike[0] if unlike else None, len(arg_mbs))
+    unlike = next((counts for counts in sizes if len(set(counts)) > 1), None)
+    return Batch(parts, targets, unlike, len(arg_mbs))
 
 
 def _part(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Microbatch:
@@ -174,10 +167,11 @@ def _describable(value: Any) -> bool:
     return True
 
 
-def _sizes(parts: Sequence[Any]) -> list[int] | None:
+def _sizes(parts: Sequence[Any]) -> list[int]:
+    """The size of each part's first tensor, if all have one."""
     first = [next(iter(tensors_in(part)), None) for part in parts]
     sizes = [len(tensor) for tensor in first if tensor is not None and tensor.dim()]
-    return sizes if len(sizes) == len(parts) else None
+    return sizes if len(sizes) == len(parts) else []
 
 
 # ---- the schedule that users make
@@ -185,15 +179,7 @@ def _sizes(parts: Sequence[Any]) -> list[int] | None:
 
 @dataclass
 class PipelineContext:
-    """What a custom function is given besides its action.
-
-    Attributes:
-        schedule_ref: the schedule that runs.
-        arg_mbs: for each microbatch, its positional arguments; empty tuples if this process was given none.
-        kwarg_mbs: for each microbatch, its keyword arguments.
-        target_mbs: for each microbatch, its target.
-        losses: the list that the caller passed for the losses.
-    """
+    """What a custom function gets besides its action: the running schedule, and the arguments of its step."""
 
     schedule_ref: Any
     arg_mbs: list[tuple[Any, ...]] | None = None
@@ -209,10 +195,7 @@ class PipelineContext:
 
 
 class Arrived:
-    """Stands for torch's dicts of receives, in which custom functions look.
-
-    Everything has arrived already.
-    """
+    """Torch's dict of receives as custom functions see it: everything has arrived already."""
 
     def __contains__(self, key: object) -> bool:
         return True
@@ -239,12 +222,7 @@ OF_SEVERAL = ("use_full_backward", "backward_requires_autograd", "defer_pp_recv"
 
 
 def arguments(stages: str, without: Sequence[str] = ()) -> Signature:
-    """The arguments of a schedule class.
-
-    Args:
-        stages: the name of the first one.
-        without: which others it does not have.
-    """
+    """The arguments of a schedule class, from the name of the first and those that it does not have."""
     defaults = {stages: Parameter.empty, **DEFAULTS}
     named = {name: default for name, default in defaults.items() if name not in without}
     kind = Parameter.POSITIONAL_OR_KEYWORD
@@ -282,9 +260,9 @@ class PipelineSchedule:
     __signature__: ClassVar[Signature] = arguments("stages", OF_SEVERAL)
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        given = self.__signature__.bind(*args, **options).arguments
-        held, *_ = given.values()
-        chosen = DEFAULTS | given
+        passed = self.__signature__.bind(*args, **options).arguments
+        held, *_ = passed.values()
+        chosen = DEFAULTS | passed
         self._stages: list[StageBase] = list(held) if isinstance(held, Sequence) else [held]
         self._num_stages = self._stages[0].num_stages
         self.pp_group_size = self._stages[0].group_size
@@ -370,15 +348,11 @@ class PipelineSchedule:
     @property
     def pipeline_order_with_comms(self) -> dict[int, list[ActionTuple | None]]:
         """Each rank's actions with messages, by rank."""
-        return to_order(self._spelt_out().programs)
+        return to_order(prove(self.schedule).programs)
 
     @pipeline_order_with_comms.setter
     def pipeline_order_with_comms(self, order: dict[int, list[ActionTuple | None]]) -> None:
         self._take(order)
-
-    def _spelt_out(self) -> Schedule:
-        """The schedule with its messages."""
-        return prove(self.schedule)
 
     def _take(self, order: dict[int, list[ActionTuple | None]]) -> None:
         """Use actions that were written by hand, after a proof that they complete."""
@@ -390,11 +364,7 @@ class PipelineSchedule:
         self._order = actions
 
     def _adopt(self, schedule: Schedule) -> None:
-        """Use a schedule, if it fits the stages here.
-
-        Raises:
-            PlacementError: it does not.
-        """
+        """Use a schedule, if it fits the stages here."""
         if (schedule.ranks, schedule.stages) != (self.pp_group_size, self._num_stages):
             raise PlacementError(
                 f"{schedule.name} has {schedule.stages} stages on {schedule.ranks} ranks, but here are "
@@ -436,10 +406,6 @@ class PipelineSchedule:
     def _get_pipeline_order(self) -> dict[int, list[ActionTuple | None]] | None:
         """Each rank's actions, by rank; None if they are not known yet."""
         return self.pipeline_order or None
-
-    def _calculate_single_rank_operations(self, rank: int) -> list[ActionTuple | None]:
-        """A rank's actions."""
-        return self.pipeline_order[rank]
 
     # ---- running
 
@@ -485,9 +451,8 @@ class PipelineSchedule:
             if arg_mbs is kwarg_mbs is target_mbs is None:
                 arg_mbs, kwarg_mbs = self._split_inputs(args, kwargs)
                 if target is not None:
-                    target_mbs = list(
-                        split_tensor(target, TensorChunkSpec(0), self._n_microbatches)
-                    )
+                    parts, _ = split_args_kwargs_into_chunks((target,), None, self._n_microbatches)
+                    target_mbs = [part for (part,) in parts]
             elif args or kwargs or target is not None:
                 raise CallError(
                     "the step was given a whole batch and one that is split already; pass arg_mbs, kwarg_mbs "
@@ -507,11 +472,7 @@ class PipelineSchedule:
         return self._merge_outputs(last.output_chunks)
 
     def _refuse(self, error: Exception) -> None:
-        """Tell all ranks, which are in the same step, what is wrong with what this one was given.
-
-        Raises:
-            PenstockError: the error as every rank raises it, if it is one of Penstock's.
-        """
+        """Raise the error of this rank's arguments on all ranks, which are in the same step."""
         refusal = error if isinstance(error, PenstockError) else before_first(error)
         try:
             call = Call(Batch(), trains=self._has_backward, refusal=refusal)
@@ -537,16 +498,7 @@ class PipelineSchedule:
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Run a batch that is already split into microbatches; a subclass may do it in its own way.
-
-        Args:
-            arg_mbs: for each microbatch, its positional arguments.
-            kwarg_mbs: for each microbatch, its keyword arguments.
-            target_mbs: for each microbatch, its target.
-            losses: a list that is filled with the losses.
-            return_outputs: whether the last stage keeps its outputs in ``output_chunks``.
-            loss_kwargs: more arguments for ``loss_fn``.
-        """
+        """Run a batch that is split already, as :meth:`step` takes it; a subclass may do it its own way."""
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         check_trains(self.schedule, wanted=self._has_backward)
         loss = self._loss(loss_kwargs) if self._has_backward else None
@@ -622,13 +574,7 @@ class PipelineSchedule:
         target_mbs: list[Any] | None = None,
         losses: list[Any] | None = None,
     ) -> tuple[list[Any], list[Any]]:
-        """Check a split batch, and fill in empty arguments where none were given.
-
-        Raises:
-            TypeError: something is not a list.
-            MicrobatchError: a list does not have one entry for each microbatch.
-            CallError: there are targets or losses, and the schedule is for forwards alone.
-        """
+        """Check a split batch, and fill in empty arguments where there are none."""
         if not self.trains and (target_mbs is not None or losses is not None):
             raise CallError("a forward-only schedule has no loss; take ScheduleGPipe and call eval")
         count = self._n_microbatches
@@ -649,11 +595,7 @@ class PipelineSchedule:
     def _compute_loss(
         self, output: Any, target: Any, loss_kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """A microbatch's loss.
-
-        Raises:
-            CallError: the schedule has no loss function.
-        """
+        """A microbatch's loss."""
         if self._loss_fn is None:
             raise CallError("there is no loss; give the schedule a loss_fn")
         return self._loss_fn(output, target, **(loss_kwargs or {}))
@@ -669,10 +611,7 @@ class PipelineSchedule:
     def _initialize_stage(
         self, args: Any, kwargs: Any, target: Any = None, loss_kwargs: Any = None
     ) -> None:
-        """Agree on what travels, from a microbatch's arguments.
-
-        Once for training, and once for forwards alone.
-        """
+        """Agree on what travels, from a microbatch's arguments: once to train, once for forwards alone."""
         if self._prepared is self._has_backward:
             return
         self._prepared = self._has_backward
@@ -698,7 +637,7 @@ class PipelineSchedule:
         if target_mbs is None and not self._has_backward:
             return
         if target_mbs is None:
-            raise CallError("the last stage's rank was given no target; pass target= on that rank")
+            raise CallError("the last stage's rank has no target; pass target= on that rank")
         loss = self._compute_loss(output, target_mbs[mb_index], loss_kwargs)
         self._internal_losses.append(loss)
 
@@ -751,15 +690,10 @@ class PipelineSchedule:
     # ---- files
 
     def _dump_csv(self, filename: Any, format: str = "compute_only") -> None:
-        """Write the schedule, a row per rank.
-
-        Args:
-            filename: where to.
-            format: ``"compute_comms"`` with messages, ``"compute_only"`` without.
-        """
+        """Write the schedule, one row per rank, without messages or with them (``"compute_comms"``)."""
         check_format(format)
         only = format == "compute_only"
-        rows = compute_only(self.schedule) if only else self._spelt_out()
+        rows = compute_only(self.schedule) if only else prove(self.schedule)
         Path(filename).write_text(to_csv(rows), encoding="utf-8", newline="")
 
     def _load_csv(self, filename: Any, format: str = "compute_only") -> None:

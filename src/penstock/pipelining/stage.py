@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import P2POp
 
 from penstock import stage as engine
 from penstock.backward import stage_backward, stage_backward_input, stage_backward_weight
 from penstock.errors import UsageError
 from penstock.parallel import adapter_of, gathered, group_of, let_cross, seat
 from penstock.partition import Shared
-from penstock.pipelining._debug import map_debug_info
 from penstock.pipelining._utils import (
     CallError,
     GetMeshCallback,
@@ -29,7 +29,6 @@ from penstock.pipelining._utils import (
 )
 from penstock.pipelining.by_hand import (
     Neighbour,
-    P2POp,
     arrived,
     check_fits,
     infer_layout,
@@ -97,9 +96,8 @@ class PipelineStage(StageBase, engine.PipelineStage):
         stage_index: which stage it is, from 0.
         num_stages: how many there are.
         device: where it lives; the slice is moved there.
-        input_args: example inputs of a microbatch. They are not needed, and neither are the next three
-            arguments: shapes are found automatically, and may change from step to step. If the first step
-            has inputs or outputs that look otherwise, a warning says so.
+        input_args: example inputs of a microbatch. None of the four examples is needed: shapes may change
+            from step to step. A warning says if the first step has other inputs or outputs.
         output_args: example outputs.
         output_grads: example gradients of the outputs.
         input_grads: example gradients of the inputs.
@@ -186,9 +184,9 @@ class PipelineStage(StageBase, engine.PipelineStage):
     def _compare(self, inputs: Any, output: Any) -> None:
         """Compare the examples with what the first microbatch takes and gives."""
         for name, value in (("input", inputs), ("output", output)):
-            found, example = tensors_in(value), self._expected.pop(name)
-            expected = () if example is None else extract_tensor_metas(example) or ()
-            for place, (meta, tensor) in enumerate(zip(expected, found, strict=False)):
+            expected = extract_tensor_metas(self._expected.pop(name)) or ()
+            pairs = zip(expected, tensors_in(value), strict=False)
+            for place, (meta, tensor) in enumerate(pairs):
                 assert meta is not None
                 what = f"stage {self.stage_index}, {name}_args[{place}]"
                 validate_metadata(what, meta, tensor, warn_on_mismatch=True)
@@ -221,20 +219,14 @@ class PipelineStage(StageBase, engine.PipelineStage):
         self._weigh.clear()
 
     def start(self, rank_of: Sequence[int] | None, chunks: int, *, trains: bool) -> None:
-        """A step begins; drop what a step by hand has left.
-
-        Args:
-            rank_of: the rank of each stage, if a schedule places them.
-            chunks: the number of microbatches.
-            trains: whether there is a backward.
-        """
+        """Begin a step: drop what a step by hand has left, and take the ranks of the stages, if placed."""
         self.clear_runtime_states()
         self.has_backward, self.chunks = trains, chunks
         if rank_of is not None:
             self.stage_index_to_group_rank = dict(enumerate(rank_of))
 
     def bind(self, perform: Perform | None) -> None:
-        """Say who carries out this stage's actions while a custom function runs."""
+        """Let a function carry out this stage's actions while a custom function runs."""
         self._perform, self._output = perform, None
 
     # ---- one microbatch by hand, or from a custom function within a step
@@ -257,7 +249,7 @@ class PipelineStage(StageBase, engine.PipelineStage):
             save_forward_output: whether the last stage keeps its output in ``output_chunks``.
         """
         if self._perform is not None:
-            self._perform(self._action(ComputationType.FORWARD, fwd_chunk_id))
+            self._perform(ActionTuple(self.stage_index, ComputationType.FORWARD, fwd_chunk_id))
             return self._output
         if self._takes is not None and not self.is_first:
             tensors = take(self._values, fwd_chunk_id, self.stage_index, "get_fwd_recv_ops")
@@ -289,7 +281,7 @@ class PipelineStage(StageBase, engine.PipelineStage):
         """
         kind = ComputationType.FULL_BACKWARD if full_backward else ComputationType.BACKWARD_INPUT
         if self._perform is not None:
-            return self._perform(self._action(kind, bwd_chunk_id))
+            return self._perform(ActionTuple(self.stage_index, kind, bwd_chunk_id))
         if not self.has_backward:
             return None
         self._check_chunk(bwd_chunk_id)
@@ -306,9 +298,10 @@ class PipelineStage(StageBase, engine.PipelineStage):
         return None
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
-        """The weights' half of a microbatch's backward; for the arguments see :meth:`backward_one_chunk`."""
+        """The weights' half of a microbatch's backward; arguments as for :meth:`backward_one_chunk`."""
         if self._perform is not None:
-            return self._perform(self._action(ComputationType.BACKWARD_WEIGHT, bwd_chunk_id))
+            kind = ComputationType.BACKWARD_WEIGHT
+            return self._perform(ActionTuple(self.stage_index, kind, bwd_chunk_id))
         if not self.has_backward:
             return None
         if bwd_chunk_id not in self._pending and bwd_chunk_id not in self._weigh:
@@ -378,15 +371,16 @@ class PipelineStage(StageBase, engine.PipelineStage):
 
         Args:
             num_microbatches: their number.
-            args: the arguments of a microbatch; or what the previous stage gives, if it is in this process.
+            args: the arguments of a microbatch; or what the previous stage's call of this method returned, if
+                that stage is in this process.
             kwargs: keyword arguments.
-            has_backward: whether there is a backward; it may have been set on the stage before.
+            has_backward: whether there is a backward.
 
         Returns:
-            What the stage gives, if the next one is in this process.
+            What the next stage needs to know, if it is in this process.
 
         Raises:
-            CallError: values skip stages, which is for the engine alone.
+            CallError: values skip stages, which only the engine can send.
         """
         if self.edges is not None:
             raise CallError(
@@ -402,20 +396,18 @@ class PipelineStage(StageBase, engine.PipelineStage):
             self._takes = args if before is None else before.described()
         if self.is_last:
             return None
-        self._gives = self._find_given(kwargs or {})
+        self._gives = self._output_layout(self._takes, kwargs or {})
         after = self._neighbour(1)
         if after is None:
             return self._gives
         after.describe(self._gives)
         return None
 
-    def _find_given(self, kwargs: Mapping[str, Any]) -> Layout:
-        assert self._takes is not None
+    def _output_layout(self, takes: Layout, kwargs: Mapping[str, Any]) -> Layout:
         trains = self.has_backward
         if self._example is not None:
             return value_layout(self._example, trains=trains)
-        takes = self._takes
-        if not self.is_first and len(takes.leaves) == 1 and takes.tree.is_leaf():
+        if takes.tree.is_leaf():
             takes = Layout(flatten((0,))[1], takes.leaves)
         return infer_layout(self.module, takes, kwargs, self.device, trains=trains)
 
@@ -430,26 +422,27 @@ class PipelineStage(StageBase, engine.PipelineStage):
     def _prepare_backward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> None:
         """Does nothing: what comes back follows from what was sent."""
 
-    def _check_agreed(self) -> None:
+    def _agreed(self) -> Layout:
+        """What the stage takes, if that is known."""
         if self._takes is None:
             raise CallError(
                 f"stage {self.stage_index} does not know yet what travels: its schedule must call "
                 "_initialize_stage first"
             )
+        return self._takes
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[P2POp]:
         """By hand: the receives of a microbatch's values."""
-        self._check_agreed()
-        before = self._neighbour(-1)
-        if before is None or self._takes is None:
+        takes, before = self._agreed(), self._neighbour(-1)
+        if before is None:
             return []
-        buffers = [layout.empty(self.device) for layout in self._takes.tensors]
+        buffers = [layout.empty(self.device) for layout in takes.tensors]
         self._values[fwd_chunk_id] = buffers
         return before.receives(buffers)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[P2POp]:
         """By hand: the sends of a microbatch's values."""
-        self._check_agreed()
+        self._agreed()
         after = self._neighbour(1)
         if after is None or self._gives is None:
             return []
@@ -466,7 +459,7 @@ class PipelineStage(StageBase, engine.PipelineStage):
         after = self._neighbour(1)
         if not self.has_backward or after is None:
             return []
-        self._check_agreed()
+        self._agreed()
         assert self._gives is not None
         buffers = [x.empty(self.device) for x in self._gives.tensors if x.learns]
         self._owed[bwd_chunk_id] = buffers
@@ -481,10 +474,9 @@ class PipelineStage(StageBase, engine.PipelineStage):
         gradients = self.bwd_cache.pop(bwd_chunk_id)
         if before is None:
             return []
-        assert self._takes is not None
         data = [
             layout.empty(self.device).zero_() if gradient is None else gradient
-            for gradient, layout in zip(gradients, self._takes.tensors, strict=False)
+            for gradient, layout in zip(gradients, self._agreed().tensors, strict=False)
             if layout.learns
         ]
         return before.sends(data)
@@ -525,9 +517,6 @@ class PipelineStage(StageBase, engine.PipelineStage):
             raise CallError(
                 f"stage {self.stage_index}: chunk {chunk_id} is out of range of {self.chunks} chunks"
             )
-
-    def _action(self, kind: ComputationType, microbatch: int) -> ActionTuple:
-        return ActionTuple(self.stage_index, kind, microbatch)
 
 
 def as_tuple(output: Any) -> tuple[Any, ...]:
@@ -570,7 +559,6 @@ __all__ = [
     "extract_tensor_meta",
     "extract_tensor_metas",
     "flatten_args",
-    "map_debug_info",
     "stage_backward",
     "stage_backward_input",
     "stage_backward_weight",

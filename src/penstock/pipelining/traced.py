@@ -61,12 +61,7 @@ _MARKS = (pipe_split, aten_pipe_split_alias, torch.ops.penstock.split)
 
 
 def points_of(model: nn.Module, spec: Mapping[str, Any]) -> dict[str, SplitPoint]:
-    """The places that a split spec names.
-
-    Raises:
-        PathError: there is no module of that path.
-        UsageError: something else than a :class:`SplitPoint`.
-    """
+    """The places that a split spec names."""
     for path, where in spec.items():
         # By name, so that torch's own SplitPoint is accepted too.
         if getattr(where, "name", where) not in SplitPoint.__members__:
@@ -80,26 +75,23 @@ def points_of(model: nn.Module, spec: Mapping[str, Any]) -> dict[str, SplitPoint
     return {path: SplitPoint[where.name] for path, where in spec.items()}
 
 
-def mark(module: nn.Module, where: SplitPoint, note: Callable[[], None] = lambda: None) -> Any:
-    """Call :func:`pipe_split` before or after a module's forward; the handle of the hook."""
-
-    def split(*_: Any) -> None:
-        note()
-        pipe_split()
-
-    if where is SplitPoint.BEGINNING:
-        return module.register_forward_pre_hook(split, prepend=True)
-    return module.register_forward_hook(split)
-
-
 @contextmanager
 def _marked(model: nn.Module, points: Mapping[str, SplitPoint]) -> Iterator[None]:
     """A context in which a model's modules are marked; it checks that they were called."""
     reached: set[str] = set()
-    handles = [
-        mark(model.get_submodule(path), where, lambda path=path: reached.add(path))  # type: ignore[misc]
-        for path, where in points.items()
-    ]
+    handles = []
+    for path, where in points.items():
+
+        def split(*_: Any, path: str = path) -> None:
+            reached.add(path)
+            pipe_split()
+
+        module = model.get_submodule(path)
+        handles.append(
+            module.register_forward_pre_hook(split, prepend=True)
+            if where is SplitPoint.BEGINNING
+            else module.register_forward_hook(split)
+        )
     try:
         yield
     finally:
@@ -115,14 +107,7 @@ def _marked(model: nn.Module, points: Mapping[str, SplitPoint]) -> Iterator[None
 
 @dataclass
 class ModelTrace:
-    """One mode's graph of a model.
-
-    Attributes:
-        module: the graph with its attributes.
-        in_spec: the structure of the arguments.
-        out_spec: the structure of the output.
-        examples: the arguments that it was traced with, flat: tensors on the meta device, and plain values.
-    """
+    """One mode's graph of a model, and the flat arguments of the trace, whose tensors are without data."""
 
     module: fx.GraphModule
     in_spec: Any
@@ -137,11 +122,7 @@ def trace(
     points: Mapping[str, SplitPoint],
     policy: Policy | None,
 ) -> ModelTrace:
-    """Trace a model in the mode that it is in.
-
-    Raises:
-        CutError: it cannot be traced.
-    """
+    """Trace a model in the mode that it is in."""
     with _marked(model, points), _lost() as lost:
         try:
             program = torch.export.export(model, args, dict(kwargs), strict=False)
@@ -193,11 +174,7 @@ def _lost() -> Iterator[list[str]]:
 
 
 class Cut:
-    """Which stage each node of a graph belongs to, and which values travel.
-
-    Raises:
-        CutError: a stage would be empty, a mark lies in a region, or stages write to one memory.
-    """
+    """Which stage each node of a graph belongs to, and which values travel."""
 
     def __init__(self, traced: ModelTrace) -> None:
         self.trace = traced
@@ -245,7 +222,7 @@ class Cut:
                 values[node] = tuple(sorted(targets))
         return values
 
-    @property
+    @cached_property
     def edges(self) -> tuple[Edge, ...] | None:
         """Which values travel; None if each stage feeds the next one alone."""
         if all(targets == (self.owner[node] + 1,) for node, targets in self.values.items()):
@@ -458,7 +435,7 @@ class TracedStage(nn.Module):
         values = [*args, *(kwargs[name] for name in names if name in kwargs)]
         if len(values) != len(self._taken):
             raise UsageError(
-                f"this stage takes {len(self._taken)} values ({', '.join(self._taken)}), but was given "
+                f"this stage takes {len(self._taken)} values ({', '.join(self._taken)}), but got "
                 f"{len(values)}"
             )
         return values
@@ -525,14 +502,7 @@ def _find(module: nn.Module, path: str) -> Any:
 
 @dataclass
 class TracedModel:
-    """A traced and cut model.
-
-    Attributes:
-        stages: its stages.
-        edges: which values travel between them; None if each stage feeds the next.
-        shared: the weights that stages share.
-        graph: of the whole model.
-    """
+    """A traced and cut model: its stages, what travels between them, shared weights, and the whole graph."""
 
     stages: list[TracedStage]
     edges: tuple[Edge, ...] | None
@@ -547,11 +517,7 @@ def cut_traced(
     points: Mapping[str, SplitPoint],
     policy: Policy | None,
 ) -> TracedModel:
-    """Trace a model in both modes, and cut it where it is marked.
-
-    Raises:
-        CutError: it cannot be traced, or cannot be cut there.
-    """
+    """Trace a model in both modes, and cut it where it is marked."""
 
     def cut() -> Cut:
         return Cut(trace(model, args, kwargs or {}, points, policy))
