@@ -25,7 +25,6 @@ from penstock.weights import (
     scale_gradients,
     total_norm,
 )
-from penstock.weights.exchange import exchange
 from penstock.weights.norms import all_norms
 from penstock.weights.optimizers import (
     find_states,
@@ -310,7 +309,7 @@ class WeightMethods:
                 state = {name: whole(tensor) for name, tensor in held.items()}
                 if self.siblings.first:
                     sizes.append([index, save_stage(state, path, index, count)])
-            of_ranks = exchange(self._held.ranks, sizes)
+            of_ranks = self._held.ranks.gather(sizes)
         if self.leads:
             of_stages = {index: size for of_rank in of_ranks for index, size in of_rank}
             save_index(path, of_stages, self._held.names.tied)

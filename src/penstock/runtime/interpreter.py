@@ -108,15 +108,17 @@ class Program:
         messages = [action for action, _ in self.instructions if action.op in MESSAGE_OPS]
         proves: dict[Action, list[Action]] = {}
         for peer in {rank_of[action.peer_stage] for action in messages}:
-            used: dict[Action, None] = {}
-            told = 0
+            seen: set[Action] = set()
+            fresh: list[Action] = []
             for action in self.schedule.actions(peer):
                 needs = [n for n in rule.receives(action) if rank_of[n.peer_stage] == rank]
-                used.update(dict.fromkeys(map(counterpart, needs)))
-                sends = action.op in SEND_OPS and rank_of[action.peer_stage] == rank
-                if sends and told < len(used):
-                    proves[counterpart(action)] = list(used)[told:]
-                    told = len(used)
+                for send in map(counterpart, needs):
+                    if send not in seen:
+                        seen.add(send)
+                        fresh.append(send)
+                if action.op in SEND_OPS and rank_of[action.peer_stage] == rank and fresh:
+                    proves[counterpart(action)] = fresh
+                    fresh = []
         return proves
 
     def _count_uses(self, edge: Edge) -> int:
