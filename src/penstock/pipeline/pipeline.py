@@ -37,29 +37,26 @@ from penstock.pipeline.plan import (
 from penstock.pipeline.setup import (
     Wrap,
     check_are_stages,
-    check_options,
     check_ranks,
     check_shared,
     check_spread,
     check_stages,
-    check_wrap,
     connect,
     device_for,
     first_of_all,
     loss_of,
     make_equal,
     modules_in,
-    replicas_of,
     set_up,
     wrap_stages,
 )
-from penstock.pipeline.watching import StepEvent, StepHook, Watchers, peak_flops, peak_memory
+from penstock.pipeline.watching import StepEvent, StepHook, peak_flops, peak_memory
 from penstock.pipeline.weights import HeldWeights, WeightMethods
 from penstock.rng import Randomness, Seed, own_seed
 from penstock.runtime import (
+    ActionEvent,
     ActionHook,
     Call,
-    CallReport,
     HookHandle,
     Hooks,
     Loss,
@@ -71,6 +68,8 @@ from penstock.runtime import (
     Runner,
     StepCost,
     StepResult,
+    StepState,
+    TimelineKind,
     Which,
     check_plans,
     describe_stages,
@@ -160,8 +159,8 @@ class Pipeline(WeightMethods):
             stages and checkpoint.
         checkpoint: activation checkpointing. True for all units of the model, or the paths of modules: these
             keep only their inputs, and backward computes their forward again. By default there is none.
-        loss: ``reduction="mean"`` or ``"sum"``, ``loss_weight``, ``metrics``, ``accumulate``, ``replicas``,
-            ``nonfinite``: see :class:`penstock.runtime.LossOptions` and docs/training.md.
+        options: of the loss: ``reduction``, ``loss_weight``, ``metrics``, ``accumulate``, ``replicas`` and
+            ``nonfinite``; see :class:`penstock.runtime.LossOptions` and docs/training.md.
 
     Raises:
         UsageError: an argument is wrong; see its subclasses in :mod:`penstock.errors`.
@@ -192,13 +191,11 @@ class Pipeline(WeightMethods):
         weights: str | os.PathLike[str] | None = None,
         plan: planning.Plan | None = None,
         checkpoint: bool | Sequence[str] = False,
-        **loss: Unpack[LossOptions],
+        **options: Unpack[LossOptions],
     ) -> None:
-        check_options(loss, Pipeline.__init__)
+        loss, replicas = loss_of(loss_fn, options, Pipeline.__init__)
         check_model(model, stages)
-        check_wrap(wrap)
         check_rules(rules)
-        replicas = loss["replicas"] = replicas_of(loss.get("replicas"))
         model, compile = without_compilation(model, compile)
         if checkpoint and compile:
             raise UsageError("checkpoint= cannot be used with compile=; leave one of them out")
@@ -235,11 +232,13 @@ class Pipeline(WeightMethods):
             # After weights are loaded, and before anything looks at the stages' parameters.
             make_equal(held, replicas, transport)
             wrap_stages(held, wrap)
-            details = {"reduction": str(loss.get("reduction", "mean")), **describe_stages(modules)}
+            details = {
+                "reduction": str(options.get("reduction", "mean")), **describe_stages(modules)
+            }  # fmt: skip
             self._check_unchanged = partition.check_unchanged
             self._assemble(
                 schedules, Runner(held, schedules.proven, transport), partition.shared,
-                loss_of(loss_fn, **loss), replicas, rules, seed, dict(enumerate(modules)), details,
+                loss, replicas, rules, seed, dict(enumerate(modules)), details,
             )  # fmt: skip
         self._siblings, self._chosen = siblings_of(mesh, replicas), plan
         self._model: nn.Module | None = model if partition.planner is not None else None
@@ -260,7 +259,7 @@ class Pipeline(WeightMethods):
         seed: Seed = None,
         timeout: Timeout = None,
         rendezvous_timeout: float = RENDEZVOUS,
-        **loss: Unpack[LossOptions],
+        **options: Unpack[LossOptions],
     ) -> Pipeline:
         """A pipeline of stages placed by hand.
 
@@ -282,12 +281,11 @@ class Pipeline(WeightMethods):
             seed: of the random numbers that steps draw.
             timeout: seconds without progress after which a rank is reported as silent.
             rendezvous_timeout: seconds until all ranks must be there.
-            loss: options of the loss.
+            options: of the loss.
         """
-        check_options(loss, cls.from_stages)
+        loss, replicas = loss_of(loss_fn, options, cls.from_stages)
         check_are_stages(stages)
         check_rules(rules)
-        replicas = loss["replicas"] = replicas_of(loss.get("replicas"))
         patience = Patience(timeout, rendezvous_timeout)
         transport = connect(stages[0].device, group, mesh, patience)
         pipe = cls.__new__(cls)
@@ -304,7 +302,7 @@ class Pipeline(WeightMethods):
             pipe._check_unchanged = lambda: None
             pipe._assemble(
                 schedules, Runner(stages, schedules.proven, transport), table,
-                loss_of(loss_fn, **loss), replicas, rules, seed, modules,
+                loss, replicas, rules, seed, modules,
             )  # fmt: skip
         pipe._siblings = siblings_of(mesh, replicas)
         pipe._chosen = None
@@ -330,14 +328,13 @@ class Pipeline(WeightMethods):
         self._stages = tuple(runner.stages[index] for index in sorted(runner.stages))
         self._loss = loss
         self._rules = rules
-        self._hooks = Hooks()
-        self._watchers = Watchers()
+        self._hooks, self._step_hooks = Hooks(ActionEvent), Hooks(StepEvent)
         self._closed = False
         self._replicas = replicas
         self._contents = {index: modules_in(module) for index, module in modules.items()}
         if runner.transport is not None:
             check_plans(runner.transport, schedules.training, details)
-        self._check_spread(weighted=loss is not None and loss.weight is not None)
+        self._check_spread(weighted=loss is not None and loss.loss_weight is not None)
         check_shared(self._stages, shared, replicas, runner.gather)
         rank_of = schedules.training.placement.rank_of
         self._held = HeldWeights(self._stages, runner, shared, rank_of, replicas.group)
@@ -484,41 +481,43 @@ class Pipeline(WeightMethods):
         seed, number = self._randomness.seed, self._randomness.step
         draws = None if seed == "off" else (seed, number)
         event = StepEvent(number + 1, self.leads, self.device)
-        started = self._watchers.before(event)
+        self._step_hooks.call("before", event)
+        started = perf_counter()
 
         def describe() -> Call:
-            loss = self._training_loss().weighed(loss_weight)
+            loss = self._training_loss()
+            factor = self._attach(scaler)
+            loss = loss.in_step(loss_weight, accumulate, total_weight, factor)
             if loss_weight is not None:
                 self._check_spread(weighted=True)
-            scale = loss.scale(accumulate, total_weight, self._attach(scaler))
             batch = self._split(args, kwargs, target, microbatches)
             self._schedules.check_trains(batch.count)
-            hooks = self._hooks if self._hooks else None
             # A loss scaler lets gradients become infinite on purpose, and checks them itself.
             return Call(
-                batch, loss, True, outputs, record, draws,
-                hooks=hooks, scale=scale, finite=scaler is None,
-                mark=mark_of(batch.values) if same_batch else 0,
+                batch, loss, True, outputs, record, draws, hooks=self._hooks or None,
+                finite=scaler is None, mark=mark_of(batch.values) if same_batch else 0,
             )  # fmt: skip
 
         call = self._described(describe, trains=True, outputs=outputs)
         with self._held.training():
             try:
-                report = self._runner.run(call)
+                step = self._runner.run(call)
             except StageError as error:
                 raise self._explained(error, call, kwargs, target) from error.__cause__
-        if report.batch_gradients:
+        if step.batch_gradients:
             # In one pass: the tensors may share parts of the caller's graph, which a backward frees.
-            tensors, gradients = zip(*report.batch_gradients, strict=True)
+            tensors, gradients = zip(*step.batch_gradients, strict=True)
             torch.autograd.backward(tensors, gradients)
         self._last_seed = draws
         self._randomness.advance()
-        result = self._result(call, report, perf_counter() - started)
+        seconds = perf_counter() - started
+        result = self._result(step, seconds)
         if scaler is not None:
             result = replace(result, finite=True)
         elif not result.finite:
             self._meet_nonfinite(result)
-        self._watchers.after(event, result, started)
+        if self._step_hooks:
+            self._step_hooks.call("after", replace(event, result=result, seconds=seconds))
         return result
 
     def eval(
@@ -559,16 +558,16 @@ class Pipeline(WeightMethods):
         same: bool,
     ) -> StepResult:
         def describe() -> Call:
-            hooks = self._hooks if self._hooks else None
             batch = self._split(args, kwargs, target, None)
             mark = mark_of(batch.values) if same else 0
+            hooks = self._hooks or None
             return Call(batch, loss, trains=False, outputs=outputs, hooks=hooks, mark=mark)
 
         started = perf_counter()
         call = self._described(describe, trains=False, outputs=outputs, loss=loss)
         with self.evaluating():
-            report = self._run(call, kwargs, target)
-        return self._result(call, report, perf_counter() - started)
+            step = self._run(call, kwargs, target)
+        return self._result(step, perf_counter() - started)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -600,14 +599,14 @@ class Pipeline(WeightMethods):
         """
 
         def describe() -> Call:
-            loss = self._training_loss()
-            batch, scale = self._split(args, kwargs, target, None), loss.scale(None, None, 1.0)
-            return Call(batch, loss, seed=self._last_seed, scale=scale, finite=True)
+            loss = self._training_loss().in_step()
+            batch = self._split(args, kwargs, target, None)
+            return Call(batch, loss, seed=self._last_seed, finite=True)
 
         call = self._described(describe, trains=True)
 
         # Inside of what keeps the gradients, since shared weights get theirs when the context ends.
-        def run(hooks: Hooks) -> CallReport:
+        def run(hooks: Hooks) -> StepState:
             with self._held.training():
                 return self._run(replace(call, hooks=hooks), kwargs, target)
 
@@ -679,7 +678,7 @@ class Pipeline(WeightMethods):
             refusal = before_first(error)
         return Call(Batch(), loss, trains=trains, outputs=outputs, refusal=refusal)
 
-    def _run(self, call: Call, kwargs: Mapping[str, Any], target: Any) -> CallReport:
+    def _run(self, call: Call, kwargs: Mapping[str, Any], target: Any) -> StepState:
         """Carry a call out; if the model refuses an argument meant for the step, say so."""
         try:
             return self._runner.run(call)
@@ -698,33 +697,33 @@ class Pipeline(WeightMethods):
             error.args = (f"{error}; the target is given by name, as target=",)
         return error
 
-    def _result(self, call: Call, report: CallReport, seconds: float) -> StepResult:
-        outputs: Any = report.outputs if call.outputs else None
-        if outputs and not report.presplit:
+    def _result(self, step: StepState, seconds: float) -> StepResult:
+        outputs: Any = step.shared if step.call.outputs else None
+        if outputs and not step.agreement.model_call.presplit:
             outputs = merge(outputs, output_dim(self._rules))
-        kind = self.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        device = self.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         devices = 1 if self._transport is None else self._schedules.ranks
         memory, peak = partial(peak_memory, self.device), partial(self._peak, autocast)
-        cost = StepCost(seconds, devices, memory, report.flops, peak)
-        result = replace(report.result, outputs=outputs, cost=cost)
-        if not call.record:
+        cost = StepCost(seconds, devices, memory, step.flops, peak)
+        result = replace(step.result, outputs=outputs, cost=cost)
+        if step.recorder is None:
             return result
-        schedule = report.schedule
-        if self._transport is None and schedule.ranks > 1:
-            timeline = replay(schedule, _durations(report.spans))
-            return replace(
-                result, timeline=timeline, timeline_kind="replayed", bubble=timeline.bubble
+        schedule = step.agreement.program.schedule
+        replayed = self._transport is None and schedule.ranks > 1
+        if replayed:
+            timeline = replay(schedule, _durations(step.recorder.spans))
+        else:
+            mine = [[s.rank, str(s.action), s.start, s.end] for s in step.recorder.spans]
+            spans = tuple(
+                Span(rank, action, start, end)
+                for row in self._runner.gather(mine)
+                for rank, text, start, end in row
+                for action in flat((parse_action(text),))
             )
-        rows = self._runner.gather([[s.rank, str(s.action), s.start, s.end] for s in report.spans])
-        spans = tuple(
-            Span(rank, action, start, end)
-            for row in rows
-            for rank, text, start, end in row
-            for action in flat((parse_action(text),))
-        )
-        timeline = Timeline(spans, schedule.ranks, "s", schedule.pairs)
-        return replace(result, timeline=timeline, timeline_kind="measured", bubble=timeline.bubble)
+            timeline = Timeline(spans, schedule.ranks, "s", schedule.pairs)
+        kind: TimelineKind = "replayed" if replayed else "measured"
+        return replace(result, timeline=timeline, timeline_kind=kind, bubble=timeline.bubble)
 
     def _peak(self, autocast: torch.dtype | None) -> float | None:
         """The operations per second of a device at most, in the type of autocast or of the weights."""
@@ -776,7 +775,7 @@ class Pipeline(WeightMethods):
         Returns:
             A handle that removes the functions, by ``remove()`` or at the end of a ``with`` block.
         """
-        return self._hooks.add(which, before, after)
+        return self._hooks.add(before, after, which)
 
     def on_step(
         self, after: StepHook | None = None, *, before: StepHook | None = None
@@ -794,7 +793,7 @@ class Pipeline(WeightMethods):
         Returns:
             A handle that removes the functions, by ``remove()`` or at the end of a ``with`` block.
         """
-        return self._watchers.add(after, before)
+        return self._step_hooks.add(before, after)
 
     def agree(self, value: Any) -> list[Any]:
         """Exchange JSON values: every rank gets the values of all ranks, in rank order."""

@@ -23,16 +23,7 @@ from penstock.parallel import (
 )
 from penstock.partition import Shared
 from penstock.pipeline.plan import REMEDIES, ProvenSchedules
-from penstock.runtime import (
-    Loss,
-    LossFunction,
-    LossOptions,
-    LossWeight,
-    Metric,
-    NonFinite,
-    Reduction,
-    Replicas,
-)
+from penstock.runtime import Loss, LossFunction, LossOptions, Replicas, check_function
 from penstock.schedule import Schedule
 from penstock.stage import WITHDRAWN, PipelineStage, StageModule, device_of
 from penstock.transport import Circle, Transport, launched
@@ -121,28 +112,22 @@ def modules_in(stage: nn.Module) -> str:
     return ", ".join(texts)
 
 
-def check_wrap(wrap: Wrap | None) -> None:
-    """Check that wrap= is a function.
-
-    Raises:
-        UsageError: it is not.
-    """
-    if wrap is not None and not callable(wrap):
-        raise UsageError(
-            f"wrap={wrap!r}: must be a function of a stage's module and its index, such as "
-            'lambda module, stage: fully_shard(module, mesh=mesh["dp"])'
-        )
-
-
 def wrap_stages(stages: Sequence[PipelineStage], wrap: Wrap | None) -> None:
     """Let the user wrap each stage's module.
 
     Raises:
         UsageError: what it returned is no module, or no longer contains the stage's module.
     """
-    for stage in stages if wrap is not None else ():
+    if wrap is None:
+        return
+    if not callable(wrap):
+        raise UsageError(
+            f"wrap={wrap!r}: must be a function of a stage's module and its index, such as "
+            'lambda module, stage: fully_shard(module, mesh=mesh["dp"])'
+        )
+    for stage in stages:
         before = stage.module
-        wrapped = wrap(before, stage.index)  # type: ignore[misc] # checked above
+        wrapped = wrap(before, stage.index)
         if not isinstance(wrapped, nn.Module | None):
             raise UsageError(
                 f"wrap returned {wrapped!r} for stage {stage.index}; it must return the wrapped module, or "
@@ -154,17 +139,6 @@ def wrap_stages(stages: Sequence[PipelineStage], wrap: Wrap | None) -> None:
                 "stage's module; it must return that module, wrapped or as it is"
             )
         stage.module = before if wrapped is None else wrapped
-
-
-def check_options(options: Mapping[str, Any], function: Callable[..., Any]) -> None:
-    """Check that keyword arguments beyond a function's own are options of the loss.
-
-    Raises:
-        UnknownArgumentError: there is no such argument; the message names the nearest one.
-    """
-    parameters = inspect.signature(function).parameters.values()
-    named = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
-    check_known(options, [*named, *LossOptions.__annotations__], _INSTEAD)
 
 
 _CUT = "cut the model first: stages=penstock.partition.partition(model, stages, {}=...)"
@@ -182,26 +156,33 @@ _INSTEAD = {
 """What other libraries call an argument, where the nearest name would not lead there."""
 
 
-def loss_of(  # noqa: PLR0913 - as LossOptions
-    function: LossFunction | None,
-    *,
-    reduction: Reduction = "mean",
-    loss_weight: LossWeight | None = None,
-    metrics: Mapping[str, Metric] | None = None,
-    accumulate: int = 1,
-    replicas: Any = None,
-    nonfinite: NonFinite = "stop",
-) -> Loss | None:
-    """The loss of a Pipeline, see :class:`penstock.runtime.LossOptions`; None without a function.
+def loss_of(
+    function: LossFunction | None, options: LossOptions, caller: Callable[..., Any]
+) -> tuple[Loss | None, Replicas]:
+    """The loss of a Pipeline, if it has a function, and its replicas.
+
+    Args:
+        function: what the user gave as ``loss_fn=``.
+        options: keyword arguments beyond the caller's own.
+        caller: what the user called.
 
     Raises:
-        UsageError: an option is unknown, or is not a valid number.
+        UsageError: there is no such argument, and the message names the nearest one; or its value is wrong.
     """
+    parameters = inspect.signature(caller).parameters.values()
+    named = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    check_known(options, [*named, *LossOptions.__annotations__], _INSTEAD)
+    replicas = replicas_of(options.get("replicas"))
     if function is None:
-        return None
-    others = replicas_of(replicas)
-    measures = {} if metrics is None else metrics
-    return Loss(function, reduction, loss_weight, measures, accumulate, others, nonfinite)
+        return None, replicas
+    metrics = options.get("metrics") or {}
+    if not isinstance(metrics, Mapping):
+        raise UsageError(f"metrics={metrics!r}: must be functions by name, in a dict")
+    check_function("loss_fn", function)
+    for name, metric in metrics.items():
+        check_function(f"metrics[{name!r}]", metric)
+    checked: dict[str, Any] = {**options, "metrics": metrics, "replicas": replicas}
+    return Loss(function, **checked), replicas
 
 
 def replicas_of(replicas: Any) -> Replicas:
