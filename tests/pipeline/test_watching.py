@@ -73,7 +73,7 @@ def test_what_a_callback_raises_the_step_raises() -> None:
 
 @pytest.mark.parametrize("given", [{}, {"after": 3}, {"before": "loss"}])
 def test_what_cannot_be_called_is_refused(given: Any) -> None:
-    with pytest.raises(UsageError, match="on_step needs a function of a StepEvent"):
+    with pytest.raises(UsageError, match="functions that take one StepEvent"):
         make().on_step(**given)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime import ActionEvent, CallReport, Hooks
+from penstock.runtime import ActionEvent, Hooks, StepState
 from penstock.schedule import Action, Op, Schedule
 from penstock.stage import PipelineStage
 from penstock.values import tensors_in
@@ -48,7 +48,7 @@ def find_nonfinite(
     stages: Sequence[PipelineStage],
     schedule: Schedule,
     gather: Callable[[Any], list[Any]],
-    run: Callable[[Hooks], CallReport],
+    run: Callable[[Hooks], StepState],
 ) -> NonFiniteFinding | None:
     """Find the first thing that is not finite.
 
@@ -73,8 +73,8 @@ def find_nonfinite(
         return NonFiniteFinding(None, None, None, "", "", tuple(weights), what)
     seen = _Seen(schedule.stages)
     with _untouched(stages), seen.watch_modules(stages), _as_written():
-        report = run(seen.hooks)
-    seen.add_losses(report.losses)
+        step = run(seen.hooks)
+    seen.add_losses(step.tally.main_losses())
     seen.add_weights(stages)
     rows = [place for row in gather(sorted(seen.places)) for place in row]
     return _finding(min(rows), schedule) if rows else None
@@ -97,8 +97,8 @@ class _Seen:
 
     def __init__(self, stages: int) -> None:
         self.places: list[list[Any]] = []
-        self.hooks = Hooks()
-        self.hooks.add("*", self._before, self._after)
+        self.hooks = Hooks(ActionEvent)
+        self.hooks.add(self._before, self._after, "*")
         self._stages = stages
         self._action: Action | None = None
         self._modules: dict[tuple[int, int], str] = {}

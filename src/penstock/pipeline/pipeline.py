@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from penstock import plan as planning
 from penstock.errors import NonFiniteError, PenstockError, StageError, UsageError
 from penstock.faults import RENDEZVOUS, Patience, Timeout, without_own_frames
-from penstock.parallel import Siblings, siblings_of
+from penstock.parallel import Siblings, siblings_of, whole
 from penstock.partition import Example, Shared, find_shared_between
 from penstock.pipeline.nonfinite import NonFiniteFinding, find_nonfinite
 from penstock.pipeline.plan import (
@@ -36,30 +37,24 @@ from penstock.pipeline.plan import (
 )
 from penstock.pipeline.setup import (
     Wrap,
-    check_are_stages,
-    check_options,
-    check_ranks,
+    check_placed,
     check_shared,
     check_spread,
-    check_stages,
-    check_wrap,
     connect,
-    device_for,
-    first_of_all,
     loss_of,
     make_equal,
     modules_in,
-    replicas_of,
+    placed_on,
     set_up,
     wrap_stages,
 )
-from penstock.pipeline.watching import StepEvent, StepHook, Watchers, peak_flops, peak_memory
-from penstock.pipeline.weights import HeldWeights, WeightMethods
+from penstock.pipeline.watching import StepEvent, StepHook, peak_flops, peak_memory
+from penstock.pipeline.weights import HeldWeights
 from penstock.rng import Randomness, Seed, own_seed
 from penstock.runtime import (
+    ActionEvent,
     ActionHook,
     Call,
-    CallReport,
     HookHandle,
     Hooks,
     Loss,
@@ -71,6 +66,8 @@ from penstock.runtime import (
     Runner,
     StepCost,
     StepResult,
+    StepState,
+    TimelineKind,
     Which,
     check_plans,
     describe_stages,
@@ -81,9 +78,35 @@ from penstock.schedule.base import flat, whole_number
 from penstock.stage import Compilation, PipelineStage, device_of, without_compilation
 from penstock.transport import Transport
 from penstock.values import MISSING, Batch, Rules, check_rules, merge, output_dim, split_batch
-from penstock.weights import load_partition
+from penstock.weights import (
+    Init,
+    initialise,
+    load_partition,
+    read_weights,
+    save_index,
+    save_stage,
+    scale_gradients,
+    total_norm,
+)
+from penstock.weights.norms import all_norms
+from penstock.weights.optimizers import (
+    find_states,
+    named_state_dict,
+    read_states,
+    write_states,
+)
+from penstock.weights.states import (
+    LoadResult,
+    StageWeights,
+    check_contents,
+    check_fits,
+    gather_optimizer,
+    gather_state,
+)
 
 logger = logging.getLogger("penstock")
+LONG = 300.0
+"""Seconds that a rank may take to read or write its weights while the others wait."""
 _STEP_ARGUMENTS = (
     "target",
     "microbatches",
@@ -109,7 +132,7 @@ _HABITS = {
 """What an nn.Module or an earlier Pipeline has and this one does not, and what to use instead."""
 
 
-class Pipeline(WeightMethods):
+class Pipeline:
     """A model cut into stages that ranks run as a pipeline.
 
     The same code runs in one process, which then does the work of all ranks, and under
@@ -160,8 +183,8 @@ class Pipeline(WeightMethods):
             stages and checkpoint.
         checkpoint: activation checkpointing. True for all units of the model, or the paths of modules: these
             keep only their inputs, and backward computes their forward again. By default there is none.
-        loss: ``reduction="mean"`` or ``"sum"``, ``loss_weight``, ``metrics``, ``accumulate``, ``replicas``,
-            ``nonfinite``: see :class:`penstock.runtime.LossOptions` and docs/training.md.
+        options: of the loss: ``reduction``, ``loss_weight``, ``metrics``, ``accumulate``, ``replicas`` and
+            ``nonfinite``; see :class:`penstock.runtime.LossOptions` and docs/training.md.
 
     Raises:
         UsageError: an argument is wrong; see its subclasses in :mod:`penstock.errors`.
@@ -192,17 +215,17 @@ class Pipeline(WeightMethods):
         weights: str | os.PathLike[str] | None = None,
         plan: planning.Plan | None = None,
         checkpoint: bool | Sequence[str] = False,
-        **loss: Unpack[LossOptions],
+        **options: Unpack[LossOptions],
     ) -> None:
-        check_options(loss, Pipeline.__init__)
+        loss, replicas = loss_of(loss_fn, options, Pipeline.__init__)
         check_model(model, stages)
-        check_wrap(wrap)
         check_rules(rules)
-        replicas = loss["replicas"] = replicas_of(loss.get("replicas"))
         model, compile = without_compilation(model, compile)
         if checkpoint and compile:
             raise UsageError("checkpoint= cannot be used with compile=; leave one of them out")
-        device = device_for(model, device, filled=weights is not None)
+        device = placed_on(device)
+        if device is None and weights is not None and device_of(model).type == "meta":
+            device = torch.device("cpu")
         patience = Patience(timeout, rendezvous_timeout)
         transport = connect(device or device_of(model), group, mesh, patience)
         with set_up(transport) as prepare:
@@ -213,9 +236,7 @@ class Pipeline(WeightMethods):
                 prepare("measures the model and plans")
                 plan, asked = planned(asked, model, world, example, transport, loss_fn)
             schedule, ranks, microbatches, stages, checkpoint = asked.by(plan)
-            ranks = world if ranks is None else ranks
-            schedules = make_plan(schedule or "1F1B", ranks, stages, microbatches)
-            check_ranks(schedules, transport)
+            schedules = make_plan(schedule or "1F1B", ranks, stages, microbatches, world)
             arguments = example and (example[0], example[1])
             partition = cut(model, stages, schedules.stages, arguments, checkpoint)
             placement = schedules.training.placement
@@ -235,11 +256,13 @@ class Pipeline(WeightMethods):
             # After weights are loaded, and before anything looks at the stages' parameters.
             make_equal(held, replicas, transport)
             wrap_stages(held, wrap)
-            details = {"reduction": str(loss.get("reduction", "mean")), **describe_stages(modules)}
+            details = {
+                "reduction": str(options.get("reduction", "mean")), **describe_stages(modules)
+            }  # fmt: skip
             self._check_unchanged = partition.check_unchanged
             self._assemble(
                 schedules, Runner(held, schedules.proven, transport), partition.shared,
-                loss_of(loss_fn, **loss), replicas, rules, seed, dict(enumerate(modules)), details,
+                loss, replicas, rules, seed, dict(enumerate(modules)), details,
             )  # fmt: skip
         self._siblings, self._chosen = siblings_of(mesh, replicas), plan
         self._model: nn.Module | None = model if partition.planner is not None else None
@@ -260,7 +283,7 @@ class Pipeline(WeightMethods):
         seed: Seed = None,
         timeout: Timeout = None,
         rendezvous_timeout: float = RENDEZVOUS,
-        **loss: Unpack[LossOptions],
+        **options: Unpack[LossOptions],
     ) -> Pipeline:
         """A pipeline of stages placed by hand.
 
@@ -282,29 +305,32 @@ class Pipeline(WeightMethods):
             seed: of the random numbers that steps draw.
             timeout: seconds without progress after which a rank is reported as silent.
             rendezvous_timeout: seconds until all ranks must be there.
-            loss: options of the loss.
+            options: of the loss.
         """
-        check_options(loss, cls.from_stages)
-        check_are_stages(stages)
+        loss, replicas = loss_of(loss_fn, options, cls.from_stages)
         check_rules(rules)
-        replicas = loss["replicas"] = replicas_of(loss.get("replicas"))
+        others = [type(stage).__name__ for stage in stages if not isinstance(stage, PipelineStage)]
+        if others or not stages:
+            raise UsageError(
+                f"from_stages was given {', '.join(others) or 'no stages'}; give it the stages of this rank, "
+                "each made by PipelineStage(module, index, count)"
+            )
         patience = Patience(timeout, rendezvous_timeout)
         transport = connect(stages[0].device, group, mesh, patience)
         pipe = cls.__new__(cls)
         with set_up(transport) as prepare:
             prepare("plans its stages")
             world = None if transport is None else transport.ranks
-            schedules = make_plan(schedule, world, stages[0].count, microbatches)
+            schedules = make_plan(schedule, None, stages[0].count, microbatches, world)
             schedules = replace(schedules, edges=None if edges is None else tuple(edges))
-            check_ranks(schedules, transport)
-            check_stages(schedules.training, stages, transport)
+            check_placed(schedules.training, stages, transport)
             modules = {stage.index: stage.code for stage in stages}
             table = find_shared_between(modules) if shared is None else tuple(shared)
             make_equal(stages, replicas, transport)
             pipe._check_unchanged = lambda: None
             pipe._assemble(
                 schedules, Runner(stages, schedules.proven, transport), table,
-                loss_of(loss_fn, **loss), replicas, rules, seed, modules,
+                loss, replicas, rules, seed, modules,
             )  # fmt: skip
         pipe._siblings = siblings_of(mesh, replicas)
         pipe._chosen = None
@@ -330,18 +356,17 @@ class Pipeline(WeightMethods):
         self._stages = tuple(runner.stages[index] for index in sorted(runner.stages))
         self._loss = loss
         self._rules = rules
-        self._hooks = Hooks()
-        self._watchers = Watchers()
+        self._hooks, self._step_hooks = Hooks(ActionEvent), Hooks(StepEvent)
         self._closed = False
         self._replicas = replicas
         self._contents = {index: modules_in(module) for index, module in modules.items()}
         if runner.transport is not None:
             check_plans(runner.transport, schedules.training, details)
-        self._check_spread(weighted=loss is not None and loss.weight is not None)
+        self._check_spread(weighted=loss is not None and loss.loss_weight is not None)
         check_shared(self._stages, shared, replicas, runner.gather)
         rank_of = schedules.training.placement.rank_of
         self._held = HeldWeights(self._stages, runner, shared, rank_of, replicas.group)
-        self._randomness = Randomness(first_of_all(runner.transport, own_seed(seed)))
+        self._randomness = Randomness(runner.gather(own_seed(seed))[0])
         self._last_seed: tuple[int, int] | None = None
 
     # ---- what a pipeline is
@@ -484,41 +509,43 @@ class Pipeline(WeightMethods):
         seed, number = self._randomness.seed, self._randomness.step
         draws = None if seed == "off" else (seed, number)
         event = StepEvent(number + 1, self.leads, self.device)
-        started = self._watchers.before(event)
+        self._step_hooks.call("before", event)
+        started = perf_counter()
 
         def describe() -> Call:
-            loss = self._training_loss().weighed(loss_weight)
+            loss = self._training_loss()
+            factor = self._attach(scaler)
+            loss = loss.in_step(loss_weight, accumulate, total_weight, factor)
             if loss_weight is not None:
                 self._check_spread(weighted=True)
-            scale = loss.scale(accumulate, total_weight, self._attach(scaler))
             batch = self._split(args, kwargs, target, microbatches)
             self._schedules.check_trains(batch.count)
-            hooks = self._hooks if self._hooks else None
             # A loss scaler lets gradients become infinite on purpose, and checks them itself.
             return Call(
-                batch, loss, True, outputs, record, draws,
-                hooks=hooks, scale=scale, finite=scaler is None,
-                mark=mark_of(batch.values) if same_batch else 0,
+                batch, loss, True, outputs, record, draws, hooks=self._hooks or None,
+                finite=scaler is None, mark=mark_of(batch.values) if same_batch else 0,
             )  # fmt: skip
 
         call = self._described(describe, trains=True, outputs=outputs)
         with self._held.training():
             try:
-                report = self._runner.run(call)
+                step = self._runner.run(call)
             except StageError as error:
                 raise self._explained(error, call, kwargs, target) from error.__cause__
-        if report.batch_gradients:
+        if step.batch_gradients:
             # In one pass: the tensors may share parts of the caller's graph, which a backward frees.
-            tensors, gradients = zip(*report.batch_gradients, strict=True)
+            tensors, gradients = zip(*step.batch_gradients, strict=True)
             torch.autograd.backward(tensors, gradients)
         self._last_seed = draws
         self._randomness.advance()
-        result = self._result(call, report, perf_counter() - started)
+        seconds = perf_counter() - started
+        result = self._result(step, seconds)
         if scaler is not None:
             result = replace(result, finite=True)
         elif not result.finite:
             self._meet_nonfinite(result)
-        self._watchers.after(event, result, started)
+        if self._step_hooks:
+            self._step_hooks.call("after", replace(event, result=result, seconds=seconds))
         return result
 
     def eval(
@@ -559,16 +586,16 @@ class Pipeline(WeightMethods):
         same: bool,
     ) -> StepResult:
         def describe() -> Call:
-            hooks = self._hooks if self._hooks else None
             batch = self._split(args, kwargs, target, None)
             mark = mark_of(batch.values) if same else 0
+            hooks = self._hooks or None
             return Call(batch, loss, trains=False, outputs=outputs, hooks=hooks, mark=mark)
 
         started = perf_counter()
         call = self._described(describe, trains=False, outputs=outputs, loss=loss)
         with self.evaluating():
-            report = self._run(call, kwargs, target)
-        return self._result(call, report, perf_counter() - started)
+            step = self._run(call, kwargs, target)
+        return self._result(step, perf_counter() - started)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -600,14 +627,14 @@ class Pipeline(WeightMethods):
         """
 
         def describe() -> Call:
-            loss = self._training_loss()
-            batch, scale = self._split(args, kwargs, target, None), loss.scale(None, None, 1.0)
-            return Call(batch, loss, seed=self._last_seed, scale=scale, finite=True)
+            loss = self._training_loss().in_step()
+            batch = self._split(args, kwargs, target, None)
+            return Call(batch, loss, seed=self._last_seed, finite=True)
 
         call = self._described(describe, trains=True)
 
         # Inside of what keeps the gradients, since shared weights get theirs when the context ends.
-        def run(hooks: Hooks) -> CallReport:
+        def run(hooks: Hooks) -> StepState:
             with self._held.training():
                 return self._run(replace(call, hooks=hooks), kwargs, target)
 
@@ -679,7 +706,7 @@ class Pipeline(WeightMethods):
             refusal = before_first(error)
         return Call(Batch(), loss, trains=trains, outputs=outputs, refusal=refusal)
 
-    def _run(self, call: Call, kwargs: Mapping[str, Any], target: Any) -> CallReport:
+    def _run(self, call: Call, kwargs: Mapping[str, Any], target: Any) -> StepState:
         """Carry a call out; if the model refuses an argument meant for the step, say so."""
         try:
             return self._runner.run(call)
@@ -698,33 +725,33 @@ class Pipeline(WeightMethods):
             error.args = (f"{error}; the target is given by name, as target=",)
         return error
 
-    def _result(self, call: Call, report: CallReport, seconds: float) -> StepResult:
-        outputs: Any = report.outputs if call.outputs else None
-        if outputs and not report.presplit:
+    def _result(self, step: StepState, seconds: float) -> StepResult:
+        outputs: Any = step.shared if step.call.outputs else None
+        if outputs and not step.agreement.model_call.presplit:
             outputs = merge(outputs, output_dim(self._rules))
-        kind = self.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        device = self.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         devices = 1 if self._transport is None else self._schedules.ranks
         memory, peak = partial(peak_memory, self.device), partial(self._peak, autocast)
-        cost = StepCost(seconds, devices, memory, report.flops, peak)
-        result = replace(report.result, outputs=outputs, cost=cost)
-        if not call.record:
+        cost = StepCost(seconds, devices, memory, step.flops, peak)
+        result = replace(step.result, outputs=outputs, cost=cost)
+        if step.recorder is None:
             return result
-        schedule = report.schedule
-        if self._transport is None and schedule.ranks > 1:
-            timeline = replay(schedule, _durations(report.spans))
-            return replace(
-                result, timeline=timeline, timeline_kind="replayed", bubble=timeline.bubble
+        schedule = step.agreement.program.schedule
+        replayed = self._transport is None and schedule.ranks > 1
+        if replayed:
+            timeline = replay(schedule, _durations(step.recorder.spans))
+        else:
+            mine = [[s.rank, str(s.action), s.start, s.end] for s in step.recorder.spans]
+            spans = tuple(
+                Span(rank, action, start, end)
+                for row in self._runner.gather(mine)
+                for rank, text, start, end in row
+                for action in flat((parse_action(text),))
             )
-        rows = self._runner.gather([[s.rank, str(s.action), s.start, s.end] for s in report.spans])
-        spans = tuple(
-            Span(rank, action, start, end)
-            for row in rows
-            for rank, text, start, end in row
-            for action in flat((parse_action(text),))
-        )
-        timeline = Timeline(spans, schedule.ranks, "s", schedule.pairs)
-        return replace(result, timeline=timeline, timeline_kind="measured", bubble=timeline.bubble)
+            timeline = Timeline(spans, schedule.ranks, "s", schedule.pairs)
+        kind: TimelineKind = "replayed" if replayed else "measured"
+        return replace(result, timeline=timeline, timeline_kind=kind, bubble=timeline.bubble)
 
     def _peak(self, autocast: torch.dtype | None) -> float | None:
         """The operations per second of a device at most, in the type of autocast or of the weights."""
@@ -752,6 +779,187 @@ class Pipeline(WeightMethods):
                 for parameter in stage.module.parameters():
                     parameter.grad = None
 
+    # ---- parameters
+
+    @property
+    def held_weights(self) -> StageWeights:
+        """The parameters and buffers that live in this process."""
+        return self._held.weights
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that live in this process, each once, under their names in the unsplit model."""
+        return self._held.weights.named_parameters()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that live in this process, each once."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of the parameters that live in this process."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def grad_norm(self, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> float:
+        """The norm of all gradients of the whole model, the same on every rank.
+
+        A weight that several stages share counts once, and of a DTensor the whole.
+
+        Args:
+            norm_type: which norm; ``float("inf")`` is the largest absolute value.
+            error_if_nonfinite: whether a norm that is infinite or ``nan`` is an error.
+
+        Raises:
+            NonFiniteError: the norm is not finite.
+        """
+        order = float(norm_type)
+        norms = all_norms(self._held.ranks, self._held.weights.counted(), order)
+        return total_norm(
+            norms, order, error_if_nonfinite=error_if_nonfinite, steps=self._held.ranks.steps
+        )
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> float:
+        """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
+
+        Args:
+            max_norm: the largest norm.
+            norm_type: as for :meth:`grad_norm`.
+            error_if_nonfinite: as for :meth:`grad_norm`; no gradient is scaled then.
+
+        Returns:
+            The norm before, the same on every rank.
+        """
+        norm = self.grad_norm(norm_type, error_if_nonfinite=error_if_nonfinite)
+        scale_gradients(self.parameters(), norm, max_norm)
+        return norm
+
+    def init_weights(self, seed: int, init: Init | None = None) -> None:
+        """Give all weights their first values, as :func:`penstock.init_weights` does. Every rank calls it."""
+        initialise([(stage.code, stage.device) for stage in self._held.stages], seed, init)
+        # A shared weight may have been filled differently in each process.
+        self._held.align(logging.DEBUG)
+
+    # ---- state dicts
+
+    def state_dict(self, *, full: bool = False) -> dict[str, Any]:
+        """Parameters and buffers under their names in the unsplit model.
+
+        Args:
+            full: whether to give rank 0 those of all stages, as copies on the CPU, and the other ranks an
+                empty dict; every rank calls it then. By default those that live in this process.
+
+        Raises:
+            UsageError: different stages have different weights of one name.
+        """
+        if not full:
+            return self._held.weights.state_dict()
+        return gather_state(self._held.ranks, self._held.weights, self._held.names)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadResult:
+        """Load the unsplit model's weights: each process picks those of its stages.
+
+        Every rank calls it.
+
+        Args:
+            state_dict: of the unsplit model.
+            strict: whether missing and unexpected names are an error. A name is unexpected if no stage of
+                any rank has it.
+
+        Returns:
+            The names that were missing and unexpected, over all ranks.
+
+        Raises:
+            StateDictError: something is missing, unexpected or of another size; nothing is changed then.
+        """
+        return self._held.load(state_dict, strict=strict, any_name=False)
+
+    # ---- optimizers
+
+    def optimizer_state_dict(self, optimizer: Optimizer, *, full: bool = False) -> dict[str, Any]:
+        """An optimizer's state dict, in which parameters have their names in the unsplit model.
+
+        Its own state dict holds positions, which mean other parameters on each rank. This one can be loaded
+        with any stages and ranks, by :meth:`load_optimizer_state_dict`, and into an optimizer of the unsplit
+        model, by torch's ``set_optimizer_state_dict``.
+
+        Args:
+            optimizer: of parameters that live in this process.
+            full: whether to give rank 0 the states of all parameters, as copies on the CPU, and the other
+                ranks an empty dict; every rank calls it then. By default those that live in this process.
+
+        Raises:
+            UsageError: it has parameters that are not this pipeline's, or keeps one state for all.
+        """
+        held = read_states(optimizer, self._held.names_by_identity(), "the optimizer")
+        if not full:
+            return named_state_dict(held)
+        return gather_optimizer(self._held.ranks, self._held.names, held)
+
+    def load_optimizer_state_dict(
+        self, optimizer: Optimizer, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> LoadResult:
+        """Load an optimizer's state dict by names: each process picks those of its parameters.
+
+        Every rank calls it.
+
+        Args:
+            optimizer: of parameters that live in this process.
+            state_dict: as :meth:`optimizer_state_dict` gives it, with ``full=True`` for other stages or
+                ranks.
+            strict: whether what is missing or unexpected is an error.
+
+        Returns:
+            The names of parameters that were missing and unexpected, over all ranks.
+
+        Raises:
+            StateDictError: it does not fit, or holds positions; nothing is changed then.
+        """
+        names = self._held.names_by_identity()
+        states, fits, problems = find_states(self._held.ranks, optimizer, names, state_dict)
+        result = LoadResult(*fits)
+        check_fits(result, problems, strict=strict, what="optimizer's states")
+        write_states(optimizer, names, states, "the optimizer")
+        return result
+
+    # ---- files
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the weights as safetensors, one file per stage and an index, under the model's names.
+
+        Every rank calls it, of all pipelines that ``mesh=`` and ``replicas=`` tell of; the first writes.
+
+        A weight that has several names or stages is written once. :func:`penstock.read_weights` gives it
+        under all its names, so that the unsplit model loads it.
+        """
+        check_contents(self._held.ranks, self._held.weights)
+        path, count, sizes = Path(folder), self._held.stage_count, list[Any]()
+        with self.patient(LONG):
+            for index, held in self._held.weights.files().items():
+                state = {name: whole(tensor) for name, tensor in held.items()}
+                if self.siblings.first:
+                    sizes.append([index, save_stage(state, path, index, count)])
+            of_ranks = self._held.ranks.gather(sizes)
+        if self.leads:
+            of_stages = {index: size for of_rank in of_ranks for index, size in of_rank}
+            save_index(path, of_stages, self._held.names.tied)
+        with self.patient(LONG):
+            self.siblings.wait()
+
+    def load(self, folder: str | os.PathLike[str], strict: bool = True) -> LoadResult:
+        """Load weights from safetensors files; each process reads only those of its stages.
+
+        Args:
+            folder: one that :meth:`save` wrote, with however many stages, or one of transformers.
+            strict: as for :meth:`load_state_dict`; of a weight's names one is enough.
+
+        Raises:
+            InputFileError: there are no such files.
+            StateDictError: they hold another model.
+        """
+        with self.patient(LONG):
+            return self._held.load(read_weights(folder), strict=strict, any_name=True)
+
     # ---- hooks, messages between ranks, and the end
 
     def on(
@@ -776,7 +984,7 @@ class Pipeline(WeightMethods):
         Returns:
             A handle that removes the functions, by ``remove()`` or at the end of a ``with`` block.
         """
-        return self._hooks.add(which, before, after)
+        return self._hooks.add(before, after, which)
 
     def on_step(
         self, after: StepHook | None = None, *, before: StepHook | None = None
@@ -794,7 +1002,7 @@ class Pipeline(WeightMethods):
         Returns:
             A handle that removes the functions, by ``remove()`` or at the end of a ``with`` block.
         """
-        return self._watchers.add(after, before)
+        return self._step_hooks.add(before, after)
 
     def agree(self, value: Any) -> list[Any]:
         """Exchange JSON values: every rank gets the values of all ranks, in rank order."""

@@ -220,35 +220,43 @@ def make_plan(
     ranks: int | None,
     stages: Stages,
     microbatches: int | None,
+    world: int | None,
 ) -> ProvenSchedules:
     """Make a plan, with defaults for what was not given.
 
     Args:
         schedule: a name, a file (``.csv``, ``.json``), a value or a function.
-        ranks: the number of ranks; None takes it from the schedule or the stages.
+        ranks: the number of ranks; None takes that of the processes, the schedule or the stages.
         stages: how the model is cut.
         microbatches: their number; None takes the schedule's own, or else two per rank.
+        world: the number of processes, if each rank is one.
 
     Raises:
         UsageError: the numbers contradict each other, or too little was given.
     """
-    ranks, microbatches = whole_number("ranks", ranks), whole_number("microbatches", microbatches)
-    count = _count(stages)
+    ranks = world if ranks is None else whole_number("ranks", ranks)
+    microbatches, count = whole_number("microbatches", microbatches), _count(stages)
     schedule = _read(schedule)
-    if isinstance(schedule, Schedule):
-        _check_value(schedule, ranks, count, microbatches)
-        return ProvenSchedules(schedule, schedule.ranks, schedule.stages, schedule.microbatches)
-    ranks = _ranks_for(schedule, count) if ranks is None else ranks
-    if ranks < 1:
-        raise UsageError(f"ranks={ranks}: must be at least 1")
-    microbatches = 2 * ranks if microbatches is None else microbatches
-    if not isinstance(schedule, str):
-        made = _built(schedule, ranks, microbatches)
-        _check_value(made, ranks, count, microbatches)
-        return ProvenSchedules(schedule, ranks, made.stages, microbatches)
-    if count is None:
-        count = build(schedule, ranks=ranks, microbatches=microbatches).stages
-    return ProvenSchedules(schedule, ranks, count, microbatches)
+    value = schedule if isinstance(schedule, Schedule) else None
+    if not isinstance(schedule, Schedule):
+        ranks = _ranks_for(schedule, count) if ranks is None else ranks
+        if ranks < 1:
+            raise UsageError(f"ranks={ranks}: must be at least 1")
+        microbatches = 2 * ranks if microbatches is None else microbatches
+        if isinstance(schedule, str):
+            if count is None:
+                count = build(schedule, ranks=ranks, microbatches=microbatches).stages
+            plan = ProvenSchedules(schedule, ranks, count, microbatches)
+        else:
+            value = _built(schedule, ranks, microbatches)
+    if value is not None:
+        _check_value(value, ranks, count, microbatches)
+        plan = ProvenSchedules(schedule, value.ranks, value.stages, value.microbatches)
+    if world not in (None, plan.ranks):
+        raise UsageError(
+            f"{world} processes were started for a pipeline of {plan.ranks} ranks; start one process per rank"
+        )
+    return plan
 
 
 def _read(schedule: Source) -> str | Schedule | Builder:

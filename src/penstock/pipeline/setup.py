@@ -22,24 +22,19 @@ from penstock.parallel import (
     spread_parts,
 )
 from penstock.partition import Shared
-from penstock.pipeline.plan import REMEDIES, ProvenSchedules
-from penstock.runtime import (
-    Loss,
-    LossFunction,
-    LossOptions,
-    LossWeight,
-    Metric,
-    NonFinite,
-    Reduction,
-    Replicas,
-)
+from penstock.pipeline.plan import REMEDIES
+from penstock.runtime import Loss, LossFunction, LossOptions, Replicas, check_function
 from penstock.schedule import Schedule
-from penstock.stage import WITHDRAWN, PipelineStage, StageModule, device_of
+from penstock.stage import WITHDRAWN, PipelineStage, StageModule
 from penstock.transport import Circle, Transport, launched
 
 
 def placed_on(device: torch.device | str | None) -> torch.device | None:
-    """The device that ``device=`` means: ``"cuda"`` is the one of ``LOCAL_RANK``, which torchrun sets."""
+    """The device that ``device=`` means: ``"cuda"`` is the one of ``LOCAL_RANK``, which torchrun sets.
+
+    Raises:
+        UsageError: this machine has no such device.
+    """
     if device is None:
         return None
     try:
@@ -47,59 +42,24 @@ def placed_on(device: torch.device | str | None) -> torch.device | None:
     except (RuntimeError, TypeError) as error:
         said = str(error).partition(" at start of")[0]
         raise UsageError(f"device={device!r}: {said}") from None
-    if chosen.type != "cpu" and chosen.index is None:
+    numbered = "" if chosen.index is not None else ", by LOCAL_RANK"
+    if chosen.type != "cpu" and numbered:
         chosen = torch.device(chosen.type, int(os.environ.get("LOCAL_RANK", "0")))
-    _check_there(chosen, device)
-    return chosen
-
-
-def _check_there(device: torch.device, asked: torch.device | str) -> None:
-    """Check that this machine has a device.
-
-    Raises:
-        UsageError: it does not.
-    """
-    if device.type in ("cpu", "meta"):
-        return
-    kind = torch.get_device_module(device.type)
+    if chosen.type in ("cpu", "meta"):
+        return chosen
+    kind = torch.get_device_module(chosen.type)
     count = kind.device_count() if kind.is_available() else 0
     if not count:
         raise UsageError(
-            f"device={str(asked)!r}: torch.{device.type}.is_available() is False in this process; use "
+            f"device={str(device)!r}: torch.{chosen.type}.is_available() is False in this process; use "
             "device='cpu', or install a driver and a torch build for it"
         )
-    if device.index is not None and device.index >= count:
-        numbered = "" if torch.device(asked).index is not None else ", by LOCAL_RANK"
+    if chosen.index >= count:
         raise UsageError(
-            f"device={str(asked)!r}: this process would take number {device.index}{numbered}, but there are "
+            f"device={str(device)!r}: this process would take number {chosen.index}{numbered}, but there are "
             f"only {count}; start at most {count} processes on this machine, or give each its device"
         )
-
-
-def device_for(
-    model: nn.Module, device: torch.device | str | None, *, filled: bool
-) -> torch.device | None:
-    """The device for the stages; the CPU for a model on the meta device that is about to be filled."""
-    chosen = placed_on(device)
-    if chosen is None and filled and device_of(model).type == "meta":
-        return torch.device("cpu")
     return chosen
-
-
-def check_are_stages(stages: Sequence[PipelineStage]) -> None:
-    """Check that there are stages.
-
-    Raises:
-        UsageError: no stages were given, or something that is not a stage.
-    """
-    if not stages:
-        raise UsageError("from_stages was given no stages; give it the stages of this rank")
-    others = [type(stage).__name__ for stage in stages if not isinstance(stage, PipelineStage)]
-    if others:
-        raise UsageError(
-            f"from_stages was given {', '.join(others)}; "
-            "make a stage of each module with PipelineStage(module, index, count)"
-        )
 
 
 Wrap = Callable[[nn.Module, int], nn.Module | None]
@@ -107,7 +67,7 @@ Wrap = Callable[[nn.Module, int], nn.Module | None]
 
 
 def modules_in(stage: nn.Module) -> str:
-    """The modules that a stage runs, for people to read: runs of neighbours in short."""
+    """The modules that a stage runs, as text: ``2 to 3 (Tanh), 4 (Linear)``."""
     units = {id(unit) for unit in stage.units} if isinstance(stage, StageModule) else set()
     named = {path: module for path, module in stage.named_modules() if id(module) in units}
     rows: list[tuple[str, str, str]] = []
@@ -121,28 +81,22 @@ def modules_in(stage: nn.Module) -> str:
     return ", ".join(texts)
 
 
-def check_wrap(wrap: Wrap | None) -> None:
-    """Check that wrap= is a function.
-
-    Raises:
-        UsageError: it is not.
-    """
-    if wrap is not None and not callable(wrap):
-        raise UsageError(
-            f"wrap={wrap!r}: must be a function of a stage's module and its index, such as "
-            'lambda module, stage: fully_shard(module, mesh=mesh["dp"])'
-        )
-
-
 def wrap_stages(stages: Sequence[PipelineStage], wrap: Wrap | None) -> None:
     """Let the user wrap each stage's module.
 
     Raises:
         UsageError: what it returned is no module, or no longer contains the stage's module.
     """
-    for stage in stages if wrap is not None else ():
+    if wrap is None:
+        return
+    if not callable(wrap):
+        raise UsageError(
+            f"wrap={wrap!r}: must be a function of a stage's module and its index, such as "
+            'lambda module, stage: fully_shard(module, mesh=mesh["dp"])'
+        )
+    for stage in stages:
         before = stage.module
-        wrapped = wrap(before, stage.index)  # type: ignore[misc] # checked above
+        wrapped = wrap(before, stage.index)
         if not isinstance(wrapped, nn.Module | None):
             raise UsageError(
                 f"wrap returned {wrapped!r} for stage {stage.index}; it must return the wrapped module, or "
@@ -154,17 +108,6 @@ def wrap_stages(stages: Sequence[PipelineStage], wrap: Wrap | None) -> None:
                 "stage's module; it must return that module, wrapped or as it is"
             )
         stage.module = before if wrapped is None else wrapped
-
-
-def check_options(options: Mapping[str, Any], function: Callable[..., Any]) -> None:
-    """Check that keyword arguments beyond a function's own are options of the loss.
-
-    Raises:
-        UnknownArgumentError: there is no such argument; the message names the nearest one.
-    """
-    parameters = inspect.signature(function).parameters.values()
-    named = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
-    check_known(options, [*named, *LossOptions.__annotations__], _INSTEAD)
 
 
 _CUT = "cut the model first: stages=penstock.partition.partition(model, stages, {}=...)"
@@ -182,26 +125,33 @@ _INSTEAD = {
 """What other libraries call an argument, where the nearest name would not lead there."""
 
 
-def loss_of(  # noqa: PLR0913 - as LossOptions
-    function: LossFunction | None,
-    *,
-    reduction: Reduction = "mean",
-    loss_weight: LossWeight | None = None,
-    metrics: Mapping[str, Metric] | None = None,
-    accumulate: int = 1,
-    replicas: Any = None,
-    nonfinite: NonFinite = "stop",
-) -> Loss | None:
-    """The loss of a Pipeline, see :class:`penstock.runtime.LossOptions`; None without a function.
+def loss_of(
+    function: LossFunction | None, options: LossOptions, caller: Callable[..., Any]
+) -> tuple[Loss | None, Replicas]:
+    """The loss of a Pipeline, if it has a function, and its replicas.
+
+    Args:
+        function: what the user gave as ``loss_fn=``.
+        options: keyword arguments beyond the caller's own.
+        caller: what the user called.
 
     Raises:
-        UsageError: an option is unknown, or is not a valid number.
+        UsageError: there is no such argument, and the message names the nearest one; or its value is wrong.
     """
+    parameters = inspect.signature(caller).parameters.values()
+    named = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    check_known(options, [*named, *LossOptions.__annotations__], _INSTEAD)
+    replicas = replicas_of(options.get("replicas"))
     if function is None:
-        return None
-    others = replicas_of(replicas)
-    measures = {} if metrics is None else metrics
-    return Loss(function, reduction, loss_weight, measures, accumulate, others, nonfinite)
+        return None, replicas
+    metrics = options.get("metrics") or {}
+    if not isinstance(metrics, Mapping):
+        raise UsageError(f"metrics={metrics!r}: must be functions by name, in a dict")
+    check_function("loss_fn", function)
+    for name, metric in metrics.items():
+        check_function(f"metrics[{name!r}]", metric)
+    checked: dict[str, Any] = {**options, "metrics": metrics, "replicas": replicas}
+    return Loss(function, **checked), replicas
 
 
 def replicas_of(replicas: Any) -> Replicas:
@@ -224,11 +174,7 @@ def replicas_of(replicas: Any) -> Replicas:
 def make_equal(
     stages: Sequence[PipelineStage], replicas: Replicas, transport: Transport | None
 ) -> None:
-    """Give the stages here the weights of the first replica.
-
-    Raises:
-        UsageError: ranks of this pipeline itself are among the replicas.
-    """
+    """Give the stages here the weights of the first replica, which must not be a rank of this pipeline."""
     if replicas.group is None:
         return
     beside = ranks_in(replicas.group)
@@ -248,16 +194,9 @@ def check_spread(
     *,
     weighted: bool,
 ) -> None:
-    """Check that what replicates or shards the stages does so over the replicas.
+    """Refuse wrappers that reduce gradients over other processes than the replicas.
 
-    Args:
-        stages: those of this process, in their wrappers.
-        replicas: those of this pipeline.
-        transport: this rank's end.
-        weighted: whether losses are weighted by ``loss_weight``.
-
-    Raises:
-        UsageError: a wrapper reduces gradients over other processes than the replicas.
+    ``weighted`` says whether losses are weighted by ``loss_weight``.
     """
     beside = set() if replicas.group is None else ranks_in(replicas.group)
     for stage in stages:
@@ -291,17 +230,7 @@ def check_shared(
     replicas: Replicas,
     gather: Callable[[Any], list[Any]],
 ) -> None:
-    """Check that a weight which several stages share is averaged over the replicas by the same means in all.
-
-    Args:
-        stages: those of this process.
-        shared: the weights that stages share, as far as this rank knows.
-        replicas: those of this pipeline.
-        gather: gives the JSON values of all ranks.
-
-    Raises:
-        UsageError: ``wrap=`` has wrapped some of these stages only.
-    """
+    """Refuse a shared weight of which ``wrap=`` has wrapped some stages only: each is averaged in its way."""
     if replicas.group is None:
         return
     plain = {id(p) for stage in stages for p in left_alone(stage.module, replicas.group)}
@@ -334,12 +263,6 @@ def _other_ranks(transport: Transport | None) -> set[int]:
 
 def connect(device: torch.device, group: Any, mesh: Any, patience: Patience) -> Transport | None:
     """This process's end of the pipeline, if each rank is a process; all of them call this together.
-
-    Args:
-        device: where its stages live.
-        group: the pipeline's ranks, as :func:`penstock.parallel.group_of` takes them.
-        mesh: a mesh in place of the group.
-        patience: how long ranks may take to meet, and how long they may later make no progress.
 
     Raises:
         UsageError: this process is not in the group, or its environment is wrong.
@@ -385,27 +308,10 @@ def set_up(transport: Transport | None) -> Iterator[Callable[[str], None]]:
     transport.watch.made()
 
 
-def check_ranks(plan: ProvenSchedules, transport: Transport | None) -> None:
-    """Check that there are as many processes as ranks.
-
-    Raises:
-        UsageError: there are more or fewer.
-    """
-    if transport is not None and transport.ranks != plan.ranks:
-        raise UsageError(
-            f"{transport.ranks} processes were started for a pipeline of {plan.ranks} ranks; start one "
-            "process per rank"
-        )
-
-
-def check_stages(
+def check_placed(
     schedule: Schedule, stages: Sequence[PipelineStage], transport: Transport | None
 ) -> None:
-    """Check that this process has exactly its stages.
-
-    Raises:
-        UsageError: it has others; the message lists those that the schedule places here.
-    """
+    """Refuse other stages than those that the schedule places in this process."""
     indices = sorted(stage.index for stage in stages)
     rank = None if transport is None else transport.rank
     expected = list(range(schedule.stages) if rank is None else schedule.placement.stages_on(rank))
@@ -417,8 +323,3 @@ def check_stages(
         raise UsageError(
             f"the stages were made for pipelines of {counts} stages; {schedule.name} has {schedule.stages}"
         )
-
-
-def first_of_all(transport: Transport | None, value: Any) -> Any:
-    """The value that rank 0 has, on every rank; JSON data."""
-    return value if transport is None else transport.exchange(value)[0]

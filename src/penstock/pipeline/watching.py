@@ -6,16 +6,15 @@ import os
 import resource
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
-from time import perf_counter
 from typing import Any
 
 import torch
 
 from penstock.errors import UsageError
 from penstock.plan import device_called
-from penstock.runtime import HookHandle, StepResult
+from penstock.runtime import StepResult
 
 _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
@@ -45,50 +44,6 @@ class StepEvent:
 
 
 StepHook = Callable[[StepEvent], object]
-
-
-class Watchers:
-    """The functions that are called at each step, in the order in which they were added."""
-
-    def __init__(self) -> None:
-        self._hooks: dict[HookHandle, tuple[StepHook | None, StepHook | None]] = {}
-
-    def add(self, after: StepHook | None, before: StepHook | None) -> HookHandle:
-        """Call functions after and before each step.
-
-        Raises:
-            UsageError: neither was given, or what was given cannot be called.
-        """
-        functions = [function for function in (after, before) if function is not None]
-        if not functions or not all(map(callable, functions)):
-            raise UsageError(
-                "on_step needs a function of a StepEvent to call after each step, one as before=, or both"
-            )
-        handle = HookHandle(self._hooks)
-        self._hooks[handle] = (after, before)
-        return handle
-
-    def before(self, event: StepEvent) -> float:
-        """A step is about to run; returns the time."""
-        self._call(1, event)
-        return perf_counter()
-
-    def after(self, event: StepEvent, result: StepResult, started: float) -> None:
-        """A step has run.
-
-        Args:
-            event: the step.
-            result: what it returns.
-            started: what :meth:`before` returned.
-        """
-        if self._hooks:
-            self._call(0, replace(event, result=result, seconds=perf_counter() - started))
-
-    def _call(self, place: int, event: StepEvent) -> None:
-        for functions in tuple(self._hooks.values()):
-            function = functions[place]
-            if function is not None:
-                function(event)
 
 
 class TensorBoard:

@@ -36,7 +36,7 @@ from penstock.pipelining.rows import (
     to_tuple,
 )
 from penstock.pipelining.stage import StageBase
-from penstock.runtime import Call, CallReport, Loss, Runner
+from penstock.runtime import Call, Loss, Runner, StepState
 from penstock.schedule import (
     Action,
     Op,
@@ -93,14 +93,14 @@ class Engine:
         pairs = [e for row in schedule.programs for e in row if isinstance(e, Overlap)]
         self._pairs = {action: pair for pair in pairs for action in (pair.forward, pair.backward)}
 
-    def run(self, call: Call) -> CallReport:
+    def run(self, call: Call) -> StepState:
         """Carry out a step; the batch's own gradients go to the caller's tensors."""
         with self._weights.training() if call.trains else nullcontext():
-            report = self._runner.run(call)
-        if report.batch_gradients:
-            tensors, gradients = zip(*report.batch_gradients, strict=True)
+            step = self._runner.run(call)
+        if step.batch_gradients:
+            tensors, gradients = zip(*step.batch_gradients, strict=True)
             torch.autograd.backward(tensors, gradients)
-        return report
+        return step
 
     def replace(self, custom: Mapping[str, Custom], context: Any) -> None:
         """Let custom functions do their kinds of work in the next step."""
@@ -508,16 +508,17 @@ class PipelineSchedule:
             batch_of(arg_mbs, kwarg_mbs, target_mbs), loss, trains=self._has_backward, keep=True
         )
         try:
-            report = engine.run(call)
+            done = engine.run(call)
         finally:
             self._engine_runs = False
         last: Any = next((stage for stage in self._stages if stage.is_last), None)
         if last is None:
             return
         if return_outputs:
-            last.output_chunks[:] = report.kept
+            last.output_chunks[:] = done.kept
         if losses is not None:
-            losses[:] = report.losses or self._losses_of(report.kept, target_mbs, loss_kwargs)
+            main = done.tally.main_losses()
+            losses[:] = main or self._losses_of(done.kept, target_mbs, loss_kwargs)
 
     def _losses_of(
         self, outputs: Sequence[Any], targets: Sequence[Any] | None, more: dict[str, Any] | None

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,8 +26,11 @@ from penstock.errors import (
     public_name,
 )
 from penstock.faults import versions
-from penstock.runtime.hooks import Hooks
-from penstock.runtime.loss import Loss, Scale
+from penstock.parallel import Adapter
+from penstock.rng import Draws
+from penstock.runtime.hooks import Hooks, Recorder
+from penstock.runtime.loss import Loss, Weights
+from penstock.runtime.result import StepResult, StepTally
 from penstock.schedule import Schedule
 from penstock.transport import Transport
 from penstock.values import (
@@ -38,6 +41,7 @@ from penstock.values import (
     check_plain,
     flatten,
     layout_of,
+    restrided,
     unflatten,
 )
 
@@ -58,7 +62,6 @@ class Call:
         seed: what random numbers are drawn from, (seed, step); None leaves torch's generators as they are.
         keep: whether the rank of the last stage reports its outputs as they are.
         hooks: what to call before and after actions, if anything.
-        scale: what else the gradients are scaled by.
         finite: whether to check that the loss and the gradients are finite.
         refusal: what is wrong with what this process was given; all ranks hear of it, and none begins.
         mark: a number made of the batch itself, where all ranks must be given the same; 0 elsewhere.
@@ -72,7 +75,6 @@ class Call:
     seed: tuple[int, int] | None = None
     keep: bool = False
     hooks: Hooks | None = None
-    scale: Scale | None = None
     finite: bool = False
     refusal: PenstockError | None = None
     mark: int = 0
@@ -101,63 +103,42 @@ REFUSED = -1
 """The word of a rank that refuses; all others are at least 0."""
 
 
-class Offer:
-    """What one rank brings to a call.
+def describe_call(call: Call, traits: str, known: dict[Any, Any]) -> dict[str, Any]:
+    """What one rank brings to a call, as JSON data for :func:`merge_offers`.
 
     Args:
         call: the call, with as much of the batch as this process was given.
         traits: what else decides what travels: which parameters of this rank's stages learn.
+        known: descriptions of earlier microbatches, by what these looked like.
 
-    Attributes:
-        refusal: what is wrong with what this process was given, if anything.
+    Raises:
+        SpecError: an argument cannot travel.
     """
+    batch = call.batch
+    numbers: dict[Any, int] = {}
+    kinds: list[Any] = []
+    of: list[int] = []
+    for part in batch.parts or ():
+        key = _look(part) if part.kind is None else part.kind
+        if key not in numbers:
+            numbers[key] = len(kinds)
+            kinds.append(_kind_of(part, known))
+        of.append(numbers[key])
+    return {
+        "mode": call.mode,
+        "traits": traits,
+        "kinds": kinds,
+        "of": of,
+        "count": batch.count,
+        "samples": None if batch.samples is None else list(batch.samples),
+        "target": batch.targets is not None,
+        "presplit": None if batch.count is None else batch.presplit,
+    }
 
-    def __init__(self, call: Call, traits: str) -> None:
-        self.refusal = call.refusal
-        self._mode = call.mode
-        self._traits = traits
-        self._batch = call.batch
-        self._parts: list[Microbatch] = []
-        self._kinds: list[int] = []
-        numbers: dict[Any, int] = {}
-        for part in call.batch.parts or ():
-            key = ("kind", part.kind) if part.kind is not None else _shapes(part)
-            if key not in numbers:
-                numbers[key] = len(self._parts)
-                self._parts.append(part)
-            self._kinds.append(numbers[key])
 
-    def refuse(self, error: PenstockError) -> None:
-        """Tell the other ranks that something is wrong with what this one was given; the first one counts."""
-        self.refusal = self.refusal or error
-
-    @property
-    def word(self) -> int:
-        """A number that differs if anything differs; :data:`REFUSED` if something is wrong."""
-        return REFUSED if self.refusal is not None else self._number
-
-    @cached_property
-    def _number(self) -> int:
-        shapes = [_shapes(part) for part in self._parts]
-        text = repr((self._mode, self._traits, self._facts(), self._kinds, shapes))
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 2
-
-    def _facts(self) -> dict[str, Any]:
-        batch = self._batch
-        return {
-            "count": batch.count,
-            "samples": None if batch.samples is None else list(batch.samples),
-            "target": batch.targets is not None,
-            "presplit": None if batch.count is None else batch.presplit,
-        }
-
-    def describe(self) -> dict[str, Any]:
-        """Plain data for :func:`merge_offers`."""
-        kinds = [
-            [[key, _layout(key, value).describe()] for key, value in _named(part).items()]
-            for part in self._parts
-        ]
-        return {"mode": self._mode, "kinds": kinds, "of": self._kinds, **self._facts()}
+def word_of(offer: Mapping[str, Any]) -> int:
+    """A number, at least 0, that differs if anything in a description differs."""
+    return int.from_bytes(hashlib.sha256(repr(offer).encode()).digest()[:8]) >> 2
 
 
 def _named(part: Microbatch) -> dict[Key, Any]:
@@ -165,25 +146,33 @@ def _named(part: Microbatch) -> dict[Key, Any]:
     return named | part.kwargs
 
 
-def _layout(key: Key, value: Any) -> Layout:
+def _kind_of(part: Microbatch, known: dict[Any, Any]) -> list[Any]:
+    """The layouts of a microbatch's arguments, as JSON data."""
+    look = _look(part)
+    if look not in known:
+        for key, value in _named(part).items():
+            check_plain(value, f"argument {key!r}")
+        known[look] = [[key, layout_in(value).describe()] for key, value in _named(part).items()]
+    kind: list[Any] = known[look]
+    return kind
+
+
+def layout_in(value: Any) -> Layout:
+    """The layout of a value that can travel."""
     leaves, tree = flatten(value)
-    check_plain(value, f"argument {key!r}")
     return Layout(tree, tuple(layout_of(x) if isinstance(x, Tensor) else x for x in leaves))
 
 
-def _shapes(part: Microbatch) -> Any:
+def _look(part: Microbatch) -> Any:
     """What tells microbatches of different kinds apart, quickly."""
-    shapes: list[Any] = []
+    looks: list[Any] = []
     for key, value in _named(part).items():
         leaves, tree = flatten(value)
-        tensors = [
-            (tuple(x.shape), str(x.dtype), x.stride(), x.requires_grad)
-            if isinstance(x, Tensor)
-            else x
-            for x in leaves
-        ]
-        shapes.append((key, str(tree) if len(leaves) != 1 else "", tuple(map(repr, tensors))))
-    return tuple(shapes)
+        looks += [key, tree]
+        for x in leaves:
+            is_tensor = isinstance(x, Tensor)
+            looks.append((x.shape, x.dtype, x.stride(), x.requires_grad) if is_tensor else repr(x))
+    return tuple(looks)
 
 
 _LOOKED_AT = 4096
@@ -264,24 +253,25 @@ class ModelCall:
         positions, names = self.names
         if parts is not None and self.passed[rank] >= {*positions, *names}:
             return parts
-        mine = parts or [Microbatch((), {}, 0)] * self.count
-        return [
-            _complete(part, kind, samples)
-            for part, kind, samples in zip(mine, self.kinds, self.samples, strict=True)
-        ]
+        mine = parts or [Microbatch((), {}, samples) for samples in self.samples]
+        return [complete(part, kind) for part, kind in zip(mine, self.kinds, strict=True)]
 
 
-def _complete(part: Microbatch, kind: Mapping[Key, Layout], samples: int) -> Microbatch:
+def complete(part: Microbatch, kind: Mapping[Key, Layout]) -> Microbatch:
+    """A microbatch with all arguments of its kind; those that it lacks are on the meta device."""
     passed = _named(part)
     full = {key: passed[key] if key in passed else _placeholder(of) for key, of in kind.items()}
     positions = sorted(key for key in full if isinstance(key, int))
     kwargs = {key: value for key, value in full.items() if isinstance(key, str)}
-    return Microbatch(tuple(full[p] for p in positions), kwargs, samples, part.kind, part.local)
+    return replace(part, args=tuple(full[p] for p in positions), kwargs=kwargs)
 
 
 def _placeholder(layout: Layout) -> Any:
+    device = torch.device("meta")
     leaves = [
-        x.empty(torch.device("meta")).requires_grad_(x.learns) if isinstance(x, TensorLayout) else x
+        restrided(x.empty(device), x.strides).requires_grad_(x.learns)
+        if isinstance(x, TensorLayout)
+        else x
         for x in layout.leaves
     ]
     return unflatten(leaves, layout.tree)
@@ -291,7 +281,7 @@ def merge_offers(offers: Sequence[Mapping[str, Any]]) -> ModelCall:
     """Put together what the ranks brought. The result is the same on every rank, and so are errors.
 
     Args:
-        offers: each rank's :meth:`Offer.describe`, in rank order.
+        offers: each rank's :func:`describe_call`, in rank order.
 
     Raises:
         AgreementError: ranks differ in what more than one was passed.
@@ -407,30 +397,22 @@ def check_plans(
         "precision": " ".join([str(torch.get_default_dtype()), *autocast_types()]),
         **(details or {}),
     }
-    differing = differences(transport.exchange(mine))
+    plans = transport.exchange(mine)
+    differing = []
+    for name in dict.fromkeys(name for plan in plans for name in plan):
+        holders: dict[str, list[str]] = {}
+        for rank, plan in enumerate(plans):
+            holders.setdefault(plan.get(name, "none"), []).append(str(rank))
+        if len(holders) > 1:
+            listed = (
+                f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
+                for value, ranks in holders.items()
+            )
+            differing.append(f"{name}: {', '.join(listed)}")
     if differing:
         raise AgreementError(
             f"ranks differ in {'; in '.join(differing)}; give every rank the same code, settings and versions"
         )
-
-
-def differences(plans: Sequence[Mapping[str, str]]) -> list[str]:
-    """The differences between the ranks' plans, as texts that say which ranks have what."""
-    names = dict.fromkeys(name for plan in plans for name in plan)
-    return [text for name in names if (text := _difference(name, plans))]
-
-
-def _difference(name: str, plans: Sequence[Mapping[str, str]]) -> str:
-    holders: dict[str, list[int]] = {}
-    for rank, plan in enumerate(plans):
-        holders.setdefault(plan.get(name, "none"), []).append(rank)
-    if len(holders) == 1:
-        return ""
-    listed = (
-        f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-        for value, ranks in holders.items()
-    )
-    return f"{name}: {', '.join(listed)}"
 
 
 def describe_stages(modules: Sequence[nn.Module]) -> dict[str, str]:
@@ -448,6 +430,9 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+# ---- a call that is carried out
+
+
 @dataclass
 class Agreement:
     """All that was agreed on for calls of which every rank brings the same.
@@ -456,10 +441,69 @@ class Agreement:
         model_call: what the model is called with.
         kinds: the number of each microbatch's kind, the same on every rank.
         plans: what the partition planned for each microbatch.
-        program: what this process does; made when it is first needed.
+        program: what this process does.
     """
 
     model_call: ModelCall
     kinds: tuple[int, ...]
     plans: tuple[Any, ...]
-    program: Any = field(repr=False, default=None)
+    program: Any = field(repr=False)
+
+
+class StepState:
+    """A call that is carried out: what this process works on, and what it knows in the end.
+
+    Args:
+        call: the call.
+        agreement: what all ranks bring to it.
+        weights: how much each microbatch counts.
+        rank: this rank.
+        devices: of the stages here.
+
+    Attributes:
+        parts: the arguments of each microbatch, complete with placeholders for what is not here.
+        targets: of the microbatches.
+        tally: adds up losses and metrics.
+        adapters: of replicated and sharded stages.
+        recorder: notes when actions run, if asked for.
+        outputs: the last stage's by microbatch, where they are kept.
+        shared: the same in order on every rank, if asked for.
+        batch_gradients: the batch's tensors that require grad, with their gradients.
+        result: the loss, losses and metrics, once all is done.
+        flops: counts the model's floating-point operations, see :class:`StepResult`.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        agreement: Agreement,
+        weights: Weights,
+        rank: int,
+        devices: Sequence[torch.device],
+    ) -> None:
+        self.call, self.agreement, self.weights = call, agreement, weights
+        self.parts = agreement.model_call.complete(rank, call.batch.parts)
+        self.targets = call.batch.targets or [None] * len(self.parts)
+        self.tally = StepTally(weights, call.loss.metrics if call.loss is not None else {})
+        self.adapters: Mapping[int, Adapter] = {}
+        self.recorder = Recorder(devices[0]) if call.record else None
+        self.outputs: dict[int, Any] = {}
+        self.shared: list[Any] = []
+        self.batch_gradients: list[tuple[Tensor, Tensor]] = []
+        self.result = StepResult(0.0)
+        self.flops: Callable[[], float | None] = lambda: None
+        self._draws: dict[tuple[int, torch.device], Draws] = {}
+
+    def draws(self, microbatch: int, device: torch.device) -> Draws | None:
+        """What seeds the generators for a microbatch on a device; None leaves them alone."""
+        if self.call.seed is None:
+            return None
+        draws = self._draws.get((microbatch, device))
+        if draws is None:
+            draws = self._draws[microbatch, device] = Draws(*self.call.seed, microbatch, device)
+        return draws
+
+    @property
+    def kept(self) -> list[Any]:
+        """The last stage's outputs in order, on its rank."""
+        return [self.outputs[index] for index in sorted(self.outputs)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -45,9 +45,9 @@ Which = str | Callable[[Action], bool]
 
 class _Hook(NamedTuple):
     which: Which
-    matches: Callable[[Action], bool]
-    before: ActionHook | None
-    after: ActionHook | None
+    matches: Callable[[Action], bool] | None
+    before: Callable[[Any], object] | None
+    after: Callable[[Any], object] | None
 
 
 class HookHandle:
@@ -68,16 +68,26 @@ class HookHandle:
 
 
 class Hooks:
-    """The hooks of a pipeline, in the order in which they were added."""
+    """Functions that are called before and after actions, or steps, in the order in which they were added.
 
-    def __init__(self) -> None:
+    Args:
+        event: what the functions take.
+    """
+
+    def __init__(self, event: type) -> None:
+        self._event = event.__name__
         self._hooks: dict[HookHandle, _Hook] = {}
 
     def __len__(self) -> int:
         return len(self._hooks)
 
-    def add(self, which: Which, before: ActionHook | None, after: ActionHook | None) -> HookHandle:
-        """Call functions before and after some actions.
+    def add(
+        self,
+        before: Callable[[Any], object] | None,
+        after: Callable[[Any], object] | None,
+        which: Which | None = None,
+    ) -> HookHandle:
+        """Call functions before and after steps, or the actions that ``which`` means.
 
         Raises:
             UsageError: neither function was passed, or something that cannot be called.
@@ -85,25 +95,30 @@ class Hooks:
         """
         functions = [function for function in (before, after) if function is not None]
         if not functions or not all(map(callable, functions)):
-            raise UsageError("a hook needs before= or after=, or both: functions of an ActionEvent")
-        if not isinstance(which, str) and not callable(which):
+            raise UsageError(
+                f"a hook needs before= or after=, or both: functions that take one {self._event}"
+            )
+        if not isinstance(which, str | None) and not callable(which):
             raise UsageError(
                 f"{which!r}: actions are named by a pattern or by a function of an Action"
             )
         handle = HookHandle(self._hooks)
         matches = matching(which) if isinstance(which, str) else which
-        self._hooks[handle] = _Hook(which, matches, before, after)
+        self._hooks[handle] = _Hook(which or "", matches, before, after)
         return handle
 
-    def call(self, when: str, event: ActionEvent) -> None:
-        """An action is about to run (``"before"``), or has run (``"after"``).
+    def call(self, when: Literal["before", "after"], event: Any) -> None:
+        """Something is about to happen, or has happened.
 
         Raises:
-            StageError: a hook raised.
+            StageError: a hook on an action raised.
         """
         for hook in tuple(self._hooks.values()):
             function = hook.before if when == "before" else hook.after
             if function is None:
+                continue
+            if hook.matches is None:
+                function(event)
                 continue
             try:
                 if hook.matches(event.action):

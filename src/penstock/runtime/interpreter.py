@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -23,11 +22,11 @@ from torch.profiler import record_function
 
 from penstock.errors import MessageError, PenstockError, SpecError, StageError
 from penstock.faults import Activity, failing_module, has_probes
-from penstock.parallel import Adapter, arrived, gathered, put_together, replicated, take_apart
-from penstock.rng import LOSS, Draws
-from penstock.runtime.hooks import ActionEvent, Hooks, Recorder
-from penstock.runtime.loss import Loss, Losses, Weights, zero_loss
-from penstock.runtime.result import StepTally
+from penstock.parallel import arrived, gathered, put_together, replicated, take_apart
+from penstock.rng import LOSS
+from penstock.runtime.calls import StepState
+from penstock.runtime.hooks import ActionEvent
+from penstock.runtime.loss import Losses, zero_loss
 from penstock.schedule import Action, Dependencies, Edge, Op, Schedule, merged
 from penstock.schedule.action import MESSAGE_OPS, RECV_OPS, SEND_OPS
 from penstock.schedule.dependencies import counterpart
@@ -35,7 +34,6 @@ from penstock.stage import PipelineStage, StageCall, enter
 from penstock.transport import FIRST_TAG, Arrival, Transport
 from penstock.values import (
     Layout,
-    Microbatch,
     TensorLayout,
     check_plain,
     flatten,
@@ -108,15 +106,16 @@ class Program:
         messages = [action for action, _ in self.instructions if action.op in MESSAGE_OPS]
         proves: dict[Action, list[Action]] = {}
         for peer in {rank_of[action.peer_stage] for action in messages}:
-            used: dict[Action, None] = {}
-            told = 0
+            seen: set[Action] = set()
+            fresh: list[Action] = []
             for action in self.schedule.actions(peer):
                 needs = [n for n in rule.receives(action) if rank_of[n.peer_stage] == rank]
-                used.update(dict.fromkeys(map(counterpart, needs)))
-                sends = action.op in SEND_OPS and rank_of[action.peer_stage] == rank
-                if sends and told < len(used):
-                    proves[counterpart(action)] = list(used)[told:]
-                    told = len(used)
+                new = [send for send in map(counterpart, needs) if send not in seen]
+                seen.update(new)
+                fresh += new
+                if action.op in SEND_OPS and rank_of[action.peer_stage] == rank and fresh:
+                    proves[counterpart(action)] = fresh
+                    fresh = []
         return proves
 
     def _count_uses(self, edge: Edge) -> int:
@@ -166,77 +165,24 @@ class Program:
         return sorted(set(wires))
 
 
-@dataclass
-class StepData:
-    """What one call brings to the interpreter.
-
-    Args:
-        parts: the arguments of each microbatch, complete with placeholders for what is not here.
-        kinds: the number of each microbatch's kind.
-        plans: what the partition planned for each microbatch, if it plans.
-        loss: how the loss is computed, if it is.
-        targets: of the microbatches.
-        weights: how much each microbatch counts.
-        tally: adds up losses and metrics.
-        seed: seeds the draws of the step (seed, step); None leaves the generators alone.
-        keeps_outputs: whether to keep the last stage's outputs.
-        trains: whether gradients are wanted.
-        recorder: notes when actions ran.
-        hooks: the user's hooks.
-        adapters: of replicated and sharded stages.
-    """
-
-    parts: Sequence[Microbatch]
-    kinds: Sequence[int]
-    plans: Sequence[Any]
-    loss: Loss | None
-    targets: Sequence[Any]
-    weights: Weights
-    tally: StepTally
-    seed: tuple[int, int] | None = None
-    draws: dict[tuple[int, torch.device], Draws] = field(init=False)
-    keeps_outputs: bool = False
-    trains: bool = True
-    recorder: Recorder | None = None
-    hooks: Hooks | None = None
-    adapters: Mapping[int, Adapter] = field(default_factory=dict)
-    outputs: dict[int, Any] = field(default_factory=dict)
-    batch_gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.draws = AllDraws(self.seed)
-
-
-class AllDraws(dict[tuple[int, torch.device], Draws]):
-    """What seeds the generators in one step, by microbatch and device."""
-
-    def __init__(self, seed: tuple[int, int] | None) -> None:
-        super().__init__()
-        self._seed = seed
-
-    def __missing__(self, key: tuple[int, torch.device]) -> Draws:
-        assert self._seed is not None
-        self[key] = draws = Draws(*self._seed, *key)
-        return draws
-
-
 class Interpreter:
     """Runs programs for the stages of this process.
 
     Args:
         stages: by index: all of them, or those of this rank.
-        transport: this rank's end; None if all ranks share this process.
-        takes: for stages that are called plainly, the names of their arguments; see :meth:`_arguments`.
+        activity: what this rank is doing, for the watch.
+        takes: which keyword arguments of the model go to which stage.
     """
 
     def __init__(
-        self, stages: Mapping[int, PipelineStage], transport: Transport | None, takes: Takes
+        self, stages: Mapping[int, PipelineStage], activity: Activity, takes: Takes
     ) -> None:
         self.stages = stages
-        self._transport = transport
-        self.activity = Activity(0) if transport is None else transport.activity
+        self.activity = activity
+        self._transport: Transport | None = None
         self._takes = takes
         self._layouts: dict[tuple[int, int], Layout] = {}
+        self._missing: dict[tuple[str, int], list[TensorLayout]] = {}
         self._plain: set[tuple[str, int]] = set()
         self._added = Losses()
         self._usual: dict[Op, Callable[[Action], None]] = {
@@ -258,10 +204,6 @@ class Interpreter:
         self._action: Action | None = None
         self.clear()
 
-    def use_transport(self, transport: Transport) -> None:
-        """Send and receive through another end."""
-        self._transport = transport
-
     def replace(self, functions: Mapping[Op, Callable[[Action], None]]) -> None:
         """Let functions do some kinds of actions; they may call :meth:`perform`."""
         self._methods = {**self._usual, **functions}
@@ -276,23 +218,28 @@ class Interpreter:
         self._reads: dict[tuple[str, int], int] = {}
         self._gradients: defaultdict[tuple[str, int], dict[int, Grads]] = defaultdict(dict)
         self._learners: dict[tuple[str, int], int] = {}
-        self._entered: dict[tuple[int, int], list[int]] = {}
-        self._seeds: dict[int, Tensor] = {}
+        self._entered: dict[tuple[int, int], list[list[Tensor]]] = {}
         self._arriving: dict[Action, Arrival | None] = {}
         self._queued: defaultdict[tuple[int, int, int], deque[Action]] = defaultdict(deque)
 
-    def run(self, program: Program, data: StepData) -> None:
+    def run(self, program: Program, step: StepState, transport: Transport | None) -> None:
         """Run a step, or an evaluation.
+
+        Args:
+            program: what to do.
+            step: what to do it with; it gets the results.
+            transport: this rank's end; None if all ranks share this process.
 
         Raises:
             StageError: the code of a stage, of the loss or of a hook raised.
             MessageError: a message could not be carried.
         """
-        self._program, self._data = program, data
+        self._program, self._step, self._transport = program, step, transport
+        self._kinds, self._hooks = step.agreement.kinds, step.call.hooks
         profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # it has no public name
-        watched = profiled or data.recorder is not None or data.hooks is not None
+        watched = profiled or step.recorder is not None or self._hooks is not None
         # In one process only fault injection wants to know what is done.
-        noted = self._transport is not None or has_probes()
+        noted = transport is not None or has_probes()
         with self._errors_named(), self._added:
             for action, needs in program.instructions:
                 self._action = action
@@ -303,9 +250,11 @@ class Interpreter:
                 else:
                     self._methods[action.op](action)
             self._action = None
-            if self._transport is not None:
-                self._transport.settle()
-                self._check_taken()
+            if transport is not None:
+                transport.settle()
+                if self._arriving:
+                    unused = ", ".join(map(str, self._arriving))
+                    raise MessageError(f"no action used what arrived with {unused}")
 
     @contextmanager
     def _errors_named(self) -> Iterator[None]:
@@ -333,16 +282,16 @@ class Interpreter:
 
     def _run_watched(self, method: Callable[[Action], None], action: Action) -> None:
         """Run an action with what looks on: hooks, the clock and the profiler."""
-        data = self._data
+        recorder = self._step.recorder
         self._seen: tuple[Any, Any] = (None, None)
         if action.op not in (Op.F, Op.B, Op.I, Op.SEND_F, Op.SEND_B):
             self._call_hooks("before", action)
-        if data.recorder is not None:
-            data.recorder.start()
+        if recorder is not None:
+            recorder.start()
         with record_function(str(action)):
             method(action)
-        if data.recorder is not None:
-            data.recorder.stop(self._rank_of(action), action)
+        if recorder is not None:
+            recorder.stop(self._rank_of(action), action)
         if action.op not in RECV_OPS:
             self._call_hooks("after", action)
         self._seen = (None, None)
@@ -352,12 +301,13 @@ class Interpreter:
         self._seen = (inputs, None)
         self._call_hooks("before", action)
 
-    def _call_hooks(self, when: str, action: Action) -> None:
-        hooks = self._data.hooks
-        if hooks is not None:
+    def _call_hooks(self, when: Literal["before", "after"], action: Action) -> None:
+        if self._hooks is not None:
             inputs, outputs = self._seen
             module = self.stages[action.stage].module
-            hooks.call(when, ActionEvent(action, self._rank_of(action), module, inputs, outputs))
+            self._hooks.call(
+                when, ActionEvent(action, self._rank_of(action), module, inputs, outputs)
+            )
 
     def _rank_of(self, action: Action) -> int:
         return self._program.schedule.placement.rank_of[action.stage]
@@ -386,51 +336,38 @@ class Interpreter:
 
     def _forward(self, action: Action) -> None:
         index, microbatch = action.stage, action.microbatch or 0
-        data, stage = self._data, self.stages[index]
+        step, stage = self._step, self.stages[index]
         if self._added.terms:
             # What a checkpoint has added again while backward ran.
             self._added.clear()
         leaves: list[Tensor] = []
-        counts: list[int] = []
-        args, kwargs = self._arguments(stage, microbatch, leaves, counts)
-        draws = None if data.seed is None else data.draws[microbatch, stage.device]
+        args, kwargs = self._arguments(stage, microbatch, leaves)
+        draws = step.draws(microbatch, stage.device)
         call = None
         if stage.planned:
-            call = StageCall(data.plans[microbatch], microbatch, draws)
+            call = StageCall(step.agreement.plans[microbatch], microbatch, draws)
         elif draws is not None:
             draws.enter(f"stage {index}", 0)
-        if data.hooks is not None:
+        if self._hooks is not None:
             self._look(action, (args, kwargs))
-        self._entered[index, microbatch] = counts
-        output = stage.run(
-            microbatch,
-            args,
-            kwargs,
-            leaves,
-            partial(self._finish_forward, stage, microbatch),
-            call,
-        )
-        if data.hooks is not None:
+        finish = partial(self._finish_forward, stage, microbatch)
+        output = stage.run(microbatch, args, kwargs, leaves, finish, call)
+        if self._hooks is not None:
             self._seen = (self._seen[0], output)
 
     def _arguments(
-        self, stage: PipelineStage, microbatch: int, leaves: list[Tensor], counts: list[int]
+        self, stage: PipelineStage, microbatch: int, leaves: list[Tensor]
     ) -> tuple[Sequence[Any], dict[str, Any]]:
-        """What a stage's module is called with: values of other stages, and arguments of the model.
-
-        Args:
-            stage: the stage.
-            microbatch: the microbatch.
-            leaves: gets a leaf for each tensor that requires grad.
-            counts: gets, for each edge, how many leaves there are after it.
-        """
+        """What a stage's module is called with; ``leaves`` gets a leaf for each tensor that requires grad."""
         edges = self._program.inputs[stage.index]
         values = {}
+        self._entered[stage.index, microbatch] = entered = []
         for edge in edges:
             value, copies = self._read(edge.value, microbatch)
-            values[edge.value] = enter(value, leaves, copies=copies)
-            counts.append(len(leaves))
-        part = self._data.parts[microbatch]
+            entered.append(list[Tensor]())
+            values[edge.value] = enter(value, entered[-1], copies=copies)
+            leaves += entered[-1]
+        part = self._step.parts[microbatch]
         kwargs = {}
         if stage.planned:
             args: list[Any] = [values]
@@ -477,68 +414,67 @@ class Interpreter:
         roots: list[Tensor] = []
         for edge in edges:
             value = values[edge.value]
-            kind = edge.value, self._data.kinds[microbatch]
+            kind = edge.value, self._kinds[microbatch]
             if kind not in self._plain:
                 check_plain(value, f"what stage {index} returned")
                 self._plain.add(kind)
             self._store(edge.value, microbatch, value)
-            if edge.gradient and self._data.trains:
+            if edge.gradient and self._step.call.trains:
                 learners = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
                 self._learners[edge.value, microbatch] = len(learners)
                 roots += learners
         if stage.is_last:
-            if self._data.keeps_outputs:
-                self._data.outputs[microbatch] = map_tensors(output, Tensor.detach)
+            if self._step.call.outputs or self._step.call.keep:
+                self._step.outputs[microbatch] = map_tensors(output, Tensor.detach)
             roots += self._loss_of(index, microbatch, output)
-        elif self._added.terms and self._data.loss is not None:
-            roots += self._added_loss(index, microbatch)
+        elif self._added.terms and self._step.call.loss is not None:
+            roots += self._seeded(index, microbatch, self._take_added(index, microbatch))
         return roots
 
     def _loss_of(self, stage: int, microbatch: int, output: Any) -> list[Tensor]:
         """The loss of a microbatch, scaled by its weight when its backward starts."""
-        data = self._data
-        if data.loss is None:
+        step, function = self._step, self._step.call.loss
+        if function is None:
             self._added.clear()
             return []
-        if data.weights.shares[microbatch]:
-            if data.seed is not None:
-                data.draws[microbatch, self.stages[stage].device].enter(LOSS, 0)
-            target = _saveable(data.targets[microbatch])
+        if step.weights.shares[microbatch]:
+            draws = step.draws(microbatch, self.stages[stage].device)
+            if draws is not None:
+                draws.enter(LOSS, 0)
+            target = _saveable(step.targets[microbatch])
+            plan, compute = step.agreement.plans[microbatch], function.of_microbatch
             try:
-                plan, of_microbatch = data.plans[microbatch], data.loss.of_microbatch
-                if plan is None:
-                    loss = replicated(of_microbatch(output, target))
-                else:
-                    loss = replicated(plan.apart(of_microbatch, output, target))
+                whole = (
+                    compute(output, target) if plan is None else plan.apart(compute, output, target)
+                )
             except Exception as error:
                 if target is None:
                     error.add_note("loss_fn was called without a target; pass target= to the step")
                 raise
-            if data.loss.metrics:
-                data.tally.measure(microbatch, stage, output, target)
+            loss = replicated(whole)
+            if function.metrics:
+                step.tally.measure(microbatch, stage, output, target)
         else:
             # A microbatch of weight 0: a mean over nothing is NaN, and so is its gradient.
             loss = replicated(zero_loss(output))
-        data.tally.add_main(microbatch, stage, loss)
+        step.tally.add_main(microbatch, stage, loss)
         # Backward starts from the whole loss as a plain tensor, with a plain seed.
         loss = gathered(loss)
         if self._added.terms:
-            data.tally.add_losses(microbatch, stage, self._added)
-            loss = loss + self._added.total()
-            self._added.clear()
+            loss = loss + self._take_added(stage, microbatch)
         return self._seeded(stage, microbatch, loss)
 
-    def _added_loss(self, stage: int, microbatch: int) -> list[Tensor]:
-        """The losses that a stage in the middle has added, as one more root of its backward."""
-        self._data.tally.add_losses(microbatch, stage, self._added)
-        loss = self._added.total()
+    def _take_added(self, stage: int, microbatch: int) -> Tensor:
+        """The losses that a stage has added."""
+        self._step.tally.add_losses(microbatch, stage, self._added)
+        total = self._added.total()
         self._added.clear()
-        return self._seeded(stage, microbatch, loss)
+        return total
 
     def _seeded(self, stage: int, microbatch: int, loss: Tensor) -> list[Tensor]:
         if not loss.requires_grad:
             return []
-        seed = torch.full_like(loss.detach(), self._data.weights.seeds[microbatch])
+        seed = torch.full_like(loss.detach(), self._step.weights.seeds[microbatch])
         self._gradients[f"loss of {stage}", microbatch][stage] = (seed,)
         return [loss]
 
@@ -576,23 +512,28 @@ class Interpreter:
     def _run_backward(self, action: Action, half: Callable[[int, Grads | None], Grads]) -> None:
         index, microbatch = action.stage, action.microbatch or 0
         owed = self._owed(index, microbatch)
-        if self._data.hooks is not None:
+        if self._hooks is not None:
             self._look(action, owed)
         gradients = half(microbatch, owed)
-        if self._data.hooks is not None:
+        if self._hooks is not None:
             self._seen = (owed, gradients)
         start = 0
-        counts = self._entered.pop((index, microbatch))
-        for edge, end in zip(self._program.inputs[index], counts, strict=True):
+        entered = self._entered.pop((index, microbatch))
+        for edge, leaves in zip(self._program.inputs[index], entered, strict=True):
+            end = start + len(leaves)
             if edge.gradient:
-                self._gradients[edge.value, microbatch][index] = gradients[start:end]
+                part = gradients[start:end]
+                self._gradients[edge.value, microbatch][index] = part
+                if self._transport is not None and any(g is None for g in part):
+                    layouts = [_gradient_like(leaf) for leaf in leaves]
+                    self._missing[edge.value, self._kinds[microbatch]] = layouts
             start = end
         if start < len(gradients):
             self._keep_batch_gradients(index, microbatch, gradients[start:])
 
     def _keep_batch_gradients(self, stage: int, microbatch: int, gradients: Grads) -> None:
         """Note the gradients of the batch's own tensors, for those that require grad."""
-        part = self._data.parts[microbatch]
+        part = self._step.parts[microbatch]
         plain = not self.stages[stage].planned
         args = () if plain and self._program.inputs[stage] else part.args
         names: Sequence[str] = list(part.kwargs)
@@ -602,7 +543,7 @@ class Interpreter:
         learners = [tensor for tensor in tensors_in(passed) if tensor.requires_grad]
         for tensor, gradient in zip(learners, gradients, strict=True):
             if gradient is not None:
-                self._data.batch_gradients.append((tensor, gradient))
+                self._step.batch_gradients.append((tensor, gradient))
 
     def _backward_weight(self, action: Action) -> None:
         index, microbatch = action.stage, action.microbatch or 0
@@ -611,43 +552,55 @@ class Interpreter:
 
     def _end_microbatch(self, stage: int, microbatch: int) -> None:
         """The weights of a stage have a microbatch's gradients."""
-        if self._data.adapters and stage in self._data.adapters:
-            self._data.adapters[stage].done(microbatch)
+        if self._step.adapters and stage in self._step.adapters:
+            self._step.adapters[stage].done(microbatch)
 
     # ---- messages
 
     def _send_values(self, action: Action) -> None:
         wire, microbatch = self._program.wire(action), action.microbatch or 0
         values = [self._read(edge.value, microbatch)[0] for edge, _ in wire.edges]
-        if self._data.hooks is not None:
+        if self._hooks is not None:
             self._look(action, tensors_in(values))
-        payload = values[0] if len(values) == 1 else values
-        self._send(action, wire, *flatten(payload))
+        leaves, tree = flatten(values[0] if len(values) == 1 else values)
+        self._send(action, wire, leaves, lambda: Layout(tree, tuple(map(_layout, leaves))))
 
     def _send_gradients(self, action: Action) -> None:
         wire, microbatch = self._program.wire(action), action.microbatch or 0
-        gradients: list[Tensor | None] = []
+        parts: list[Grads] = []
         for edge, user in wire.edges:
             by_user = self._gradients[edge.value, microbatch]
-            gradients += by_user.pop(user)
+            parts.append(by_user.pop(user))
             if not by_user:
                 del self._gradients[edge.value, microbatch]
-        if self._data.hooks is not None:
+        gradients = [gradient for part in parts for gradient in part]
+        if self._hooks is not None:
             self._look(action, gradients)
-        self._send(action, wire, gradients, None)
+        kind = self._kinds[microbatch]
+        self._send(action, wire, gradients, partial(self._gradient_layout, wire, kind, parts))
 
-    def _send(self, action: Action, wire: Wire, leaves: Sequence[Any], tree: Any) -> None:
+    def _gradient_layout(self, wire: Wire, kind: int, parts: Sequence[Grads]) -> Layout:
+        """The layout of gradients. If some are missing, flags tell, message by message, which.
+
+        A missing gradient travels as zeros, as large as the value that came forward.
+        """
+        layouts: list[Any] = []
+        for (edge, _), part in zip(wire.edges, parts, strict=True):
+            layouts += self._missing.get((edge.value, kind)) or map(_gradient_like, part)
+        if any(gradient is None for part in parts for gradient in part):
+            flags = torch.empty(len(layouts), dtype=torch.uint8)
+            layouts = [_FLAGS, layout_of(flags), *layouts]
+        return Layout(flatten([0])[1], tuple(layouts))
+
+    def _send(
+        self, action: Action, wire: Wire, leaves: Sequence[Any], describe: Callable[[], Layout]
+    ) -> None:
         assert self._transport is not None
-        kind = self._data.kinds[action.microbatch or 0]
-        layout = self._layouts.get((wire.number, kind))
-        tag = self._tag(wire, kind)
+        kind = self._kinds[action.microbatch or 0]
+        layout, tag = self._layouts.get((wire.number, kind)), self._tag(wire, kind)
         device = self.stages[action.stage].device
         if layout is None:
-            if tree is None and any(leaf is None for leaf in leaves):
-                layout = self._flagged(action, kind, leaves)
-            else:
-                layout = _described(leaves, tree)
-            self._layouts[wire.number, kind] = layout
+            layout = self._layouts[wire.number, kind] = describe()
             self._transport.describe(wire.peer, tag, layout.describe())
         if layout.leaves[:1] == (_FLAGS,):
             flags = torch.tensor([leaf is not None for leaf in leaves], dtype=torch.uint8)
@@ -656,34 +609,6 @@ class Interpreter:
         if tensors:
             self._transport.send(wire.peer, tag, tensors, wire.channel[2])
 
-    def _flagged(self, action: Action, kind: int, gradients: Sequence[Tensor | None]) -> Layout:
-        """The layout of gradients of which some are missing: flags tell, message by message, which.
-
-        A missing gradient travels as zeros, as large as the value that came forward.
-        """
-        learning: dict[Edge, list[TensorLayout]] = {}
-        for receive, _ in self._program.instructions:
-            if receive.op is not Op.RECV_F or receive.microbatch != action.microbatch:
-                continue
-            # A value for several stages of this rank came with the message for one of them.
-            wire = self._program.wire(receive)
-            came = self._layouts.get((wire.number, kind))
-            if came is None:
-                continue
-            payload = unflatten(list(range(len(came.leaves))), came.tree)
-            values = [payload] if len(wire.edges) == 1 else payload
-            for (edge, _), value in zip(wire.edges, values, strict=True):
-                learning[edge] = [
-                    leaf._replace(strides=None, learns=False)
-                    for leaf in map(came.leaves.__getitem__, flatten(value)[0])
-                    if isinstance(leaf, TensorLayout) and leaf.learns
-                ]
-        flags = layout_of(torch.empty(len(gradients), dtype=torch.uint8))
-        layouts = [
-            layout for edge, _ in self._program.wire(action).edges for layout in learning[edge]
-        ]
-        return Layout(flatten([0])[1], (_FLAGS, flags, *layouts))
-
     def _tag(self, wire: Wire, kind: int) -> int:
         return FIRST_TAG + kind * 2 * self._program.schedule.stages**2 + wire.number
 
@@ -691,7 +616,7 @@ class Interpreter:
         """Start to receive, if it is known what; otherwise when the first message of the kind has told it."""
         wire = self._program.wire(action)
         queue = self._queued[wire.channel]
-        known = (wire.number, self._data.kinds[action.microbatch or 0]) in self._layouts
+        known = (wire.number, self._kinds[action.microbatch or 0]) in self._layouts
         self._arriving[action] = None
         if known and not queue:
             self._post(action, wire)
@@ -700,7 +625,7 @@ class Interpreter:
 
     def _post(self, action: Action, wire: Wire) -> None:
         assert self._transport is not None
-        kind = self._data.kinds[action.microbatch or 0]
+        kind = self._kinds[action.microbatch or 0]
         layout = self._layouts[wire.number, kind]
         self._arriving[action] = (
             self._transport.post(wire.peer, self._tag(wire, kind), layout.tensors, wire.channel[2])
@@ -719,20 +644,20 @@ class Interpreter:
         while action in queue:
             first = queue.popleft()
             first_wire = self._program.wire(first)
-            kind = self._data.kinds[first.microbatch or 0]
+            kind = self._kinds[first.microbatch or 0]
             if (first_wire.number, kind) not in self._layouts:
                 text = transport.described(first_wire.peer, self._tag(first_wire, kind))
                 self._layouts[first_wire.number, kind] = Layout.read(text)
             self._post(first, first_wire)
         arrival = self._arriving.pop(action)
-        layout = self._layouts[wire.number, self._data.kinds[microbatch]]
+        layout = self._layouts[wire.number, self._kinds[microbatch]]
         arrived = iter(arrival.take() if arrival is not None else ())
         leaves = [
             _rebuilt(next(arrived), leaf) if isinstance(leaf, TensorLayout) else leaf
             for leaf in layout.leaves
         ]
         for send in self._program.proves.get(action, ()):
-            kind = self._data.kinds[send.microbatch or 0]
+            kind = self._kinds[send.microbatch or 0]
             left = self._program.wire(send)
             transport.let_go(left.peer, self._tag(left, kind))
         if action.op is Op.RECV_F:
@@ -742,7 +667,7 @@ class Interpreter:
                 flags, gradients = leaves[1].tolist(), leaves[2:]
                 leaves = [g if there else None for there, g in zip(flags, gradients, strict=True)]
             self._store_gradients(wire, microbatch, leaves)
-        if self._data.hooks is not None:
+        if self._hooks is not None:
             self._seen = (None, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
             self._call_hooks("after", action)
 
@@ -764,15 +689,10 @@ class Interpreter:
         assert self._transport is not None
         self._transport.settle()
 
-    def _check_taken(self) -> None:
-        if self._arriving:
-            unused = ", ".join(map(str, self._arriving))
-            raise MessageError(f"no action used what arrived with {unused}")
-
     # ---- sharded stages
 
     def _adapt(self, action: Action, method: str) -> None:
-        adapter = self._data.adapters.get(action.stage)
+        adapter = self._step.adapters.get(action.stage)
         if adapter is not None:
             getattr(adapter, method)()
 
@@ -848,22 +768,20 @@ def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:
     return total
 
 
-def _described(leaves: Sequence[Any], tree: Any) -> Layout:
-    """The layout of the first message of a kind; gradients come without a structure."""
-    layouts = tuple(_layout(leaf, forward=tree is not None) for leaf in leaves)
-    return Layout(flatten([0])[1] if tree is None else tree, layouts)
-
-
-def _layout(leaf: Any, *, forward: bool) -> Any:
+def _layout(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     if type(leaf) is Tensor or isinstance(leaf, torch.nn.Parameter):
-        layout = layout_of(leaf)
-        return layout if forward else layout._replace(strides=None, learns=False)
+        return layout_of(leaf)
     # A result of a collective that is under way does not require grad any more once it is waited for.
-    learns = forward and leaf.requires_grad
+    learns = leaf.requires_grad
     local, sharding = take_apart(arrived(leaf))
     return layout_of(local)._replace(strides=None, learns=learns, sharding=sharding)
+
+
+def _gradient_like(leaf: Any) -> Any:
+    """The layout of a gradient of a tensor like this."""
+    return _layout(leaf)._replace(strides=None, learns=False)
 
 
 def _checked(
@@ -875,39 +793,34 @@ def _checked(
         SpecError: a leaf is not what the first message of its kind told.
     """
     if len(leaves) != len(layout.leaves):
-        raise SpecError(
-            f"{action}: {len(leaves)} values, but the first message of this kind had {len(layout.leaves)}; "
-            "what a stage returns may depend on the shapes of its arguments, not on the numbers in them"
-        )
+        raise _unlike(action, f"{len(leaves)} values", len(layout.leaves))
     tensors = []
     for leaf, expected in zip(leaves, layout.leaves, strict=True):
-        if isinstance(expected, TensorLayout):
-            tensors.append(_fitting(action, leaf, expected, device))
-        elif isinstance(leaf, Tensor) or leaf != expected:
-            shown = str(layout_of(leaf)) if isinstance(leaf, Tensor) else repr(leaf)
-            raise SpecError(
-                f"{action}: {shown} where the first message of this kind had {expected!r}; what a stage "
-                "returns may depend on the shapes of its arguments, not on the numbers in them"
-            )
+        if not isinstance(expected, TensorLayout):
+            if isinstance(leaf, Tensor) or leaf != expected:
+                raise _unlike(action, _shown(leaf), repr(expected))
+            continue
+        if leaf is None and action.op is Op.SEND_B:
+            leaf = expected.empty(device).zero_()
+        elif isinstance(leaf, Tensor) and type(leaf) is not Tensor:
+            leaf = take_apart(arrived(leaf), expected.sharding)[0]
+        if not isinstance(leaf, Tensor) or leaf.shape != expected.shape:
+            raise _unlike(action, _shown(leaf), expected)
+        if leaf.dtype != expected.torch_dtype:
+            raise _unlike(action, _shown(leaf), expected)
+        tensors.append(leaf)
     return tensors
 
 
-def _fitting(action: Action, leaf: Any, expected: TensorLayout, device: torch.device) -> Tensor:
-    if leaf is None and action.op is Op.SEND_B:
-        return expected.empty(device).zero_()
-    if isinstance(leaf, Tensor):
-        if type(leaf) is not Tensor:
-            leaf = take_apart(arrived(leaf), expected.sharding)[0]
-        tensor: Tensor = leaf
-        if tensor.shape == expected.shape and tensor.dtype == expected.torch_dtype:
-            return tensor
-        shown = str(layout_of(tensor))
-    else:
-        shown = repr(leaf)
-    raise SpecError(
+def _unlike(action: Action, shown: str, expected: object) -> SpecError:
+    return SpecError(
         f"{action}: {shown} where the first message of this kind had {expected}; what a stage returns may "
         "depend on the shapes of its arguments, not on the numbers in them"
     )
+
+
+def _shown(leaf: Any) -> str:
+    return str(layout_of(leaf)) if isinstance(leaf, Tensor) else repr(leaf)
 
 
 def _rebuilt(tensor: Tensor, layout: TensorLayout) -> Tensor:

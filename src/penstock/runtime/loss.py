@@ -8,10 +8,10 @@ plain loop, :func:`collect_losses` does so.
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, Literal, NamedTuple, SupportsFloat, TypedDict, cast, get_args
 
 import torch
@@ -60,10 +60,6 @@ class Losses:
     def __exit__(self, *_: object) -> None:
         _collected.reset(self._token)
 
-    def add(self, term: Term) -> None:
-        """Note a term."""
-        self.terms.append(term)
-
     def clear(self) -> None:
         """Forget all terms."""
         self.terms = []
@@ -81,12 +77,6 @@ class Losses:
             term = value.detach().reshape(()).clone()
             sums[name] = sums[name] + term if name in sums else term
         return sums
-
-    def __iter__(self) -> Iterator[Term]:
-        return iter(self.terms)
-
-    def __len__(self) -> int:
-        return len(self.terms)
 
 
 _collected: ContextVar[Losses | None] = ContextVar("penstock_losses", default=None)
@@ -136,7 +126,7 @@ def add_loss(name: str, value: Tensor, weight: float = 1.0) -> None:
             f"add_loss({name!r}, ...) was called with gradients disabled, so it would train nothing; call it "
             "outside of no_grad() and of checkpoints with use_reentrant=True, or with weight=0 to report it"
         )
-    losses.add(Term(name, gathered(value), float(weight)))
+    losses.terms.append(Term(name, gathered(value), float(weight)))
 
 
 # ---- metrics
@@ -173,76 +163,17 @@ def _shown(value: Any) -> Any:
     return list(value.shape) if isinstance(value, Tensor) else type(value).__name__
 
 
-# ---- how much each microbatch counts, in the reported loss and in the gradients
+# ---- the loss of a batch, and how much each microbatch counts in it
 
 
+Reduction = Literal["mean", "sum"]
+"""Whether the loss of a microbatch is a mean or a sum over its items."""
+LossFunction = Callable[[Any, Any], Tensor]
+"""``(output, target)`` of a microbatch -> its loss, a scalar tensor."""
 LossWeight = float | Sequence[float] | Callable[[Any], Any]
 """The weight of a batch, of each microbatch, or a function from a microbatch's target to its weight."""
-
-
-def count(weight: LossWeight | None, samples: Sequence[int], targets: Sequence[Any]) -> list[float]:
-    """The weight of each microbatch.
-
-    Args:
-        weight: a single number is divided among the microbatches in proportion to their samples. Without it,
-            each microbatch counts by its number of samples.
-        samples: of each microbatch; all 0 if nothing is split, and then all microbatches count the same.
-        targets: of each microbatch.
-
-    Raises:
-        UsageError: a weight is not a number or below 0, or there is not one for each microbatch.
-    """
-    if callable(weight):
-        return _check_counts(_numbers([weight(target) for target in targets]))
-    check_weight("loss_weight", weight)
-    if isinstance(weight, Sequence):
-        if len(weight) != len(samples):
-            raise UsageError(
-                f"loss_weight: {len(weight)} numbers for {len(samples)} microbatches; "
-                "give one for each, one for the batch, or a function of the target"
-            )
-        return _check_counts(_numbers(weight))
-    counts = [float(number) for number in samples] if any(samples) else [1.0] * len(samples)
-    if weight is None:
-        return counts
-    total = sum(counts)
-    return _check_counts([float(weight) * number / total for number in counts])
-
-
-def check_weight(name: str, weight: LossWeight | None) -> None:
-    """Check that an argument is a valid weight.
-
-    Raises:
-        UsageError: it is neither a number, nor a list of numbers, nor a function.
-    """
-    is_number = isinstance(weight, SupportsFloat) and not isinstance(weight, Sequence)
-    is_list = isinstance(weight, Sequence) and not isinstance(weight, str | bytes)
-    if not (weight is None or callable(weight) or is_number or is_list):
-        raise UsageError(
-            f"{name}={weight!r}: must be a number for the batch, a list of one for each microbatch, or a "
-            "function of the target"
-        )
-
-
-def _numbers(items: Sequence[Any]) -> list[float]:
-    """Numbers as floats; tensors that hold one number are brought to the CPU together."""
-    if items and all(isinstance(item, Tensor) and item.numel() == 1 for item in items):
-        joined: list[float] = torch.stack([item.detach().reshape(()) for item in items]).tolist()
-        return [float(item) for item in joined]
-    try:
-        return [float(item) for item in items]
-    except (TypeError, ValueError, RuntimeError) as error:
-        kinds = sorted({type(item).__name__ for item in items})
-        raise UsageError(f"loss_weight gave {', '.join(kinds)}; it must return a number") from error
-
-
-def _check_counts(counts: list[float]) -> list[float]:
-    for index, number in enumerate(counts):
-        if not 0 <= number < math.inf:
-            raise UsageError(
-                f"loss_weight of microbatch {index} is {number}; it must be a number of at least 0"
-            )
-    return counts
+NonFinite = Literal["stop", "skip", "warn"]
+"""What to do about a step whose loss or gradients are infinite or ``nan``."""
 
 
 @dataclass(frozen=True)
@@ -268,101 +199,6 @@ class Replicas:
     def added(self, values: Tensor) -> Tensor:
         """The sum of numbers over the replicas."""
         return values if self.number == 1 else self.add(values)
-
-
-@dataclass(frozen=True)
-class Scale:
-    """What else the gradients of a step are scaled by.
-
-    Args:
-        accumulate: the number of steps whose gradients together equal those of one large batch.
-        total: what the loss is divided by, in place of the weight of this batch.
-        factor: of a loss scaler.
-    """
-
-    accumulate: int = 1
-    total: float | None = None
-    factor: float = 1.0
-
-    def __post_init__(self) -> None:
-        if whole_number("accumulate", self.accumulate) < 1:
-            raise UsageError(f"accumulate={self.accumulate}: must be at least 1 step")
-        known = self.total is None or isinstance(self.total, SupportsFloat)
-        if not known or (self.total is not None and not 0 <= float(self.total) < math.inf):
-            raise UsageError(f"total_weight={self.total!r}: must be a number of at least 0")
-        if self.total is not None and self.accumulate != 1:
-            raise UsageError(
-                "give accumulate= or total_weight=, not both: each says what the loss is divided by"
-            )
-
-
-@dataclass(frozen=True)
-class Weights:
-    """How much each microbatch of a step counts.
-
-    Attributes:
-        counts: the weight of each microbatch.
-        shares: the factor of each microbatch's loss in the loss of the batch.
-        seeds: the factor of each microbatch's loss in backward.
-        total: the sum of all weights, over all replicas.
-    """
-
-    counts: Sequence[float] = ()
-    shares: Sequence[float] = ()
-    seeds: Sequence[float] = ()
-    total: float = 0.0
-
-    @property
-    def mark(self) -> float:
-        """A number that differs if gradients are scaled differently."""
-        return sum(place * seed for place, seed in enumerate(self.seeds, start=1))
-
-
-def weigh(
-    reduction: Literal["mean", "sum"],
-    counts: Sequence[float],
-    *,
-    weighted: bool = False,
-    scale: Scale | None = None,
-    replicas: Replicas | None = None,
-) -> Weights:
-    """What each microbatch's loss is multiplied by.
-
-    For a mean, that is its weight divided by the weight of all. A sum is divided only if the user gives
-    weights. If all weights are 0, so are the loss and its gradients.
-
-    Args:
-        reduction: ``"mean"`` or ``"sum"``.
-        counts: the weight of each microbatch.
-        weighted: whether the user gave the weights.
-        scale: what else gradients are scaled by.
-        replicas: the replicas, which must all call this together.
-    """
-    scale, replicas = scale or Scale(), replicas or Replicas()
-    divides = reduction == "mean" or weighted
-    parts = counts if reduction == "mean" else [1.0] * len(counts)
-    total = float(replicas.added(torch.tensor([sum(counts)], dtype=torch.float64)))
-    shares = _over(parts, total if divides else 1.0)
-    divisor = scale.total
-    if divisor is None:
-        divisor = total * scale.accumulate if divides else 1.0
-    factor = scale.factor * (replicas.number if replicas.averaged else 1)
-    return Weights(counts, shares, [factor * part for part in _over(parts, divisor)], total)
-
-
-def _over(parts: Sequence[float], divisor: float) -> list[float]:
-    return [part / divisor if divisor else 0.0 for part in parts]
-
-
-# ---- the loss of a batch from the losses of its microbatches
-
-
-Reduction = Literal["mean", "sum"]
-"""Whether the loss of a microbatch is a mean or a sum over its items."""
-LossFunction = Callable[[Any, Any], Tensor]
-"""``(output, target)`` of a microbatch -> its loss, a scalar tensor."""
-NonFinite = Literal["stop", "skip", "warn"]
-"""What to do about a step whose loss or gradients are infinite or ``nan``."""
 
 
 class LossOptions(TypedDict, total=False):
@@ -393,20 +229,38 @@ class LossOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
+class Weights:
+    """How much each microbatch of a step counts.
+
+    Attributes:
+        counts: the weight of each microbatch.
+        shares: the factor of each microbatch's loss in the loss of the batch.
+        seeds: the factor of each microbatch's loss in backward.
+        total: the sum of all weights, over all replicas.
+    """
+
+    counts: Sequence[float] = ()
+    shares: Sequence[float] = ()
+    seeds: Sequence[float] = ()
+    total: float = 0.0
+
+    @property
+    def mark(self) -> float:
+        """A number that differs if gradients are scaled differently."""
+        return sum(place * seed for place, seed in enumerate(self.seeds, start=1))
+
+
+@dataclass(frozen=True)
 class Loss:
-    """A loss function, its reduction over a batch, and the metrics that are measured with it.
+    """A loss function with its options, see :class:`LossOptions`, for a Pipeline or for one of its steps.
 
     Backward of a microbatch starts from the microbatch's weight, so that the microbatches' gradients add up
     to those of the batch, and are never rescaled afterwards.
 
     Args:
         function: ``(output, target) -> scalar``.
-        reduction: ``"mean"`` if it averages, ``"sum"`` if it adds up.
-        weight: the number of items that a microbatch's loss is the mean or sum of; by default its samples.
-        metrics: functions by name, ``(output, target)`` -> a number, or a pair of a sum and its count.
-        accumulate: the number of steps whose gradients together equal those of one large batch.
-        replicas: the pipelines that train the same weights on other data.
-        nonfinite: what to do about a step whose loss or gradients are not finite.
+        total_weight: what the loss is divided by in backward, in place of the weight of the batch.
+        factor: that of a loss scaler.
 
     Raises:
         UsageError: an option has no valid value.
@@ -414,68 +268,103 @@ class Loss:
 
     function: LossFunction
     reduction: Reduction = "mean"
-    weight: LossWeight | None = None
+    loss_weight: LossWeight | None = None
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     accumulate: int = 1
     replicas: Replicas = field(default_factory=Replicas)
     nonfinite: NonFinite = "stop"
+    total_weight: float | None = None
+    factor: float = 1.0
 
     def __post_init__(self) -> None:
         if self.reduction not in get_args(Reduction):
             raise UsageError(f"reduction={self.reduction!r}: must be 'mean' or 'sum'")
         if self.nonfinite not in get_args(NonFinite):
             raise UsageError(f"nonfinite={self.nonfinite!r}: must be 'stop', 'skip' or 'warn'")
-        check_weight("loss_weight", self.weight)
+        weight, total = self.loss_weight, self.total_weight
+        is_number = isinstance(weight, SupportsFloat) and not isinstance(weight, Sequence)
+        is_list = isinstance(weight, Sequence) and not isinstance(weight, str | bytes)
+        if not (weight is None or callable(weight) or is_number or is_list):
+            raise UsageError(
+                f"loss_weight={weight!r}: must be a number for the batch, a list of one for each microbatch, "
+                "or a function of the target"
+            )
         if whole_number("accumulate", self.accumulate) < 1:
             raise UsageError(f"accumulate={self.accumulate}: must be at least 1 step")
-        _check_function("loss_fn", self.function)
-        if not isinstance(self.metrics, Mapping):
-            raise UsageError(f"metrics={self.metrics!r}: must be functions by name, in a dict")
-        for name, metric in self.metrics.items():
-            _check_function(f"metrics[{name!r}]", metric)
+        if total is not None and not (isinstance(total, SupportsFloat) and 0 <= float(total) < inf):
+            raise UsageError(f"total_weight={total!r}: must be a number of at least 0")
 
-    def weighed(self, weight: LossWeight | None) -> Loss:
-        """The same with another weight, unless it is None."""
-        return self if weight is None else replace(self, weight=weight)
-
-    def scale(self, accumulate: int | None, total: float | None, factor: float) -> Scale:
-        """What else the gradients of a step are scaled by.
-
-        Args:
-            accumulate: for this step, in place of the default.
-            total: what the loss is divided by.
-            factor: of a loss scaler.
+    def in_step(
+        self,
+        loss_weight: LossWeight | None = None,
+        accumulate: int | None = None,
+        total_weight: float | None = None,
+        factor: float = 1.0,
+    ) -> Loss:
+        """The loss of one step, with what the step says in place of the Pipeline's options.
 
         Raises:
-            UsageError: the arguments contradict each other.
+            UsageError: the arguments are wrong or contradict each other.
         """
-        usual = self.accumulate if total is None else 1
-        scale = Scale(usual if accumulate is None else accumulate, total, factor)
-        if self.weight is not None and scale.accumulate > 1:
+        options: dict[str, Any] = {} if loss_weight is None else {"loss_weight": loss_weight}
+        if total_weight is not None:
+            options |= {"accumulate": 1, "total_weight": total_weight}
+        if accumulate is not None:
+            options["accumulate"] = accumulate
+        loss = replace(self, factor=factor, **options) if options or factor != 1 else self
+        if loss.accumulate > 1 and total_weight is not None:
+            raise UsageError(
+                "give accumulate= or total_weight=, not both: each says what the loss is divided by"
+            )
+        if loss.accumulate > 1 and loss.loss_weight is not None:
             raise UsageError(
                 "accumulate= with loss_weight=: the weights of the other steps are not known; give "
                 "total_weight=, which is the weight of all of them together, or give all batches in one step"
             )
-        return scale
+        return loss
 
     def counts(self, samples: Sequence[int], targets: Sequence[Any]) -> list[float]:
-        """The weight of each microbatch, from how many samples it has and its target."""
-        return count(self.weight, samples, targets)
+        """The weight of each microbatch.
 
-    def weights(self, counts: Sequence[float], scale: Scale | None = None) -> Weights:
-        """What each microbatch's loss is multiplied by before its backward.
+        Without ``loss_weight`` it is the number of samples; a single number is divided in proportion to them.
 
         Args:
-            counts: the weight of each microbatch.
-            scale: what else gradients are scaled by.
+            samples: of each microbatch; all 0 if nothing is split, and then all microbatches count the same.
+            targets: of each microbatch.
+
+        Raises:
+            UsageError: a weight is not a number or below 0, or there is not one for each microbatch.
         """
-        return weigh(
-            self.reduction,
-            counts,
-            weighted=self.weight is not None,
-            scale=scale,
-            replicas=self.replicas,
-        )
+        weight = self.loss_weight
+        if callable(weight):
+            return _checked_counts([weight(target) for target in targets])
+        if isinstance(weight, Sequence):
+            if len(weight) != len(samples):
+                raise UsageError(
+                    f"loss_weight: {len(weight)} numbers for {len(samples)} microbatches; "
+                    "give one for each, one for the batch, or a function of the target"
+                )
+            return _checked_counts(weight)
+        counts = [float(number) for number in samples] if any(samples) else [1.0] * len(samples)
+        if weight is None:
+            return counts
+        return _checked_counts([float(weight) * number / sum(counts) for number in counts])
+
+    def weigh(self, counts: Sequence[float]) -> Weights:
+        """What each microbatch's loss is multiplied by; all replicas call this together.
+
+        For a mean, that is its weight divided by the weight of all. A sum is divided only if the user gives
+        weights. If all weights are 0, so are the loss and its gradients.
+        """
+        divides = self.reduction == "mean" or self.loss_weight is not None
+        parts = counts if self.reduction == "mean" else [1.0] * len(counts)
+        total = float(self.replicas.added(torch.tensor([sum(counts)], dtype=torch.float64)))
+        divisor = self.total_weight
+        if divisor is None:
+            divisor = total * self.accumulate if divides else 1.0
+        factor = self.factor * (self.replicas.number if self.replicas.averaged else 1)
+        seeds = [factor * part for part in _over(parts, divisor)]
+        return Weights(counts, _over(parts, total if divides else 1.0), seeds, total)
 
     def of_microbatch(self, output: Any, target: Any) -> Tensor:
         """The loss of a microbatch, not scaled.
@@ -486,7 +375,7 @@ class Loss:
         loss = self.function(output, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise UsageError(f"loss_fn must return a scalar tensor, not {_shown(loss)}")
-        if _requires_grad(output) and torch.is_grad_enabled() and not loss.requires_grad:
+        if not loss.requires_grad and torch.is_grad_enabled() and _requires_grad(output):
             raise UsageError(
                 "loss_fn returned a loss that requires no grad for an output that does, so it would train "
                 "nothing; leave out detach(), item() and the like, and for a constant add output.sum() * 0"
@@ -494,11 +383,32 @@ class Loss:
         return loss
 
 
-def _check_function(name: str, function: Any) -> None:
-    """Check that a function can be called with an output and a target.
+def _checked_counts(items: Sequence[Any]) -> list[float]:
+    """Weights as floats; tensors that hold one number are brought to the CPU together."""
+    if items and all(isinstance(item, Tensor) and item.numel() == 1 for item in items):
+        items = torch.stack([item.detach().reshape(()) for item in items]).tolist()
+    try:
+        counts = [float(item) for item in items]
+    except (TypeError, ValueError, RuntimeError) as error:
+        kinds = sorted({type(item).__name__ for item in items})
+        raise UsageError(f"loss_weight gave {', '.join(kinds)}; it must return a number") from error
+    for index, number in enumerate(counts):
+        if not 0 <= number < inf:
+            raise UsageError(
+                f"loss_weight of microbatch {index} is {number}; it must be a number of at least 0"
+            )
+    return counts
+
+
+def _over(parts: Sequence[float], divisor: float) -> list[float]:
+    return [part / divisor if divisor else 0.0 for part in parts]
+
+
+def check_function(name: str, function: Any) -> None:
+    """Check that a loss function or metric, given as the argument ``name``, takes an output and a target.
 
     Raises:
-        UsageError: it cannot; the message names the argument that it was given as.
+        UsageError: it does not.
     """
     if isinstance(function, type) or not callable(function):
         hint = (

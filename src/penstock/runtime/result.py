@@ -117,6 +117,7 @@ class _Term(NamedTuple):
 
 _Row = tuple[str, str]
 """A kind of number and its name: ("main", ""), ("loss", name), ("over", metric) ..."""
+_MAIN, _ADDED = ("main", ""), ("added", "")
 
 
 class StepTally:
@@ -137,16 +138,16 @@ class StepTally:
         # A copy, since the scalar from a loss function may be a view of memory as large as the output.
         value = loss.detach().clone()
         share = self._weights.shares[microbatch]
-        self._terms["main", ""].append(_Term(microbatch, stage, value, share))
+        self._terms[_MAIN].append(_Term(microbatch, stage, value, share))
 
     def add_losses(self, microbatch: int, stage: int, losses: Losses) -> None:
         """Note the losses that a stage added to a microbatch's."""
         share = self._weights.shares[microbatch]
         for name, value in losses.named().items():
             self._terms["loss", name].append(_Term(microbatch, stage, value, share))
-        for _, value, weight in losses:
+        for _, value, weight in losses.terms:
             term = _Term(microbatch, stage, value.detach().clone(), share * weight)
-            self._terms["added", ""].append(term)
+            self._terms[_ADDED].append(term)
 
     def measure(self, microbatch: int, stage: int, output: Any, target: Any) -> None:
         """Evaluate the metrics of a microbatch."""
@@ -160,7 +161,7 @@ class StepTally:
 
     def main_losses(self) -> list[Tensor]:
         """The losses of the microbatches in order, on the rank that computed them."""
-        terms = sorted(self._terms.get(("main", ""), ()), key=lambda term: term.microbatch)
+        terms = sorted(self._terms.get(_MAIN, ()), key=lambda term: term.microbatch)
         return [term.value for term in terms if isinstance(term.value, Tensor)]
 
     def sums(self) -> dict[_Row, float]:
@@ -185,26 +186,27 @@ def _read(values: Sequence[Number]) -> list[float]:
 
 
 class Numbers:
-    """Adds up the numbers of steps over the ranks: one sum a step, unless a loss has a new name.
+    """Adds up the numbers of steps over the ranks: one sum a step, unless one has a new name.
 
-    Args:
-        transport: this rank's end; None if all ranks share this process.
+    What is known by name has one place in the sum on every rank, where 0 says that a rank has no such number.
     """
 
-    def __init__(self, transport: Transport | None) -> None:
-        self._transport = transport
-        self._names: tuple[str, ...] = ()
-
-    def use_transport(self, transport: Transport) -> None:
-        """Add up through another end."""
-        self._transport = transport
+    def __init__(self) -> None:
+        self._rows: tuple[_Row, ...] = ()
 
     def share(
-        self, tally: StepTally, loss: Loss | None, weights: Weights, *, finite: bool = True
+        self,
+        transport: Transport | None,
+        tally: StepTally,
+        loss: Loss | None,
+        weights: Weights,
+        *,
+        finite: bool,
     ) -> StepResult:
         """The result of a step, the same on every rank.
 
         Args:
+            transport: this rank's end; None if all ranks share this process.
             tally: what this process has noted.
             loss: the loss, if one was computed.
             weights: of the microbatches.
@@ -214,71 +216,60 @@ class Numbers:
             AgreementError: the ranks were given, or computed, different weights.
         """
         sums = tally.sums()
-        metrics = tuple(loss.metrics) if loss is not None else ()
-        here = {name for kind, name in sums if kind == "loss"}
-        new = sorted(here.difference(self._names))
-        mark = weights.mark
-        row = _row(sums, metrics, self._names, here)
-        total = self._sum([*row, float(not finite), float(len(new)), mark, mark * mark])
-        *row, ill, unknown, once, squared = total
-        if self._transport is not None:
-            if _differ(self._transport.ranks, once, squared):
-                self._refuse(self._transport, weights)
-            if unknown:
-                new = [name for names in self._transport.exchange(new) for name in names]
+        new = [row for row in sums if row not in self._rows]
+        checks = [float(not finite), float(len(new)), weights.mark, weights.mark**2]
+        *numbers, ill, unknown, once, squared = _sum(transport, [*self._numbers(sums), *checks])
+        if transport is not None and _differ(transport.ranks, once, squared):
+            _refuse(transport, weights)
         if unknown:
-            self._names = tuple(sorted({*self._names, *new}))
-            row = self._sum(_row(sums, metrics, self._names, here))
+            if transport is not None:
+                new = [(kind, name) for rows in transport.exchange(new) for kind, name in rows]
+            self._rows = tuple(sorted({*self._rows, *new}))
+            numbers = _sum(transport, self._numbers(sums))
         if loss is not None and loss.replicas.number > 1:
-            *row, ill = loss.replicas.added(torch.tensor([*row, ill], dtype=torch.float64)).tolist()
-        return self._read_row(row, metrics, weights, finite=not ill)
+            row = torch.tensor([*numbers, ill], dtype=torch.float64)
+            *numbers, ill = loss.replicas.added(row).tolist()
+        there = numbers[len(self._rows) :]
+        values = {
+            row: value
+            for row, value, is_there in zip(self._rows, numbers, there, strict=False)
+            if is_there
+        }
+        main, added = values.get(_MAIN, 0.0), values.get(_ADDED, 0.0)
+        losses = {name: value for (kind, name), value in values.items() if kind == "loss"}
+        metrics = {
+            name: _ratio(values.get(("over", name), 0.0), values.get(("under", name), 0.0))
+            for name in (loss.metrics if loss is not None else ())
+        }
+        is_finite = not ill and math.isfinite(main + added)
+        return StepResult(main + added, {MAIN: main, **losses}, metrics, weights.total, is_finite)
 
-    def _sum(self, numbers: list[float]) -> list[float]:
-        if self._transport is None:
-            return numbers
-        total: list[float] = self._transport.sum(
-            torch.tensor(numbers, dtype=torch.float64)
-        ).tolist()
-        return total
-
-    def _refuse(self, transport: Transport, weights: Weights) -> None:
-        factor = max(weights.seeds, default=0.0)
-        mine = f"{weights.total:g} in all, gradients times up to {factor:g}"
-        rows = enumerate(transport.exchange(mine))
-        raise AgreementError(
-            f"ranks differ in the weights of the loss: {'; '.join(f'rank {r}: {text}' for r, text in rows)}; "
-            "give every rank the same loss_weight, total_weight, accumulate and scaler, and the same targets "
-            "where it is given any; discard the gradients of this step"
-        )
-
-    def _read_row(
-        self, row: list[float], metrics: Sequence[str], weights: Weights, *, finite: bool
-    ) -> StepResult:
-        keys = _keys(metrics, self._names)
-        values = dict(zip(keys, row, strict=False))
-        seen = dict(zip(self._names, row[len(keys) :], strict=True))
-        main, added = values["main", ""], values["added", ""]
-        losses = {name: values["loss", name] for name in self._names if seen[name]}
-        ratios = {name: _ratio(values["over", name], values["under", name]) for name in metrics}
-        finite = finite and math.isfinite(main + added)
-        return StepResult(main + added, {MAIN: main, **losses}, ratios, weights.total, finite)
+    def _numbers(self, sums: Mapping[_Row, float]) -> list[float]:
+        """One process's numbers in the order that all ranks know, then which of them it has."""
+        rows = self._rows
+        return [sums.get(row, 0.0) for row in rows] + [float(row in sums) for row in rows]
 
 
-def _row(
-    sums: Mapping[_Row, float], metrics: Sequence[str], names: Sequence[str], here: set[str]
-) -> list[float]:
-    """One process's numbers in a fixed order: sums, then which names of losses it has."""
-    numbers = [sums.get(key, 0.0) for key in _keys(metrics, names)]
-    return numbers + [float(name in here) for name in names]
+def _sum(transport: Transport | None, numbers: list[float]) -> list[float]:
+    if transport is None:
+        return numbers
+    total: list[float] = transport.sum(torch.tensor(numbers, dtype=torch.float64)).tolist()
+    return total
 
 
-def _keys(metrics: Sequence[str], names: Sequence[str]) -> list[_Row]:
-    measured = [(kind, name) for name in metrics for kind in ("over", "under")]
-    return [("main", ""), ("added", ""), *measured, *(("loss", name) for name in names)]
+def _refuse(transport: Transport, weights: Weights) -> None:
+    factor = max(weights.seeds, default=0.0)
+    rows = transport.exchange(f"{weights.total:g} in all, gradients times up to {factor:g}")
+    raise AgreementError(
+        "ranks differ in the weights of the loss: "
+        f"{'; '.join(f'rank {rank}: {text}' for rank, text in enumerate(rows))}; give every rank the same "
+        "loss_weight, total_weight, accumulate and scaler, and the same targets where it is given any; "
+        "discard the gradients of this step"
+    )
 
 
 def _ratio(over: float, under: float) -> float:
-    return over / under if under else float("nan")
+    return over / under if under else math.nan
 
 
 _ROUNDING = 1e-12

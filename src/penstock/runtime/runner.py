@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
 from inspect import Parameter, signature
-from itertools import count
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -17,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError, PoisonedError, SpecError, StageError, UsageError
-from penstock.faults import failing_module, without_own_frames
+from penstock.faults import Activity, failing_module, without_own_frames
 from penstock.parallel import Adapter, adapter_of, let_cross, unwrapped
 from penstock.rng import generators_kept
 from penstock.runtime.calls import (
@@ -25,19 +23,31 @@ from penstock.runtime.calls import (
     Agreement,
     Call,
     ModelCall,
-    Offer,
+    StepState,
     check_marks,
+    complete,
+    describe_call,
+    layout_in,
     merge_offers,
     raise_refusals,
+    word_of,
 )
-from penstock.runtime.hooks import Recorder
-from penstock.runtime.interpreter import Interpreter, Program, StepData, Takes
+from penstock.runtime.interpreter import Interpreter, Program, Takes
 from penstock.runtime.loss import Loss, Weights
-from penstock.runtime.result import Numbers, StepResult, StepTally
-from penstock.schedule import Edge, Op, Schedule, Span
+from penstock.runtime.result import Numbers
+from penstock.schedule import Edge, Op, Schedule
 from penstock.stage import PipelineStage, StageModule
 from penstock.transport import Transport
-from penstock.values import Batch, Layout, TensorLayout, check_plain, flatten, layout_of, unflatten
+from penstock.values import (
+    Batch,
+    Layout,
+    Microbatch,
+    TensorLayout,
+    check_plain,
+    layout_of,
+    tensors_in,
+    unflatten,
+)
 
 logger = logging.getLogger("penstock")
 Schedules: TypeAlias = Callable[..., Schedule]
@@ -47,33 +57,6 @@ _WEIGHTS, _WEIGHTS_TAG = 2, 8
 """The direction and the tag of messages that carry weights."""
 _REMEMBERED = 1024
 """How many calls are remembered; the oldest are forgotten first, the same ones on every rank."""
-
-
-@dataclass(frozen=True)
-class CallReport:
-    """What this process knows after a call.
-
-    Attributes:
-        schedule: the schedule that was run.
-        result: the loss, losses and metrics.
-        outputs: the last stage's, by microbatch, on every rank if they were asked for.
-        spans: when each action ran, if asked for.
-        presplit: whether the user split the batch, and so gets its outputs one by one.
-        losses: of the microbatches, not scaled, on the rank of the last stage.
-        kept: the last stage's outputs on its rank, if asked for.
-        batch_gradients: the batch's tensors that require grad, with their gradients.
-        flops: counts the model's floating-point operations, see :class:`StepResult`.
-    """
-
-    schedule: Schedule
-    result: StepResult
-    outputs: list[Any] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-    presplit: bool = False
-    losses: list[Tensor] = field(default_factory=list)
-    kept: list[Any] = field(default_factory=list)
-    batch_gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    flops: Callable[[], float | None] = lambda: None
 
 
 class Runner:
@@ -105,12 +88,11 @@ class Runner:
         self._planned = code if isinstance(code, StageModule) else None
         self._flops: dict[str, float] = {}
         self._by_rank = by_rank
-        self._numbers = Numbers(transport)
+        self._numbers = Numbers()
         self._adapters: dict[int, Adapter] = {}
         self._agreements: dict[tuple[int, ...], Agreement] = {}
-        self._described: set[int] = set()
+        self._looks: dict[Any, Any] = {}
         self._kinds: dict[str, int] = {}
-        self._kind_numbers = count()
         self._plans: dict[str, Any] = {}
         self._programs: dict[int, Program] = {}
         self._failure: BaseException | None = None
@@ -118,7 +100,9 @@ class Runner:
         named = {i: _argument_names(s) for i, s in self.stages.items()}
         rows = self.gather([[index, names] for index, names in named.items()])
         self._takes = Takes({index: names for row in rows for index, names in row})
-        self.interpreter = Interpreter(self.stages, transport, self._takes)
+        self.interpreter = Interpreter(
+            self.stages, Activity(0) if transport is None else transport.activity, self._takes
+        )
         self._devices = list({stage.device for stage in stages})
 
     @property
@@ -130,8 +114,6 @@ class Runner:
         """Put something between this rank and its transport; nothing where all ranks share this process."""
         if self.transport is not None:
             self.transport = wrap(self.transport)
-            self.interpreter.use_transport(self.transport)
-            self._numbers.use_transport(self.transport)
 
     @property
     def steps(self) -> int:
@@ -176,7 +158,7 @@ class Runner:
 
     # ---- a call
 
-    def run(self, call: Call) -> CallReport:
+    def run(self, call: Call) -> StepState:
         """Carry out a call.
 
         Raises:
@@ -188,9 +170,10 @@ class Runner:
         self.interpreter.activity.begin(self._steps)
         try:
             with torch.set_grad_enabled(call.trains):
-                agreement, weights = self._agree(call)
+                step = self._agree(call)
                 with generators_kept(self._devices if call.seed is not None else []):
-                    return self._carry_out(call, agreement, weights)
+                    self._carry_out(step)
+            return step
         except _Refused as refused:
             self._steps -= call.trains
             raise refused.error.with_traceback(None) from refused.error.__cause__
@@ -223,41 +206,18 @@ class Runner:
         self._failure = self.transport.watch.failed(error)
         return self._failure
 
-    def _carry_out(self, call: Call, agreement: Agreement, weights: Weights) -> CallReport:
-        schedule = agreement.program.schedule
-        loss, batch = call.loss, call.batch
-        self._route(agreement.model_call, schedule)
-        parts = agreement.model_call.complete(self.rank, batch.parts)
-        with self._adapted(call, agreement) as adapters:
-            data = StepData(
-                parts,
-                agreement.kinds,
-                agreement.plans,
-                loss,
-                batch.targets or [None] * len(parts),
-                weights,
-                StepTally(weights, loss.metrics if loss is not None else {}),
-                seed=call.seed,
-                keeps_outputs=call.outputs or call.keep,
-                trains=call.trains,
-                recorder=Recorder(self._devices[0]) if call.record else None,
-                hooks=call.hooks,
-                adapters=adapters,
-            )
-            self.interpreter.run(agreement.program, data)
+    def _carry_out(self, step: StepState) -> None:
+        call, agreement = step.call, step.agreement
+        self._route(agreement.model_call, agreement.program.schedule)
+        with self._adapted(step):
+            self.interpreter.run(agreement.program, step, self.transport)
         finite = not call.finite or has_finite_gradients(self.stages.values())
-        result = self._numbers.share(data.tally, loss, weights, finite=finite)
-        return CallReport(
-            schedule,
-            result,
-            self._share_outputs(agreement, data) if call.outputs else [],
-            data.recorder.spans if data.recorder is not None else [],
-            agreement.model_call.presplit,
-            data.tally.main_losses(),
-            [data.outputs[index] for index in sorted(data.outputs)] if call.keep else [],
-            data.batch_gradients,
-            partial(self._count_flops, agreement.model_call, 3 if call.trains else 1),
+        step.result = self._numbers.share(
+            self.transport, step.tally, call.loss, step.weights, finite=finite
         )
+        if call.outputs:
+            step.shared = self.share(step.kept, agreement.program.schedule.placement.rank_of[-1])
+        step.flops = partial(self._count_flops, agreement.model_call, 3 if call.trains else 1)
 
     def _count_flops(self, model_call: ModelCall, times: int) -> float | None:
         """The model's floating-point operations in a call, a number of times those of its forward."""
@@ -266,8 +226,9 @@ class Runner:
         total = 0.0
         for text, kind in zip(model_call.descriptions, model_call.kinds, strict=True):
             if text not in self._flops:
+                part = complete(Microbatch((), {}, 0), kind)
                 try:
-                    self._flops[text] = self._planned.flops(*_without_data(kind, self._devices[0]))
+                    self._flops[text] = self._planned.flops(part.args, part.kwargs)
                 except Exception as error:
                     logger.info(
                         "penstock: the operations of the model cannot be counted: %s", error
@@ -278,56 +239,47 @@ class Runner:
 
     # ---- the word before the step
 
-    def _agree(self, call: Call) -> tuple[Agreement, Weights]:
-        """What all ranks bring, remembered or described now; and the weights of the microbatches.
+    def _agree(self, call: Call) -> StepState:
+        """Learn what all ranks bring, from words that are known or from descriptions.
 
         Raises:
             _Refused: something is wrong with it; every rank raises this, and nothing has been changed.
         """
         let_cross(stage.module for stage in self.stages.values())
-        offer = Offer(call, self._traits())
-        counts = None
+        offer, counts, refusal = {}, None, call.refusal
         try:
             counts = _own_counts(call.loss, call.batch)
+            offer = describe_call(call, self._traits(), self._looks)
         except PenstockError as error:
-            offer.refuse(error)
-        if offer.word not in self._described:
-            try:
-                offer.describe()
-                self._described.add(offer.word)
-            except PenstockError as error:
-                offer.refuse(error)
-        words, marks = (offer.word,), (call.mark,)
+            refusal = refusal or error
+        word = REFUSED if refusal is not None else word_of(offer)
+        words, marks = (word,), (call.mark,)
         if self.transport is not None:
-            rows = self.transport.gather(torch.tensor([offer.word, call.mark]))
+            rows = self.transport.gather(torch.tensor([word, call.mark]))
             words, marks = zip(*[row.tolist() for row in rows], strict=True)
         try:
             if REFUSED in words:
-                raise_refusals(self.transport, offer.refusal)
+                raise_refusals(self.transport, refusal)
             agreement = self._agreements.get(words)
             if agreement is None:
-                agreement = self._make_agreement(call, merge_offers(self.gather(offer.describe())))
+                agreement = self._make_agreement(call, self.gather(offer))
                 self._agreements[words] = agreement
                 if len(self._agreements) > _REMEMBERED:
                     del self._agreements[next(iter(self._agreements))]
             check_marks(marks)
-            return agreement, self._weigh(call, agreement.model_call, counts)
+            weights = self._weigh(call.loss, agreement.model_call, counts)
         except PenstockError as error:
             raise _Refused(error) from None
+        return StepState(call, agreement, weights, self.rank, self._devices)
 
     def _traits(self) -> str:
         """Which parameters of this process's stages learn, and in which mode its modules are."""
-        return "".join(
-            [
-                f"{stage.module.training:d}"
-                + "".join(
-                    [f"{parameter.requires_grad:d}" for parameter in stage.module.parameters()]
-                )
-                for stage in self.stages.values()
-            ]
-        )
+        modules = [stage.module for stage in self.stages.values()]
+        flags = [[m.training, *(p.requires_grad for p in m.parameters())] for m in modules]
+        return "".join(["01"[flag] for row in flags for flag in row])
 
-    def _make_agreement(self, call: Call, model_call: ModelCall) -> Agreement:
+    def _make_agreement(self, call: Call, offers: Sequence[Mapping[str, Any]]) -> Agreement:
+        model_call = merge_offers(offers)
         plans = [self._plan(model_call, microbatch) for microbatch in range(model_call.count)]
         edges = _check_edges(plans) if self._planned is not None else None
         schedule = self.schedules(model_call.count, edges, trains=call.trains)
@@ -340,14 +292,10 @@ class Runner:
             program = self._programs[id(schedule)] = Program(schedule, rank)
             if self.transport is not None:
                 self.transport.open(program.channels)
-        traits = " ".join(self.gather(self._traits()))
-        kinds = []
-        for text in model_call.descriptions:
-            key = f"{traits} {schedule.stages} {text}"
-            if key not in self._kinds:
-                self._kinds[key] = next(self._kind_numbers)
-            kinds.append(self._kinds[key])
-        return Agreement(model_call, tuple(kinds), tuple(plans), program)
+        traits = " ".join(offer["traits"] for offer in offers)
+        texts = [f"{traits} {schedule.stages} {text}" for text in model_call.descriptions]
+        kinds = tuple(self._kinds.setdefault(text, len(self._kinds)) for text in texts)
+        return Agreement(model_call, kinds, tuple(plans), program)
 
     def _route(self, model_call: ModelCall, schedule: Schedule) -> None:
         """With ``by_rank``: send keyword arguments to the stages of the ranks that were passed them."""
@@ -362,9 +310,9 @@ class Runner:
             return None
         key = f"{torch.is_grad_enabled()} {self._traits()} {model_call.descriptions[microbatch]}"
         if key not in self._plans:
-            args, kwargs = _without_data(model_call.kinds[microbatch], self._devices[0])
+            part = complete(Microbatch((), {}, 0), model_call.kinds[microbatch])
             try:
-                self._plans[key] = self._planned.plan(args, kwargs)
+                self._plans[key] = self._planned.plan(part.args, part.kwargs)
             except PenstockError:
                 raise
             except Exception as error:
@@ -429,17 +377,18 @@ class Runner:
                 f"{error}); pass target=, at least on rank {rank}, which has the last stage"
             ) from error
 
-    def _weigh(self, call: Call, model_call: ModelCall, counts: Sequence[float] | None) -> Weights:
+    def _weigh(
+        self, loss: Loss | None, model_call: ModelCall, counts: Sequence[float] | None
+    ) -> Weights:
         """How much each microbatch counts, the same on every rank.
 
         If that depends on the targets and some ranks have none, the first rank that has them tells the
         others.
         """
-        loss = call.loss
         if loss is None:
             return Weights()
-        if not callable(loss.weight):
-            return loss.weights(loss.counts(model_call.samples, ()), call.scale)
+        if not callable(loss.loss_weight):
+            return loss.weigh(loss.counts(model_call.samples, ()) if counts is None else counts)
         if not any(model_call.targets):
             raise UsageError(
                 "loss_weight is a function of the target, but the step was given no target="
@@ -449,21 +398,22 @@ class Runner:
             mine = counts if tells and counts is not None else [0.0] * model_call.count
             counts = self.transport.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
         assert counts is not None
-        return loss.weights(counts, call.scale)
+        return loss.weigh(counts)
 
     # ---- replicated and sharded stages
 
     @contextmanager
-    def _adapted(self, call: Call, agreement: Agreement) -> Iterator[Mapping[int, Adapter]]:
+    def _adapted(self, step: StepState) -> Iterator[None]:
         """Put the adapters of replicated and sharded stages around a call; they reduce gradients then."""
-        adapters = self._find_adapters()
-        gathers = Op.UNSHARD not in agreement.program.schedule.ops
+        step.adapters = adapters = self._find_adapters()
+        gathers = Op.UNSHARD not in step.agreement.program.schedule.ops
         for index, adapter in adapters.items():
-            if call.trains and adapter.whole_backward:
+            if step.call.trains and adapter.whole_backward:
                 self.stages[index].reduce_later()
-            adapter.begin(agreement.model_call.count, trains=call.trains, gathers=gathers)
+            count = step.agreement.model_call.count
+            adapter.begin(count, trains=step.call.trains, gathers=gathers)
         try:
-            yield adapters
+            yield
             for adapter in adapters.values():
                 adapter.finish()
         except BaseException:
@@ -483,25 +433,35 @@ class Runner:
                     self._adapters.pop(index, None)
         return self._adapters
 
-    # ---- outputs of the last stage, for every rank
-
-    def _share_outputs(self, agreement: Agreement, data: StepData) -> list[Any]:
-        transport = self.transport
-        if transport is None:
-            return [data.outputs[index] for index in sorted(data.outputs)]
-        schedule = agreement.program.schedule
-        source = schedule.placement.rank_of[-1]
-        return [
-            _share(transport, source, data.outputs.get(index), self._devices[0])
-            for index in range(agreement.model_call.count)
-        ]
+    # ---- values of one rank, for all
 
     def share(self, value: Any, source: int) -> Any:
-        """The value of one rank, on every rank; all of them call this."""
+        """The value of one rank, on every rank; all of them call this.
+
+        Raises:
+            SpecError: it holds something that cannot travel.
+        """
         if self.transport is None:
             return value
         self.check_usable()
-        return _share(self.transport, source, value, self._devices[0])
+        description, problem = None, None
+        if self.rank == source:
+            try:
+                check_plain(value, "the model's output")
+                description = layout_in(value).describe()
+            except SpecError as error:
+                problem = str(error)
+        description, problem = self.transport.exchange([description, problem])[source]
+        if problem is not None:
+            raise SpecError(f"{problem}; or use step and eval without outputs=True")
+        layout = Layout.read(description)
+        if self.rank == source:
+            tensors = tensors_in(value)
+        else:
+            tensors = [entry.empty(self._devices[0]) for entry in layout.tensors]
+        arrived = iter([self.transport.broadcast(tensor, source) for tensor in tensors])
+        leaves = [next(arrived) if isinstance(x, TensorLayout) else x for x in layout.leaves]
+        return unflatten(leaves, layout.tree)
 
 
 class _Refused(Exception):
@@ -550,7 +510,7 @@ def _own_counts(loss: Loss | None, batch: Batch) -> list[float] | None:
         UsageError: a weight is not a valid number.
         StageError: the user's function raised.
     """
-    known = batch.targets if loss is not None and callable(loss.weight) else batch.samples
+    known = batch.targets if loss is not None and callable(loss.loss_weight) else batch.samples
     if loss is None or known is None:
         return None
     try:
@@ -561,37 +521,6 @@ def _own_counts(loss: Loss | None, batch: Batch) -> list[float] | None:
         raise StageError(
             f"loss_weight, called with a target, raised {type(error).__name__}: {error}"
         ) from error
-
-
-def _without_data(
-    kind: Mapping[int | str, Layout], device: torch.device
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call on the meta device, for the partition to plan with."""
-    values = {key: _meta(layout) for key, layout in kind.items()}
-    positions = sorted(key for key in values if isinstance(key, int))
-    kwargs = {key: value for key, value in values.items() if isinstance(key, str)}
-    return tuple(values[position] for position in positions), kwargs
-
-
-def _meta(layout: Layout) -> Any:
-    leaves = [
-        torch.empty_strided(
-            x.shape, x.strides or _contiguous(x.shape), dtype=x.torch_dtype, device="meta"
-        ).requires_grad_(x.learns)
-        if isinstance(x, TensorLayout)
-        else x
-        for x in layout.leaves
-    ]
-    return unflatten(leaves, layout.tree)
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.insert(0, step)
-        step *= max(size, 1)
-    return tuple(strides)
 
 
 def _check_edges(plans: Sequence[Any]) -> tuple[Edge, ...]:
@@ -608,30 +537,3 @@ def _check_edges(plans: Sequence[Any]) -> tuple[Edge, ...]:
                 "of its shapes; give a batch that splits evenly, or microbatches of one shape"
             )
     return edges
-
-
-def _share(transport: Transport, source: int, output: Any, device: torch.device) -> Any:
-    """An output of the last stage, on every rank.
-
-    Raises:
-        SpecError: it holds something that cannot travel.
-    """
-    description, tensors, problem = None, [], None
-    if transport.rank == source:
-        leaves, tree = flatten(output)
-        try:
-            check_plain(output, "the model's output")
-            layouts = tuple(layout_of(x) if isinstance(x, Tensor) else x for x in leaves)
-            description = Layout(tree, layouts).describe()
-            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        except SpecError as error:
-            problem = str(error)
-    description, problem = transport.exchange([description, problem])[source]
-    if problem is not None:
-        raise SpecError(f"{problem}; or use step and eval without outputs=True")
-    layout = Layout.read(description)
-    if transport.rank != source:
-        tensors = [entry.empty(device) for entry in layout.tensors]
-    shared = iter([transport.broadcast(tensor, source) for tensor in tensors])
-    leaves = [next(shared) if isinstance(x, TensorLayout) else x for x in layout.leaves]
-    return unflatten(leaves, layout.tree)
