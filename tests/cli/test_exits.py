@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
 import typer
 
-from penstock.cli.main import PATIENCE, guarded, leaving_on_signals
-from penstock.errors import (
-    InputFileError,
-    NonFiniteError,
-    PeerFailed,
-    ScheduleError,
-    StageError,
-    UsageError,
-)
+from penstock.cli.main import PATIENCE, guarded
+from penstock.errors import InputFileError, NonFiniteError, PeerFailed, ScheduleError, UsageError
 
 Capture = pytest.CaptureFixture[str]
 
@@ -29,67 +24,80 @@ def raising(error: BaseException) -> Callable[[], None]:
     return run
 
 
-@pytest.mark.parametrize(("result", "status"), [(None, 0), (3, 3)])
-def test_a_command_s_own_status_is_kept(result: int | None, status: int) -> None:
-    assert guarded(lambda: result) == status
-
-
 @pytest.mark.parametrize(
     ("error", "status", "line"),
     [
-        (UsageError("steps=0 must be\nat least 1"), 2, "penstock: steps=0 must be at least 1\n"),
-        (ScheduleError("unknown"), 2, "penstock: unknown\n"),
-        (InputFileError("text: empty"), 65, "penstock: text: empty\n"),
-        (NonFiniteError("nan"), 76, "penstock: nan\n"),
-        (PeerFailed("rank 1 died", status=75), 75, "penstock: rank 1 died\n"),
-        (typer.BadParameter("wrong."), 2, "penstock: Invalid value: wrong; see --help\n"),
-        (KeyboardInterrupt(), 130, "penstock: interrupted\n"),
-        (typer.Abort(), 130, "penstock: interrupted\n"),
+        (UsageError("steps=0 must be\nat least 1"), 2, "steps=0 must be at least 1"),
+        (ScheduleError("unknown"), 2, "unknown"),
+        (InputFileError("text: empty"), 65, "text: empty"),
+        (NonFiniteError("nan"), 76, "nan"),
+        (PeerFailed("rank 1 died", status=75), 75, "rank 1 died"),
+        (typer.BadParameter("wrong."), 2, "Invalid value: wrong; see --help"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (typer.Abort(), 130, "interrupted"),
     ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
 def test_a_mistake_is_one_line(
     error: BaseException, status: int, line: str, capsys: Capture
 ) -> None:
     assert guarded(raising(error)) == status
-    assert capsys.readouterr().err == line
+    assert capsys.readouterr().err == f"penstock: {line}\n"
 
 
-@pytest.mark.parametrize("error", [StageError("stage 1"), ZeroDivisionError("user code")])
-def test_a_crash_keeps_its_traceback(error: Exception, capsys: Capture) -> None:
-    assert guarded(raising(error)) == 70
+def test_a_crash_keeps_its_traceback_and_a_command_its_own_status(capsys: Capture) -> None:
+    assert guarded(raising(ZeroDivisionError("user code"))) == 70
     shown = capsys.readouterr().err
     assert shown.startswith("Traceback")
-    assert str(error) in shown
+    assert "user code" in shown
+    assert [guarded(lambda: None), guarded(lambda: 3)] == [0, 3]
 
 
 def test_other_processes_let_the_first_one_speak(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    said_before: list[tuple[float, str]] = []
+    before: list[tuple[float, str]] = []
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(
         "penstock.cli.main.time.sleep",
-        lambda seconds: said_before.append((seconds, capsys.readouterr().err)),
+        lambda seconds: before.append((seconds, capsys.readouterr().err)),
     )
     assert guarded(raising(UsageError("wrong"))) == 2
-    assert said_before == [(PATIENCE, "")]
+    assert before == [(PATIENCE, "")]
     assert capsys.readouterr().err == "penstock: wrong\n"
     assert guarded(raising(KeyboardInterrupt())) == 130
     assert capsys.readouterr().err == ""
 
 
-def test_sigterm_leaves_through_what_is_open() -> None:
-    left: list[str] = []
+WAITS = """
+import sys, time
+from penstock.cli import main as command
+def wait():
+    try:
+        print("waits", flush=True)
+        time.sleep(100)
+    finally:
+        print("left", flush=True)
+        if "twice" in sys.argv:
+            time.sleep(100)
+command.app = lambda *_, **__: wait()
+sys.exit(command.main())
+"""
 
-    def terminate() -> None:
-        with leaving_on_signals():
-            try:
-                os.kill(os.getpid(), signal.SIGTERM)
-            finally:
-                left.append("left")
 
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit, match="143"):
-        terminate()
-    assert left
-    assert signal.getsignal(signal.SIGTERM) == before
+@pytest.mark.parametrize(
+    ("number", "twice", "status"),
+    [(signal.SIGTERM, False, 143), (signal.SIGINT, False, 130), (signal.SIGTERM, True, -15)],
+)
+def test_a_signal_leaves_through_what_is_open_and_a_second_one_at_once(
+    number: int, twice: bool, status: int
+) -> None:
+    command = [sys.executable, "-c", WAITS, *(["twice"] if twice else [])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waits\n"
+        os.kill(process.pid, number)
+        assert process.stdout.readline() == "left\n"
+        if twice:
+            os.kill(process.pid, number)
+    assert process.returncode == status

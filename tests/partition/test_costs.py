@@ -37,11 +37,6 @@ def test_costs_of_a_chain_are_those_one_can_count() -> None:
     ]
 
 
-def test_times_are_taken_of_forward_and_of_both_halves_of_backward() -> None:
-    units, _ = measure_units(layers(), PATHS, (torch.ones(3, 4),), repeats=2)
-    assert all(min(unit.forward, unit.input, unit.weight, unit.backward) > 0 for unit in units)
-
-
 class Between(nn.Module):
     """Code of the author between the units: a residual, a product in place, a skip to the end."""
 
@@ -59,17 +54,14 @@ class Between(nn.Module):
 
 @pytest.mark.parametrize("repeats", [0, 1])
 def test_code_between_units_counts_for_the_unit_before_it(repeats: int) -> None:
-    units, values = measure_units(
-        Between(),
-        ["first", "second", "third"],
-        (torch.ones(3, 4),),
-        {"scale": 0.5},
-        repeats=repeats,
-    )
+    paths, call = ["first", "second", "third"], ((torch.ones(3, 4),), {"scale": 0.5})
+    units, values = measure_units(Between(), paths, *call, repeats=repeats)
     product = 2 * 3 * 4 * 4
     # The last product is with what the first unit gives; the loss is the last unit's too.
     assert [unit.flops for unit in units] == [product, product, product + 2 * 3 * 4 * 3]
     assert [(v.source, v.targets) for v in values] == [(0, (1,)), (0, (2,)), (1, (2,))]
+    times = [time for unit in units for time in (unit.forward, unit.input, unit.weight)]
+    assert all(time > 0 for time in times) is bool(repeats)
 
 
 def test_a_table_shows_each_stage() -> None:
@@ -90,25 +82,6 @@ def test_stages_are_equal_by_what_is_measured(balance: Any) -> None:
         assert [name for name, _ in parts.modules[1].named_parameters()] == ["2.weight"]
 
 
-def test_without_data_all_but_times_are_measured() -> None:
-    model = layers().to("meta")
-    example: Any = ((torch.ones(3, 4),), {})
-    assert weigh_units(model, PATHS, "flops", example) == [192, 384, 96]
-    with pytest.raises(UsageError, match="meta device"):
-        weigh_units(model, PATHS, "time", example)
-
-
-def test_what_cannot_be_weighed_is_refused() -> None:
-    with pytest.raises(PartitionError, match=r"balance='flops' needs a call .* give example="):
-        weigh_units(layers(), PATHS, "flops")
-    with pytest.raises(UsageError, match=r"balance='speed': must be one of time, flops"):
-        weigh_units(layers(), PATHS, "speed", ((torch.ones(3, 4),), {}))
-    with pytest.raises(PartitionError, match="2 weights for 3 modules"):
-        weigh_units(layers(), PATHS, [1.0, 2.0])
-    with pytest.raises(UsageError, match=r"does not call these modules.*idle"):
-        measure_units(Idle(), ["used", "idle"], (torch.ones(1, 4),))
-
-
 class Idle(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -117,6 +90,24 @@ class Idle(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         used: Tensor = self.used(x)
         return used
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_cannot_be_weighed_is_refused() -> None:
+    example: Any = ((torch.ones(3, 4),), {})
+    without_data = layers().to("meta")
+    assert weigh_units(without_data, PATHS, "flops", example) == [192, 384, 96]
+    scripted = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+    for model, paths, balance, args, gist in (
+        (layers(), PATHS, "flops", None, r"balance='flops' needs a call .* give example="),
+        (layers(), PATHS, "speed", example, r"balance='speed': must be one of time, flops"),
+        (layers(), PATHS, [1.0, 2.0], None, "2 weights for 3 modules"),
+        (without_data, PATHS, "time", example, "meta device"),
+        (Idle(), ["used", "idle"], "flops", example, r"does not call these modules.*idle"),
+        (scripted, PATHS[:2], "flops", example, "'1' is scripted"),
+    ):
+        with pytest.raises((PartitionError, UsageError), match=gist):
+            weigh_units(model, paths, balance, args)  # type: ignore[arg-type]
 
 
 class Counts(nn.Linear):
@@ -141,13 +132,18 @@ def test_measuring_leaves_no_trace(balance: str) -> None:
     model = nn.Sequential(*counts)
     for hooked in (model[0].register_forward_hook, model[1].register_full_backward_hook):
         hooked(lambda module, args, output: heard.append(args))
+    model(torch.ones(3, 4)).sum().backward()
+    before = [parameter.grad for parameter in model.parameters()]
+    heard.clear()
+    for module in counts:
+        module.calls, module.sizes, module.steps = 0, [], torch.zeros(())
     state = random.getstate(), torch.get_rng_state()
     weigh_units(model, ["0", "1"], balance, ((torch.ones(3, 4),), {}))
     assert [(m.calls, m.sizes, float(m.steps)) for m in counts] == [(0, list[int](), 0.0)] * 2
     assert heard == []
     assert random.getstate() == state[0]
     assert torch.equal(torch.get_rng_state(), state[1])
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
     model(torch.ones(3, 4)).sum().backward()
     assert len(heard) == 2
 
@@ -241,10 +237,3 @@ def test_a_stage_holds_nothing_that_the_code_between_units_has_dropped() -> None
         pipe.step(x, target=x)
     # The other stage has a placeholder, which it keeps.
     assert any(FREED)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_scripted_unit_is_refused_by_name() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
-    with pytest.raises(UsageError, match="'1' is scripted"):
-        measure_units(model, PATHS[:2], (torch.ones(2, 4),))

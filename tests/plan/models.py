@@ -34,8 +34,8 @@ class Tower(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        found: Tensor = self.head(x)
-        return found
+        output: Tensor = self.head(x)
+        return output
 
 
 class Skips(nn.Module):
@@ -50,8 +50,8 @@ class Skips(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         early = self.down(x)
         late = self.middle(early)
-        found: Tensor = self.up(torch.cat([early, late], dim=-1))
-        return found
+        output: Tensor = self.up(torch.cat([early, late], dim=-1))
+        return output
 
 
 def profile(
@@ -62,18 +62,11 @@ def profile(
     def at(samples: int) -> UnitCosts:
         units = tuple(
             UnitCost(
-                path=f"unit{index}",
-                forward=samples * weight,
-                input=samples * weight,
-                weight=samples * weight,
-                backward=2 * samples * weight,
-                held=samples * held,
-                stash=samples * held / 2,
-                parameters=8,
-                trained=8,
+                f"unit{index}", *[samples * weight] * 3, 2 * samples * weight,
+                held=samples * held, stash=samples * held / 2, parameters=8, trained=8,
             )
             for index, weight in enumerate(weights)
-        )
+        )  # fmt: skip
         values = tuple(
             ValueCost(f"unit{index}", index, (index + 1,), samples * 1.0)
             for index in range(len(weights) - 1)

@@ -15,14 +15,8 @@ from penstock.plan import Plans, report_of, search
 from penstock.schedule import Timeline
 from tests.plan.models import profile
 
-BROWSER = next(
-    (
-        found
-        for name in ("chromium", "chromium-browser", "google-chrome")
-        if (found := shutil.which(name))
-    ),
-    None,
-)
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
 QUIET = [
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
@@ -39,9 +33,9 @@ def plans() -> Plans:
 
 
 def data_of(page: str) -> Any:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    assert found
-    return json.loads(found[1])
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert data
+    return json.loads(data[1])
 
 
 def test_it_stands_alone(plans: Plans, tmp_path: Path) -> None:
@@ -67,15 +61,9 @@ def test_it_holds_what_was_simulated(plans: Plans) -> None:
         extra = max(size for sizes in best.stage_costs.extra.values() for size in sizes)
         messages = memory["fixed"][-1]
         assert most - extra - 1 <= sum(memory["fixed"]) + held <= most + messages + 1
-    paths = [unit["path"] for stage in data["plans"][0]["cut"] for unit in stage["units"]]
-    assert paths == [f"unit{index}" for index in range(5)]
-    again = {
-        unit["path"]
-        for stage in data["plans"][0]["cut"]
-        for unit in stage["units"]
-        if unit["again"]
-    }
-    assert again == set(best.checkpoint)
+    units = [unit for stage in data["plans"][0]["cut"] for unit in stage["units"]]
+    assert [unit["path"] for unit in units] == [f"unit{index}" for index in range(5)]
+    assert {unit["path"] for unit in units if unit["again"]} == set(best.checkpoint)
 
 
 def test_a_measured_step_stands_beside(plans: Plans) -> None:

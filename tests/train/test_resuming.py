@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import subprocess
@@ -14,24 +13,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from penstock import Pipeline
+from penstock import Pipeline, read_weights
 from penstock.cli.main import main
-from penstock.errors import ConfigError, UsageError
-from penstock.train import Outcome, TrainConfig, resolve, train
-from tests.train.test_trainer import SMALL, config_for, records, text, weights
-
-__all__ = ["text"]
-
-
-def run(config: TrainConfig) -> tuple[Outcome, str]:
-    """Its outcome and what it printed."""
-    out = io.StringIO()
-    return train(config, Console(file=out, width=200)), out.getvalue()
-
-
-def losses(folder: Path) -> list[float]:
-    logged = records(Outcome((), None, b"", folder))
-    return [record["loss"] for record in logged if "loss" in record]
+from penstock.errors import UsageError
+from penstock.train import resolve, train
+from tests.train.runs import SMALL, config_for, flags, losses, run
 
 
 def in_step(monkeypatch: pytest.MonkeyPatch, number: int, do: Any) -> None:
@@ -46,8 +32,13 @@ def in_step(monkeypatch: pytest.MonkeyPatch, number: int, do: Any) -> None:
     monkeypatch.setattr(Pipeline, "step", step)
 
 
-def test_a_time_limit_and_another_layout(text: Path, tmp_path: Path) -> None:
-    plain, _ = run(config_for(text, out=str(tmp_path / "plain")))
+@pytest.fixture(scope="module")
+def plain(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nothing stopped."""
+    return run(config_for(text, out=str(tmp_path_factory.mktemp("plain") / "run")))[0].folder
+
+
+def test_a_time_limit_and_another_layout(text: Path, tmp_path: Path, plain: Path) -> None:
     first, shown = run(config_for(text, out=str(tmp_path / "run"), time_limit=1e-6))
     assert first.held_out_loss is None
     assert "time limit: checkpoint of step 1: " in shown
@@ -63,43 +54,43 @@ def test_a_time_limit_and_another_layout(text: Path, tmp_path: Path) -> None:
     assert "resumed from step 2 of" in shown
     assert "will not see the text" not in shown
     assert last.folder == tmp_path / "run"
-    assert losses(last.folder) == pytest.approx(losses(plain.folder), abs=1e-5)
+    assert losses(last.folder) == pytest.approx(losses(plain), abs=1e-5)
     assert len(last.losses) == SMALL["steps"] - 2
-    assert weights(last).keys() == weights(plain).keys()
+    assert read_weights(last.folder / "weights").keys() == read_weights(plain / "weights").keys()
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal(
     text: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     number: int,
-    status: int,
+    plain: Path,
 ) -> None:
-    command = flags(text, tmp_path / "run", save_every=4)[1:]
+    command = flags(text, tmp_path / "run", resume="auto", save_every=4)
     with monkeypatch.context() as patched:
         in_step(patched, 3, lambda: os.kill(os.getpid(), number))
-        if status == 130:
-            assert main(command) == status
+        if number == signal.SIGINT:
+            assert main(command) == 130
         else:
-            with pytest.raises(SystemExit, match=str(status)):
+            with pytest.raises(SystemExit, match="143"):
                 main(command)
     shown = capsys.readouterr().out
     assert f"{signal.Signals(number).name}: finishing and saving this step first" in shown
     assert f"resume with: penstock train --resume {tmp_path / 'run'}" in shown.replace("\n", "")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    # A kill may cut off a line, and steps after the checkpoint are taken again.
+    metrics.write_text(metrics.read_text() + '{"step": 5, "loss": 9}\n{"step": 1, "lo')
     assert main(command) == 0
     assert "resumed from step 3" in capsys.readouterr().out
-    plain, _ = run(config_for(text, out=str(tmp_path / "plain")))
-    assert losses(tmp_path / "run") == list(plain.losses)
-    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")) == [
-        "step-00000004",
-        "step-00000006",
-    ]
+    assert losses(tmp_path / "run") == losses(plain)
+    saved = (tmp_path / "run" / "checkpoints").glob("step-*")
+    assert sorted(path.name for path in saved) == ["step-00000004", "step-00000006"]
 
 
 def test_a_run_that_broke_off_is_resumed_from_its_last_checkpoint(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: Path
 ) -> None:
     def pull_the_plug() -> None:
         raise OSError("pulled the plug")
@@ -111,63 +102,58 @@ def test_a_run_that_broke_off_is_resumed_from_its_last_checkpoint(
             train(config, Console(quiet=True))
     _, shown = run(config)
     assert "resumed from step 4" in shown
-    plain, _ = run(config_for(text, out=str(tmp_path / "plain")))
-    assert losses(tmp_path / "run") == list(plain.losses)
+    assert losses(tmp_path / "run") == losses(plain)
 
 
-def test_other_data_are_told(text: Path, tmp_path: Path) -> None:
-    run(config_for(text, out=str(tmp_path / "run"), save_every=3))
-    _, shown = run(resolve({"resume": str(tmp_path / "run"), "batch": 2, "steps": 7}))
-    assert (
-        "batch was 4 and is 2: the run will not see the text that an uninterrupted run sees"
-        in shown
-    )
+def test_show_and_export_and_other_data(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    run(config_for(text, out=str(folder), save_every=6))
+    assert main(["checkpoint", "show", str(folder), "--check"]) == 0
+    shown = capsys.readouterr().out
+    for part in ("step-00000006", "1F1B, 2 stages on 2 ranks", "AdamW", '{"seed": 3, "batch": 4'):
+        assert part in shown
+    assert main(["checkpoint", "export", str(folder), str(tmp_path / "weights")]) == 0
+    exported, trained = read_weights(tmp_path / "weights"), read_weights(folder / "weights")
+    assert exported.keys() == trained.keys()
+    assert all((exported[name] == trained[name]).all() for name in trained)
+    _, shown = run(resolve({"resume": str(folder), "batch": 2, "steps": 7}))
+    assert "batch was 4 and is 2: the run will not see the text that an uninterrupted" in shown
+    for table in folder.rglob("checkpoint.json"):
+        table.write_bytes(table.read_bytes()[:-1])
+    capsys.readouterr()
+    assert main(["checkpoint", "show", str(folder)]) == 0
+    assert "step-00000006  DAMAGED: " in capsys.readouterr().out
+    assert main(["checkpoint", "export", str(folder), str(tmp_path / "x")]) == 65
+    assert main(["checkpoint", "show", str(tmp_path / "weights")]) == 2
 
 
-def test_what_cannot_be_resumed(text: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="name it with out="):
-        resolve({"resume": "auto"})
+def test_folders_that_cannot_be_used(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UsageError, match="resume='no/such': there is no such folder"):
         run(config_for(text, out=str(tmp_path / "a"), resume="no/such"))
     assert not (tmp_path / "a").exists()
     with pytest.raises(UsageError, match="there is no checkpoint in"):
         run(config_for(text, out=str(tmp_path / "b"), resume=str(tmp_path)))
-
-
-def test_show_and_export(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    outcome, _ = run(config_for(text, out=str(tmp_path / "run"), save_every=6))
-    assert main(["checkpoint", "show", str(tmp_path / "run"), "--check"]) == 0
-    shown = capsys.readouterr().out
-    for part in ("step-00000006", "1F1B, 2 stages on 2 ranks", "AdamW", '{"seed": 3, "batch": 4'):
-        assert part in shown
-    assert main(["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "weights")]) == 0
-    exported, trained = weights(Outcome((), None, b"", tmp_path)), weights(outcome)
-    assert exported.keys() == trained.keys()
-    assert all((exported[name] == trained[name]).all() for name in trained)
-    table = next((tmp_path / "run").rglob("checkpoint.json"))
-    table.write_bytes(table.read_bytes()[:-1])
-    capsys.readouterr()
-    assert main(["checkpoint", "show", str(tmp_path / "run")]) == 0
-    assert "step-00000006  DAMAGED: " in capsys.readouterr().out
-    assert main(["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "x")]) == 65
-    assert main(["checkpoint", "show", str(tmp_path / "weights")]) == 2
+    with pytest.raises(UsageError, match="holds a run already; choose another folder"):
+        run(config_for(text, out=str(tmp_path / "b")))
+    (tmp_path / "file").touch()
+    for out, gist in (("file", "is a file; choose"), ("file/below", "Not a directory; choose")):
+        with pytest.raises(UsageError, match=gist):
+            run(config_for(text, out=str(tmp_path / out)))
+    monkeypatch.chdir(tmp_path)
+    assert run(config_for(text, steps=1))[0].folder.parent == Path("runs")
 
 
 # ---- under torchrun
 
 
-def flags(text: Path, out: Path, **changes: Any) -> list[str]:
-    settings = {**SMALL, "data": text, "out": out, "resume": "auto", **changes}
-    pairs = ((f"--{name.replace('_', '-')}", str(value)) for name, value in settings.items())
-    return ["penstock", "train", *(part for pair in pairs for part in pair)]
-
-
 def torchrun(*arguments: str) -> subprocess.Popen[str]:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.Popen(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", *arguments),
-        ],
+        [sys.executable, *launch, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -185,17 +171,17 @@ def await_checkpoint(folder: Path, process: subprocess.Popen[str]) -> None:
 @pytest.mark.timeout(300)
 def test_a_killed_rank(text: Path, tmp_path: Path) -> None:
     """With restarts it costs the steps since the last checkpoint, and no number changes."""
-    many = {"steps": 60, "save_every": 1, "log_every": 20}
-    command = flags(text, tmp_path / "run", **many)
-    with torchrun("--max-restarts", "1", "-m", *command) as process:
+    many: dict[str, Any] = {"steps": 60, "save_every": 1, "log_every": 20}
+    command = flags(text, tmp_path / "run", resume="auto", **many)
+    with torchrun("--max-restarts", "1", "-m", "penstock", *command) as process:
         await_checkpoint(tmp_path / "run", process)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.kill(int(children[-1]), signal.SIGKILL)
         shown, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
     assert "resumed from step " in shown
-    plain, _ = run(config_for(text, out=str(tmp_path / "plain"), **many))
-    assert losses(tmp_path / "run") == list(plain.losses)
+    outcome, _ = run(config_for(text, out=str(tmp_path / "plain"), **many))
+    assert losses(tmp_path / "run") == list(outcome.losses)
 
 
 @pytest.mark.slow
@@ -203,7 +189,8 @@ def test_a_killed_rank(text: Path, tmp_path: Path) -> None:
 def test_a_signal_to_processes(text: Path, tmp_path: Path) -> None:
     """Two replicas of one rank, which hold the halves of each weight; both stop at the same step."""
     changes = {"steps": 100_000, "save_every": 5, "ranks": 1, "replicas": 2}
-    with torchrun("-m", *flags(text, tmp_path / "run", **changes), "--shard") as process:
+    command = flags(text, tmp_path / "run", resume="auto", **changes)
+    with torchrun("-m", "penstock", *command, "--shard") as process:
         await_checkpoint(tmp_path / "run", process)
         process.send_signal(signal.SIGTERM)
         shown, errors = process.communicate(timeout=240)

@@ -5,132 +5,71 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
-from safetensors import safe_open
 
+from penstock import read_weights
 from penstock.errors import UsageError
 from penstock.schedule import build, names
-from penstock.train import GPT, Outcome, TrainConfig, train
+from penstock.train import GPT, Outcome, train
 from penstock.train.corpus import load
-from penstock.train.model import (
-    learning_rate,
-    make_optimizer,
-    next_byte_loss,
-    set_learning_rate,
-)
-
-SMALL: dict[str, Any] = {
-    "ranks": 2,
-    "layers": 2,
-    "width": 16,
-    "heads": 2,
-    "sequence": 16,
-    "batch": 4,
-    "microbatches": 2,
-    "steps": 6,
-    "log_every": 4,
-    "warmup": 2,
-    "learning_rate": 0.01,
-    "held_out_batches": 2,
-    "sample_length": 5,
-    "seed": 3,
-}
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text"
-    path.write_text("to be or not to be, that is the question. " * 100)
-    return path
-
-
-def config_for(text: Path, **changes: Any) -> TrainConfig:
-    return TrainConfig.model_validate({**SMALL, "data": str(text), **changes})
+from penstock.train.display import say, summary
+from penstock.train.model import learning_rate, make_optimizer, next_byte_loss
+from tests.train.runs import config_for, records, run
 
 
 @pytest.fixture(scope="module")
 def finished(text: Path) -> tuple[Outcome, str]:
     """A run and what it printed."""
-    out = io.StringIO()
-    config = config_for(text, out=str(text.parent / "run"))
-    return train(config, Console(file=out, width=80)), out.getvalue()
+    return run(config_for(text, out=str(text.parent / "run")))
 
 
-def records(outcome: Outcome) -> list[dict[str, Any]]:
-    return [
-        json.loads(line) for line in (outcome.folder / "metrics.jsonl").read_text().splitlines()
-    ]
-
-
-def weights(outcome: Outcome) -> dict[str, torch.Tensor]:
-    tensors = {}
-    for path in sorted((outcome.folder / "weights").glob("*.safetensors")):
-        with safe_open(str(path), "pt") as file:
-            tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-    return tensors
-
-
-def plain_losses(
-    config: TrainConfig, batches: list[tuple[torch.Tensor, torch.Tensor]]
-) -> list[float]:
-    """The same training without a pipeline."""
-    model = GPT(config.layers, config.width, config.heads, config.sequence, config.seed)
-    optimizer = make_optimizer(model.named_parameters(), config)
-    losses = []
-    for step, (tokens, target) in enumerate(batches, start=1):
-        loss = next_byte_loss(model(tokens), target)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-        set_learning_rate(optimizer, learning_rate(step, config))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def test_every_step_is_recorded(finished: tuple[Outcome, str]) -> None:
-    outcome, _ = finished
-    steps = records(outcome)[:-1]
+def test_every_step_is_recorded_and_some_are_printed(finished: tuple[Outcome, str]) -> None:
+    outcome, shown = finished
+    *steps, last = records(outcome.folder)
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
     assert tuple(record["loss"] for record in steps) == outcome.losses
+    assert last["held_out_loss"] == outcome.held_out_loss
     assert outcome.held_out_loss is not None
     assert outcome.held_out_loss < outcome.losses[0] == pytest.approx(math.log(256))
-    assert len(outcome.sample) == 5
-
-
-def test_every_line_tells_when_by_whom_and_how_well(finished: tuple[Outcome, str]) -> None:
-    steps = records(finished[0])[:-1]
-    assert all(0 < record["bubble"] < 1 for record in steps)
-    assert {record["clocks"] for record in steps} == {"replayed"}
-    assert all(record["memory"] > 1e6 and record["rank"] == 0 for record in steps)
-    times = [record["time"] for record in steps]
-    assert times == sorted(times)
-    assert times[0] > 1.7e9
-    assert not any("mfu" in record for record in steps)  # no peak of this CPU is known
+    assert all(0 < record["bubble"] < 1 and record["memory"] > 1e6 for record in steps)
+    assert {(record["clocks"], record["rank"]) for record in steps} == {("replayed", 0)}
+    assert sorted(record["time"] for record in steps) == [record["time"] for record in steps]
+    lines = shown.splitlines()
+    assert [line[:8] for line in lines if line.startswith("step")] == ["step 4/6", "step 6/6"]
+    assert lines[-1] == f"run folder: {outcome.folder}"
+    assert "2 layers in 2 stages on 2 ranks" in shown
+    assert "1F1B, 2 microbatches" in shown
+    weights = read_weights(outcome.folder / "weights").values()
+    assert f"model: {sum(weight.numel() for weight in weights):,} parameters" in shown
 
 
 def test_the_losses_are_those_of_the_plain_loop(finished: tuple[Outcome, str], text: Path) -> None:
-    config = config_for(text)
-    corpus = load(config.data, config.sequence)
-    batches = [corpus.training_batch(step, seed=3, batch=4, sequence=16) for step in range(1, 7)]
-    assert finished[0].losses == pytest.approx(plain_losses(config, batches), rel=1e-5)
-
-
-def test_the_held_out_loss_is_that_of_the_saved_weights(
-    finished: tuple[Outcome, str], text: Path
-) -> None:
-    outcome, _ = finished
-    model = GPT(layers=2, width=16, heads=2, sequence=16)
-    model.load_state_dict(weights(outcome))
-    batches = load(str(text), 16).held_out_batches(2, batch=4, sequence=16)
-    losses = [next_byte_loss(model(tokens), target).item() for tokens, target in batches]
-    assert outcome.held_out_loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
-    assert records(outcome)[-1]["held_out_loss"] == outcome.held_out_loss
+    config, corpus = config_for(text), load(str(text), 16)
+    model = GPT(config.layers, config.width, config.heads, config.sequence, config.seed)
+    optimizer = make_optimizer(model.named_parameters(), config)
+    losses = []
+    for step in range(1, 7):
+        tokens, target = corpus.training_batch(step, seed=3, batch=4, sequence=16)
+        loss = next_byte_loss(model(tokens), target)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert finished[0].losses == pytest.approx(losses, rel=1e-5)
+    # The held-out loss is that of the weights that were saved.
+    model.load_state_dict(read_weights(finished[0].folder / "weights"))
+    batches = corpus.held_out_batches(2, batch=4, sequence=16)
+    held_out = [next_byte_loss(model(tokens), target).item() for tokens, target in batches]
+    assert finished[0].held_out_loss == pytest.approx(sum(held_out) / len(held_out), rel=1e-5)
 
 
 def test_the_timeline_says_that_it_is_replayed(finished: tuple[Outcome, str]) -> None:
@@ -141,49 +80,54 @@ def test_the_timeline_says_that_it_is_replayed(finished: tuple[Outcome, str]) ->
     assert "replayed: measured durations on one clock per rank" in shown
     trace = json.loads((outcome.folder / "timeline.json").read_text())
     assert {event["tid"] for event in trace["traceEvents"]} == {0, 1}
+    page = (outcome.folder / "report.html").read_text()
+    assert re.findall(r'"label":"(\w+)"', page) == ["simulated", "measured"]
 
 
-def test_it_says_what_it_trains(finished: tuple[Outcome, str]) -> None:
-    shown = finished[1]
-    assert f"model: {sum(w.numel() for w in weights(finished[0]).values()):,} parameters" in shown
-    assert "2 layers in 2 stages on 2 ranks" in shown
-    assert "1F1B, 2 microbatches" in shown
-
-
-def ranks_for_two_stages(schedule: str) -> int:
-    return 2 // build(schedule, ranks=1, microbatches=2).stages
-
-
-@pytest.mark.parametrize("schedule", [name for name in names() if name != "forward-only"])
-def test_the_schedule_does_not_change_a_bit(
-    schedule: str, finished: tuple[Outcome, str], text: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"schedule": name} for name in names() if name != "forward-only"),
+        {"checkpoint": "all"},
+        {"checkpoint": "blocks.0,blocks.1"},
+    ],
+    ids=lambda settings: "-".join(settings.values()),
+)
+def test_neither_schedule_nor_checkpointing_changes_a_bit(
+    settings: dict[str, Any], finished: tuple[Outcome, str], text: Path, tmp_path: Path
 ) -> None:
-    ranks = ranks_for_two_stages(schedule)
-    config = config_for(text, schedule=schedule, ranks=ranks, out=str(tmp_path))
+    stages = build(settings.get("schedule", "1F1B"), ranks=1, microbatches=2).stages
+    config = config_for(text, **settings, ranks=2 // stages, out=str(tmp_path))
     outcome = train(config, Console(quiet=True))
     assert outcome.losses == finished[0].losses
     assert outcome.held_out_loss == finished[0].held_out_loss
 
 
-@pytest.mark.parametrize("checkpoint", ["all", "blocks.0,blocks.1"])
-def test_what_is_computed_again_does_not_change_a_bit(
-    checkpoint: str, finished: tuple[Outcome, str], text: Path, tmp_path: Path
-) -> None:
-    config = config_for(text, checkpoint=checkpoint, out=str(tmp_path))
-    assert train(config, Console(quiet=True)).losses == finished[0].losses
-    assert f'checkpoint = "{checkpoint}"' in (tmp_path / "config.toml").read_text()
-
-
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "gist"),
     [
-        ({"device": "tpu9"}, "device='tpu9': there is no such device here; use cpu"),
-        ({"device": "cpu:1"}, "device='cpu:1': there is no such device"),
+        ({"device": "cuda:9"}, "device='cuda:9': there is no such device here; use cpu"),
         ({"checkpoint": "nix"}, "checkpoint='nix'"),
         ({"plan": "nowhere.json"}, "plan='nowhere.json': there is no such file"),
         ({"replicas": 2}, "need 4 processes, not 1: torchrun --standalone --nproc-per-node 4"),
     ],
 )
-def test_what_cannot_be_had_here(settings: dict[str, Any], said: str, text: Path) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_what_cannot_be_had_here(settings: dict[str, Any], gist: str, text: Path) -> None:
+    with pytest.raises(UsageError, match=gist):
         train(config_for(text, **settings), Console(quiet=True))
+
+
+def test_a_line_has_the_numbers_of_a_step_and_is_printed_as_it_is() -> None:
+    metrics: dict[str, Any] = {
+        "step": 10, "loss": 2.5, "tokens_per_second": 12345.6, "gradient_norm": 0.25, "memory": 2**29,
+        "bubble": 0.25, "clocks": "replayed", "mfu": 0.314,
+    }  # fmt: skip
+    line = summary(metrics, 500)
+    assert line == (
+        "step  10/500  loss 2.500000  12,346 tokens/s  gradient norm 0.250  memory 512 MiB  "
+        "bubble 25.0% replayed  MFU 31.4%"
+    )
+    assert summary({**metrics, "bubble": None, "mfu": None}, 500).endswith("MiB")
+    out = io.StringIO()
+    say(Console(file=out, width=20), f"[red]{line}")
+    assert out.getvalue() == f"[red]{line}\n"

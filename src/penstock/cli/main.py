@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shlex
 import signal
 import sys
 import time
@@ -15,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
-from typing import Annotated, Any, Protocol, runtime_checkable
+from typing import Annotated, Protocol, runtime_checkable
 
 import typer
 
@@ -72,22 +71,6 @@ app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(schedule.app, name="schedule")
 
 
-@app.command(
-    hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
-)
-def run(
-    context: typer.Context,
-    processes: Annotated[str, typer.Option("--processes", "-n")] = "4",
-    module: Annotated[bool, typer.Option("--module", "-m")] = False,
-) -> None:
-    """Withdrawn: torchrun starts one process per rank."""
-    script = shlex.join(context.args) or "script.py"
-    raise UsageError(
-        "penstock run was withdrawn; torchrun starts one process per rank: torchrun --standalone "
-        f"--nproc-per-node {processes} {'-m ' if module else ''}{script}"
-    )
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line.
 
@@ -105,6 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 # ---- from an error or a signal to an exit status, and to a message
 
+_STATUSES = {UsageError: USAGE, InputFileError: INPUT, NonFiniteError: NON_FINITE}
 PATIENCE = 10.0
 """How many seconds the other processes of a machine wait for the first one to say what is wrong."""
 
@@ -144,11 +128,7 @@ def _report(error: Exception) -> int:
         if message:
             _print_once(f"{message}; see --help")
         return status
-    for kind, status in (
-        (UsageError, USAGE),
-        (InputFileError, INPUT),
-        (NonFiniteError, NON_FINITE),
-    ):
+    for kind, status in _STATUSES.items():
         if isinstance(error, kind):
             _print_once(str(error))
             return status
@@ -179,7 +159,7 @@ def _is_first_of_machine() -> bool:
 def leaving_on_signals() -> Iterator[None]:
     """Leave through the open contexts on SIGTERM, as on Ctrl-C, so that a terminal gets its cursor back.
 
-    A second signal ends the process at once.
+    A second signal, of either kind, ends the process at once.
     """
     before = {one: signal.signal(one, _leave) for one in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -189,14 +169,9 @@ def leaving_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _leave(number: int, frame: Any) -> None:
-    del frame
-    signal.signal(number, _exit)
+def _leave(number: int, _: object) -> None:
+    for one in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(one, signal.SIG_DFL)
     if number == signal.SIGTERM:
         sys.exit(TERMINATED)
     raise KeyboardInterrupt
-
-
-def _exit(number: int, frame: Any) -> None:
-    del frame
-    os._exit(128 + number)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +15,7 @@ from rich.table import Table
 from penstock import schedule as ps
 from penstock.cli.output import write, write_text
 from penstock.errors import INPUT, InputFileError, ScheduleError, UsageError
-from penstock.schedule.files import DEFAULT, SUFFIXES, csv_table
+from penstock.schedule.files import DEFAULT, SUFFIXES
 from penstock.schedule.library import RECIPES
 
 app = typer.Typer(
@@ -27,33 +26,26 @@ app = typer.Typer(
 
 RANKS = 4
 SHOWN_PROBLEMS = 20
-GAP = 2
-"""Spaces between columns."""
-COLUMNS = (
-    "schedule",
-    "ranks",
-    "stages",
-    "makespan",
-    "bubble",
-    "longest-stage bubble",
-    "peak memory",
-    "messages",
-)
-
-
-def matching_names(incomplete: str) -> list[str]:
-    """The schedules whose names begin like this, for the shell's completion."""
-    return [name for name in ps.names() if name.startswith(incomplete)]
+PASSES: dict[str, ps.Pass] = {
+    "compute-only": ps.compute_only,
+    "merge-backward": ps.merge_backward,
+    "prefetch": ps.prefetch,
+    "reduce-gradients": ps.reduce_gradients,
+    "communication": ps.add_communication,
+}
 
 
 # ---- options that several commands share
 
 
-SHAPE, COSTS, PASSES = "Shape of a named schedule", "Costs", "Passes"
+SHAPE, COSTS = "Shape of a named schedule", "Costs"
 Source = Annotated[
     str,
     typer.Argument(
-        help="Name of a schedule, or a .csv or .json file.", autocompletion=matching_names
+        help="Name of a schedule, or a .csv or .json file.",
+        autocompletion=lambda incomplete: [
+            name for name in ps.names() if name.startswith(incomplete)
+        ],
     ),
 ]
 Ranks = Annotated[
@@ -74,11 +66,6 @@ Backward = Annotated[
     str | None, typer.Option(help="Time of B. Default: I + W.", rich_help_panel=COSTS)
 ]
 Latency = Annotated[float, typer.Option(help="Time of a message.", rich_help_panel=COSTS)]
-Unit = Annotated[str, typer.Option(help="Unit of the times: s, ms or us.", rich_help_panel=COSTS)]
-Width = Annotated[
-    int | None,
-    typer.Option("--width", help="Characters per line. Default: the terminal's width.", min=40),
-]
 
 
 def _read(
@@ -105,36 +92,22 @@ def _is_file(source: str) -> bool:
     return Path(source).suffix.lower() in SUFFIXES
 
 
-def _costs(  # noqa: PLR0913 - one argument for each flag
-    forward: str,
-    input: str,
-    weight: str,
-    backward: str | None,
-    latency: float,
-    unit: str,
-    share: int = 1,
-) -> ps.Costs:
-    """The costs that the flags say; ``share`` divides single numbers, and the memory."""
-    if unit not in ("", "s", "ms", "us"):
-        raise UsageError(f"--unit={unit}: must be s, ms or us")
+def _costs(forward: str, input: str, weight: str, backward: str | None, latency: float) -> ps.Costs:
     return ps.Costs(
-        forward=_cost("forward", forward, share),
-        input=_cost("input", input, share),
-        weight=_cost("weight", weight, share),
-        backward=None if backward is None else _cost("backward", backward, share),
+        forward=_cost("forward", forward),
+        input=_cost("input", input),
+        weight=_cost("weight", weight),
+        backward=None if backward is None else _cost("backward", backward),
         latency=latency,
-        activation=1 / share,
-        stash=1 / share,
-        unit=unit,
     )
 
 
-def _cost(name: str, text: str, share: int) -> float | list[float]:
+def _cost(name: str, text: str) -> float | list[float]:
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
         raise UsageError(f"--{name}={text}: must be a number, or one per stage: 1,2,1,2") from None
-    return numbers if len(numbers) > 1 else numbers[0] / share
+    return numbers if len(numbers) > 1 else numbers[0]
 
 
 # ---- the commands
@@ -161,7 +134,6 @@ def show(  # noqa: PLR0913 - one parameter for each flag
     weight: Weight = "1",
     backward: Backward = None,
     latency: Latency = 0,
-    unit: Unit = "",
     svg: Annotated[
         Path | None, typer.Option("--svg", help="Also write the timeline to this file, as SVG.")
     ] = None,
@@ -169,14 +141,17 @@ def show(  # noqa: PLR0913 - one parameter for each flag
         Path | None,
         typer.Option("--trace", help="Also write it to this file, as a Chrome trace for Perfetto."),
     ] = None,
-    width: Width = None,
+    width: Annotated[
+        int | None,
+        typer.Option("--width", help="Characters per line. Default: the terminal's width.", min=40),
+    ] = None,
 ) -> None:
     """Draw a schedule: in the terminal, as SVG, or as a Chrome trace."""
-    costs = _costs(forward, input, weight, backward, latency, unit)
+    costs = _costs(forward, input, weight, backward, latency)
     schedule = _read(source, ranks, microbatches, stages_per_rank)
     timeline = _simulated(source, schedule, costs).timeline
     typer.echo(_title(schedule))
-    typer.echo(ps.draw_text(timeline, width=_columns(width), colour=_in_colour()))
+    typer.echo(ps.draw_text(timeline, width=width or _width(), colour=_in_colour()))
     note = "Simulated times."
     write_text(svg, lambda: ps.draw_svg(timeline, title=_title(schedule), note=note))
     write_text(trace, timeline.to_chrome_trace)
@@ -204,13 +179,12 @@ def simulate(  # noqa: PLR0913 - one parameter for each flag
     weight: Weight = "1",
     backward: Backward = None,
     latency: Latency = 0,
-    unit: Unit = "",
 ) -> None:
     """Run a schedule on simulated clocks: times, bubbles, memory, and what the ranks wait for."""
-    costs = _costs(forward, input, weight, backward, latency, unit)
+    costs = _costs(forward, input, weight, backward, latency)
     ran = _simulated(source, _read(source, ranks, microbatches, stages_per_rank), costs)
     typer.echo(_title(ran.schedule))
-    typer.echo(f"makespan              {ran.makespan:g} {unit}".rstrip())
+    typer.echo(f"makespan              {ran.makespan:g}")
     typer.echo(f"bubble                {_percent(ran.bubble)}")
     typer.echo(f"longest-stage bubble  {_percent(ran.longest_stage_bubble)}")
     typer.echo(f"messages              {ran.messages}")
@@ -222,56 +196,23 @@ def simulate(  # noqa: PLR0913 - one parameter for each flag
 
 
 @app.command()
-def convert(  # noqa: PLR0913 - one parameter for each flag
+def convert(
     source: Source,
     output: Path,
     ranks: Ranks = None,
     microbatches: Microbatches = None,
     stages_per_rank: Stages = None,
-    communication: Annotated[
-        bool,
-        typer.Option(
-            "--communication", help="Add the SEND and RECV actions.", rich_help_panel=PASSES
-        ),
-    ] = False,
-    compute_only: Annotated[
-        bool,
-        typer.Option("--compute-only", help="Keep only F, I, W and B.", rich_help_panel=PASSES),
-    ] = False,
-    merge_backward: Annotated[
-        bool,
-        typer.Option(
-            "--merge-backward",
-            help="Merge each I and the W after it into B.",
-            rich_help_panel=PASSES,
-        ),
-    ] = False,
-    prefetch: Annotated[
-        int | None,
-        typer.Option(
-            help="Add UNSHARD and RESHARD; a rank holds at most this many stages gathered.",
-            rich_help_panel=PASSES,
-        ),
+    apply: Annotated[
+        list[str] | None,
+        typer.Option("--pass", help=f"Apply a pass first: {', '.join(PASSES)}; may be repeated."),
     ] = None,
-    reduce_gradients: Annotated[
-        bool,
-        typer.Option(
-            "--reduce-gradients",
-            help="Add REDUCE_GRAD after each stage's last gradient.",
-            rich_help_panel=PASSES,
-        ),
-    ] = False,
 ) -> int:
     """Write a schedule to a .csv or .json file, after passes; one that cannot complete is refused."""
-    passes: list[tuple[bool, ps.Pass]] = [
-        (compute_only, ps.compute_only),
-        (merge_backward, ps.merge_backward),
-        (prefetch is not None, lambda s: ps.prefetch(s, unsharded=prefetch or 0)),
-        (reduce_gradients, ps.reduce_gradients),
-        (communication, ps.add_communication),
-    ]
-    chosen = ps.compose(*(apply for wanted, apply in passes if wanted))
-    schedule = chosen(_read(source, ranks, microbatches, stages_per_rank))
+    schedule = _read(source, ranks, microbatches, stages_per_rank)
+    for name in apply or ():
+        if name not in PASSES:
+            raise UsageError(f"--pass={name}: must be one of {', '.join(PASSES)}")
+        schedule = PASSES[name](schedule)
     report = ps.validate(schedule)
     if not report.ok:
         return _report(report)
@@ -281,46 +222,37 @@ def convert(  # noqa: PLR0913 - one parameter for each flag
 
 
 @app.command()
-def compare(  # noqa: PLR0913 - one parameter for each flag
-    names: Annotated[
-        list[str] | None, typer.Argument(help="Names or files; by default all that train.")
-    ] = None,
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    stages_per_rank: Stages = None,
-    forward: Forward = "1",
-    input: Input = "1",
-    weight: Weight = "1",
-    backward: Backward = None,
-    latency: Latency = 0,
-    unit: Unit = "",
-    csv: Annotated[
-        Path | None, typer.Option("--csv", help="Also write the table to this file, as CSV.")
-    ] = None,
-    width: Width = None,
+def compare(
+    ranks: Ranks = None, microbatches: Microbatches = None, stages_per_rank: Stages = None
 ) -> None:
-    """Put schedules side by side.
+    """Put the schedules that train side by side.
 
-    Times are those of a rank's whole share of the model, and memory counts such shares.
+    Each of F, I and W takes 1 for a rank's whole share of the model, and memory counts such shares.
     """
-
-    def row(name: str) -> Sequence[str]:
-        sizes = (None, None, None) if _is_file(name) else (ranks, microbatches, stages_per_rank)
+    numbers = ("stages", "makespan", "bubble", "longest-stage bubble", "peak memory", "messages")
+    table = Table("schedule", *numbers, box=None, pad_edge=False)
+    # A name that is shortened could be that of another schedule.
+    table.columns[0].no_wrap = True
+    refusals = []
+    for name in (name for name, recipe in RECIPES.items() if recipe.trains):
         try:
-            schedule = _read(name, *sizes)
-            share = len(schedule.placement.stages_on(0))
-            costs = _costs(forward, input, weight, backward, latency, unit, share)
-            return _row(ps.simulate(schedule, costs))
+            schedule = _read(name, ranks, microbatches, stages_per_rank)
         except ScheduleError as refused:
-            if name in RECIPES:
-                return (name, f"refused: {refused}")
-            raise
-
-    chosen = names or [name for name, recipe in RECIPES.items() if recipe.trains]
-    rows = [row(name) for name in chosen]
-    for line in _columns_of(rows, _columns(width)):
-        typer.echo(line)
-    write_text(csv, lambda: csv_table([COLUMNS, *map(_filled, rows)]))
+            refusals.append(f"{name} is left out: {refused}")
+            continue
+        share = 1 / len(schedule.placement.stages_on(0))
+        ran = ps.simulate(schedule, ps.Costs(share, share, share, activation=share, stash=share))
+        table.add_row(
+            name,
+            str(schedule.stages),
+            f"{ran.makespan:g}",
+            _percent(ran.bubble),
+            _percent(ran.longest_stage_bubble),
+            f"{max(ran.peak_memory):g}",
+            str(ran.messages),
+        )
+    _print(table)
+    typer.echo("\n".join(refusals), nl=bool(refusals))
 
 
 # ---- what they print and write
@@ -333,22 +265,8 @@ def _simulated(source: str, schedule: ps.Schedule, costs: ps.Costs) -> ps.Simula
         raise InputFileError(f"{source}: {stops}") from stops
 
 
-def _row(ran: ps.Simulation) -> Sequence[str]:
-    """A line of the comparison."""
-    return (
-        ran.schedule.name,
-        str(ran.schedule.ranks),
-        str(ran.schedule.stages),
-        f"{ran.makespan:g}",
-        _percent(ran.bubble),
-        _percent(ran.longest_stage_bubble),
-        f"{max(ran.peak_memory):g}",
-        str(ran.messages),
-    )
-
-
-def _columns(width: int | None) -> int:
-    return shutil.get_terminal_size().columns if width is None else width
+def _width() -> int:
+    return shutil.get_terminal_size().columns
 
 
 def _in_colour() -> bool:
@@ -356,32 +274,6 @@ def _in_colour() -> bool:
     return (
         sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     )
-
-
-def _filled(row: Sequence[str]) -> Sequence[str]:
-    return (*row, *[""] * (len(COLUMNS) - len(row)))
-
-
-def _columns_of(rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
-    """The lines of the comparison; if they are too long, the last columns are left out, and a line says so.
-
-    Names are never shortened, since two that begin alike would look the same.
-    """
-    said = [row for row in rows if len(row) == len(COLUMNS)]
-    sizes = [max(map(len, column)) for column in zip(COLUMNS, *said, strict=True)]
-    sizes[0] = max(len(row[0]) for row in (COLUMNS, *rows))
-    shown = len(COLUMNS)
-    while shown > 2 and sum(sizes[:shown]) + GAP * (shown - 1) > width:
-        shown -= 1
-    for row in (COLUMNS, *rows):
-        name, *numbers = row
-        if len(row) == len(COLUMNS):
-            numbers = [
-                text.rjust(size) for text, size in zip(numbers, sizes[1:shown], strict=False)
-            ]
-        yield (" " * GAP).join([name.ljust(sizes[0]), *numbers]).rstrip()
-    if shown < len(COLUMNS):
-        yield f"Not shown, as a line has {width} characters: {', '.join(COLUMNS[shown:])}."
 
 
 def _longest_wait(ran: ps.Simulation, rank: int) -> str:
@@ -409,4 +301,4 @@ def _percent(share: float) -> str:
 
 
 def _print(table: Table) -> None:
-    Console(width=shutil.get_terminal_size().columns, markup=False, highlight=False).print(table)
+    Console(width=_width(), markup=False, highlight=False).print(table)

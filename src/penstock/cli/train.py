@@ -11,20 +11,14 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 from penstock import train as trainer
-from penstock.errors import UsageError
 from penstock.train.config import TrainConfig, group_of
 
 
-def train(config: Path | None, processes: int | None, **flags: Any) -> None:
+def train(config: Path | None, **flags: Any) -> None:
     """Train a byte-level GPT through pipeline stages.
 
     One process does the work of all ranks; under torchrun each rank is a process.
     """
-    if processes is not None:
-        raise UsageError(
-            "--processes was withdrawn; torchrun starts one process per rank: torchrun --standalone "
-            f"--nproc-per-node {processes} -m penstock train, and the other flags"
-        )
     # Before the trainer is imported, and torch with it.
     settings = trainer.resolve(
         {name: value for name, value in flags.items() if value is not None}, config
@@ -36,7 +30,6 @@ def _parameters() -> Iterator[inspect.Parameter]:
     """The parameters that typer makes flags of: one for each setting, so that the two cannot drift apart."""
     file = typer.Option("--config", help="TOML file with settings; flags win over it.")
     yield _parameter("config", Path, file)
-    yield _parameter("processes", int, typer.Option("--processes", hidden=True))
     hints = get_type_hints(TrainConfig)
     for name, field in TrainConfig.model_fields.items():
         kind = next((one for one in get_args(hints[name]) if one is not NoneType), hints[name])

@@ -13,7 +13,7 @@ import re
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -167,19 +167,20 @@ def measure_units(  # noqa: PLR0913 - the arguments of a step, by name
         doors = [Door(model.get_submodule(path), path) for path in once(model, paths)]
         call = tuple(args), dict(kwargs or {})
         has_data = not any(tensor.is_meta for tensor in tensors_in(call))
-        shown = record(model, model, doors, call, call if has_data else None)
-        units, values = _shared_out(shown, model, paths)
-        _add_loss(units[-1], shown, loss or _sum_up, _on(home, target))
-        _put_in(model, _sharing_data if repeats else _fake(shown.mode, home))
-        replay = _Replay(shown, model)
+        trace = record(model, model, doors, call, call if has_data else None)
+        units, values = _shared_out(trace, model, paths)
+        _add_loss(units[-1], trace, loss or _sum_up, _on(home, target))
+        _put_in(model, _sharing_data if repeats else _fake(trace.mode, home))
+        replay = _Replay(trace, model)
         if not repeats:
-            return _costs(units, values, _predicted(units, replay, rate))
+            return _costs(units, values, _predicted(units, replay, trace.mode, rate))
         return _costs(units, values, _timed(units, replay, _clock(home), repeats))
 
 
-def _predicted(units: Sequence[_Unit], replay: _Replay, rate: Rate | None) -> list[_Probe]:
+def _predicted(
+    units: Sequence[_Unit], replay: _Replay, mode: FakeTensorMode, rate: Rate | None
+) -> list[_Probe]:
     """The units, run without data."""
-    mode = replay.trace.mode
 
     def fake(tensor: Tensor) -> Tensor:
         return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
@@ -360,9 +361,6 @@ class _Unit:
     """A unit and its events, which can run again with other tensors in place of its inputs.
 
     Attributes:
-        path: The path of its module.
-        module: The module.
-        events: In the order in which they ran.
         inputs: The values of the trace that it uses of other units.
         outputs: The values that other units use of it; of the last unit the loss.
         names: By value, the name of the `ValueCost` that it is in.
@@ -472,19 +470,14 @@ def _sum_up(output: Any, _: Any) -> Any:
 
 
 class _Replay:
-    """Runs events of a trace again.
-
-    Args:
-        trace: The trace.
-        model: Its model, whose modules and parameters are those of now.
+    """Runs events of a trace again, with the modules and parameters that the model has now.
 
     Attributes:
-        trace: The trace.
         values: The tensors of the trace's values, by number; without data until `run_all`.
     """
 
     def __init__(self, trace: Trace, model: nn.Module) -> None:
-        self.trace, self._model = trace, model
+        self._trace, self._model = trace, model
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self.values = {
             number: value.tensor if value.parameter is None else named[value.parameter]
@@ -493,7 +486,7 @@ class _Replay:
 
     def run_all(self) -> None:
         """Finds the values with data."""
-        for event in self.trace.events:
+        for event in self._trace.events:
             now = dict(self.values)
             self.run(event, now)
             for number, tensor in now.items():
@@ -566,13 +559,7 @@ def _shapes(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
 
 
 class _Probe:
-    """Runs a unit alone, and finds its times and its memory.
-
-    Args:
-        unit: The unit.
-        replay: Runs its events.
-        rate: How long a device takes for an operation.
-        clock: Tells the time; without one, times are those of `rate`.
+    """Runs a unit alone, and finds its times, by the clock or else by the rate, and its memory.
 
     Attributes:
         times: The times of F, I, W and B, in the order of the runs.
@@ -607,10 +594,7 @@ class _Probe:
         return leaves, [leaf.clone() for leaf in leaves]
 
     def _results(self, entered: Sequence[Tensor], *, dropping: bool = False) -> list[Tensor]:
-        """Runs the events on the inputs; the outputs.
-
-        If it is ``dropping``, the module keeps nothing for backward, as if it were checkpointed.
-        """
+        """Runs the events; returns the outputs. If ``dropping``, the module keeps nothing for backward."""
         now = {**self._replay.values, **dict(zip(self._unit.inputs, entered, strict=True))}
         for event in self._unit.events:
             drops = dropping and event.is_unit
@@ -775,15 +759,19 @@ class StageTable:
             numbers = [row.parameters, row.held, row.flops, row.saved, row.sent]
             times = [f"{t * 1e3:.2f} ms" for t in (row.forward, row.backward)] if timed else []
             lines.append([str(index), ", ".join(row.modules), *map(_short, numbers), *times])
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            "  ".join(
-                # Names of modules are aligned to the left, numbers to the right.
-                cell.ljust(width) if column == 1 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        )
+        return aligned(lines, words=(1,))
+
+
+def aligned(rows: Sequence[Sequence[str]], words: Collection[int]) -> str:
+    """Rows of cells as lines: columns of words are aligned to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column in words else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
 
 
 def table(

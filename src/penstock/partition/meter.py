@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -12,6 +12,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from penstock.values import flatten
 
 Rate = Callable[[float, float, str], float]
 """The seconds of an operation, from its floating-point operations, the bytes it moves and its dtype."""
@@ -64,7 +66,7 @@ class Meter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.namespace == "prim":
             return result
-        results = list(_tensors(result))
+        results = _tensors(result)
         known = {storage_key(tensor) for tensor in _tensors(args)}
         new = [tensor for tensor in results if storage_key(tensor) not in known]
         for tensor in new:
@@ -111,12 +113,8 @@ class Meter(TorchDispatchMode):
             self.seconds += self._rate(flops, moved, str(dtype).removeprefix("torch."))
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
 # ---- attention

@@ -80,8 +80,6 @@ class Plan:
         checkpoint: The paths of the modules that are computed again in backward.
         seconds: The time of a step, with its messages and the sum of gradients over the replicas.
         reduce: How much of this time that sum takes.
-        recompute: How much of this time the busiest rank spends on computing things again.
-        bubble: The share of the ranks' time in which they do not compute.
         memory: The most that each rank holds, in bytes.
         limit: The most that a rank may hold; 0 if there is no limit.
         tokens: The tokens of a step, or its samples if the profile does not say how long a sample is.
@@ -94,8 +92,6 @@ class Plan:
     checkpoint: tuple[str, ...]
     seconds: Number
     reduce: Number
-    recompute: Number
-    bubble: Number
     memory: Numbers
     limit: Number
     tokens: Count
@@ -152,6 +148,11 @@ class Plan:
         return self.simulation.timeline
 
     @property
+    def bubble(self) -> float:
+        """The share of the ranks' time in which they do not compute."""
+        return max(self.simulation.bubble, 0.0)
+
+    @property
     def busiest(self) -> float:
         """The seconds that the busiest rank computes."""
         return max(self.simulation.busy)
@@ -191,7 +192,7 @@ class Plan:
 class _PlanFile:
     plan: Plan
     format: Literal["penstock-plan"] = "penstock-plan"
-    version: Literal[2] = 2
+    version: Literal[3] = 3
 
     __pydantic_config__ = FILE
 
@@ -322,13 +323,11 @@ def why_slower(plan: Plan, best: Plan) -> str:
         return "the fastest"
     if more <= 1e-9 * best.seconds:
         return "as fast"
-    work, best_work = plan.busiest - plan.recompute, best.busiest - best.recompute
     waits = plan.seconds - plan.reduce - plan.busiest
     best_waits = best.seconds - best.reduce - best.busiest
     causes = {
         "its busiest rank waits {} longer": waits - best_waits,
-        "its busiest rank computes {} more": work - best_work,
-        "it computes {} more again": plan.recompute - best.recompute,
+        "its busiest rank computes {} more": plan.busiest - best.busiest,
         "its replicas sum gradients {} longer": plan.reduce - best.reduce,
     }
     text = max(causes, key=lambda cause: causes[cause])

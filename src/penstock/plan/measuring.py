@@ -155,10 +155,10 @@ def _coster(
                 f"a batch of {batch} samples has no part of {samples}; give a batch that has one"
             )
         wanted = parts.targets[0] if parts.targets is not None else None
-        found = measure_units(
+        measured = measure_units(
             model, units, first.args, first.kwargs, target=wanted, loss=loss, **how
         )
-        return UnitCosts(samples, *found)
+        return UnitCosts(samples, *measured)
 
     return costs
 
@@ -206,11 +206,12 @@ def predict_hf(
     for name, number in (("batch", batch), ("sequence", 1 if sequence is None else sequence)):
         if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < LARGEST:
             raise UsageError(f"{name}={number!r}: must be a whole number from 1 to {LARGEST - 1}")
-    settings = _config(Path(config))
-    sequence = sequence or min(LONGEST, getattr(settings, "max_position_embeddings", LONGEST))
+    model = _causal_model(Path(config))
+    longest = getattr(model.config, "max_position_embeddings", LONGEST)
+    sequence = sequence or min(LONGEST, longest)
     tokens = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
     profile = predict(
-        _model(settings, Path(config)).to(DTYPES[dtype]),
+        model.to(DTYPES[dtype]),
         input_ids=tokens,
         target=tokens,
         loss_fn=next_token_loss,
@@ -222,32 +223,21 @@ def predict_hf(
     return profile
 
 
-def _transformers() -> Any:
-    try:
-        return import_module("transformers")
-    except ImportError:
-        raise UsageError("hf= needs transformers: pip install 'penstock[transformers]'") from None
-
-
-def _config(path: Path) -> Any:
+def _causal_model(path: Path) -> nn.Module:
+    """The model of a config file, without data."""
     if not path.exists():
         raise UsageError(f"hf={str(path)!r}: no such file; give a config.json of transformers")
     try:
-        config = _transformers().AutoConfig.from_pretrained(str(path), local_files_only=True)
+        library = import_module("transformers")
+    except ImportError:
+        raise UsageError("hf= needs transformers: pip install 'penstock[transformers]'") from None
+    try:
+        config = library.AutoConfig.from_pretrained(str(path), local_files_only=True)
+        config.use_cache = False
+        with torch.device("meta"):
+            model: nn.Module = library.AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputFileError(
-            f"{path}: not a config of a model that transformers knows: {error}"
-        ) from error
-    config.use_cache = False
-    return config
-
-
-def _model(config: Any, path: Path) -> nn.Module:
-    try:
-        with torch.device("meta"):
-            model: nn.Module = _transformers().AutoModelForCausalLM.from_config(config)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputFileError(
-            f"{path}: not a causal language model of transformers: {error}"
+            f"{path}: not the config of a causal language model of transformers: {error}"
         ) from error
     return model.train()

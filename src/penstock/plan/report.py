@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from penstock.partition.costs import UnitCost
 from penstock.plan.choice import COLUMNS, Plan, row_of
 from penstock.plan.costs import Profile
-from penstock.schedule import Action, Op, Simulation, Span, Timeline
+from penstock.schedule import Action, Op, Span, Timeline
 from penstock.schedule.drawing import COLOURS, NAMES
 
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -22,7 +22,7 @@ HELD = ("weights", "gradients", "optimizer", "messages", "activations", "between
 
 
 def report_of(
-    plans: Sequence[Plan],
+    plans: Iterable[Plan],
     *,
     profile: Profile | None = None,
     title: str = "A plan and its step",
@@ -45,7 +45,7 @@ def report_of(
         "colours": {op.value: colour for op, colour in COLOURS.items()},
         "names": {op.value: name for op, name in NAMES.items()},
         "held": HELD,
-        "plans": list(_plans(plans, profile, measured)),
+        "plans": list(_plans(list(plans), profile, measured)),
     }
     # "</" would end the script element that holds the data, even inside a string.
     text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
@@ -61,7 +61,7 @@ def _plans(
         units = profile.at(plan.shape.samples).units if profile is not None else ()
         timelines = []
         if left >= 0 or number == 0:
-            timelines.append(_timeline("simulated", plan, plan.simulation))
+            timelines.append(_simulated(plan))
         if measured is not None and number == 0:
             timelines.append(_measured(plan, measured))
         yield {
@@ -72,61 +72,62 @@ def _plans(
         }
 
 
-def _timeline(label: str, plan: Plan, ran: Simulation) -> dict[str, Any]:
-    ranks = range(plan.ranks)
-    return {
-        "label": label,
-        "seconds": ran.makespan,
-        "spans": [[_span(span, 0.0) for span in ran.timeline.of_rank(rank)] for rank in ranks],
-        "gaps": [
-            [
-                [_short(gap.start), _short(gap.end), str(gap.action), awaited(gap.waits_for)]
-                for gap in ran.gaps(rank)
-            ]
-            for rank in ranks
-        ],
-        "memory": [_memory(plan, rank, ran.timeline.of_rank(rank), 0.0) for rank in ranks],
-    }
+def _simulated(plan: Plan) -> dict[str, Any]:
+    ran = plan.simulation
+    gaps = [
+        [(gap.start, gap.end, gap.action, gap.waits_for) for gap in ran.gaps(rank)]
+        for rank in range(plan.ranks)
+    ]
+    return _timeline("simulated", plan, ran.timeline, gaps)
 
 
 def _measured(plan: Plan, timeline: Timeline) -> dict[str, Any]:
     """A step that was run. What its gaps waited for was not recorded, so it is taken from the simulation."""
-    start, ranks = timeline.start, range(timeline.ranks)
-    computing = [
-        [span for span in timeline.of_rank(rank) if span.action.op in COLOURS] for rank in ranks
+    ran = plan.simulation
+    waits = {gap.action: gap.waits_for for rank in range(plan.ranks) for gap in ran.gaps(rank)}
+    gaps = [
+        [
+            (a.end, b.start, b.action, waits.get(b.action))
+            for a, b in pairwise(_computing(timeline, rank))
+            if b.start > a.end
+        ]
+        for rank in range(timeline.ranks)
     ]
-    waits = _awaited(plan)
+    return _timeline("measured", plan, timeline, gaps)
+
+
+def _computing(timeline: Timeline, rank: int) -> list[Span]:
+    return [span for span in timeline.of_rank(rank) if span.action.op in COLOURS]
+
+
+def _timeline(
+    label: str,
+    plan: Plan,
+    timeline: Timeline,
+    gaps: Sequence[Sequence[tuple[float, float, Action, Action | None]]],
+) -> dict[str, Any]:
+    """A step as the page draws it; times count from its start."""
+    origin = timeline.start
+    ranks = [_computing(timeline, rank) for rank in range(timeline.ranks)]
     return {
-        "label": "measured",
+        "label": label,
         "seconds": timeline.makespan,
-        "spans": [[_span(span, start) for span in spans] for spans in computing],
+        "spans": [[_span(span, origin) for span in spans] for spans in ranks],
         "gaps": [
             [
-                [
-                    _short(a.end - start),
-                    _short(b.start - start),
-                    str(b.action),
-                    waits.get(b.action, ""),
-                ]
-                for a, b in pairwise(spans)
-                if b.start > a.end
+                [_short(a - origin), _short(b - origin), str(action), awaited(cause)]
+                for a, b, action, cause in of_rank
             ]
-            for spans in computing
+            for of_rank in gaps
         ],
-        "memory": [_memory(plan, rank, computing[rank], start) for rank in ranks],
+        "memory": [_memory(plan, rank, spans, origin) for rank, spans in enumerate(ranks)],
     }
 
 
-def _awaited(plan: Plan) -> dict[Action, str]:
-    """What each action waits for in the simulation, by the action."""
-    ran = plan.simulation
-    return {
-        gap.action: awaited(gap.waits_for) for rank in range(plan.ranks) for gap in ran.gaps(rank)
-    }
-
-
-def awaited(action: Action) -> str:
+def awaited(action: Action | None) -> str:
     """The action that a rank waits for, in words."""
+    if action is None:
+        return ""
     _, op, microbatch, _ = action
     if op is Op.RECV_F:
         return f"what {action.peer_stage}F{microbatch} sends"
@@ -167,23 +168,16 @@ def _memory(plan: Plan, rank: int, spans: Sequence[Span], origin: float) -> dict
 
 def _cut(plan: Plan, units: Sequence[UnitCost]) -> Iterator[dict[str, Any]]:
     known = {unit.path: unit for unit in units}
-    again = set(plan.checkpoint)
+    costs = {"weights": "parameters"} | {
+        name: name for name in ("forward", "backward", "spread", "held", "stash")
+    }
     for stage, paths in enumerate(plan.stages):
         yield {
             "stage": stage,
             "rank": plan.schedule.placement.rank_of[stage],
             "units": [
-                {
-                    "path": path,
-                    "again": path in again,
-                    "forward": unit.forward if unit else None,
-                    "backward": unit.backward if unit else None,
-                    "spread": unit.spread if unit else None,
-                    "held": unit.held if unit else None,
-                    "stash": unit.stash if unit else None,
-                    "weights": unit.parameters if unit else None,
-                }
+                {"path": path, "again": path in plan.checkpoint}
+                | {name: getattr(known.get(path), of, None) for name, of in costs.items()}
                 for path in paths
-                for unit in (known.get(path),)
             ],
         }

@@ -12,19 +12,17 @@ to be slower than a known one is not simulated:
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from heapq import heappop, heappush
 from itertools import pairwise, product
 from pathlib import Path
 from time import monotonic
-from typing import overload
 
 from penstock.errors import ScheduleError, UsageError
 from penstock.partition import choose_cuts
+from penstock.partition.costs import aligned
 from penstock.plan.choice import (
     COLUMNS,
     LARGEST,
@@ -35,7 +33,6 @@ from penstock.plan.choice import (
     check_size,
     row_of,
     scheduled,
-    why_slower,
     with_messages,
 )
 from penstock.plan.costs import Cut, Profile, StageCosts, UnitCosts, cut_of, runs_of
@@ -59,7 +56,7 @@ SEARCHED = "searched"
 
 
 @dataclass(frozen=True)
-class Plans(Sequence[Plan]):
+class Plans:
     """Plans, the fastest first; as text a table.
 
     Args:
@@ -74,11 +71,7 @@ class Plans(Sequence[Plan]):
     looked_at: int = 0
     simulated: int = 0
 
-    @overload
-    def __getitem__(self, index: int) -> Plan: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Plan]: ...
-    def __getitem__(self, index: int | slice) -> Plan | Sequence[Plan]:
+    def __getitem__(self, index: int) -> Plan:
         return self.plans[index]
 
     def __len__(self) -> int:
@@ -90,28 +83,11 @@ class Plans(Sequence[Plan]):
     def __str__(self) -> str:
         rows = [["", *COLUMNS]]
         rows += [[str(n), *row_of(plan, self[0])] for n, plan in enumerate(self, 1)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(
-                # Words are aligned to the left, numbers to the right.
-                cell.ljust(width) if column in (1, 10, 11) else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
-        return "\n".join((*lines, self._note()))
+        return f"{aligned(rows, words=(1, 10, 11))}\n{self._note()}"
 
     def _note(self) -> str:
         kind = "measured on" if self.profile.measured else "predicted for"
         return f"costs {kind} {self.profile.device}; {self.looked_at} candidates, {self.simulated} simulated"
-
-    def why(self, number: int) -> str:
-        """Why a plan is slower than the best one."""
-        return why_slower(self[number], self[0])
-
-    def to_json(self) -> str:
-        """All plans as JSON, each as `Plan.to_json` writes it."""
-        return json.dumps([json.loads(plan.to_json()) for plan in self], indent=1)
 
     def report(self, path: str | Path, *, title: str = "") -> None:
         """Writes the report: one HTML file that needs no other.
@@ -139,7 +115,6 @@ def search(  # noqa: PLR0913 - the whole question, by name
     states: float = 2.0,
     keep: int = KEPT,
     seconds: float = 10.0,
-    prune: bool = True,
 ) -> Plans:
     """Finds the fastest ways to run a model.
 
@@ -160,7 +135,6 @@ def search(  # noqa: PLR0913 - the whole question, by name
             momentum.
         keep: How many plans to return.
         seconds: How long the best may be improved at the end, by moving their cuts and searching schedules.
-        prune: Whether to skip candidates that are proven to be slower, which does not change the plans.
 
     Returns:
         The plans, the fastest first.
@@ -196,7 +170,7 @@ def search(  # noqa: PLR0913 - the whole question, by name
     if limit and checkpoint is None:
         wanted = replace(wanted, checkpoint=POLICIES)
     wanted = replace(wanted, memory=limit)
-    return _PlanSearch(profile, wanted, prune=prune).plans(seconds)
+    return _PlanSearch(profile, wanted).plans(seconds)
 
 
 def plan_for(
@@ -225,8 +199,7 @@ def plan_for(
     laps = max(1, plain.stages // plain.ranks)
     shape = PlanShape(plain.name, plain.ranks, 1, laps, plain.microbatches, samples, "none")
     wanted = _Wanted(plain.ranks, batch, 0.0, (), (plain.ranks,), None, None, ("none",), states, 1)
-    search = _PlanSearch(profile, wanted, prune=False)
-    return search.plan_by_hand(shape, plain, cut_of(paths, stages))
+    return _PlanSearch(profile, wanted).plan_by_hand(shape, plain, cut_of(paths, stages))
 
 
 # ---- what is asked for
@@ -265,17 +238,13 @@ def _dividing(number: int) -> list[int]:
 def _schedules(wanted: str | Iterable[str] | None) -> tuple[str, ...]:
     several = names() if wanted is None else [wanted] if isinstance(wanted, str) else list(wanted)
     proper = [find(name)[0] for name in several]
-    idle = [name for name in proper if not _trains(name)]
+    idle = [name for name in proper if not find(name)[1].trains]
     if idle and wanted is not None:
         raise UsageError(f"schedules={idle[0]!r} has no backward; choose one that trains")
     # 1F1B first: it holds least where several are as fast.
     return tuple(
         sorted(set(proper) - set(idle), key=lambda name: (name != "1F1B", proper.index(name)))
     )
-
-
-def _trains(name: str) -> bool:
-    return find(name)[1].trains
 
 
 def _policies(wanted: str | Iterable[str] | None) -> tuple[str, ...]:
@@ -312,16 +281,11 @@ class _Wanted:
         Raises:
             UsageError: All have too many microbatches to be planned.
         """
-        too_large: PlanShape | None = None
-        some = False
-        for shape in self._all(units):
-            if shape.forwards > LARGEST or shape.replicas > LARGEST:
-                too_large = too_large or shape
-                continue
-            some = True
-            yield shape
-        if too_large is not None and not some:
-            check_size("", too_large)
+        shapes = list(self._all(units))
+        fitting = [shape for shape in shapes if shape.forwards <= LARGEST >= shape.replicas]
+        if shapes and not fitting:
+            check_size("", shapes[0])
+        yield from fitting
 
     def _all(self, units: float) -> Iterator[PlanShape]:
         for ranks in self.ranks:
@@ -412,10 +376,9 @@ class _Candidate:
 class _PlanSearch:
     """One search, and what it has found."""
 
-    def __init__(self, profile: Profile, wanted: _Wanted, *, prune: bool) -> None:
+    def __init__(self, profile: Profile, wanted: _Wanted) -> None:
         self._profile = profile
         self._wanted = wanted
-        self._prune = prune
         self._best: dict[PlanShape, _Candidate] = {}
         self._least: _Candidate | None = None
         """Of all candidates that do not fit the one that needs the least memory."""
@@ -429,7 +392,11 @@ class _PlanSearch:
         best = self._ranking()
         until = monotonic() + seconds
         for candidate in best[:POLISHED] if seconds > 0 else ():
-            best += self._improved(candidate, until)
+            moved = self._moved(candidate, until)
+            searched = self._searched(moved, until)
+            best += [
+                each for each in (moved, searched) if each is not None and each is not candidate
+            ]
         best.sort(key=lambda candidate: (candidate.seconds, max(candidate.memory)))
         plans = tuple(self._plan(candidate) for candidate in best[: self._wanted.keep])
         return Plans(plans, self._profile, looked_at, self._simulated)
@@ -443,28 +410,22 @@ class _PlanSearch:
     # ---- looking at all candidates
 
     def _look(self) -> int:
-        """Simulates candidates, the one with the least bound first, until no other can be among the best."""
-        shapes = list(self._wanted.shapes(self.units))
-        queue: list[tuple[float, int, int, PlanShape | _Candidate]] = []
-        for number, shape in enumerate(shapes):
-            heappush(queue, (self._bound_of_shape(shape), number, 0, shape))
+        """Simulates shapes, least bound first, until no other can be among the best; returns their number."""
+        shapes = sorted(self._wanted.shapes(self.units), key=self._bound_of_shape)
         worst = math.inf
-        while queue:
-            bound, number, _, item = heappop(queue)
-            if self._prune and bound >= worst:
+        for shape in shapes:
+            if self._bound_of_shape(shape) >= worst:
                 break
-            if isinstance(item, PlanShape):
-                for index, candidate in enumerate(self._candidates(item), 1):
-                    entry = self._bound(candidate) + candidate.reduce, number, index, candidate
-                    heappush(queue, entry)
-                continue
-            self._simulated += 1
-            item.time(worst if self._prune else math.inf)
-            known = self._best.get(item.shape)
-            if item.seconds < (known.seconds if known else math.inf):
-                self._best[item.shape] = item
-                ranking = self._ranking()
-                worst = ranking[-1].seconds if len(ranking) == self._wanted.keep else math.inf
+            for candidate in self._candidates(shape):
+                if self._bound(candidate) + candidate.reduce >= worst:
+                    continue
+                self._simulated += 1
+                candidate.time(worst)
+                known = self._best.get(shape)
+                if candidate.seconds < (known.seconds if known else math.inf):
+                    self._best[shape] = candidate
+                    ranking = self._ranking()
+                    worst = ranking[-1].seconds if len(ranking) == self._wanted.keep else math.inf
         return len(shapes)
 
     def _ranking(self) -> list[_Candidate]:
@@ -474,11 +435,9 @@ class _PlanSearch:
     @property
     def units(self) -> int:
         """How many units the model has."""
-        sizes = sorted(self._profile.known)
+        # Any size that is to be planned tells, if none is known yet.
+        sizes = sorted(self._profile.known or {shape.samples for shape in self._wanted.shapes()})
         if not sizes:
-            # Any size that is to be planned tells.
-            sizes = [min((shape.samples for shape in self._wanted.shapes()), default=0)]
-        if not sizes[0]:
             raise UsageError(
                 f"batch={self._wanted.batch} cannot be shared as asked by {self._wanted.devices} ranks: the "
                 "share of a pipeline must be a whole number of samples, and of microbatches"
@@ -607,15 +566,6 @@ class _PlanSearch:
 
     # ---- improving
 
-    def _improved(self, candidate: _Candidate, until: float) -> list[_Candidate]:
-        """The candidate with an improved cut, and with a schedule that is searched for that."""
-        moved = self._moved(candidate, until)
-        searched = self._searched(moved, until)
-        return [
-            *([moved] if moved is not candidate else []),
-            *([searched] if searched is not None else []),
-        ]
-
     def _moved(self, candidate: _Candidate, until: float) -> _Candidate:
         """Moves single units from stage to stage for as long as that helps."""
         units = len(self._profile.at(candidate.shape.samples).units)
@@ -679,30 +629,19 @@ class _PlanSearch:
     # ---- plans of candidates
 
     def _plan(self, candidate: _Candidate) -> Plan:
-        units = self._profile.at(candidate.shape.samples).units
+        shape, units = candidate.shape, self._profile.at(candidate.shape.samples).units
         runs = runs_of(candidate.cut, len(units))
-        shape, schedule = candidate.shape, candidate.wired()
-        ran = simulate(with_messages(schedule), candidate.costs.costs)
-        busiest = max(range(schedule.ranks), key=lambda rank: ran.busy[rank])
-        again = sum(
-            units[number].forward
-            for stage in schedule.placement.stages_on(busiest)
-            for number in runs[stage]
-            if number in candidate.again
-        )
         return Plan(
             shape=shape,
             stages=tuple(tuple(units[number].path for number in run) for run in runs),
             checkpoint=tuple(units[number].path for number in sorted(candidate.again)),
             seconds=candidate.seconds,
             reduce=candidate.reduce,
-            recompute=again * shape.microbatches,
-            bubble=max(ran.bubble, 0.0),
             memory=candidate.memory,
             limit=self._wanted.memory,
             tokens=self._wanted.batch * (self._profile.tokens or 1),
             stage_costs=candidate.costs,
-            own=schedule if shape.schedule == SEARCHED else None,
+            own=candidate.wired() if shape.schedule == SEARCHED else None,
         )
 
     # ---- where nothing fits
@@ -720,33 +659,32 @@ class _PlanSearch:
             f"memory={most:.0f} ({bytes_as_text(most)}) would do, with {least.shape.schedule} and "
             f"{least.shape.microbatches} microbatches"
         ]
-        # Replicas would not help: a single pipeline of more ranks would.
-        for devices in range(wanted.devices + 1, self.units + 1):
-            if wanted.batch < devices and wanted.microbatches is None:
-                break
-            if self._fits_with(replace(wanted, devices=devices, ranks=(devices,))):
-                remedies.append(f"ranks={devices} would do")
-                break
-        remedies += self._smaller_microbatches()
+        for others in (self._with_more_ranks(), self._with_smaller_microbatches()):
+            change = next((text for text, other in others if self._fits_with(other)), None)
+            remedies += [f"{change} would do"] if change else []
         return (
             f"nothing fits into memory={wanted.memory:.0f} ({bytes_as_text(wanted.memory)}) on each of "
             f"{wanted.devices} ranks: {'; '.join(remedies)}"
         )
 
-    def _smaller_microbatches(self) -> Iterator[str]:
+    def _with_more_ranks(self) -> Iterator[tuple[str, _Wanted]]:
+        """Single pipelines of more ranks; replicas would not help."""
+        wanted = self._wanted
+        most = self.units if wanted.microbatches else min(self.units, wanted.batch)
+        for devices in range(wanted.devices + 1, most + 1):
+            yield f"ranks={devices}", replace(wanted, devices=devices, ranks=(devices,))
+
+    def _with_smaller_microbatches(self) -> Iterator[tuple[str, _Wanted]]:
         wanted = self._wanted
         parts = {wanted.batch // (wanted.devices // ranks) for ranks in wanted.ranks}
         counts = {count for part in parts if part for count in _dividing(part) if count <= LARGEST}
-        tried = {shape.microbatches for shape in wanted.shapes(self.units)}
-        for count in sorted(counts - tried):
-            if self._fits_with(replace(wanted, microbatches=(count,))):
-                yield f"microbatches={count} would do"
-                return
+        for count in sorted(counts - {shape.microbatches for shape in wanted.shapes(self.units)}):
+            yield f"microbatches={count}", replace(wanted, microbatches=(count,))
 
     def _fits_with(self, wanted: _Wanted) -> bool:
         """Whether something fits, tried with the smallest microbatches and all computed again."""
         thrifty = "all" if "all" in wanted.checkpoint else wanted.checkpoint[-1]
-        other = _PlanSearch(self._profile, replace(wanted, checkpoint=(thrifty,)), prune=True)
+        other = _PlanSearch(self._profile, replace(wanted, checkpoint=(thrifty,)))
         try:
             shapes = list(other._wanted.shapes(self.units))
         except UsageError:

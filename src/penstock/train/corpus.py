@@ -1,14 +1,13 @@
 """The text to train on: read, split into a training and a held-out part, and cut into batches.
 
-Everything follows from the text and the seed alone, so every rank makes the same batches without any
-message.
+Everything follows from the text and the seed alone, so every rank makes the same batches without any message.
 """
 
 from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -22,13 +21,10 @@ from penstock.errors import InputFileError, UsageError
 
 Bytes = npt.NDArray[np.uint8]
 Batch = tuple[Tensor, Tensor]
-
 HELD_OUT_SHARE = 20
 """One in how many files is held out, or which fraction of a single file."""
-
 LARGEST_FOLDER = 2 << 30
 """Bytes. A folder is read into memory; a larger text must be a single file, which is mapped."""
-
 NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 
 
@@ -49,13 +45,7 @@ class Corpus:
     held_out: Bytes
 
     def training_batch(self, step: int, *, seed: int, batch: int, sequence: int) -> Batch:
-        """The batch of one step: its samples start anywhere in the training text.
-
-        Args:
-            step: which step; the same step always gives the same batch.
-            seed: another seed gives other batches.
-            batch: number of samples.
-            sequence: length of a sample in bytes.
+        """The batch of one step, whose samples start anywhere in the training text.
 
         Returns:
             Bytes and the bytes that follow them, each ``(batch, sequence)`` int64.
@@ -67,14 +57,20 @@ class Corpus:
     def held_out_batches(self, count: int, *, batch: int, sequence: int) -> Iterator[Batch]:
         """At most ``count`` full batches of samples spread evenly over the held-out text.
 
-        A text too short for that many samples gives fewer batches, but one at least, in which samples
-        may overlap.
+        A text too short for that many samples gives fewer batches, but one at least, in which samples may
+        overlap.
         """
         fitting = (len(self.held_out) - 1) // sequence
         batches = max(1, min(count, fitting // batch))
         starts = np.linspace(0, len(self.held_out) - sequence - 1, batches * batch).astype(np.int64)
         for part in np.split(starts, batches):
             yield _windows(self.held_out, part, sequence)
+
+
+def _windows(text: Bytes, starts: npt.NDArray[np.int64], sequence: int) -> Batch:
+    rows = text[starts[:, None] + np.arange(sequence + 1)].astype(np.int64)
+    window = torch.from_numpy(rows)
+    return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
 def load(data: str | None, sequence: int) -> Corpus:
@@ -90,17 +86,21 @@ def load(data: str | None, sequence: int) -> Corpus:
         InputFileError: the text is too short, or cannot be read.
     """
     path = Path(data or sysconfig.get_path("stdlib"))
-    if data is None:
-        sources = [file for file in _files(path, skip=NOT_LIBRARY) if file.suffix == ".py"]
-        if not sources:
-            raise UsageError(f"there are no Python sources in {path}; name a text with --data")
-        corpus = _from_files("Python standard library", path, sources)
-    elif path.is_dir():
-        corpus = _from_files(data, path, list(_files(path)))
-    elif path.is_file():
-        corpus = _split_by_position(data, 1, _mapped(path))
-    else:
-        raise UsageError(f"data={data!r}: there is no such file or folder; give the path of a text")
+    name = data or "Python standard library"
+    try:
+        if path.is_dir():
+            corpus = _from_folder(name, path, library=data is None)
+        elif path.is_file():
+            text = np.memmap(path, np.uint8, "r") if path.stat().st_size else _bytes([])
+            corpus = _split_by_position(name, 1, text)
+        else:
+            raise UsageError(
+                f"data={data!r}: there is no such file or folder; give the path of a text"
+            )
+    except OSError as error:
+        raise InputFileError(
+            f"{path}: cannot be read: {error.strerror or error}; check its permissions"
+        ) from error
     total = len(corpus.training) + len(corpus.held_out)
     if min(len(corpus.training), len(corpus.held_out)) <= sequence:
         raise InputFileError(
@@ -110,41 +110,34 @@ def load(data: str | None, sequence: int) -> Corpus:
     return corpus
 
 
-def _files(folder: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """The regular files below ``folder`` in the order of their names, without hidden ones."""
-    for where, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if name not in skip and name[0] != ".")
-        paths = (Path(where, name) for name in sorted(files) if name[0] != ".")
-        yield from (path for path in paths if path.is_file())
-
-
-def _mapped(path: Path) -> Bytes:
-    try:
-        return np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
-    except OSError as error:
-        raise InputFileError(
-            f"{path}: cannot be read: {error.strerror or error}; check its permissions"
-        ) from error
-
-
-def _from_files(name: str, root: Path, paths: Sequence[Path]) -> Corpus:
-    """Read all text files; their names decide which are held out."""
+def _from_folder(name: str, root: Path, *, library: bool) -> Corpus:
+    """Read all text files of a folder; their names decide which are held out."""
+    paths = list(_files(root, NOT_LIBRARY if library else frozenset()))
+    paths = [path for path in paths if not library or path.suffix == ".py"]
     total = sum(path.stat().st_size for path in paths)
     if total > LARGEST_FOLDER:
         raise InputFileError(
             f"{name}: {total} bytes in {len(paths)} files, more than the {LARGEST_FOLDER} that are "
             f"read from a folder; name a smaller folder or one file"
         )
-    parts: dict[bool, list[bytes]] = {False: [], True: []}
+    training, held_out = list[bytes](), list[bytes]()
     for path in paths:
         if text := _text(path):
             digest = sha256(path.relative_to(root).as_posix().encode()).digest()
-            parts[int.from_bytes(digest[:8], "little") % HELD_OUT_SHARE == 0].append(text)
-    training, held_out = (np.frombuffer(b"".join(part), np.uint8) for part in parts.values())
-    files = sum(map(len, parts.values()))
-    if not (len(training) and len(held_out)):
-        return _split_by_position(name, files, np.concatenate((training, held_out)))
-    return Corpus(name, files, training, held_out)
+            is_held_out = int.from_bytes(digest[:8], "little") % HELD_OUT_SHARE == 0
+            (held_out if is_held_out else training).append(text)
+    files = len(training) + len(held_out)
+    if not (training and held_out):
+        return _split_by_position(name, files, _bytes(training + held_out))
+    return Corpus(name, files, _bytes(training), _bytes(held_out))
+
+
+def _files(folder: Path, skip: frozenset[str]) -> Iterator[Path]:
+    """The regular files below a folder in the order of their names, without hidden ones."""
+    for where, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name not in skip and name[0] != ".")
+        paths = (Path(where, name) for name in sorted(files) if name[0] != ".")
+        yield from (path for path in paths if path.is_file())
 
 
 def _text(path: Path) -> bytes:
@@ -157,13 +150,11 @@ def _text(path: Path) -> bytes:
     return b"" if b"\0" in content else content
 
 
+def _bytes(texts: list[bytes]) -> Bytes:
+    return np.frombuffer(b"".join(texts), np.uint8)
+
+
 def _split_by_position(name: str, files: int, text: Bytes) -> Corpus:
     """Hold out the end of a text."""
     border = len(text) - len(text) // HELD_OUT_SHARE
     return Corpus(name, files, training=text[:border], held_out=text[border:])
-
-
-def _windows(text: Bytes, starts: npt.NDArray[np.int64], sequence: int) -> Batch:
-    rows = text[starts[:, None] + np.arange(sequence + 1)].astype(np.int64)
-    window = torch.from_numpy(rows)
-    return window[:, :-1].contiguous(), window[:, 1:].contiguous()

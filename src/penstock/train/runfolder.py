@@ -15,20 +15,13 @@ from typing import Any, Self
 
 from penstock.errors import UsageError
 
-# ---- what a run leaves in its folder
-
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 """The folder of checkpoints in a run folder."""
 
 
 class RunFolder:
-    """A run folder, to which only one process of the run writes.
-
-    Args:
-        path: where it is.
-        writes: whether this process is that one; on the others the methods do nothing.
-    """
+    """A run folder. Only one process of the run writes to it; on the others the methods do nothing."""
 
     def __init__(self, path: Path, *, writes: bool) -> None:
         self.path = path
@@ -65,11 +58,7 @@ def _until(line: str, step: int) -> bool:
 
 
 def create_folder(out: str | None, *, resumes: bool = False) -> Path:
-    """Make the folder of a run.
-
-    Args:
-        out: its path; by default a folder below ``runs`` that is named after the time.
-        resumes: whether a run that it holds may be resumed there.
+    """Make the folder of a run; by default one below ``runs`` that is named after the time.
 
     Raises:
         UsageError: it cannot be made, or it holds a run already.
@@ -143,10 +132,6 @@ class Stop:
 
 def source_of(resume: str, out: Path) -> Path:
     """The folder of the checkpoints from which a run is resumed.
-
-    Args:
-        resume: the setting of that name.
-        out: the run folder.
 
     Raises:
         UsageError: there is no such folder.
