@@ -79,7 +79,7 @@ def run(group: Any, how: str) -> dict[str, Any]:
     weight_half = SplitBackward.weight_half
 
     def counted(self: SplitBackward, pending: PendingGradients) -> None:
-        waited.append(sum(pending.counts()))
+        waited.append(sum(len(use.edges) for use in pending.uses))
         weight_half(self, pending)
 
     gap, frames = 0.0, []

@@ -1,4 +1,4 @@
-"""The zoo of backward's tests, and models of transformers: compiled, the gradients are those without."""
+"""The graphs of backward's tests, and models of transformers: compiled, the gradients are those without."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from penstock import Pipeline
 from penstock.compiled import CompiledModule, RefusedError, graphs_kept
-from tests.backward.oracle import SplitEngine, Stage, check
-from tests.backward.zoo import ZOO
+from tests.backward.graphs import GRAPHS, Stage
+from tests.backward.oracle import halves, trained
 from tests.partition.driver import square_mean
 from tests.partition.families import make
 
@@ -25,41 +25,38 @@ ALL = "PENSTOCK_COMPILE" in os.environ
 BACKEND = os.environ.get("PENSTOCK_COMPILE", "plain")
 TOLERANCE = 1e-12 if BACKEND == "plain" else 1e-5
 # Each does to a compiled stage what no other does; the rest is for the night.
-OF_ZOO = {
-    "custom_function",
-    "gradient_in_forward",
-    "output_not_always_used",
-    "selective_checkpoint",
+BY_DAY = {
+    "a function in Python",
+    "a gradient in forward",
+    "outputs that are not always used",
+    "selective checkpoint",
 }
-REFUSED = {"gradient_in_forward", "lstm", "gru", "experts"}
+REFUSED = {"a gradient in forward", "lstm", "gru", "experts"}
 
 
 @pytest.fixture(autouse=True)
-def as_precise_as_can_be(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("tests.backward.oracle.TOLERANCE", TOLERANCE)
+def fresh_compiler() -> Iterator[None]:
     yield
     torch.compiler.reset()
 
 
-class CompiledEngine(SplitEngine):
-    """`SplitBackward` with a compiled stage, or without where that is refused."""
+class Compiled:
+    """Calls a stage compiled, or as it is where that is refused."""
 
-    def __init__(self) -> None:
-        self.refused = False
-        self.called: Any = None
+    def __init__(self, stage: Stage) -> None:
+        self.stage, self.refused = stage, False
+        self.call: Any = CompiledModule(stage, {"backend": BACKEND}, "the stage")
 
-    def forward(self, stage: Stage, inputs: Sequence[Any]) -> Any:
+    def __call__(self, *inputs: Any) -> Any:
         # As a transport delivers them.
-        given = [value.clone() if isinstance(value, Tensor) else value for value in inputs]
-        if self.called is None:
-            self.called = CompiledModule(stage.model, {"backend": BACKEND}, "the stage")
+        values = [value.clone() if isinstance(value, Tensor) else value for value in inputs]
         try:
-            # Equal graphs are in the zoo, which torch keeps on disk.
+            # Equal graphs are in the table, which torch keeps on disk.
             with graphs_kept():
-                return self.called(*given)
+                return self.call(*values)
         except RefusedError:
-            self.refused, self.called = True, stage.model
-            return self.forward(stage, inputs)
+            self.refused, self.call = True, self.stage
+            return self.call(*values)
 
 
 def cases(names: Sequence[str], by_day: Collection[str]) -> list[Any]:
@@ -68,11 +65,16 @@ def cases(names: Sequence[str], by_day: Collection[str]) -> list[Any]:
     return [pytest.param(n, marks=of) for n, of in zip(names, marks, strict=True)]
 
 
-@pytest.mark.parametrize("name", cases(sorted(ZOO), OF_ZOO))
-def test_zoo(name: str) -> None:
-    engine = CompiledEngine()
-    check({"compiled": engine}, ZOO[name], seed=0)
-    assert engine.refused == (name in REFUSED)
+@pytest.mark.parametrize("name", cases(sorted(GRAPHS), BY_DAY))
+def test_graphs(name: str) -> None:
+    torch.manual_seed(0)
+    stage = GRAPHS[name]()
+    stage.waits = None
+    expected = trained(stage)
+    compiled = Compiled(stage)
+    actual = trained(stage, halves, call=compiled)
+    torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE)
+    assert compiled.refused == (name in REFUSED)
 
 
 ARCHITECTURES = [

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import _backward as peer
 
 from penstock import Pipeline, PipelineStage
 from penstock.testing import WorkerPool
-from tests.backward.blocks import TransformerBlock
+from tests.backward.graphs import TransformerBlock
 from tests.gpu import steps
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.backward.nodes import node_type
+
 Gradients: TypeAlias = Sequence[Tensor | None]
 
 
@@ -188,12 +190,6 @@ _OTHERS = {
         ),
     ),
 }
-
-
-def node_type(name: str) -> Any:
-    """Returns the type of the nodes of a name, or None if this version of torch has none."""
-    # The types have no public name; seen in torch 2.13.
-    return getattr(torch._C._functions, name, None)
 
 
 def _by_type(table: Mapping[str, tuple[Operation, ...]]) -> dict[type, tuple[Operation, ...]]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import repeat
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -82,8 +81,9 @@ def seeds_of(outputs: Any, grads: Any) -> list[Pair]:
     Args:
         outputs: A tensor, or nested tuples, lists and dicts of tensors and other values. Tensors that need no
             gradient are skipped.
-        grads: The gradients, in the same structure. None for an output or a container says that it has no
-            gradient. None in place of it all says that every output is a scalar, whose gradient is one.
+        grads: The gradients, in the same structure, where tuples and lists may stand for each other. None for
+            an output or a container says that it has no gradient. None in place of it all says that every
+            output is a scalar, whose gradient is one.
 
     Raises:
         UsageError: ``grads`` has another structure than ``outputs``.
@@ -100,7 +100,7 @@ def seeds_of(outputs: Any, grads: Any) -> list[Pair]:
                 pairs.append((output, grad))
         else:
             return pairs
-    return [pair for pair in pair_with_gradients(outputs, grads) if pair[1] is not None]
+    return [pair for pair in _pairs(outputs, grads) if pair[1] is not None]
 
 
 def _one(output: Tensor) -> Tensor | None:
@@ -109,17 +109,8 @@ def _one(output: Tensor) -> Tensor | None:
     return torch.ones_like(output) if is_loss else None
 
 
-def pair_with_gradients(output: Any, gradient: Any, path: str = "output") -> Iterator[Pair]:
-    """Yields each tensor in ``output`` that requires a gradient, with the gradient at its place.
-
-    Args:
-        output: As ``outputs`` of `seeds_of`.
-        gradient: The same structure. Tuples and lists may stand for each other.
-        path: How messages call ``output``.
-
-    Raises:
-        UsageError: The structures differ; the message names the place.
-    """
+def _pairs(output: Any, gradient: Any, path: str = "output") -> Iterator[Pair]:
+    """Yields each tensor in ``output`` that requires a gradient, with the gradient at its place."""
     if isinstance(output, Tensor):
         if not output.requires_grad:
             return
@@ -129,82 +120,62 @@ def pair_with_gradients(output: Any, gradient: Any, path: str = "output") -> Ite
                 "give a tensor, or None where no gradient flows"
             )
         yield output, gradient
-    elif gradient is None:
-        return
-    elif isinstance(output, Mapping):
-        _check_keys(output, gradient, path)
-        for key, value in output.items():
-            yield from pair_with_gradients(value, gradient[key], f"{path}[{key!r}]")
-    elif isinstance(output, (tuple, list)):
-        _check_length(output, gradient, path)
-        for index, value in enumerate(output):
-            yield from pair_with_gradients(value, gradient[index], f"{path}[{index}]")
+    elif gradient is not None and isinstance(output, Mapping | tuple | list):
+        kind = Mapping if isinstance(output, Mapping) else (tuple, list)
+        if not isinstance(gradient, kind):
+            raise UsageError(
+                f"{path} is a {type(output).__name__}, but its gradient is a {type(gradient).__name__}"
+            )
+        items, gradients = _items(output), _items(gradient)
+        if items.keys() != gradients.keys():
+            raise UsageError(
+                f"{path} has the entries {sorted(map(str, items))}, "
+                f"but its gradient has {sorted(map(str, gradients))}"
+            )
+        for key, value in items.items():
+            yield from _pairs(value, gradients[key], f"{path}[{key!r}]")
 
 
-def _check_keys(output: Mapping[Any, Any], gradient: Any, path: str) -> None:
-    if not isinstance(gradient, Mapping):
-        raise UsageError(f"{path} is a dict, but its gradient is a {type(gradient).__name__}")
-    if output.keys() != gradient.keys():
-        raise UsageError(
-            f"{path} has the keys {sorted(map(str, output))}, "
-            f"but its gradient has {sorted(map(str, gradient))}"
-        )
-
-
-def _check_length(output: tuple[Any, ...] | list[Any], gradient: Any, path: str) -> None:
-    if not isinstance(gradient, (tuple, list)):
-        raise UsageError(
-            f"{path} is a {type(output).__name__}, but its gradient is a {type(gradient).__name__}"
-        )
-    if len(output) != len(gradient):
-        raise UsageError(f"{path} has {len(output)} entries, but its gradient has {len(gradient)}")
+def _items(value: Any) -> dict[Any, Any]:
+    return dict(value) if isinstance(value, Mapping) else dict(enumerate(value))
 
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Returns the tensors that require a gradient from a nested value, in order."""
     if isinstance(value, Tensor):
         return [value] if value.requires_grad else []
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in tensors_in(item)]
+    if isinstance(value, Mapping | tuple | list):
+        return [tensor for item in _items(value).values() for tensor in tensors_in(item)]
     return []
 
 
 # ---- errors
 
 
-def failure(
-    call: str, error: Exception, module: nn.Module | None = None, **values: Any
-) -> StageError | UsageError:
-    """Returns the error to raise for one of autograd's: it shows the values that the call was given.
+def raise_from(
+    error: Exception, call: str, module: nn.Module, outputs: Any = None, grads: Any = None
+) -> NoReturn:
+    """Raises an error that says what autograd's error means, and shows the values that the call was given.
 
     Args:
+        error: Autograd's error; one of ours is raised as it is.
         call: What failed.
-        error: Autograd's error.
-        module: The stage's module. If it changed a tensor in place that backward needs, the error names it.
-        values: What the call was given, by name.
+        module: The stage's module. If it changed a tensor in place that backward needs, the message names it.
+        outputs: What backward started from.
+        grads: Their gradients.
     """
-    names = [] if module is None else list(_changed_in_place(module, str(error)))
-    if names:
-        return UsageError(
+    if isinstance(error, PenstockError):
+        raise error
+    if names := list(_changed_in_place(module, str(error))):
+        raise UsageError(
             f"{call} needs {' or '.join(names)} as forward left it, but it was changed in place since, as by "
             "the forward of a later microbatch; let the module make a new tensor instead of changing the old"
-        )
-    text = ", ".join(f"{name}={_describe(value)}" for name, value in values.items())
+        ) from error
+    values = (
+        "" if outputs is None else f" for output={describe(outputs)}, gradient={describe(grads)}"
+    )
     hint = _CHANGED if "modified by an inplace operation" in str(error) else ""
-    return StageError(f"{call} failed for {text}: {error}{hint}")
-
-
-@contextmanager
-def explained(call: str, **values: Any) -> Iterator[None]:
-    """Turns what autograd raises inside into a StageError that shows the values of the call."""
-    try:
-        yield
-    except PenstockError:
-        raise
-    except Exception as error:
-        raise failure(call, error, **values) from error
+    raise StageError(f"{call} failed{values}: {error}{hint}") from error
 
 
 _CHANGED = (
@@ -225,13 +196,13 @@ def _changed_in_place(module: nn.Module, message: str) -> Iterator[str]:
                 yield f"{'.'.join(filter(None, (path, name)))} ({type(part).__name__})"
 
 
-def _describe(value: Any) -> str:
+def describe(value: Any) -> str:
     """Returns a short text for a nested value that shows shapes instead of numbers."""
     if isinstance(value, Tensor):
         grad = ", requires_grad" if value.requires_grad else ""
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{grad}"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {_describe(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key!r}: {describe(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (tuple, list)):
-        return "(" + ", ".join(map(_describe, value)) + ")"
+        return "(" + ", ".join(map(describe, value)) + ")"
     return type(value).__name__

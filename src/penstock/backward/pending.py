@@ -13,13 +13,10 @@ from torch._subclasses import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock import compiled
-from penstock.backward.operations import Operation, node_type
+from penstock.backward.nodes import LEAF, is_recomputed, read_early
+from penstock.backward.operations import Operation
 from penstock.backward.passes import Gradients, run_backward
-from penstock.backward.saved import is_recomputed, read_early
 from penstock.errors import StageError
-
-LEAF: Any = node_type("AccumulateGrad")
-"""The type of the nodes that add to ``.grad``."""
 
 
 class UsePlace(NamedTuple):
@@ -46,6 +43,7 @@ class WeightUse:
         place: Where it is, and what it does.
 
     Attributes:
+        position: The position of the node in its graph.
         edges: Where the gradients of the weights go.
         value: What the gradients are computed from, with ``arguments``. None until the node is about to run,
             if a checkpoint has yet to recompute it.
@@ -60,7 +58,7 @@ class WeightUse:
     compute: Any = None
 
     def __init__(self, node: Any, place: UsePlace) -> None:
-        _, operation, positions, self.batch = place
+        self.position, operation, positions, self.batch = place
         self.node, self.operation = node, operation
         edges = node.next_functions
         self.edges = list(starmap(GradientEdge, map(edges.__getitem__, positions)))
@@ -129,21 +127,18 @@ class PendingGradients:
     """What one microbatch's inputs' half leaves for its weights' half; its length is the uses that wait.
 
     Attributes:
+        uses: What waits, in the order in which backward has reached it.
         owners: Keep nodes of Python functions alive, for which a reference to the node is not enough.
     """
 
     def __init__(self) -> None:
+        self.uses: list[WeightUse] = []
         self.owners: list[GradientEdge] = []
-        self._batches: dict[int, list[WeightUse]] = {}
         self._arrived: dict[WeightUse, Any] = {}
         self._reading: list[WeightUse] = []
 
     def __len__(self) -> int:
-        return sum(map(len, self._batches.values()))
-
-    def counts(self) -> list[int]:
-        """Returns how many weights each use that waits has."""
-        return [len(use.edges) for uses in self._batches.values() for use in uses]
+        return len(self.uses)
 
     def watch(self, uses: Iterable[WeightUse]) -> None:
         """Notes what arrives at the nodes of some uses in the next backward pass."""
@@ -162,7 +157,7 @@ class PendingGradients:
                 use.node = None
 
     def collect(self) -> None:
-        """Takes what has arrived, in this order, and drops what would keep the graph alive."""
+        """Takes what has arrived, and drops what would keep the graph alive."""
         for use, arrived in self._arrived.items():
             if use.operation is None:
                 use.compute = arrived
@@ -170,7 +165,7 @@ class PendingGradients:
                 continue
             else:
                 use.grad = arrived[0]
-            self._batches.setdefault(use.batch, []).append(use)
+            self.uses.append(use)
         self._arrived.clear()
         for use in self._reading:
             use.node = None
@@ -178,7 +173,10 @@ class PendingGradients:
 
     def deliver(self) -> None:
         """Adds the gradients to the weights' ``.grad``; nothing waits then."""
-        batches, self._batches = self._batches, {}
+        batches: dict[int, list[WeightUse]] = {}
+        for use in self.uses:
+            batches.setdefault(use.batch, []).append(use)
+        self.uses = []
         for batch in [*batches]:
             _deliver(batches.pop(batch))
         self.owners.clear()

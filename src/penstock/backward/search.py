@@ -17,11 +17,10 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from penstock import compiled
+from penstock.backward.nodes import LEAF, has_hooks, node_of, saved_names
 from penstock.backward.operations import OPERATIONS, PRODUCTS, Operation
 from penstock.backward.passes import Pair
-from penstock.backward.pending import LEAF, PLAIN, UsePlace, WeightUse
-from penstock.backward.saved import has_hooks, saved_names
-from penstock.backward.torch_names import _get_grad_fn_or_grad_acc
+from penstock.backward.pending import PLAIN, UsePlace, WeightUse
 
 # An expression of more nodes is taken for an activation, not for a weight.
 MOST_NODES = 64
@@ -45,7 +44,7 @@ class MicrobatchGraph:
         positions: dict[Any, int] = {None: -1}
         nodes: list[Any] = []
         for output, _ in pairs:
-            node = output.grad_fn or _get_grad_fn_or_grad_acc(output)
+            node = output.grad_fn or node_of(output)
             if positions.setdefault(node, len(nodes)) == len(nodes):
                 nodes.append(node)
         self.nodes, self.positions = nodes, positions
@@ -69,7 +68,7 @@ class MicrobatchGraph:
         for value in inputs:
             # A plain leaf is no weight.
             if isinstance(value, Tensor) and not (type(value) is Tensor and value.is_leaf):
-                node = value.grad_fn or _get_grad_fn_or_grad_acc(value)
+                node = value.grad_fn or node_of(value)
                 self.others.append(positions.get(node))
         self.shape = (self.roots, *self.others, *shape)
 

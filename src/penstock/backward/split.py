@@ -26,10 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.backward.passes import Gradients, Pair, backward_to, failure, seeds_of
+from penstock.backward.passes import Gradients, Pair, backward_to, raise_from, seeds_of
 from penstock.backward.pending import PendingGradients
 from penstock.backward.search import MicrobatchGraph, SplitPlan, UseSearch
-from penstock.errors import PenstockError
 
 log = logging.getLogger("penstock")
 
@@ -66,11 +65,8 @@ class SplitBackward:
         pairs = seeds_of(outputs, output_grads)
         try:
             return backward_to(pairs, inputs)
-        except PenstockError:
-            raise
         except Exception as error:
-            values = {"output": outputs, "gradient": output_grads}
-            raise failure("backward", error, self._module, **values) from error
+            raise_from(error, "backward", self._module, outputs, output_grads)
 
     def input_half(
         self, outputs: Any, output_grads: Any, inputs: Sequence[Any]
@@ -97,11 +93,8 @@ class SplitBackward:
         try:
             ends = self._prepare(pairs, inputs, pending)
             grads = backward_to(pairs, inputs, ends)
-        except PenstockError:
-            raise
         except Exception as error:
-            values = {"output": outputs, "gradient": output_grads}
-            raise failure("the inputs' half of backward", error, self._module, **values) from error
+            raise_from(error, "the inputs' half of backward", self._module, outputs, output_grads)
         finally:
             pending.collect()
         return grads, pending
@@ -115,10 +108,8 @@ class SplitBackward:
         try:
             with torch.no_grad():
                 pending.deliver()
-        except PenstockError:
-            raise
         except Exception as error:
-            raise failure("the weights' half of backward", error, self._module) from error
+            raise_from(error, "the weights' half of backward", self._module)
 
     def _prepare(
         self, pairs: Sequence[Pair], inputs: Sequence[Any], pending: PendingGradients

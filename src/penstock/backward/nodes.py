@@ -1,22 +1,50 @@
-"""The tensors that autograd nodes have saved: find them, and read them once more.
+"""The nodes of autograd's graph: the one behind a tensor, and the tensors that nodes have saved.
 
 The ``_raw_saved_*`` attributes are described in torch's notes on autograd, "Hooks for saved tensors".
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils import checkpoint
 
 
+def node_type(name: str) -> Any:
+    """Returns the type of the nodes of a name, or None if this version of torch has none."""
+    # The types have no public name; seen in torch 2.13.
+    return getattr(torch._C._functions, name, None)
+
+
+LEAF = node_type("AccumulateGrad")
+"""The type of the nodes that add to ``.grad``."""
+
+
+def node_of(tensor: Tensor) -> Node | None:
+    """Returns the node that receives a tensor's gradient; None for a tensor that requires none.
+
+    It is the function that computed the tensor, or the accumulator of a leaf. Autograd makes accumulators
+    lazily, so those are found through a view.
+    """
+    if not tensor.requires_grad or tensor.grad_fn is not None:
+        return tensor.grad_fn
+    with torch.enable_grad():
+        view = tensor.view_as(tensor).grad_fn
+    return view.next_functions[0][0] if view is not None else None
+
+
 def has_hooks(node: Node) -> bool:
     """Says whether hooks handle what ``node`` saved, as they do in a checkpointed region."""
-    return any(saved.unpack_hook is not None for saved in saved_by(node))
+    for name in saved_names(type(node)):
+        saved: Any = getattr(node, name)
+        for one in saved if isinstance(saved, tuple) else (saved,):
+            if one is not None and one.unpack_hook is not None:
+                return True
+    return False
 
 
 def is_recomputed(saved: Any) -> bool:
@@ -45,16 +73,6 @@ class _WithoutNotes(dict[Any, Any]):
     def __setitem__(self, key: Any, value: Any) -> None:
         if value is not None:
             super().__setitem__(key, value)
-
-
-def saved_by(node: Node) -> Iterator[Any]:
-    """Yields what ``node`` saved, with its hooks."""
-    for name in saved_names(type(node)):
-        saved = getattr(node, name)
-        if isinstance(saved, tuple):
-            yield from saved
-        elif saved is not None:
-            yield saved
 
 
 # Bounded, since a Python function may have a new type for each call.

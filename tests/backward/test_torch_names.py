@@ -1,0 +1,294 @@
+"""The functions of torch's names; `test_graphs` shows that their gradients are right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from penstock.backward import (
+    ParamGroup,
+    _get_grad_fn_or_grad_acc,
+    _null_coalesce_accumulate,
+    construct_reverse_graph,
+    get_param_groups,
+    reverse_closure,
+    stage_backward,
+    stage_backward_input,
+    stage_backward_weight,
+)
+from penstock.errors import StageError
+from tests.backward.graphs import linear, x
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(linear(), nn.Tanh(), linear())
+
+
+def first_half(model: nn.Module, value: Tensor) -> tuple[Tensor | None, list[ParamGroup]]:
+    loss = model(value).square().sum()
+    (grad,), groups = stage_backward_input([loss], None, [value], model.parameters())
+    return grad, groups
+
+
+def plain(model: nn.Module, value: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(model(value).square().sum(), [value, *model.parameters()])
+
+
+def assert_equal(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
+    torch.testing.assert_close(list(actual), list(expected), rtol=0, atol=0)
+
+
+# ---- the whole
+
+
+def test_inputs_keep_no_gradient_and_lend_none() -> None:
+    value, unused = x(), x()
+    value.grad = torch.full_like(value, 9)
+    grads = stage_backward(value * 2, torch.ones_like(value), [3, value, None, unused, value])
+    assert [None if grad is None else grad[0, 0].item() for grad in grads] == [
+        None,
+        2,
+        None,
+        None,
+        2,
+    ]
+    assert value.grad is None
+
+
+def test_positions_select_outputs() -> None:
+    value = x()
+    outputs, grads = [value * 2, value * 3, value * 5], [torch.ones_like(value)] * 3
+    (grad,) = stage_backward(outputs, grads, [value], [0, 2])
+    assert_equal([grad], [torch.full_like(value, 7)])
+
+
+# ---- the inputs' half
+
+
+def test_it_adds_to_the_inputs_grad_alone() -> None:
+    model, value = mlp(), x()
+    for times in (1, 2):
+        grad, _ = first_half(model, value)
+        assert_equal([grad], plain(model, value)[:1])
+        assert_equal([value.grad], [times * plain(model, value)[0]])
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+def test_an_input_passed_twice_is_added_once() -> None:
+    model, value = mlp(), x()
+    expected, *_ = plain(model, value)
+    loss = model(value).square().sum()
+    grads, _ = stage_backward_input([loss], None, [value, 5, value], model.parameters())
+    assert_equal([grads[0], grads[2], value.grad], [expected] * 3)
+
+
+def test_outputs_are_detached_unless_they_are_views_or_inputs() -> None:
+    weight, value = x(6), x()
+    hidden = value * weight
+    outputs = [hidden, hidden[:2], value, weight]
+    (grad,), _ = stage_backward_input(outputs, None, [value], [weight])
+    assert [output.requires_grad for output in outputs] == [False, True, True, True]
+    # Missing output gradients mean ones.
+    expected = weight.detach().expand(4, 6).clone() + 1
+    expected[:2] += weight.detach()
+    torch.testing.assert_close(grad, expected)
+
+
+def test_groups_show_gradients_along_nodes() -> None:
+    model, value = mlp(), x()
+    output = model(value)
+    _, groups = stage_backward_input([output], None, [value], model.parameters())
+    params = [{node.variable for node in group["params"]} for group in groups]
+    first, bias, second, last = model.parameters()
+    assert params == [{bias, last}, {second}, {first}], "biases are computed at once"
+    assert [[grad.shape for (grad,) in group["grads"]] for group in groups] == [
+        [last.shape, bias.shape], [(4, 6)], [(4, 6)],
+    ]  # fmt: skip
+    assert [node.name() for node in groups[1]["intermediates"]] == ["AddmmBackward0"]
+
+
+# ---- the weights' half
+
+
+def test_it_returns_what_it_adds() -> None:
+    model, value = mlp(), x()
+    _, *expected = plain(model, value)
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    returned = stage_backward_weight(model.parameters(), first_half(model, value)[1])
+    stage_backward_weight(model.parameters(), first_half(model, value)[1])
+    assert_equal(returned, expected)
+    assert_equal([w.grad for w in model.parameters()], [1 + grad + grad for grad in expected])
+
+
+def test_only_the_weights_asked_for_change() -> None:
+    model, value = mlp(), x()
+    first, *_, last = model.parameters()
+    _, dfirst, *_, dlast = plain(model, value)
+    assert_equal(stage_backward_weight([last, first], first_half(model, value)[1]), [dlast, dfirst])
+    assert [weight.grad is None for weight in model.parameters()] == [False, True, True, False]
+    # Nor do those for which the inputs' half was not asked.
+    loss = model(value).square().sum()
+    _, groups = stage_backward_input([loss], None, [value], [last])
+    assert_equal(stage_backward_weight([first, last], groups), [None, dlast])
+
+
+def test_gradients_in_groups_may_be_replaced_or_left_out() -> None:
+    model, value = mlp(), x()
+    _, groups = first_half(model, value)
+    hidden = model[:2](value).detach()
+    groups[0]["grads"][0] = (None,)
+    groups[1]["grads"] = [(torch.ones(4, 6).double(),)]
+    groups[2]["grads"] = [(None,)]
+    first, *_, weight, last = stage_backward_weight(model.parameters(), groups)
+    assert first is None
+    assert last is None
+    torch.testing.assert_close(weight, torch.ones(6, 4).double() @ hidden)
+
+
+def test_a_retained_graph_serves_again() -> None:
+    model, value = mlp(), x()
+    _, *expected = plain(model, value)
+    _, groups = first_half(model, value)
+    for _ in range(2):
+        assert_equal(stage_backward_weight(model.parameters(), groups, retain_graph=True), expected)
+    assert_equal([w.grad for w in model.parameters()], [2 * grad for grad in expected])
+
+
+def test_used_groups_are_refused() -> None:
+    model, value = mlp(), x()
+    _, groups = first_half(model, value)
+    stage_backward_weight(model.parameters(), groups)
+    with pytest.raises(RuntimeError, match=r"param group 0 .* used by an earlier"):
+        stage_backward_weight(model.parameters(), groups)
+
+
+REPLACED: dict[str, tuple[Callable[[list[Any]], Any], str]] = {
+    "nothing": (lambda _: None, r"found \(NoneType\)"),
+    "fewer rows": (lambda _: [], r"found \(\)"),
+    "no row": (lambda _: [None], r"found \(NoneType\)"),
+    "less in a row": (lambda _: [()], r"found \(\(\)\)"),
+    "more in a row": (lambda rows: [rows[0] * 2], r"found \(\(float64\[6\], float64\[6\]\)\)"),
+    "no tensors": (lambda _: [(1.0,)], r"found \(\(float\)\)"),
+}
+
+
+@pytest.mark.parametrize("how", REPLACED)
+def test_what_is_no_gradient_in_a_group_is_refused(how: str) -> None:
+    replace, says = REPLACED[how]
+    model, value = linear(), x()
+    group, *_ = first_half(model, value)[1]
+    group["grads"] = replace(group["grads"])
+    with pytest.raises(RuntimeError, match=f"param group 0: expected .* of 1 tuples .*{says}"):
+        stage_backward_weight(model.parameters(), [group])
+    assert model.weight.grad is None
+
+
+def test_failures_keep_their_cause() -> None:
+    def fail(_: Tensor) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    model, value = mlp(), x()
+    with pytest.raises(StageError, match=r"output=\(float64\[4, 6\].*gradient=\(float32\[5\]"):
+        stage_backward_input([model(value)], [torch.ones(5)], [value], [])
+    _, groups = first_half(model, value)
+    next(model.parameters()).register_post_accumulate_grad_hook(fail)
+    with pytest.raises(StageError, match="division by zero"):
+        stage_backward_weight(model.parameters(), groups)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad(), torch.enable_grad()])
+def test_the_halves_work_in_any_mode(mode: AbstractContextManager[object]) -> None:
+    model, value = mlp(), x()
+    expected = plain(model, value)
+    loss = model(value).square().sum()
+    with mode:
+        (grad,), groups = stage_backward_input([loss], None, [value], model.parameters())
+        grads = stage_backward_weight(model.parameters(), groups)
+    assert_equal([grad, *grads], expected)
+
+
+# ---- the graph
+
+
+def node(tensor: Tensor) -> Node:
+    function = _get_grad_fn_or_grad_acc(tensor)
+    assert function is not None
+    return function
+
+
+def test_a_leaf_has_its_accumulator_and_a_result_its_function() -> None:
+    weight = x()
+    assert node(weight) is (weight * 2).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    with torch.no_grad():
+        assert _get_grad_fn_or_grad_acc(x()) is not None
+    result = weight.exp()
+    assert node(result) is result.grad_fn
+    assert _get_grad_fn_or_grad_acc(torch.zeros(2)) is None
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "total"), [(1, 2, 3), (None, 2, 2), (1, None, 1), (None, None, None)]
+)
+def test_sum_of_gradients_that_may_be_missing(
+    lhs: int | None, rhs: int | None, total: int | None
+) -> None:
+    sides = [None if side is None else torch.tensor(side) for side in (lhs, rhs)]
+    assert _null_coalesce_accumulate(*sides) == total
+
+
+def test_the_reverse_graph_has_an_entry_for_each_edge() -> None:
+    value = x()
+    squared = value * value
+    output = squared.sum()
+    assert construct_reverse_graph([node(output), None, node(squared), node(output)]) == {
+        node(output): [],
+        node(squared): [node(output)],
+        node(value): [node(squared)] * 2,
+    }
+
+
+def test_the_reverse_closure_stops_at_targets() -> None:
+    value = x()
+    first = value.exp()
+    second = first.sin()
+    reverse = construct_reverse_graph([node(second.cos())])
+    closure, met = reverse_closure([node(value), None], {node(second)}, reverse)
+    assert closure == {node(value), node(first)}
+    assert met == {node(second)}
+
+
+def groups_of(inputs: list[Tensor], weights: list[Tensor], output: Tensor) -> list[set[Node]]:
+    reverse = construct_reverse_graph([node(output)])
+    groups = get_param_groups([node(v) for v in inputs], [node(w) for w in weights], reverse)
+    return [group["params"] for group in groups]
+
+
+def test_weights_that_share_an_intermediate_share_a_group() -> None:
+    value, first, second, third = (x(3, 3) for _ in range(4))
+    apart, together = [{node(first)}, {node(second)}], [{node(first), node(second)}]
+    assert groups_of([value], [first, second], (value @ first) @ second) == apart
+    assert groups_of([value], [first, second], torch.addmm(second, value, first)) == together
+    assert groups_of([value], [first, second], value @ (first * second)) == together
+    joined = torch.addmm(third, torch.addmm(third, value, first), second)
+    assert groups_of([value], [first, second, third], joined) == [
+        {node(weight) for weight in (first, second, third)}
+    ]
+    # What no gradient reaches is left out; a weight that is an input counts as an input.
+    assert groups_of([value], [third, first], value @ first) == [{node(first)}]
+    assert groups_of([value, first], [first], value @ first) == []
+
+
+def test_intermediates_are_where_weights_leave_the_path_to_the_inputs() -> None:
+    value, weight = x(3, 3), x(3, 3)
+    first = value @ weight.t()
+    second = first.relu() @ weight.t()
+    reverse = construct_reverse_graph([node(second)])
+    (group,) = get_param_groups([node(value)], [node(weight)], reverse)
+    assert group["intermediates"] == {node(first), node(second)}
