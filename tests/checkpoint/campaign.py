@@ -31,7 +31,6 @@ from torch import nn
 from penstock import Checkpoints, Pipeline
 from penstock.checkpoint import describe
 from penstock.errors import CheckpointError, InputFileError, StateDictError
-from penstock.faults.processes import die_with_parent
 
 RANKS = 2
 WINDOW = 0.4
@@ -124,7 +123,7 @@ def launch(folder: Path, trial: int) -> None:
     """Start the ranks, which end with this process, and wait for them."""
 
     def as_rank(rank: int) -> None:
-        die_with_parent()
+        os.environ["TORCHELASTIC_RUN_ID"] = "campaign"  # a rank ends when such a launcher does
         run_rank(rank, folder, trial)
 
     os.setsid()

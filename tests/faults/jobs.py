@@ -8,8 +8,8 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import json
+import logging
 import os
-import platform
 import signal
 import socket
 import sys
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Pipeline
-from penstock.faults import status_of, watch
+from penstock.faults import status_of
 from penstock.testing import Fault, fail_at
 from tests.scripts import forked
 
@@ -91,9 +91,8 @@ def run_job(
         folder: an empty one.
         meddle: called when all ranks train.
         frozen: a rank that does not end by itself, as it is stopped or holds the GIL.
-        case: ``fault``: arguments of :func:`fail_at`; ``timeout``, ``meeting``, ``steps``, ``gather``;
-            ``apart``: as if each rank had a machine of its own; ``spaces``: for each rank its network
-            namespace and the device there.
+        case: ``fault``: arguments of :func:`fail_at`; ``first``, ``timeout``, ``meeting``, ``steps``;
+            ``spaces``: for each rank its network namespace and the device there.
     """
     with started(folder, **case) as processes:
         deadline = time.monotonic() + LIMIT
@@ -145,9 +144,6 @@ def _main(rank: int, port: int, folder: str, case: dict[str, Any]) -> None:
     os.dup2(out.fileno(), 1)
     os.dup2(out.fileno(), 2)
     sys.stdout = sys.stderr = out
-    if case.get("apart"):
-        # As if each rank had a machine of its own, whose processes the others cannot see.
-        platform.node = lambda: f"machine{rank}"
     if spaces := case.get("spaces"):
         _enter(*spaces[rank])
     sys.exit(work(rank, Path(folder), case))
@@ -157,10 +153,10 @@ def _enter(space: str, device: str) -> None:
     """Live in a network namespace, with a machine of its own."""
     with Path("/run/netns", space).open() as file:
         assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
-    platform.node = lambda: space
     # Of a network that is this test's own: nobody else can hold the port.
     os.environ |= {"MASTER_ADDR": "10.213.0.1", "MASTER_PORT": "29533"}
     os.environ["GLOO_SOCKET_IFNAME"] = device
+    logging.basicConfig(level=logging.DEBUG)
 
 
 def work(rank: int, folder: Path, case: dict[str, Any]) -> int:
@@ -170,7 +166,6 @@ def work(rank: int, folder: Path, case: dict[str, Any]) -> int:
     # Where it hangs, if it does.
     faulthandler.dump_traceback_later(LIMIT - 10.0)
     torch.set_num_threads(1)
-    watch.GATHER = case.get("gather", watch.GATHER)
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     fired = folder / "fired"
     error: BaseException | None = None

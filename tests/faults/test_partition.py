@@ -68,9 +68,12 @@ def test_all_sides_of_a_cut_network_stop(
     spaces: list[tuple[str, str]], tmp_path: Path, ways: str
 ) -> None:
     (near, here), (far, there) = spaces
+    seen = {0: "10.213.0.2", 1: "10.213.0.1", 2: "10.213.0.1"}
 
     def cut() -> None:
-        time.sleep(2.0)  # the machines have seen each other
+        for rank, other in seen.items():
+            while f"{other} answers: True" not in (tmp_path / f"out-{rank}").read_text():
+                time.sleep(0.02)
         if ways == "link":
             assert ip("-n", near, "link", "set", here, "down")
         if ways in ("both", "to the far side"):

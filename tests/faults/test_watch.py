@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -42,7 +44,7 @@ def check(
         if rank != culprit:
             assert ended.error == "PeerFailed", ended.output
             assert f"rank {rank} stopped because rank {culprit}" in ended.text
-            assert says in ended.text
+            assert re.search(says, ended.text), ended.text
             assert ended.status == status
     assert 0 < job.heard(culprit) < within
     if reported:
@@ -66,7 +68,7 @@ def check(
         (fault("out of memory"), "microbatch 2, action 1F2: OutOfMemoryError: ", 70),
         (fault("exception", "cuts", step=0), "rank 1: InjectedError: ", 70),
         (fault("exception", "between", step=3), "rank 1, step 2: InjectedError: ", 70),
-        (fault("SIGINT"), "action 1F2: was interrupted by Ctrl-C (SIGINT)", 130),
+        (fault("SIGINT"), r"action 1F2: was interrupted by Ctrl-C \(SIGINT\)", 130),
     ],
     ids=lambda value: f"{value['how']} {value['action']}" if isinstance(value, dict) else "",
 )
@@ -85,7 +87,6 @@ def test_an_exception_is_told_once_and_named_everywhere(
     assert times.index(min(times)) == injected["rank"], "torchrun names the earliest"
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["", "apart"])
 @pytest.mark.parametrize(
     "injected",
     [
@@ -99,37 +100,40 @@ def test_an_exception_is_told_once_and_named_everywhere(
     ],
     ids=lambda value: f"{value['how']} {value['action']}",
 )
-def test_a_death_is_named(injected: dict[str, Any], apart: bool, tmp_path: Path) -> None:
-    """Where a rank is alone on its machine, only its heartbeats and connections tell."""
-    job = run_job(tmp_path, fault=injected, apart=apart)
-    if apart and injected["rank"] == 0:
-        assert all("the control store, " in ended.text for ended in job.ranks[1:])
-        return
-    reported = injected["step"] > 0
-    check(job, injected["rank"], "its process ended without a word", 75, PROMPT, reported=reported)
-    assert not reported or job.report["failures"][0]["kind"] == "died"
+def test_a_death_is_named(injected: dict[str, Any], tmp_path: Path) -> None:
+    job = run_job(tmp_path, fault=injected)
+    rank, reported = injected["rank"], injected["step"] > 0
+    says = "its process ended without a word" if rank else "the control store, "
+    check(job, rank, says, 75, PROMPT, reported=reported)
+    assert not reported or job.report["failures"][0]["kind"] == ("died" if rank else "lost")
+
+
+MUTE = "its process has ended or is stopped by a signal, its interpreter is held by code"
+HOST = "the process that hosts it, usually that of rank 0 or the launcher, has ended or is stopped"
 
 
 @pytest.mark.parametrize(
     ("injected", "says"),
     [
         (fault("sleep"), "it is in 1F2 for "),
-        nightly(fault("SIGSTOP"), "its process is stopped by a signal"),
-        (fault("SIGSTOP", "0F2", 0), "its process is stopped by a signal"),
-        (fault("hold the GIL"), "its interpreter is held"),
+        nightly(fault("SIGSTOP"), MUTE),
+        (fault("SIGSTOP", "0F2", 0), HOST),
+        (fault("hold the GIL"), MUTE),
         nightly(
             fault("sleep", "between", step=3),
-            "it is between steps, after step 2, in its own code, for ",
+            "it is between steps, after step 2, in its own code for ",
         ),
-        nightly(fault("hold the GIL", "between", step=3), "its interpreter is held"),
-        nightly(fault("SIGSTOP", "0F0", 0, step=1), "its process is stopped by a signal"),
-        nightly(fault("sleep", "cuts", step=0), "it is making its pipeline (cuts the model) for "),
-        (fault("SIGSTOP", "cuts", step=0), "its process is stopped by a signal"),
+        nightly(fault("hold the GIL", "between", step=3), MUTE),
+        nightly(fault("SIGSTOP", "0F0", 0, step=1), HOST),
+        nightly(
+            fault("sleep", "cuts", step=0), r"it is making its pipeline \(cuts the model\) for "
+        ),
+        (fault("SIGSTOP", "cuts", step=0), MUTE),
     ],
     ids=lambda value: f"{value['how']} {value['action']}" if isinstance(value, dict) else "",
 )
 def test_who_is_silent_is_named(injected: dict[str, Any], says: str, tmp_path: Path) -> None:
-    """A rank that can, ends itself; one that runs no threads is left to its launcher."""
+    """A rank that can, ends itself and prints its stack; one that runs no threads is left to its launcher."""
     rank, sleeps = injected["rank"], injected["how"] == "sleep"
     reported = injected["step"] > 0
     job = run_job(
@@ -137,16 +141,15 @@ def test_who_is_silent_is_named(injected: dict[str, Any], says: str, tmp_path: P
         fault=injected,
         frozen=-1 if sleeps else rank,
         timeout=SILENT,
-        gather=30.0 if sleeps else 2.0,
         meeting=60.0 if reported else EARLY,
         first=EARLY if injected["step"] == 1 else 60.0,
     )
     check(job, rank, says, 75, LATE + EARLY, reported=reported)
-    assert not reported or job.report["failures"][0]["kind"] == "silent"
+    kind = "silent" if rank else "lost"
+    assert not reported or job.report["failures"][0]["kind"] == kind
     if sleeps:
         assert job.ranks[rank].status == 75
-    if sleeps and reported:
-        assert "time.sleep" in job.report["stacks"][str(rank)]
+        assert "testing/faults.py" in job.ranks[rank].output
 
 
 def test_a_loop_that_ends_early_is_named(tmp_path: Path) -> None:
@@ -176,30 +179,26 @@ def test_garbage_in_the_store_kills_nobody_and_is_not_printed(tmp_path: Path) ->
 
     def write() -> None:
         store = TCPStore("127.0.0.1", int((tmp_path / "port").read_text()), wait_for_workers=False)
-        keys = [key for key in store.list_keys() if "/pipeline-" in key]
-        keys = [
-            key
-            for key in keys
-            if key.rpartition("/")[0].endswith(("stacks", "beat")) or "fail" in key
-        ]
-        assert any(key.endswith("/failure") for key in keys)
-        end = time.monotonic() + 4.0
-        while time.monotonic() < end:
+        keys = [key for key in store.list_keys() if "/beat/" in key or key.endswith("/failure")]
+        assert len(keys) == RANKS + 1
+        beats: dict[str, set[int]] = {key: set() for key in keys if "/beat/" in key}
+        # Until each rank has written, and read what the others are said to write, several times.
+        while min(map(len, beats.values())) < 4:
+            for key, numbers in beats.items():
+                with suppress(ValueError, TypeError, KeyError):
+                    numbers.add(json.loads(store.get(key))["number"])
             for garbage, key in product(GARBAGE, keys):
                 store.set(key, garbage)  # type: ignore[arg-type] # torch takes bytes too
         # With a number of this process, which must live on.
-        place = {"rank": 1, "pid": os.getpid(), "status": "stops"}
-        for key in keys:
-            if "/beat/" in key:
-                store.set(key, json.dumps(place))
+        for key in beats:
+            store.set(key, json.dumps({"rank": 1, "pid": os.getpid(), "status": "stops"}))
         store.get(keys[0])
-        time.sleep(2.0)  # the store is through with it
         (tmp_path / "fired").write_text(str(time.monotonic()))
         os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGINT)
 
     never = fault("sleep", rank=9)
     job = run_job(tmp_path, fault=never, steps=10**9, timeout=60.0, meddle=write)
-    check(job, 1, "was interrupted by Ctrl-C (SIGINT)", 130, PROMPT)
+    check(job, 1, "was interrupted by Ctrl-C", 130, PROMPT)
     assert not any("\x1b" in ended.output for ended in job.ranks)
 
 

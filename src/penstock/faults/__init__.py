@@ -1,7 +1,4 @@
-"""A fault on one rank becomes a named error on all: heartbeats in the store, a monitor, and reports.
-
-Names are imported on first use, so that the command line can handle signals without importing torch.
-"""
+"""A fault on one rank becomes a named error on all: heartbeats in the store, a monitor, and reports."""
 
 from __future__ import annotations
 
@@ -24,9 +21,8 @@ if TYPE_CHECKING:
     from penstock.faults.meeting import Meeting as Meeting
     from penstock.faults.meeting import end_waits as end_waits
     from penstock.faults.meeting import meet as meet
-    from penstock.faults.processes import this_host as this_host
-    from penstock.faults.silence import Place as Place
-    from penstock.faults.silence import find_silent as find_silent
+    from penstock.faults.places import Place as Place
+    from penstock.faults.places import find_silent as find_silent
     from penstock.faults.watch import Watch as Watch
 
 __all__, __getattr__, __dir__ = lazily(__name__)

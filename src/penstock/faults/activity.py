@@ -14,7 +14,7 @@ from time import monotonic
 from typing import Any
 
 from penstock.errors import UsageError
-from penstock.faults.silence import Place, name_of
+from penstock.faults.places import Place, name_of
 
 Probe = Callable[["Activity", Any], object]
 _PROBES: list[Probe] = []
@@ -46,17 +46,11 @@ class Activity:
         global_rank: its rank among all processes.
 
     Attributes:
-        rank: the rank.
-        calls: how many steps and evaluations it has begun.
-        step: the number of the last training step that it began, from 1.
-        inside: whether it is in a step or an evaluation.
-        setup: the part of the set-up that it is in; ``None`` once the pipeline is made.
-        action: the current action, or the last one.
-        waits: what it waits for; ``None`` while it works.
-        peer: the rank that it waits for; ``None`` for all.
         since: when it last made progress, on this process's monotonic clock.
         slack: seconds that it may need for what it does now, if that is more than usual.
         durations: seconds of the latest training steps.
+
+    The others are those of :class:`~penstock.faults.Place`.
     """
 
     def __init__(self, rank: int, global_rank: int | None = None) -> None:
@@ -73,8 +67,6 @@ class Activity:
         self.slack = 0.0
         self.durations: deque[float] = deque(maxlen=50)
         self._began: float | None = None
-        self._working: Any = None
-        self._busy: dict[int, list[float]] = {}
         self._beats = itertools.count(1)
 
     @property
@@ -104,12 +96,9 @@ class Activity:
     def act(self, action: Any) -> None:
         """An action begins, and any wait is over; ``None`` for what is no action of the program."""
         self._move(action)
-        if action is not None:
-            if len(getattr(action, "op", "")) == 1:  # F, B, I, W: the stage computes
-                self._working = action
-            if _PROBES:
-                for probe in tuple(_PROBES):
-                    probe(self, action)
+        if _PROBES and action is not None:
+            for probe in tuple(_PROBES):
+                probe(self, action)
 
     def wait(self, what: str, peer: int | None = None) -> None:
         """A wait begins; the next :meth:`go_on`, :meth:`act`, :meth:`prepare` or :meth:`rest` ends it.
@@ -134,23 +123,16 @@ class Activity:
         self.inside = False
 
     def _move(self, action: Any) -> None:
-        now = monotonic()
-        working = self._working
-        if working is not None:
-            self._working = None
-            busy = self._busy.setdefault(working.stage, [0.0, 0])
-            busy[0] += now - self.since
-            busy[1] += 1
         self.waits = None
         self.action = action
-        self.since = now
+        self.since = monotonic()
 
-    def place(self, status: str = "runs", limit: float = 0.0) -> Place:
+    def place(self, status: str = "runs", address: str = "") -> Place:
         """A copy of it, as it is sent to the other ranks; each has a number of its own.
 
         Args:
             status: of the rank.
-            limit: seconds that it may make no progress now.
+            address: of its machine.
         """
         action, waits = self.action, self.waits
         return Place(
@@ -167,10 +149,9 @@ class Activity:
             waits=waits,
             peer=None if waits is None else self.peer,
             age=max(0.0, monotonic() - self.since),
-            limit=max(limit, self.slack),
             slack=self.slack,
+            address=address,
             global_rank=self._global_rank,
-            busy={str(stage): [*pair] for stage, pair in list(self._busy.items())},
         )
 
 

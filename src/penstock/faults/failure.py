@@ -9,10 +9,9 @@ import logging
 import os
 import platform
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -39,7 +38,7 @@ from penstock.errors import (
     UsageError,
     printable,
 )
-from penstock.faults.silence import LONGEST_LINE, LONGEST_TRACE, Place, SilenceVerdict, name_of
+from penstock.faults.places import LONGEST_LINE, LONGEST_TRACE, Place, name_of
 
 FILE = "failure.json"
 
@@ -138,16 +137,16 @@ def at_place(place: Place, kind: str, what: str, **more: Any) -> Failure:
     )
 
 
-def of_silence(verdict: SilenceVerdict, places: Mapping[int, Place], by: int) -> Failure:
-    """The failure of the ranks that :func:`find_silent` has found."""
-    place = places[verdict.culprits[0]]
-    if len(verdict.culprits) == 1:
-        what = f"makes no progress: it {place.words}{place.advice}"
-        return at_place(place, "silent", what, by=by)
-    ranks = ", ".join(map(str, verdict.culprits))
+def of_silence(culprits: Sequence[int], places: Mapping[int, Place], by: int) -> Failure:
+    """The failure of the ranks that :func:`find_silent` gives."""
+    place = places[culprits[0]]
+    if len(culprits) == 1:
+        return at_place(
+            place, "silent", f"makes no progress: it {place.words}{place.advice}", by=by
+        )
     what = (
-        f"ranks {ranks} wait for each other, although each has sent what the others wait for: the network "
-        "between them is cut, or messages were lost"
+        f"ranks {', '.join(map(str, culprits))} wait for each other, although each has sent what the others "
+        "wait for: the network between them is cut, or messages were lost"
     )
     return at_place(place, "lost", what, by=by)
 
@@ -231,23 +230,7 @@ def versions() -> dict[str, str]:
     return {"penstock": penstock, "torch": torch.__version__, "python": platform.python_version()}
 
 
-def stacks() -> str:
-    """The stacks of all other threads of this process, without values, which may be secret."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    parts = [
-        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
-        for ident, frame in sys._current_frames().items()
-        if ident != threading.get_ident()
-    ]
-    return printable("\n".join(parts))[-LONGEST_TRACE:]
-
-
-def write_report(
-    folder: Path | None,
-    failure: Failure,
-    places: Iterable[Place],
-    known_stacks: Mapping[int, str] | None = None,
-) -> None:
+def write_report(folder: Path | None, failure: Failure, places: Iterable[Place]) -> None:
     """Write ``failure.json``, unless there is one; it holds nothing of the environment.
 
     If that fails, it is only logged, so as not to hide the cause.
@@ -256,40 +239,28 @@ def write_report(
         folder: where; ``None`` for nowhere.
         failure: what happened.
         places: where each rank is.
-        known_stacks: the stacks of ranks that gave them.
     """
     if folder is None:
         return
     report = {
         "summary": str(failure),
         "failures": [asdict(failure)],
-        "ranks": [{**_as_json(place), "words": str(place)} for place in places],
-        "stacks": {str(rank): text for rank, text in (known_stacks or {}).items()},
-        "told_by": failure.by,
+        "ranks": [{**asdict(place), "words": str(place)} for place in places],
         "time": time.time(),
         "versions": versions(),
     }
+    path = folder / FILE
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_new(folder / FILE, json.dumps(report, indent=1))
+        with contextlib.suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
+            try:
+                file.write(json.dumps(report, indent=1))
+                file.flush()
+            except OSError:
+                path.unlink()
+                raise
     except OSError as error:
         logger.error("penstock: the report of the failure could not be written: %s", error)
-
-
-def _as_json(place: Place) -> dict[str, Any]:
-    record = asdict(place)
-    return record | {"limit": None if place.limit == float("inf") else place.limit}
-
-
-def _write_new(path: Path, text: str) -> None:
-    """Write a file, unless there is one; a file that could not be completed is removed."""
-    with contextlib.suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
-        try:
-            file.write(text)
-            file.flush()
-        except OSError:
-            path.unlink()
-            raise
 
 
 _told: list[BaseException] = []

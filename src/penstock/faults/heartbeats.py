@@ -1,4 +1,4 @@
-"""What the ranks tell each other in the store: heartbeats, the first failure, and stacks.
+"""What the ranks tell each other in the store: heartbeats and the first failure.
 
 One thread talks to the store, since a store that cannot be reached blocks its caller.
 """
@@ -8,15 +8,13 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict
 from time import monotonic
 from typing import Any
 
-from penstock.errors import printable
 from penstock.faults.failure import Failure
 from penstock.faults.meeting import Meeting, first_line
-from penstock.faults.silence import LARGEST, LONGEST_TRACE, Place, read_record
+from penstock.faults.places import Place, read_record
 
 PERIOD = 1.0
 """Seconds from one heartbeat to the next."""
@@ -35,10 +33,7 @@ class Heartbeats:
         places: the last heartbeat of each other rank.
         heard: when it came, on this process's monotonic clock.
         failure: the first failure, as the store has it.
-        stacks: the stacks of the ranks that gave them.
-        rounds: how often the store has answered.
         lost: why the store cannot be reached any more; empty while it can.
-        hurry: whether to ask more often.
     """
 
     def __init__(self, meeting: Meeting, beat: Callable[[], Place]) -> None:
@@ -46,14 +41,12 @@ class Heartbeats:
         self.places = {rank: Place(rank, setup="starts") for rank in others}
         self.heard = dict.fromkeys(others, monotonic())
         self.failure: Failure | None = None
-        self.stacks: dict[int, str] = {}
-        self.rounds = 0
         self.lost = ""
-        self.hurry = False
         self._rank = meeting.rank
         self._store = meeting.store
         self._beat = beat
-        self._news: list[tuple[str, str]] = []
+        self._news: Failure | None = None
+        self._period = PERIOD
         self._asked: float | None = None
         self._wake = threading.Event()
         self._ending = threading.Event()
@@ -68,12 +61,7 @@ class Heartbeats:
 
     def report(self, failure: Failure) -> None:
         """Tell a failure, unless one is known already."""
-        self._news.append(("failure", json.dumps(asdict(failure))))
-        self._wake.set()
-
-    def give_stacks(self, text: str) -> None:
-        """Tell the stacks of this process."""
-        self._news.append((f"stacks/{self._rank}", text))
+        self._news = failure
         self._wake.set()
 
     def now(self) -> None:
@@ -83,11 +71,11 @@ class Heartbeats:
     def wait_for(self, condition: Callable[[], Any], seconds: float) -> bool:
         """Ask often until a condition holds, but no longer than this; returns whether it does."""
         deadline = monotonic() + seconds
-        self.hurry = True
+        self._period = HURRY
         self._wake.set()
         while not condition() and not self.lost and monotonic() < deadline:
             self._ending.wait(HURRY / 4)
-        self.hurry = False
+        self._period = PERIOD
         return bool(condition())
 
     def close(self, seconds: float) -> None:
@@ -112,8 +100,7 @@ class Heartbeats:
                     return
                 self._read(store)
                 self._asked = None
-                self.rounds += 1
-                self._wake.wait(HURRY if self.hurry else PERIOD)
+                self._wake.wait(self._period)
                 self._wake.clear()
         except (OSError, RuntimeError) as error:
             self.lost = first_line(error)
@@ -122,39 +109,23 @@ class Heartbeats:
 
     def _write(self, store: Any) -> None:
         store.set(f"beat/{self._rank}", json.dumps(asdict(self._beat())))
-        while self._news:
-            key, text = self._news[0]
-            if key == "failure":
-                # The first failure stays; what cannot be read is none.
-                known = store.get(key)
-                if read_record(Failure, known) is None:
-                    store.compare_set(key, known, text)
-            else:
-                store.set(key, text)
-            self._news.pop(0)
+        if self._news is not None:
+            # The first failure stays; what cannot be read is none.
+            known = store.get("failure")
+            if read_record(Failure, known) is None:
+                store.compare_set("failure", known, json.dumps(asdict(self._news)))
+            self._news = None
 
     def _read(self, store: Any) -> None:
-        keys = [
-            "failure",
-            *(f"beat/{r}" for r in self.places),
-            *(f"stacks/{r}" for r in self.places),
-        ]
+        keys = ["failure", *(f"beat/{rank}" for rank in self.places)]
         answers = store.multi_get(keys) if store.has_extended_api() else map(store.get, keys)
-        failure, *rest = map(bytes, answers)
-        for rank, data, text in zip(
-            self.places, rest[: len(self.places)], rest[len(self.places) :], strict=True
-        ):
+        failure, *beats = map(bytes, answers)
+        for rank, data in zip(self.places, beats, strict=True):
             place = read_record(Place, data)
-            # An unreadable heartbeat, or one of somebody else, is none.
-            if (
-                place is not None
-                and place.rank == rank
-                and place.number != self.places[rank].number
-            ):
+            if place is None or place.rank != rank:
+                continue  # garbage, or the heartbeat of somebody else
+            if place.number != self.places[rank].number:
                 self.heard[rank] = monotonic()
                 self.places[rank] = place
-            if len(text) > 1 and rank not in self.stacks:
-                with suppress(UnicodeDecodeError):
-                    self.stacks[rank] = printable(text[:LARGEST].decode())[-LONGEST_TRACE:]
         if self.failure is None:
             self.failure = read_record(Failure, failure)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import logging
 import multiprocessing
@@ -12,7 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -28,27 +29,22 @@ from penstock.faults.failure import (
     of_exception,
     of_leaving,
     of_silence,
-    stacks,
     status_of,
     tell_torchrun,
     write_report,
 )
 from penstock.faults.heartbeats import Heartbeats
-from penstock.faults.meeting import Meeting
-from penstock.faults.silence import STALE, Place, SilenceVerdict, Stragglers, find_silent
+from penstock.faults.meeting import Meeting, own_address
+from penstock.faults.places import STALE, Place, find_silent
 
 TICK = 0.1
 """Seconds between two looks of the monitor."""
 LOOK = 5
-"""Ticks between two looks at the processes of this machine."""
-JUDGE = 20
-"""Ticks between two looks for stragglers."""
+"""Ticks between two looks at all ranks, where nothing is wrong here."""
 CAUSE = 2.0
 """Seconds to wait for the reason why a connection broke."""
 LINGER = 1.0
 """Seconds that a failed rank waits for the others to hear why, before a launcher ends them."""
-GATHER = 2.0
-"""Seconds that the others have to give their stacks; they hear of a failure with their next heartbeat."""
 BOW = 0.5
 """Seconds that the others wait, so that the failed rank is the first to end."""
 LAST = 4.0
@@ -58,19 +54,7 @@ DOUBT = 1.5
 PROBE = 1.0
 """Seconds in which a machine that can be reached answers."""
 
-_ALL: weakref.WeakSet[Watch] = weakref.WeakSet()
-
 logger = logging.getLogger("penstock")
-
-
-def _alarm_child() -> None:
-    """In a forked process: its checks find out that it is no rank."""
-    for watch in _ALL:
-        watch.alarm = True
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_alarm_child)
 
 
 class Watch:
@@ -83,36 +67,28 @@ class Watch:
         activity: of this process's rank.
         meeting: the ranks.
         patience: how long a rank may make no progress.
-
-    Attributes:
-        alarm: whether :meth:`check` may have a reason to raise.
     """
 
     def __init__(self, activity: Activity, meeting: Meeting, patience: Patience) -> None:
-        self.alarm = False
         self.activity = activity
         self._meeting = meeting
         self._patience = patience
+        self._address = own_address(meeting.host)
         self._pid = os.getpid()
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-        self._abort: Callable[[], Callable[[], object] | None] = lambda: None
+        self._abort: Callable[[], Callable[[], None] | None] = lambda: None
         self._folder: Path | None = None
         self._status = "runs"
-        self._stopped = False
+        self._alarm = False
         self._failure: Failure | None = None
-        self._since_failure = 0.0
+        self._since_failure = self._aborted = 0.0
         self._broken: float | None = None
-        self._aborted = 0.0
         self._reachable: dict[str, bool] = {}
-        self._stragglers = Stragglers()
-        self._gave_stacks = False
-        self._reporting = threading.Lock()
         self._ending = threading.Event()
         self._closed = False
         self._heartbeats = Heartbeats(meeting, self._own_place)
         self._monitor = threading.Thread(target=self._run, name="penstock monitor", daemon=True)
         self._monitor.start()
-        _ALL.add(self)
         atexit.register(self._leave)
         if multiprocessing.parent_process() is not None:
             # A child of multiprocessing exits without running what is registered with atexit.
@@ -122,12 +98,11 @@ class Watch:
         """Watch over connections.
 
         Args:
-            abort: ends all waits of this rank and closes its connections, so that the others' waits end too.
-                It is called from any thread, and again while a wait goes on. A bound method is only
-                weakly held.
+            abort: a method that ends all waits of this rank and closes its connections, so that the others'
+                waits end too. It is called from any thread, and again while a wait goes on; its object is
+                only weakly held.
         """
-        is_method = getattr(abort, "__self__", None) is not None
-        self._abort = weakref.WeakMethod(abort) if is_method else lambda: abort
+        self._abort = weakref.WeakMethod(abort)
 
     def made(self) -> None:
         """The pipeline is set up; from now on the limits for steps apply."""
@@ -168,20 +143,18 @@ class Watch:
             self._heartbeats.now()
 
     def check(self) -> None:
-        """Called before every action; in the usual case it only looks at a flag.
+        """Called before every action.
 
         Raises:
             PeerFailed: another rank has failed.
             UsageError: this process was forked from the rank's.
         """
-        if not self.alarm:
-            return
-        if self._is_child():
+        if os.getpid() != self._pid:
             raise UsageError(
                 f"this process was forked from that of rank {self.activity.rank}, and is not a rank of the "
                 "pipeline: it must not continue the step, but do its own work and exit"
             )
-        if self._failure is not None:
+        if self._alarm and self._failure is not None:
             raise self._peer_failed(self._failure)
 
     def failed(self, error: BaseException) -> BaseException:
@@ -191,20 +164,29 @@ class Watch:
             What to raise: the error itself, or a :class:`PeerFailed` if it follows from another rank's
             failure.
         """
-        if self._is_child() or self._stopped or isinstance(error, PeerFailed):
+        if self._is_child() or self._status == "stops" or isinstance(error, PeerFailed):
             return error
         if isinstance(error, SystemExit) and status_of(error) == 0:
             return error
-        if self._may_be_broken_wait(error):
+        if _is_broken_wait(error):
             return self._peer_failed(self._find_cause(error))
+        rank = self.activity.rank
         culprit = error.rank if isinstance(error, PenstockError) else None
-        if culprit in (None, self.activity.rank):
-            self._confess(error)
-        else:
+        failure = of_exception(error, self.activity.place())
+        self._stop()
+        tell_torchrun(failure, error, own=culprit in (None, rank))
+        if culprit not in (None, rank):
             # All ranks raise it because of one of them, which reports it.
-            self._stop()
-            tell_torchrun(of_exception(error, self.activity.place()), error, own=False)
             self._heartbeats.wait_for(lambda: self._has_stopped(culprit), BOW)
+            return error
+        self._heartbeats.report(failure)
+        self._heartbeats.wait_for(lambda: self._heartbeats.failure is not None, LINGER)
+        if not failure.everywhere:
+            self._end_waits()
+        self._await_others()
+        first = self._heartbeats.failure or failure
+        if first.rank == rank:
+            write_report(self._folder, first, self._places().values())
         return error
 
     def close(self) -> None:
@@ -223,14 +205,6 @@ class Watch:
 
     # ---- in the thread that runs the program
 
-    def _may_be_broken_wait(self, error: BaseException) -> bool:
-        if isinstance(error, MessageError | dist.DistError | ConnectionError | TimeoutError):
-            return True
-        # Gloo's errors are of no class of their own; the second is what ``end_waits`` makes of a wait.
-        return type(error) is RuntimeError and (
-            "/gloo/" in str(error) or "pair closure" in str(error)
-        )
-
     def _find_cause(self, error: BaseException) -> Failure:
         """Why a wait broke: the failure of another rank, which may be known a little later."""
         self._broken = monotonic()
@@ -246,32 +220,15 @@ class Watch:
             self._accuse(at_place(place, "lost", what, by=self.activity.rank))
         return self._failure or of_exception(error, self.activity.place())
 
-    def _confess(self, error: BaseException) -> None:
-        failure = of_exception(error, self.activity.place())
-        self._stop()
-        tell_torchrun(failure, error, own=True)
-        self._heartbeats.report(failure)
-        self._heartbeats.wait_for(lambda: self._heartbeats.failure is not None, LINGER)
-        if not failure.everywhere:
-            self._end_waits()
-        self._await_others()
-        first = self._heartbeats.failure or failure
-        if first.rank == self.activity.rank:
-            write_report(self._folder, first, self._places().values())
-
     def _peer_failed(self, failure: Failure) -> PeerFailed:
         """The error with which this rank must stop."""
         self._stop()
         self._end_waits()
-        rank = self.activity.rank
         tell_torchrun(failure, own=False)
-        if failure.by == rank:
-            with self._reporting:
-                write_report(self._folder, failure, self._places().values())
         text = str(failure)
-        if failure.rank != rank:
+        if failure.rank != self.activity.rank:
             if failure.is_raised:
-                self._heartbeats.wait_for(lambda: self._has_left(failure.rank), BOW)
+                self._heartbeats.wait_for(lambda: self._has_stopped(failure.rank, "left"), BOW)
             if self._meeting.hosts:
                 # The store ends with this process.
                 self._await_others()
@@ -280,7 +237,6 @@ class Watch:
 
     def _stop(self) -> None:
         """This rank stops with an error."""
-        self._stopped = True
         self._status = "stops"
         self._heartbeats.now()
         # At exit the interpreter would search all objects of torch and the model for cycles, which takes
@@ -302,29 +258,30 @@ class Watch:
 
     # ---- what is known of the ranks
 
-    @property
-    def _others(self) -> list[int]:
-        return list(self._heartbeats.places)
-
-    def _has_left(self, rank: int) -> bool:
-        return (
-            self._heartbeats.places[rank].status == "left"
-            or self._meeting.processes[rank].condition() == "ended"
-        )
-
-    def _has_stopped(self, rank: int) -> bool:
-        return self._heartbeats.places[rank].status == "stops" or self._has_left(rank)
+    def _has_stopped(self, rank: int, *statuses: str) -> bool:
+        return self._heartbeats.places[rank].status in (statuses or ("stops", "left"))
 
     def _await_others(self) -> None:
         """Wait a moment until all others that can have heard of the failure."""
 
         def have_heard() -> bool:
-            places = self._places().values()
-            return all(
-                self._has_stopped(p.rank) or p.is_mute for p in places if p.rank in self._others
-            )
+            others = [p for p in self._places().values() if p.rank != self.activity.rank]
+            return all(place.is_mute or self._has_stopped(place.rank) for place in others)
 
         self._heartbeats.wait_for(have_heard, LINGER)
+
+    def _own_place(self) -> Place:
+        return self.activity.place(self._status, self._address)
+
+    def _places(self) -> dict[int, Place]:
+        """Where every rank is."""
+        places = {self.activity.rank: self._own_place()}
+        for rank in list(self._heartbeats.places):
+            # First its time, as the other thread may replace both. While the store does not answer, nobody
+            # is heard.
+            stale = monotonic() - self._heartbeats.heard[rank] - self._heartbeats.unanswered
+            places[rank] = replace(self._heartbeats.places[rank], stale=max(0.0, stale))
+        return dict(sorted(places.items()))
 
     @property
     def _limit(self) -> float:
@@ -332,31 +289,8 @@ class Watch:
             return self._patience.rendezvous
         return self._patience.limit(self.activity.durations)
 
-    def _places(self) -> dict[int, Place]:
-        """Where every rank is."""
-        now, limit = monotonic(), self._limit
-        places = {self.activity.rank: self._own_place()}
-        for rank in self._others:
-            # First its time, as the other thread may replace both.
-            stale = now - self._heartbeats.heard[rank]
-            condition = self._meeting.processes[rank].condition()
-            if condition != "stopped":
-                # While the store does not answer, nobody is heard.
-                stale -= self._heartbeats.unanswered
-            place = replace(
-                self._heartbeats.places[rank], stale=max(0.0, stale), condition=condition
-            )
-            if place.is_mute:
-                # It has come as far as this rank, at least: a step ends for all together.
-                place = replace(place, limit=max(limit, place.slack))
-            places[rank] = place
-        return dict(sorted(places.items()))
-
     def _is_overdue(self) -> bool:
         return monotonic() - self.activity.since > max(self._limit, self.activity.slack)
-
-    def _own_place(self) -> Place:
-        return self.activity.place(self._status, self._limit)
 
     def _accuse(self, failure: Failure) -> None:
         """Report the failure of another rank, unless one is known already."""
@@ -366,16 +300,19 @@ class Watch:
         self._learn(self._heartbeats.failure or failure)
 
     def _learn(self, failure: Failure) -> None:
-        if self._failure is None:
-            self._failure, self._since_failure = failure, monotonic()
+        if self._failure is not None:
+            return
+        self._failure, self._since_failure = failure, monotonic()
+        if failure.by == self.activity.rank:
+            places = self._places()
+            write_report(self._folder, failure, places.values())
+            waits = "\n".join(f"  {place}" for place in places.values())
+            logger.error("penstock: %s\nwhat waits for what:\n%s", failure, waits)
 
     # ---- in the monitor's thread
 
     def _run(self) -> None:
         ticks = 0
-        for process in self._meeting.processes:
-            if process.condition() == "unknown" and process.address:
-                self._can_be_reached(process.address)
         while not self._ending.wait(TICK):
             ticks += 1
             if self._launcher is not None and os.getppid() != self._launcher:
@@ -385,20 +322,15 @@ class Watch:
                 self._learn(known)
             if self._failure is not None:
                 self._react(self._failure)
-            elif known is None and not self._stopped:
+            elif known is None and self._status == "runs":
                 self._look(ticks)
 
     def _react(self, failure: Failure) -> None:
         """Another rank has failed, or others say that this one has: end the waits here."""
         seconds = monotonic() - self._since_failure
-        if failure.kind == "silent" and not self._gave_stacks:
-            self._gave_stacks = True
-            self._heartbeats.give_stacks(stacks())
-        if failure.everywhere and (self._stopped or seconds < LINGER):
+        if self._status != "runs" or (failure.everywhere and seconds < LINGER):
             return
-        self.alarm = True
-        if self._stopped:
-            return
+        self._alarm = True
         waits = self.activity.waits is not None
         if waits and monotonic() - self._aborted > 1.0:
             self._end_waits()
@@ -410,71 +342,53 @@ class Watch:
             self._end_process(str(failure), failure.status)
 
     def _look(self, ticks: int) -> None:
-        if self.activity.rank == 0 and ticks % JUDGE == 0:
-            for sentence in self._stragglers.find(
-                [self.activity.place(), *self._heartbeats.places.values()]
-            ):
-                logger.warning("penstock: %s", sentence)
+        """Accuse a rank that does not say itself that it failed: it has left, is gone, or is silent."""
         overdue = self.activity.waits is not None and self._is_overdue()
         if ticks % LOOK and not overdue and self._broken is None:
             return
-        failure = self._find_gone()
-        if failure is None and overdue and self._broken is None and self._find_silent():
-            return
-        failure = failure or self._find_lost_store(overdue)
+        places, unanswered = self._places(), self._heartbeats.unanswered
+        failure = self._find_gone(places)
+        if failure is None and overdue and self._broken is None:
+            culprits = find_silent(places, self.activity.rank, self._limit)
+            failure = of_silence(culprits, places, self.activity.rank) if culprits else None
+        host = self._meeting.host
+        if failure is None and (
+            (host is not None and self._is_cut_off(host[0], unanswered))
+            or (overdue and unanswered > STALE)
+        ):
+            failure = self._lost_store(f"it has not answered for {unanswered:.1f} s")
         if failure is not None:
             self._accuse(failure)
 
-    def _find_gone(self) -> Failure | None:
-        """The failure of a rank that has left, ended, or is out of reach."""
+    def _find_gone(self, places: dict[int, Place]) -> Failure | None:
+        """The failure of a rank that has left, died or is out of reach; or that of the store's host."""
         rank = self.activity.rank
-        for place in self._places().values():
-            if place.rank == rank:
-                continue
-            if place.status == "left":
-                is_behind = place.calls < self.activity.calls or self.activity.setup is not None
-                if is_behind or self._broken is not None:
-                    return of_leaving(place, rank)
-            elif place.condition == "ended":
-                return at_place(
-                    place, "died", f"its process ended without a word; it {place.words}", by=rank
+        others = [place for place in places.values() if place.rank != rank]
+        others.sort(key=lambda place: (place.rank != self.activity.peer, -place.stale))
+        for place in others:
+            is_behind = place.calls < self.activity.calls or self.activity.setup is not None
+            if place.status == "left" and (is_behind or self._broken is not None):
+                return of_leaving(place, rank)
+        if self._heartbeats.lost:
+            # Where another rank is done, so may be the host of the store, and this rank.
+            is_over = any(place.status == "left" for place in others)
+            return None if is_over else self._lost_store(self._heartbeats.lost)
+        for place in others:
+            if self._broken and min(place.stale, monotonic() - self._broken) > CAUSE:
+                what = (
+                    "its process ended without a word, its machine is down, or the network to it is cut; "
+                    f"it {place.doing}, by its last heartbeat {place.stale:.1f} s ago"
                 )
-            elif place.condition == "unknown" and (what := self._find_cut(place)):
-                return at_place(place, "died" if self._broken else "lost", what, by=rank)
+                return at_place(place, "died", what, by=rank)
+            if self._is_cut_off(place.address, place.stale):
+                what = (
+                    f"not heard of for {place.stale:.1f} s: its machine is down, or the network to it is "
+                    "cut"
+                )
+                return at_place(place, "lost", what, by=rank)
         return None
 
-    def _find_cut(self, place: Place) -> str:
-        """Why a rank of another machine is out of reach; empty if that is not known."""
-        if self._broken is not None and min(place.stale, monotonic() - self._broken) > CAUSE:
-            return (
-                "its process ended without a word, its machine is down, or the network to it is cut"
-            )
-        address = self._meeting.processes[place.rank].address
-        if not address or self._heartbeats.lost:
-            return ""
-        if place.stale < DOUBT or self._can_be_reached(address):
-            return ""
-        return f"not heard of for {place.stale:.1f} s: its machine is down, or the network to it is cut"
-
-    def _can_be_reached(self, address: str) -> bool:
-        """Whether a machine answers; one that never did, as behind a firewall, may all the same."""
-        port = self._meeting.host[1] if self._meeting.host else 9
-        if address not in self._reachable:
-            self._reachable[address] = _answers(address, port)
-        return not self._reachable[address] or _answers(address, port)
-
-    def _find_lost_store(self, overdue: bool) -> Failure | None:
-        """The failure to reach the store, if that is one."""
-        host, silent = self._meeting.host, self._heartbeats.unanswered
-        why = self._heartbeats.lost
-        if why and any(place.status == "left" for place in self._heartbeats.places.values()):
-            # Its host is done, and so may this rank be.
-            return None
-        is_cut = silent > DOUBT and host is not None and not self._can_be_reached(host[0])
-        if not why and (is_cut or (overdue and silent > STALE)):
-            why = f"it has not answered for {silent:.1f} s"
-        if not why:
-            return None
+    def _lost_store(self, why: str) -> Failure:
         place = self.activity.place()
         what = (
             f"the control store, through which the ranks leave word, is lost: {why}; the process that hosts "
@@ -483,39 +397,16 @@ class Watch:
         )
         return Failure("lost", 0, what=what, by=place.rank)
 
-    def _find_silent(self) -> bool:
-        """Report who holds this rank up, if that can be known; returns whether it can."""
-        places = self._places()
-        verdict = find_silent(places, self.activity.rank)
-        if verdict is None and self._heartbeats.unanswered > STALE:
-            # The host of the store may be stopped, and nobody is heard of since then.
-            stopped = [p for p in places.values() if p.condition == "stopped" and p.idle >= p.limit]
-            verdict = (
-                SilenceVerdict((stopped[0].rank,), tuple(map(str, stopped))) if stopped else None
-            )
-        if verdict is None:
+    def _is_cut_off(self, address: str, seconds: float) -> bool:
+        """Whether a machine that has been silent for some seconds, and could be reached, does not answer."""
+        if not address or address == self._address:
             return False
-        with self._reporting:
-            self._report_silence(of_silence(verdict, places, self.activity.rank), verdict, places)
-        return True
-
-    def _report_silence(
-        self, failure: Failure, verdict: SilenceVerdict, places: dict[int, Place]
-    ) -> None:
-        self._accuse(failure)
-        if self._failure is None or self._failure.by != self.activity.rank:
-            return
-        # Where the store does not answer, nothing of them arrives.
-        answers = self._heartbeats.unanswered <= STALE
-        able = [rank for rank in self._others if answers and not places[rank].is_mute]
-        self._heartbeats.wait_for(lambda: all(r in self._heartbeats.stacks for r in able), GATHER)
-        known = {**self._heartbeats.stacks, self.activity.rank: stacks()}
-        write_report(self._folder, failure, places.values(), known)
-        lines = [str(failure), "what waits for what:", *(f"  {line}" for line in verdict.chain)]
-        lines += [
-            f"stacks of rank {rank}:\n{known.get(rank, '  none')}" for rank in verdict.culprits
-        ]
-        logger.error("penstock: %s", "\n".join(lines))
+        port = self._meeting.host[1] if self._meeting.host else 9
+        if address not in self._reachable:
+            # One that never answers, as behind a firewall, may be well all the same.
+            self._reachable[address] = _answers(address, port)
+            logger.debug("penstock: %s answers: %s", address, self._reachable[address])
+        return seconds > DOUBT and self._reachable[address] and not _answers(address, port)
 
     def _end_waits(self) -> None:
         self._aborted = monotonic()
@@ -524,10 +415,19 @@ class Watch:
             abort()
 
     def _end_process(self, why: str, status: int) -> None:
-        if self._ending.is_set() or self._stopped:
+        if self._ending.is_set() or self._status != "runs":
             return
         logger.error("penstock: %s ends itself: %s", self.activity.name, why)
+        with suppress(Exception):  # where there is no file to print to
+            faulthandler.dump_traceback()
         os._exit(status)
+
+
+def _is_broken_wait(error: BaseException) -> bool:
+    if isinstance(error, MessageError | dist.DistError | ConnectionError | TimeoutError):
+        return True
+    # Gloo's errors are of no class of their own; the second is what ``end_waits`` makes of a wait.
+    return type(error) is RuntimeError and ("/gloo/" in str(error) or "pair closure" in str(error))
 
 
 def _answers(address: str, port: int) -> bool:

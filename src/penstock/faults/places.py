@@ -1,12 +1,10 @@
-"""Where each rank is, by its heartbeats, which rank holds up the others, and which stage is slow."""
+"""Where each rank is, by its heartbeats, and which rank holds up the others."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from statistics import median
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from penstock.errors import printable
@@ -28,7 +26,7 @@ def name_of(rank: int, global_rank: int | None) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is: its heartbeat, and what the reader knows besides.
+    """Where a rank is: its heartbeat, and how old that is.
 
     Args:
         rank: the rank.
@@ -45,11 +43,9 @@ class Place:
         peer: the rank that it waits for; ``None`` for all that are not in the same operation.
         age: seconds since it last made progress, when it sent this.
         slack: seconds that it has asked for.
-        busy: for each stage, the seconds that its computations took, and their number.
-        stale: seconds since the reader got this.
-        condition: of its process: ``runs``, ``stopped``, ``ended`` or ``unknown``.
-        limit: seconds that it may make no progress.
+        address: of its machine, as the host of the store sees it; empty if that is not known.
         global_rank: its rank among all processes, where that is another number.
+        stale: seconds since the reader got this.
     """
 
     rank: int
@@ -66,11 +62,9 @@ class Place:
     peer: int | None = None
     age: float = 0.0
     slack: float = 0.0
-    busy: dict[str, list[float]] = field(default_factory=dict)
-    stale: float = 0.0
-    condition: str = "runs"
-    limit: float = math.inf
+    address: str = ""
     global_rank: int | None = None
+    stale: float = 0.0
 
     def __str__(self) -> str:
         return f"{name_of(self.rank, self.global_rank)} {self.words}"
@@ -78,7 +72,7 @@ class Place:
     @property
     def is_mute(self) -> bool:
         """Whether none of its threads run, or its words do not arrive."""
-        return self.stale >= STALE or self.condition in ("stopped", "ended")
+        return self.stale >= STALE
 
     @property
     def idle(self) -> float:
@@ -89,17 +83,12 @@ class Place:
     def words(self) -> str:
         """What it is doing, and for how long."""
         if not self.is_mute:
-            return f"{self._doing} for {self.idle:.1f} s"
-        why = {
-            "stopped": "its process is stopped by a signal",
-            "runs": "its interpreter is held by code that does not let other threads run",
-        }.get(
-            self.condition,
-            "its process is stopped, its machine is down, or the network to it is cut",
+            return f"{self.doing} for {self.idle:.1f} s"
+        return (
+            f"{self.doing}, by its last heartbeat {self.stale:.1f} s ago; its process has ended or is "
+            "stopped by a signal, its interpreter is held by code that does not let other threads run, its "
+            "machine is down, or the network to it is cut"
         )
-        if self.condition == "ended":
-            return f"{self._doing}, by its last heartbeat {self.stale:.1f} s ago"
-        return f"{self._doing}, by its last heartbeat {self.stale:.1f} s ago; {why}"
 
     @property
     def advice(self) -> str:
@@ -112,7 +101,8 @@ class Place:
         return f", and waits for nobody; if it needs that long, {remedy}"
 
     @property
-    def _doing(self) -> str:
+    def doing(self) -> str:
+        """What it is doing."""
         if self.setup is not None:
             return f"is making its pipeline ({self.waits or self.setup})"
         if self.waits is not None:
@@ -122,7 +112,7 @@ class Place:
             steps = (
                 f"between steps, after step {self.step}" if self.step else "before its first step"
             )
-            return f"is {steps}, in its own code,"
+            return f"is {steps}, in its own code"
         return f"is in {self.action}" if self.action else "prepares a step"
 
 
@@ -148,57 +138,43 @@ def _checked(value: Any, kinds: str, name: str) -> Any:
         return None
     if kind == "str" and kinds.startswith("str"):
         return printable(value)[: LONGEST_TRACE if name == "trace" else LONGEST_LINE]
-    if kind == "bool" and kinds == "bool":
-        return value
     if kind == "int" and kinds.startswith(("int", "float")) and abs(value) < 2**53:
         return value
-    if kind == "float" and kinds == "float":
+    if kind == kinds and kind in ("bool", "float"):
         return value
-    if kind == "dict" and kinds.startswith("dict") and len(value) < 1000:
-        return {
-            str(int(stage)): [float(seconds), int(count)]
-            for stage, (seconds, count) in value.items()
-        }
     raise TypeError(name)
 
 
 # ---- which rank is silent
 
 
-@dataclass(frozen=True)
-class SilenceVerdict:
-    """Which ranks are silent, and how that was found.
-
-    Args:
-        culprits: the ranks that wait for nobody and make no progress; several if they wait in a circle.
-        chain: the chain of waits in words, from the rank that asked.
-    """
-
-    culprits: tuple[int, ...]
-    chain: tuple[str, ...]
-
-
-def find_silent(places: Mapping[int, Place], start: int) -> SilenceVerdict | None:
+def find_silent(places: Mapping[int, Place], start: int, limit: float) -> tuple[int, ...]:
     """Follow the waits from a rank to where they end.
 
     Args:
         places: of every rank.
         start: the rank that has waited too long.
+        limit: seconds that a rank may make no progress, if it has not asked for more.
 
     Returns:
-        The verdict; ``None`` while the ranks at the end still make progress, or that cannot be known yet.
+        The rank that waits for nobody and makes no progress; several if they wait in a circle; none while the
+        ranks at the end still make progress, or that cannot be known yet.
     """
     order = [start]
     for rank in order:
         order += [peer for peer in awaited(places, rank) if peer not in order]
-    chain = tuple(str(places[rank]) for rank in order)
-    idle = [places[rank] for rank in order if places[rank].waits is None or places[rank].is_mute]
-    late = [p for p in idle if (p.idle if p.is_mute else p.age) >= p.limit]
+
+    def is_late(place: Place, seconds: float) -> bool:
+        return seconds >= max(limit, place.slack)
+
+    chain = [places[rank] for rank in order]
+    ends = [place for place in chain if place.waits is None or place.is_mute]
+    late = [p for p in ends if is_late(p, p.idle if p.is_mute else p.age)]
     if late:
-        return SilenceVerdict((max(late, key=lambda place: place.idle).rank,), chain)
+        return (max(late, key=lambda place: place.idle).rank,)
     # In a circle, what a rank says must be as old as its wait: it may have gone on since its heartbeat.
-    circle = not idle and all(places[rank].age >= places[rank].limit for rank in order)
-    return SilenceVerdict(tuple(sorted(order)), chain) if circle else None
+    circle = not ends and all(is_late(place, place.age) for place in chain)
+    return tuple(sorted(order)) if circle else ()
 
 
 def awaited(places: Mapping[int, Place], rank: int) -> Sequence[int]:
@@ -214,44 +190,3 @@ def awaited(places: Mapping[int, Place], rank: int) -> Sequence[int]:
     others = [other for other in places.values() if other.rank != rank]
     absent = [other.rank for other in others if other.waits is None or other.peer is not None]
     return absent or [other.rank for other in others]
-
-
-# ---- which stage is slow: that is only logged
-
-SLOW = 3.0
-"""A stage this many times slower than the others' median is a straggler, as stages should be balanced."""
-FEWEST = 8
-"""Computations of a stage before it is judged."""
-SHORTEST = 0.005
-"""Seconds of a computation below which a stage is too fast to matter."""
-
-
-class Stragglers:
-    """Compares the stages of a pipeline by how long their computations take."""
-
-    def __init__(self) -> None:
-        self._before: dict[str, list[float]] = {}
-        self._named: set[str] = set()
-
-    def find(self, places: Iterable[Place]) -> list[str]:
-        """Sentences about stragglers that were not named before, by what came since the last look."""
-        now = {stage: pair for place in places for stage, pair in place.busy.items()}
-        means = {}
-        for stage, (seconds, count) in now.items():
-            before = self._before.get(stage, [0.0, 0])
-            if count - before[1] >= FEWEST:
-                means[stage] = (seconds - before[0]) / (count - before[1])
-        if len(means) < len(now) or len(means) < 2:
-            return []
-        self._before = now
-        sentences = []
-        for stage, mean in means.items():
-            usual = median(other for name, other in means.items() if name != stage)
-            if stage not in self._named and mean >= max(SHORTEST, SLOW * usual):
-                self._named.add(stage)
-                sentences.append(
-                    f"stage {stage} is a straggler: an action takes {1e3 * mean:.1f} ms there, and "
-                    f"{1e3 * usual:.1f} ms in the other stages, which wait for it; look at its device, or "
-                    "cut the model so that this stage holds less"
-                )
-        return sentences
