@@ -243,7 +243,7 @@ class _Chain(NamedTuple):
             is_tensor = isinstance(tensor, Tensor)
             shown = f"a tensor of shape {tuple(tensor.shape)}" if is_tensor else repr(tensor)
             raise _different(
-                self.steps[-1], stage, f"gave {shown}", f"a tensor of shape {tuple(planned)}"
+                self.steps[-1], stage, f"gave {shown}", f"gave one of shape {tuple(planned)}"
             )
         return {self.edge: _to_send(tensor)}
 
@@ -558,7 +558,7 @@ class _Runner(TorchFunctionMode):
         results = tensors_in(output)
         if len(results) != len(event.slots):
             raise _different(
-                step, self._stage, f"gave {len(results)} tensors", str(len(event.slots))
+                step, self._stage, f"gave {len(results)} tensors", f"gave {len(event.slots)}"
             )
         if not isinstance(output, Tensor) and self._stage < self._author.stages - 1:
             self._check_plain(step, output)
@@ -579,7 +579,7 @@ class _Runner(TorchFunctionMode):
             number = self._number(tensor)
             if tensor._version != version and (number is None or number in self._sends):
                 raise _different(
-                    step, self._stage, f"changed its argument {place[-1]!r}", "nothing"
+                    step, self._stage, f"changed its argument {place[-1]!r}", "changed nothing"
                 )
         return output
 
@@ -587,7 +587,7 @@ class _Runner(TorchFunctionMode):
         """Check that plain values are those that other stages have from the run without data."""
         for value, planned in zip(plain_in(output), plain_in(step.event.result), strict=False):
             if value != planned:
-                raise _different(step, self._stage, f"gave {value!r}", repr(planned))
+                raise _different(step, self._stage, f"gave {value!r}", f"gave {planned!r}")
 
     def _keep(self, step: Step, tensor: Tensor, number: int) -> None:
         """Follow a result, and send it if others use it."""
@@ -597,7 +597,7 @@ class _Runner(TorchFunctionMode):
         ):
             shape, planned = tuple(tensor.shape), tuple(value.tensor.shape)
             raise _different(
-                step, self._stage, f"gave a tensor of shape {shape}", f"one of shape {planned}"
+                step, self._stage, f"gave a tensor of shape {shape}", f"gave one of shape {planned}"
             )
         if isinstance(tensor, FakeTensor):
             raise self._absent(step)
@@ -718,8 +718,8 @@ class _Runner(TorchFunctionMode):
 
 def _different(step: Step, stage: int, did: str, planned: str) -> PartitionError:
     return PartitionError(
-        f"{step.event.where}: {step.event.name} in stage {stage} {did}, but {planned} in the run "
-        f"without data: what it does depends on the numbers in its tensors, or on something that has changed "
+        f"{step.event.where}: {step.event.name} in stage {stage} {did} where the run without data "
+        f"{planned}: what it does depends on the numbers in its tensors, or on something that has changed "
         "since. Place what uses it in the same module, or give example=(args, kwargs) with typical numbers"
     )
 
