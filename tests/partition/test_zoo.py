@@ -80,7 +80,6 @@ Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 CASES: dict[str, Callable[[], Call]] = {
     "residual": lambda: (zoo.Residual(), (torch.randint(0, 10, (3, 5)),), {}),
     "unet": lambda: (zoo.UNet(), (image(),), {}),
-    "resnet": lambda: (zoo.ResNet(), (image(),), {}),
     "lstm": lambda: (zoo.LanguageModel(), (torch.randint(0, 12, (2, 4)),), {}),
     "records": lambda: (zoo.TakesRecords(), (zoo.Sample(rows(), rows().relu()),), {}),
     "deciding": lambda: (zoo.Deciding(), (rows(),), {}),
@@ -154,7 +153,6 @@ def test_what_is_recomputed_is_not_held() -> None:
 POINTS = {
     "residual": ["layers.1.1", "layers.2", "norm"],
     "unet": ["down2", "middle", "up1"],
-    "resnet": ["layer1.1", "layer2", "fc"],
     "towers": ["left.2", "right"],
     "deciding": ["blocks.3"],
     "begins in place": ["3", "5"],
@@ -449,7 +447,7 @@ def test_modules_without_a_forward_are_called_one_after_the_other() -> None:
 
 
 def test_a_plan_leaves_no_trace() -> None:
-    model, args, kwargs = make("resnet")
+    model, args, kwargs = make("unet")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state, kinds = torch.get_rng_state(), [dict(vars(module)) for module in model.modules()]
     partition(model, 3).plan(args, kwargs)
