@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,20 +85,10 @@ def test_between_stages_without_a_model() -> None:
     assert shared == (Shared(("weight",), ((1, "weight"), (4, "weight"))),)
 
 
-@pytest.mark.parametrize(
-    ("holders", "says"),
-    [
-        ((), r"'head.weight': \[0, 1\].*find_shared"),
-        (((0, NAMES[0]),), r"'head.weight': \[0, 1\].*find_shared"),
-        *((((0, NAMES[0]), one), "which they do not") for one in [(1, NAMES[0]), (-1, NAMES[1])]),
-    ],
-)
-def test_a_table_that_is_not_true_is_refused(holders: Any, says: str) -> None:
+def test_a_partition_of_the_users_must_hold_everything() -> None:
     model = tied()
-    parts = partition(model, [["embed"], ["head"]])
-    table = (Shared(NAMES, holders),) if holders else ()
-    with pytest.raises(PartitionError, match=says):
-        replace(parts, shared=table).check_covers(model)
+    with pytest.raises(PartitionError, match=r"in no stage: embed.weight, head.weight"):
+        cut(model, Partition((nn.Tanh(), nn.Tanh())), 2)
 
 
 def test_a_users_partition_gets_its_table() -> None:
