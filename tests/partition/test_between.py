@@ -386,6 +386,12 @@ def a_checkpoint_of_what_another_stage_has_changed(m: Model, x: Tensor) -> Tenso
     return m.l[3](h)  # type: ignore[no-any-return]
 
 
+@program(refused="a checkpoint's function in stage . uses a parameter of another stage")
+def a_checkpoint_that_uses_a_parameter_of_another_stage(m: Model, x: Tensor) -> Tensor:
+    h = through(m, x * m.scale, 0, 2)
+    return through(m, checkpoint(lambda t: m.l[2](t) * m.scale, h, use_reentrant=False), 3)
+
+
 class Reversed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
@@ -632,7 +638,8 @@ def test_as_the_plain_model_or_refused(name: str, cuts: list[str]) -> None:
         forwards(partition(make(body, unit), 1), (rows(),))
         BOX.clear()
         return
-    plain, options = copy.deepcopy(model), {"score": score, "draws": True, "tolerance": 1e-12}
+    plain = copy.deepcopy(model)
+    options: dict[str, Any] = {"score": score, "draws": True, "tolerance": 1e-12}
     check_equal(model, lambda m: partition(m, cuts), (rows(),), **options)
     (score(plain(rows())) + 0).backward()
     assert model.called == plain.called

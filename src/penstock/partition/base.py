@@ -176,8 +176,8 @@ def _shared(named: Iterable[nn.Module], modules: Mapping[int, nn.Module]) -> tup
     names: dict[int, dict[str, None]] = {}
     for name, tensor in chain.from_iterable(map(named_tensors, named)):
         names.setdefault(id(tensor), {})[name] = None
-    found = (Shared(tuple(names[key]), tuple(uses.get(key, ()))) for key in names)
-    return tuple(one for one in found if len(one.names) > 1 or len(one.holders) > 1)
+    weights = (Shared(tuple(names[key]), tuple(uses.get(key, ()))) for key in names)
+    return tuple(one for one in weights if len(one.names) > 1 or len(one.holders) > 1)
 
 
 def _uses(modules: Mapping[int, nn.Module]) -> _Uses:
