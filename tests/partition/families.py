@@ -2,388 +2,179 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import inspect
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-TEXT = {
+SIZES = {
     "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim"), 16),
+    **dict.fromkeys(("intermediate_size", "hidden_dim", "ffn_dim", "d_ff"), 32),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 32),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 4),
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), 3),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("head_dim", "d_kv", "state_size", "rotary_dim"), 4),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 64),
+    **dict.fromkeys(("num_local_experts", "num_experts"), 4),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+    **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok"), 2),
+    **dict.fromkeys(("pad_token_id", "decoder_start_token_id"), 0),
+    **dict.fromkeys(("bos_token_id", "cls_token_id"), 1),
+    **dict.fromkeys(("eos_token_id", "sep_token_id"), 2),
+    **dict.fromkeys(("encoder_layerdrop", "decoder_layerdrop"), 0.0),
 }
-ENCODER = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
-PAIR = {
-    "vocab_size": 64,
-    "d_model": 16,
-    "encoder_layers": 3,
-    "decoder_layers": 3,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-    "max_position_embeddings": 64,
-}
-VISION = {
-    "hidden_size": 16,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "intermediate_size": 32,
-    "image_size": 8,
-    "patch_size": 4,
-}
-EXPERTS = {
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-}
+"""What every configuration gets that has it."""
+VISION = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4,
+          "intermediate_size": 32, "image_size": 8, "patch_size": 4}  # fmt: skip
+STEPS = {"hidden_sizes": [4, 8, 8, 8], "depths": [1, 1, 1, 1]}
 
 
-def tokens() -> dict[str, Any]:
+def tokens(count: int = 7) -> Tensor:
+    return torch.randint(3, 60, (2, count))
+
+
+def images(size: int) -> Tensor:
+    return torch.randn(2, 3, size, size)
+
+
+def batch(kind: str) -> dict[str, Any]:
     mask = torch.ones(2, 7, dtype=torch.long)
     mask[0, 5:] = 0
-    return {"input_ids": torch.randint(3, 60, (2, 7)), "attention_mask": mask}
+    text = {"input_ids": tokens(), "attention_mask": mask}
+    return {
+        "text": text,
+        "whole text": {"input_ids": tokens(8)},
+        "translation": {**text, "labels": tokens(5)},
+        "image": {"pixel_values": images(8)},
+        "large image": {"pixel_values": images(32)},
+        "text and image": {**text, "pixel_values": images(8)},
+        "speech": {"input_features": torch.randn(2, 8, 32), "labels": tokens(5)},
+        "sound": {"input_values": torch.randn(2, 400)},
+    }[kind]
 
 
-def whole_tokens() -> dict[str, Any]:
-    return {"input_ids": torch.randint(3, 60, (2, 8))}
+class Family(NamedTuple):
+    """The class of a model, what it takes, and its sizes beside the usual ones."""
+
+    model: str
+    takes: str
+    sizes: dict[str, Any]
 
 
-def translated() -> dict[str, Any]:
-    return {**tokens(), "labels": torch.randint(3, 60, (2, 5))}
+def text(model: str, **sizes: Any) -> Family:
+    return Family(model, "text", sizes)
 
 
-def pixels(size: int = 8) -> dict[str, Any]:
-    return {"pixel_values": torch.randn(2, 3, size, size)}
+def image(model: str, **sizes: Any) -> Family:
+    return Family(model, "image", VISION | sizes)
 
 
-def larger_pixels() -> dict[str, Any]:
-    return pixels(32)
+def steps(model: str, **sizes: Any) -> Family:
+    return Family(model, "large image", sizes)
 
 
-def heard() -> dict[str, Any]:
-    return {"input_features": torch.randn(2, 8, 32), "labels": torch.randint(3, 60, (2, 5))}
-
-
-def sound() -> dict[str, Any]:
-    return {"input_values": torch.randn(2, 400)}
-
-
-def text_and_pixels() -> dict[str, Any]:
-    return {**tokens(), **pixels()}
-
-
-Batch = Callable[[], dict[str, Any]]
-
-FAMILIES: dict[str, tuple[str, str, dict[str, Any], Batch]] = {
+FAMILIES = {
     # decoders
-    "gpt2": (
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        {"vocab_size": 64, "n_embd": 16, "n_layer": 4, "n_head": 4, "n_positions": 64},
-        tokens,
-    ),
-    "gptj": (
-        "GPTJForCausalLM",
-        "GPTJConfig",
-        {
-            "vocab_size": 64,
-            "n_embd": 16,
-            "n_layer": 4,
-            "n_head": 4,
-            "n_positions": 64,
-            "rotary_dim": 4,
-        },
-        tokens,
-    ),
-    "gpt neo": (
-        "GPTNeoForCausalLM",
-        "GPTNeoConfig",
-        {
-            "vocab_size": 64,
-            "hidden_size": 16,
-            "num_layers": 4,
-            "num_heads": 4,
-            "attention_types": [[["global", "local"], 2]],
-            "max_position_embeddings": 64,
-        },
-        tokens,
-    ),
-    "gpt neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", TEXT, tokens),
-    "llama": ("LlamaForCausalLM", "LlamaConfig", TEXT, tokens),
-    "llama tied": (
-        "LlamaForCausalLM",
-        "LlamaConfig",
-        {**TEXT, "tie_word_embeddings": True},
-        tokens,
-    ),
-    "mistral": ("MistralForCausalLM", "MistralConfig", TEXT, tokens),
-    "mixtral": (
-        "MixtralForCausalLM",
-        "MixtralConfig",
-        {**TEXT, **EXPERTS, "output_router_logits": False},
-        tokens,
-    ),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", TEXT, tokens),
-    "qwen2 moe": (
-        "Qwen2MoeForCausalLM",
-        "Qwen2MoeConfig",
-        {**TEXT, **EXPERTS, "shared_expert_intermediate_size": 16},
-        tokens,
-    ),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**TEXT, "head_dim": 4}, tokens),
-    "gemma": ("GemmaForCausalLM", "GemmaConfig", {**TEXT, "head_dim": 4}, tokens),
-    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**TEXT, "head_dim": 4}, tokens),
-    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**TEXT, "head_dim": 4}, tokens),
-    "phi": ("PhiForCausalLM", "PhiConfig", TEXT, tokens),
-    "phi3": ("Phi3ForCausalLM", "Phi3Config", TEXT, tokens),
-    "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", TEXT, tokens),
-    "granite": ("GraniteForCausalLM", "GraniteConfig", TEXT, tokens),
-    "cohere": ("CohereForCausalLM", "CohereConfig", TEXT, tokens),
-    "stablelm": ("StableLmForCausalLM", "StableLmConfig", TEXT, tokens),
-    "falcon": (
-        "FalconForCausalLM",
-        "FalconConfig",
-        {
-            "vocab_size": 64,
-            "hidden_size": 16,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "alibi": False,
-        },
-        tokens,
-    ),
-    "bloom": (
-        "BloomForCausalLM",
-        "BloomConfig",
-        {"vocab_size": 64, "hidden_size": 16, "n_layer": 4, "n_head": 4},
-        tokens,
-    ),
-    "mpt": (
-        "MptForCausalLM",
-        "MptConfig",
-        {"vocab_size": 64, "d_model": 16, "n_layers": 4, "n_heads": 4, "max_seq_len": 64},
-        tokens,
-    ),
-    "opt": (
-        "OPTForCausalLM",
-        "OPTConfig",
-        {
-            "vocab_size": 64,
-            "hidden_size": 16,
-            "num_hidden_layers": 4,
-            "ffn_dim": 32,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 64,
-            "word_embed_proj_dim": 16,
-        },
-        tokens,
-    ),
-    "starcoder2": ("Starcoder2ForCausalLM", "Starcoder2Config", TEXT, tokens),
-    "mamba": (
-        "MambaForCausalLM",
-        "MambaConfig",
-        {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 4, "state_size": 4},
-        whole_tokens,
-    ),
-    "smollm3": ("SmolLM3ForCausalLM", "SmolLM3Config", TEXT, tokens),
+    "gpt2": text("GPT2LMHeadModel"),
+    "gptj": text("GPTJForCausalLM"),
+    "gpt neo": text("GPTNeoForCausalLM", attention_types=[[["global", "local"], 2]]),
+    "gpt neox": text("GPTNeoXForCausalLM"),
+    "llama": text("LlamaForCausalLM"),
+    "llama tied": text("LlamaForCausalLM", tie_word_embeddings=True),
+    "mistral": text("MistralForCausalLM"),
+    "mixtral": text("MixtralForCausalLM", output_router_logits=False),
+    "qwen2": text("Qwen2ForCausalLM"),
+    "qwen2 moe": text("Qwen2MoeForCausalLM"),
+    "qwen3": text("Qwen3ForCausalLM"),
+    "gemma": text("GemmaForCausalLM"),
+    "gemma2": text("Gemma2ForCausalLM"),
+    "gemma3": text("Gemma3ForCausalLM"),
+    "phi": text("PhiForCausalLM"),
+    "phi3": text("Phi3ForCausalLM"),
+    "olmo2": text("Olmo2ForCausalLM"),
+    "granite": text("GraniteForCausalLM"),
+    "cohere": text("CohereForCausalLM"),
+    "stablelm": text("StableLmForCausalLM"),
+    "falcon": text("FalconForCausalLM", alibi=False),
+    "bloom": text("BloomForCausalLM"),
+    "mpt": text("MptForCausalLM"),
+    "opt": text("OPTForCausalLM"),
+    "starcoder2": text("Starcoder2ForCausalLM"),
+    "mamba": Family("MambaForCausalLM", "whole text", {}),
+    "smollm3": text("SmolLM3ForCausalLM"),
     # encoders
-    "bert": ("BertForMaskedLM", "BertConfig", ENCODER, tokens),
-    "roberta": (
-        "RobertaForSequenceClassification",
-        "RobertaConfig",
-        {**ENCODER, "num_labels": 3},
-        tokens,
-    ),
-    "distilbert": (
-        "DistilBertForMaskedLM",
-        "DistilBertConfig",
-        {
-            "vocab_size": 64,
-            "dim": 16,
-            "hidden_dim": 32,
-            "n_layers": 4,
-            "n_heads": 4,
-            "max_position_embeddings": 64,
-        },
-        tokens,
-    ),
-    "electra": (
-        "ElectraForPreTraining",
-        "ElectraConfig",
-        {**ENCODER, "embedding_size": 16},
-        tokens,
-    ),
-    "deberta": ("DebertaV2ForMaskedLM", "DebertaV2Config", ENCODER, tokens),
-    "albert": (
-        "AlbertForMaskedLM",
-        "AlbertConfig",
-        {**ENCODER, "embedding_size": 8, "num_hidden_groups": 1},
-        tokens,
-    ),
-    "mpnet": ("MPNetForMaskedLM", "MPNetConfig", ENCODER, tokens),
-    "modernbert": (
-        "ModernBertForMaskedLM",
-        "ModernBertConfig",
-        {**TEXT, "cls_token_id": 1, "sep_token_id": 2},
-        tokens,
-    ),
+    "bert": text("BertForMaskedLM"),
+    "roberta": text("RobertaForSequenceClassification", num_labels=3),
+    "distilbert": text("DistilBertForMaskedLM"),
+    "electra": text("ElectraForPreTraining", embedding_size=16),
+    "deberta": text("DebertaV2ForMaskedLM"),
+    "albert": text("AlbertForMaskedLM", embedding_size=8, num_hidden_groups=1),
+    "mpnet": text("MPNetForMaskedLM"),
+    "modernbert": text("ModernBertForMaskedLM"),
     # both
-    "t5": (
-        "T5ForConditionalGeneration",
-        "T5Config",
-        {
-            "vocab_size": 64,
-            "d_model": 16,
-            "d_kv": 4,
-            "d_ff": 32,
-            "num_layers": 3,
-            "num_heads": 4,
-            "decoder_start_token_id": 0,
-        },
-        translated,
+    "t5": Family(
+        "T5ForConditionalGeneration", "translation", {"num_layers": 3, "decoder_start_token_id": 0}
     ),
-    "bart": ("BartForConditionalGeneration", "BartConfig", PAIR, translated),
-    "pegasus": ("PegasusForConditionalGeneration", "PegasusConfig", PAIR, translated),
-    "m2m": (
-        "M2M100ForConditionalGeneration",
-        "M2M100Config",
-        {**PAIR, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
-        translated,
-    ),
+    "bart": Family("BartForConditionalGeneration", "translation", {}),
+    "pegasus": Family("PegasusForConditionalGeneration", "translation", {}),
+    "m2m": Family("M2M100ForConditionalGeneration", "translation", {}),
     # images and sound
-    "vit": ("ViTForImageClassification", "ViTConfig", VISION, pixels),
-    "deit": ("DeiTForImageClassification", "DeiTConfig", VISION, pixels),
-    "dinov2": ("Dinov2ForImageClassification", "Dinov2Config", VISION, pixels),
-    "convnext": (
-        "ConvNextForImageClassification",
-        "ConvNextConfig",
-        {"hidden_sizes": [4, 8, 8, 8], "depths": [1, 1, 1, 1]},
-        larger_pixels,
+    "vit": image("ViTForImageClassification"),
+    "deit": image("DeiTForImageClassification"),
+    "dinov2": image("Dinov2ForImageClassification"),
+    "convnext": steps("ConvNextForImageClassification", **STEPS),
+    "resnet": steps(
+        "ResNetForImageClassification", embedding_size=4, layer_type="basic", **STEPS
     ),
-    "resnet": (
-        "ResNetForImageClassification",
-        "ResNetConfig",
-        {
-            "embedding_size": 4,
-            "hidden_sizes": [4, 8, 8, 8],
-            "depths": [1, 1, 1, 1],
-            "layer_type": "basic",
-        },
-        larger_pixels,
+    "swin": steps(
+        "SwinForImageClassification", image_size=32, patch_size=4, embed_dim=8, depths=[1, 1],
+        num_heads=[2, 2], window_size=4,
     ),
-    "swin": (
-        "SwinForImageClassification",
-        "SwinConfig",
-        {
-            "image_size": 32,
-            "patch_size": 4,
-            "embed_dim": 8,
-            "depths": [1, 1],
-            "num_heads": [2, 2],
-            "window_size": 4,
-        },
-        larger_pixels,
+    "segformer": steps(
+        "SegformerForImageClassification", hidden_sizes=[4, 8], depths=[1, 1], num_encoder_blocks=2,
+        num_attention_heads=[1, 2], sr_ratios=[2, 1], patch_sizes=[3, 3], strides=[2, 2],
+        mlp_ratios=[2, 2], decoder_hidden_size=8,
     ),
-    "whisper": (
-        "WhisperForConditionalGeneration",
-        "WhisperConfig",
-        {
-            **PAIR,
-            "num_mel_bins": 8,
-            "max_source_positions": 16,
-            "max_target_positions": 32,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "decoder_start_token_id": 1,
-            "suppress_tokens": None,
-            "begin_suppress_tokens": None,
-        },
-        heard,
+    "whisper": Family(
+        "WhisperForConditionalGeneration", "speech",
+        {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32,
+         "decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None},
     ),
-    "wav2vec2": (
-        "Wav2Vec2ForSequenceClassification",
-        "Wav2Vec2Config",
-        {
-            "hidden_size": 16,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "intermediate_size": 32,
-            "conv_dim": (8, 8),
-            "conv_stride": (5, 2),
-            "conv_kernel": (10, 3),
-            "num_conv_pos_embeddings": 4,
-            "num_conv_pos_embedding_groups": 2,
-            "layerdrop": 0.0,
-            "apply_spec_augment": False,
-            "classifier_proj_size": 8,
-        },
-        sound,
+    "wav2vec2": Family(
+        "Wav2Vec2ForSequenceClassification", "sound",
+        {"conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3), "layerdrop": 0.0,
+         "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2,
+         "apply_spec_augment": False, "classifier_proj_size": 8},
     ),
-    "clip": (
-        "CLIPModel",
-        "CLIPConfig",
-        {
-            "text_config": {**ENCODER, "hidden_size": 16},
-            "vision_config": VISION,
-            "projection_dim": 8,
-        },
-        text_and_pixels,
+    "clip": Family(
+        "CLIPModel", "text and image",
+        {"text_config": SIZES, "vision_config": VISION, "projection_dim": 8},
     ),
-    "siglip": (
-        "SiglipModel",
-        "SiglipConfig",
-        {"text_config": {**ENCODER, "projection_size": 16}, "vision_config": VISION},
-        text_and_pixels,
+    "siglip": Family(
+        "SiglipModel", "text and image",
+        {"text_config": {**SIZES, "projection_size": 16}, "vision_config": VISION},
     ),
-    "upernet": (
-        "SegformerForImageClassification",
-        "SegformerConfig",
-        {
-            "hidden_sizes": [4, 8],
-            "depths": [1, 1],
-            "num_encoder_blocks": 2,
-            "num_attention_heads": [1, 2],
-            "sr_ratios": [2, 1],
-            "patch_sizes": [3, 3],
-            "strides": [2, 2],
-            "mlp_ratios": [2, 2],
-            "decoder_hidden_size": 8,
-        },
-        larger_pixels,
-    ),
-}
+}  # fmt: skip
 SINGLE = {"mixtral", "qwen2 moe"}
 """Those whose operations have no double precision."""
 
 
 def make(name: str, *, training: bool = True) -> tuple[nn.Module, dict[str, Any], float]:
     """A model, a batch, and how close the gradients must come."""
-    model_class, config_class, values, batch = FAMILIES[name]
+    family = FAMILIES[name]
     torch.manual_seed(0)
-    model: nn.Module = getattr(transformers, model_class)(
-        getattr(transformers, config_class)(**values)
-    )
+    kind = getattr(transformers, family.model)
+    known = inspect.signature(kind.config_class.__init__).parameters
+    usual = {size: value for size, value in SIZES.items() if size in known}
+    model: nn.Module = kind(kind.config_class(**usual | family.sizes))
     dtype = torch.float32 if name in SINGLE else torch.float64
-    kwargs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch().items()}
+    given = batch(family.takes).items()
+    kwargs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in given}
     return model.to(dtype).train(training), kwargs, 1e-5 if name in SINGLE else 1e-10

@@ -7,7 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,10 +21,26 @@ import penstock
 from penstock.errors import PartitionError
 from penstock.partition import partition
 from tests.partition.driver import backwards, check_equal, forwards, square_mean
+from tests.partition.zoo import Encoder
 
 WIDTH, SAMPLES = 4, 4
 Body = Callable[["Model", Tensor], Any]
-BODIES: dict[str, tuple[Body, Callable[[int], nn.Module]]] = {}
+
+
+class Program(NamedTuple):
+    """What happens between four modules, and the words by which it is refused, if it is.
+
+    ``refused`` is for two stages, ``in_four`` for four. If ``recomputed``, units are checkpointed too.
+    """
+
+    body: Body
+    unit: Callable[[int], nn.Module]
+    refused: str
+    in_four: str
+    recomputed: bool
+
+
+PROGRAMS: dict[str, Program] = {}
 
 
 class Model(nn.Module):
@@ -68,9 +84,14 @@ def linear(index: int) -> nn.Module:
     return nn.Linear(WIDTH, WIDTH)
 
 
-def program(unit: Callable[[int], nn.Module] = linear) -> Callable[[Body], Body]:
+def program(
+    unit: Callable[[int], nn.Module] = linear,
+    refused: str = "",
+    in_four: str = "",
+    recomputed: bool = False,
+) -> Callable[[Body], Body]:
     def note(body: Body) -> Body:
-        BODIES[body.__name__] = body, unit
+        PROGRAMS[body.__name__] = Program(body, unit, refused, in_four or refused, recomputed)
         return body
 
     return note
@@ -84,6 +105,10 @@ def through(m: Model, h: Tensor, start: int, stop: int = 4) -> Tensor:
     for index in range(start, stop):
         h = torch.tanh(m.l[index](h))
     return h
+
+
+def through_all(m: Model, x: Tensor) -> Tensor:
+    return through(m, x, 0)
 
 
 # ---- hooks
@@ -143,11 +168,6 @@ def a_module_that_detaches(m: Model, x: Tensor) -> Tensor:
 
 
 @program()
-def detached_between(m: Model, x: Tensor) -> Tensor:
-    return through(m, through(m, x, 0, 3).detach(), 3)
-
-
-@program()
 def a_gradient_is_asked_for(m: Model, x: Tensor) -> Tensor:
     with torch.no_grad():
         frozen, other = m.l[0](x), torch.tanh(m.l[0](x))
@@ -188,7 +208,13 @@ def nothing_travels(m: Model, x: Tensor) -> Tensor:
     return m.l[3](m.l[2](x))  # type: ignore[no-any-return]
 
 
-@program()
+# ---- writes
+
+
+BEFORE = "read through another that was made of it before"
+
+
+@program(refused=r"test_between\.py.*copy_ in stage \d.*shares")
 def overwritten_through_a_view(m: Model, x: Tensor) -> Tensor:
     h = m.l[0](x)
     lost = m.l[1](h)
@@ -196,7 +222,38 @@ def overwritten_through_a_view(m: Model, x: Tensor) -> Tensor:
     return m.l[3](lost) + h  # type: ignore[no-any-return]
 
 
-# ---- writes
+@program(refused=BEFORE)
+def writes_into_what_all_stages_have(m: Model, x: Tensor) -> Tensor:
+    kept = x.new_zeros(len(x), 4, WIDTH)
+    flat, h = kept.view(len(x), -1), x
+    for index, unit in enumerate(m.l):
+        row, h = kept[:, index], unit(h)
+        row.copy_(h)
+        kept.movedim(1, 0)[index].mul_(2)
+    return kept.sum(1) + flat[:, 3:7]
+
+
+@program(refused=BEFORE)
+def writes_through_another(m: Model, x: Tensor) -> Tensor:
+    kept = torch.zeros_like(x)
+    kept.detach().copy_(m.l[0](x))
+    return through(m, kept * 2, 1)
+
+
+@program(first_at(1, lambda x: x.relu_()), refused=BEFORE)
+def a_module_that_changes_an_argument(m: Model, x: Tensor) -> Tensor:
+    h, view = m.l[0](x.clone()), x[:, 1:]
+    y = m.l[1](x)
+    return m.l[3](m.l[2](h + y)) + x + view.sum()  # type: ignore[no-any-return]
+
+
+@program(in_four="mul_ in stage 0 changes .* which stage . uses as it was before")
+def a_write_after_another_stage_has_used_it(m: Model, x: Tensor) -> Tensor:
+    h = m.l[0](x) * 1
+    h.add_(1)
+    y = m.l[1](h)
+    h.mul_(2)
+    return m.l[3](m.l[2](y) + h)  # type: ignore[no-any-return]
 
 
 class Part(nn.Module):
@@ -220,53 +277,12 @@ def writes_through_temporary_views(m: Model, x: Tensor) -> Tensor:
     return m.l[3](m.l[2](h.clone())) + h  # type: ignore[no-any-return]
 
 
-@program()
-def writes_into_views_like_a_value(m: Model, x: Tensor) -> Tensor:
-    h = m.l[0](x)
-    kept, ones = torch.zeros(WIDTH), torch.ones(WIDTH, dtype=x.dtype)
-    shown = kept.view_as(h[0])[1:]
-    shown.add_(h[0, 1:])
-    rows, wide = torch.broadcast_tensors(ones, h)
-    h = m.l[1](wide * rows) + kept + ones.expand_as(h)
-    shown.mul_(2)
-    return m.l[3](m.l[2](h)) + kept * rows  # type: ignore[no-any-return]
-
-
 @program(lambda index: Part())
 def writes_of_one_value_into_another(m: Model, x: Tensor) -> Tensor:
     w, v = m.l[0](x), m.l[1](x)
     v[..., 2] = w[..., 2]
     v[..., 1] = m.l[2](v.clone())[..., 1]
     return m.l[3](v.clone()) + w + v  # type: ignore[no-any-return]
-
-
-@program()
-def a_write_that_shows_in_views(m: Model, x: Tensor) -> Tensor:
-    h = m.l[0](x).clone()
-    part, rows = h[:, :2], h.t()
-    y = m.l[1](torch.tanh(h))
-    part.add_(y[:, :2])
-    z = m.l[2](rows.t().clone())
-    rows[1:].mul_(z.t()[1:])
-    return m.l[3](h.clone()) + part.sum(-1, keepdim=True) + h  # type: ignore[no-any-return]
-
-
-@program()
-def writes_into_what_all_stages_have(m: Model, x: Tensor) -> Tensor:
-    kept = x.new_zeros(len(x), 4, WIDTH)
-    flat, h = kept.view(len(x), -1), x
-    for index, unit in enumerate(m.l):
-        row, h = kept[:, index], unit(h)
-        row.copy_(h)
-        kept.movedim(1, 0)[index].mul_(2)
-    return kept.sum(1) + flat[:, 3:7]
-
-
-@program(first_at(1, lambda x: x.relu_()))
-def a_module_that_changes_an_argument(m: Model, x: Tensor) -> Tensor:
-    h, view = m.l[0](x.clone()), x[:, 1:]
-    y = m.l[1](x)
-    return m.l[3](m.l[2](h + y)) + x + view.sum()  # type: ignore[no-any-return]
 
 
 VIEWS: list[Callable[[Tensor], Tensor]] = [
@@ -284,7 +300,10 @@ class Afterwards(Unit):
         return found
 
 
-@program(lambda index: Afterwards(VIEWS[index]) if index < 2 else linear(index))
+@program(
+    lambda index: Afterwards(VIEWS[index]) if index < 2 else linear(index),
+    in_four="writes into memory that .* shares",
+)
 def modules_that_change_arguments_through_views(m: Model, x: Tensor) -> Tensor:
     made = x * 2
     h, y = m.l[0](x), m.l[1](x[:1])
@@ -309,13 +328,19 @@ def modules_that_change_a_part(m: Model, x: Tensor) -> Tensor:
     return through(m, changed, 2) + h  # type: ignore[no-any-return]
 
 
-@program()
-def a_write_after_another_stage_has_used_it(m: Model, x: Tensor) -> Tensor:
-    h = m.l[0](x) * 1
-    h.add_(1)
-    y = m.l[1](h)
-    h.mul_(2)
-    return m.l[3](m.l[2](y) + h)  # type: ignore[no-any-return]
+@program(recomputed=True)
+def parts_of_what_travels(m: Model, x: Tensor) -> Tensor:
+    h = m.l[0](x)
+    a, b = h.chunk(2)
+    a = m.l[1](a).contiguous()
+    a.mul_(2)
+    h.t().contiguous().add_(1)
+    return m.l[3](m.l[2](torch.cat([a, b]))) + h  # type: ignore[no-any-return]
+
+
+@program(recomputed=True)
+def rows_one_by_one(m: Model, x: Tensor) -> Tensor:
+    return m.l[3](torch.stack([row * 2 for row in m.l[2](m.l[1](m.l[0](x)))]))  # type: ignore[no-any-return]
 
 
 # ---- losses, checkpoints, custom functions
@@ -361,6 +386,12 @@ def a_checkpoint_of_what_another_stage_has_changed(m: Model, x: Tensor) -> Tenso
     return m.l[3](h)  # type: ignore[no-any-return]
 
 
+@program(refused="a checkpoint's function in stage . uses a parameter of another stage")
+def a_checkpoint_that_uses_a_parameter_of_another_stage(m: Model, x: Tensor) -> Tensor:
+    h = through(m, x * m.scale, 0, 2)
+    return through(m, checkpoint(lambda t: m.l[2](t) * m.scale, h, use_reentrant=False), 3)
+
+
 class Reversed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
@@ -380,7 +411,195 @@ def custom_functions(m: Model, x: Tensor) -> Tensor:
     return m.l[3](reverse(y, 2.0)) + h  # type: ignore[no-any-return]
 
 
-# ---- against the plain model
+NAMED: Any = Reversed.apply
+
+
+@program(refused="the apply of a custom function that was given another name")
+def another_name(m: Model, x: Tensor) -> Tensor:
+    return through(m, NAMED(m.l[1](m.l[0](x)), 2.0), 2)
+
+
+@program()
+def a_frozen_teacher_beside_the_model(m: Model, x: Tensor) -> Tensor:
+    return through_all(m, x) - TEACHER(x)  # type: ignore[no-any-return]
+
+
+TEACHER = nn.Linear(WIDTH, WIDTH).double().requires_grad_(False)
+
+
+# ---- state that the author's code changes
+
+
+@program(refused=r"the attribute 'count' of the Model .*a module that is in one stage")
+def counts_up(m: Any, x: Tensor) -> Any:
+    m.count = getattr(m, "count", 0) + 1
+    return through_all(m, x) * m.count
+
+
+@program(refused="what the attribute 'called' of the Model holds")
+def counts_in_a_helper(m: Any, x: Tensor) -> Any:
+    m.called["calls"] += 1
+    return through_all(m, x) * m.called["calls"]
+
+
+@program(refused="an attribute of the class Model")
+def counts_in_a_class(m: Any, x: Tensor) -> Any:
+    type(m).count = getattr(type(m), "count", 0) + 1
+    return through_all(m, x)
+
+
+@program(refused="the attribute 'calls' of l.3")
+def counts_in_a_unit(m: Any, x: Tensor) -> Any:
+    m.l[3].calls = getattr(m.l[3], "calls", 0) + 1
+    return through_all(m, x) * m.l[3].calls
+
+
+@program(refused="the buffer 'mean' of the Model")
+def changes_a_buffer(m: Model, x: Tensor) -> Tensor:
+    return through(m, m.l[0](x) + m.mean.add_(x.mean(0)).clone(), 1)
+
+
+@program(refused="the attribute 'kept' of the Model")
+def remembers_the_first_batch(m: Any, x: Tensor) -> Any:
+    if getattr(m, "kept", None) is None:
+        m.kept = x.mean()
+    return through_all(m, x) * m.kept
+
+
+@program(recomputed=True)
+def resets_a_mask(m: Any, x: Tensor) -> Any:
+    m.mask = (x > 0).to(x.dtype)
+    h = through_all(m, x) * m.mask
+    m.mask = None
+    return h
+
+
+@program(recomputed=True)
+def makes_a_table_once(m: Any, x: Tensor) -> Any:
+    if getattr(m, "table", None) is None:
+        m.table = torch.arange(WIDTH).to(x.dtype)
+    return through_all(m, x) * m.table
+
+
+# ---- numbers that decide, and what no stage has whole
+
+
+NUMBERS = r"test_between.py:\d+\): the model's code needs numbers of a tensor of stage"
+
+
+@program(refused=NUMBERS)
+def decides(m: Model, x: Tensor) -> Tensor:
+    h = m.l[1](m.l[0](x))
+    return m.l[3](m.l[2](h) if h.sum() > 0 else h)  # type: ignore[no-any-return]
+
+
+@program(refused=NUMBERS)
+def takes_some_rows(m: Model, x: Tensor) -> Tensor:
+    h = m.l[1](m.l[0](x))
+    h = h[h[:, 0] > 0]
+    return m.l[3](m.l[2](h)) / len(h)  # type: ignore[no-any-return]
+
+
+@program(recomputed=True)
+def a_number_at_the_end(m: Model, x: Tensor) -> Tensor:
+    h = through_all(m, x)
+    return h / (1 + h.detach().abs().max().item())
+
+
+@program(recomputed=True)
+def looks_at_arguments(m: Model, x: Tensor) -> Tensor:
+    h = m.l[0](x)
+    if x.min() < -5:
+        raise AssertionError
+    return through(m, h, 1) * (x.abs() < 3).all()
+
+
+TRANSFORM = r"test_between.py:\d+\): the model calls sin under a transform of torch.func"
+
+
+@program(refused=TRANSFORM)
+def maps_after_a_write(m: Model, x: Tensor) -> Tensor:
+    kept = torch.zeros_like(x)
+    kept[0] = m.l[0](x)[0]
+    return m.l[3](torch.vmap(torch.sin)(kept))  # type: ignore[no-any-return]
+
+
+@program(refused="takes gradients between its units")
+def takes_gradients(m: Model, x: Tensor) -> Tensor:
+    h = m.l[1](m.l[0](x))
+    return m.l[3](m.l[2](torch.autograd.grad(h.sum(), m.l[0].get_parameter("weight"))[0]))  # type: ignore[no-any-return]
+
+
+@program(refused=r"l.0 in stage 0 uses l.3 of stage \d.*later stages only")
+def goes_back(m: Model, x: Tensor) -> Tensor:
+    return m.l[0](m.l[3](m.l[2](m.l[1](x))))  # type: ignore[no-any-return]
+
+
+# ---- what units keep, and share
+
+
+class Shares(nn.Linear):
+    """Leaves what it made for others, in an object that all have."""
+
+    box: dict[str, Any]
+
+    def __init__(self, index: int) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.index, self.__dict__["box"] = index, BOX
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        if self.index == 0:
+            self.box["h"] = h
+        return h + self.box["h"] if self.index == 3 else h
+
+
+class Counts(Shares):
+    def forward(self, x: Tensor) -> Tensor:
+        self.box["n"] = self.box.get("n", 0) + 1
+        return nn.Linear.forward(self, x) * int(self.box["n"])
+
+
+class Collects(Shares):
+    def forward(self, x: Tensor) -> Tensor:
+        h = nn.Linear.forward(self, x)
+        Outside.items.append(h.square().mean())
+        return h
+
+
+class Outside:
+    """A list that modules of a program fill, such as those of a mixture of experts."""
+
+    items: ClassVar[list[Tensor]] = []
+
+
+BOX: dict[str, Any] = {}
+IN_SEVERAL = "an object .a dict. that l.0 and l.1 have, which are in several stages"
+
+
+@program(Shares, refused=IN_SEVERAL)
+def leaves_a_tensor(m: Model, x: Tensor) -> Tensor:
+    return through_all(m, x)
+
+
+@program(Counts, refused=IN_SEVERAL)
+def leaves_a_number(m: Model, x: Tensor) -> Tensor:
+    return through_all(m, x)
+
+
+@program(Collects, refused=r"l\.0 leaves a tensor in a list.*penstock.add_loss")
+def leaves_a_tensor_for_the_loss(m: Model, x: Tensor) -> Tensor:
+    Outside.items = []
+    return through_all(m, x)
+
+
+@program(Collects, refused=r"l.0 left in an attribute or a list.*penstock.add_loss")
+def adds_what_was_collected(m: Model, x: Tensor) -> Any:
+    Outside.items = []
+    return through_all(m, x), sum(Outside.items)
+
+
+# ---- each program as the plain model, or refused
 
 
 def score(output: Any) -> Tensor:
@@ -398,124 +617,38 @@ def make(body: Body, unit: Callable[[int], nn.Module] = linear) -> Model:
     return Model(body, unit).double()
 
 
-REFUSED = {
-    "overwritten_through_a_view": ["copy_ in stage", "shares"],
-    "a_write_that_shows_in_views": ["writes into memory that", "shares"],
-    "writes_into_views_like_a_value": ["read through another that was made of it before"],
-    "writes_into_what_all_stages_have": ["read through another that was made of it before"],
-    "a_module_that_changes_an_argument": ["read through another that was made of it before"],
-}
-"""Programs whose views show what later stages write: a few words of each message."""
-REFUSED_IN_FOUR = {
-    "modules_that_change_arguments_through_views": ["writes into memory that", "shares"],
-    "a_write_after_another_stage_has_used_it": ["mul_ in stage 0 changes", "as it was before"],
-}
-"""Programs that are right in two stages."""
+def held(model: nn.Module) -> list[dict[str, Any]]:
+    return [{**vars(module), "box": dict(BOX)} for module in model.modules()]
 
 
 # Torch says so of a reentrant checkpoint in evaluation, in the plain model too.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("cuts", [["l.1", "l.2", "l.3"], ["l.2"]], ids=len)
-@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_as_the_plain_model_or_refused(name: str, cuts: list[str]) -> None:
-    model = make(*BODIES[name])
-    plain = copy.deepcopy(model)
-    words = REFUSED.get(name, [])
-    if len(cuts) > 1:
-        words = REFUSED_IN_FOUR.get(name, words)
+    body, unit, refused, in_four, recomputed = PROGRAMS[name]
+    model = make(body, unit)
+    words = refused if len(cuts) == 1 else in_four
     if words:
-        with pytest.raises(PartitionError, match=r"test_between\.py") as caught:
+        before = held(model)
+        with pytest.raises(PartitionError, match=words):
             partition(model, cuts).plan((rows(),), {})
-        assert all(word in str(caught.value) for word in words)
+        assert held(model) == before
+        # In one stage the model runs as it is.
+        forwards(partition(make(body, unit), 1), (rows(),))
+        BOX.clear()
         return
-    check_equal(
-        model, lambda m: partition(m, cuts), (rows(),), score=score, tolerance=1e-12, draws=True
-    )
+    plain = copy.deepcopy(model)
+    options: dict[str, Any] = {"score": score, "draws": True, "tolerance": 1e-12}
+    check_equal(model, lambda m: partition(m, cuts), (rows(),), **options)
     (score(plain(rows())) + 0).backward()
     assert model.called == plain.called
+    if recomputed:
+        again = lambda m: partition(m, cuts, checkpoint=True)  # noqa: E731
+        check_equal(make(body, unit), again, (rows(),), repeat=2, **options)
 
 
-# ---- state that the author's code changes
-
-
-def through_all(m: Model, x: Tensor) -> Tensor:
-    return through(m, x, 0)
-
-
-def counts_up(m: Any, x: Tensor) -> Any:
-    m.count = getattr(m, "count", 0) + 1
-    return through_all(m, x) * m.count
-
-
-def counts_in_a_helper(m: Any, x: Tensor) -> Any:
-    m.called["calls"] += 1
-    return through_all(m, x) * m.called["calls"]
-
-
-def keeps_a_mean(m: Model, x: Tensor) -> Tensor:
-    h = m.l[0](x)
-    m.mean = m.mean * 0.9 + h.detach().mean(0)
-    return through(m, h, 1) + m.mean
-
-
-def changes_a_buffer(m: Model, x: Tensor) -> Tensor:
-    return through(m, m.l[0](x) + m.mean.add_(x.mean(0)).clone(), 1)
-
-
-def remembers_the_first_batch(m: Any, x: Tensor) -> Any:
-    if getattr(m, "kept", None) is None:
-        m.kept = x.mean()
-    return through_all(m, x) * m.kept
-
-
-def decides(m: Model, x: Tensor) -> Tensor:
-    h = m.l[1](m.l[0](x))
-    return m.l[3](m.l[2](h) if h.sum() > 0 else h)  # type: ignore[no-any-return]
-
-
-def takes_some_rows(m: Model, x: Tensor) -> Tensor:
-    h = m.l[1](m.l[0](x))
-    h = h[h[:, 0] > 0]
-    return m.l[3](m.l[2](h)) / len(h)  # type: ignore[no-any-return]
-
-
-def maps(m: Model, x: Tensor) -> Tensor:
-    return m.l[3](torch.vmap(torch.sin)(m.l[2](m.l[1](m.l[0](x)))))  # type: ignore[no-any-return]
-
-
-def maps_after_a_write(m: Model, x: Tensor) -> Tensor:
-    kept = torch.zeros_like(x)
-    kept[0] = m.l[0](x)[0]
-    return m.l[3](torch.vmap(torch.sin)(kept))  # type: ignore[no-any-return]
-
-
-def a_view_for_a_later_stage(m: Model, x: Tensor) -> Tensor:
-    x = x * 1
-    view = x.view_as(x)
-    x.copy_(m.l[0](x.clone()))
-    return through(m, view, 1)
-
-
-def takes_gradients(m: Model, x: Tensor) -> Tensor:
-    h = m.l[1](m.l[0](x))
-    return m.l[3](m.l[2](torch.autograd.grad(h.sum(), m.l[0].get_parameter("weight"))[0]))  # type: ignore[no-any-return]
-
-
-def goes_back(m: Model, x: Tensor) -> Tensor:
-    return m.l[0](m.l[3](m.l[2](m.l[1](x))))  # type: ignore[no-any-return]
-
-
-def writes_through_another(m: Model, x: Tensor) -> Tensor:
-    kept = torch.zeros_like(x)
-    kept.detach().copy_(m.l[0](x))
-    return through(m, kept * 2, 1)
-
-
-NAMED: Any = Reversed.apply
-
-
-def another_name(m: Model, x: Tensor) -> Tensor:
-    return through(m, NAMED(m.l[1](m.l[0](x)), 2.0), 2)
+# ---- state that a forward advances
 
 
 class Slotted:
@@ -527,50 +660,6 @@ class Slotted:
     def __call__(self) -> int:
         self.calls += 1
         return self.calls
-
-
-def counts_in_a_class(m: Any, x: Tensor) -> Any:
-    type(m).count = getattr(type(m), "count", 0) + 1
-    return through_all(m, x)
-
-
-def counts_in_a_unit(m: Any, x: Tensor) -> Any:
-    m.l[3].calls = getattr(m.l[3], "calls", 0) + 1
-    return through_all(m, x) * m.l[3].calls
-
-
-STATES: list[tuple[Body, str]] = [
-    (counts_in_a_unit, "the attribute 'calls' of l.3"),
-    (counts_up, r"the attribute 'count' of the Model .*a module that is in one stage"),
-    (counts_in_a_helper, "what the attribute 'called' of the Model holds"),
-    (keeps_a_mean, "the buffer 'mean' of the Model"),
-    (changes_a_buffer, "the buffer 'mean' of the Model"),
-    (remembers_the_first_batch, "the attribute 'kept' of the Model"),
-    (decides, r"test_between.py:\d+\): the model's code needs numbers of a tensor of stage"),
-    (
-        takes_some_rows,
-        r"test_between.py:\d+\): the model's code needs numbers of a tensor of stage",
-    ),
-    (maps, r"test_between.py:\d+\): the model calls sin under a transform of torch.func"),
-    (maps_after_a_write, r"test_between.py:\d+\): the model calls sin under a transform"),
-    (a_view_for_a_later_stage, "read through another that was made of it before"),
-    (takes_gradients, "takes gradients between its units"),
-    (goes_back, "l.0 in stage 0 uses l.3 of stage 2.*later stages only"),
-    (writes_through_another, "read through another that was made of it before"),
-    (counts_in_a_class, "an attribute of the class Model"),
-    (another_name, "the apply of a custom function that was given another name"),
-]
-
-
-@pytest.mark.parametrize(("body", "text"), STATES, ids=[body.__name__ for body, _ in STATES])
-def test_refused_by_name(body: Body, text: str) -> None:
-    model = make(body)
-    attributes = dict(vars(model))
-    with pytest.raises(PartitionError, match=text):
-        partition(model, ["l.1", "l.3"]).plan((rows(),), {})
-    assert dict(vars(model)) == attributes
-    # In one stage the model runs as it is.
-    forwards(partition(make(body), 1), (rows(),))
 
 
 @pytest.mark.parametrize(
@@ -593,6 +682,40 @@ def test_what_a_forward_advances_is_refused_and_put_back(
     with pytest.raises(PartitionError, match="what the attribute 'called' of the Model"):
         partition(model, ["l.1", "l.3"]).plan((rows(),), {})
     assert advance(called["inner"][0]) == 1
+
+
+class Advancing(nn.Module):
+    """Takes from an iterator in each call, and keeps what a list holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.ModuleList(map(linear, range(4)))
+        self.factors, self.counts = itertools.cycle((1.0, 0.5)), [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return through_all(self, x) * next(self.factors)  # type: ignore[arg-type]
+
+
+class Aliases(Advancing):
+    def forward(self, x: Tensor) -> Tensor:
+        counts = self.counts
+        counts[0] += 1
+        return through_all(self, x)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (Advancing, "'factors' of the Advancing.* \\(test_between.py:%d\\)"),
+        (Aliases, "'counts' of the Aliases holds \\(its forward: test_between.py:%d\\)"),
+    ],
+)
+def test_what_changes_between_units_is_named_with_its_line(
+    kind: type[Advancing], text: str
+) -> None:
+    line = kind.forward.__code__.co_firstlineno + (kind is not Aliases)
+    with pytest.raises(PartitionError, match=text % line):
+        partition(kind(), ["l.1", "l.3"]).plan((rows(),), {})
 
 
 # ---- numbers of the arguments, which the run without data takes for ones
@@ -619,15 +742,6 @@ def returns_a_view(m: Model, x: Tensor) -> Any:
     return through_all(m, x), kept
 
 
-def reads_a_view(m: Model, x: Tensor) -> Any:
-    kept = x * 2 if is_one(x) else x[:]
-    return through_all(m, x), kept * 2
-
-
-def returns_another(m: Model, x: Tensor) -> Any:
-    return through_all(m, x if is_one(x) else x.clone()) + x
-
-
 def gives_another(m: Model, x: Tensor) -> Any:
     ones, h = is_one(x), m.l[0](x.clone())
     y = m.l[1](h.detach())
@@ -643,8 +757,6 @@ def changes_by_numbers(m: Model, x: Tensor) -> Any:
     [
         returns_what_was_changed,
         returns_a_view,
-        reads_a_view,
-        returns_another,
         gives_another,
         changes_by_numbers,
     ],
@@ -659,193 +771,7 @@ def test_numbers_may_not_decide_what_other_stages_have(body: Body) -> None:
         forwards(cut, (rows(),))
 
 
-def resets_a_mask(m: Any, x: Tensor) -> Any:
-    m.mask = (x > 0).to(x.dtype)
-    h = through_all(m, x) * m.mask
-    m.mask = None
-    return h
-
-
-def makes_a_table_once(m: Any, x: Tensor) -> Any:
-    if getattr(m, "table", None) is None:
-        m.table = torch.arange(WIDTH).to(x.dtype)
-    return through_all(m, x) * m.table
-
-
-def looks_at_arguments(m: Model, x: Tensor) -> Tensor:
-    h = m.l[0](x)
-    if x.min() < -5:
-        raise AssertionError
-    return through(m, h, 1) * (x.abs() < 3).all()
-
-
-def a_number_at_the_end(m: Model, x: Tensor) -> Tensor:
-    h = through_all(m, x)
-    return h / (1 + h.detach().abs().max().item())
-
-
-def rows_one_by_one(m: Model, x: Tensor) -> Tensor:
-    return m.l[3](torch.stack([row * 2 for row in m.l[2](m.l[1](m.l[0](x)))]))  # type: ignore[no-any-return]
-
-
-def parts_of_what_travels(m: Model, x: Tensor) -> Tensor:
-    h = m.l[0](x)
-    a, b = h.chunk(2)
-    a = m.l[1](a).contiguous()
-    a.mul_(2)
-    h.t().contiguous().add_(1)
-    return m.l[3](m.l[2](torch.cat([a, b]))) + h  # type: ignore[no-any-return]
-
-
-RIGHT = [
-    resets_a_mask,
-    makes_a_table_once,
-    looks_at_arguments,
-    a_number_at_the_end,
-    rows_one_by_one,
-]
-
-
-@pytest.mark.parametrize("body", [*RIGHT, parts_of_what_travels])
-@pytest.mark.parametrize("recomputed", [False, True])
-def test_right(body: Body, recomputed: bool) -> None:
-    model = make(body)
-    check_equal(
-        model,
-        lambda m: partition(m, ["l.1", "l.3"], checkpoint=recomputed),
-        (rows(),),
-        score=score,
-        draws=True,
-        repeat=2,
-    )
-
-
-# ---- what units keep, and share
-
-
-class Keeps(nn.Linear):
-    """Leaves what it made for others: in an object that all have, or in an attribute of its own."""
-
-    box: dict[str, Any]
-
-    def __init__(self, index: int, box: dict[str, Any]) -> None:
-        super().__init__(WIDTH, WIDTH)
-        self.index, self.__dict__["box"] = index, box
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = super().forward(x)
-        self.aux = h.square().mean()
-        if self.index == 0:
-            self.box["h"] = h
-        return h + self.box["h"] if self.index == 3 else h
-
-
-class Counts(Keeps):
-    def forward(self, x: Tensor) -> Tensor:
-        self.box["n"] = self.box.get("n", 0) + 1
-        return nn.Linear.forward(self, x) * int(self.box["n"])
-
-
-class Outside:
-    """A list that hooks and modules of a program fill, such as those of a mixture of experts."""
-
-    items: ClassVar[list[Tensor]] = []
-
-
-class Collects(Keeps):
-    def forward(self, x: Tensor) -> Tensor:
-        h = nn.Linear.forward(self, x)
-        Outside.items.append(h.square().mean())
-        return h
-
-
-def adds_what_was_collected(m: Model, x: Tensor) -> Any:
-    Outside.items.clear()
-    return through_all(m, x), sum(Outside.items)
-
-
-@pytest.mark.parametrize(
-    ("kind", "body", "text"),
-    [
-        (
-            Keeps,
-            through_all,
-            "an object .a dict. that l.0 and l.1 have, which are in several stages",
-        ),
-        (
-            Counts,
-            through_all,
-            "an object .a dict. that l.0 and l.1 have, which are in several stages",
-        ),
-        (
-            Collects,
-            adds_what_was_collected,
-            r"l.0 left in an attribute or a list.*penstock.add_loss",
-        ),
-    ],
-)
-def test_what_units_leave_for_others_is_refused(kind: Any, body: Body, text: str) -> None:
-    box: dict[str, Any] = {}
-    model = make(body, lambda index: kind(index, box))
-    with pytest.raises(PartitionError, match=text):
-        partition(model, ["l.1", "l.3"]).plan((rows(),), {})
-    assert not box
-
-
-def test_a_tensor_that_another_stage_left_is_named() -> None:
-    class Peeks(nn.Linear):
-        other: Any = None
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.seen = super().forward(x)
-            return self.seen + self.other[0].seen if self.other else self.seen
-
-    model = make(through_all, lambda index: Peeks(WIDTH, WIDTH))
-    model.l[3].other = (model.l[0],)  # type: ignore[assignment]
-    with pytest.raises(
-        PartitionError,
-        match=r"in l.3 \(test_between.py:\d+\): l.3 in stage 2 reads a value that l.0 in stage 0 left",
-    ):
-        partition(model, ["l.1", "l.3"]).plan((rows(),), {})
-
-
-class Advancing(nn.Module):
-    """Takes from an iterator in each call, and keeps what a list holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.l = nn.ModuleList(map(linear, range(4)))
-        self.factors, self.counts = itertools.cycle((1.0, 0.5)), [0]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return through_all(self, x) * next(self.factors)  # type: ignore[arg-type]
-
-
-class Inherits(Advancing):
-    """Has the line in the class that it is made from."""
-
-
-class Aliases(Advancing):
-    def forward(self, x: Tensor) -> Tensor:
-        counts = self.counts
-        counts[0] += 1
-        return through_all(self, x)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        (Advancing, "'factors' of the Advancing.* \\(test_between.py:%d\\)"),
-        (Inherits, "'factors' of the Inherits.* \\(test_between.py:%d\\)"),
-        (Aliases, "'counts' of the Aliases holds \\(its forward: test_between.py:%d\\)"),
-    ],
-)
-def test_what_changes_between_units_is_named_with_its_line(
-    kind: type[Advancing], text: str
-) -> None:
-    line = kind.forward.__code__.co_firstlineno + (kind is not Aliases)
-    with pytest.raises(PartitionError, match=text % line):
-        partition(kind(), ["l.1", "l.3"]).plan((rows(),), {})
+# ---- what a unit keeps in attributes
 
 
 class Notes(nn.Linear):
@@ -908,20 +834,6 @@ def test_a_loss_may_read_what_the_last_stage_keeps(name: str) -> None:
     )
     with pytest.raises(penstock.errors.PenstockError, match=f"{name}' of l.0.*penstock.add_loss"):
         pipe.step(rows())
-
-
-def test_a_list_that_units_fill_for_the_loss_is_refused() -> None:
-    left: list[Tensor] = []
-
-    class Leaves(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            h = super().forward(x)
-            left.append(h.square().mean())
-            return h
-
-    model = make(through_all, lambda index: Leaves(WIDTH, WIDTH))
-    with pytest.raises(PartitionError, match=r"l\.0 leaves a tensor in a list.*penstock.add_loss"):
-        partition(model, ["l.2"]).plan((rows(),), {})
 
 
 def test_a_loss_that_counts_is_not_called_for_a_trial() -> None:
@@ -1017,15 +929,6 @@ def test_scripted_units() -> None:
     assert torch.equal(pipe.predict(rows()), plain(rows()))
 
 
-def test_a_frozen_teacher_beside_the_model() -> None:
-    teacher = nn.Linear(WIDTH, WIDTH).double().requires_grad_(False)
-    check_equal(
-        make(lambda m, x: through_all(m, x) - teacher(x)),
-        lambda m: partition(m, ["l.1", "l.3"]),
-        (rows(),),
-    )
-
-
 class Recurrent(nn.Module):
     """Passes a packed sequence from unit to unit."""
 
@@ -1044,20 +947,9 @@ def test_packed_sequences_travel() -> None:
     check_equal(Recurrent().double(), lambda m: partition(m, ["second"], example=(call, {})), call)
 
 
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, 0.0, batch_first=True)
-        self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
-        found: Tensor = self.head(self.encoder(x, src_key_padding_mask=padding))
-        return found
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_an_encoder_that_drops_padding_in_evaluation() -> None:
-    model = Encoder().double()
+    model = Encoder(layers=2).double()
     x, padding = rows()[None, :, :].clone(), torch.tensor([[False, False, True, True]])
     cut = partition(model, ["encoder.layers.1"])
     check_equal(model, lambda m: cut, (x, padding))

@@ -78,31 +78,16 @@ class Partition:
             self.planner.check_unchanged()
 
     def check_covers(self, model: nn.Module) -> None:
-        """Check that every parameter and buffer of ``model`` is in one stage, or in ``shared``.
+        """Check that every parameter and buffer of ``model`` is in a stage.
 
         Raises:
-            PartitionError: the message names what is missing or shared, and the stages that share it.
+            PartitionError: the message names what is missing.
         """
-        holders = self._holders()
-        missing = [name for name, tensor in named_tensors(model) if id(tensor) not in holders]
+        held = {id(tensor) for module in self.modules for _, tensor in named_tensors(module)}
+        missing = [name for name, tensor in named_tensors(model) if id(tensor) not in held]
         if missing:
             raise PartitionError(
                 f"in no stage: {listed(missing, 5)}; name the modules that hold them in stages="
-            )
-        self._check_table()
-        shared = {
-            name: {stage for stage, _ in one.holders} for one in self.shared for name in one.names
-        }
-        used = {name: holders[id(tensor)] for name, tensor in named_tensors(model)}
-        wrong = {
-            name: sorted(stages)
-            for name, stages in used.items()
-            if len(stages) > 1 and stages != shared.get(name)
-        }
-        if wrong:
-            raise PartitionError(
-                f"used by several stages: {wrong}, which the partition does not list as shared; make its "
-                "shared= with find_shared(model, modules), or put the modules that share it into one stage"
             )
 
     def keep(self, stages: Collection[int]) -> None:
@@ -114,28 +99,6 @@ class Partition:
         for index, module in enumerate(self.modules):
             if index not in stages and isinstance(module, Releases):
                 module.release(kept)
-
-    def _check_table(self) -> None:
-        """Check that the stages hold what ``shared`` says."""
-        held = [dict(named_tensors(module)) for module in self.modules]
-        wrong = [
-            (stage, name)
-            for one in self.shared
-            for stage, name in one.holders
-            if not 0 <= stage < len(held) or name not in held[stage]
-        ]
-        if wrong:
-            raise PartitionError(
-                f"shared= says that stages hold {wrong}, which they do not; "
-                "make it with find_shared(model, modules)"
-            )
-
-    def _holders(self) -> dict[int, set[int]]:
-        holders: dict[int, set[int]] = {}
-        for index, module in enumerate(self.modules):
-            for _, tensor in named_tensors(module):
-                holders.setdefault(id(tensor), set()).add(index)
-        return holders
 
 
 def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -213,8 +176,8 @@ def _shared(named: Iterable[nn.Module], modules: Mapping[int, nn.Module]) -> tup
     names: dict[int, dict[str, None]] = {}
     for name, tensor in chain.from_iterable(map(named_tensors, named)):
         names.setdefault(id(tensor), {})[name] = None
-    found = (Shared(tuple(names[key]), tuple(uses.get(key, ()))) for key in names)
-    return tuple(one for one in found if len(one.names) > 1 or len(one.holders) > 1)
+    weights = (Shared(tuple(names[key]), tuple(uses.get(key, ()))) for key in names)
+    return tuple(one for one in weights if len(one.names) > 1 or len(one.holders) > 1)
 
 
 def _uses(modules: Mapping[int, nn.Module]) -> _Uses:

@@ -17,7 +17,7 @@ from penstock.partition.balance import choose_cuts, use_up_to
 from penstock.partition.base import Example, Partition, find_shared
 from penstock.partition.costs import weigh_units
 from penstock.partition.plan import first_uses
-from penstock.partition.seen import Door, Seeded
+from penstock.partition.seen import Door, Seeded, opened
 from penstock.partition.stage import CutStage
 from penstock.partition.trace import Trace, record
 from penstock.partition.units import (
@@ -56,12 +56,11 @@ def partition(
             its modules.
         example: arguments for one microbatch, as ``(args, kwargs)``. They show the order in which the model
             calls its modules, where that is not the order in which it holds them.
-        balance: what makes stages equal where their number is given: ``"parameters"``, ``"flops"``,
+        balance: what to make equal, if you give the number of stages: ``"parameters"``, ``"flops"``,
             ``"memory"`` or ``"time"``, of which all but the first need the example; or a weight for each
             module that can be placed. By default parameters; the children of an ``nn.Sequential`` count
             alike.
-        placement: which rank holds which stage, where their number is given: then ranks, rather than
-            stages, are made equal.
+        placement: which rank holds which stage, if you give their number: balances ranks instead of stages.
         checkpoint: recompute the units in the backward instead of keeping what they hold: all of them, or
             those at or inside of these paths.
 
@@ -70,8 +69,8 @@ def partition(
     """
     if not isinstance(stages, int) and (balance is not None or placement is not None):
         raise UsageError(
-            "balance= and placement= say where to cut where the number of stages is given; stages= names "
-            "the modules here: leave them out"
+            "balance= and placement= say where to cut if the number of stages is given; stages= names the "
+            "modules here: leave them out"
         )
     if stages != 1:
         _check_compiled(model)
@@ -304,9 +303,9 @@ def _assembled(
     recomputes = _recomputed(model, [door.path for door in doors], checkpoint)
     author = Author(model, doors, forward, recomputes, homes, len(placed), example)
     modules = tuple(CutStage(author, index) for index in range(len(placed)))
-    made = Partition(modules, find_shared(model, modules), author)
-    made.check_covers(model)
-    return made
+    result = Partition(modules, find_shared(model, modules), author)
+    result.check_covers(model)
+    return result
 
 
 def _recomputed(
@@ -336,9 +335,9 @@ def _chain(model: nn.Module, paths: Sequence[str]) -> Callable[..., Any]:
             *args, **{n: v for n, v in kwargs.items() if n in names[first]}
         )
         for path in rest:
-            given = value if type(value) is tuple else (value,)
-            more = {name: kwargs[name] for name in names[path][len(given) :] if name in kwargs}
-            value = model.get_submodule(path)(*given, **more)
+            passed = value if type(value) is tuple else (value,)
+            more = {name: kwargs[name] for name in names[path][len(passed) :] if name in kwargs}
+            value = model.get_submodule(path)(*passed, **more)
         return value
 
     return forward
@@ -383,9 +382,5 @@ def randomness(
         draws.enter(LOSS, 0)
         return output
 
-    with generators_kept(devices):
-        root.open(call, direct=False)
-        try:
-            yield
-        finally:
-            root.close()
+    with generators_kept(devices), opened([root], call):
+        yield

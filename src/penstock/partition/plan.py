@@ -48,7 +48,7 @@ class Step(NamedTuple):
 
 
 class Quick(NamedTuple):
-    """A function of PyTorch whose one tensor neither travels nor is changed later.
+    """A PyTorch function whose result is one tensor, which neither travels nor is changed later.
 
     Attributes:
         what: the function.
@@ -216,11 +216,11 @@ class _Owners:
 
     def add(self, event: Event) -> None:
         values = [self.trace.values[number] for _, number in event.inputs]
-        made = [self.stages[v.event] for v in values if v.event is not None]
+        makers = [self.stages[v.event] for v in values if v.event is not None]
         held = [min(h) for v in values if v.event is None and (h := self.holders(v))]
-        latest = max([*made, *held], default=None)
+        latest = max([*makers, *held], default=None)
         if event.what in self.homes:
-            owner = self._home(event, max(made, default=0))
+            owner = self._home(event, max(makers, default=0))
         elif latest is not None:
             owner = latest
         else:
@@ -281,6 +281,17 @@ def _backwards(event: Event, owner: int, value: Value, source: int) -> str:
     )
 
 
+def _check_region(steps: Sequence[Step]) -> None:
+    """Refuse a checkpoint that is run again as a whole, and uses a parameter that has arrived."""
+    borrows = next((step.event for step in steps if step.borrows), None)
+    if borrows is not None and len({step.owner for step in steps}) == 1:
+        raise PartitionError(
+            f"{borrows.where}: a checkpoint's function in stage {steps[0].owner} uses a parameter of another "
+            "stage, and could not be run again with it; use it outside of the checkpoint, or put both into a "
+            "module that is placed as a whole"
+        )
+
+
 class _Planner:
     def __init__(self, trace: Trace, owners: _Owners, stages: int) -> None:
         self._trace, self._owners, self._stages = trace, owners, stages
@@ -314,9 +325,12 @@ class _Planner:
             for by_name in [lends[source], *(borrows[stage] for stage in users)]:
                 if parameter is not None:
                     by_name[parameter] = value.name
+        steps = [self._step(event, owner_of[i], borrows) for i, event in enumerate(trace.events)]
+        for region in trace.regions:
+            _check_region(steps[region.first : region.stop])
         return CallPlan(
             tuple(edges),
-            [self._step(event, owner_of[i], borrows) for i, event in enumerate(trace.events)],
+            steps,
             trace,
             last,
             arrives,

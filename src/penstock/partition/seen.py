@@ -1,7 +1,7 @@
-"""See what an author's forward does between its units, for as long as it runs.
+"""Watch what an author's forward does between its units, while it runs.
 
-Functions of PyTorch are seen by a ``TorchFunctionMode``. What no mode sees is seen here: the calls of units,
-custom functions and checkpoints.
+A ``TorchFunctionMode`` sees PyTorch functions. Calls of units, custom functions and checkpoints, which no
+mode sees, are caught here.
 """
 
 from __future__ import annotations
@@ -71,6 +71,20 @@ class Door:
                 state.pop(name, None)
 
 
+@contextlib.contextmanager
+def opened(
+    doors: Sequence[Door], call: Callable[[Door, Run, Any, Any], Any], direct: Collection[str] = ()
+) -> Iterator[None]:
+    """Let ``call`` answer for calls of modules, and at the paths in ``direct`` for those of ``forward``."""
+    try:
+        for door in doors:
+            door.open(call, direct=door.path in direct)
+        yield
+    finally:
+        for door in doors:
+            door.close()
+
+
 # ---- hooks, in a run without data
 
 
@@ -79,7 +93,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 @contextlib.contextmanager
 def observers_left_out(units: Sequence[nn.Module]) -> Iterator[None]:
-    """Leave out hooks that only record something, and those of PyTorch that gather weights."""
+    """Leave out hooks that only record something, and those by which PyTorch gathers weights."""
     before: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
     parts = {id(part): part for unit in units for part in unit.modules()}.values()
     for hooks in [vars(part).get(kind) for part in parts for kind in _HOOKS]:
@@ -164,10 +178,10 @@ class Listener(Protocol):
     """Answers for custom functions and checkpoints."""
 
     def applied(self, function: type[Function], run: Run, args: Any, kwargs: Any) -> Any:
-        """A custom function is applied."""
+        """Answer for a custom function."""
 
     def checkpointed(self, run: Run, args: Any, kwargs: Any, options: Mapping[str, Any]) -> Any:
-        """A checkpoint ``run`` is called with a function and its arguments."""
+        """Answer for a checkpoint ``run``, whose arguments are a function and what it takes."""
 
 
 _APPLY: Any = vars(Function)["apply"]
@@ -186,7 +200,7 @@ _OPTIONS = {"preserve_rng_state"} | {
 
 @contextlib.contextmanager
 def others_seen(listener: Listener) -> Iterator[None]:
-    """Tell ``listener`` of custom functions and checkpoints."""
+    """Let ``listener`` answer for custom functions and checkpoints."""
     apply_before, switch_before = vars(Function)["apply"], vars(_CHECKPOINT).get(_SWITCH)
 
     def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
@@ -219,8 +233,8 @@ def uncheckpointed(args: tuple[Any, ...], options: Mapping[str, Any]) -> Iterato
     A reentrant checkpoint gives gradients only if one of its arguments requires them.
     """
     reentrant = options.get("use_reentrant") is not False
-    given = any(isinstance(a, Tensor) and a.requires_grad for a in args)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and (given or not reentrant)):
+    learns = any(isinstance(a, Tensor) and a.requires_grad for a in args)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and (learns or not reentrant)):
         yield
 
 
@@ -234,7 +248,7 @@ class Seeded(TorchFunctionMode):
         doors: the units.
         draws: seeds the generators.
         calls: how often each unit was called before, by path.
-        drawn: how often was drawn between units before.
+        drawn: how often code between units drew before.
         recomputes: the paths of the units to checkpoint.
     """
 
@@ -255,14 +269,8 @@ class Seeded(TorchFunctionMode):
     def run(self, function: Run, args: Any, kwargs: Any) -> Any:
         """Run a function; each time it draws the same."""
         self._calls, self._drawn = Counter(self._before[0]), self._before[1]
-        for door in self._doors:
-            door.open(self._unit, direct=False)
-        try:
-            with self, others_seen(self):
-                return function(*args, **kwargs)
-        finally:
-            for door in self._doors:
-                door.close()
+        with opened(self._doors, self._unit), self, others_seen(self):
+            return function(*args, **kwargs)
 
     def _unit(self, door: Door, run: Run, args: Any, kwargs: Any) -> Any:
         if self._inside:

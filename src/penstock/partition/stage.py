@@ -27,6 +27,7 @@ from penstock.partition.seen import (
     checkpointed,
     is_checkpoint,
     may_draw,
+    opened,
     others_seen,
     recomputed,
     uncheckpointed,
@@ -213,13 +214,13 @@ def _holder(root: nn.Module, path: str) -> tuple[nn.Module, str]:
 
 
 class _Chain(NamedTuple):
-    """A stage of an ``nn.Sequential``: its units one after the other, with nothing between them to look at.
+    """A stage of an ``nn.Sequential``: its units, one after the other, with nothing between them.
 
     Attributes:
         arrives: the edge of what the first unit takes; None for the model's argument.
         steps: the calls of the units.
         units: the modules.
-        edge: of what the last unit gives, if that travels.
+        edge: of the last unit's result, if that travels.
     """
 
     arrives: str | None
@@ -243,7 +244,7 @@ class _Chain(NamedTuple):
             is_tensor = isinstance(tensor, Tensor)
             shown = f"a tensor of shape {tuple(tensor.shape)}" if is_tensor else repr(tensor)
             raise _different(
-                self.steps[-1], stage, f"gave {shown}", f"a tensor of shape {tuple(planned)}"
+                self.steps[-1], stage, f"gave {shown}", f"gave one of shape {tuple(planned)}"
             )
         return {self.edge: _to_send(tensor)}
 
@@ -301,7 +302,7 @@ def _attributes_kept(
 
 
 class _Runner(TorchFunctionMode):
-    """One forward of one stage: its own events run, others are answered."""
+    """One forward of one stage: it runs its own events, and answers the others with placeholders."""
 
     def __init__(
         self, stage: int, author: Author, call: StageCall, values: Mapping[str, Any]
@@ -336,21 +337,18 @@ class _Runner(TorchFunctionMode):
             self._follow(_tensor(author.model, name))
         for name, edge in plan.borrows[self._stage].items():
             self._lent[id(_tensor(author.model, name))] = self._values[edge]
-        direct = plan.trace.direct
-        output = None
-        try:
-            for door in plan.trace.doors:
-                door.open(self._unit, direct=door.path in direct)
-            others = plan.trace.has_custom or plan.regions
-            with self, others_seen(self) if others else contextlib.nullcontext():
-                output = author.forward(*args, **kwargs)
-                if self._at < len(plan.steps) - 1:
-                    raise self._diverged("ended", self._at + 1)
-        except _StageDone:
-            pass
-        finally:
-            for door in plan.trace.doors:
-                door.close()
+        trace, output = plan.trace, None
+        others = trace.has_custom or plan.regions
+        seen = others_seen(self) if others else contextlib.nullcontext()
+        with (
+            contextlib.suppress(_StageDone),
+            opened(trace.doors, self._unit, trace.direct),
+            self,
+            seen,
+        ):
+            output = author.forward(*args, **kwargs)
+            if self._at < len(plan.steps) - 1:
+                raise self._diverged("ended", self._at + 1)
         return (self._output(output) if is_last else None), self._sent()
 
     def _arguments(self, args: Any, kwargs: Any) -> Any:
@@ -398,7 +396,7 @@ class _Runner(TorchFunctionMode):
         return is_parameter or self._number(tensor) == root
 
     def _number(self, tensor: Tensor) -> int | None:
-        """Which tensor of the trace it is, or stands for; ``None`` if it was made of the arguments alone."""
+        """Which tensor of the trace it is, or stands for; ``None`` if it depends on the arguments alone."""
         if id(tensor) in self._followed:
             return self._followed[id(tensor)][1]
         if isinstance(tensor, FakeTensor):
@@ -413,9 +411,9 @@ class _Runner(TorchFunctionMode):
 
     def _check_inputs(self, step: Step, args: Any, kwargs: Any) -> None:
         """Check that numbers have not led the author's code to give an event other values."""
-        given = located((args, kwargs))
-        self._check_memory(list(given.values()))
-        numbers = {place: n for place, t in given.items() if (n := self._number(t)) is not None}
+        placed = located((args, kwargs))
+        self._check_memory(list(placed.values()))
+        numbers = {place: n for place, t in placed.items() if (n := self._number(t)) is not None}
         if numbers != {place: n for place, n in step.inputs.items() if n is not None}:
             raise self._diverged(step.what, self._at, " with other values")
 
@@ -489,7 +487,7 @@ class _Runner(TorchFunctionMode):
         return self._done(step, func, args, kwargs)
 
     def _quickly(self, quick: Quick, at: int, args: Any, kwargs: Any) -> Any:
-        """Follow what a function gives by a mark on it, so that it lives no longer than it is needed."""
+        """Follow the result of a function by a mark on it, so that it lives no longer than it is needed."""
         self._at = at
         if not quick.is_own:
             return quick.placeholder
@@ -505,7 +503,7 @@ class _Runner(TorchFunctionMode):
         self._drawn += 1
 
     def _is_event(self, values: Any) -> bool:
-        """Whether a tensor that units or parameters have given is among some arguments."""
+        """Whether a tensor that comes from units or parameters is among some arguments."""
         followed = self._followed
         for value in values:
             if isinstance(value, Tensor):
@@ -529,36 +527,26 @@ class _Runner(TorchFunctionMode):
         if self._plan.trace.decides or self._claimed:
             self._check_inputs(step, args, kwargs)
         if step.borrows:
-            args, kwargs = self._borrowed(args, kwargs)
+            args, kwargs = replaced((args, kwargs), self._stand_in)
         if self._lacks and any(map(_is_placeholder, tensors_in((args, kwargs)))):
             raise self._absent(step)
         decides = event.needs_data and event.is_unit
         output = self._watched(step, run, args, kwargs) if decides else run(*args, **kwargs)
-        given = located((args, kwargs)) if step.claims else {}
+        placed = located((args, kwargs)) if step.claims else {}
         for place, number in step.claims.items():
-            self._follow(given[place], number)
+            self._follow(placed[place], number)
         return self._checked(step, output)
-
-    def _borrowed(self, args: Any, kwargs: Any) -> Any:
-        """The arguments of an event, with what has arrived for parameters of other stages."""
-        if self._region_runs:
-            raise PartitionError(
-                f"{where(self._author.paths)}: a checkpoint's function in stage {self._stage} uses a "
-                "parameter of another stage, and could not be run again with it; use it outside of the "
-                "checkpoint, or put both into a module that is placed as a whole"
-            )
-        return replaced((args, kwargs), self._stand_in)
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         return self._lent.get(id(tensor), tensor)
 
     def _checked(self, step: Step, output: Any) -> Any:
-        """What an event gave, which must look as in the run without data."""
+        """Check that the result of an event looks as in the run without data."""
         event = step.event
         results = tensors_in(output)
         if len(results) != len(event.slots):
             raise _different(
-                step, self._stage, f"gave {len(results)} tensors", str(len(event.slots))
+                step, self._stage, f"gave {len(results)} tensors", f"gave {len(event.slots)}"
             )
         if not isinstance(output, Tensor) and self._stage < self._author.stages - 1:
             self._check_plain(step, output)
@@ -579,7 +567,7 @@ class _Runner(TorchFunctionMode):
             number = self._number(tensor)
             if tensor._version != version and (number is None or number in self._sends):
                 raise _different(
-                    step, self._stage, f"changed its argument {place[-1]!r}", "nothing"
+                    step, self._stage, f"changed its argument {place[-1]!r}", "changed nothing"
                 )
         return output
 
@@ -587,7 +575,7 @@ class _Runner(TorchFunctionMode):
         """Check that plain values are those that other stages have from the run without data."""
         for value, planned in zip(plain_in(output), plain_in(step.event.result), strict=False):
             if value != planned:
-                raise _different(step, self._stage, f"gave {value!r}", repr(planned))
+                raise _different(step, self._stage, f"gave {value!r}", f"gave {planned!r}")
 
     def _keep(self, step: Step, tensor: Tensor, number: int) -> None:
         """Follow a result, and send it if others use it."""
@@ -597,7 +585,7 @@ class _Runner(TorchFunctionMode):
         ):
             shape, planned = tuple(tensor.shape), tuple(value.tensor.shape)
             raise _different(
-                step, self._stage, f"gave a tensor of shape {shape}", f"one of shape {planned}"
+                step, self._stage, f"gave a tensor of shape {shape}", f"gave one of shape {planned}"
             )
         if isinstance(tensor, FakeTensor):
             raise self._absent(step)
@@ -613,20 +601,20 @@ class _Runner(TorchFunctionMode):
         """What stands in place of the result of another stage's event."""
         event = step.event
         values = self._plan.trace.values
-        given: dict[Place, Tensor] = {}
+        placed: dict[Place, Tensor] = {}
         if self._plan.trace.decides or self._claimed:
             self._check_inputs(step, args, kwargs)
         if step.claims or not all(isinstance(slot, int) for slot in event.slots):
-            given = located((args, kwargs))
+            placed = located((args, kwargs))
         for place, number in step.claims.items():
-            self._claim(given[place], number)
+            self._claim(placed[place], number)
         slots = iter(event.slots)
 
         def put(_: Tensor) -> Any:
             slot = next(slots)
             if not isinstance(slot, int):
                 # An argument that the run without data had may be missing here, such as a mask.
-                return given.get(slot)
+                return placed.get(slot)
             name = self._arrives.get(slot)
             if name is None:
                 return values[slot].tensor
@@ -718,8 +706,8 @@ class _Runner(TorchFunctionMode):
 
 def _different(step: Step, stage: int, did: str, planned: str) -> PartitionError:
     return PartitionError(
-        f"{step.event.where}: {step.event.name} in stage {stage} {did}, but {planned} in the run "
-        f"without data: what it does depends on the numbers in its tensors, or on something that has changed "
+        f"{step.event.where}: {step.event.name} in stage {stage} {did} where the run without data "
+        f"{planned}: what it does depends on the numbers in its tensors, or on something that has changed "
         "since. Place what uses it in the same module, or give example=(args, kwargs) with typical numbers"
     )
 

@@ -1,8 +1,8 @@
 """One run of an author's forward on fake tensors: what happens in it, in order.
 
-An *event* is the call of a unit, or of a function of PyTorch on tensors that units or parameters have given.
-What is made of the model's arguments alone is no event: every stage makes it for itself, of the arguments'
-own numbers. The run takes ones for these, or those of an example.
+An *event* is a call of a unit, or of a PyTorch function on tensors that come from units or parameters. What
+depends on the model's arguments alone is no event: every stage computes it for itself, from the arguments'
+numbers. The run without data takes ones for these, or the numbers of an example.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from penstock.partition.seen import (
     is_checkpoint,
     left,
     observers_left_out,
+    opened,
     others_seen,
     uncheckpointed,
 )
@@ -54,7 +55,7 @@ _METADATA = frozenset(
     for name, prop in vars(torch._C.TensorBase).items()
     if inspect.isgetsetdescriptor(prop) and name not in _GIVE_TENSORS
 )
-"""What a tensor is, which its placeholder is too."""
+"""Properties that a tensor shares with its placeholder."""
 _EFFECTS = {
     _TENSOR.register_hook,
     _TENSOR.register_post_accumulate_grad_hook,
@@ -62,7 +63,7 @@ _EFFECTS = {
     # The node of the graph, on which hooks can be set as well.
     _TENSOR.grad_fn.__get__,
 }
-"""Functions that give no tensor, but must be called in the stage that has the tensor."""
+"""Functions that return no tensor, but must run in the stage that has the tensor."""
 _SET_DATA = _TENSOR.data.__set__
 _READS = frozenset(
     {
@@ -77,7 +78,7 @@ _READS = frozenset(
     }
     | {"item", "masked_select", "nonzero", "numpy", "tolist", "unique"}
 )
-"""The names of functions that tell the numbers of a tensor, by which the author's code may decide."""
+"""The names of functions that read the numbers of a tensor, so that the author's code may depend on them."""
 OVERWRITTEN = (
     "what units gave was written into a tensor, and is read through another that was made of it before and "
     "shares its memory; write into a clone"
@@ -91,7 +92,7 @@ def is_ours(function: Any) -> bool:
 
 
 _MODEL = -1
-"""Stands for the event that made a tensor where that is the model's own."""
+"""Stands for the event that made a tensor, if it is one of the model's."""
 
 
 @dataclass(eq=False)
@@ -119,9 +120,9 @@ class Value:
 
 @dataclass(eq=False)
 class Change:
-    """A tensor that an event changed: what it was, what it is now, and the argument that it is.
+    """A tensor that an event changed: its value before and after, and its place among the arguments.
 
-    It is no argument where it shares the memory of one that was changed.
+    It has no place if it only shares the memory of an argument that was changed.
     """
 
     old: int | None
@@ -137,16 +138,16 @@ class Event:
         what: the function, or the unit's path.
         name: for messages.
         number: for a unit, the number of its call.
-        inputs: the places in ``(args, kwargs)`` of the values that it was given, each with the value.
-        result: what it gave, with fake tensors.
-        slots: for each tensor of the result: the value, or the place of the argument that it is.
-        changes: the tensors that it changed.
-        reads: the events whose tensors it used without being given them.
-        generators: those of the model's own from which it draws.
-        needs_data: whether the result depends on the numbers of a tensor.
+        inputs: the values among its arguments, each with its place in ``(args, kwargs)``.
+        result: what it returned, with fake tensors.
+        slots: for each tensor of the result, its value, or the place of the argument that it is.
+        changes: the tensors that it changed in place.
+        reads: the events whose tensors it used, though they were no arguments.
+        generators: the model's generators from which it draws.
+        needs_data: whether the result depends on the numbers in a tensor.
         where: the module and line of the author's code.
         call: its arguments, ``(args, kwargs)``.
-        objects: what caches and the like among a unit's arguments held before the call.
+        objects: what caches and other objects among a unit's arguments held before the call.
     """
 
     what: Any
@@ -176,7 +177,7 @@ class Event:
 
 @dataclass(eq=False)
 class Region:
-    """A checkpoint of the author's around units: the events in it, and the values that it returns."""
+    """One of the author's checkpoints around units: the events in it, and the values that it returns."""
 
     first: int
     stop: int = 0
@@ -192,14 +193,14 @@ class Trace:
         events: in order.
         values: by number.
         output: what the model returned.
-        slots: for each tensor of the output its value, or ``None`` if it was made of the arguments alone.
+        slots: for each tensor of the output its value, or ``None`` if it depends on the arguments alone.
         regions: the author's checkpoints around units.
         metadata: functions that give no tensor, such as ``Tensor.size``.
         direct: the units whose ``forward`` was called without the module.
         changed_arguments: the positions of the model's arguments that its code changed.
         mode: of the fake tensors.
         state: what the run has changed outside of units.
-        settled: the attributes that are set once: by the identity of the module, and by name.
+        settled: the attributes that are set once, by the identity of the module and by name.
         has_custom: whether a custom function was applied between units.
         foreign: parameters of other models, such as a frozen teacher's, by their identity.
         kept: the attributes that units have set.
@@ -230,7 +231,7 @@ class Trace:
 
     @functools.cached_property
     def returned(self) -> list[int | None]:
-        """For each tensor of the output its root, or ``None`` if it was made of the arguments alone."""
+        """For each tensor of the output its root, or ``None`` if it depends on the arguments alone."""
         return [None if slot is None else self.values[slot].root for slot in self.slots]
 
     @functools.cached_property
@@ -331,7 +332,7 @@ class _Recorder(TorchFunctionMode):
 
     @contextlib.contextmanager
     def _without_data(self) -> Iterator[None]:
-        """Give the model fake parameters, and copies of the buffers that are outside of its units."""
+        """Put fake parameters into the model, and copies of the buffers outside of its units."""
         inside = {id(m) for door in self.doors for m in door.module.modules()}
         named = [*self.model.named_parameters(), *self.model.named_buffers()]
         names = {id(tensor): name for name, tensor in named}
@@ -394,19 +395,18 @@ class _Recorder(TorchFunctionMode):
     ) -> Trace:
         trace = self.trace
         args, kwargs = self._arguments_of(call, numbers)
-        given = tensors_in((args, kwargs))
-        self._derived = {id(t): t for t in given}
-        self._arguments = {id(t): i for i, t in enumerate(given)}
-        versions = [t._version for t in given]
+        tensors = tensors_in((args, kwargs))
+        self._derived = {id(t): t for t in tensors}
+        self._arguments = {id(t): i for i, t in enumerate(tensors)}
+        versions = [t._version for t in tensors]
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=[], enabled=True))
             stack.enter_context(self._without_data())
             outside = [module for module in self.model.modules() if snapshot.owner(module)]
             buffers = _buffers_of(outside)
             stack.enter_context(observers_left_out([door.module for door in self.doors]))
-            for door in self.doors:
-                door.open(self._unit, direct=True)
-                stack.callback(door.close)
+            paths = {door.path for door in self.doors}
+            stack.enter_context(opened(self.doors, self._unit, paths))
             stack.enter_context(others_seen(self))
             stack.enter_context(self._encoders_watched())
             units = {door.path: door.module for door in self.doors}
@@ -433,7 +433,7 @@ class _Recorder(TorchFunctionMode):
             del self._kept
         trace.output = replaced(output, self._bare)
         trace.slots = [self._output_slot(t) for t in tensors_in(output)]
-        changed = (i for i, t in enumerate(given) if t._version != versions[i])
+        changed = (i for i, t in enumerate(tensors) if t._version != versions[i])
         trace.changed_arguments.update(changed)
         return trace
 
@@ -698,12 +698,12 @@ class _Recorder(TorchFunctionMode):
 
     def _aliases(self, shown: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
         """The latest values that share memory with arguments."""
-        found: dict[int, tuple[Tensor, int]] = {}
+        latest: dict[int, tuple[Tensor, int]] = {}
         for key in {storage_of(t) for t in shown}:
             for tensor, number in self._by_storage.get(key, ()):
                 if self._numbers[id(tensor)] == number:
-                    found[id(tensor)] = (tensor, number)
-        return list(found.values())
+                    latest[id(tensor)] = (tensor, number)
+        return list(latest.values())
 
     def _note_change(self, event: Event, index: int, place: Place, tensor: Tensor) -> None:
         old = self._numbers.get(id(tensor))
@@ -862,8 +862,8 @@ class _MadeUp(TorchDispatchMode):
         assert event is not None
         if event.is_unit:
             self._note_reads(event, args, kwargs)
-        given = [*args, *kwargs.values()]
-        event.generators += [value for value in given if isinstance(value, torch.Generator)]
+        values = [*args, *kwargs.values()]
+        event.generators += [value for value in values if isinstance(value, torch.Generator)]
         try:
             output = func(*args, **kwargs)
         except Exception as error:
@@ -892,8 +892,8 @@ class _MadeUp(TorchDispatchMode):
         # Code that draws until it is pleased may be pleased by zeros only.
         for number in (1, 0) if self._answers < _PATIENCE else (0, 1):
             with contextlib.suppress(Exception), _disable_current_modes():
-                given, named = replaced((args, kwargs), functools.partial(_filled, number))
-                output = func(*given, **named)
+                filled, named = replaced((args, kwargs), functools.partial(_filled, number))
+                output = func(*filled, **named)
                 return replaced(output, lambda t: mode.from_tensor(t.detach()))
         raise reason
 

@@ -429,7 +429,6 @@ def cut(
             f"{name}= is used to cut a model, but stages= is a Partition, which is already cut; give "
             f"{name}= to penstock.partition.partition"
         )
-    if not stages.shared and (shared := find_shared(model, stages.modules)):
-        stages = replace(stages, shared=shared)
+    stages = replace(stages, shared=find_shared(model, stages.modules))
     stages.check_covers(model)
     return stages
