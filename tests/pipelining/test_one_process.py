@@ -1,4 +1,4 @@
-"""What is written for torch's package and runs in one process: the same bodies with either import."""
+"""What is written for torch's package and runs in one process: the same programs with either import."""
 
 from __future__ import annotations
 
@@ -8,39 +8,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from penstock.errors import UsageError
 from penstock.pipelining import _schedule_visualizer as visualizer
+from tests.pipelining.alike import BODIES, perform
+from tests.pipelining.differences import DIFFERENCES, answer
 from tests.pipelining.either import Names
-from tests.pipelining.one_process import orders, pipes, rows, steps, tensors
-from tests.pipelining.one_process.differences import ROWS, answer
-
-BODIES = {
-    name: body
-    for module in (rows, orders, steps, pipes, tensors)
-    for name, body in vars(module).items()
-    if name.startswith("body_")
-}
-
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated.*:FutureWarning")
 """torch's own tracing."""
 
 
-def perform(name: str, package: str, folder: Path) -> Any:
-    body: Callable[..., Any] = BODIES[name]
-    names = Names(package)
-    return body(names, folder) if "folder" in signature(body).parameters else body(names)
-
-
 @pytest.mark.parametrize("name", sorted(BODIES))
 def test_either_import_does_the_same(name: str, tmp_path: Path) -> None:
-    theirs = perform(name, "torch", tmp_path)
-    assert perform(name, "penstock", tmp_path) == theirs
+    theirs, their_form = pytree.tree_flatten(perform(name, "torch", tmp_path))
+    ours, form = pytree.tree_flatten(perform(name, "penstock", tmp_path))
+    assert form == their_form
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine, other) if isinstance(mine, Tensor) else mine == other
 
 
 @pytest.mark.parametrize(
-    ("row", "theirs", "ours"), ROWS, ids=lambda of: getattr(of, "__name__", "")
+    ("row", "theirs", "ours"), DIFFERENCES, ids=lambda of: getattr(of, "__name__", "")
 )
 def test_what_differs_is_as_the_page_says(
     row: Callable[[Names], Any], theirs: Any, ours: Any
@@ -93,6 +85,8 @@ def test_drawings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "schedule.svg"
     visualizer.visualize_schedule(rows, str(file))
     assert "0F0" in file.read_text()
+    with pytest.raises(AssertionError, match="is not the class of a named schedule"):
+        visualizer.get_schedule_ops("PipelineScheduleMulti", 2, 4)
     with pytest.raises(UsageError, match=r"name it schedule\.svg"):
         visualizer.visualize_schedule(rows, "schedule.png")
 
