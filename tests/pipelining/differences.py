@@ -21,13 +21,11 @@ class Watched(nn.Module):
         self.linear, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.checkpointed, self.runs, self.hooked = checkpointed, 0, 0
 
-    def watch(self) -> Watched:
-        self.linear.weight.register_post_accumulate_grad_hook(self.hook)
-        return self
+    def watch(self) -> None:
+        def hook(_: Tensor) -> None:
+            self.hooked += 1
 
-    def hook(self, parameter: Tensor) -> None:
-        del parameter
-        self.hooked += 1
+        self.linear.weight.register_post_accumulate_grad_hook(hook)
 
     def block(self, x: Tensor) -> Tensor:
         self.runs += 1
@@ -39,53 +37,45 @@ class Watched(nn.Module):
         )
 
 
-class Two(Seat):
+def linears(freeze: bool = False) -> list[Any]:
+    return [nn.Linear(WIDTH, WIDTH).requires_grad_(last or not freeze) for last in (False, True)]
+
+
+def two_stages(
+    p: Names,
+    kind: str = "Interleaved1F1B",
+    make: Callable[[], Sequence[nn.Module]] | None = None,
+    learns: bool | None = None,
+) -> tuple[Seat, Any]:
     """Two stages on one rank, and a schedule over them."""
-
-    def __init__(
-        self,
-        p: Names,
-        kind: str = "Interleaved1F1B",
-        make: Callable[[], Sequence[nn.Module]] | None = None,
-        learns: bool | None = None,
-    ) -> None:
-        def each(index: int, module: nn.Module) -> dict[str, Any]:
-            """What torch's package needs to know where it cannot find it out."""
-            part = torch.ones(4, WIDTH).requires_grad_(bool(learns))
-            return {} if learns is None else {"input_args": (part,), "output_args": (part,)}
-
-        super().__init__(p.package, None, {0: [0, 1]}, make, mean_loss, each=each)
-        self.scheduled = self.schedule(kind, 2)
-
-    def run(self, samples: int = 8, **options: Any) -> None:
-        self.scheduled.step(X[:samples], target=Y[:samples], **options)
-
-    def is_like_plain(self, samples: int = 8, times: int = 1) -> bool:
-        """Whether the first gradient is that of a plain loop."""
-        for _ in range(times):
-            mean_loss(self.expected(X[:samples]), Y[:samples]).backward()
-        gradient, expected = self.gradients()[0], next(self.reference.parameters()).grad
-        assert gradient is not None
-        assert expected is not None
-        return torch.allclose(gradient, expected, atol=1e-6)
+    part = torch.ones(4, WIDTH).requires_grad_(bool(learns))
+    # What torch's package needs to know where it cannot find it out.
+    options = {} if learns is None else {"input_args": (part,), "output_args": (part,)}
+    seat = Seat(p.package, None, {0: [0, 1]}, make, mean_loss, **options)
+    return seat, seat.schedule(kind, 2)
 
 
-def linears() -> list[nn.Module]:
-    return [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+def steps_without_zeroing(p: Names, samples: int = 8, times: int = 2) -> bool:
+    """Whether the first gradient is that of a plain loop."""
+    seat, schedule = two_stages(p)
+    for _ in range(times):
+        schedule.step(X[:samples], target=Y[:samples])
+        mean_loss(seat.expected(X[:samples]), Y[:samples]).backward()
+    gradient, expected = seat.gradients()[0], next(seat.reference.parameters()).grad
+    assert gradient is not None
+    assert expected is not None
+    return torch.allclose(gradient, expected, atol=1e-6)
 
 
-def two_steps(p: Names) -> bool:
-    two = Two(p)
-    two.run()
-    two.run()
-    return two.is_like_plain(times=2)
+def uneven_samples(p: Names) -> bool:
+    return steps_without_zeroing(p, 7, 1)
 
 
 def a_batch_with_a_gradient(p: Names) -> float:
-    two = Two(p)
+    seat, schedule = two_stages(p)
     x, same = (X.clone().requires_grad_(True) for _ in range(2))
-    two.scheduled.step(x, target=Y)
-    mean_loss(two.expected(same), Y).backward()
+    schedule.step(x, target=Y)
+    mean_loss(seat.expected(same), Y).backward()
     assert x.grad is not None
     assert same.grad is not None
     return round(float(x.grad.norm() / same.grad.norm()), 3)
@@ -93,54 +83,45 @@ def a_batch_with_a_gradient(p: Names) -> float:
 
 def losses_hold_graphs(p: Names) -> bool:
     losses: list[Tensor] = []
-    Two(p).run(losses=losses)
+    two_stages(p)[1].step(X, target=Y, losses=losses)
     return any(loss.requires_grad for loss in losses)
-
-
-def uneven_samples(p: Names) -> bool:
-    two = Two(p)
-    two.run(7)
-    return two.is_like_plain(7)
 
 
 def evaluation_in_a_v(p: Names) -> str:
     try:
-        Two(p, "ZBVZeroBubble").scheduled.eval(X, target=Y)
+        two_stages(p, "ZBVZeroBubble")[1].eval(X, target=Y)
     except AssertionError as error:
         return str(error)
     return "done"
 
 
 def checkpoint_in_halves(p: Names) -> list[int]:
-    two = Two(p, "InterleavedZeroBubble", lambda: [Watched(), Watched()], learns=True)
-    two.run()
-    return [module.runs for module in two.modules]
+    make = lambda: [Watched(), Watched()]  # noqa: E731
+    seat, schedule = two_stages(p, "InterleavedZeroBubble", make, learns=True)
+    schedule.step(X, target=Y)
+    return [module.runs for module in seat.modules]
 
 
 def hooks_in_halves(p: Names) -> list[int]:
-    two = Two(p, "InterleavedZeroBubble", lambda: [Watched(), Watched(False)], learns=True)
-    for module in two.modules:
+    make = lambda: [Watched(), Watched(False)]  # noqa: E731
+    seat, schedule = two_stages(p, "InterleavedZeroBubble", make, learns=True)
+    for module in seat.modules:
         module.watch()
-    two.run()
-    return [module.hooked for module in two.modules]
+    schedule.step(X, target=Y)
+    return [module.hooked for module in seat.modules]
 
 
 def after_a_frozen_stage(p: Names) -> bool:
-    def make() -> list[nn.Module]:
-        first, last = linears()
-        return [first.requires_grad_(False), last]
-
-    two = Two(p, "InterleavedZeroBubble", make, learns=False)
-    two.run()
-    return two.modules[1].weight.grad is not None
+    make = lambda: linears(freeze=True)  # noqa: E731
+    seat, schedule = two_stages(p, "InterleavedZeroBubble", make, learns=False)
+    schedule.step(X, target=Y)
+    return seat.modules[1].weight.grad is not None
 
 
 def compiled_in_halves(p: Names) -> str:
-    def make() -> list[Any]:
-        return [torch.compile(module, backend="eager") for module in linears()]
-
+    make = lambda: [torch.compile(module, backend="eager") for module in linears()]  # noqa: E731
     try:
-        Two(p, "InterleavedZeroBubble", make).run()
+        two_stages(p, "InterleavedZeroBubble", make)[1].step(X, target=Y)
     except RuntimeError as error:
         return "refused" if "torch.compile" in str(error) else str(error)
     return "done"
@@ -154,7 +135,8 @@ def specs_by_name(p: Names) -> list[tuple[int, ...]]:
 
 
 def backwards_of_looped_bfs(p: Names) -> list[str]:
-    return [str(a) for a in Two(p, "LoopedBFS").scheduled.pipeline_order[0] if "B" in str(a)]
+    order = two_stages(p, "LoopedBFS")[1].pipeline_order
+    return [str(action) for action in order[0] if "B" in str(action)]
 
 
 def order_of_1f1b(p: Names) -> str:
@@ -171,10 +153,10 @@ def nowhere_to_cut(p: Names) -> list[int]:
 
 
 DIFFERENCES: list[tuple[Callable[[Names], Any], Any, Any]] = [
-    (two_steps, False, True),
+    (steps_without_zeroing, False, True),
+    (uneven_samples, False, True),
     (a_batch_with_a_gradient, 2.0, 1.0),
     (losses_hold_graphs, True, False),
-    (uneven_samples, False, True),
     (evaluation_in_a_v, "can't steal_bwd_input if this stage doesn't have backward", "done"),
     (checkpoint_in_halves, [4, 8], [4, 4]),
     (hooks_in_halves, [2, 0], [2, 2]),

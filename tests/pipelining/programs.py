@@ -70,18 +70,6 @@ def asked(group: Any, package: str, schedule: str, way: str) -> list[Any]:
     return [None if value is None else value.tolist() for value in values]
 
 
-def from_a_file(group: Any, package: str, schedule: str, path: str, format: str) -> None:
-    """A schedule's file, loaded into the class that takes any."""
-    seat = Seat(package, group, schedule)
-    named = seat.schedule(schedule)
-    if format == "compute_comms":
-        named._prepare_schedule_with_comms(named.pipeline_order)
-    named._dump_csv(f"{path}-{seat.rank}.csv", format)
-    loaded = seat.schedule(seat.names._PipelineScheduleRuntime)
-    loaded._load_csv(f"{path}-{seat.rank}.csv", format)
-    seat.check_steps(loaded, 1)
-
-
 # ---- what stages and schedules show
 
 
@@ -342,36 +330,30 @@ def loop_of_fills(names: Any) -> Any:
             for work in works.values():
                 names._wait_batch_p2p(work)
 
-        def _step_microbatches(
-            self,
-            arg_mbs: Any = None,
-            kwarg_mbs: Any = None,
-            target_mbs: Any = None,
-            losses: Any = None,
-            return_outputs: bool = True,
-            loss_kwargs: Any = None,
-        ) -> None:
-            args, kwargs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
-            first = None if target_mbs is None else target_mbs[0]
-            self._initialize_stage(args[0], kwargs[0], first, loss_kwargs)
-            stage, sent = self._stage, []
-            for i in range(self._n_microbatches):
+        def _step_microbatches(self, *batch: Any, return_outputs: bool = True, **more: Any) -> None:
+            *batch, losses = [*batch, None, None, None, None][:4]
+            args, kwargs = self._check_inputs(*batch, losses)
+            targets, stage, count = batch[2], self._stage, self._n_microbatches
+            self._initialize_stage(
+                args[0], kwargs[0], targets and targets[0], more.get("loss_kwargs")
+            )
+            sent = []
+            for i in range(count):
                 self.wait(names._sorted_batch_p2p(stage.get_fwd_recv_ops(i), desc="forward"))
                 output = stage.forward_one_chunk(
                     i, args[i], kwargs[i], save_forward_output=return_outputs
                 )
                 sent.append(names._sorted_batch_p2p(stage.get_fwd_send_ops(i)))
-                self._maybe_compute_loss(stage, output, target_mbs, i, loss_kwargs)
-            for i in range(self._n_microbatches):
+                self._maybe_compute_loss(stage, output, targets, i, more.get("loss_kwargs"))
+            for i in range(count):
                 self.wait(names._sorted_batch_p2p(stage.get_bwd_recv_ops(i), desc="backward"))
                 loss = self._maybe_get_loss(stage, i)
-                last = i == self._n_microbatches - 1
-                stage.backward_one_chunk(i, loss=loss, last_backward=last)
+                stage.backward_one_chunk(i, loss=loss, last_backward=i == count - 1)
                 sent.append(names._sorted_batch_p2p(stage.get_bwd_send_ops(i)))
             for works in sent:
                 self.wait(works)
             self._update_losses(stage, losses)
-            stage.perform_reduce_grad(self._n_microbatches if self.scale_grads else 1)
+            stage.perform_reduce_grad(count if self.scale_grads else 1)
 
     return Fills
 
@@ -380,19 +362,11 @@ def loop_of_turns(names: Any) -> Any:
     """One forward, one backward in halves; what is sent and what is received go together."""
 
     class Turns(names.PipelineScheduleSingle):  # type: ignore[misc] # of either package
-        def _step_microbatches(
-            self,
-            arg_mbs: Any = None,
-            kwarg_mbs: Any = None,
-            target_mbs: Any = None,
-            *rest: Any,
-            **_: Any,
-        ) -> None:
-            losses = rest[0] if rest else None
-            args, kwargs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
-            first = None if target_mbs is None else target_mbs[0]
-            self._initialize_stage(args[0], kwargs[0], first)
-            stage, count = self._stage, self._n_microbatches
+        def _step_microbatches(self, *batch: Any, **_: Any) -> None:
+            *batch, losses = [*batch, None, None, None, None][:4]
+            args, kwargs = self._check_inputs(*batch, losses)
+            targets, stage, count = batch[2], self._stage, self._n_microbatches
+            self._initialize_stage(args[0], kwargs[0], targets and targets[0])
             warm = min(count, stage.num_stages - stage.stage_index)
             sends: list[Any] = []
             done = 0
@@ -401,7 +375,7 @@ def loop_of_turns(names: Any) -> Any:
                     ops = sends + stage.get_fwd_recv_ops(i)
                     names._wait_batch_p2p(names._batch_p2p(ops, desc="fwd_recv"))
                     output = stage.forward_one_chunk(i, args[i], kwargs[i])
-                    self._maybe_compute_loss(stage, output, target_mbs, i)
+                    self._maybe_compute_loss(stage, output, targets, i)
                     sends = stage.get_fwd_send_ops(i)
                 if i >= warm - 1 and done < count:
                     ops = sends + stage.get_bwd_recv_ops(done)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,15 +46,6 @@ def test_forwards_of_a_v(workers: WorkerPool, schedule: str) -> None:
     ours = run(workers, "penstock", "asked", schedule=schedule, way="evaluated")
     other = run(workers, "penstock", "asked", schedule="LoopedBFS", way="evaluated")
     assert flat(ours[0][:5]) == pytest.approx(flat(other[1][:5]), abs=1e-6)
-
-
-@pytest.mark.parametrize("format", ["compute_only", "compute_comms"])
-@pytest.mark.parametrize("schedule", MULTI)
-def test_schedules_from_files(
-    workers: WorkerPool, tmp_path: Path, schedule: str, format: str
-) -> None:
-    path = str(tmp_path / "schedule")
-    run(workers, "penstock", "from_a_file", schedule=schedule, path=path, format=format)
 
 
 SAME: list[tuple[str, dict[str, Any]]] = [
