@@ -119,7 +119,7 @@ def after_a_frozen_stage(p: Names) -> bool:
 
 
 def compiled_in_halves(p: Names) -> str:
-    make = lambda: [torch.compile(module, backend="eager") for module in linears()]  # noqa: E731
+    make: Any = lambda: [torch.compile(one, backend="eager") for one in linears()]  # noqa: E731
     try:
         two_stages(p, "InterleavedZeroBubble", make)[1].step(X, target=Y)
     except RuntimeError as error:

@@ -331,9 +331,9 @@ def loop_of_fills(names: Any) -> Any:
                 names._wait_batch_p2p(work)
 
         def _step_microbatches(self, *batch: Any, return_outputs: bool = True, **more: Any) -> None:
-            *batch, losses = [*batch, None, None, None, None][:4]
-            args, kwargs = self._check_inputs(*batch, losses)
-            targets, stage, count = batch[2], self._stage, self._n_microbatches
+            args, kwargs, targets, losses = [*batch, None, None, None, None][:4]
+            args, kwargs = self._check_inputs(args, kwargs, targets, losses)
+            stage, count = self._stage, self._n_microbatches
             self._initialize_stage(
                 args[0], kwargs[0], targets and targets[0], more.get("loss_kwargs")
             )
@@ -363,9 +363,9 @@ def loop_of_turns(names: Any) -> Any:
 
     class Turns(names.PipelineScheduleSingle):  # type: ignore[misc] # of either package
         def _step_microbatches(self, *batch: Any, **_: Any) -> None:
-            *batch, losses = [*batch, None, None, None, None][:4]
-            args, kwargs = self._check_inputs(*batch, losses)
-            targets, stage, count = batch[2], self._stage, self._n_microbatches
+            args, kwargs, targets, losses = [*batch, None, None, None, None][:4]
+            args, kwargs = self._check_inputs(args, kwargs, targets, losses)
+            stage, count = self._stage, self._n_microbatches
             self._initialize_stage(args[0], kwargs[0], targets and targets[0])
             warm = min(count, stage.num_stages - stage.stage_index)
             sends: list[Any] = []
