@@ -1,48 +1,46 @@
-"""Stages that are driven without a schedule."""
+"""Stages that are driven without a schedule, and weights that stages share."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from penstock.partition import Shared
 from penstock.pipelining import PipelineStage, ScheduleGPipe
 from penstock.pipelining._utils import PipeliningMetadataError
 from penstock.pipelining.schedules import PipelineScheduleSingle
 from penstock.testing import WorkerPool
+from tests.pipelining.either import WIDTH, Layer, Seat, X
 
-X = torch.linspace(-1, 1, 8).reshape(2, 4)
+PART = X[:2]
 
 
-def driven(count: int = 2, **examples: Any) -> tuple[list[PipelineStage], nn.Module]:
-    """Stages that know what travels, and a copy of their model."""
-    torch.manual_seed(0)
-    modules = [nn.Linear(4, 4) for _ in range(count)]
-    whole = copy.deepcopy(nn.Sequential(*modules))
-    stages = [PipelineStage(m, i, count, "cpu", **examples) for i, m in enumerate(modules)]
-    passed: Any = (X,)
-    for stage in stages:
+def driven(count: int = 2, **examples: Any) -> Seat:
+    """Stages that know what travels."""
+    seat = Seat("penstock", None, {0: list(range(count))}, **examples)
+    passed: Any = (PART,)
+    for stage in seat.stages:
         passed = stage._prepare_forward_infra(2, passed, {}, has_backward=True)
         stage._prepare_backward_infra(2)
-    return stages, whole
+    return seat
 
 
 def squares(module: Any, output: Tensor) -> Tensor:
     """A loss of the output and, beside it, of the last weights."""
-    loss: Tensor = output.square().sum() + module.weight.square().sum()
+    loss: Tensor = output.square().sum() + module.second.weight.square().sum()
     return loss
 
 
 @pytest.mark.parametrize("halves", [False, True])
-@pytest.mark.parametrize("examples", [{}, {"output_args": X.clone().requires_grad_()}])
+@pytest.mark.parametrize("examples", [{}, {"output_args": PART.clone().requires_grad_()}])
 def test_without_a_schedule(halves: bool, examples: dict[str, Any]) -> None:
-    (first, last), whole = driven(**examples)
+    seat = driven(**examples)
+    first, last = seat.stages
     for microbatch in range(2):
-        output = first.forward_one_chunk(microbatch, (X,))
+        output = first.forward_one_chunk(microbatch, (PART,))
         assert first.get_fwd_send_ops(microbatch) == []
         last.set_local_fwd_input(output, microbatch)
         loss = squares(last.submod, last.forward_one_chunk(microbatch, ()))
@@ -53,19 +51,18 @@ def test_without_a_schedule(halves: bool, examples: dict[str, Any]) -> None:
             stage.backward_weight_one_chunk(microbatch)
     for stage in (first, last):
         stage.perform_reduce_grad(2)
-    squares(whole[1], whole(X)).backward()  # type: ignore[index]
-    found = [p.grad for stage in (first, last) for p in stage.submod.parameters()]
-    torch.testing.assert_close(found, [p.grad for p in whole.parameters()])
+    squares(seat.reference[1], seat.expected(PART)).backward()
+    torch.testing.assert_close(seat.gradients(), [p.grad for p in seat.reference.parameters()])
     assert len(last.output_chunks) == 2
     last.clear_runtime_states()
     assert last.output_chunks == []
 
 
 def test_what_comes_too_early_is_named() -> None:
-    first, last = driven()[0]
+    first, last = driven().stages
     with pytest.raises(RuntimeError, match="get_fwd_recv_ops comes first"):
         last.forward_one_chunk(0, ())
-    last.set_local_fwd_input(first.forward_one_chunk(0, (X,)), 0)
+    last.set_local_fwd_input(first.forward_one_chunk(0, (PART,)), 0)
     last.forward_one_chunk(0, ())
     with pytest.raises(RuntimeError, match="get_bwd_recv_ops comes first"):
         first.backward_one_chunk(0)
@@ -75,20 +72,21 @@ def test_what_comes_too_early_is_named() -> None:
         last.backward_one_chunk(0)
     with pytest.raises(AssertionError, match="full_backward=False"):
         last.backward_weight_one_chunk(0)
-    fresh = PipelineStage(nn.Linear(4, 4), 0, 2, "cpu")
+    fresh = PipelineStage(Layer(), 0, 2, "cpu")
     with pytest.raises(RuntimeError, match="_initialize_stage"):
         fresh.get_fwd_recv_ops(0)
     assert fresh.backward_one_chunk(0) is None
+    assert fresh.backward_weight_one_chunk(0) is None
     fresh._has_backward = True
     with pytest.raises(RuntimeError, match="no chunks yet"):
         fresh.backward_one_chunk(0)
 
 
 def test_the_next_step_drops_what_was_left() -> None:
-    (stage,), _ = driven(1)
-    stage.forward_one_chunk(0, (X,))
+    (stage,) = driven(1).stages
+    stage.forward_one_chunk(0, (PART,))
     assert stage.in_flight == 1
-    ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss).step(X, target=X)
+    ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss).step(PART, target=PART)
     assert stage.in_flight == 0
     assert stage.fwd_cache == {}
 
@@ -108,17 +106,51 @@ class Once(PipelineScheduleSingle):
 
 
 def other_values(group: Any) -> str:
-    rank = dist.get_rank(group)
-    schedule = Once(PipelineStage(nn.Linear(4, 4), rank, 2, "cpu", group=group), 2)
-    if rank:
+    seat = Seat("penstock", group, "GPipe")
+    schedule = seat.schedule(Once, 2)
+    if not seat.is_first:
         schedule.step(return_outputs=False)
         return ""
-    with pytest.raises(PipeliningMetadataError) as found:
-        schedule.step(X)
-    return str(found.value)
+    with pytest.raises(PipeliningMetadataError) as raised:
+        schedule.step(PART)
+    return str(raised.value)
 
 
 def test_another_value_than_was_agreed(workers: WorkerPool) -> None:
     says, _ = workers.run(f"{__name__}:other_values", 2, 60.0)
-    assert "stage 0, microbatch 0: its output" in says
-    assert "expected float32[1, 4]" in says
+    assert says == ("stage 0, microbatch 0: its output is float32[2, 4]; expected float32[1, 4]")
+
+
+# ---- weights that stages share: equal where that is asked for
+
+TABLE = (Shared(("0.weight", "1.weight"), ((0, "weight"), (1, "weight"))),)
+
+
+def tied() -> list[nn.Module]:
+    first, last = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+    last.weight = first.weight
+    return [first, last]
+
+
+def train(group: Any, asked: bool) -> list[list[float]]:
+    seat = Seat("penstock", group, "GPipe", tied)
+    (stage,) = seat.stages
+    stage.shared = TABLE if asked else ()
+    schedule = seat.schedule("GPipe")
+    optimizer = torch.optim.AdamW(stage.submod.parameters(), 0.1)
+    plain = torch.optim.AdamW(seat.reference.parameters(), 0.1)
+    for _ in range(5):
+        optimizer.zero_grad()
+        result = seat.step(schedule)
+        if asked:
+            seat.check(*result)
+        for one in (optimizer, plain):
+            one.step()
+    weight: list[list[float]] = stage.submod.weight.tolist()
+    return weight
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_shared_weights_over_processes(workers: WorkerPool, asked: bool) -> None:
+    first, last = workers.run(f"{__name__}:train", 2, 60.0, asked=asked)
+    assert (first == last) is asked

@@ -1,4 +1,4 @@
-"""What is written for torch's package and runs in one process: the same bodies with either import."""
+"""What is written for torch's package and runs in one process: the same programs with either import."""
 
 from __future__ import annotations
 
@@ -8,39 +8,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from penstock.errors import UsageError
 from penstock.pipelining import _schedule_visualizer as visualizer
-from tests.pipelining.either import Names
-from tests.pipelining.one_process import orders, pipes, rows, steps, tensors
-from tests.pipelining.one_process.differences import ROWS, answer
-
-BODIES = {
-    name: body
-    for module in (rows, orders, steps, pipes, tensors)
-    for name, body in vars(module).items()
-    if name.startswith("body_")
-}
-
+from tests.pipelining.alike import BODIES, perform
+from tests.pipelining.differences import DIFFERENCES, answer
+from tests.pipelining.either import MODULES, Names
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated.*:FutureWarning")
 """torch's own tracing."""
 
 
-def perform(name: str, package: str, folder: Path) -> Any:
-    body: Callable[..., Any] = BODIES[name]
-    names = Names(package)
-    return body(names, folder) if "folder" in signature(body).parameters else body(names)
-
-
 @pytest.mark.parametrize("name", sorted(BODIES))
 def test_either_import_does_the_same(name: str, tmp_path: Path) -> None:
-    theirs = perform(name, "torch", tmp_path)
-    assert perform(name, "penstock", tmp_path) == theirs
+    theirs, their_form = pytree.tree_flatten(perform(name, "torch", tmp_path))
+    ours, form = pytree.tree_flatten(perform(name, "penstock", tmp_path))
+    assert form == their_form
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine, other) if isinstance(mine, Tensor) else mine == other
 
 
 @pytest.mark.parametrize(
-    ("row", "theirs", "ours"), ROWS, ids=lambda of: getattr(of, "__name__", "")
+    ("row", "theirs", "ours"), DIFFERENCES, ids=lambda of: getattr(of, "__name__", "")
 )
 def test_what_differs_is_as_the_page_says(
     row: Callable[[Names], Any], theirs: Any, ours: Any
@@ -48,41 +40,28 @@ def test_what_differs_is_as_the_page_says(
     assert (answer(row, "torch"), answer(row, "penstock")) == (theirs, ours)
 
 
-CALLED = {
-    "schedules": [
-        *("_add_reduce_grad", "_add_send_recv", "_add_unshard_reshard", "_batch_p2p"),
-        *("_format_pipeline_order", "_merge_bw", "_sorted_batch_p2p", "_validate_schedule"),
-        "_wait_batch_p2p",
-        *("get_schedule_class", "PipelineScheduleMulti", "PipelineScheduleSingle"),
-        *("Schedule1F1B", "ScheduleDualPipeV", "ScheduleGPipe", "ScheduleInterleaved1F1B"),
-        *("ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS", "ScheduleZBVZeroBubble"),
-    ],
-    "microbatch": [
-        *("_split_block_mask", "_split_tensor", "merge_chunks"),
-        *("split_args_kwargs_into_chunks", "TensorChunkSpec", "_CustomReducer"),
-    ],
-    "stage": ["PipelineStage", "build_stage", "flatten_args", "stage_backward", "GetMeshCallback"],
-    "_utils": ["flatten_args", "generate_stage_to_rank_mapping", "PipeInfo"],
-    "_IR": ["pipeline"],
-    "_backward": [
-        *("stage_backward", "stage_backward_input", "stage_backward_weight"),
-        *("construct_reverse_graph", "get_param_groups", "reverse_closure"),
-    ],
-    "_schedule_visualizer": ["get_schedule_ops", "visualize_schedule", "add_schedule_op_spacing"],
+OTHERS = {
+    "_CustomFunctionProtocol",
+    "_PipelineSchedule",
+    "_PipelineScheduleRuntime",
+    "_PipelineStageBase",
+    "PipeliningMetadataError",
+    "Pipe",
 }
-"""What is called by others, by keywords too."""
+"""Classes that users do not call, and those of which torch says nothing."""
 
 
-@pytest.mark.parametrize("module", CALLED)
+@pytest.mark.parametrize("module", [*MODULES, "_schedule_visualizer"])
 def test_parameters_have_torchs_names_and_places(module: str) -> None:
-    ours, theirs = (getattr(Names(package), module) for package in ("penstock", "torch"))
-    for name in CALLED[module]:
-        wanted = list(signature(getattr(theirs, name)).parameters.values())
-        found = list(signature(getattr(ours, name)).parameters.values())
-        assert [(p.name, p.kind) for p in found[: len(wanted)]] == [
-            (p.name, p.kind) for p in wanted
-        ]
-        assert all(p.default is not Parameter.empty for p in found[len(wanted) :])
+    ours, theirs = (vars(getattr(Names(package), module)) for package in ("penstock", "torch"))
+    for name in ours.keys() & theirs.keys() - OTHERS:
+        home = getattr(theirs[name], "__module__", "")
+        if callable(theirs[name]) and home.startswith("torch.distributed.pipelining"):
+            wanted = list(signature(theirs[name]).parameters.values())
+            parameters = list(signature(ours[name]).parameters.values())
+            first, more = parameters[: len(wanted)], parameters[len(wanted) :]
+            assert [(p.name, p.kind) for p in first] == [(p.name, p.kind) for p in wanted], name
+            assert all(p.default is not Parameter.empty for p in more), name
 
 
 def test_drawings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,6 +72,8 @@ def test_drawings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "schedule.svg"
     visualizer.visualize_schedule(rows, str(file))
     assert "0F0" in file.read_text()
+    with pytest.raises(AssertionError, match="is not the class of a named schedule"):
+        visualizer.get_schedule_ops("PipelineScheduleMulti", 2, 4)
     with pytest.raises(UsageError, match=r"name it schedule\.svg"):
         visualizer.visualize_schedule(rows, "schedule.png")
 

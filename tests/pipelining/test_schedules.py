@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from penstock.pipelining import PipelineStage, schedules
-from penstock.pipelining.schedules import B, F, _Action, get_schedule_class
-from tests.pipelining.either import CHUNKS, MULTI, SINGLE, Layer, Names, Seat, X, Y, sum_loss
+from tests.pipelining.either import CHUNKS, Layer, Names, Seat, X, Y, sum_loss
 
 OURS, THEIRS = Names("penstock"), Names("torch")
 
@@ -27,63 +26,14 @@ def seat() -> Seat:
     return Seat("penstock", None, {0: [0, 1]})
 
 
-# ---- what schedules are made of
-
-
-@pytest.mark.parametrize("microbatches", [4, 8])
-@pytest.mark.parametrize("name", MULTI)
-def test_every_rank_has_the_same_work_as_in_torch(name: str, microbatches: int) -> None:
-    ours, theirs = (p.scheduled(name, 2, 2, microbatches).pipeline_order for p in (OURS, THEIRS))
-    assert [work(ours[rank]) for rank in range(2)] == [work(theirs[rank]) for rank in range(2)]
-
-
-def work(row: list[Any]) -> list[str]:
-    """All forwards and backwards of a rank in any order; a full backward is its halves."""
-    parts = [str(part) for entry in row if entry for part in entry.sub_actions or (entry,)]
-    halves = [text.replace("B", half) for text in parts for half in ("I", "W") if "B" in text]
-    return sorted([*halves, *(text for text in parts if "B" not in text)])
-
-
-@pytest.mark.parametrize("name", [*SINGLE, *MULTI, "PipelineScheduleSingle"])
-def test_names_in_upper_or_lower_case(name: str) -> None:
-    for text in (name, name.lower(), name.upper()):
-        assert get_schedule_class(text).__name__ == THEIRS.get_schedule_class(text).__name__
-
-
-WRONG: dict[str, Callable[[Names], Any]] = {
-    "name": lambda p: p.get_schedule_class("ScheduleThatDoesNotExist"),
-    "1F1B with few": lambda p: p.Schedule1F1B(p.mock(4, 4), 2),
-    "uneven rounds": lambda p: p.ScheduleInterleaved1F1B([p.mock(4, 8)] * 2, 11),
-    "uneven rounds of halves": lambda p: p.ScheduleInterleavedZeroBubble([p.mock(4, 8)] * 2, 11),
-    "one stage in a V": lambda p: p.ScheduleZBVZeroBubble([p.mock(2, 2)], 4),
-    "three stages in a V": lambda p: p.ScheduleDualPipeV([p.mock(2, 6)] * 3, 8),
-    "DualPipeV with few": lambda p: p.ScheduleDualPipeV([p.mock(2, 4)] * 2, 3),
-    "style": lambda p: p.generate_stage_to_rank_mapping(2, 4, "w"),
-    "half a V": lambda p: p.generate_stage_to_rank_mapping(2, 5, "v"),
-}
-
-
-@pytest.mark.parametrize("name", sorted(WRONG))
-def test_the_same_kinds_of_error(name: str) -> None:
-    for package in (THEIRS, OURS):
-        with pytest.raises(ValueError):  # noqa: PT011 - torch words it otherwise
-            WRONG[name](package)
-
-
-@pytest.mark.parametrize("style", ["loop", "v"])
-@pytest.mark.parametrize(("ranks", "count"), [(2, 2), (2, 4), (3, 6)])
-def test_where_stages_are(style: str, ranks: int, count: int) -> None:
-    for name in ("generate_stage_to_rank_mapping", "generate_rank_to_stage_mapping"):
-        ours, theirs = (getattr(p._utils, name)(ranks, count, style) for p in (OURS, THEIRS))
-        assert ours == theirs
-
-
 def test_stages_that_belong_elsewhere_are_refused() -> None:
     wrong = [OURS.mock(2, 4) for _ in range(2)]
     for index, stage in enumerate(wrong):
         stage.stage_index, stage.submod = index, Layer()
     with pytest.raises(RuntimeError, match=r"rank 0 holds stages \[0, 1\]; Interleaved1F1B places"):
         schedules.ScheduleInterleaved1F1B(wrong, 4)
+    with pytest.raises(AssertionError, match="3 stages cannot be divided evenly among 2 ranks"):
+        schedules.ScheduleInterleaved1F1B([OURS.mock(2, 3)] * 2, 4)
 
 
 # ---- steps
@@ -91,7 +41,7 @@ def test_stages_that_belong_elsewhere_are_refused() -> None:
 
 def test_one_process_needs_no_process_group_and_shapes_may_change(seat: Seat) -> None:
     schedule = seat.schedule("Interleaved1F1B")
-    seat.check(*seat.step(schedule))
+    seat.check_steps(schedule, 1)
     for samples in (7, 4, 12):
         batch = torch.ones(samples, X.shape[1])
         assert schedule.step(batch, target=batch).shape == batch.shape
@@ -100,7 +50,7 @@ def test_one_process_needs_no_process_group_and_shapes_may_change(seat: Seat) ->
 def test_keyword_arguments_may_come_and_go(seat: Seat) -> None:
     schedule = seat.schedule("Interleaved1F1B")
     for more in ({"scale": torch.full((8, 1), 0.5)}, {}, {"scale": torch.full((8, 1), 0.25)}):
-        torch.testing.assert_close(schedule.eval(X, **more), seat.reference(X, **more))
+        torch.testing.assert_close(schedule.eval(X, **more), seat.expected(**more))
 
 
 def test_a_module_may_be_replaced_before_the_first_step(seat: Seat) -> None:
@@ -124,6 +74,7 @@ def test_examples_that_differ_from_the_step_are_named() -> None:
 REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "no gradients": (lambda s: s.step(X, target=Y), RuntimeError, "call eval"),
     "few samples": (lambda s: s.eval(X[:3]), ValueError, "expected 4 microbatches"),
+    "few targets": (lambda s: s.eval(X, target=Y[:3]), ValueError, "target_mbs has 3"),
     "losses": (lambda s: s.eval(X, target=Y, losses=()), TypeError, "must be a list"),
     "messages": (
         lambda s: s.register_custom_function(schedules.SEND_F, print),
@@ -131,6 +82,21 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         "SEND_F cannot be replaced",
     ),
     "format": (lambda s: s._dump_csv("x.csv", "other"), NotImplementedError, "compute_only"),
+    "no microbatches": (
+        lambda s: schedules.ScheduleGPipe(s.stages[0], 0),
+        ValueError,
+        "n_microbatches=0",
+    ),
+    "messages in compute_only": (
+        lambda s: s._prepare_schedule_with_comms({0: OURS.row("0F0 0SEND_F0")}),
+        AssertionError,
+        "position 1: a 'compute_only' schedule has no messages",
+    ),
+    "a placement": (
+        lambda s: setattr(s, "stage_index_to_group_rank", {0: 1, 1: 0}),
+        RuntimeError,
+        "the actions have them on",
+    ),
 }
 
 
@@ -145,7 +111,7 @@ def test_forward_only() -> None:
     seat = Seat("penstock", None, {0: [0]})
     schedule = seat.schedule(schedules._ScheduleForwardOnly, loss_fn=None)
     with torch.no_grad():
-        torch.testing.assert_close(schedule.step(X), seat.reference(X))
+        torch.testing.assert_close(schedule.step(X), seat.expected())
         with pytest.raises(RuntimeError, match="has no loss"):
             schedule.step(X, target=Y)
     with pytest.raises(RuntimeError, match="the loss would train nothing"):
@@ -154,52 +120,43 @@ def test_forward_only() -> None:
 
 # ---- orders of one's own
 
-
-class Written(schedules.PipelineScheduleMulti):
-    """One microbatch after the other, as a user writes it."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.pipeline_order = {0: []}
-        for m in range(self._n_microbatches):
-            turn = [_Action(0, F, m), None, _Action(1, F, m), _Action(1, B, m), _Action(0, B, m)]
-            self.pipeline_order[0] += turn
-        self._validate_and_set_stage_mapping(self.pipeline_order)
+COMPLETE = "0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1"
 
 
-class WrittenLater(schedules._PipelineScheduleRuntime):
-    """The actions, with their messages, are set when all else is there."""
+def written(text: str, checked: bool = False) -> Any:
+    """A class whose actions are put into the dict that is there, or are set and checked."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        assert self.pipeline_order == {}
-        self.pipeline_order_with_comms = {0: OURS.row("0F0 1F0 1I0 0F1 1F1 1W0 0B0 1B1 0B1")}
-        self.stage_index_to_group_rank = {0: 0, 1: 0}
+    class Written(schedules.PipelineScheduleMulti):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            if checked:
+                self.pipeline_order = {0: OURS.row(text)}
+                self._validate_and_set_stage_mapping(self.pipeline_order)
+            self.pipeline_order[0] = OURS.row(text)
 
-
-class FilledIn(schedules.PipelineScheduleMulti):
-    """The actions are put into the dict that is there."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.pipeline_order[0] = OURS.row("0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1")
+    return Written
 
 
-@pytest.mark.parametrize(("chosen", "count"), [(Written, 4), (WrittenLater, 2), (FilledIn, 2)])
-def test_a_schedule_of_ones_own(chosen: Any, count: int, seat: Seat) -> None:
-    schedule = seat.schedule(chosen, count)
-    seat.check(*seat.step(schedule))
-    with pytest.raises(RuntimeError, match="the actions have them on"):
-        schedule.stage_index_to_group_rank = {0: 1, 1: 0}
+@pytest.mark.parametrize("checked", [False, True])
+def test_a_class_may_write_its_order(checked: bool, seat: Seat) -> None:
+    seat.check_steps(seat.schedule(written(COMPLETE, checked), 2))
+
+
+def test_a_class_without_backwards_has_no_loss(seat: Seat) -> None:
+    forwards = written("0F0 1F0 0F1 1F1")
+    with pytest.raises(AssertionError, match="so that the loss would train nothing"):
+        seat.step(seat.schedule(forwards, 2))
+    output = seat.schedule(forwards, 2, loss_fn=None).step(X)
+    torch.testing.assert_close(output, seat.expected())
 
 
 TAKEN: dict[str, Callable[[Any, Path, str], Any]] = {
-    "made by hand": lambda made, _, text: made._prepare_schedule_with_comms({0: OURS.row(text)}),
-    "from a file": lambda made, path, text: (
+    "made by hand": lambda one, _, text: one._prepare_schedule_with_comms({0: OURS.row(text)}),
+    "from a file": lambda one, path, text: (
         path.write_text(text.replace(" ", ",")),
-        made._load_csv(path),
+        one._load_csv(path),
     ),
-    "set": lambda made, _, text: setattr(made, "pipeline_order_with_comms", {0: OURS.row(text)}),
+    "set": lambda one, _, text: setattr(one, "pipeline_order_with_comms", {0: OURS.row(text)}),
 }
 LACKING = {
     "all": ("0F0 1F0 0F1 1F1", "forwards and no backward"),
@@ -214,30 +171,19 @@ LACKING = {
 def test_a_loss_without_all_backwards_is_refused(
     how: str, lacks: str, tmp_path: Path, seat: Seat
 ) -> None:
-    made = seat.schedule(schedules._PipelineScheduleRuntime, 2)
+    one = seat.schedule(schedules._PipelineScheduleRuntime, 2)
+    assert one.pipeline_order == {}
     text, says = LACKING[lacks]
     with pytest.raises(AssertionError, match=says):
-        TAKEN[how](made, tmp_path / "order.csv", text)
-    TAKEN[how](made, tmp_path / "order.csv", "0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1")
-    seat.check(*seat.step(made))
-
-
-def test_a_subclass_without_backwards_is_refused(seat: Seat) -> None:
-    class NoBackward(schedules.PipelineScheduleMulti):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            self.pipeline_order = {0: OURS.row("0F0 1F0 0F1 1F1")}
-
-    with pytest.raises(AssertionError, match="so that the loss would train nothing"):
-        seat.step(seat.schedule(NoBackward, 2))
-    torch.testing.assert_close(
-        seat.schedule(NoBackward, 2, loss_fn=None).step(X), seat.reference(X)
-    )
+        TAKEN[how](one, tmp_path / "order.csv", text)
+    TAKEN[how](one, tmp_path / "order.csv", COMPLETE)
+    seat.check_steps(one, 1)
 
 
 BAD_FILES = {
     "a circle": ("0F0,0B1,0F1,0B0,1F0,1B0,1F1,1B1", "cannot run"),
     "other stages": ("0F0,1F0,2F0,2B0,1B0,0B0,0F1,1F1,2F1,2B1,1B1,0B1", "has 3 stages on 1 ranks"),
+    "fewer microbatches": ("0F0,1F0,1B0,0B0", "is for 1 microbatches, not 2"),
     "nonsense": ("0F0,=cmd", "row 1"),
 }
 
@@ -248,6 +194,8 @@ def test_a_wrong_file_is_refused(tmp_path: Path, name: str, seat: Seat) -> None:
     file.write_text(BAD_FILES[name][0])
     with pytest.raises(ValueError, match=BAD_FILES[name][1]):
         seat.schedule(schedules._PipelineScheduleRuntime, 2)._load_csv(file)
+    with pytest.raises(FileNotFoundError):
+        seat.schedule(schedules._PipelineScheduleRuntime, 2)._load_csv(tmp_path / "none.csv")
 
 
 def test_torchs_file_is_loaded(tmp_path: Path, seat: Seat) -> None:
@@ -257,42 +205,42 @@ def test_torchs_file_is_loaded(tmp_path: Path, seat: Seat) -> None:
     with pytest.raises(RuntimeError, match="load them with _load_csv"):
         seat.step(chosen)
     chosen._load_csv(str(file), format="compute_comms")
-    seat.check(*seat.step(chosen))
+    seat.check_steps(chosen, 1)
 
 
 # ---- custom functions, messages, masks
 
 
-def test_a_custom_function_does_an_ops_work(seat: Seat) -> None:
+def test_a_custom_function_sees_stages_and_microbatches(seat: Seat) -> None:
     schedule, seen = seat.schedule("Interleaved1F1B"), []
 
     def forward(action: Any, context: Any) -> None:
-        stage = context.stages[action.stage_index]
         assert context.schedule_ref is schedule
         assert len(context.arg_mbs) == len(context.target_mbs) == CHUNKS
+        stage = context.stages[action.stage_index]
         output = stage.forward_one_chunk(action.microbatch_index, ())
         seen.append((str(action), tuple(output.shape)))
 
     schedule.register_custom_function(schedules.FORWARD, forward)
-    seat.check(*seat.step(schedule))
+    seat.check_steps(schedule, 1)
     assert sorted(seen) == sorted((f"{s}F{m}", (2, 4)) for s in range(2) for m in range(CHUNKS))
 
 
 def test_messages_of_one_direction_are_started_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[str, Any]] = []
 
-    def isend(tensor: Tensor, *, group: Any, tag: int, group_dst: int) -> str:
-        started.append(("send", group_dst))
-        return "work"
+    def noted(kind: str, peer: str) -> Any:
+        def operation(tensor: Any, **more: Any) -> str:
+            started.append((kind, more[peer]))
+            return "work"
 
-    def irecv(tensor: Tensor, *, group: Any, tag: int, group_src: int) -> str:
-        started.append(("receive", group_src))
-        return "work"
+        return operation
 
     def batch(operations: Sequence[Any]) -> list[str]:
         started.append(("batch", len(operations)))
         return ["work"]
 
+    isend, irecv = noted("send", "group_dst"), noted("receive", "group_src")
     for name, function in {"isend": isend, "irecv": irecv, "batch_isend_irecv": batch}.items():
         monkeypatch.setattr(dist, name, function)
 
@@ -314,7 +262,7 @@ class Attends(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_block_masks_are_given_to_the_stages() -> None:
+def test_block_masks_go_to_the_stages() -> None:
     def causal_from(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return (q >= kv) & (kv >= b)
 
@@ -322,11 +270,63 @@ def test_block_masks_are_given_to_the_stages() -> None:
     q = torch.linspace(-1, 1, 4 * 2 * 8 * 4).reshape(4, 2, 8, 4)
     held = [PipelineStage(Attends(), i, 2, "cpu") for i in range(2)]
     with torch.no_grad():
-        found = schedules.ScheduleInterleaved1F1B(held, 2).step(q, mask=mask)
-        torch.testing.assert_close(found, Attends()(Attends()(q, mask=mask), mask=mask))
+        output = schedules.ScheduleInterleaved1F1B(held, 2).step(q, mask=mask)
+        torch.testing.assert_close(output, Attends()(Attends()(q, mask=mask), mask=mask))
 
 
 def test_backward_is_penstocks() -> None:
     ours: Any = import_module("penstock.backward")
     for name in OURS._backward.__all__:
         assert getattr(OURS._backward, name) is getattr(ours, name)
+
+
+# ---- what torchtitan and NeMo AutoModel take from torch's package
+
+LIBRARIES = {
+    # torchtitan 0.3.0
+    "": "PipelineStage",
+    "schedules": "_PipelineSchedule _PipelineScheduleRuntime PipelineScheduleMulti PipelineScheduleSingle "
+    "ScheduleDualPipeV ScheduleZBVZeroBubble get_schedule_class _Action _PipelineContext _wait_batch_p2p "
+    "FORWARD BACKWARD_INPUT BACKWARD_WEIGHT FULL_BACKWARD OVERLAP_F_B REDUCE_GRAD RESHARD UNSHARD",
+    # besides these, NeMo AutoModel 0.7
+    "microbatch": "_split_block_mask BlockMask TensorChunkSpec _Replicate",
+    "stage": "PipelineStage _normalize_model_output_as_tuple _PipelineStageBase extract_tensor_metas",
+    "_backward": "stage_backward stage_backward_input stage_backward_weight",
+    "_schedule_visualizer": "get_schedule_ops visualize_schedule",
+}
+
+
+@pytest.mark.parametrize("package", [OURS, THEIRS], ids=["ours", "theirs"])
+@pytest.mark.parametrize("module", LIBRARIES)
+def test_names_that_libraries_import(module: str, package: Names) -> None:
+    home = getattr(package, module) if module else package.top
+    assert [name for name in LIBRARIES[module].split() if not hasattr(home, name)] == []
+
+
+def tokens_loss(output: Tensor, target: Tensor, tokens: int = 1) -> Any:
+    return sum_loss(output, target) / tokens
+
+
+@pytest.mark.parametrize("name", ["GPipe", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_a_batch_that_is_split_already(name: str) -> None:
+    """As torchtitan passes it, with loss_kwargs and without outputs."""
+    seat = Seat("penstock", None, {0: [0] if name == "GPipe" else [0, 1]})
+    schedule, losses = seat.schedule(name, loss_fn=tokens_loss), list[Tensor]()
+    batch: dict[str, Any] = {
+        "arg_mbs": [(part,) for part in X.chunk(4)],
+        "kwarg_mbs": [{"scale": torch.full((2, 1), 0.5)} for _ in range(4)],
+        "target_mbs": list(Y.chunk(4)),
+        "losses": losses,
+        "loss_kwargs": {"tokens": 7},
+        "return_outputs": False,
+    }
+    assert schedule.step(**batch) is None
+    loss = tokens_loss(seat.expected(scale=torch.tensor(0.5)), Y, 7)
+    expected = torch.autograd.grad(loss, list(seat.reference.parameters()))
+    torch.testing.assert_close(seat.gradients(), list(expected))
+    torch.testing.assert_close(torch.stack(losses).sum(), loss.detach())
+    with torch.no_grad():
+        schedule.eval(**batch)
+    torch.testing.assert_close(torch.stack(losses).sum(), loss.detach())
+    with pytest.raises(RuntimeError, match="a whole batch and one that is split already"):
+        schedule.step(X, **batch)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import P2POp
 from torch.func import functional_call
 
-from penstock.parallel import alone
+from penstock.parallel import adapter_of, alone
 from penstock.pipelining._utils import CallError, PipeliningMetadataError
 from penstock.values import (
     Layout,
@@ -76,16 +76,30 @@ def infer_layout(
     *,
     trains: bool,
 ) -> Layout:
-    """What a module returns for arguments of a layout, from a run on tensors without data."""
+    """What a module returns for arguments of a layout, from a run on tensors without data, or on zeros."""
     inner = alone(module)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(trains):
-        values = arrived([x.empty(device) for x in args.tensors], args)
-        state: dict[str, Tensor] = {
-            name: mode.from_tensor(tensor)
-            for name, tensor in (*inner.named_parameters(), *inner.named_buffers())
-        }
-        output = functional_call(inner, state, tuple(values), dict(kwargs))
-    return value_layout(output, trains=trains)
+    adapter = adapter_of(inner)
+    if adapter is None:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(trains):
+            values = arrived([x.empty(device) for x in args.tensors], args)
+            tensors = (*inner.named_parameters(), *inner.named_buffers())
+            state: dict[str, Tensor] = {name: mode.from_tensor(x) for name, x in tensors}
+            output = functional_call(inner, state, tuple(values), dict(kwargs))
+            return value_layout(output, trains=trains)
+    # What gathers sharded parameters needs data.
+    buffers = {name: buffer.clone() for name, buffer in inner.named_buffers()}
+    with torch.no_grad(), torch.random.fork_rng():
+        values = arrived([x.empty(device).zero_() for x in args.tensors], args)
+        output = functional_call(inner, buffers, tuple(values), dict(kwargs))
+        adapter.reshard()
+    layout = value_layout(output, trains=trains)
+    leaves = [
+        x._replace(learns=trains and x.torch_dtype.is_floating_point)
+        if isinstance(x, TensorLayout)
+        else x
+        for x in layout.leaves
+    ]
+    return Layout(layout.tree, tuple(leaves))
 
 
 class Neighbour:
