@@ -107,6 +107,9 @@ def test_what_is_not_finite_is_found(what: str) -> None:
     made, x = make(), X * factor
     with pytest.raises(NonFiniteError, match=raises):
         made.step(x, target=x)
+    if what in ("an output", "a loss"):
+        assert made.find_nonfinite(GOOD, target=GOOD) is None, "what the step left is not looked at"
+    made.zero_grad()
     finding = made.find_nonfinite(x, target=x)
     assert finding is not None
     assert re.search(says, str(finding)), finding
