@@ -190,67 +190,6 @@ LANGUAGE: dict[str, Callable[[], Case]] = {
     "a function for the call": partial(language, rules=by_length),
 }
 
-# ---- a U-Net: what the first half makes is used by the second half, in the reverse order
-
-
-class Enter(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3, padding=1)
-        self.down = nn.Conv2d(4, 6, 2, stride=2)
-
-    def forward(self, image: Tensor) -> dict[str, Tensor]:
-        outer = torch.tanh(self.conv(image))
-        return {"outer": outer, "half": self.down(outer)}
-
-
-class Down(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.GroupNorm(2, 6)
-        self.down = nn.Conv2d(6, 8, 2, stride=2)
-
-    def forward(self, half: Tensor) -> dict[str, Tensor]:
-        inner = functional.silu(self.norm(half))
-        return {"inner": inner, "quarter": self.down(inner)}
-
-
-class Up(nn.Module):
-    def __init__(self, narrow: int, wide: int, out: int) -> None:
-        super().__init__()
-        self.up = nn.ConvTranspose2d(narrow, wide, 2, stride=2)
-        self.conv = nn.Conv2d(2 * wide, out, 3, padding=1)
-
-    def forward(self, inner: Tensor, quarter: Tensor) -> Tensor:
-        return functional.silu(self.conv(torch.cat([inner, self.up(quarter)], 1)))
-
-
-class Leave(Up):
-    def forward(self, outer: Tensor, low: Tensor) -> Tensor:
-        return super().forward(outer, low)
-
-
-class UNet(nn.Module):
-    """Its parts take and give what edges by hand would carry."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.down, self.up, self.leave = Enter(), Down(), Up(8, 6, 6), Leave(6, 4, 3)
-
-    def forward(self, image: Tensor) -> Tensor:
-        entered = self.enter(image)
-        low = self.up(**self.down(entered["half"]))
-        left: Tensor = self.leave(entered["outer"], low=low)
-        return left
-
-
-def unet() -> Case:
-    torch.manual_seed(3)
-    sizes = [(2, 4), (1, 8), (3, 4), (2, 4)]
-    images = [torch.randn(n, 3, side, side, dtype=torch.float64) for n, side in sizes]
-    return Case(UNet().double(), [Microbatches(images)], images, mean_loss)
-
-
 # ---- an encoder and a decoder: what the encoder makes is used by every stage of the decoder
 
 
@@ -260,11 +199,9 @@ class Encoder(nn.Module):
         self.embed = nn.Embedding(WORDS, WIDTH)
         self.mix = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
 
-    def forward(self, source: Tensor) -> Tensor:
+    def forward(self, source: Tensor) -> Any:
         hidden = self.embed(source)
-        mixed: Tensor = self.mix(hidden, hidden, hidden, key_padding_mask=source == 0)[0]
-        out: Tensor = hidden + mixed
-        return out
+        return hidden + self.mix(hidden, hidden, hidden, key_padding_mask=source == 0)[0]
 
 
 class Begin(nn.Module):
@@ -279,19 +216,16 @@ class Begin(nn.Module):
 class Decoder(nn.Module):
     def __init__(self, out: int = WIDTH) -> None:
         super().__init__()
-        self.attend, self.lin = (
-            nn.MultiheadAttention(WIDTH, 2, batch_first=True),
-            nn.Linear(WIDTH, out),
-        )
+        self.attend = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.lin = nn.Linear(WIDTH, out)
 
-    def forward(self, normed: Tensor, hidden: Tensor) -> Tensor:
-        attended: Tensor = self.attend(hidden, normed, normed, need_weights=False)[0]
-        decoded: Tensor = self.lin(hidden + torch.tanh(attended))
-        return decoded
+    def forward(self, normed: Tensor, hidden: Tensor) -> Any:
+        attended = self.attend(hidden, normed, normed, need_weights=False)[0]
+        return self.lin(hidden + torch.tanh(attended))
 
 
 class Answer(Decoder):
-    def forward(self, normed: Tensor, better: Tensor) -> Tensor:
+    def forward(self, normed: Tensor, better: Tensor) -> Any:
         return super().forward(normed, better)
 
 
@@ -301,10 +235,9 @@ class Translator(nn.Module):
         self.encode, self.begin = Encoder(), Begin()
         self.decode, self.answer = Decoder(), Answer(WORDS)
 
-    def forward(self, source: Tensor, said: Tensor) -> Tensor:
+    def forward(self, source: Tensor, said: Tensor) -> Any:
         begun = self.begin(self.encode(source), said=said)
-        answer: Tensor = self.answer(begun["normed"], self.decode(**begun))
-        return answer
+        return self.answer(begun["normed"], self.decode(**begun))
 
 
 def translator() -> Case:
@@ -318,17 +251,10 @@ def translator() -> Case:
     return Case(Translator().double(), [Microbatches(calls)], targets, token_loss)
 
 
-EDGES = {
-    "U-Net": (
-        Edge("outer", 0, (3,)), Edge("half", 0, (1,)), Edge("inner", 1, (2,)),
-        Edge("quarter", 1, (2,)), Edge("low", 2, (3,)),
-    ),
-    "encoder-decoder": (
-        Edge("memory", 0, (1,)), Edge("normed", 1, (2, 3)), Edge("hidden", 1, (2,)),
-        Edge("better", 2, (3,)),
-    ),
-}  # fmt: skip
-"""How the children of these are four stages by hand."""
+EDGES = (
+    Edge("memory", 0, (1,)), Edge("normed", 1, (2, 3)), Edge("hidden", 1, (2,)), Edge("better", 2, (3,)),
+)  # fmt: skip
+"""How its children are four stages by hand."""
 
 # ---- gradients that are missing, in some microbatches or in all
 
@@ -491,11 +417,6 @@ def again(x: Tensor) -> Tensor:
     return recomputed
 
 
-class Transposes(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input.t())
-
-
 class Picks(nn.Linear):
     """Looks at its data, and leaves the second of its arguments alone."""
 
@@ -597,7 +518,7 @@ BATCHES: dict[str, Callable[[], Case]] = {
     "a plain value": partial(arguments, X, scale=3.0),
     "nothing in its place": partial(arguments, X, mask=None),
     "another dimension": lambda: Case(
-        nn.Sequential(Transposes(4, 4), *chain(3)).double(),
+        nn.Sequential(Does(lambda x: x.t(), learns=False), *chain(3)).double(),
         (X.t(),),
         Y,
         mean_loss,
@@ -621,7 +542,6 @@ class Trained(NamedTuple):
 CASES: dict[str, Trained] = {
     **{name: Trained(make) for name, make in (LANGUAGE | BATCHES).items()},
     "looped": Trained(LANGUAGE["looped"], LOOPED),
-    "U-Net": Trained(unet),
     "encoder-decoder": Trained(translator),
     "a result that nobody uses": Trained(lambda: Case(Aside().double(), (X,), Y, mean_loss)),
     **{f"gradient: {name}": Trained(partial(missing, name)) for name in USES},

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -129,33 +128,30 @@ def of_its_own(x: Tensor) -> Tensor:
     return x + torch.randn(WIDTH, generator=own) + torch.randn(x.shape, generator=own)
 
 
-WAYS: dict[str, Callable[[Tensor], Tensor]] = {
-    "numbers": lambda x: x + torch.normal(0.0, 1.0, x.shape) * torch.normal(x.detach(), 0.5),
-    "integers": lambda x: x * torch.randint_like(x, 1, 3) + torch.randint(0, 3, (WIDTH,)),
-    "in place": lambda x: x + x.new_empty(x.shape).normal_() * x.new_empty(WIDTH).exponential_(),
-    "several": lambda x: functional.dropout(functional.dropout(x, 0.2)) + torch.rand_like(x),
-    "features": lambda x: functional.feature_alpha_dropout(x[:, :, None], 0.2, True)[:, :, 0],
-    "by hand": lambda x: x * torch.bernoulli(torch.sigmoid(x.detach())) * (torch.rand(WIDTH) > 0.3),
-    "gumbel": lambda x: functional.gumbel_softmax(x) + functional.rrelu(x, training=True),
-    "indices": lambda x: (
-        x[:, torch.randperm(WIDTH)] + x[:, torch.multinomial(torch.ones(WIDTH), 1)]
-    ),
-    "rejecting": lambda x: x + torch.poisson(x.detach().abs() * 9) * torch.rand_like(x),
-    "attention": attention,
-    "fused attention": fused_attention,
-    "views": into_views,
-    "init": by_init,
-    "distributions": by_distributions,
-    "own generator": of_its_own,
-}
+WAYS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x + torch.normal(0.0, 1.0, x.shape) * torch.normal(x.detach(), 0.5),
+    lambda x: x * torch.randint_like(x, 1, 3) + torch.randint(0, 3, (WIDTH,)),
+    lambda x: x + x.new_empty(x.shape).normal_() * x.new_empty(WIDTH).exponential_(),
+    lambda x: functional.dropout(functional.dropout(x, 0.2)) + torch.rand_like(x),
+    lambda x: functional.feature_alpha_dropout(x[:, :, None], 0.2, True)[:, :, 0],
+    lambda x: x * torch.bernoulli(torch.sigmoid(x.detach())) * (torch.rand(WIDTH) > 0.3),
+    lambda x: functional.gumbel_softmax(x) + functional.rrelu(x, training=True),
+    lambda x: x[:, torch.randperm(WIDTH)] + x[:, torch.multinomial(torch.ones(WIDTH), 1)],
+    lambda x: x + torch.poisson(x.detach().abs() * 9) * torch.rand_like(x),
+    attention,
+    fused_attention,
+    into_views,
+    by_init,
+    by_distributions,
+    of_its_own,
+]
 
 
 class Noisy(nn.Module):
     """Draws before its blocks what it uses after some of them, and between them."""
 
-    def __init__(self, ways: Sequence[str] = tuple(WAYS)) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.ways = ways
         self.blocks = nn.ModuleList([Block() for _ in range(4)])
         self.head = nn.Linear(WIDTH, 3)
 
@@ -164,8 +160,8 @@ class Noisy(nn.Module):
         dropped = functional.dropout(idle, 0.3)
         for index, block in enumerate(self.blocks):
             x = block(x)
-            for way in self.ways[index :: len(self.blocks)]:
-                x = torch.tanh(WAYS[way](x))
+            for way in WAYS[index :: len(self.blocks)]:
+                x = torch.tanh(way(x))
             if index == 1:
                 x = x * mask + dropped
         output: Tensor = self.head(x + noise)
@@ -179,7 +175,6 @@ BETWEEN: dict[str, Callable[[], nn.Module]] = {
     "checkpoint": lambda: Checkpointed(outer=False, inner=False),
     "reentrant checkpoint": lambda: Checkpointed(outer=True, inner=True),
     "checkpoint of reentrant ones": lambda: Checkpointed(outer=False, inner=True),
-    **{f"between, {way}": partial(Noisy, [way]) for way in WAYS},
     "between, all": Noisy,
 }
 

@@ -89,47 +89,43 @@ def traffic(
     return {tuple(row[:3]): (row[3], row[4]) for answer in answers for row in answer}
 
 
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZB-H1"])
-def test_a_chain_sends_each_value_and_each_gradient_once(
-    workers: WorkerPool, schedule: str
+def channels(*pairs: tuple[int, int], size: int, back: bool = True) -> dict[Any, tuple[int, int]]:
+    """One message for each of four microbatches from rank to rank, and perhaps one of gradients back."""
+    gradients = [(b, a, GRADIENTS) for a, b in pairs if back]
+    return dict.fromkeys([*((*pair, VALUES) for pair in pairs), *gradients], (4, 4 * size))
+
+
+PART = X[:2].nbytes
+TRAFFIC: dict[tuple[str, str], tuple[int, dict[Any, tuple[int, int]]]] = {
+    ("chain", "1F1B"): (3, channels((0, 1), (1, 2), size=PART)),
+    ("chain", "ZB-H1"): (3, channels((0, 1), (1, 2), size=PART)),
+    # Nothing comes back to a stage that trains nothing.
+    ("frozen", "1F1B"): (
+        3, channels((0, 1), size=PART, back=False) | channels((1, 2), size=PART)
+    ),
+    ("predict", "1F1B"): (3, channels((0, 1), (1, 2), size=PART, back=False)),
+    # A value for two stages of a rank travels once, and their gradients come back in one message.
+    ("shared", "ZB-V"): (
+        2, channels((0, 1), (1, 0), size=ACTIVATION) | {(1, 0, GRADIENTS): (4, 4 * 2 * ACTIVATION)}
+    ),
+    ("branched", "1F1B"): (4, channels((0, 1), (0, 3), (1, 2), (2, 3), size=ACTIVATION)),
+    # The mask goes to rank 2 with another value, and alone to rank 3; it has no gradient.
+    ("masked", "1F1B"): (
+        4, channels((0, 1), (1, 2), (2, 3), size=ACTIVATION) | {
+            (1, 2, VALUES): (4, 4 * (ACTIVATION + MASK)), (1, 3, VALUES): (4, 4 * MASK)
+        }
+    ),
+}  # fmt: skip
+"""On how many ranks, and what each channel carries: messages and bytes."""
+
+
+@pytest.mark.parametrize(("what", "schedule"), TRAFFIC)
+def test_what_a_rank_needs_travels_to_it_once(
+    workers: WorkerPool, what: str, schedule: str
 ) -> None:
-    size = 4, X.numel() * X.element_size()
-    channels = [(0, 1, VALUES), (1, 2, VALUES), (1, 0, GRADIENTS), (2, 1, GRADIENTS)]
-    assert traffic(workers, "chain", schedule, 3) == dict.fromkeys(channels, size)
-
-
-def test_a_value_of_several_stages_of_a_rank_is_sent_once(workers: WorkerPool) -> None:
-    """``a`` goes to stages 1 and 2 on rank 1; their gradients come back in one message."""
-    found = traffic(workers, "shared", "ZB-V", 2)
-    once = 4, 4 * ACTIVATION
-    assert found[0, 1, VALUES] == found[1, 0, VALUES] == found[0, 1, GRADIENTS] == once
-    assert found[1, 0, GRADIENTS] == (4, 4 * 2 * ACTIVATION)
-
-
-def test_a_value_goes_to_each_rank_that_needs_it(workers: WorkerPool) -> None:
-    pairs = [(0, 1), (0, 3), (1, 2), (2, 3)]
-    channels = [(*pair, VALUES) for pair in pairs] + [(b, a, GRADIENTS) for a, b in pairs]
-    found = traffic(workers, "branched", "1F1B", 4)
-    assert found == dict.fromkeys(channels, (4, 4 * ACTIVATION))
-
-
-def test_no_gradient_comes_back_for_masks(workers: WorkerPool) -> None:
-    """``m`` travels with ``b`` to rank 2, and alone to rank 3."""
-    found = traffic(workers, "masked", "1F1B", 4)
-    assert found[1, 2, VALUES] == (4, 4 * (ACTIVATION + MASK))
-    assert found[1, 3, VALUES] == (4, 4 * MASK)
-    assert found[2, 1, GRADIENTS] == (4, 4 * ACTIVATION)
-    assert (3, 1, GRADIENTS) not in found
-
-
-def test_nothing_comes_back_to_stages_that_train_nothing(workers: WorkerPool) -> None:
-    found = traffic(workers, "frozen", "1F1B", 3)
-    assert (1, 0, GRADIENTS) not in found
-    assert (2, 1, GRADIENTS) in found
-
-
-def test_without_gradients_nothing_comes_back(workers: WorkerPool) -> None:
-    assert {direction for *_, direction in traffic(workers, "predict", "1F1B", 3)} == {VALUES}
+    ranks, expected = TRAFFIC[what, schedule]
+    answers = workers.run(f"{__name__}:count", ranks, 100.0, what=what, schedule=schedule)
+    assert {tuple(row[:3]): (row[3], row[4]) for of in answers for row in of} == expected
 
 
 def test_in_one_process_nothing_travels() -> None:
@@ -162,7 +158,7 @@ def calls(group: Any, schedule: str) -> list[dict[str, Any]]:
     return rounds
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZB-V"])
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB-V"])
 def test_a_word_before_and_a_sum_after_a_step_are_all(workers: WorkerPool, schedule: str) -> None:
     for first, *later in workers.run(f"{__name__}:calls", 2, 100.0, schedule=schedule):
         assert first["described"] > 0
@@ -171,32 +167,6 @@ def test_a_word_before_and_a_sum_after_a_step_are_all(workers: WorkerPool, sched
             assert found == later[0]
             assert found["step"] == {"gather": 2}
             assert found["described"] == found["pending"] == 0
-
-
-def most_pending(group: Any, schedule: str, microbatches: int) -> list[int]:
-    """A worker's task: the most bytes of receives posted at a time, in a step and in an evaluation."""
-    batch = torch.ones(microbatches, X.shape[1], dtype=X.dtype)
-    options: dict[str, Any] = {"ranks": 2, "microbatches": microbatches, "group": group}
-    with make(chain(4), schedule=schedule, **options) as pipe:
-        counter = count_messages(pipe)
-        most = []
-        for call in (pipe.step, pipe.eval):
-            call(batch, target=batch)
-            counter.reset()
-            call(batch, target=batch)
-            most.append(counter.received.most)
-    return most
-
-
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZB-H1"])
-def test_few_bytes_are_under_way_however_many_microbatches(
-    workers: WorkerPool, schedule: str
-) -> None:
-    few, many = (
-        workers.run(f"{__name__}:most_pending", 2, 100.0, schedule=schedule, microbatches=m)
-        for m in (8, 64)
-    )
-    assert few == many
 
 
 class PeakBytes(TorchDispatchMode):
@@ -228,32 +198,32 @@ class PeakBytes(TorchDispatchMode):
         self._now -= size
 
 
-def peak(group: Any, schedule: str, microbatches: int, rows: int) -> int:
-    """A worker's task: the peak of a training step's tensors."""
+def held(group: Any, schedule: str, microbatches: int, rows: int) -> tuple[int, int]:
+    """A worker's task: in a step, the peak of its tensors, and of receives that were posted, in bytes."""
     options: dict[str, Any] = {"ranks": 2, "microbatches": microbatches, "group": group}
     with make(chain(4), schedule=schedule, **options) as pipe:
         batch = torch.ones(rows * microbatches, X.shape[1], dtype=X.dtype)
         pipe.step(batch, target=batch)
+        counter = count_messages(pipe)
         with PeakBytes(batch) as probe:
             pipe.step(batch, target=batch)
-    return int(probe.most)
+    return int(probe.most), counter.received.most
 
 
-SCALAR = 128
-"""Bytes that a microbatch may leave on a rank: its loss and the weight of it."""
-
-
-@pytest.mark.parametrize(("rows", "more"), [(4, 256), (4096, 24)], ids=["sockets", "gloo"])
+@pytest.mark.parametrize(("rows", "more"), [(16, 128), (2100, 40)], ids=["sockets", "gloo"])
 @pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1"])
-def test_the_peak_does_not_grow_with_the_microbatches(
+def test_what_is_held_does_not_grow_with_the_microbatches(
     workers: WorkerPool, schedule: str, rows: int, more: int
 ) -> None:
     few, many = (
-        workers.run(f"{__name__}:peak", 2, 100.0, schedule=schedule, microbatches=m, rows=rows)
+        workers.run(f"{__name__}:held", 2, 100.0, schedule=schedule, microbatches=m, rows=rows)
         for m in (8, more)
     )
-    for small, large in zip(few, many, strict=True):
-        assert large - small <= (more - 8) * SCALAR
+    message, scalar = rows * X.shape[1] * X.element_size(), 128
+    for (small, posted), (large, posted_too) in zip(few, many, strict=True):
+        # A microbatch leaves its loss and the weight of it. What is sent may be let go of a little later.
+        assert large - small <= (more - 8) * scalar + 4 * message
+        assert posted == posted_too
 
 
 # ---- what stages share
@@ -296,6 +266,7 @@ def work_between_calls(group: Any) -> float:
     return float(pipe.step(X, target=Y).loss)
 
 
+@pytest.mark.nightly  # it takes its time
 def test_between_two_calls_a_rank_may_take_its_time(workers: WorkerPool) -> None:
     first, second = workers.run(f"{__name__}:work_between_calls", 2)
     assert first == second

@@ -12,7 +12,7 @@ from torch import nn
 
 from penstock import Pipeline, PipelineStage
 from penstock.errors import AgreementError, UsageError
-from penstock.partition import Shared, partition
+from penstock.partition import Shared
 from penstock.testing import WorkerPool
 from tests.pipeline.cases import LANGUAGE, LOOPED, pipeline
 from tests.pipeline.models import X, Y, mean_loss
@@ -58,14 +58,12 @@ def test_a_step_after_a_step_adds_up() -> None:
 
 
 def test_hooks_see_the_share_of_their_stage() -> None:
-    of = TIED()
+    of, seen = TIED(), list[float]()
     pipe = pipeline(of, 2)
-    weight = next(pipe.parameters())
-    seen: list[float] = []
+    weight: Any = next(pipe.parameters())
     weight.register_post_accumulate_grad_hook(lambda p: seen.append(float(p.grad.norm())))
     pipe.step(*of.args, target=of.target)
     assert len(seen) == 16
-    assert weight.grad is not None
     assert float(weight.grad.norm()) not in seen
 
 
@@ -81,16 +79,6 @@ def test_thawing_takes_effect_with_the_next_step() -> None:
 
 
 # ---- set-up
-
-
-def test_it_is_one_parameter() -> None:
-    of = LOOPING()
-    pipe = pipeline(of, LOOPED)
-    plain = dict(of.model.named_parameters())
-    assert [name for name, _ in pipe.named_parameters()] == list(plain)
-    assert {n: p.shape for n, p in pipe.named_parameters()} == {
-        n: p.shape for n, p in plain.items()
-    }
 
 
 def test_the_users_model_stays_tied() -> None:
@@ -142,12 +130,11 @@ def test_a_shared_weight_that_was_replaced_on_each_rank_is_named(workers: Worker
         assert "was replaced, but it is one tensor" in text
 
 
-@pytest.mark.parametrize("factor", [1.0, 0.5])
-def test_a_shared_weight_that_was_replaced_in_one_stage_is_named(factor: float) -> None:
+def test_a_shared_weight_that_was_replaced_in_one_stage_is_named() -> None:
     of = TIED()
     pipe = pipeline(of, 2)
     head = pipe.stages[1].module.get_submodule("head")
-    head.weight = nn.Parameter(head.get_parameter("weight").detach() * factor)
+    head.weight = nn.Parameter(head.get_parameter("weight").detach())
     with pytest.raises(UsageError, match=r"'head.weight' of stage 1 was replaced.*embed.weight"):
         pipe.step(*of.args, target=of.target)
 
@@ -173,30 +160,14 @@ def test_stages_of_one_process_share_on_one_device() -> None:
         Pipeline.from_stages(stages, schedule="1F1B")
 
 
-class Counting(nn.Module):
-    """Has a buffer that each forward changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, value: torch.Tensor) -> Any:
-        return self.norm(value)
-
-
 def test_a_shared_buffer_that_a_step_changes_is_refused() -> None:
-    block = Counting().double()
-    model = nn.Sequential(block, nn.Linear(4, 4).double(), block)
+    block = nn.BatchNorm1d(4)
+    model = nn.Sequential(block, nn.Linear(4, 4), block).double()
     pipe = Pipeline(model, stages=3, loss_fn=mean_loss, microbatches=2)
     pipe.eval(X, target=Y)
-    with pytest.raises(UsageError, match=r"share: '0.norm.*' \(stages \[0, 2\]\)"):
+    with pytest.raises(UsageError, match=r"share: '0.running_mean' \(stages \[0, 2\]\)"):
         pipe.step(X, target=Y)
-
-
-def test_a_shared_buffer_that_stays_is_used() -> None:
-    block = Counting().double().eval()
-    model = nn.Sequential(block, nn.Linear(4, 4).double(), block)
-    pipe = Pipeline(model, stages=3, loss_fn=mean_loss, microbatches=2)
+    block.eval()
     pipe.step(X, target=Y)
 
 
@@ -248,12 +219,6 @@ def test_what_ranks_are_told_must_agree(workers: WorkerPool) -> None:
     for answer in workers.run(f"{__name__}:run_by_hand", 2, 100.0, told=[0, 1], width=1):
         assert "share 'weight', but it differs between them" in answer
     assert workers.run(f"{__name__}:run_by_hand", 2, 100.0, told=[0, 1], width=0) == ["made"] * 2
-
-
-def test_the_chain_may_come_back_to_a_module() -> None:
-    of = LOOPING()
-    made = partition(of.model, LOOPED)
-    assert {one.stages for one in made.shared} == {(0, 1, 2, 3)}
 
 
 def test_layers_of_two_stages_with_one_weight_run_under_autocast() -> None:

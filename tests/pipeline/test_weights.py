@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from penstock import Pipeline, PipelineStage, init_weights, read_weights
-from penstock.errors import InputFileError, NonFiniteError, StateDictError, UsageError
+from penstock.errors import NonFiniteError, StateDictError, UsageError
 from penstock.testing import WorkerPool, plain_loop
 from tests.pipeline.cases import LANGUAGE, LOOPED, pipeline
 from tests.pipeline.models import X, Y, assert_same, chain, make, mean_loss, restless
 
-ORDERS = (2.0, 1.0, 3.0, math.inf)
+ORDERS = (2.0, 1.0, math.inf)
 
 
 class Plain(nn.Module):
@@ -54,12 +54,10 @@ TIED, LOOPING = LANGUAGE["tied"], LANGUAGE["looped"]
 CUTS: dict[str, Any] = {"tied": 4, "half frozen": 4, "frozen": 4, "looped": LOOPED}
 TOKENS = torch.arange(12).reshape(2, 6)
 PIPELINES: dict[str, Callable[[], tuple[nn.Module, Pipeline]]] = {
-    "chain": lambda: (chain(), make(chain())),
     "batch norm": lambda: (restless(), make(restless())),
     "buffers": lambda: (buffered(), make(buffered())),
     "one stage": lambda: (buffered(), make(buffered(), ranks=1)),
-    "tied": lambda: (TIED().model, pipeline(TIED(), 2)),
-    "tied, four stages": lambda: (TIED().model, pipeline(TIED(), 4, schedule="ZBVZeroBubble")),
+    "tied": lambda: (TIED().model, pipeline(TIED(), 4, schedule="ZBVZeroBubble")),
     "looped": lambda: (LOOPING().model, pipeline(LOOPING(), LOOPED)),
 }
 
@@ -73,30 +71,22 @@ def both(request: pytest.FixtureRequest) -> tuple[nn.Module, Pipeline]:
 # ---- state dicts
 
 
-def test_names_and_values_are_the_plain_models(both: tuple[nn.Module, Pipeline]) -> None:
+def test_names_and_values_are_the_plain_models_and_go_both_ways(
+    both: tuple[nn.Module, Pipeline], tmp_path: Path
+) -> None:
     plain, pipe = both
     assert_same(pipe.state_dict(), plain.state_dict())
-    assert_same(pipe.state_dict(full=True), plain.state_dict())
-    assert [name for name, _ in pipe.named_parameters()] == [n for n, _ in plain.named_parameters()]
-
-
-def test_state_dicts_go_both_ways(both: tuple[nn.Module, Pipeline]) -> None:
-    plain, pipe = both
-    other = shaken(plain)
-    assert pipe.load_state_dict(other.state_dict()) == ([], [])
-    assert_same(pipe.state_dict(), other.state_dict())
-    plain.load_state_dict(pipe.state_dict(full=True))
-    assert_same(plain.state_dict(), other.state_dict())
-
-
-def test_a_full_state_dict_is_a_copy() -> None:
-    pipe = make(chain())
-    name, parameter = next(iter(pipe.named_parameters()))
     full = pipe.state_dict(full=True)
-    with torch.no_grad():
-        parameter.zero_()
-    assert full[name].any()
-    assert not pipe.state_dict()[name].any()
+    assert [name for name, _ in pipe.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    other = shaken(plain).state_dict()
+    assert pipe.load_state_dict(other) == ([], [])
+    assert_same(full, plain.state_dict())  # a full one is a copy
+    assert_same(pipe.state_dict(), other)
+    pipe.save(tmp_path)
+    for state in (pipe.state_dict(full=True), read_weights(tmp_path)):
+        empty = copy.deepcopy(plain)
+        empty.load_state_dict(state, strict=True)
+        assert_same(empty.state_dict(), other)
 
 
 def spoiled(plain: nn.Module) -> dict[str, Tensor]:
@@ -129,22 +119,16 @@ def test_another_size_is_refused_whether_strict_or_not() -> None:
             pipe.load_state_dict(state, strict=strict)
 
 
-def by_hand() -> Pipeline:
+def test_stages_with_names_alike_are_not_mixed_up(tmp_path: Path) -> None:
     stages = [PipelineStage(nn.Linear(4, 4).double(), index, 2) for index in range(2)]
-    return Pipeline.from_stages(stages, schedule="1F1B", microbatches=4, loss_fn=mean_loss)
-
-
-def test_stages_with_names_alike_are_not_mixed_up() -> None:
-    pipe = by_hand()
+    pipe = Pipeline.from_stages(stages, schedule="1F1B", microbatches=4, loss_fn=mean_loss)
     pipe.step(X, target=Y)
-    for full in (False, True):
+    calls: list[Callable[[], Any]] = [
+        pipe.state_dict, lambda: pipe.state_dict(full=True), lambda: pipe.save(tmp_path)
+    ]  # fmt: skip
+    for call in calls:
         with pytest.raises(UsageError, match="several stages have weights named"):
-            pipe.state_dict(full=full)
-
-
-def test_files_of_stages_with_names_alike_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="several stages have weights named"):
-        by_hand().save(tmp_path)
+            call()
 
 
 def test_a_model_on_the_meta_device_gets_memory_first(tmp_path: Path) -> None:
@@ -161,17 +145,6 @@ def test_a_model_on_the_meta_device_gets_memory_first(tmp_path: Path) -> None:
 
 
 # ---- files
-
-
-def test_a_folder_loads_into_the_plain_model(
-    both: tuple[nn.Module, Pipeline], tmp_path: Path
-) -> None:
-    plain, pipe = both
-    other = shaken(plain)
-    pipe.load_state_dict(other.state_dict())
-    pipe.save(tmp_path)
-    plain.load_state_dict(read_weights(tmp_path), strict=True)
-    assert_same(plain.state_dict(), other.state_dict())
 
 
 @pytest.mark.parametrize(("written", "read"), [(2, 4), (4, 2)])
@@ -231,28 +204,6 @@ def test_files_that_hold_another_model_are_refused(tmp_path: Path) -> None:
         pipeline(TIED(), 2).load(tmp_path)
 
 
-INDEX, FIRST = "model.safetensors.index.json", "model-00001-of-00002.safetensors"
-BREAK: dict[str, Callable[[Path], Any]] = {
-    "not an index of weights": lambda folder: (folder / INDEX).write_text('{"weight_map": []}'),
-    "not a safetensors file": lambda folder: (folder / FIRST).write_bytes(b"no"),
-    "names model-00001-of-00002.safetensors, which are missing": lambda folder: (
-        folder / FIRST
-    ).unlink(),
-    "neither model.safetensors.index.json nor model.safetensors": lambda folder: [
-        path.rename(folder.parent / path.name) for path in folder.iterdir()
-    ],
-}
-
-
-@pytest.mark.parametrize("says", BREAK)
-def test_broken_folders_are_named(says: str, tmp_path: Path) -> None:
-    folder = tmp_path / "weights"
-    make(chain(2)).save(folder)
-    BREAK[says](folder)
-    with pytest.raises(InputFileError, match=says):
-        dict(read_weights(folder))
-
-
 # ---- transformers
 
 
@@ -267,10 +218,9 @@ def tiny(seed: int) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_transformers_and_a_pipeline_load_each_others_folders(tmp_path: Path, ranks: int) -> None:
+def test_transformers_and_a_pipeline_load_each_others_folders(tmp_path: Path) -> None:
     model, other = tiny(0), tiny(1)
-    pipe = Pipeline(model, ranks=ranks, microbatches=1)
+    pipe = Pipeline(model, ranks=2, microbatches=1)
     pipe.save(tmp_path / "ours")
     model.config.save_pretrained(tmp_path / "ours")
     loaded = type(model).from_pretrained(tmp_path / "ours").eval()

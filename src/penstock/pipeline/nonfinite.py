@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,32 +51,23 @@ def find_nonfinite(
     gather: Callable[[Any], list[Any]],
     run: Callable[[Hooks], StepState],
 ) -> NonFiniteFinding | None:
-    """Find the first thing that is not finite.
+    """Find the first thing that is not finite, or None.
 
     Args:
         stages: those of this process.
         schedule: of the step.
         gather: gathers the JSON values of all processes.
         run: carries out the training step with some hooks.
-
-    Returns:
-        The finding, or None if everything is finite.
     """
-    names = [
-        name
-        for stage in stages
-        for name, tensor in stage.named_tensors()
-        if not _is_finite([tensor])
-    ]
+    tensors = [named for stage in stages for named in stage.named_tensors()]
+    names = [name for name, tensor in tensors if not _is_finite([tensor])]
     weights = list(dict.fromkeys(name for row in gather(names) for name in row))
     if weights:
         what = f"weights are not finite before the step: {', '.join(weights)}"
         return NonFiniteFinding(None, None, None, "", "", tuple(weights), what)
-    seen = _Seen(schedule.stages)
-    with _untouched(stages), seen.watch_modules(stages), _as_written():
-        step = run(seen.hooks)
-    seen.add_losses(step.tally.main_losses())
-    seen.add_weights(stages)
+    seen = _Seen(stages, schedule.stages)
+    with _untouched(stages), seen.hooked_modules(), _as_written():
+        seen.add_end_of(run(seen.hooks))
     rows = [place for row in gather(sorted(seen.places)) for place in row]
     return _finding(min(rows), schedule) if rows else None
 
@@ -93,13 +85,13 @@ _OUTPUT, _LOSS, _GRADIENT, _WEIGHTS = range(4)
 
 
 class _Seen:
-    """What is not finite in a step: (kind, microbatch, stages before it, stage, module)."""
+    """What is not finite in a step: lists of kind, microbatch, stages before it, stage and module."""
 
-    def __init__(self, stages: int) -> None:
+    def __init__(self, stages: Sequence[PipelineStage], count: int) -> None:
         self.places: list[list[Any]] = []
         self.hooks = Hooks(ActionEvent)
         self.hooks.add(self._before, self._after, "*")
-        self._stages = stages
+        self._stages, self._count = stages, count
         self._action: Action | None = None
         self._modules: dict[tuple[int, int], str] = {}
 
@@ -109,53 +101,48 @@ class _Seen:
     def _after(self, event: ActionEvent) -> None:
         action = event.action
         stage, microbatch = action.stage, action.microbatch or 0
-        if action.op is Op.F and not _is_finite(tensors_in(_plain(event.outputs))):
+        if action.op is Op.F and not _is_finite(_tensors(event.outputs)):
             module = self._modules.get((stage, microbatch), "")
             self.places.append([_OUTPUT, microbatch, stage, stage, module])
-        elif action.op in (Op.I, Op.B) and not _is_finite(tensors_in(list(event.outputs))):
-            self.places.append([_GRADIENT, microbatch, self._stages - stage, stage, ""])
+        elif action.op in (Op.I, Op.B) and not _is_finite(_tensors(event.outputs)):
+            self.places.append([_GRADIENT, microbatch, self._count - stage, stage, ""])
         self._action = None
 
-    def add_losses(self, losses: Sequence[Tensor]) -> None:
-        """Note the losses of the microbatches, where the last stage is here."""
-        last = self._stages - 1
-        for microbatch, loss in enumerate(losses):
-            if not bool(loss.isfinite()):
+    def add_end_of(self, step: StepState) -> None:
+        """Note the losses and the weights' gradients."""
+        last = self._count - 1
+        for microbatch, loss in enumerate(step.tally.main_losses()):
+            if not _is_finite([loss]):
                 self.places.append([_LOSS, microbatch, last, last, ""])
-
-    def add_weights(self, stages: Sequence[PipelineStage]) -> None:
-        """Note stages whose weights have gradients that are not finite."""
-        for stage in stages:
-            grads = [p.grad for p in stage.module.parameters() if p.grad is not None]
-            if not _is_finite(grads):
-                self.places.append([_WEIGHTS, 0, self._stages - stage.index, stage.index, ""])
+        for stage in self._stages:
+            if not _is_finite(p.grad for p in stage.module.parameters() if p.grad is not None):
+                self.places.append([_WEIGHTS, 0, self._count - stage.index, stage.index, ""])
 
     @contextmanager
-    def watch_modules(self, stages: Sequence[PipelineStage]) -> Iterator[None]:
+    def hooked_modules(self) -> Iterator[None]:
         """Note, for each stage and microbatch, the first module with non-finite output of finite inputs."""
         with ExitStack() as stack:
-            for stage in stages:
+            for stage in self._stages:
                 for path, _, module in stage.parts():
-                    note = self._note(stage.index, path)
+                    note = partial(self._note, stage.index, path)
                     stack.callback(module.register_forward_hook(note, with_kwargs=True).remove)
             yield
 
-    def _note(self, stage: int, path: str) -> Callable[..., None]:
-        def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            action = self._action
-            if action is None or action.stage != stage:
-                return
-            place = stage, action.microbatch or 0
-            finite = place in self._modules or _is_finite(tensors_in(_plain(output)))
-            if not finite and _is_finite(tensors_in((_plain(args), kwargs))):
-                self._modules[place] = path or type(module).__name__
+    def _note(
+        self, stage: int, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        action = self._action
+        if action is None or action.stage != stage:
+            return
+        place = stage, action.microbatch or 0
+        if place in self._modules or _is_finite(_tensors(output)):
+            return
+        if _is_finite([*_tensors(args), *_tensors(kwargs)]):
+            self._modules[place] = path or type(module).__name__
 
-        return note
 
-
-def _plain(value: Any) -> Any:
-    """What tensors are looked for in; an output that is no nested value has none."""
-    return list(value) if isinstance(value, tuple) else value
+def _tensors(value: Any) -> list[Tensor]:
+    return tensors_in(list(value) if isinstance(value, tuple) else value)
 
 
 @contextmanager
@@ -175,7 +162,7 @@ def _untouched(stages: Sequence[PipelineStage]) -> Iterator[None]:
             buffer.data.copy_(value)
 
 
-def _is_finite(tensors: Sequence[Tensor]) -> bool:
+def _is_finite(tensors: Iterable[Tensor]) -> bool:
     plain = (tensor for tensor in tensors if tensor.is_floating_point() and not tensor.is_meta)
     return all(bool(torch.isfinite(tensor).all()) for tensor in plain)
 

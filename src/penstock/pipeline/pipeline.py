@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -107,18 +108,6 @@ from penstock.weights.states import (
 logger = logging.getLogger("penstock")
 LONG = 300.0
 """Seconds that a rank may take to read or write its weights while the others wait."""
-_STEP_ARGUMENTS = (
-    "target",
-    "microbatches",
-    "loss_weight",
-    "total_weight",
-    "accumulate",
-    "scaler",
-    "outputs",
-    "record",
-    "same_batch",
-)
-"""The step's own arguments; all other keyword arguments are the model's."""
 _HABITS = {
     "train": "step trains, in each module's own mode; eval and predict evaluate and leave the modes",
     "forward": "step trains, eval gives the loss, predict the output",
@@ -717,8 +706,9 @@ class Pipeline:
         self, error: StageError, call: Call, kwargs: Mapping[str, Any], target: Any
     ) -> StageError:
         """The error, which says so if the model refuses an argument meant for the step."""
+        known = signature(Pipeline.step).parameters
         for name in kwargs:
-            near = get_close_matches(name, _STEP_ARGUMENTS, n=1)
+            near = get_close_matches(name, known, n=1)
             if near and f"unexpected keyword argument {name!r}" in str(error):
                 error.args = (f"{error}; did you mean {near[0]}=?",)
         if call.loss and target is MISSING and " positional argument" in str(error):

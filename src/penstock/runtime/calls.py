@@ -101,6 +101,8 @@ def autocast_types() -> list[str]:
 
 REFUSED = -1
 """The word of a rank that refuses; all others are at least 0."""
+_REMEMBERED = 1024
+"""How many descriptions are kept for when a microbatch looks the same again."""
 
 
 def describe_call(call: Call, traits: str, known: dict[Any, Any]) -> dict[str, Any]:
@@ -150,6 +152,8 @@ def _kind_of(part: Microbatch, known: dict[Any, Any]) -> list[Any]:
     """The layouts of a microbatch's arguments, as JSON data."""
     look = _look(part)
     if look not in known:
+        if len(known) >= _REMEMBERED:
+            known.clear()
         for key, value in _named(part).items():
             check_plain(value, f"argument {key!r}")
         known[look] = [[key, layout_in(value).describe()] for key, value in _named(part).items()]
