@@ -62,10 +62,10 @@ def profile(
     def at(samples: int) -> UnitCosts:
         units = tuple(
             UnitCost(
-                f"unit{index}", *[samples * weight] * 3, 2 * samples * weight,
+                f"unit{index}", time, time, time, 2 * time,
                 held=samples * held, stash=samples * held / 2, parameters=8, trained=8,
             )
-            for index, weight in enumerate(weights)
+            for index, time in enumerate(samples * weight for weight in weights)
         )  # fmt: skip
         values = tuple(
             ValueCost(f"unit{index}", index, (index + 1,), samples * 1.0)
