@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from penstock import Pipeline
 from penstock.plan import Device, Profile, UnitCost, UnitCosts, ValueCost
 
 SLOW = Device("slow", {"float32": 1e9}, 1e6, 1e12, compute_efficiency=1.0, launch=1e-9)
@@ -52,6 +55,21 @@ class Skips(nn.Module):
         late = self.middle(early)
         output: Tensor = self.up(torch.cat([early, late], dim=-1))
         return output
+
+
+def stepped(model: nn.Module, **options: Any) -> Pipeline:
+    """A pipeline after a step, which has given the gradients of the plain model."""
+    mse = nn.functional.mse_loss
+    x, y = torch.randn(64, 16), torch.randn(64, 64)
+    model.zero_grad()
+    mse(model(x), y).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    with Pipeline(model, loss_fn=mse, **options) as pipe:
+        pipe.step(x, target=y)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    return pipe
 
 
 def profile(
