@@ -2,7 +2,7 @@
 
 The costs are measured in both processes at once, as the ranks compute at once in a step. The plans of a model
 and its costs then take turns, since a machine is not always as fast; what is predicted is made from the
-median costs of all turns, with what a rank is busy with for each message, known from another model. Two
+median costs of all turns, with what a rank does around its actions, known from another model. Two
 times of each are told: its fastest step by the wall clock, and the step as it would be
 on a machine that does nothing else: the median CPU times of its actions, with what its ranks spend around
 them, laid out on a timeline for each rank. On a machine that others use too, only the second means anything.
@@ -140,7 +140,7 @@ def _latency(group: Any, times: int = 50) -> float:
 
 
 def _handling(group: Any) -> float:
-    """How long a rank is busy with a message: what steps of another model spend around their actions."""
+    """How long a rank is busy around an action: what steps of another model spend there."""
     torch.manual_seed(0)
     model, tokens = GPT(layers=2, width=192, heads=4, sequence=128), torch.zeros(BATCH, 129)
     batch, target = tokens[:, :-1].long(), tokens[:, 1:].long()

@@ -107,7 +107,7 @@ def test_what_cannot_be_weighed_is_refused() -> None:
         (scripted, PATHS[:2], "flops", example, "'1' is scripted"),
     ):
         with pytest.raises((PartitionError, UsageError), match=gist):
-            weigh_units(model, paths, balance, args)  # type: ignore[arg-type]
+            weigh_units(model, paths, balance, args)
 
 
 class Counts(nn.Linear):

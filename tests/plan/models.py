@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from penstock import Pipeline
 from penstock.plan import Device, Profile, UnitCost, UnitCosts, ValueCost
 
 SLOW = Device("slow", {"float32": 1e9}, 1e6, 1e12, compute_efficiency=1.0, launch=1e-9)
@@ -54,6 +57,21 @@ class Skips(nn.Module):
         return output
 
 
+def stepped(model: nn.Module, **options: Any) -> Pipeline:
+    """A pipeline after a step, which has given the gradients of the plain model."""
+    mse = nn.functional.mse_loss
+    x, y = torch.randn(64, 16), torch.randn(64, 64)
+    model.zero_grad()
+    mse(model(x), y).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    with Pipeline(model, loss_fn=mse, **options) as pipe:
+        pipe.step(x, target=y)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    return pipe
+
+
 def profile(
     weights: list[float], held: float = 10.0, sizes: tuple[int, ...] = (1, 2, 4)
 ) -> Profile:
@@ -62,10 +80,10 @@ def profile(
     def at(samples: int) -> UnitCosts:
         units = tuple(
             UnitCost(
-                f"unit{index}", *[samples * weight] * 3, 2 * samples * weight,
+                f"unit{index}", time, time, time, 2 * time,
                 held=samples * held, stash=samples * held / 2, parameters=8, trained=8,
             )
-            for index, weight in enumerate(weights)
+            for index, time in enumerate(samples * weight for weight in weights)
         )  # fmt: skip
         values = tuple(
             ValueCost(f"unit{index}", index, (index + 1,), samples * 1.0)

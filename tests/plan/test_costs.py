@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -154,10 +156,14 @@ def test_while_a_stage_works_gradients_of_its_later_units_are_there() -> None:
     assert stages.extra["F"] == stages.extra["W"] == (0,)
 
 
-def test_a_rank_is_busy_with_its_messages() -> None:
-    costs = skipping().stages((0, 2), looped(2), handling=0.25).costs
-    assert (costs.forward, costs.input) == ((2.25, 2.25), (2.25, 2.25))
-    assert (costs.weight, costs.backward) == ((2.0, 2.0), (4.25, 4.25))
+def test_a_rank_is_busy_around_actions_with_messages() -> None:
+    """Once for each action; and what the halves of backward spend in any case counts once for each stage."""
+    of = skipping()
+    units = tuple(replace(unit, input_once=0.5, weight_once=0.25) for unit in of.units)
+    costs = replace(of, units=units).stages((0, 2), looped(2), handling=0.25).costs
+    assert (costs.forward, costs.input) == ((2.25, 2.25), (1.75, 1.75))
+    assert (costs.weight, costs.backward) == ((1.75, 1.75), (4.25, 4.25))
+    assert of.stages((0, 1, 2, 3), looped(4), handling=0.25).costs.forward == (1.25,) * 4
 
 
 class Pooled(nn.Module):

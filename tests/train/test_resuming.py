@@ -132,9 +132,10 @@ def test_show_and_export_and_other_data(
 def test_folders_that_cannot_be_used(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UsageError, match="resume='no/such': there is no such folder"):
+    with pytest.raises(UsageError, match="resume='no/such': there is no run with checkpoints"):
         run(config_for(text, out=str(tmp_path / "a"), resume="no/such"))
     assert not (tmp_path / "a").exists()
+    (tmp_path / "checkpoints").mkdir()
     with pytest.raises(UsageError, match="there is no checkpoint in"):
         run(config_for(text, out=str(tmp_path / "b"), resume=str(tmp_path)))
     with pytest.raises(UsageError, match="holds a run already; choose another folder"):

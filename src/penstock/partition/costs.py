@@ -56,6 +56,8 @@ class UnitCost:
         input: The time of I, which computes the gradients of its inputs.
         weight: The time of W, which computes the gradients of its weights.
         backward: The time of B, which computes both.
+        input_once: The part of I that a stage spends once, however many units it has.
+        weight_once: The same of W.
         spread: Half of the range between the quartiles of its times, as a share of these; 0 if predicted.
         held: What F leaves until I or B, apart from the values that units hand on.
         around: The part of this that operations around its module leave, which checkpointing does not free.
@@ -75,6 +77,8 @@ class UnitCost:
     input: float
     weight: float
     backward: float
+    input_once: float = 0.0
+    weight_once: float = 0.0
     spread: float = 0.0
     held: float = 0.0
     around: float = 0.0
@@ -174,7 +178,7 @@ def measure_units(  # noqa: PLR0913 - the arguments of a step, by name
         replay = _Replay(trace, model)
         if not repeats:
             return _costs(units, values, _predicted(units, replay, trace.mode, rate))
-        return _costs(units, values, _timed(units, replay, _clock(home), repeats))
+        return _costs(units, values, _timed(units, replay, home, repeats))
 
 
 def _predicted(
@@ -192,16 +196,38 @@ def _predicted(
 
 
 def _timed(
-    units: Sequence[_Unit], replay: _Replay, clock: Callable[[], float], repeats: int
+    units: Sequence[_Unit], replay: _Replay, home: torch.device, repeats: int
 ) -> list[_Probe]:
     """The units, run with data and timed."""
+    clock = _clock(home)
     with as_written():
         replay.run_all()
         probes = _probes(units, replay, None, clock)
         # In turns: the speed of a device varies, and what ran just before is still in its caches.
         for probe in list(dict.fromkeys(probes)) * repeats:
             probe.run(probe.times)
+        if home.type == "cpu":
+            # A GPU is still busy with what was launched before.
+            once = _spent_once(clock)
+            for probe in probes:
+                probe.once = once
     return probes
+
+
+def _spent_once(clock: Callable[[], float]) -> dict[str, float]:
+    """The times of I and W with hardly any work in them, which a stage spends once for all its units."""
+    module = nn.Linear(1, 1)
+    split, times = SplitBackward(module), defaultdict[str, list[float]](list)
+    for _ in range(10 * REPEATS):
+        leaf = torch.ones(1, 1, requires_grad=True)
+        output, gradient = module(leaf), torch.ones(1, 1)
+        start = clock()
+        _, pending = split.input_half([output], [gradient], [leaf])
+        middle = clock()
+        split.weight_half(pending)
+        times["input_once"].append(middle - start)
+        times["weight_once"].append(clock() - middle)
+    return {kind: median(several) for kind, several in times.items()}
 
 
 def _costs(
@@ -563,6 +589,7 @@ class _Probe:
 
     Attributes:
         times: The times of F, I, W and B, in the order of the runs.
+        once: What I and W spend once in a stage.
         kept: Which of the unit's ends its graph keeps, by place.
     """
 
@@ -576,6 +603,7 @@ class _Probe:
         self._unit, self._replay = unit, replay
         self._split = SplitBackward(unit.module)
         self.times: dict[str, list[float]] = defaultdict(list)
+        self.once: dict[str, float] = {}
         self._stash = 0.0
         self._extra: dict[str, float] = defaultdict(float)
         self._held, self.kept, self._flops = self._hold()
@@ -677,6 +705,7 @@ class _Probe:
         return UnitCost(
             path=self._unit.path,
             **{kind: median(times) for kind, times in self.times.items()},
+            **self.once,
             spread=max(_spread(self.times[kind]) for kind in ("forward", "input", "backward")),
             held=self._held,
             around=self._around,

@@ -160,18 +160,18 @@ class UnitCosts:
             states: Bytes of optimizer state for each byte of trained weights; 2 for AdamW.
             latency: The latency of a message.
             bandwidth: The bytes per second of a channel.
-            handling: How long a rank is busy with a message, at either end of it.
+            handling: How long a rank is busy around an action that sends or receives.
         """
         again = frozenset(checkpoint)
         runs = runs_of(cut, len(self.units))
         travel = _Travel(self, runs, placement.rank_of, again)
 
         def seconds(kind: str) -> Numbers:
-            messages = travel.messages[kind != "forward"]
+            busy = travel.busy[kind != "forward"]
             return tuple(
-                sum(getattr(self.units[number], kind) for number in run)
+                self._seconds(kind, run)
                 + sum(self.units[n].forward for n in run if n in again and kind != "forward")
-                + handling * sum(stage in message for message in messages)
+                + (handling if stage in busy else 0.0)
                 for stage, run in enumerate(runs)
             )
 
@@ -179,7 +179,7 @@ class UnitCosts:
         return StageCosts(
             forward=seconds("forward"),
             input=seconds("input"),
-            weight=tuple(sum(self.units[number].weight for number in run) for run in runs),
+            weight=tuple(self._seconds("weight", run) for run in runs),
             backward=seconds("backward"),
             activation=tuple(
                 sum(held[number] for number in run)
@@ -207,6 +207,11 @@ class UnitCosts:
             latency=latency,
             bandwidth=bandwidth,
         )
+
+    def _seconds(self, kind: str, run: range) -> float:
+        """The time of a stage's units; what each spends once counts once."""
+        once = [getattr(self.units[number], f"{kind}_once", 0.0) for number in run]
+        return float(sum(getattr(self.units[n], kind) for n in run)) - sum(once) + max(once)
 
     def _extra(self, op: Op, run: range, held: Sequence[float], pending: Sequence[float]) -> float:
         """The most that a stage needs in an action beyond what it holds before or after, at any of its units.
@@ -241,7 +246,7 @@ class _Travel:
         leaving: The bytes of values that it sends, and keeps to start backward from.
         returned, sent, left: As in `StageCosts`.
         pending: For each unit the bytes of gradients that wait meanwhile for earlier units of its stage.
-        messages: The stages that messages go from and to, in forward and in backward.
+        busy: The stages that send or receive, in forward and in backward.
         edges: The values that travel.
         bytes: Their sizes.
     """
@@ -254,7 +259,7 @@ class _Travel:
         self.inside, self.entering, self.leaving = ([0.0] * len(runs) for _ in range(3))
         self.returned, self.sent, self.left = ([0.0] * len(runs) for _ in range(3))
         self.pending = [0.0] * len(of.units)
-        self.messages: tuple[set[tuple[int, int]], ...] = (set(), set())
+        self.busy: tuple[set[int], set[int]] = (set(), set())
         self.edges: list[Edge] = []
         self.bytes: dict[str, float] = {}
         for value in of.values:
@@ -278,7 +283,7 @@ class _Travel:
             away = rank != self._rank_of[home]
             if away:
                 self.entering[there[0]] += value.bytes
-                self.messages[0].add((home, there[0]))
+                self.busy[0].update((home, there[0]))
             if value.gradient:
                 self._give_back(value.bytes, home, there, away=away)
 
@@ -295,7 +300,7 @@ class _Travel:
         if away:
             self.returned[home] += size
             self.sent[last] += size
-            self.messages[1].add((last, home))
+            self.busy[1].update((last, home))
         for user in users:
             if user != last:
                 self.left[user] += size
@@ -323,7 +328,7 @@ class Profile:
         memory: Bytes of the device; 0 if that is not known.
         latency: The latency of a message between ranks.
         bandwidth: Bytes per second of a channel between ranks.
-        handling: How long a rank is busy with a message, at either end of it.
+        handling: How long a rank is busy around an action that sends or receives.
         node: For how many devices ``latency`` and ``bandwidth`` hold; 0 for any number.
         network: The latency and bandwidth where there are more.
         tokens: Positions in a sample, by which tokens are counted; with 0 samples are counted.
@@ -455,7 +460,15 @@ class MeasuredStages:
 
         def corrected(of: UnitCosts) -> UnitCosts:
             units = (
-                replace(unit, **{kind: getattr(unit, kind) * f for kind, f in by_kind.items()})
+                replace(
+                    unit,
+                    **{
+                        name: getattr(unit, name) * factor
+                        for kind, factor in by_kind.items()
+                        for name in (kind, f"{kind}_once")
+                        if hasattr(unit, name)
+                    },
+                )
                 for unit, by_kind in zip(of.units, factors, strict=True)
             )
             return replace(of, units=tuple(units))

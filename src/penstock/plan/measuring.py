@@ -56,7 +56,7 @@ def measure(  # noqa: PLR0913 - the arguments of a step, by name
         memory: Bytes of the device; by default those of a GPU, and for a CPU unknown.
         latency: The latency of a message between ranks, in seconds.
         bandwidth: The bandwidth of a channel between ranks, in bytes per second.
-        handling: How long a rank is busy with a message, at either end of it, in seconds.
+        handling: How long a rank is busy around an action that sends or receives, in seconds.
         tokens: Positions in a sample, by which tokens are counted.
         kwargs: The model's arguments by name.
 

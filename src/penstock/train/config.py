@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 
 from penstock.errors import ConfigError, InputFileError
 from penstock.schedule import Schedule, build
-from penstock.train.runfolder import AUTO, run_folder_of
+from penstock.train.runfolder import AUTO
 
 # ---- the table
 
@@ -111,7 +111,7 @@ class TrainConfig(BaseModel):
     resume: Text | None = _setting(
         None,
         "Checkpoints",
-        "Resume from a run folder or a folder of checkpoints; auto: from --out if that has one.",
+        "Resume the run of this folder; auto: that of --out, if it has a checkpoint.",
     )
     time_limit: Positive | None = _setting(
         None,
@@ -235,10 +235,10 @@ def resolve(flags: Mapping[str, Any], file: Path | None = None) -> TrainConfig:
         ConfigError: the flags are wrong, or contradict the file or the defaults.
         InputFileError: the file is not TOML, or its settings are wrong whatever the flags are.
     """
-    if file is None and isinstance(flags.get("resume"), str):
-        folder = run_folder_of(flags["resume"])
-        if folder is not None and (folder / "config.toml").is_file():
-            file = folder / "config.toml"
+    resume = flags.get("resume")
+    if file is None and isinstance(resume, str) and resume != AUTO:
+        settings = Path(resume, "config.toml")
+        file = settings if settings.is_file() else None
     table = {} if file is None else read(file)
     complaint = _complaint({**table, **flags})
     if complaint and file is not None and complaint == _complaint(table):

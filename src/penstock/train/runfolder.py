@@ -134,22 +134,14 @@ def source_of(resume: str, out: Path) -> Path:
     """The folder of the checkpoints from which a run is resumed.
 
     Raises:
-        UsageError: there is no such folder.
+        UsageError: there is none.
     """
-    path = out if resume == AUTO else Path(resume)
-    if not path.is_dir():
+    source = (out if resume == AUTO else Path(resume)) / CHECKPOINTS
+    if resume != AUTO and not source.is_dir():
         raise UsageError(
-            f"resume={resume!r}: there is no such folder; give a run folder, one of checkpoints, or 'auto'"
+            f"resume={resume!r}: there is no run with checkpoints; give a run folder, or 'auto'"
         )
-    inner = path / CHECKPOINTS
-    return inner if resume == AUTO or inner.is_dir() else path
-
-
-def run_folder_of(resume: str) -> Path | None:
-    """The run folder that holds what ``resume`` names; None if there is none."""
-    path = Path(resume)
-    known = (one for one in (path, path.parent) if (one / CHECKPOINTS).is_dir())
-    return None if resume == AUTO else next(known, None)
+    return source
 
 
 def command_to_resume(out: Path) -> str:

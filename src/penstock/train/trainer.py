@@ -46,7 +46,6 @@ from penstock.train.runfolder import (
     Stop,
     command_to_resume,
     create_folder,
-    run_folder_of,
     source_of,
 )
 from penstock.values import bytes_as_text
@@ -222,12 +221,11 @@ def _claim_folder(pipe: Pipeline, config: TrainConfig) -> tuple[RunFolder, Check
     path = problem = ""
     if pipe.leads:
         try:
-            if config.resume not in (None, AUTO):
-                source_of(config.resume, Path())
-            resumed = run_folder_of(config.resume) if config.resume else None
-            out = config.out or (None if resumed is None else str(resumed))
-            same = config.resume == AUTO or (resumed is not None and out == str(resumed))
-            path = str(create_folder(out, resumes=same))
+            earlier = None if config.resume == AUTO else config.resume
+            if earlier is not None:
+                source_of(earlier, Path())
+            out = config.out or earlier
+            path = str(create_folder(out, resumes=config.resume == AUTO or out == earlier))
             Checkpoints(Path(path, CHECKPOINTS)).claim()
         except (UsageError, CheckpointError) as error:
             problem = str(error)
