@@ -12,20 +12,19 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from penstock.compiled.halves import Halves, Policy, cut
-from penstock.compiled.names import function_of
+from penstock.compiled.halves import Halves, cut
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 aten = torch.ops.aten
-FUSED, PLAIN = Policy(fused=True), Policy(fused=False)
+FUSED, PLAIN = True, False
 
 
 def graph_of(function: Callable[..., Any], *inputs: Tensor) -> GraphModule:
-    made: GraphModule = make_fx(function, tracing_mode="fake")(*inputs)
-    for node, name in zip(list(made.graph.nodes), function.__code__.co_varnames, strict=False):
+    graph: GraphModule = make_fx(function, tracing_mode="fake")(*inputs)
+    for node, name in zip(list(graph.graph.nodes), function.__code__.co_varnames, strict=False):
         if node.op == "placeholder":
             node.name = node.target = name
-    return made
+    return graph
 
 
 def operations(graph: GraphModule) -> Counter[str]:
@@ -35,12 +34,13 @@ def operations(graph: GraphModule) -> Counter[str]:
 
 def run_halves(halves: Halves, inputs: list[Tensor]) -> tuple[dict[int, Tensor], list[list[int]]]:
     """The gradients, and the sizes of what is kept between the halves."""
-    first = function_of(halves.inputs)([inputs[place] for place in halves.taken])
-    rest = halves.in_order([inputs[p] for p in halves.held], first[len(halves.given) :])
+    first, second, saved, _ = halves
+    results = first.graph(*(inputs[place] for place in first.arguments))
+    rest = [inputs[place] for place in second.arguments]
+    rest[saved:saved] = results[len(first.results) :]
+    gradients = [*results[: len(first.results)], *second.graph(*rest)]
     sizes = sorted(list(tensor.shape) for tensor in rest)
-    second = function_of(halves.weights)(rest)
-    given = zip((*halves.given, *halves.left), (*first[: len(halves.given)], *second), strict=True)
-    return dict(given), sizes
+    return dict(zip((*first.results, *second.results), gradients, strict=True)), sizes
 
 
 class Case(NamedTuple):
@@ -49,7 +49,7 @@ class Case(NamedTuple):
     Attributes:
         backward: gives one gradient for each argument of forward, the first of its input.
         shapes: of its arguments.
-        policy: how it is cut.
+        fused: whether a compiler fuses.
         inputs: how often the inputs' half has some operations.
         weights: how often the weights' half has them.
         kept: the sizes of what is kept between them.
@@ -57,7 +57,7 @@ class Case(NamedTuple):
 
     backward: Callable[..., Any]
     shapes: Sequence[Sequence[int]]
-    policy: Policy
+    fused: bool
     inputs: dict[str, int]
     weights: dict[str, int]
     kept: list[list[int]] | None = None
@@ -112,7 +112,6 @@ def convolution(value: Tensor, weight: Tensor, tangents_1: Tensor) -> Any:
     return aten.convolution_backward(tangents_1, value, weight, *options)
 
 
-AGAIN = Policy(fused=False, checkpoints=True)
 LAYER = [(6, 4), (6, 8), (4, 8), (8, 4), (6, 4)]
 SQUARE = [(6, 4), (4, 4), (6, 4)]
 CASES = {
@@ -133,7 +132,6 @@ CASES = {
         kept=[[16, 4], [16, 4]],
     ),
     "a checkpoint is kept": Case(*(region, [(6, 4), (4, 8), (6, 8)], PLAIN, {"mm": 2}, {"mm": 1})),
-    "a checkpoint again": Case(*(region, [(6, 4), (4, 8), (6, 8)], AGAIN, {"mm": 2}, {"mm": 2})),
     "noise in the inputs' half": Case(*(noisy, SQUARE, FUSED, {"rand_like": 1}, {"rand_like": 0})),
     "a convolution's backward is two": Case(
         *(convolution, [(1, 2, 4, 4), (2, 2, 3, 3), (1, 2, 2, 2)], FUSED),
@@ -153,8 +151,9 @@ def test_which_half_computes_what(name: str) -> None:
     graph = graph_of(case.backward, *inputs)
     outputs: Any = next(iter(reversed(graph.graph.nodes))).args[0]
     waiting = range(1, len(outputs))
-    halves = cut(graph, waiting, case.policy, ["weight"] if case.backward is region else ())
-    for half, counts in ((halves.inputs, case.inputs), (halves.weights, case.weights)):
+    free = ["weight"] if case.backward is region else ()
+    halves = cut(graph, waiting, fused=case.fused, free=free)
+    for half, counts in ((halves.inputs.graph, case.inputs), (halves.weights.graph, case.weights)):
         assert {op: operations(half)[op] for op in counts} == counts
     torch.manual_seed(0)
     expected = case.backward(*inputs)
@@ -162,10 +161,3 @@ def test_which_half_computes_what(name: str) -> None:
     gradients, sizes = run_halves(halves, inputs)
     assert all(torch.equal(gradients[i], x) for i, x in enumerate(expected) if x is not None)
     assert case.kept in (None, sizes)
-
-
-def test_a_graph_as_a_function_lets_go_of_its_arguments() -> None:
-    inputs = [torch.randn(*shape) for shape in LAYER]
-    given = list(inputs)
-    function_of(graph_of(layer, *inputs))(given)
-    assert given == []

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import networkx
 import torch
@@ -44,115 +44,99 @@ class HalvesError(PenstockError):
     """A graph cannot be cut."""
 
 
-@dataclass(frozen=True)
-class Policy:
-    """What the weights' half may compute again.
+class HalfGraph(NamedTuple):
+    """One of two graphs in place of a backward graph.
 
     Args:
-        fused: Whether the compiler fuses elementwise operations, so that they cost little.
-        checkpoints: Whether to compute checkpointed regions a second time, matrix products included.
+        graph: Computes it.
+        arguments: Which arguments of the backward graph it takes.
+        results: Which of its gradients it computes.
     """
 
-    fused: bool
-    checkpoints: bool = False
+    graph: GraphModule
+    arguments: tuple[int, ...]
+    results: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Halves:
+class Halves(NamedTuple):
     """Two graphs in place of one.
 
     Args:
-        inputs: Computes the gradients ``given`` from the arguments ``taken``, and after these what is kept.
-        weights: Computes the gradients ``left`` from the arguments ``held``, and what is kept.
-        taken: Positions among the arguments of the backward graph.
-        held: Positions among the arguments of the backward graph.
-        given: Positions among its results.
-        left: Positions among its results.
-        count: How many results it has.
-        saved: How many of the arguments ``held`` come before the gradients of outputs.
+        inputs: The inputs' half. After its gradients it returns values that are kept for the weights' half.
+        weights: The weights' half. It takes those values too.
+        saved: How many of its other arguments come before them: inductor expects gradients to come last.
+        total: How many results the backward has, None among them.
     """
 
-    inputs: GraphModule
-    weights: GraphModule
-    taken: tuple[int, ...]
-    held: tuple[int, ...]
-    given: tuple[int, ...]
-    left: tuple[int, ...]
-    count: int
+    inputs: HalfGraph
+    weights: HalfGraph
     saved: int
-
-    def in_order(self, held: Sequence[Any], made: Sequence[Any]) -> list[Any]:
-        """Returns the arguments of the weights' half.
-
-        Inductor expects the gradients of outputs to come last.
-        """
-        return [*held[: self.saved], *made, *held[self.saved :]]
+    total: int
 
 
 def cut(
-    backward: GraphModule, waiting: Collection[int], policy: Policy, free: Collection[str] = ()
+    backward: GraphModule, waiting: Collection[int], *, fused: bool, free: Collection[str] = ()
 ) -> Halves:
     """Cuts a backward graph.
 
     Args:
         backward: Computes one gradient or None for each argument of forward. It is changed.
         waiting: Which of these are the gradients of weights.
-        policy: What may be computed twice.
+        fused: Whether the compiler fuses elementwise operations, so that they may be computed in both halves.
         free: The names of arguments that cost nothing to keep, since they are kept in any case.
 
     Raises:
         HalvesError: The graph cannot be cut.
     """
-    _separate_convolutions(backward.graph)
-    results = list(_output(backward.graph).args[0])  # type: ignore[arg-type]
-    left = [i for i in waiting if isinstance(results[i], Node)]
-    given = [i for i, made in enumerate(results) if isinstance(made, Node) and i not in left]
-    impure = [n for n in backward.graph.nodes if n.op == "call_function" and n.is_impure()]
-    now = _above([*(results[i] for i in given), *impure])
-    late = _above(results[i] for i in left)
-    kept = _smallest_cut(backward.graph, now, late, [results[i] for i in left], policy, free)
+    graph = backward.graph
+    _separate_convolutions(graph)
+    gradients: Any = next(iter(reversed(graph.nodes))).args[0]
+    results = {place: node for place, node in enumerate(gradients) if isinstance(node, Node)}
+    late = {place: results[place] for place in waiting if place in results}
+    now = {place: node for place, node in results.items() if place not in late}
+    impure = [n for n in graph.nodes if n.op == "call_function" and n.is_impure()]
+    of_inputs = _above([*now.values(), *impure])
+    kept = _smallest_cut(graph, of_inputs, _above(late.values()), late.values(), fused, free)
     # A gradient that would itself be kept, or of which it would be a view, can be returned at once.
-    early = [i for i in left if all(map(_is_view, _above([results[i]], stop=set(kept))))]
-    given, left = given + early, [i for i in left if i not in early]
-    if not policy.fused:
-        kept = _with_views(backward.graph, kept, now)
-    kept = _needed(kept, [results[i] for i in left])
-    arguments = [n for n in backward.graph.nodes if n.op == "placeholder"]
-    places = {node: place for place, node in enumerate(arguments)}
-    held = [node for node in kept if node in places]
-    made = [node for node in kept if node not in places]
-    saved = sum("tangents" not in node.name for node in held)
-    first = _above([*now, *(results[i] for i in early), *made])
+    early = [p for p, node in late.items() if all(map(_is_view, _above([node], stop=set(kept))))]
+    now |= {place: late.pop(place) for place in early}
+    if not fused:
+        kept = _with_views(graph, kept, of_inputs)
+    kept = _needed(kept, late.values())
+    arguments = {n: p for p, n in enumerate(n for n in graph.nodes if n.op == "placeholder")}
+    passed = [node for node in kept if node in arguments]
+    computed = [node for node in kept if node not in arguments]
+    saved = sum("tangents" not in node.name for node in passed)
+    first = _above([*now.values(), *impure, *computed])
     taken = [node for node in arguments if node in first]
     return Halves(
-        _graph_of(backward, taken, [*(results[i] for i in given), *made], impure),
-        _graph_of(backward, [*held[:saved], *made, *held[saved:]], [results[i] for i in left]),
-        tuple(places[node] for node in taken),
-        tuple(places[node] for node in held),
-        tuple(given),
-        tuple(left),
-        len(results),
+        HalfGraph(
+            _graph_of(backward, taken, [*now.values(), *computed], impure),
+            tuple(arguments[node] for node in taken),
+            tuple(now),
+        ),
+        HalfGraph(
+            _graph_of(backward, [*passed[:saved], *computed, *passed[saved:]], [*late.values()]),
+            tuple(arguments[node] for node in passed),
+            tuple(late),
+        ),
         saved,
+        len(gradients),
     )
-
-
-def _output(graph: Graph) -> Node:
-    found: Node = next(iter(reversed(graph.nodes)))
-    return found
 
 
 def _reached(
     nodes: Iterable[Any], onward: Callable[[Node], Iterable[Node]], stop: Collection[Node] = ()
 ) -> dict[Node, None]:
     """Returns the nodes and all that can be reached from them without passing those at which to stop."""
-    found: dict[Node, None] = {}
-    pending = list(nodes)
-    while pending:
-        node = pending.pop()
-        if node not in found and node not in stop:
-            found[node] = None
-            pending += onward(node)
-    return found
+    reached: dict[Node, None] = {}
+    ahead = list(nodes)
+    while ahead:
+        node = ahead.pop()
+        if node not in reached and node not in stop:
+            reached[node] = None
+            ahead += onward(node)
+    return reached
 
 
 def _above(nodes: Iterable[Any], stop: Collection[Node] = ()) -> dict[Node, None]:
@@ -181,34 +165,32 @@ def _separate_convolutions(graph: Graph) -> None:
 
 def _smallest_cut(
     graph: Graph,
-    now: Collection[Node],
-    late: Collection[Node],
+    of_inputs: Collection[Node],
+    of_weights: Collection[Node],
     results: Iterable[Node],
-    policy: Policy,
+    fused: bool,
     free: Collection[str],
 ) -> list[Node]:
     """Returns the nodes to keep for the weights' half, in the order of the graph.
 
     Args:
         graph: The backward graph.
-        now: The nodes that the inputs' half needs.
-        late: The nodes that the weights' half needs.
+        of_inputs: The nodes that the inputs' half needs.
+        of_weights: The nodes that the weights' half needs.
         results: The weights' gradients.
-        policy: What may be computed twice.
+        fused: Whether elementwise operations cost little.
         free: The names of nodes that cost nothing to keep.
     """
-    gradients = [n for n in graph.nodes if n.op == "placeholder" and "tangents" in n.name]
-    of_gradients = _reached(gradients, lambda node: node.users)
     waits: set[Node] = set()
     net = networkx.DiGraph()
-    for node in (node for node in graph.nodes if node in late):
-        is_now, is_argument = node in now, node.op == "placeholder"
+    for node in (node for node in graph.nodes if node in of_weights):
+        is_now, is_argument = node in of_inputs, node.op == "placeholder"
         # What is heavy waits if only the weights' half needs it, and so does what depends on that.
         sources = node.all_input_nodes
         if not (is_now or is_argument) and not (is_light(node) and waits.isdisjoint(sources)):
             waits.add(node)
             net.add_edge((node, "in"), "weights' half")
-        if is_argument or (is_now and not _may_repeat(node, policy, of_gradients)):
+        if is_argument or (is_now and not _may_repeat(node, fused)):
             net.add_edge("inputs' half", (node, "in"))
         price = 1.0 if node.name in free else _price(node)
         if price is not None:
@@ -235,15 +217,13 @@ def _price(node: Node) -> float | None:
     return 1.0 + bytes_of(node)
 
 
-def _may_repeat(node: Node, policy: Policy, of_gradients: Collection[Node]) -> bool:
+def _may_repeat(node: Node, fused: bool) -> bool:
     """Says whether the weights' half may compute a node once more."""
     is_number = not isinstance(node.meta.get("val"), Tensor | list | tuple)
     if node.op == "get_attr" or _is_view(node) or is_number:
         return True
-    if policy.checkpoints and node not in of_gradients:
-        return not node.is_impure()
     is_reduction = 4 * bytes_of(node) < sum(map(bytes_of, node.all_input_nodes))
-    return policy.fused and is_light(node) and not is_reduction
+    return fused and is_light(node) and not is_reduction
 
 
 def _needed(kept: Iterable[Node], results: Iterable[Node]) -> list[Node]:
@@ -295,8 +275,8 @@ def _graph_of(
 # ---- find the backward of a compiled graph, compile its halves, and run them
 # AOT autograd makes one autograd node of a compiled graph; its backward is a graph as well, which is kept.
 # When a walk over autograd's graph meets a node of a kind for the first time, that graph is cut in two, and
-# both halves are compiled. From then on all nodes of the kind run the halves one after the other, or leave
-# the second one to whoever asks for it.
+# both halves are compiled. From then on each node of the kind runs it whole, or leaves the weights' half to
+# whoever asks for it.
 
 
 WeightsHalf = Callable[[], Sequence[Tensor | None]]
@@ -327,32 +307,29 @@ def _cut_kind(node: Any) -> Sequence[int]:
         return ()
     started = perf_counter()
     try:
-        later = names.backward_of(node)
-        made: tuple[Halves, Function] | None = later.compiled(
-            lambda graph, inputs, compile_: _compile(graph, inputs, compile_, weights, later)
-        )
+        backward = names.backward_of(node)
+        halves = backward.compiled(partial(_compile, weights=weights, backward=backward))
     except Exception as error:
         is_expected = isinstance(error, names.UnknownError | HalvesError)
         reason = str(error) if is_expected else f"{type(error).__name__}: {error}"
         log.warning("weight gradients do not wait in a compiled part of a stage: %s", reason)
         return ()
-    if made is None:
-        return ()
-    halves, backward = made
-    later.run_instead(backward)
-    seconds, count = perf_counter() - started, len(halves.left)
-    log.info(
-        "compiled a backward pass in two halves in %.1f s; weights that wait: %d", seconds, count
-    )
-    return [weights[place] for place in halves.left]
+    waiting = halves.weights.results
+    if waiting:
+        log.info(
+            "compiled a backward pass in two halves in %.1f s; weights that wait: %d",
+            perf_counter() - started,
+            len(waiting),
+        )
+    return [weights[place] for place in waiting]
 
 
 def _weights_of(node: Any) -> Iterator[tuple[int, int]]:
     """Yields for each weight its place among the arguments of forward, and among the node's edges."""
-    asked = (place for place, needed in enumerate(node.needs_input_grad) if needed)
+    learning = (place for place, needed in enumerate(node.needs_input_grad) if needed)
     # Only tensors have edges, and the edges of those that need no gradient lead nowhere.
-    edges = enumerate(node.next_functions)
-    for place, (edge, (below, _)) in zip(asked, ((e, to) for e, to in edges if to[0]), strict=True):
+    edges = [(edge, below) for edge, (below, _) in enumerate(node.next_functions) if below]
+    for place, (edge, below) in zip(learning, edges, strict=True):
         if isinstance(getattr(below, "variable", None), nn.Parameter):
             yield place, edge
 
@@ -361,35 +338,37 @@ def _compile(
     graph: GraphModule,
     inputs: Sequence[Any],
     compile_: Callable[..., Any],
+    *,
     weights: Mapping[int, int],
-    later: names.Later,
-) -> tuple[Halves, Function] | None:
-    """Cuts a backward graph and compiles its halves; returns None if nothing of it can wait.
+    backward: names.Backward,
+) -> Halves:
+    """Cuts a backward graph, and compiles and installs its halves if any weights can wait.
 
     Args:
         graph: The graph.
         inputs: Its inputs, without data.
         compile_: Compiles a graph.
         weights: What `_weights_of` yields.
-        later: The backward whose graph it is.
+        backward: The backward whose graph it is.
     """
     names.propagate(graph, inputs)
-    policy = later.noted or Policy(fused=later.is_fused)
     # These are the names that AOT autograd gives to arguments of forward that it saves for backward.
     free = {f"primals_{place + 1}" for place in weights}
-    halves = cut(graph, list(weights), policy, free)
-    if not halves.left:
-        return None
-    first, second = (
-        names.boxed(
-            compile_(half, [n.meta["val"] for n in half.graph.nodes if n.op == "placeholder"])
+    halves = cut(graph, list(weights), fused=backward.is_fused, free=free)
+    if halves.weights.results:
+        first, second = (
+            names.boxed(compile_(half.graph, [n.meta["val"] for n in _arguments(half.graph)]))
+            for half in (halves.inputs, halves.weights)
         )
-        for half in (halves.inputs, halves.weights)
-    )
-    return halves, names.boxed(_backward(halves, first, second, later.whole()), is_boxed=True)
+        backward.run_instead(_in_halves(halves, first, second, backward.whole()))
+    return halves
 
 
-def _backward(halves: Halves, inputs: Function, weights: Function, whole: Function) -> Function:
+def _arguments(graph: GraphModule) -> Iterator[Node]:
+    return (node for node in graph.graph.nodes if node.op == "placeholder")
+
+
+def _in_halves(halves: Halves, inputs: Function, weights: Function, whole: Function) -> Function:
     """Returns the backward pass of a kind of compiled nodes, as AOT autograd calls it.
 
     Args:
@@ -398,28 +377,29 @@ def _backward(halves: Halves, inputs: Function, weights: Function, whole: Functi
         weights: The weights' half, compiled.
         whole: Both as one.
     """
-    count = len(halves.given)
+    places = halves.inputs.results
 
     def backward(args: list[Any]) -> Any:
         """Returns a gradient or None for each argument of forward; those of weights may be left for later."""
         keep = getattr(names.running_node(), "keep_weights_half", None)
         if keep is None:
             return whole(args)
-        held, taken = [args[p] for p in halves.held], [args[p] for p in halves.taken]
+        later = [args[place] for place in halves.weights.arguments]
+        now = [args[place] for place in halves.inputs.arguments]
         args.clear()
-        results = inputs(taken)
-        kept = halves.in_order(held, results[count:])
-        versions = _versions(kept)
+        results = inputs(now)
+        later[halves.saved : halves.saved] = results[len(places) :]
+        versions = _versions(later)
 
         def run_weights() -> Sequence[Tensor | None]:
-            _check_unchanged(kept, versions)
+            _check_unchanged(later, versions)
             with names.autocast_disabled():
-                gradients: Sequence[Tensor | None] = weights(kept)
+                gradients: Sequence[Tensor | None] = weights(later)
             return gradients
 
         keep(run_weights)
-        gradients: list[Any] = [None] * halves.count
-        for place, gradient in zip(halves.given, results, strict=False):
+        gradients: list[Any] = [None] * halves.total
+        for place, gradient in zip(places, results, strict=False):
             gradients[place] = gradient
         return gradients
 

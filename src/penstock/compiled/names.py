@@ -1,7 +1,7 @@
 """The private names of torch that compiled stages need, all in this file. They hold for torch 2.13.
 
-There is no public way to get the backward graph of what AOT autograd has compiled, inductor as a function of
-a graph, or the settings with which something was compiled.
+There is no public way to get the backward graph of what AOT autograd has compiled, or the settings with which
+something was compiled.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch._dynamo import eval_frame
+from torch._dynamo.utils import counters
 from torch._functorch import config
-from torch._functorch.aot_autograd import aot_module_simplified
-from torch._functorch.partitioners import default_partition, get_default_op_list
-from torch._guards import TracingContext, detect_fake_mode
-from torch.fx import Graph, GraphModule, Node
+from torch._functorch.partitioners import get_default_op_list
+from torch._guards import detect_fake_mode
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import optimization_hint
-from torch.fx.graph import _BoxedCodeGen
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._triton import has_triton
 
@@ -62,21 +61,28 @@ def propagate(graph: GraphModule, inputs: Sequence[Any]) -> None:
 # ---- the backward of what is compiled
 
 
-class Later:
+class Backward:
     """The backward graph of a kind of compiled nodes, which torch compiles when it is first run.
 
     Args:
         compiler: What compiles it.
-        noted: What `note` has noted for it.
     """
 
-    def __init__(self, compiler: Any, noted: Any) -> None:
-        self._compiler, self.noted = compiler, noted
+    def __init__(self, compiler: Any) -> None:
+        self._compiler = compiler
 
     @property
     def is_fused(self) -> bool:
         """Whether inductor compiles it."""
-        return "_inductor" in str(getattr(_unwrapped(self._compiler.bw_compiler), "__module__", ""))
+        functions: list[Any] = []
+        function = self._compiler.bw_compiler
+        # Dynamo wraps functions, sometimes in a circle.
+        while function is not None and function not in functions:
+            functions.append(function)
+            function = getattr(function, "_torchdynamo_orig_callable", None) or getattr(
+                function, "compiler_fn", None
+            )
+        return any("_inductor" in str(getattr(one, "__module__", "")) for one in functions)
 
     def compiled(self, make: Compile) -> Any:
         """Calls ``make`` with a copy of the graph, its inputs, and what compiles a graph."""
@@ -95,25 +101,22 @@ class Later:
         return lambda args: boxed(before.get_or_compile(saved_tensors_use_once=False))(args)
 
     def run_instead(self, function: Compile) -> None:
-        """Makes nodes of the kind call this function."""
+        """Makes nodes of the kind call this function, which empties its list of arguments."""
+        vars(function)["_boxed_call"] = True
         self._compiler.compiled_bw = function
 
 
-def _unwrapped(function: Any) -> Any:
-    while True:
-        inner = getattr(function, "_torchdynamo_orig_callable", None) or getattr(
-            function, "compiler_fn", None
-        )
-        if inner is None:
-            return function
-        function = inner
+def boxed(function: Any) -> Compile:
+    """Returns a compiled function as one that takes a list of arguments, which it may empty."""
+    is_boxed = hasattr(function, "_boxed_call")
+    return cast("Compile", function) if is_boxed else lambda args: function(*args)
 
 
 class UnknownError(Exception):
     """The backward of a node cannot be had as a graph."""
 
 
-def backward_of(node: Any) -> Later:
+def backward_of(node: Any) -> Backward:
     """Returns the backward graph of a compiled node.
 
     Raises:
@@ -140,17 +143,7 @@ def backward_of(node: Any) -> Later:
         or getattr(context, "ddp_optimizer_ctx", None) is not None
     ):
         raise UnknownError("it handles more than gradients")
-    return Later(compiler, getattr(context, _NOTED, None))
-
-
-_NOTED = "noted_by_penstock"
-
-
-def note(value: Any) -> None:
-    """Notes something for the backward of the graph that is being compiled."""
-    context = TracingContext.try_get()
-    if context is not None:
-        setattr(context, _NOTED, value)
+    return Backward(compiler)
 
 
 def running_node() -> Any:
@@ -168,52 +161,16 @@ def runs_as_written() -> bool:
     return eval_frame._stance.stance == "force_eager"
 
 
-# ---- compile a graph
+# ---- how something is or was compiled
 
 
-def function_of(module: GraphModule, _: Any = None) -> Compile:
-    """Returns a function that runs a graph's operations in their order, and empties its list of arguments."""
-    graph = Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    graph.set_codegen(_BoxedCodeGen())
-    run = GraphModule(module, graph).forward
-
-    return boxed(lambda args: run(args), is_boxed=True)
+PLAIN = "aot_eager_default_partitioner"
+"""The backend that runs a graph's operations as they are, in one Python function."""
 
 
-def boxed(function: Any, *, is_boxed: bool = False) -> Compile:
-    """Returns a compiled function as one that takes a list of arguments, which it may empty.
-
-    Args:
-        function: The function.
-        is_boxed: Whether it is to be known for one that does already.
-    """
-    if is_boxed:
-        vars(function)["_boxed_call"] = True
-    is_boxed = hasattr(function, "_boxed_call")
-    return cast("Compile", function) if is_boxed else lambda args: function(*args)
-
-
-def compile_plainly(graph: GraphModule, inputs: Sequence[Any], compile_: Compile) -> Compile:
-    """Traces a graph with its backward, cuts these apart and compiles each of them."""
-    made: Any = aot_module_simplified(
-        graph,
-        inputs,
-        fw_compiler=compile_,
-        bw_compiler=compile_,
-        inference_compiler=compile_,
-        partition_fn=default_partition,
-        keep_inference_input_mutations=True,
-    )
-    return cast("Compile", made)
-
-
-def compile_with_inductor(graph: GraphModule, inputs: Sequence[Any], options: Options) -> Compile:
-    """Does the same with inductor."""
-    # This takes seconds to import, and warns.
-    compiler = import_module("torch._inductor.compile_fx")
-    made: Any = compiler.compile_fx(graph, inputs, config_patches=options)
-    return cast("Compile", made)
+def graphs_compiled() -> int:
+    """Returns how many graphs were compiled so far."""
+    return int(counters["stats"]["unique_graphs"])
 
 
 def graphs_kept() -> AbstractContextManager[Any]:
@@ -225,10 +182,10 @@ def graphs_kept() -> AbstractContextManager[Any]:
     """
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
-    found = ExitStack()
-    found.enter_context(config.patch(enable_autograd_cache=False))
-    found.enter_context(torch._dynamo.config.patch(optimize_ddp=False))
-    return found
+    stack = ExitStack()
+    stack.enter_context(config.patch(enable_autograd_cache=False))
+    stack.enter_context(torch._dynamo.config.patch(optimize_ddp=False))
+    return stack
 
 
 @cache
@@ -239,9 +196,6 @@ def has_compiler(device: str) -> bool:
     except Exception:
         return False
     return device == "cpu" or has_triton()
-
-
-# ---- how something is or was compiled
 
 
 def inductor_options(settings: Mapping[str, Any]) -> Options:

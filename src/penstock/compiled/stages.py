@@ -1,100 +1,41 @@
-"""The module of a stage, called through what it is compiled to; and the backend that compiles it."""
+"""The module of a stage, called through what it is compiled to.
+
+Dynamo captures graphs, with guards that say when each holds; AOT autograd traces a graph together with its
+backward and separates the two. They handle graph breaks, in-place changes, views and random numbers, and
+nothing about that is changed here.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from time import perf_counter
 from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from penstock.compiled import names
-from penstock.compiled.halves import Policy
 from penstock.errors import PenstockError, UsageError
 
-# ---- the backend of `torch.compile` for stages: it compiles each graph that Dynamo captures once
-# Dynamo captures graphs, with guards that say when each holds; AOT autograd traces a graph together with its
-# backward and separates the two. They handle graph breaks, in-place changes, views and random numbers, and
-# nothing about that is changed here.
-
-
 log = logging.getLogger("penstock")
-
-CUDA_GRAPHS = "triton.cudagraphs"
-
-
-@dataclass
-class Tally:
-    """Counts how many compiled graphs were called so far, and how many were compiled."""
-
-    graphs: int = 0
-    compiled: int = 0
-
-
-tally = Tally()
-
-
-class Compiler:
-    """Compiles what Dynamo captures.
-
-    Args:
-        inductor: The options of inductor; with None the operations of the graphs run as they are.
-        checkpoints: Whether the weights' half computes checkpointed regions once more.
-    """
-
-    compiler_name = "penstock"
-
-    def __init__(self, inductor: names.Options | None, *, checkpoints: bool = False) -> None:
-        if inductor is not None and inductor.get(CUDA_GRAPHS):
-            log.info(
-                "compiled stages run without CUDA graphs, whose memory microbatches under way would share"
-            )
-            inductor = {**inductor, CUDA_GRAPHS: False}
-        self._inductor = inductor
-        self._checkpoints = checkpoints
-
-    def __eq__(self, other: object) -> bool:
-        # If backends are equal, Dynamo uses for one stage what it has compiled for another.
-        return isinstance(other, Compiler) and vars(self) == vars(other)
-
-    def __hash__(self) -> int:
-        return hash(self._checkpoints)
-
-    def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Returns a function that computes a graph."""
-        started = perf_counter()
-        names.note(Policy(fused=self._inductor is not None, checkpoints=self._checkpoints))
-        if self._inductor is None:
-            compiled = names.compile_plainly(graph, inputs, names.function_of)
-        else:
-            compiled = names.compile_with_inductor(graph, inputs, self._inductor)
-        tally.compiled += 1
-        seconds, nodes = perf_counter() - started, len(graph.graph.nodes)
-        log.info("compiled a forward pass of %d operations in %.1f s", nodes, seconds)
-
-        def run(*args: Any) -> Any:
-            tally.graphs += 1
-            return compiled(*args)
-
-        return run
-
-
-# ---- the module of a stage, called through what it is compiled to
-
 
 # Calls may differ in mode, in shapes, in having masks, and in which inputs need gradients.
 RECOMPILATIONS = 64
 
-_CHECKPOINTS = ("keep", "again")
-_OF_TORCH = {"dynamic", "fullgraph", "isolate_recompiles", "recompile_limit"}
-_KNOWN = {"backend", "mode", "options", "checkpoints", *_OF_TORCH}
+_OPTIONS = {
+    "backend",
+    "dynamic",
+    "fullgraph",
+    "isolate_recompiles",
+    "mode",
+    "options",
+    "recompile_limit",
+}
+_CUDA_GRAPHS = "triton.cudagraphs"
 
 
 class RefusedError(PenstockError):
@@ -109,7 +50,7 @@ class CompiledModule:
 
     Args:
         module: The module.
-        settings: Options of `torch.compile`, and ``checkpoints``.
+        settings: Options of `torch.compile`; a backend of ``"plain"`` runs graphs as they are.
         name: The name for messages.
         units_of: The module with the units, if ``module`` is wrapped around it.
 
@@ -125,17 +66,17 @@ class CompiledModule:
         units_of: nn.Module | None = None,
     ) -> None:
         self._module, self._name = module, name
-        self._backend = _backend(module, settings)
+        options = _options(module, settings)
         self._strict = bool(settings.get("fullgraph"))
+        self._has_own_backend = options["backend"] not in ("inductor", names.PLAIN)
         self._passed: set[tuple[bool, bool]] = set()
-        options = {key: value for key, value in settings.items() if key in _OF_TORCH}
         units = getattr(module if units_of is None else units_of, "units", None)
         self._call: Callable[..., Any] = module
         if units is None:
-            self._call = _compiled(module, self._backend, options)
+            self._call = _compiled(module, options)
         self._units = [unit for unit in units or () if _is_worth_it(unit)]
         for unit in self._units:
-            unit._compiled_call_impl = _compiled(unit, self._backend, options)
+            unit._compiled_call_impl = _compiled(unit, options)
 
     def undo(self) -> None:
         """Undoes the compilation of units in place."""
@@ -156,7 +97,7 @@ class CompiledModule:
         return result
 
     def _first(self, args: Any, kwargs: Any) -> Any:
-        started, before = perf_counter(), replace(tally)
+        started, before = perf_counter(), names.graphs_compiled()
         with _undone_on_error(self._module):
             try:
                 result = self._call(*args, **kwargs)
@@ -164,22 +105,20 @@ class CompiledModule:
                 if self._strict:
                     raise
                 raise RefusedError(f"{self._name}: {type(error).__name__}: {error}") from error
-            self._report(before, perf_counter() - started)
-            if _is_differentiated_twice(result):
-                raise RefusedError(f"{self._name}: it differentiates twice through compiled code")
+            if reason := self._reason_against(result):
+                raise RefusedError(f"{self._name}: {reason}")
+        graphs, seconds = names.graphs_compiled() - before, perf_counter() - started
+        log.info("%s: compiled %d graphs in %.1f s", self._name, graphs, seconds)
         return result
 
-    def _report(self, before: Tally, seconds: float) -> None:
-        """Logs what the first call has compiled; refuses a module of which nothing was."""
-        if not isinstance(self._backend, Compiler):
-            log.info("%s: compiled by %s in %.1f s", self._name, self._backend, seconds)
-            return
-        graphs, compiled = tally.graphs - before.graphs, tally.compiled - before.compiled
-        if not graphs and any(True for _ in self._module.parameters()):
-            raise RefusedError(f"{self._name}: torch.compile cannot capture any of it")
-        log.info(
-            "%s: %d graphs, %d of them compiled now, %.1f s", self._name, graphs, compiled, seconds
-        )
+    def _reason_against(self, result: Any) -> str | None:
+        """Says why a result cannot be used, if there is a reason."""
+        kinds = _kinds_behind(result)
+        if "CompiledFunctionBackwardBackward" in kinds:
+            return "it differentiates twice through compiled code"
+        if kinds and "CompiledFunctionBackward" not in kinds and not self._has_own_backend:
+            return "torch.compile cannot capture any of it"
+        return None
 
 
 def _is_worth_it(unit: nn.Module) -> bool:
@@ -188,19 +127,24 @@ def _is_worth_it(unit: nn.Module) -> bool:
     return unit._compiled_call_impl is None and not is_single
 
 
-def _backend(module: nn.Module, settings: Mapping[str, Any]) -> Any:
-    if unknown := settings.keys() - _KNOWN:
+def _options(module: nn.Module, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of `torch.compile`."""
+    if unknown := settings.keys() - _OPTIONS:
         raise UsageError(
-            f"compile= has no option {', '.join(sorted(unknown))}; there are {sorted(_KNOWN)}"
+            f"compile= has no option {', '.join(sorted(unknown))}; there are {sorted(_OPTIONS)}"
         )
-    checkpoints = settings.get("checkpoints", _CHECKPOINTS[0])
-    if checkpoints not in _CHECKPOINTS:
-        raise UsageError(f"checkpoints={checkpoints!r}: must be one of {_CHECKPOINTS}")
-    backend = settings.get("backend") or _default_backend(module)
-    if backend not in ("inductor", "plain"):
-        return backend
-    inductor = names.inductor_options(settings) if backend == "inductor" else None
-    return Compiler(inductor, checkpoints=checkpoints == "again")
+    options = {"recompile_limit": RECOMPILATIONS, **settings}
+    backend = options["backend"] = settings.get("backend") or _default_backend(module)
+    if backend == "plain":
+        options["backend"] = names.PLAIN
+    elif backend == "inductor":
+        options |= {"mode": None, "options": names.inductor_options(settings)}
+        if options["options"].get(_CUDA_GRAPHS):
+            log.info(
+                "compiled stages run without CUDA graphs, whose memory microbatches under way would share"
+            )
+            options["options"][_CUDA_GRAPHS] = False
+    return options
 
 
 def _default_backend(module: nn.Module) -> str:
@@ -213,7 +157,7 @@ def _default_backend(module: nn.Module) -> str:
     return "plain"
 
 
-def _compiled(module: nn.Module, backend: Any, options: Mapping[str, Any]) -> Callable[..., Any]:
+def _compiled(module: nn.Module, options: Mapping[str, Any]) -> Callable[..., Any]:
     """Returns a compiled function that calls a module.
 
     Dynamo keeps what it has compiled by code object. Equal modules share one, so that they share what is
@@ -226,9 +170,8 @@ def _compiled(module: nn.Module, backend: Any, options: Mapping[str, Any]) -> Ca
     key = _signature(module)
     code = _codes.setdefault(key, call.__code__.replace(co_name=f"stage_kind_{len(_codes)}"))
     function = FunctionType(code, call.__globals__, code.co_name, closure=call.__closure__)
-    limit = {"recompile_limit": RECOMPILATIONS, **options}
-    made: Callable[..., Any] = torch.compile(function, backend=backend, **limit)
-    return made
+    compiled: Callable[..., Any] = torch.compile(function, **options)
+    return compiled
 
 
 _codes: dict[str, CodeType] = {}
@@ -271,17 +214,14 @@ def _undone_on_error(module: nn.Module) -> Iterator[None]:
         raise
 
 
-def _is_differentiated_twice(result: Any) -> bool:
-    """Says whether backward would differentiate a compiled backward, which AOT autograd refuses."""
+def _kinds_behind(result: Any) -> set[str]:
+    """Returns the names of the kinds of nodes in a result's autograd graph."""
     leaves = tree_leaves(result)
-    pending: list[Any] = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)]
-    seen: set[Any] = set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        if type(node).__name__ == "CompiledFunctionBackwardBackward":
-            return True
-        seen.add(node)
-        pending += [above for above, _ in node.next_functions]
-    return False
+    ahead: list[Any] = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)]
+    seen: set[Any] = {None}
+    while ahead:
+        node = ahead.pop()
+        if node not in seen:
+            seen.add(node)
+            ahead += [below for below, _ in node.next_functions]
+    return {type(node).__name__ for node in seen - {None}}
