@@ -238,39 +238,40 @@ def test_equal_costs_take_no_longer_than_the_schedule_made_for_them(name: str, l
     assert lower_bound(Costs(), **step) == pytest.approx(least, rel=0.02)
 
 
-def test_stages_of_unequal_cost_are_scheduled_better_than_by_the_library() -> None:
-    share = [1, 1, 1, 2]
-    costs = Costs(forward=share, input=share, weight=share, activation=share, stash=share)
-    ran = [simulate(known, costs) for known in library(looped(4), 8)]
-    assert min(known.makespan for known in ran if fits(known, [4] * 4)) == 57
-    found = search(costs, ranks=4, microbatches=8, memory=4, seconds=math.inf)
-    assert peaks_fit(found, costs, 4)
-    assert simulate(found, costs).makespan == 51
-    assert lower_bound(costs, ranks=4, microbatches=8, memory=4) == pytest.approx(51)
+def drawn(random: Random, stages: int) -> Costs:
+    """Costs of which none are equal, with a stash as large as the activations."""
+    kinds = ("forward", "input", "weight", "activation")
+    each = {kind: [round(random.uniform(1, 3), 2) for _ in range(stages)] for kind in kinds}
+    return Costs(**each, stash=each["activation"], latency=0.1)  # type: ignore[arg-type]
 
 
-def test_forwards_wait_where_they_would_take_memory_that_others_need_sooner() -> None:
-    """Two microbatches fit on a rank, and no schedule of the library does: the result is near the bound.
+UNEQUAL = Costs(
+    forward=[2.23, 2.12, 1.95, 1.68, 2.34, 1.69, 2.46, 1.66],
+    input=[2.2, 1.9, 2.8, 1.75, 1.69, 1.05, 2.1, 1.18],
+    weight=[2.26, 1.35, 1.43, 2.05, 1.38, 1.89, 2.82, 2.62],
+    activation=[1.56, 2.75, 1.95, 1.62, 2.18, 2.06, 2.74, 1.07],
+    stash=0,
+    latency=0.5,
+)
 
-    8 % is an observation, no promise: at a tenth of the default effort the first ten seeds end 3 to 7 % above
-    the bound; the default one, taken here, ends 6.5 % above it.
-    """
-    costs = Costs(
-        forward=[2.23, 2.12, 1.95, 1.68, 2.34, 1.69, 2.46, 1.66],
-        input=[2.2, 1.9, 2.8, 1.75, 1.69, 1.05, 2.1, 1.18],
-        weight=[2.26, 1.35, 1.43, 2.05, 1.38, 1.89, 2.82, 2.62],
-        activation=[1.56, 2.75, 1.95, 1.62, 2.18, 2.06, 2.74, 1.07],
-        stash=0,
-        latency=0.5,
-    )
-    memory = [5.26, 10.98, 8.02, 7.6]
-    step = Step(ranks=4, microbatches=6, memory=memory, placement=v_shaped(4))
-    known = library(v_shaped(4), 6)
-    assert known
-    assert not any(fits(simulate(each, costs), memory) for each in known)
-    ran = simulate(search(costs, **step, effort=0.1, seconds=math.inf), costs)
-    bound = lower_bound(costs, **step)
-    assert bound <= ran.makespan * (1 + 1e-9) <= 1.08 * bound
+
+@pytest.mark.parametrize(
+    ("costs", "memory", "microbatches", "least"),
+    [
+        (UNEQUAL, [5.26, 10.98, 8.02, 7.6], 6, 104.17),
+        (drawn(Random("2"), 10), [8.3] * 5, 8, 164.87),
+    ],
+    ids=["4 ranks", "5 ranks"],
+)
+def test_in_a_v_with_memory_for_two_microbatches_the_result_is_near_the_best_known(
+    costs: Costs, memory: Sequence[float], microbatches: int, least: float
+) -> None:
+    """No schedule of the library fits; at a fifth of the default effort ten seeds end within 3 %."""
+    placement = v_shaped(len(memory))
+    assert not any(fits(simulate(each, costs), memory) for each in library(placement, microbatches))
+    step = Step(ranks=len(memory), microbatches=microbatches, memory=memory, placement=placement)
+    ran = simulate(search(costs, **step, effort=0.2, seconds=math.inf), costs)
+    assert lower_bound(costs, **step) <= ran.makespan * (1 + 1e-9) <= 1.05 * least
     assert fits(ran, memory)
 
 

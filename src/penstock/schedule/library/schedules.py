@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 
 from penstock.errors import InternalError, ScheduleError
 from penstock.schedule.action import Action, Entry, Op, Overlap
@@ -199,25 +200,16 @@ def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sched
 
 def _breadth_first(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
     placement = looped(ranks, stages_per_rank)
-    held = [placement.stages_on(rank) for rank in range(ranks)]
     programs = tuple(
-        (
-            *_run(Op.F, _turns(stages, microbatches)),
-            *_run(Op.B, _turns(stages[::-1], microbatches)),
+        tuple(
+            Action(stage, op, microbatch)
+            for op, stages in ((Op.F, held), (Op.B, held[::-1]))
+            for stage in stages
+            for microbatch in range(microbatches)
         )
-        for stages in held
+        for held in map(placement.stages_on, range(ranks))
     )
     return Schedule(name, placement, microbatches, programs)
-
-
-def _run(op: Op, turns: Iterable[Turn]) -> list[Action]:
-    """One op for several stages and microbatches in turn."""
-    return [Action(stage, op, microbatch) for stage, microbatch in turns]
-
-
-def _turns(stages: Iterable[int], microbatches: int) -> list[Turn]:
-    """Stage after stage, each with all microbatches in order."""
-    return [(stage, microbatch) for stage in stages for microbatch in range(microbatches)]
 
 
 # ---- no backward
@@ -264,9 +256,6 @@ def forward_only(ranks: int, microbatches: int, stages: int | Placement = 1) -> 
 _PERIOD = 6
 """F, I and W of a rank's two stages."""
 
-_Lane = tuple[int, Op]
-"""A stage and an op."""
-
 
 @dataclass(frozen=True)
 class _Block:
@@ -296,27 +285,6 @@ class _Block:
         )
 
 
-@dataclass
-class _SqueezedRank:
-    """A rank at some step: what it has still to start, and what it has started."""
-
-    todo: deque[Action]
-    room: int
-    """How many more stages' activations it may hold."""
-    due: deque[Action] = field(default_factory=deque)
-    """The Ws whose I is done."""
-    program: list[Action] = field(default_factory=list)
-
-    def start(self, action: Action) -> None:
-        self.program.append(action)
-        if action.op is Op.F:
-            self.room -= 1
-        elif action.op is Op.I:
-            self.due.append(action._replace(op=Op.W))
-        else:
-            self.room += 1
-
-
 def _squeezed(name: str, ranks: int, microbatches: int, block: _Block, held: int) -> Schedule:
     """Repeat a building block and squeeze it.
 
@@ -328,65 +296,54 @@ def _squeezed(name: str, ranks: int, microbatches: int, block: _Block, held: int
         held: of how many microbatches a rank may hold the activations, counting both of its stages.
     """
     empty = Schedule(name, v_shaped(ranks), microbatches, ((),) * ranks)
-    line = [
-        _SqueezedRank(deque(_order(rank, ranks, microbatches, block)), 2 * held)
-        for rank in range(ranks)
-    ]
-    _UnitSteps(empty).run(line)
-    return empty.with_programs(rank.program for rank in line)
+    rule = Dependencies(empty)
+    todo = [deque(_order(rank, ranks, microbatches, block)) for rank in range(ranks)]
+    due: list[deque[Action]] = [deque() for _ in todo]
+    programs: list[list[Action]] = [[] for _ in todo]
+    room, done = [2 * held] * ranks, set[Action]()
+
+    def may_start(action: Action, room: int) -> bool:
+        stage, op, microbatch, _ = action
+        before = [Action(need.stage, need.split_op, microbatch) for need in rule.needs(stage, op)]
+        before += [Action(stage, op, microbatch - 1)] if microbatch else []
+        return done.issuperset(before) and (op is not Op.F or room > 0)
+
+    def choose(rank: int) -> Action | None:
+        waiting = todo[rank]
+        if waiting and may_start(waiting[0], room[rank]):
+            return waiting.popleft()
+        if due[rank]:
+            return due[rank].popleft()
+        if len(waiting) > 1 and may_start(waiting[1], room[rank] - (waiting[0].op is Op.F)):
+            first = waiting.popleft()
+            overtakes, waiting[0] = waiting[0], first
+            return overtakes
+        return None
+
+    while any(todo) or any(due):
+        step = [(rank, action) for rank in range(ranks) if (action := choose(rank))]
+        if not step:
+            raise InternalError("the building block leaves no rank anything to do")
+        for rank, action in step:
+            programs[rank].append(action)
+            done.add(action)
+            if action.op is Op.I:
+                due[rank].append(action._replace(op=Op.W))
+            else:
+                room[rank] += 1 if action.op is Op.W else -1
+    return empty.with_programs(programs)
 
 
 def _order(rank: int, ranks: int, microbatches: int, block: _Block) -> list[Action]:
     """A rank's Fs and Is by their times in the repeated block."""
-    stages = (rank, 2 * ranks - 1 - rank)
-    kinds = ((stages[0], Op.F), (stages[1], Op.F), (stages[1], Op.I), (stages[0], Op.I))
+    down, up = rank, 2 * ranks - 1 - rank
+    kinds = ((down, Op.F), (up, Op.F), (up, Op.I), (down, Op.I))
     timed = [
         (time + _PERIOD * m, Action(stage, op, m))
         for time, (stage, op) in zip(block.times(rank, ranks), kinds, strict=True)
         for m in range(microbatches)
     ]
-    return [action for _, action in sorted(timed, key=lambda pair: pair[0])]
-
-
-class _UnitSteps:
-    """Runs ranks in unit steps; a stage takes its microbatches in order, so counts tell what is done."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        rule = Dependencies(schedule)
-        lanes = [(stage, op) for stage in range(schedule.stages) for op in (Op.F, Op.I)]
-        self._done = dict.fromkeys(lanes, 0)
-        self._needs: dict[_Lane, list[_Lane]] = {
-            lane: [(need.stage, need.split_op) for need in rule.needs(*lane)] for lane in lanes
-        }
-
-    def run(self, line: list[_SqueezedRank]) -> None:
-        while any(rank.todo or rank.due for rank in line):
-            chosen = [(rank, action) for rank in line if (action := self._choose(rank))]
-            if not chosen:
-                raise InternalError("the building block leaves no rank anything to do")
-            for rank, action in chosen:
-                rank.start(action)
-                if action.op is not Op.W:
-                    self._done[action.stage, action.op] += 1
-
-    def _choose(self, rank: _SqueezedRank) -> Action | None:
-        """Choose the action that a rank runs in this step, and take it off the rank's lists."""
-        todo = rank.todo
-        if todo and self._may(todo[0], rank.room):
-            return todo.popleft()
-        if rank.due:
-            return rank.due.popleft()
-        if len(todo) > 1 and self._may(todo[1], rank.room - (todo[0].op is Op.F)):
-            overtakes = todo[1]
-            del todo[1]
-            return overtakes
-        return None
-
-    def _may(self, action: Action, room: int) -> bool:
-        stage, op, microbatch, _ = action
-        if microbatch is None or (op is Op.F and room < 1) or self._done[stage, op] != microbatch:
-            return False
-        return all(self._done[lane] > microbatch for lane in self._needs[stage, op])
+    return [action for _, action in sorted(timed, key=itemgetter(0))]
 
 
 def v_half(ranks: int, microbatches: int) -> Schedule:

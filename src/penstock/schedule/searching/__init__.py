@@ -1,15 +1,16 @@
-"""Search for a schedule: the best of the library and of a list scheduler, improved.
+"""Search for a schedule for stages of unequal cost under a memory limit.
 
-For stages of unequal cost under a memory limit. ``task`` puts the step into numbers, ``drafting`` makes
-drafts of its schedule and improves them, ``bounds`` proves what none can beat.
+``task`` puts the step into numbers, ``drafting`` makes drafts of its schedule, ``annealing`` improves them,
+and ``bounds`` proves what none can beat.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from numbers import Real
-from operator import attrgetter, itemgetter
+from operator import attrgetter, itemgetter, le
 from random import Random
 from time import monotonic
 
@@ -25,15 +26,19 @@ from penstock.schedule.base import (
 )
 from penstock.schedule.clock import Costs
 from penstock.schedule.library import RECIPES
+from penstock.schedule.searching.annealing import Annealer
 from penstock.schedule.searching.bounds import PRECISION, Bound
-from penstock.schedule.searching.drafting import Climber, Dispatcher, rules
-from penstock.schedule.searching.task import SLACK, Task
+from penstock.schedule.searching.drafting import Dispatcher, rules
+from penstock.schedule.searching.task import SLACK, Draft, Task
 from penstock.schedule.simulation import simulate
 
 Memory = float | Sequence[float]
 """What each rank may hold: one number for all, or one for each."""
-EFFORT = 1_500_000
-"""How many actions are placed by default: a few seconds of work."""
+EFFORT = 1_200_000
+"""How many moves are tried by default, as the annealer counts them: a few seconds of work."""
+MAKESPAN = attrgetter("makespan")
+STARTS = 24
+"""How many drafts set off in the first round."""
 
 
 def search(  # noqa: PLR0913 - the whole task, by name
@@ -58,11 +63,10 @@ def search(  # noqa: PLR0913 - the whole task, by name
     pairs are not searched; but if ``costs.overlap`` makes a schedule of the library that has them the best,
     that is the result.
 
-    The candidates are the library's schedules for this placement that keep to the memory, and those of a list
-    scheduler with a portfolio of rules and many variations of these; so the result is never longer than the
-    best of the library. The search ends when its effort is used up, when the result is proven to be within
-    0.01 % of the best possible, or when the time is over.
-    Unless the time ends it, the same arguments give the same schedule.
+    The candidates are the library's schedules for this placement that keep to the memory, and drafts of a
+    list scheduler that simulated annealing improves; so the result is never longer than the best of the
+    library. The search ends when its effort is used up, when the result is proven to be within 0.01 % of the
+    best possible, or when time runs out. Unless time ends it, the same arguments give the same schedule.
 
     Args:
         costs: the costs of each stage.
@@ -95,7 +99,6 @@ def search(  # noqa: PLR0913 - the whole task, by name
     for name, number in (("seconds", seconds), ("effort", effort)):
         if not number >= 0:
             raise UsageError(f"{name}={number}: must be a number, at least 0")
-    random = Random(seed)
     until = monotonic() + seconds
     tasks = _tasks(costs, ranks, microbatches, memory, placement, edges)
     shortest, best = min(
@@ -103,14 +106,51 @@ def search(  # noqa: PLR0913 - the whole task, by name
         default=(math.inf, None),
         key=itemgetter(0),
     )
-    bounds = [Bound(task, until) for task in tasks]
-    climbers = [Climber(task, random, until) for task in tasks]
-    for climber, bound in zip(climbers, bounds, strict=True):
-        known = min(shortest, *(each.best[0].makespan for each in climbers))
-        if not bound.excludes(known * (1 - PRECISION)):
-            climber.run(EFFORT * effort / len(climbers), bound.least)
-    draft = min((climber.best[0] for climber in climbers), key=attrgetter("makespan"))
+    drafts = [Dispatcher(tasks[0], next(rules(tasks[0]))).run()]
+    drafts += (
+        Dispatcher(task, rule).run()
+        for task in tasks
+        for rule in rules(task)
+        if monotonic() < until
+    )
+    bounds = {task: Bound(task, until) for task in tasks}
+    draft = _race(drafts, bounds, shortest, Random(seed), until, effort)
     return draft.schedule() if best is None or draft.makespan < shortest * (1 - SLACK) else best
+
+
+def _race(
+    drafts: list[Draft],
+    bounds: Mapping[Task, Bound],
+    shortest: float,
+    random: Random,
+    until: float,
+    effort: float,
+) -> Draft:
+    """The best draft after rounds of annealing, each with half as many drafts and twice the effort.
+
+    Annealing mends details, but hardly changes how far which rank runs ahead; so many drafts set off.
+    """
+    rounds = STARTS.bit_length()
+    share = EFFORT * effort / (2**rounds - 1)
+    for turn in range(rounds):
+        drafts = _distinct(drafts)[: STARTS >> turn]
+        known = min(shortest, drafts[0].makespan) * (1 - PRECISION)
+        beatable = {task for task, bound in bounds.items() if not bound.excludes(known)}
+        running = [draft for draft in drafts if draft.task in beatable]
+        for draft in takewhile(lambda _: monotonic() <= until, running):
+            annealer = Annealer(draft, random)
+            annealer.run(share * 2**turn / len(running), until, bounds[draft.task].least)
+            drafts.append(annealer.best)
+    return min(drafts, key=MAKESPAN)
+
+
+def _distinct(drafts: Iterable[Draft]) -> list[Draft]:
+    """The drafts by makespan, the shortest first, one of each."""
+    kept: list[Draft] = []
+    for draft in sorted(drafts, key=MAKESPAN):
+        if not kept or draft.makespan > kept[-1].makespan * (1 + SLACK):
+            kept.append(draft)
+    return kept
 
 
 def lower_bound(
@@ -162,20 +202,18 @@ def _tasks(
         Task(placed, chain(placed.stages) if table is None else table, microbatches, costs, limits)
         for placed in placements
     ]
-    fitting = [task for task in tasks if not _too_small(task)]
+    needs = [[*map(task.held_by_one, range(ranks))] for task in tasks]
+    fitting = [
+        task for task, held in zip(tasks, needs, strict=True) if all(map(le, held, task.limit))
+    ]
     if not fitting:
-        least = min(([*map(task.held_by_one, range(ranks))] for task in tasks), key=max)
+        least = min(needs, key=max)
         raise ScheduleError(
             f"memory={memory} is too little for one microbatch, of which the stages of the ranks hold "
             f"{least}: give each rank as much, or {max(least):g} to all, make microbatches smaller, "
             "or recompute activations"
         )
     return fitting
-
-
-def _too_small(task: Task) -> bool:
-    """Whether some rank has too little memory for one microbatch."""
-    return any(most < task.held_by_one(rank) for rank, most in enumerate(task.limit))
 
 
 def _limits(memory: Memory | None, ranks: int) -> list[float]:

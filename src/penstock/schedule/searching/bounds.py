@@ -6,8 +6,7 @@ ended. Then, until nothing changes, on each rank:
 - what cannot end before another must start comes after it;
 - memory gives more order: before a forward come the gradients and Ws without which it would not fit, and
   after it the forwards that would leave it no room;
-- an action starts no earlier than all before it can be done, and ends in time for all after it;
-- no interval holds more work than it is long.
+- an action starts no earlier than all before it can be done, and ends in time for all after it.
 
 An empty window is the proof. Job shops are bounded in this way (Carlier and Pinson, "An algorithm for solving
 the job-shop problem", 1989); here memory is one more resource to run out of.
@@ -192,23 +191,11 @@ class _RankBound:
             raise TooShort
         first = np.maximum(first, _after_all(first, long, before))
         last = -np.maximum(-last, _after_all(-last, long, before.T))
-        if (first + long > last + self._tiny).any() or self._overfull(first, last):
+        if (first + long > last + self._tiny).any():
             raise TooShort
         start[self._lanes], due[self._lanes] = (
             x.reshape(-1, self._microbatches) for x in (first, last)
         )
-
-    def _overfull(self, first: Numbers, last: Numbers) -> bool:
-        """Whether some interval has more work than it is long."""
-        size = len(first)
-        by_first, by_last = np.argsort(first), np.argsort(last)
-        work = np.zeros((size, size))
-        place = np.empty(size, int)
-        place[by_last] = np.arange(size)
-        work[np.arange(size), place[by_first]] = self._long[by_first]
-        inside = work[::-1].cumsum(axis=0)[::-1].cumsum(axis=1)
-        room = last[by_last] - first[by_first][:, None]
-        return bool(((inside > room + self._tiny) & (inside > 0)).any())
 
     def _with_memory(self, first: Numbers, before: Mask) -> Numbers:
         """Order what must come before and after each forward so that it fits; returns when these can start.

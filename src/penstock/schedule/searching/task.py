@@ -3,26 +3,28 @@
 The microbatches of a step are alike, so each stage may as well take them in order: any schedule can be
 relabelled so that its stages do, and is then as long as before. What is left to decide is in which order a
 rank takes its *lanes*, the ops of its stages. A lane is numbered ``3 * stage`` plus 0 for F, 1 for the
-gradient (I, or B as a whole) and 2 for W. A B is a gradient that takes longer, and a W that takes no time and
-holds nothing.
+gradient (I, or B as a whole) and 2 for W; its action for microbatch ``k`` of ``m`` has the number
+``lane * m + k``. A B is a gradient that takes longer, and a W that takes no time and holds nothing.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from graphlib import TopologicalSorter
 from operator import gt
+from typing import NamedTuple
 
 from penstock.schedule.action import Action, Op
 from penstock.schedule.base import Edges, Placement, Schedule
-from penstock.schedule.clock import Costs, durations, under_way
+from penstock.schedule.clock import Costs, Waits, durations, under_way
 from penstock.schedule.dependencies import Dependencies
 
 PARTS = (Op.F, Op.I, Op.W)
 FORWARD, GRADIENT, WEIGHT = range(3)
 Link = tuple[int, float]
-"""Another lane, and how long the way to or from it takes."""
+"""Another lane or number, and how long the way to or from it takes."""
 SLACK = 1e-9
 """The share by which sums of the same numbers may differ when they are added in another order."""
 
@@ -106,6 +108,87 @@ class Task:
         halves = self.duration[3 * stage + GRADIENT] + self.duration[3 * stage + WEIGHT]
         return not self.is_whole[stage] and self.whole[stage] < halves * (1 - SLACK)
 
+    @cached_property
+    def links(self) -> Links:
+        """What each action needs and feeds."""
+        return Links(self)
+
+    def per_action(self, wholes: frozenset[int]) -> tuple[list[float], list[float]]:
+        """For each number how long it takes, and by how much it changes what its rank holds.
+
+        Args:
+            wholes: the backwards that are a B, by ``stage * microbatches + microbatch``.
+        """
+        m = self.microbatches
+        duration = [takes for takes in self.duration for _ in range(m)]
+        growth = [change for change in self.growth for _ in range(m)]
+        for place in wholes:
+            stage, microbatch = divmod(place, m)
+            gradient = (3 * stage + GRADIENT) * m + microbatch
+            duration[gradient], duration[gradient + m] = self.whole[stage], 0.0
+            growth[gradient], growth[gradient + m] = -self.activation[stage], 0.0
+        return duration, growth
+
     def held_by_one(self, rank: int) -> float:
         """What a rank holds of one microbatch between forward and backward: the least that it needs."""
         return math.fsum(self.activation[stage] for stage in self.empty.placement.stages_on(rank))
+
+
+class Links:
+    """What the actions of a task need and feed, by number.
+
+    Attributes:
+        before: for each number those on its rank that it needs.
+        needs: for each number those on other ranks that it needs, and how long their results are under way.
+        feeds: the same in the other direction.
+        waits: what the loop of all ranks has to wait for.
+    """
+
+    def __init__(self, task: Task) -> None:
+        m, size = task.microbatches, len(task.duration) * task.microbatches
+        self.before: list[list[int]] = [[] for _ in range(size)]
+        self.needs: list[list[Link]] = [[] for _ in range(size)]
+        self.feeds: list[list[Link]] = [[] for _ in range(size)]
+        self.waits = Waits([size] * size, [0.0] * size)
+        for lane, needs in enumerate(task.needs):
+            for (other, lag), k in ((link, k) for link in needs for k in range(m)):
+                number, needed = lane * m + k, other * m + k
+                if task.rank[other] == task.rank[lane]:
+                    self.before[number].append(needed)
+                else:
+                    self.needs[number].append((needed, lag))
+                    self.feeds[needed].append((number, lag))
+                    self.waits.add(number, needed, lag)
+
+
+class Draft(NamedTuple):
+    """A schedule in the making.
+
+    Attributes:
+        makespan: when the last action ends.
+        task: what it is for.
+        programs: for each rank its actions, by number.
+        wholes: the backwards that are a B, by ``stage * microbatches + microbatch``.
+    """
+
+    makespan: float
+    task: Task
+    programs: list[list[int]]
+    wholes: frozenset[int]
+
+    def schedule(self) -> Schedule:
+        """The draft as a schedule."""
+        return self.task.empty.with_programs(
+            filter(None, map(self._action, program)) for program in self.programs
+        )
+
+    def _action(self, number: int) -> Action | None:
+        """The action of a number, unless that is the W inside a B."""
+        m = self.task.microbatches
+        lane, microbatch = divmod(number, m)
+        stage, part = divmod(lane, 3)
+        if stage * m + microbatch not in self.wholes:
+            return Action(stage, PARTS[part], microbatch)
+        if part == WEIGHT:
+            return None
+        return Action(stage, Op.B if part == GRADIENT else Op.F, microbatch)

@@ -1,0 +1,169 @@
+"""Simulated annealing: drafts are improved by moves along their critical path.
+
+A move puts one action elsewhere in its rank's program. It shortens the step only if it breaks the critical
+path, so most moves start from there, as in job shops (van Laarhoven, Aarts and Lenstra, "Job shop scheduling
+by simulated annealing", 1992). The times before and after the stretch that a move changes tell first about
+how long the step will be (Balas and Vazacopoulos, "Guided local search with shifting bottleneck for job shop
+scheduling", 1998); only moves that pass are timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import exp, log
+from operator import add
+from random import Random
+from time import monotonic
+
+from penstock.schedule.clock import run
+from penstock.schedule.searching.task import SLACK, Draft
+
+CRITICAL = 0.75
+"""The share of moves that move an action of the critical path."""
+FUSING = 0.1
+"""The share of moves that make a backward a B or take one apart, where that can be better."""
+REACH = 4.0
+"""How far a move goes on average."""
+HOT, COLD = 0.5, 0.02
+"""The first and the last temperature, in durations of a mean action."""
+TIMING = 1 / 8
+"""The cost of timing a draft, for each of its actions; to try a move costs 1."""
+
+
+class Annealer:
+    """Changes a draft, and keeps the best that it meets.
+
+    Args:
+        draft: where to start.
+        random: makes all random choices.
+
+    Attributes:
+        best: the best draft so far.
+    """
+
+    def __init__(self, draft: Draft, random: Random) -> None:
+        self.best = draft
+        self._task, self._links, self._random = draft.task, draft.task.links, random.random
+        self._programs, self._wholes = list(draft.programs), draft.wholes
+        self._duration, self._growth = draft.task.per_action(draft.wholes)
+        self._rank = [rank for rank in draft.task.rank for _ in range(draft.task.microbatches)]
+        self._spent = 0.0
+        self._is_timed(self._programs, draft.makespan * (1 + SLACK))
+
+    def run(self, effort: float, until: float, target: float) -> None:
+        """Try moves while it cools down.
+
+        Args:
+            effort: how much to try.
+            until: when to stop early, on the monotonic clock.
+            target: a makespan that cannot be bettered.
+        """
+        mean = sum(self._task.duration) / len(self._task.duration)
+        while self._spent < effort and self.best.makespan > target and monotonic() <= until:
+            heat = mean * HOT * exp(log(COLD / HOT) * self._spent / effort)
+            for _ in range(32):
+                bound = self._makespan - heat * log(1 - self._random())
+                if self._task.fusible and self._random() < FUSING:
+                    self._fuse(bound)
+                else:
+                    self._move(bound)
+
+    def _move(self, bound: float) -> None:
+        """Put an action elsewhere in its program if the makespan stays within a bound."""
+        self._spent += 1
+        random, m = self._random, self._task.microbatches
+        among = self._critical if random() < CRITICAL else range(len(self._rank))
+        number = among[int(random() * len(among))]
+        rank = self._rank[number]
+        program = self._programs[rank]
+        way = 1 + int(-REACH * log(1 - random()))
+        source = program.index(number)
+        target = source + (way if random() < 0.5 else -way)
+        if not 0 <= target < len(program):
+            return
+        first, last = min(source, target), max(source, target)
+        window = program[first : last + 1]
+        window.insert(target - first, window.pop(source - first))
+        lane = range(number - number % m, number - number % m + m)
+        # The lane's microbatches stay in order.
+        turns = iter(sorted(each for each in window if each in lane))
+        window = [next(turns) if each in lane else each for each in window]
+        if not self._is_allowed(rank, first, window):
+            return
+        if self._estimate(program, first, window) <= bound:
+            programs = list(self._programs)
+            programs[rank] = program[:first] + window + program[last + 1 :]
+            self._is_timed(programs, bound)
+
+    def _fuse(self, bound: float) -> None:
+        """Make a backward a B, or take a B apart, if the makespan stays within a bound."""
+        self._spent += 1
+        task, before = self._task, (self._wholes, self._duration, self._growth)
+        stage = task.fusible[int(self._random() * len(task.fusible))]
+        place = stage * task.microbatches + int(self._random() * task.microbatches)
+        self._wholes = self._wholes ^ {place}
+        self._duration, self._growth = task.per_action(self._wholes)
+        rank = task.rank[3 * stage]
+        held = accumulate(map(self._growth.__getitem__, self._programs[rank]))
+        if not (max(held) <= task.limit[rank] and self._is_timed(self._programs, bound)):
+            self._wholes, self._duration, self._growth = before
+
+    def _is_allowed(self, rank: int, first: int, window: Sequence[int]) -> bool:
+        """Whether a rank may do a stretch of its program in another order: what it needs, and its memory."""
+        growth, before, most = self._growth, self._links.before, self._task.limit[rank]
+        held = sum(map(growth.__getitem__, self._programs[rank][:first]))
+        later = set(window)
+        for number in window:
+            later.discard(number)
+            held += growth[number]
+            if held > most or not later.isdisjoint(before[number]):
+                return False
+        return True
+
+    def _estimate(self, program: Sequence[int], first: int, window: Sequence[int]) -> float:
+        """The longest path through a changed stretch of a program, if nothing else changed."""
+        end, after, duration = self._end, self._after, self._duration
+        needs, feeds = self._links.needs, self._links.feeds
+        now = end[program[first - 1]] if first else 0.0
+        starts = []
+        for number in window:
+            for other, lag in needs[number]:
+                if end[other] + lag > now:
+                    now = end[other] + lag
+            starts.append(now)
+            now += duration[number]
+        last = first + len(window)
+        rest = after[program[last]] if last < len(program) else 0.0
+        longest = 0.0
+        for number in reversed(window):
+            for other, lag in feeds[number]:
+                if after[other] + lag > rest:
+                    rest = after[other] + lag
+            rest += duration[number]
+            longest = max(longest, starts.pop() + rest)
+        return longest
+
+    def _is_timed(self, programs: list[list[int]], bound: float) -> bool:
+        """Time programs; keep them if they complete within a bound."""
+        duration, rank_of, feeds = self._duration, self._rank, self._links.feeds
+        self._spent += TIMING * len(duration)
+        ran = run(programs, duration, self._links.waits)
+        makespan = max(ran.there)
+        if ran.stuck or makespan > bound:
+            return False
+        self._programs, self._makespan, self._end = programs, makespan, ran.there
+        after, following = [0.0] * len(duration), [0.0] * len(programs)
+        for number in reversed(ran.order):
+            rest = following[rank_of[number]]
+            for other, lag in feeds[number]:
+                if after[other] + lag > rest:
+                    rest = after[other] + lag
+            following[rank_of[number]] = after[number] = rest + duration[number]
+        self._after = after
+        least = makespan * (1 - SLACK)
+        paths = map(add, ran.start, after)
+        self._critical = [number for number, path in enumerate(paths) if path >= least]
+        if makespan < self.best.makespan:
+            self.best = Draft(makespan, self._task, programs, self._wholes)
+        return True
