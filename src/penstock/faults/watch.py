@@ -42,7 +42,7 @@ TICK = 0.1
 LOOK = 5
 """Ticks between two looks at all ranks, where nothing is wrong here."""
 CAUSE = 2.0
-"""Seconds to wait for the reason why a connection broke."""
+"""Seconds to wait for the reason why a connection broke; a rank not heard of for so long is the reason."""
 LINGER = 1.0
 """Seconds that a failed rank waits for the others to hear why, before a launcher ends them."""
 BOW = 0.5
@@ -374,7 +374,7 @@ class Watch:
             is_over = any(place.status == "left" for place in others)
             return None if is_over else self._lost_store(self._heartbeats.lost)
         for place in others:
-            if self._broken and min(place.stale, monotonic() - self._broken) > CAUSE:
+            if place.stale > CAUSE and self._broken and monotonic() - self._broken > LINGER:
                 what = (
                     "its process ended without a word, its machine is down, or the network to it is cut; "
                     f"it {place.doing}, by its last heartbeat {place.stale:.1f} s ago"
