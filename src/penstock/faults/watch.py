@@ -56,6 +56,18 @@ PROBE = 1.0
 
 logger = logging.getLogger("penstock")
 
+_pid = os.getpid()
+"""Of this process: asking the system at every action would take longer than the rest of the check."""
+
+
+def _note_pid() -> None:
+    global _pid
+    _pid = os.getpid()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_pid)
+
 
 class Watch:
     """Makes a failure on any rank a named error in this process, and ends waits that nobody will.
@@ -74,7 +86,7 @@ class Watch:
         self._meeting = meeting
         self._patience = patience
         self._address = own_address(meeting.host)
-        self._pid = os.getpid()
+        self._pid = _pid
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._abort: Callable[[], Callable[[], None] | None] = lambda: None
         self._folder: Path | None = None
@@ -149,7 +161,7 @@ class Watch:
             PeerFailed: another rank has failed.
             UsageError: this process was forked from the rank's.
         """
-        if os.getpid() != self._pid:
+        if _pid != self._pid:
             raise UsageError(
                 f"this process was forked from that of rank {self.activity.rank}, and is not a rank of the "
                 "pipeline: it must not continue the step, but do its own work and exit"
@@ -164,7 +176,7 @@ class Watch:
             What to raise: the error itself, or a :class:`PeerFailed` if it follows from another rank's
             failure.
         """
-        if self._is_child() or self._status == "stops" or isinstance(error, PeerFailed):
+        if self.is_child() or self._status == "stops" or isinstance(error, PeerFailed):
             return error
         if isinstance(error, SystemExit) and status_of(error) == 0:
             return error
@@ -195,7 +207,7 @@ class Watch:
             return
         self._closed = True
         atexit.unregister(self._leave)
-        if self._is_child():
+        if self.is_child():
             return
         self._ending.set()
         if self._monitor is not threading.current_thread():
@@ -245,16 +257,16 @@ class Watch:
 
     def _leave(self) -> None:
         """The interpreter exits: tell the others, with the reason if it is an uncaught error."""
-        if self._closed or self._is_child():
+        if self._closed or self.is_child():
             return
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if error is not None:
             self.failed(error)
         self.close()
 
-    def _is_child(self) -> bool:
+    def is_child(self) -> bool:
         """Whether this process was forked from the rank's, to which threads and connections belong."""
-        return os.getpid() != self._pid
+        return _pid != self._pid
 
     # ---- what is known of the ranks
 
