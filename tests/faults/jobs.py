@@ -92,7 +92,8 @@ def run_job(
         meddle: called when all ranks train.
         frozen: a rank that does not end by itself, as it is stopped or holds the GIL.
         case: ``fault``: arguments of :func:`fail_at`; ``first``, ``timeout``, ``meeting``, ``steps``;
-            ``spaces``: for each rank its network namespace and the device there.
+            ``forks``: an action in which a stage forks; ``spaces``: for each rank its network namespace and
+            the device there.
     """
     with started(folder, **case) as processes:
         deadline = time.monotonic() + LIMIT
@@ -202,6 +203,8 @@ def train(rank: int, folder: Path, fault: Fault, case: dict[str, Any]) -> None:
     x = torch.arange(32.0).reshape(8, 4) / 32
     with make_pipeline(case) as pipe:
         pipe.report_failures_to(folder)
+        if "forks" in case:
+            pipe.on(case["forks"], before=lambda event: fork(folder))
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         for step in fault.over(range(1, case.get("steps", 4) + 1), rank):
             pipe.step(x, target=x)
@@ -209,6 +212,16 @@ def train(rank: int, folder: Path, fault: Fault, case: dict[str, Any]) -> None:
             optimizer.zero_grad()
             if step == 2:
                 (folder / f"trains-{rank}").touch()
+
+
+def fork(folder: Path) -> None:
+    """Fork once; the child goes on with the step, and its parent waits until it has ended."""
+    if not (folder / "forked").exists():
+        (folder / "forked").touch()
+        child = os.fork()
+        if child:
+            _, status = os.waitpid(child, 0)
+            (folder / "forked").write_text(str(os.waitstatus_to_exitcode(status)))
 
 
 if __name__ == "__main__":

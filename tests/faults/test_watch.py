@@ -165,6 +165,13 @@ def test_nothing_happens_without_a_fault(tmp_path: Path) -> None:
     assert not any(ended.output for ended in job.ranks), job.ranks
 
 
+def test_a_process_that_a_stage_forks_is_no_rank(tmp_path: Path) -> None:
+    job = run_job(tmp_path, fault=fault("sleep", rank=9), forks="1F2")
+    assert [ended.status for ended in job.ranks] == [0, 0, 0]
+    assert (tmp_path / "forked").read_text() == "2"
+    assert "this process was forked from that of rank 1" in job.ranks[1].output
+
+
 GARBAGE = [
     b"\xff\x00",
     b"[" * 90_000,

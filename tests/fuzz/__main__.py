@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 import time
-from pathlib import Path
 
 from penstock.testing import WorkerPool
 from tests.fuzz.campaign import Campaign
@@ -23,10 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=600.0, help="after which it ends")
     parser.add_argument("--programs", type=int, default=sys.maxsize, help="after which it ends")
     parser.add_argument("--seed", type=int, default=0, help="what the programs are drawn from")
-    parser.add_argument(
-        "--case", help="repeat one: what a failure printed, or a file with a program"
-    )
-    parser.add_argument("--json", type=Path, help="a file for the figures and faults")
+    parser.add_argument("--case", help="repeat one: what a failure printed")
     options = parser.parse_args(arguments)
     with WorkerPool(1) as alone, WorkerPool(PROCESSES) as together:
 
@@ -36,7 +31,9 @@ def main(arguments: list[str] | None = None) -> int:
 
         campaign = Campaign(judge, time.monotonic() + options.seconds)
         if options.case:
-            return repeat(campaign, options.case)
+            program, outcome = campaign.repeat(options.case)
+            say(f"{program.source}\n{outcome.kind} {outcome.reason}\n{outcome.detail}")
+            return int(outcome.kind == "failed")
         for number in itertools.count():
             left = options.programs - campaign.kinds.total()
             if left <= 0 or time.monotonic() > campaign.deadline:
@@ -45,21 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
             campaign.explore(options.seed * 10**6 + number, min(left, 90), gloo=False)
             campaign.explore(options.seed * 10**6 + number, min(left, 10), gloo=True)
             say(str(campaign))
-            if options.json:
-                options.json.write_text(json.dumps(campaign.to_json(), indent=1))
     say(campaign.report())
     return int(bool(campaign.faults))
-
-
-def repeat(campaign: Campaign, case: str) -> int:
-    """Judge one program, and print it."""
-    if Path(case).is_file():
-        program = Program(Path(case).read_text(), 1, ())
-        outcome = campaign.judge(program)
-    else:
-        program, outcome = campaign.repeat(case)
-    say(f"{program.source}\n{outcome.kind} {outcome.reason}\n{outcome.detail}")
-    return int(outcome.kind == "failed")
 
 
 def say(text: str) -> None:

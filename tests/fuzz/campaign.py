@@ -41,7 +41,6 @@ class Campaign:
         kinds: how many programs ended how.
         features: the same for each feature of programs.
         reasons: how often a program was refused or void, by reason.
-        examples: the shortest program for each of these.
         faults: the smallest program for each reason of a failure, and the line that repeats it.
     """
 
@@ -50,7 +49,6 @@ class Campaign:
     kinds: Counter[str] = field(default_factory=Counter)
     features: dict[str, Counter[str]] = field(default_factory=dict)
     reasons: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, str] = field(default_factory=dict)
     faults: dict[str, dict[str, str]] = field(default_factory=dict)
     _known: dict[str, Outcome] = field(default_factory=dict)
     _classes: dict[str, type[Failure]] = field(default_factory=dict)
@@ -115,10 +113,7 @@ class Campaign:
         for feature in program.features:
             self.features.setdefault(feature, Counter())[outcome.kind] += 1
         if outcome.kind in ("refused", "void"):
-            reason = f"{outcome.kind} {outcome.reason}"
-            self.reasons[reason] += 1
-            shortest = min(self.examples.get(reason, program.source), program.source, key=len)
-            self.examples[reason] = shortest
+            self.reasons[f"{outcome.kind} {outcome.reason}"] += 1
 
     def _add_faults(self, failures: Any, gloo: bool) -> None:
         for failure in failures:
@@ -146,10 +141,3 @@ class Campaign:
     def __str__(self) -> str:
         counts = ", ".join(f"{self.kinds[kind]} {kind}" for kind in KINDS)
         return f"{self.kinds.total()} programs: {counts}; {len(self.faults)} faults"
-
-    def to_json(self) -> dict[str, Any]:
-        """The results as JSON data."""
-        return {
-            "outcomes": self.kinds, "features": self.features, "reasons": self.reasons,
-            "examples": self.examples, "faults": self.faults,
-        }  # fmt: skip

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 import penstock
 from penstock.errors import (
@@ -147,7 +148,7 @@ def plain_pass(program: Any, model: nn.Module, step: int, *, trains: bool) -> tu
     """The loss and the output of a batch, microbatch by microbatch, with gradients if it trains."""
     run, outputs, total = program.RUN, [], 0.0
     batch = program.batch(step)
-    count = min(len(next(tensors(batch))), run["microbatches"])
+    count = min(len(tensors(batch)[0]), run["microbatches"])
     parts = list(zip(*(split(value, count) for value in batch), strict=True))
     divisor = run["accumulate"] if run["reduction"] == "mean" else 1
     seed = run["seed"]
@@ -174,7 +175,7 @@ def units_of(model: nn.Module, cut: Any) -> list[str]:
 def shares(program: Any, parts: Sequence[Any]) -> list[float]:
     """How much the loss of each microbatch counts in that of the batch."""
     run = program.RUN
-    sizes = [float(len(next(tensors(part)))) for part in parts]
+    sizes = [float(len(tensors(part)[0])) for part in parts]
     if run["loss_weight"]:
         sizes = [float(program.weight_of(target)) for _, _, target in parts]
     if run["reduction"] == "mean":
@@ -216,43 +217,26 @@ def update(
 # ---- values
 
 
-def tensors(value: Any) -> Iterator[Tensor]:
+def tensors(value: Any) -> list[Tensor]:
     """The tensors in a value."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors(item)
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def tensors_by_name(name: str, value: Any) -> Report:
     return {f"{name}: {i}": tensor.detach().clone() for i, tensor in enumerate(tensors(value))}
 
 
-def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: mapped(item, change) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(mapped(item, change) for item in value)
-    return value
-
-
 def split(value: Any, count: int) -> list[Any]:
     """A part of a value for each microbatch, where the first ones get what does not divide."""
 
     def part(index: int) -> Any:
-        return mapped(value, lambda tensor: tensor.tensor_split(count)[index])
+        return tree_map_only(Tensor, lambda tensor: tensor.tensor_split(count)[index], value)
 
     return [part(index) for index in range(count)]
 
 
 def joined(outputs: Sequence[Any]) -> Any:
-    rows = [iter(list(tensors(output))) for output in outputs]
-    return mapped(outputs[0], lambda _: torch.cat([next(row) for row in rows]))
+    return tree_map(lambda *rows: torch.cat(rows), *outputs)
 
 
 # ---- the comparison

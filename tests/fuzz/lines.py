@@ -32,18 +32,7 @@ class Form(NamedTuple):
     only_in_units: bool
 
 
-HEAVY = (
-    "Linear",
-    "Keeps",
-    "Conv",
-    "Embedding",
-    "LSTM",
-    "GRU",
-    "Attention",
-    "coder",
-    "Norm",
-    "PReLU",
-)
+HEAVY = r"Linear|Keeps|Conv|Embedding|LSTM|GRU|Attention|coder|Norm|PReLU"
 """What stands in ``make`` where a module has weights."""
 TABLE = r"""
 # layers
@@ -165,14 +154,8 @@ def forms_of(table: str) -> Iterator[Form]:
         takes, gives = kinds.split("->")
         make, _, code = ways.partition(":: ")
         for way, line in product(make.split(" | "), (code or "{m}({0})").split(" | ")):
-            yield Form(
-                family.removesuffix(" in units"),
-                takes,
-                gives,
-                way.strip(),
-                line,
-                "in units" in family,
-            )
+            name, in_units = family.removesuffix(" in units"), "in units" in family
+            yield Form(name, takes, gives, way.strip(), line, in_units)
 
 
 FORMS = list(forms_of(TABLE))

@@ -111,7 +111,7 @@ class Author:
         if form.make.startswith(("nn.Parameter", "self.")):
             return
         body.modules.append(name)
-        if any(word in form.make for word in HEAVY) and "affine=False" not in form.make:
+        if re.search(HEAVY, form.make) and "affine=False" not in form.make:
             body.units.append(name)
         if form.make.startswith("nn.Linear(4, 4") and "\n" not in form.make:
             body.square.append(name)

@@ -150,14 +150,9 @@ def model_of(author: Author) -> tuple[str, Body, list[str], list[str]]:
     body, takes, outputs = author.model()
     returned, ends = outputs[0], [""]
     if len(outputs) == 2:
-        forms = (
-            (", ".join(outputs), ["[0]", "[1]"]),
-            (
-                "dict(a={}, b={})".format(*outputs),
-                ["['a']", "['b']"],
-            ),
-        )
-        returned, ends = author.pick(forms)
+        as_dict = "dict(a={}, b={})".format(*outputs)
+        pair = (", ".join(outputs), ["[0]", "[1]"])
+        returned, ends = author.pick((pair, (as_dict, ["['a']", "['b']"])))
     if len(body.square) > 1 and author.chance(6):
         author.shares = True
         body.init.append(f"self.{body.square[0]}.weight = self.{body.square[-1]}.weight")
@@ -237,12 +232,8 @@ def pipeline_of(
         parts = ", ".join(f"model[{a}:{b}]" for a, b in slices)
         made = f"penstock.PipelineStage(part, i, {stages}) for i, part in enumerate(parts)"
         before += f"parts = [{parts}]\n    stages = [{made}]\n    "
-        return (
-            f"{before}return penstock.Pipeline.from_stages(stages, {options})",
-            ranks,
-            microbatches,
-            None,
-        )
+        text = f"{before}return penstock.Pipeline.from_stages(stages, {options})"
+        return text, ranks, microbatches, None
     lists = [body.modules[a:b] for a, b in slices]
     cut = author.pick((stages, [body.units[start] for start in starts] or stages, lists))
     where = "group=group, timeout=60.0" if gloo else f"ranks={ranks}"

@@ -1,7 +1,7 @@
 """Small modules of Lightning, and runs of its Trainer and Fabric on them; as a script, what tests launch.
 
-``python -m tests.integrations.lightnings FOLDER`` trains both under torchrun, or with four processes two
-replicas with Fabric, and rank 0 writes what came out into ``FOLDER/report.json``.
+``python -m tests.integrations.lightnings FOLDER`` trains both under torchrun, with Fabric also as two
+replicas, and rank 0 writes what came out into ``FOLDER/report.json``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from penstock.errors import AgreementError
 from penstock.integrations.lightning import FabricPipelineStrategy, PipelineStrategy
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
-STEPS = 20
+STEPS = 10
+HALF = STEPS // 2
 
 
 class Classifier(LightningModule):
@@ -68,7 +69,7 @@ class Classifier(LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
 class Block(nn.Module):
@@ -188,7 +189,7 @@ def model_language(
     if load is not None:
         fabric.load(load, state)
     losses, norms = [], []
-    batches = [one for _ in range(4) for one in loader]
+    batches = [one for _ in range(2) for one in loader]
     for number, one in list(enumerate(batches))[state["step"] :]:
         loss = model.training_step(one, number)["loss"]
         fabric.backward(loss)
@@ -197,8 +198,8 @@ def model_language(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss))
-        if save is not None and number == 11:
-            fabric.save(save, {**state, "step": 12})
+        if save is not None and number == HALF:
+            fabric.save(save, {**state, "step": number + 1})
     model.eval()
     with torch.no_grad():
         loss = model.validation_step(batches[0], 0)["loss"]
@@ -208,22 +209,21 @@ def model_language(
 
 
 def report(folder: Path) -> dict[str, Any]:
-    if PROCESSES == 4:
-        strategy = FabricPipelineStrategy(ranks=2, microbatches=2, loss_weight=count_labels)
-        return model_language(strategy, batch=4)
     options = {"ranks": PROCESSES, "microbatches": 4}
     plain = classify(PipelineStrategy(schedule="1F1B", **options))
     trainer = plain.pop("trainer")
     trainer.save_checkpoint(folder / "trained.ckpt")
     strategy = FabricPipelineStrategy(schedule="ZB-V", loss_weight=count_labels, **options)
     tokens = model_language(strategy, save=folder / "tokens.ckpt", load=folder / "plain.ckpt")
+    halves = FabricPipelineStrategy(ranks=PROCESSES // 2, microbatches=2, loss_weight=count_labels)
+    replicas = model_language(halves, batch=4)
+    message = ""
     try:
         others = images(seed=trainer.global_rank)
         trainer_of(PipelineStrategy(**options)).fit(Classifier(), others)
-        message = ""
     except AgreementError as error:
         message = str(error)
-    return {"images": plain, "tokens": tokens, "refusal": message}
+    return {"images": plain, "tokens": tokens, "replicas": replicas, "refusal": message}
 
 
 if __name__ == "__main__":

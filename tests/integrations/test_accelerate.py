@@ -68,5 +68,5 @@ def test_only_the_module_of_the_pipeline_is_prepared() -> None:
 def test_clipping_a_part_is_refused() -> None:
     accelerator, model = accelerated()
     accelerator.backward(model(torch.ones(4, 8), target=torch.zeros(4, dtype=torch.int64)))
-    with pytest.raises(UsageError, match=r"0\.0\.weight, which has a gradient"):
+    with pytest.raises(UsageError, match=r"0\.0\.weight has a gradient.*whole model"):
         accelerator.clip_grad_norm_(list(model.parameters())[2:], 1.0)

@@ -1,7 +1,7 @@
 """Small models of transformers, and runs of its Trainer on them; as a script, what tests launch.
 
-``python -m tests.integrations.trainers FOLDER FAMILY SCHEDULE REPLICAS STEPS`` trains, evaluates, saves and
-generates under torchrun, and writes what came out into ``FOLDER/report.json``.
+``python -m tests.integrations.trainers FOLDER STEPS FAMILY/SCHEDULE/REPLICAS...`` trains, evaluates,
+saves and generates under torchrun, and writes what came out into ``FOLDER/FAMILY/report.json``.
 """
 
 from __future__ import annotations
@@ -172,16 +172,17 @@ def main(folder: Path, family: str, schedule: str, replicas: int, steps: int) ->
         pipeline={"schedule": schedule, "ranks": world // replicas, "microbatches": 4},
         arguments={"save_strategy": "steps", "save_steps": steps // 2},
     )
-    found = report(trainer, folder)
+    result = report(trainer, folder)
     if FAMILIES[family][1] == "text":
         tokens = Examples("text", 4, 3).tokens
         torch.manual_seed(torch.distributed.get_rank())
-        found["tokens"] = trainer.model.generate(tokens, max_new_tokens=8).tolist()
+        result["tokens"] = trainer.model.generate(tokens, max_new_tokens=8).tolist()
     if trainer.is_world_process_zero():
-        (folder / "report.json").write_text(json.dumps(found))
+        (folder / "report.json").write_text(json.dumps(result))
     trainer.pipe.close()
 
 
 if __name__ == "__main__":
-    target, name, order, count, length = sys.argv[1:]
-    main(Path(target), name, order, int(count), int(length))
+    target, length, *cases = sys.argv[1:]
+    for name, order, count in (case.split("/") for case in cases):
+        main(Path(target, name), name, order, int(count), int(length))

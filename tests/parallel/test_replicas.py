@@ -14,15 +14,13 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import Pipeline, PipelineStage
 from penstock.errors import NonFiniteError, PenstockError
 from penstock.testing import WorkerPool
-from tests.parallel.bodies import Collectives, Mlp
-from tests.parallel.test_pipelines import gap_of
+from tests.parallel.bodies import Collectives, Mlp, gap_of, half_of, mesh_of, wrap
 
 X = torch.linspace(-1, 1, 16 * 4, dtype=torch.float64).reshape(16, 4)
 Y = X.flip(0) * torch.linspace(0, 2, 16, dtype=torch.float64)[:, None]
@@ -71,8 +69,7 @@ def weight_of(target: Tensor) -> Tensor:
 
 def run_case(case: str, schedule: str, mesh: DeviceMesh) -> dict[str, Any]:
     """Two updates, beside the same in one process; each replica has other first weights."""
-    replica = mesh.get_local_rank("dp")
-    half = slice(8 * replica, 8 * replica + 8)
+    replica, half = mesh.get_local_rank("dp"), half_of(mesh)
     whole, total = model_of(case), case == "sum"
     reduction: Any = "sum" if total else "mean"
     loss_fn = partial(mse_loss, reduction=reduction)
@@ -127,7 +124,7 @@ def loss_of(case: str, whole: nn.Module, loss_fn: Any, x: Tensor, y: Tensor) -> 
 
 def run(group: Any, schedule: str) -> dict[str, dict[str, Any]]:
     """A worker's task."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = mesh_of("dp", "pp")
     return {case: run_case(case, schedule, mesh) for case in CASES}
 
 
@@ -161,13 +158,12 @@ class Words(nn.Module):
 
 def run_sparse(group: Any) -> list[Any]:
     """A worker's task: whether gradients and buffers are the same on both replicas, and sparse."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    replica = mesh.get_local_rank("dp")
-    torch.manual_seed(replica)
+    mesh = mesh_of("dp", "pp")
+    half = half_of(mesh)
+    torch.manual_seed(half.start)
     pipe = Pipeline(
         Words().double(), microbatches=2, mesh=mesh, replicas=mesh["dp"], loss_fn=mse_loss
     )
-    half = slice(8 * replica, 8 * replica + 8)
     with pipe:
         pipe.step(torch.arange(16)[half], target=Y[half])
         grads = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
@@ -189,10 +185,7 @@ def test_sparse_gradients_and_buffers(workers: WorkerPool) -> None:
 def wrap_some(module: nn.Module, stage: int, how: str, mesh: DeviceMesh) -> Any:
     """Only the first stage, or a block of it; or each, with tensor parallelism, which knows no replica."""
     if how == "tp":
-        for block in module.modules():
-            if isinstance(block, Mlp):
-                plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-                parallelize_module(block, mesh["tp"], plan)
+        wrap(module, "tp", mesh)
     elif stage == 0 and how == "ddp":
         return DistributedDataParallel(module, process_group=mesh.get_group("dp"))
     elif stage == 0 and how == "replicate":
@@ -206,9 +199,7 @@ def run_wrapped(group: Any, how: str) -> float:
     """A worker's task: how far gradients are from one process, where wrappers reduce some or none."""
     sizes = {"dp": 2, "pp": 1, "tp": 2} if how == "tp" else {"dp": 2, "pp": 2}
     mesh = init_device_mesh("cpu", (*sizes.values(),), mesh_dim_names=(*sizes,))
-    replica = mesh.get_local_rank("dp")
-    half = slice(8 * replica, 8 * replica + 8)
-    whole = model_of("plain")
+    half, whole = half_of(mesh), model_of("plain")
     pipe = Pipeline(
         copy.deepcopy(whole), microbatches=4, mesh=mesh, replicas=mesh["dp"], loss_fn=mse_loss,
         wrap=lambda module, stage: wrap_some(module, stage, how, mesh),
@@ -227,7 +218,7 @@ def test_what_no_wrapper_reduces_is_averaged(workers: WorkerPool, how: str) -> N
 
 def run_nonfinite(group: Any) -> str:
     """A worker's task: the gradients of one replica are not finite, though all losses are."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = mesh_of("dp", "pp")
     factor = 1.0 - mesh.get_local_rank("dp")
     loss_fn: Callable[..., Tensor] = lambda o, t: (o * t).abs().sqrt().mean()  # noqa: E731
     pipe = Pipeline(
@@ -254,7 +245,7 @@ def wrapped_over(mesh: DeviceMesh, name: str, how: str) -> Any:
 
 def run_refused(group: Any, name: str) -> str:
     """A worker's task: what is said of arguments that contradict each other."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = mesh_of("dp", "pp")
     alone = [[dist.new_group([rank]) for rank in range(4)][dist.get_rank()]]
     dp, weight = {"replicas": mesh["dp"]}, {"loss_weight": weight_of}
     wrap = {"wrap": wrapped_over(mesh, "dp", "ddp")}
@@ -297,7 +288,7 @@ def test_what_contradicts_replicas_is_refused(workers: WorkerPool, name: str) ->
 
 def run_failing(group: Any) -> str:
     """A worker's task: of two pipelines side by side, the second fails."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = mesh_of("dp", "pp")
     pipe = Pipeline(model_of("plain"), mesh=mesh, microbatches=2, loss_fn=mse_loss)
     if mesh.get_local_rank("dp") and not pipe.rank:
         pipe.on("0F1", before=lambda event: [].pop())
@@ -320,7 +311,7 @@ def test_beside_another_pipeline_ranks_have_their_global_rank_too(workers: Worke
 
 def run_by_hand(group: Any) -> list[float]:
     """A worker's task: stages placed by hand, of which only those of one rank share a weight."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = mesh_of("dp", "pp")
     replica, rank = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
     modules = []
     for seed in (0, replica):
@@ -330,7 +321,7 @@ def run_by_hand(group: Any) -> list[float]:
         modules.append(parts)
     whole, mine = nn.Sequential(*modules[0]), modules[1]
     stages = [PipelineStage(mine[index], index, 4) for index in (rank, rank + 2)]
-    half = slice(8 * replica, 8 * replica + 8)
+    half = half_of(mesh)
     pipe = Pipeline.from_stages(
         stages, schedule="Interleaved1F1B", microbatches=4, mesh=mesh, replicas=mesh["dp"],
         loss_fn=mse_loss,

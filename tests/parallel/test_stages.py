@@ -1,69 +1,220 @@
-"""DDP, FSDP2 and tensor parallelism inside stages: equal to one process, and reduced once a step."""
+"""Wrapped stages under torch's names: equal to one process, and reduced once a step; DTensors that travel."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.functional import mse_loss
 
+from penstock import add_loss
+from penstock.pipelining import PipelineStage, SplitPoint, build_stage, pipeline
+from penstock.pipelining.schedules import get_schedule_class
 from penstock.testing import WorkerPool
-from tests.parallel.bodies import IN_A_V, SCHEDULES
+from tests.parallel.bodies import Collectives, X, Y, chain, gap_of, half_of, mesh_of, wrap
 
-PROCESSES = 4
+IN_A_V = ("ZBVZeroBubble", "DualPipeV")
+SCHEDULES = ("1F1B", "Interleaved1F1B", *IN_A_V)
 REDUCES = {"ddp": "allreduce", "fsdp": "reduce_scatter"}
 
 
-def run(workers: WorkerPool, task: str, **arguments: Any) -> list[dict[str, Any]]:
-    answers: list[dict[str, Any]] = workers.run(
-        f"tests.parallel.bodies:{task}", PROCESSES, 100.0, **arguments
-    )
-    return answers
+def stages_on(rank: int, schedule: str) -> tuple[list[int], int]:
+    """The stages of one of two ranks, and how many there are."""
+    if schedule == "1F1B":
+        return [rank], 2
+    return [rank, 3 - rank if schedule in IN_A_V else rank + 2], 4
 
 
-@pytest.mark.parametrize("how", sorted(REDUCES))
+def schedule_of(name: str, stages: list[Any], loss_fn: Any = mse_loss) -> Any:
+    kind: Any = get_schedule_class(name)
+    return kind(stages[0] if name == "1F1B" else stages, 4, loss_fn=loss_fn)
+
+
+def arguments(stages: list[Any], x: Tensor, y: Tensor) -> tuple[Any, dict[str, Any]]:
+    """What these stages are given of a batch."""
+    args = (x,) if any(stage.is_first for stage in stages) else ()
+    return args, {"target": y} if any(stage.is_last for stage in stages) else {}
+
+
+def train(schedule: str, stages: list[Any], x: Tensor, y: Tensor) -> dict[str, int]:
+    """Two steps without zeroing gradients; what was communicated in the second beside messages."""
+    runs = schedule_of(schedule, stages)
+    args, target = arguments(stages, x, y)
+    for _ in range(2):
+        with Collectives() as collectives:
+            runs.step(*args, **target)
+    return dict(collectives.counts)
+
+
+def run_replicas(group: Any, schedule: str, how: str, traced: bool) -> Any:
+    """A worker's task: two replicas of a pipeline of two ranks; how far they are from one process."""
+    mesh = mesh_of("dp", "pp")
+    half = half_of(mesh)
+    here, count = stages_on(mesh.get_local_rank("pp"), schedule)
+    whole = chain(count)
+    split = {str(index): SplitPoint.BEGINNING for index in range(1, count)}
+    pipe = pipeline(copy.deepcopy(whole), (X[:2],), split_spec=split) if traced else None
+    modules = {i: pipe.get_stage_module(i) if pipe else copy.deepcopy(whole[i]) for i in here}
+    parts = {i: wrap(module, how, mesh) for i, module in modules.items()}
+    stages = [
+        build_stage(part, i, pipe.info(), "cpu", mesh["pp"].get_group())
+        if pipe
+        else PipelineStage(part, i, count, "cpu", group=mesh)
+        for i, part in parts.items()
+    ]
+    counts = train(schedule, stages, X[half], Y[half])
+    for _ in range(2):
+        mse_loss(whole(X), Y).backward()
+    reductions = sum(n for op, n in counts.items() if REDUCES[how.split()[-1]] in op)
+    return gap_of(names_in(modules, traced), whole), reductions == len(stages)
+
+
+def names_in(modules: dict[int, nn.Module], traced: bool = False) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of stages by their names in the whole model, which traced modules have kept."""
+    pairs = [(i, *pair) for i, module in modules.items() for pair in module.named_parameters()]
+    return [(name if traced else f"{i}.{name}", parameter) for i, name, parameter in pairs]
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["", "traced"])
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "nameless fsdp"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_replicas_equal_one_process(workers: WorkerPool, schedule: str, how: str) -> None:
-    for answer in run(workers, "run_replicas", schedule=schedule, how=how):
-        assert answer["gap"] < 1e-12
-        reductions = sum(n for op, n in answer["counts"].items() if REDUCES[how] in op)
-        assert reductions == answer["stages"], answer["counts"]
-
-
-def test_a_mesh_that_nothing_crosses_needs_no_names(workers: WorkerPool) -> None:
-    answers = run(workers, "run_replicas", schedule="1F1B", how="nameless fsdp")
-    assert max(answer["gap"] for answer in answers) < 1e-12
-
-
-@pytest.mark.parametrize("how", sorted(REDUCES))
-def test_replicas_of_traced_stages_equal_one_process(workers: WorkerPool, how: str) -> None:
-    answers = run(workers, "run_traced_replicas", how=how)
-    assert max(answer["gap"] for answer in answers) < 1e-12
-
-
-@pytest.mark.parametrize("crossing", [False, True], ids=["tensors", "DTensors"])
-@pytest.mark.parametrize("schedule", SCHEDULES[1:])
-def test_tensor_parallel_stages_equal_one_process(
-    workers: WorkerPool, schedule: str, crossing: bool
+def test_replicas_equal_one_process(
+    workers: WorkerPool, schedule: str, how: str, traced: bool
 ) -> None:
-    answers = run(workers, "run_tensor_parallel", schedule=schedule, crossing=crossing)
-    assert max(answer["gap"] for answer in answers) < 1e-12
+    task, options = f"{__name__}:run_replicas", {"schedule": schedule, "how": how}
+    for gap, reduced_once in workers.run(task, 4, 100.0, traced=traced, **options):
+        assert gap < 1e-12
+        assert reduced_once
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", *IN_A_V])
-def test_what_leaves_a_stage_may_still_be_arriving(workers: WorkerPool, schedule: str) -> None:
-    for answer in run(workers, "run_ending", schedule=schedule):
-        assert {name: max(gaps.values()) < 1e-12 for name, gaps in answer.items()} == dict.fromkeys(
-            ("tensors", "replicated", "sharded"), True
-        ), answer
+# ---- stages that end in a collective: what leaves them is still arriving
+
+
+class Ending(nn.Module):
+    """Nothing waits for what its last linear layer gives. It passes a second value on that is not used."""
+
+    module: Any
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, layout: Any, spread: bool) -> None:
+        super().__init__()
+        plan = {
+            "up": ColwiseParallel(input_layouts=layout or Replicate()),
+            "down": RowwiseParallel(
+                output_layouts=layout or Replicate(), use_local_output=layout is None
+            ),
+        }
+        self.module = parallelize_module(module, mesh, plan)
+        self.mesh, self.layout, self.spread = mesh, layout, spread
+
+    def forward(self, hidden: Tensor, _: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if self.layout is not None and self.spread:
+            hidden = DTensor.from_local(hidden, self.mesh, [Replicate()])
+            hidden = hidden.redistribute(placements=[self.layout])
+        inner = self.module.up(hidden)
+        used, unused = self.module.down(torch.tanh(inner)), self.module.down(torch.sin(inner))
+        add_loss("size", used.square().mean(), weight=0.0)
+        return used, unused
+
+
+def ending_loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    """Of DTensors it is one itself, and a sum that is still to be made where they are sharded."""
+    used = output[0]
+    if isinstance(used, DTensor):
+        spread = DTensor.from_local(target, used.device_mesh, [Replicate()])
+        target = spread.redistribute(placements=used.placements)
+    return (used - target).square().mean()
+
+
+def run_ending(group: Any, schedule: str, layout: str) -> float:
+    """A worker's task: how far gradients, losses and outputs are from one process.
+
+    The second batch is of another size.
+    """
+    mesh = mesh_of("pp", "tp")
+    of: Any = {"tensors": None, "replicated": Replicate(), "sharded": Shard(1)}[layout]
+    here, count = stages_on(mesh.get_local_rank("pp"), schedule)
+    whole: Any = chain(count)
+    modules = {i: copy.deepcopy(whole[i]) for i in here}
+    parts = {i: Ending(module, mesh["tp"], of, i == 0) for i, module in modules.items()}
+    stages = [PipelineStage(part, i, count, "cpu", group=mesh) for i, part in parts.items()]
+    runs, largest = schedule_of(schedule, stages, ending_loss), 0.0
+    for size in (16, 8):
+        args, target = arguments(stages, X[:size, :2], Y[:size, :2])
+        losses: list[Tensor] = []
+        runs.step(*args, **target, losses=losses)
+        output = runs.eval(*args, **target)
+        expected = X[:size, :2]
+        for module in whole:
+            expected = module.down(torch.tanh(module.up(expected)))
+        loss = mse_loss(expected, Y[:size, :2])
+        loss.backward()
+        if output is not None:
+            mean = sum(float(one) for one in losses) / 4
+            actual = output[0].full_tensor() if of is not None else output[0]
+            gaps = mean - float(loss), float((actual - expected).abs().max())
+            largest = max(largest, *map(abs, gaps))
+    return max(largest, gap_of(names_in(modules), whole))
+
+
+@pytest.mark.parametrize("layout", ["tensors", "replicated", "sharded"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_leaves_a_stage_may_still_be_arriving(
+    workers: WorkerPool, schedule: str, layout: str
+) -> None:
+    task = f"{__name__}:run_ending"
+    assert max(workers.run(task, 4, 100.0, schedule=schedule, layout=layout)) < 1e-12
+
+
+# ---- pending sums between stages
+
+
+class Spreading(nn.Module):
+    """A linear layer on DTensors, with a weight that is cut by columns or rows, or replicated."""
+
+    def __init__(self, mesh: DeviceMesh, placement: Placement, first: bool, last: bool) -> None:
+        super().__init__()
+        self.mesh, self.first, self.last = mesh, first, last
+        weight = torch.linspace(-1, 1, 16, dtype=torch.float64).reshape(4, 4)
+        self.weight = nn.Parameter(distribute_tensor(weight, mesh, [placement]))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.first:
+            hidden = DTensor.from_local(hidden, self.mesh, [Replicate()], run_check=False)
+        out: Any = nn.functional.linear(hidden, self.weight)
+        result: Tensor = out.full_tensor() if self.last else out
+        return result
+
+
+def run_pending(group: Any, schedule: str) -> list[list[Any]]:
+    """A worker's task: placements and values of gradients, in a pipeline and in a plain loop."""
+    mesh = mesh_of("pp", "tp")
+    places = [Replicate(), Shard(0), Shard(1), Replicate()]
+    here, _ = stages_on(mesh.get_local_rank("pp"), schedule)
+    sides = [
+        [Spreading(mesh["tp"], of, i == 0, i == 3) for i, of in enumerate(places)] for _ in "ab"
+    ]
+    stages = [PipelineStage(sides[0][i], i, 4, "cpu", group=mesh) for i in here]
+    train(schedule, stages, X[:, 0], Y[:, 0])
+    for _ in range(2):
+        mse_loss(nn.Sequential(*sides[1])(X[:, 0]), Y[:, 0]).backward()
+    grads: Any = [[modules[i].weight.grad for i in here] for modules in sides]
+    return [
+        [(str(g.placements), g.full_tensor().flatten().tolist()) for g in side] for side in grads
+    ]
 
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
 def test_sums_stay_pending_as_in_a_plain_loop(workers: WorkerPool, schedule: str) -> None:
-    pending = []
-    answers: Any = run(workers, "run_pending", schedule=schedule)
-    for piped, plain in answers:
-        pending += [place for place in piped["placed"] if "Partial" in place]
-        assert piped["placed"] == plain["placed"]
-        for mine, expected in zip(piped["values"], plain["values"], strict=True):
-            assert mine == pytest.approx(expected, abs=1e-12)
-    assert pending
+    places = []
+    for piped, plain in workers.run(f"{__name__}:run_pending", 4, 60.0, schedule=schedule):
+        for (place, values), (expected, numbers) in zip(piped, plain, strict=True):
+            assert place == expected
+            assert values == pytest.approx(numbers, abs=1e-12)
+            places.append(place)
+    assert "Partial" in str(places)

@@ -50,10 +50,6 @@ def run(made: Case, **options: Any) -> Verdict:
     return compare(made, schedule="1F1B", ranks=2, microbatches=4, **options)
 
 
-def test_it_is_silent_where_all_is_right() -> None:
-    run(case()).check(1e-12)
-
-
 WRONG: dict[str, Callable[[Tensor], Tensor]] = {
     "gradient": cast("Any", Lies).apply,
     "loss": lambda x: x + 1e-6,
@@ -64,15 +60,13 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", sorted(WRONG))
 def test_it_is_loud_where_something_is_wrong(name: str) -> None:
+    run(case()).check(1e-12)
     verdict = run(case(WRONG[name]))
     with pytest.raises(AssertionError, match="differs from the unsplit model by more than 1e-12"):
         verdict.check(1e-12)
-
-
-def test_it_says_what_is_wrong() -> None:
-    gaps = run(case(WRONG["gradient"])).differences()
-    assert gaps["0.0.weight"] > 1e-7
-    assert gaps["loss"] < 1e-12
+    if name == "gradient":
+        gaps = verdict.differences()
+        assert (gaps["0.0.weight"] > 1e-7, gaps["loss"] < 1e-12) == (True, True)
 
 
 def test_the_wrong_reduction_is_found() -> None:

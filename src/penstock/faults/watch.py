@@ -42,7 +42,7 @@ TICK = 0.1
 LOOK = 5
 """Ticks between two looks at all ranks, where nothing is wrong here."""
 CAUSE = 2.0
-"""Seconds to wait for the reason why a connection broke."""
+"""Seconds to wait for the reason why a connection broke; a rank not heard of for so long is the reason."""
 LINGER = 1.0
 """Seconds that a failed rank waits for the others to hear why, before a launcher ends them."""
 BOW = 0.5
@@ -55,6 +55,18 @@ PROBE = 1.0
 """Seconds in which a machine that can be reached answers."""
 
 logger = logging.getLogger("penstock")
+
+_pid = os.getpid()
+"""Of this process: asking the system at every action would take longer than the rest of the check."""
+
+
+def _note_pid() -> None:
+    global _pid
+    _pid = os.getpid()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_pid)
 
 
 class Watch:
@@ -74,7 +86,7 @@ class Watch:
         self._meeting = meeting
         self._patience = patience
         self._address = own_address(meeting.host)
-        self._pid = os.getpid()
+        self._pid = _pid
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._abort: Callable[[], Callable[[], None] | None] = lambda: None
         self._folder: Path | None = None
@@ -149,7 +161,7 @@ class Watch:
             PeerFailed: another rank has failed.
             UsageError: this process was forked from the rank's.
         """
-        if os.getpid() != self._pid:
+        if _pid != self._pid:
             raise UsageError(
                 f"this process was forked from that of rank {self.activity.rank}, and is not a rank of the "
                 "pipeline: it must not continue the step, but do its own work and exit"
@@ -164,7 +176,7 @@ class Watch:
             What to raise: the error itself, or a :class:`PeerFailed` if it follows from another rank's
             failure.
         """
-        if self._is_child() or self._status == "stops" or isinstance(error, PeerFailed):
+        if self.is_child() or self._status == "stops" or isinstance(error, PeerFailed):
             return error
         if isinstance(error, SystemExit) and status_of(error) == 0:
             return error
@@ -195,7 +207,7 @@ class Watch:
             return
         self._closed = True
         atexit.unregister(self._leave)
-        if self._is_child():
+        if self.is_child():
             return
         self._ending.set()
         if self._monitor is not threading.current_thread():
@@ -245,16 +257,16 @@ class Watch:
 
     def _leave(self) -> None:
         """The interpreter exits: tell the others, with the reason if it is an uncaught error."""
-        if self._closed or self._is_child():
+        if self._closed or self.is_child():
             return
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if error is not None:
             self.failed(error)
         self.close()
 
-    def _is_child(self) -> bool:
+    def is_child(self) -> bool:
         """Whether this process was forked from the rank's, to which threads and connections belong."""
-        return os.getpid() != self._pid
+        return _pid != self._pid
 
     # ---- what is known of the ranks
 
@@ -374,7 +386,7 @@ class Watch:
             is_over = any(place.status == "left" for place in others)
             return None if is_over else self._lost_store(self._heartbeats.lost)
         for place in others:
-            if self._broken and min(place.stale, monotonic() - self._broken) > CAUSE:
+            if place.stale > CAUSE and self._broken and monotonic() - self._broken > LINGER:
                 what = (
                     "its process ended without a word, its machine is down, or the network to it is cut; "
                     f"it {place.doing}, by its last heartbeat {place.stale:.1f} s ago"

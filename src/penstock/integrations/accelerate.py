@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 try:
-    from accelerate import Accelerator
+    from accelerate import Accelerator, PartialState
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
 except ImportError as error:
@@ -19,10 +19,27 @@ except ImportError as error:
     ) from error
 
 from penstock.errors import UsageError
-from penstock.integrations.module import PipelineModule
+from penstock.integrations.module import PipelineModule, clip_whole
 from penstock.parallel import replicated_mesh
 from penstock.pipeline import Pipeline
 from penstock.values import map_tensors
+
+
+def share_batches(state: Any, pipe: Pipeline) -> None:
+    """Tell Accelerate that the ranks of a pipeline share a batch, and replicas do not."""
+    replicas, ranks = pipe.replicas.number, pipe.schedule.ranks
+    names = ("dp_replicate", "tp")
+    state.device_mesh = replicated_mesh(pipe.device.type, replicas, ranks, names=names)
+
+
+def one_of_each(gathered: Any, ranks: int) -> Any:
+    """Of tensors that all processes gathered, those of one rank of each pipeline."""
+
+    def pick(joined: Tensor) -> Tensor:
+        rows: Tensor = joined.unflatten(0, (PartialState().num_processes, -1))
+        return rows[::ranks].flatten(0, 1)
+
+    return map_tensors(gathered, pick)
 
 
 class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has no types
@@ -48,10 +65,7 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has n
         self.pipe = pipe
         self._ranks = pipe.schedule.ranks if self.num_processes > 1 else 1
         if self._ranks > 1:
-            # How Accelerate tells processes that share a batch from replicas.
-            replicas, names = pipe.replicas.number, ("dp_replicate", "tp")
-            kind = pipe.device.type
-            self.state.device_mesh = replicated_mesh(kind, replicas, self._ranks, names=names)
+            share_batches(self.state, pipe)
         self.register_for_checkpointing(pipe.randomness)
 
     def prepare_model(
@@ -96,17 +110,8 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has n
         Raises:
             UsageError: some of the parameters that have a gradient here are missing.
         """
-        some = {id(parameter) for parameter in parameters}
-        missing = [
-            n for n, p in self.pipe.named_parameters() if p.grad is not None and id(p) not in some
-        ]
-        if missing:
-            raise UsageError(
-                f"clip_grad_norm_ was not given {missing[0]}, which has a gradient; a pipeline clips the "
-                "gradients of the whole model, model.parameters()"
-            )
         self.unscale_gradients()
-        return torch.tensor(self.pipe.clip_grad_norm_(max_norm, norm_type))
+        return clip_whole(self.pipe, parameters, max_norm, norm_type=norm_type)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The state dict of the unsplit model on rank 0, an empty one on others; every rank calls it."""
@@ -121,12 +126,7 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has n
 
     def gather(self, tensor: Any) -> Any:
         """Tensors of all pipelines, each once."""
-
-        def one_of_each(joined: Tensor) -> Tensor:
-            rows: Tensor = joined.unflatten(0, (self.num_processes, -1))
-            return rows[:: self._ranks].flatten(0, 1)
-
-        return map_tensors(super().gather(tensor), one_of_each)
+        return one_of_each(super().gather(tensor), self._ranks)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum or mean over all pipelines."""

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from penstock.errors import UsageError
-from penstock.integrations.module import PipelineModule
-from penstock.parallel import replicated_mesh
+from penstock.integrations.module import PipelineModule, clip_whole
+from penstock.parallel import pipelines_in, side_by_side
 from penstock.pipeline import Pipeline
 from penstock.runtime import StepResult, add_loss
 
@@ -302,15 +302,8 @@ class _OnPipeline(nn.Module):
 
     def clip(self, optimizer: Optimizer, max_norm: float, **options: Any) -> Tensor:
         """Scale the gradients so that their norm over all ranks is at most ``max_norm``; the norm before."""
-        mine = {id(one) for group in optimizer.param_groups for one in group["params"]}
-        for name, parameter in self.pipe.named_parameters():
-            if parameter.grad is not None and id(parameter) not in mine:
-                raise UsageError(
-                    f"{name.removeprefix('module.')} has a gradient but is not in the optimizer to be "
-                    "clipped; a pipeline clips the whole module: give it to the optimizer, or set "
-                    "requires_grad_(False) on it"
-                )
-        return torch.tensor(self.pipe.clip_grad_norm_(float(max_norm), **options))
+        mine = [one for group in optimizer.param_groups for one in group["params"]]
+        return clip_whole(self.pipe, mine, max_norm, **options)
 
 
 # ---- what both strategies do
@@ -355,12 +348,7 @@ class _Cuts:
         processes: Any = self
         world: int = processes.num_nodes * processes.num_processes
         each = world if world == 1 or self._ranks is None else self._ranks
-        if world % each:
-            raise UsageError(
-                f"{world} processes cannot be divided into pipelines of ranks={each}; start a multiple of "
-                "that, or one process for all ranks"
-            )
-        return world // each, each
+        return pipelines_in(world, each), each
 
     @property
     def distributed_sampler_kwargs(self) -> Any:
@@ -388,8 +376,7 @@ class _Cuts:
         replicas, each = self._layout()
         options: dict[str, Any] = {"device": device, "ranks": self._ranks}
         if replicas > 1:
-            mesh = replicated_mesh(device.type, replicas, each)
-            options |= {"mesh": mesh, "replicas": mesh["dp"]}
+            options |= side_by_side(device.type, replicas * each, each)
         if self._module is not None:
             self._module.pipe.close()
         self._module = _OnPipeline(module, optimizers, **{**options, **self._options})
@@ -452,23 +439,23 @@ class PipelineStrategy(_Cuts, TrainerProcesses):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step``, forward and backward; the loss's backward then adds the gradients."""
-        with self.precision_plugin.train_step_context():
-            return self.pipelined.run("training_step", args, kwargs)
+        return self._run("train", "training_step", args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``validation_step``."""
-        with self.precision_plugin.val_step_context():
-            return self.pipelined.run("validation_step", args, kwargs)
+        return self._run("val", "validation_step", args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``test_step``."""
-        with self.precision_plugin.test_step_context():
-            return self.pipelined.run("test_step", args, kwargs)
+        return self._run("test", "test_step", args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``predict_step``; every rank gets what it returns for the whole batch."""
-        with self.precision_plugin.predict_step_context():
-            return self.pipelined.run("predict_step", args, kwargs)
+        return self._run("predict", "predict_step", args, kwargs)
+
+    def _run(self, kind: str, step_name: str, args: Any, kwargs: Any) -> Any:
+        with getattr(self.precision_plugin, f"{kind}_step_context")():
+            return self.pipelined.run(step_name, args, kwargs)
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn, TypedDict, cast, get_args, get_type_hints
 
 import torch
@@ -208,6 +208,25 @@ class PipelineModule(nn.Module):
             "from the pipeline's step. Give Pipeline(mesh=, replicas=) for replicas of the pipeline, or wrap "
             "each stage with Pipeline(wrap=)"
         )
+
+
+def clip_whole(
+    pipe: Pipeline, parameters: Iterable[Tensor], max_norm: float, **options: Any
+) -> Tensor:
+    """Clip the gradients of all ranks, where a loop clips those of some parameters; the norm before.
+
+    Raises:
+        UsageError: a parameter that has a gradient is not among them.
+    """
+    some = {id(parameter) for parameter in parameters}
+    for name, parameter in pipe.named_parameters():
+        if parameter.grad is not None and id(parameter) not in some:
+            raise UsageError(
+                f"{name.removeprefix('module.')} has a gradient, but is not among the parameters to be "
+                "clipped; a pipeline clips the whole model: give its optimizer, or the call that clips, "
+                "all of model.parameters(), or set requires_grad_(False) on it"
+            )
+    return torch.tensor(pipe.clip_grad_norm_(float(max_norm), **options))
 
 
 # ---- models of transformers

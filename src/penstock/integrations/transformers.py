@@ -21,10 +21,10 @@ except ImportError as error:
 
 from penstock.checkpoint import Checkpoints
 from penstock.errors import StateDictError, UsageError
+from penstock.integrations.accelerate import one_of_each, share_batches
 from penstock.integrations.module import PipelineModel, PipelineModule, own_loss
-from penstock.parallel import replicated_mesh
+from penstock.parallel import side_by_side
 from penstock.pipeline import Pipeline
-from penstock.values import map_tensors
 
 _FOLDER = "penstock"
 """Inside of a checkpoint of the Trainer: the whole run, for another layout."""
@@ -88,12 +88,7 @@ class PipelineTrainer(Trainer):
         self.is_distributed_loading_by_transformers = True
         self._loss_only = False
         if self.args.world_size > 1:
-            # How Accelerate tells ranks that share a batch from replicas.
-            replicas, ranks = self.pipe.replicas.number, self.pipe.schedule.ranks
-            state = self.accelerator.state
-            state.device_mesh = replicated_mesh(
-                self.args.device.type, replicas, ranks, names=("dp_replicate", "tp")
-            )
+            share_batches(self.accelerator.state, self.pipe)
             self.accelerator.gather = self._gather
 
     def _options(self, model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
@@ -103,15 +98,7 @@ class PipelineTrainer(Trainer):
         if world == 1 or "mesh" in options or "group" in options:
             return options
         ranks = options.setdefault("ranks", world)
-        if world % ranks:
-            raise UsageError(
-                f"pipeline={{'ranks': {ranks}}}: {world} processes were started, which are no whole number "
-                f"of pipelines of {ranks} ranks"
-            )
-        options["mesh"] = mesh = replicated_mesh(self.args.device.type, world // ranks, ranks)
-        if world > ranks:
-            options["replicas"] = mesh["dp"]
-        return options
+        return options | side_by_side(self.args.device.type, world, ranks)
 
     def _loss_options(self, model: nn.Module) -> dict[str, Any]:
         """The model's own loss, or the one that the Trainer was given."""
@@ -178,13 +165,7 @@ class PipelineTrainer(Trainer):
 
     def _gather(self, tensor: Any) -> Any:
         """Tensors of all replicas, each once."""
-        world, ranks = self.args.world_size, self.pipe.schedule.ranks
-
-        def one_of_each(joined: Tensor) -> Tensor:
-            one: Tensor = joined.unflatten(0, (world, -1))[::ranks].flatten(0, 1)
-            return one
-
-        return map_tensors(gather(tensor), one_of_each)
+        return one_of_each(gather(tensor), self.pipe.schedule.ranks)
 
     # ---- what the whole model tells
 

@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from penstock.parallel.groups import Siblings as Siblings
     from penstock.parallel.groups import group_across as group_across
     from penstock.parallel.groups import group_of as group_of
+    from penstock.parallel.groups import pipelines_in as pipelines_in
     from penstock.parallel.groups import ranks_in as ranks_in
     from penstock.parallel.groups import replicated_mesh as replicated_mesh
     from penstock.parallel.groups import seat as seat
     from penstock.parallel.groups import siblings_of as siblings_of
+    from penstock.parallel.groups import side_by_side as side_by_side
     from penstock.parallel.replicas import average_gradients as average_gradients
     from penstock.parallel.replicas import begin_equal as begin_equal
     from penstock.parallel.replicas import left_alone as left_alone

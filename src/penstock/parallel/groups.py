@@ -129,3 +129,27 @@ def replicated_mesh(
 ) -> DeviceMesh:
     """A mesh of all processes, with dimensions ``dp`` for replicas and ``pp`` for the ranks of a pipeline."""
     return init_device_mesh(device, (replicas, ranks), mesh_dim_names=names)
+
+
+def pipelines_in(processes: int, ranks: int) -> int:
+    """How many pipelines of so many ranks the processes make.
+
+    Raises:
+        UsageError: that is no whole number.
+    """
+    if processes % ranks:
+        raise UsageError(
+            f"{processes} processes were started, which are no whole number of pipelines of ranks={ranks}; "
+            "start a multiple of that, or one process for all ranks"
+        )
+    return processes // ranks
+
+
+def side_by_side(device: str, processes: int, ranks: int) -> dict[str, Any]:
+    """Options of a Pipeline by which all processes make pipelines of so many ranks, which are replicas.
+
+    Raises:
+        UsageError: that is no whole number of pipelines.
+    """
+    mesh = replicated_mesh(device, pipelines_in(processes, ranks), ranks)
+    return {"mesh": mesh, "replicas": mesh["dp"] if processes > ranks else None}

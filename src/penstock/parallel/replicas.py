@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -117,25 +117,23 @@ def begin_equal(modules: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
     What a wrapper replicates or shards, and what is on the meta device, is left to whoever did that.
     """
     for module in modules:
-        copy_from_first([*left_alone(module, group), *_buffers_left_alone(module)], group)
+        parameters, buffers = _alone(module, group)
+        copy_from_first([*parameters, *buffers], group)
 
 
-def average_gradients(modules: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
+def average_gradients(modules: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
     """Average the gradients that no wrapper reduces; buffers become those of the first replica.
 
     Args:
         modules: of the stages, in their wrappers.
         group: the replicas, which call this together.
     """
+    tensors = [_alone(module, group) for module in modules]
     average = GradientAverage(group)
     # A weight that stages share counts once.
-    average.start({id(p): p for module in modules for p in left_alone(module, group)}.values())
+    average.start({id(p): p for parameters, _ in tensors for p in parameters}.values())
     average.finish()
-    copy_from_first([b for module in modules for b in _buffers_left_alone(module)], group)
-
-
-def _buffers_left_alone(module: nn.Module) -> list[Tensor]:
-    return [] if spread_parts(module) else list(module.buffers())
+    copy_from_first([buffer for _, buffers in tensors for buffer in buffers], group)
 
 
 def left_alone(module: nn.Module, group: dist.ProcessGroup) -> list[nn.Parameter]:
@@ -145,11 +143,16 @@ def left_alone(module: nn.Module, group: dist.ProcessGroup) -> list[nn.Parameter
         module: of the stage, in its wrapper.
         group: the replicas.
     """
-    reduced = {id(p) for part in spread_parts(module) for p in part.parameters}
-    replicas = ranks_in(group)
-    return [
-        parameter
-        for parameter in module.parameters()
-        if id(parameter) not in reduced
-        and not (is_sharded(parameter) and replicas <= mesh_ranks(parameter.device_mesh))
+    return _alone(module, group)[0]
+
+
+def _alone(module: nn.Module, group: dist.ProcessGroup) -> tuple[list[nn.Parameter], list[Tensor]]:
+    """The same, and the buffers that no wrapper copies."""
+    parts, replicas = spread_parts(module), ranks_in(group)
+    reduced = {id(p) for part in parts for p in part.parameters}
+    parameters = [
+        p
+        for p in module.parameters()
+        if id(p) not in reduced and not (is_sharded(p) and replicas <= mesh_ranks(p.device_mesh))
     ]
+    return parameters, [] if parts else list(module.buffers())

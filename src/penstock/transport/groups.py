@@ -331,7 +331,8 @@ class Transport:
 
     def close(self) -> None:
         """End the connections, and the process group if this pipeline started it."""
-        if self._closed:
+        # In a forked process, threads that these would wait for do not run.
+        if self._closed or self.watch.is_child():
             return
         self._closed = True
         self.watch.close()
