@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -465,6 +465,7 @@ class StepState:
         devices: of the stages here.
 
     Attributes:
+        draws: gives what seeds the generators for a microbatch on a device; None leaves them alone.
         parts: the arguments of each microbatch, complete with placeholders for what is not here.
         targets: of the microbatches.
         tally: adds up losses and metrics.
@@ -496,16 +497,9 @@ class StepState:
         self.batch_gradients: list[tuple[Tensor, Tensor]] = []
         self.result = StepResult(0.0)
         self.flops: Callable[[], float | None] = lambda: None
-        self._draws: dict[tuple[int, torch.device], Draws] = {}
-
-    def draws(self, microbatch: int, device: torch.device) -> Draws | None:
-        """What seeds the generators for a microbatch on a device; None leaves them alone."""
-        if self.call.seed is None:
-            return None
-        draws = self._draws.get((microbatch, device))
-        if draws is None:
-            draws = self._draws[microbatch, device] = Draws(*self.call.seed, microbatch, device)
-        return draws
+        self.draws: Callable[[int, torch.device], Draws | None] = lambda *_: None
+        if call.seed is not None:
+            self.draws = cache(partial(Draws, *call.seed))
 
     @property
     def kept(self) -> list[Any]:
