@@ -247,6 +247,24 @@ def a_module_that_changes_an_argument(m: Model, x: Tensor) -> Tensor:
     return m.l[3](m.l[2](h + y)) + x + view.sum()  # type: ignore[no-any-return]
 
 
+@program()
+def fills_what_all_stages_have(m: Model, x: Tensor) -> Tensor:
+    kept, h = x.new_zeros(2, *x.shape), m.l[0](x)
+    kept[0] = h
+    h = m.l[2](m.l[1](h))
+    kept[1] = h
+    kept.mul_(2)
+    return m.l[3](h) + kept.sum(0)  # type: ignore[no-any-return]
+
+
+@program(refused="mul_ in stage 0 changes .* as it was before")
+def a_write_that_another_stage_must_not_see(m: Model, x: Tensor) -> Tensor:
+    h = m.l[0](x) * 1
+    y = m.l[2](h)
+    h.mul_(2)
+    return m.l[3](y + m.l[1](h))  # type: ignore[no-any-return]
+
+
 @program(in_four="mul_ in stage 0 changes .* which stage . uses as it was before")
 def a_write_after_another_stage_has_used_it(m: Model, x: Tensor) -> Tensor:
     h = m.l[0](x) * 1

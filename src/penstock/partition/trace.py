@@ -314,19 +314,14 @@ class _Recorder(TorchFunctionMode):
     # ---- the model without data
 
     def _arguments_of(self, call: Example, numbers: Example | None) -> tuple[Any, Any]:
-        def ones(tensor: Tensor) -> Tensor:
-            other = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.trace.device
-            )
-            other.fill_(1)
-            return other.requires_grad_(tensor.requires_grad)
+        home = self.trace.device
 
-        def copied(tensor: Tensor) -> Tensor:
-            other = tensor.detach().to(self.trace.device, copy=True)
+        def put(tensor: Tensor) -> Tensor:
+            ones = _filled(1, tensor, home) if numbers is None else None
+            other = tensor.detach().to(home, copy=True) if ones is None else ones
             return other.requires_grad_(tensor.requires_grad)
 
         args, kwargs = call if numbers is None else numbers
-        put = ones if numbers is None else copied
         args, kwargs = replaced((tuple(args), dict(kwargs)), put)
         return args, kwargs
 
@@ -363,8 +358,10 @@ class _Recorder(TorchFunctionMode):
 
     def _twin(self, tensor: Tensor, name: str, *, real: bool) -> Tensor:
         """What stands for a parameter or buffer: a fake one, or for a buffer between units a copy."""
+        if real and tensor.is_meta:
+            return torch.ones(tensor.shape, dtype=tensor.dtype, device=self.trace.device)
         if real:
-            return self._twin_with_data(tensor)
+            return tensor.detach().clone()
         parameter = isinstance(tensor, nn.Parameter)
         with self.mode, torch.no_grad():
             twin = torch.empty_strided(
@@ -380,11 +377,6 @@ class _Recorder(TorchFunctionMode):
         number = self._new_value(twin, name, None, parameter=name)
         self.trace.values[number].is_buffer = not parameter
         return twin
-
-    def _twin_with_data(self, tensor: Tensor) -> Tensor:
-        if tensor.is_meta:
-            return torch.ones(tensor.shape, dtype=tensor.dtype, device=self.trace.device)
-        return tensor.detach().clone()
 
     def run(
         self,
@@ -903,11 +895,9 @@ _PATIENCE = 64
 _NEED_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 
 
-def _filled(number: int, tensor: Tensor) -> Tensor:
-    twin = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
-    return twin.fill_(number)
+def _filled(number: int, tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    shape, strides, home = tensor.shape, tensor.stride(), device or tensor.device
+    return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=home).fill_(number)
 
 
 def takes_gradient(tensor: Tensor) -> bool:
