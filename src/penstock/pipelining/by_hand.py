@@ -78,8 +78,7 @@ def infer_layout(
 ) -> Layout:
     """What a module returns for arguments of a layout, from a run on tensors without data, or on zeros."""
     inner = alone(module)
-    adapter = adapter_of(inner)
-    if adapter is None:
+    if adapter_of(inner) is None:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(trains):
             values = arrived([x.empty(device) for x in args.tensors], args)
             tensors = (*inner.named_parameters(), *inner.named_buffers())
@@ -91,7 +90,6 @@ def infer_layout(
     with torch.no_grad(), torch.random.fork_rng():
         values = arrived([x.empty(device).zero_() for x in args.tensors], args)
         output = functional_call(inner, buffers, tuple(values), dict(kwargs))
-        adapter.reshard()
     layout = value_layout(output, trains=trains)
     leaves = [
         x._replace(learns=trains and x.torch_dtype.is_floating_point)

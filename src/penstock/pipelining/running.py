@@ -455,8 +455,8 @@ class PipelineSchedule:
                     target_mbs = [part for (part,) in parts]
             elif args or kwargs or target is not None:
                 raise CallError(
-                    "the step was given a whole batch and one that is split already; pass arg_mbs, kwarg_mbs "
-                    "and target_mbs, or the arguments and target"
+                    "the step got a whole batch and one that is split already; pass arg_mbs, kwarg_mbs and "
+                    "target_mbs, or the arguments and target"
                 )
             self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         except Exception as error:

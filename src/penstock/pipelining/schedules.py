@@ -223,17 +223,12 @@ class ScheduleDualPipeV(_Named):
     recipe = "DualPipeV"
 
 
-_CLASSES: dict[str, type[PipelineSchedule]] = {
-    "1F1B": Schedule1F1B,
-    "Interleaved1F1B": ScheduleInterleaved1F1B,
-    "GPipe": ScheduleGPipe,
-    "LoopedBFS": ScheduleLoopedBFS,
-    "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
-    "PipelineScheduleSingle": PipelineScheduleSingle,
-    "PipelineScheduleMulti": PipelineScheduleMulti,
-    "ZBVZeroBubble": ScheduleZBVZeroBubble,
-    "DualPipeV": ScheduleDualPipeV,
-}
+_NAMED = (
+    *(Schedule1F1B, ScheduleInterleaved1F1B, ScheduleGPipe, ScheduleLoopedBFS),
+    *(ScheduleInterleavedZeroBubble, PipelineScheduleSingle, PipelineScheduleMulti),
+    *(ScheduleZBVZeroBubble, ScheduleDualPipeV),
+)
+_CLASSES = {kind.__name__.removeprefix("Schedule"): kind for kind in _NAMED}
 
 
 def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:

@@ -318,7 +318,7 @@ class PipelineStage(StageBase, engine.PipelineStage):
             return take(self._owed, microbatch, self.stage_index, "get_bwd_recv_ops")  # type: ignore[no-any-return]
         if loss is None:
             raise CallError(
-                f"backward of stage {self.stage_index}, the last one, starts at loss=, which was not given"
+                f"backward of stage {self.stage_index}, the last one, starts at loss=, which is missing"
             )
         self.start_from(microbatch, gathered(loss))
         return None
