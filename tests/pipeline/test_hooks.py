@@ -124,8 +124,9 @@ def test_what_is_no_hook() -> None:
             pipe.on("0F0", **wrong)
         with pytest.raises(UsageError, match=r"before= or after=.* one StepEvent"):
             pipe.on_step(**wrong)
-    with pytest.raises(UsageError, match="by a pattern or by a function"):
-        pipe.on(3, before=print)
+    for which in (3, None):
+        with pytest.raises(UsageError, match="by a pattern or by a function"):
+            pipe.on(which, before=print)
     with pytest.raises(ScheduleError, match="matches no kind of action"):
         pipe.on("F", before=print)
 

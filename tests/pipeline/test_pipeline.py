@@ -253,6 +253,7 @@ def test_a_first_step_is_like_one_whose_shapes_are_known(schedule: str, looks: b
     # This one has found all shapes before.
     pipes[1].predict(X)
     pipes[1].eval(X, target=X)
+    model: Any
     for model, pipe in zip(models, pipes, strict=True):
         before = [module.calls for module in model]
         torch.manual_seed(1)

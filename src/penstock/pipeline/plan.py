@@ -177,11 +177,7 @@ def _build(name: str, ranks: int, stages: int, microbatches: int) -> Schedule:
 
 
 def _check_alike(made: Schedule, usual: Schedule) -> None:
-    """Check that a schedule for another number of microbatches fits the stages as they are placed.
-
-    Raises:
-        ScheduleError: it places them elsewhere, or only one of the two has a backward.
-    """
+    """Refuse a schedule for another number of microbatches that does not fit the stages in place."""
     if made.placement != usual.placement:
         raise ScheduleError(
             f"{made.name!r} places the stages on ranks {list(made.placement.rank_of)} for "

@@ -75,7 +75,7 @@ class Hooks:
     """
 
     def __init__(self, event: type) -> None:
-        self._event = event.__name__
+        self._event = event
         self._hooks: dict[HookHandle, _Hook] = {}
 
     def __len__(self) -> int:
@@ -96,9 +96,10 @@ class Hooks:
         functions = [function for function in (before, after) if function is not None]
         if not functions or not all(map(callable, functions)):
             raise UsageError(
-                f"a hook needs before= or after=, or both: functions that take one {self._event}"
+                "a hook needs before= or after=, or both: functions that take one "
+                f"{self._event.__name__}"
             )
-        if not isinstance(which, str | None) and not callable(which):
+        if (isinstance(which, str) or callable(which)) != (self._event is ActionEvent):
             raise UsageError(
                 f"{which!r}: actions are named by a pattern or by a function of an Action"
             )

@@ -741,11 +741,7 @@ def _of_rank(error: StageError, rank: int) -> StageError:
 
 
 def _values_of(edges: Sequence[Edge], output: Any) -> dict[str, Any]:
-    """The values in a plain stage's output by name: the whole output, or several items of a dict.
-
-    Raises:
-        SpecError: several values are needed, and the output is not a dict that has them all.
-    """
+    """The values in a plain stage's output by name: the whole output, or several items of a dict."""
     if len(edges) == 1:
         return {edges[0].value: output}
     names = [edge.value for edge in edges]
@@ -787,11 +783,7 @@ def _gradient_like(leaf: Any) -> Any:
 def _checked(
     action: Action, leaves: Sequence[Any], layout: Layout, device: torch.device
 ) -> list[Tensor]:
-    """The tensors of a message, after a check against the layout that its receiver knows.
-
-    Raises:
-        SpecError: a leaf is not what the first message of its kind told.
-    """
+    """The tensors of a message, after a check against the layout that its receiver knows."""
     if len(leaves) != len(layout.leaves):
         raise _unlike(action, f"{len(leaves)} values", len(layout.leaves))
     tensors = []

@@ -216,7 +216,10 @@ class Numbers:
             AgreementError: the ranks were given, or computed, different weights.
         """
         sums = tally.sums()
-        new = [row for row in sums if row not in self._rows]
+        metrics = list(loss.metrics) if loss is not None else []
+        # Also what no microbatch here has, since a replica may have it.
+        measured = [(kind, name) for name in metrics for kind in ("over", "under")]
+        new = [row for row in {_MAIN, _ADDED, *measured, *sums} if row not in self._rows]
         checks = [float(not finite), float(len(new)), weights.mark, weights.mark**2]
         *numbers, ill, unknown, once, squared = _sum(transport, [*self._numbers(sums), *checks])
         if transport is not None and _differ(transport.ranks, once, squared):
@@ -237,12 +240,12 @@ class Numbers:
         }
         main, added = values.get(_MAIN, 0.0), values.get(_ADDED, 0.0)
         losses = {name: value for (kind, name), value in values.items() if kind == "loss"}
-        metrics = {
+        ratios = {
             name: _ratio(values.get(("over", name), 0.0), values.get(("under", name), 0.0))
-            for name in (loss.metrics if loss is not None else ())
+            for name in metrics
         }
         is_finite = not ill and math.isfinite(main + added)
-        return StepResult(main + added, {MAIN: main, **losses}, metrics, weights.total, is_finite)
+        return StepResult(main + added, {MAIN: main, **losses}, ratios, weights.total, is_finite)
 
     def _numbers(self, sums: Mapping[_Row, float]) -> list[float]:
         """One process's numbers in the order that all ranks know, then which of them it has."""

@@ -240,11 +240,7 @@ class Runner:
     # ---- the word before the step
 
     def _agree(self, call: Call) -> StepState:
-        """Learn what all ranks bring, from words that are known or from descriptions.
-
-        Raises:
-            _Refused: something is wrong with it; every rank raises this, and nothing has been changed.
-        """
+        """Learn what all ranks bring. If it is wrong, all of them raise ``_Refused``, and none has begun."""
         let_cross(stage.module for stage in self.stages.values())
         offer, counts, refusal = {}, None, call.refusal
         try:
@@ -324,11 +320,7 @@ class Runner:
         return self._plans[key]
 
     def _check_passed(self, model_call: ModelCall, schedule: Schedule) -> None:
-        """Check that every rank was passed the arguments that its plain stages take.
-
-        Raises:
-            UsageError: one was not.
-        """
+        """Check that every rank was passed the arguments that its plain stages take."""
         positions, names = model_call.names
         users = {stage for edge in schedule.edges for stage in edge.targets}
         if self.transport is None:
@@ -351,11 +343,7 @@ class Runner:
     def _check_target(
         self, call: Call, model_call: ModelCall, schedule: Schedule, plan: Any
     ) -> None:
-        """Check that the rank of the last stage has a target, or that the loss needs none.
-
-        Raises:
-            UsageError: it has none, and the loss function, called with a fake output, fails without one.
-        """
+        """Check that the rank of the last stage has a target, or that the loss needs none."""
         rank = schedule.placement.rank_of[-1] if self.transport is not None else 0
         loss = call.loss
         if loss is None or model_call.targets[rank]:
@@ -484,11 +472,7 @@ def has_finite_gradients(stages: Any) -> bool:
 
 
 def _argument_names(stage: PipelineStage) -> list[str] | None:
-    """The names of the arguments of a plain stage's module, in order; None for one that is called by plan.
-
-    A module that wraps another one, as ``DistributedDataParallel`` and ``torch.compile`` do, takes what that
-    module takes.
-    """
+    """The names of the arguments of a plain stage's module, in order; None for one that is called by plan."""
     return None if stage.planned else argument_names(unwrapped(stage.module))
 
 
@@ -504,12 +488,7 @@ def argument_names(module: nn.Module) -> list[str]:
 
 
 def _own_counts(loss: Loss | None, batch: Batch) -> list[float] | None:
-    """The weight of each microbatch, if this process can tell it from what it was passed.
-
-    Raises:
-        UsageError: a weight is not a valid number.
-        StageError: the user's function raised.
-    """
+    """The weight of each microbatch, if this process can tell it from what it was passed."""
     known = batch.targets if loss is not None and callable(loss.loss_weight) else batch.samples
     if loss is None or known is None:
         return None
@@ -524,11 +503,7 @@ def _own_counts(loss: Loss | None, batch: Batch) -> list[float] | None:
 
 
 def _check_edges(plans: Sequence[Any]) -> tuple[Edge, ...]:
-    """The edges of a call, which must be the same for all its microbatches.
-
-    Raises:
-        SpecError: microbatches of different shapes need different values.
-    """
+    """The edges of a call, which must be the same for all its microbatches."""
     edges: tuple[Edge, ...] = plans[0].edges
     for microbatch, plan in enumerate(plans):
         if plan.edges != edges:
