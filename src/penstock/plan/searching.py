@@ -195,11 +195,30 @@ def plan_for(
     """
     plain = compute_only(schedule)
     samples = _whole("batch", batch) // plain.microbatches
-    paths = [unit.path for unit in profile.at(samples).units]
+    units = profile.at(samples)
+    latency, bandwidth = profile.wire(plain.ranks)
+    costs = units.stages(
+        cut_of([unit.path for unit in units.units], stages),
+        plain.placement,
+        states=states,
+        latency=latency,
+        bandwidth=bandwidth,
+        handling=profile.handling,
+    )
     laps = max(1, plain.stages // plain.ranks)
-    shape = PlanShape(plain.name, plain.ranks, 1, laps, plain.microbatches, samples, "none")
-    wanted = _Wanted(plain.ranks, batch, 0.0, (), (plain.ranks,), None, None, ("none",), states, 1)
-    return _PlanSearch(profile, wanted).plan_by_hand(shape, plain, cut_of(paths, stages))
+    wired = plain.with_edges(costs.edges)
+    return Plan(
+        PlanShape(plain.name, plain.ranks, 1, laps, plain.microbatches, samples, "none"),
+        stages=tuple(map(tuple, stages)),
+        checkpoint=(),
+        seconds=simulate(with_messages(wired), costs.costs).makespan,
+        reduce=0.0,
+        memory=Order(plain).peaks(costs),
+        limit=0.0,
+        tokens=batch * (profile.tokens or 1),
+        stage_costs=costs,
+        own=wired,
+    )
 
 
 # ---- what is asked for
@@ -400,12 +419,6 @@ class _PlanSearch:
         best.sort(key=lambda candidate: (candidate.seconds, max(candidate.memory)))
         plans = tuple(self._plan(candidate) for candidate in best[: self._wanted.keep])
         return Plans(plans, self._profile, looked_at, self._simulated)
-
-    def plan_by_hand(self, shape: PlanShape, schedule: Schedule, cut: Cut) -> Plan:
-        """The plan of one candidate, whether it fits or not."""
-        candidate = self._compose(shape, schedule, Order(schedule), cut, frozenset())
-        candidate.time()
-        return replace(self._plan(candidate), own=candidate.wired())
 
     # ---- looking at all candidates
 
