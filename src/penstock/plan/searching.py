@@ -1,6 +1,6 @@
 """Find the fastest plans that fit: try the candidates, best bound first, and improve the best of them.
 
-A candidate is a schedule, numbers of ranks, replicas, stages and microbatches, and how much to compute again.
+A candidate is a schedule, numbers of ranks, replicas, stages and microbatches, and how much to recompute.
 It is cut so that the ranks of its placement have about equal work. It is simulated twice: first without its
 messages spelled out, which never takes longer than with them, and then with them. A candidate that is proven
 to be slower than a known one is not simulated:
@@ -452,8 +452,8 @@ class _PlanSearch:
         sizes = sorted(self._profile.known or {shape.samples for shape in self._wanted.shapes()})
         if not sizes:
             raise UsageError(
-                f"batch={self._wanted.batch} cannot be shared as asked by {self._wanted.devices} ranks: the "
-                "share of a pipeline must be a whole number of samples, and of microbatches"
+                f"batch={self._wanted.batch} cannot be divided among {self._wanted.devices} ranks as asked: "
+                "each pipeline needs a whole number of samples, and of microbatches"
             )
         return len(self._profile.at(sizes[0]).units)
 
@@ -491,7 +491,7 @@ class _PlanSearch:
         again = frozenset(range(units) if shape.checkpoint == "all" else ())
         candidate = self._compose(shape, schedule, order, cut, again)
         if self._fits(candidate):
-            # If nothing has to be computed again, this is the candidate of the policy "none".
+            # If nothing has to be recomputed, this is the candidate of the policy "none".
             return None if shape.checkpoint == "needed" else candidate
         while shape.checkpoint == "needed":
             more = self._to_compute_again(candidate)
@@ -506,7 +506,7 @@ class _PlanSearch:
     def _compose(
         self, shape: PlanShape, schedule: Schedule, order: Order, cut: Cut, again: frozenset[int]
     ) -> _Candidate:
-        """A candidate in which these units are computed again."""
+        """A candidate in which these units are recomputed."""
         latency, bandwidth = self._profile.wire(self._wanted.devices)
         costs = self._profile.at(shape.samples).stages(
             cut,
@@ -664,8 +664,9 @@ class _PlanSearch:
         wanted, least = self._wanted, self._least
         if least is None:
             return (
-                f"none of {', '.join(wanted.schedules)} can run so few units on the ranks and microbatches "
-                f"asked for: ranks={wanted.devices}, batch={wanted.batch}; leave some of these options out"
+                f"none of {', '.join(wanted.schedules)} can run the model's {self.units} units with "
+                f"ranks={wanted.devices}, batch={wanted.batch} and the other options; leave some of these "
+                "options out"
             )
         most = max(least.memory)
         remedies = [
@@ -695,7 +696,7 @@ class _PlanSearch:
             yield f"microbatches={count}", replace(wanted, microbatches=(count,))
 
     def _fits_with(self, wanted: _Wanted) -> bool:
-        """Whether something fits, tried with the smallest microbatches and all computed again."""
+        """Whether something fits, tried with the smallest microbatches and all units recomputed."""
         thrifty = "all" if "all" in wanted.checkpoint else wanted.checkpoint[-1]
         other = _PlanSearch(self._profile, replace(wanted, checkpoint=(thrifty,)))
         try:
