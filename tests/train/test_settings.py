@@ -43,7 +43,7 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) 
         ({"device": "tpu9"}, ("device='tpu9': ", "match pattern")),
         ({"steps": 0, "batch": 0}, ("steps=0: ", "; batch=0: ")),
         ({"stepps": 1}, ("unknown setting 'stepps'; did you mean 'steps'? Known: ranks, ",)),
-        ({"qqq": 1}, ("unknown setting 'qqq' Known: ranks, ",)),
+        ({"qqq": 1}, ("unknown setting 'qqq'; known: ranks, ",)),
         ({"microbatches": 9, "batch": 8}, ("microbatches=9", "batch=8", "at most 8 microbatches")),
         ({"ranks": 5, "layers": 4}, ("5 stages", "layers=4", "fewer ranks")),
         ({"schedule": "ZB-V"}, ("8 stages for layers=4",)),

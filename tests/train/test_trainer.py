@@ -117,6 +117,14 @@ def test_what_cannot_be_had_here(settings: dict[str, Any], gist: str, text: Path
         train(config_for(text, **settings), Console(quiet=True))
 
 
+def test_on_a_terminal_the_latest_step_is_shown_meanwhile(text: Path, tmp_path: Path) -> None:
+    out = io.StringIO()
+    config = config_for(text, steps=2, log_every=9, out=str(tmp_path))
+    train(config, Console(file=out, force_terminal=True, width=200))
+    assert "the first step …" in out.getvalue()
+    assert "\x1b[" in out.getvalue()
+
+
 def test_a_line_has_the_numbers_of_a_step_and_is_printed_as_it_is() -> None:
     metrics: dict[str, Any] = {
         "step": 10, "loss": 2.5, "tokens_per_second": 12345.6, "gradient_norm": 0.25, "memory": 2**29,

@@ -1,6 +1,6 @@
 """What the units of a model cost: the one measurer behind ``balance=``, `table` and plans.
 
-One trace of the model's forward tells which calls and functions belong to a unit, and what travels between
+One trace of the model's forward shows which calls and functions belong to a unit, and what travels between
 units. Then each unit runs alone: forward, backward in halves and backward whole. Without data this happens on
 fake tensors, and a `Meter` counts operations and bytes; with data the same runs are timed. Of units that are
 alike one runs.
@@ -699,7 +699,7 @@ class _Probe:
             return self._held
 
     def cost(self) -> UnitCost:
-        """What was found."""
+        """What the runs have shown."""
         module = self._unit.module
         held = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}.values()
         return UnitCost(

@@ -100,11 +100,8 @@ class Meter(TorchDispatchMode):
         results: list[Tensor],
     ) -> None:
         packet = func._overloadpacket
-        flops = 0
-        if packet in _ATTENTION:
-            flops = _ATTENTION[packet](*args)
-        elif packet in flop_registry:
-            flops = cast("Any", flop_registry)[packet](*args, **kwargs, out_val=result)
+        formula = cast("Any", flop_registry).get(_KNOWN_AS.get(packet, packet))
+        flops = formula(*args, **kwargs, out_val=result) if formula else 0
         self.flops += flops
         if self._rate is not None:
             operands = [*_tensors(args), *results]
@@ -135,17 +132,10 @@ class FusedAttention(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> int:
-    batch, heads, length, width = query.shape
-    return 2 * batch * heads * length * key.shape[-2] * (width + value.shape[-1])
-
-
-def _attention_backward(_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> int:
-    """Five products where forward has two, since backward computes the scores again."""
-    return _attention(query, key, value) * 5 // 2
-
-
-_ATTENTION: dict[Any, Callable[..., int]] = {
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+_KNOWN_AS = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: (
+        _ATEN._scaled_dot_product_flash_attention_backward
+    ),
 }
+"""The CPU's kernels, of which PyTorch does not count operations, by those of a GPU, of which it does."""

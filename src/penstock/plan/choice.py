@@ -77,7 +77,7 @@ class Plan:
     Args:
         shape: What was decided.
         stages: For each stage the paths of its modules.
-        checkpoint: The paths of the modules that are computed again in backward.
+        checkpoint: The paths of the modules that backward recomputes.
         seconds: The time of a step, with its messages and the sum of gradients over the replicas.
         reduce: How much of this time that sum takes.
         memory: The most that each rank holds, in bytes.
@@ -164,8 +164,8 @@ class Plan:
 
     def __str__(self) -> str:
         shape = self.shape
-        again = {"none": "", "all": ", all units computed again"}.get(
-            shape.checkpoint, f", {len(self.checkpoint)} units computed again"
+        again = {"none": "", "all": ", all units recomputed"}.get(
+            shape.checkpoint, f", {len(self.checkpoint)} units recomputed"
         )
         copies = f" x {shape.replicas} replicas" if shape.replicas > 1 else ""
         return (
@@ -311,7 +311,7 @@ def row_of(plan: Plan, best: Plan) -> list[str]:
 
 
 COLUMNS = [
-    "schedule", "ranks", "replicas", "stages", "microbatches", "computed again", "step", "per second",
+    "schedule", "ranks", "replicas", "stages", "microbatches", "recomputed", "step", "per second",
     "bubble", "memory by rank", "why not",
 ]  # fmt: skip
 

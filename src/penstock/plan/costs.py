@@ -217,7 +217,7 @@ class UnitCosts:
         """The most that a stage needs in an action beyond what it holds before or after, at any of its units.
 
         In F the units after that one hold nothing yet. In B they hold nothing any more, but their gradients
-        are there. What is computed again is there while it is used.
+        are there. What is recomputed is there while it is used.
         """
         kind, backward = f"{KINDS[op]}_extra", op in (Op.I, Op.B)
         most, freed = 0.0, 0.0

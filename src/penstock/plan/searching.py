@@ -1,6 +1,6 @@
 """Find the fastest plans that fit: try the candidates, best bound first, and improve the best of them.
 
-A candidate is a schedule, numbers of ranks, replicas, stages and microbatches, and how much to compute again.
+A candidate is a schedule, numbers of ranks, replicas, stages and microbatches, and how much to recompute.
 It is cut so that the ranks of its placement have about equal work. It is simulated twice: first without its
 messages spelled out, which never takes longer than with them, and then with them. A candidate that is proven
 to be slower than a known one is not simulated:
@@ -195,11 +195,30 @@ def plan_for(
     """
     plain = compute_only(schedule)
     samples = _whole("batch", batch) // plain.microbatches
-    paths = [unit.path for unit in profile.at(samples).units]
+    units = profile.at(samples)
+    latency, bandwidth = profile.wire(plain.ranks)
+    costs = units.stages(
+        cut_of([unit.path for unit in units.units], stages),
+        plain.placement,
+        states=states,
+        latency=latency,
+        bandwidth=bandwidth,
+        handling=profile.handling,
+    )
     laps = max(1, plain.stages // plain.ranks)
-    shape = PlanShape(plain.name, plain.ranks, 1, laps, plain.microbatches, samples, "none")
-    wanted = _Wanted(plain.ranks, batch, 0.0, (), (plain.ranks,), None, None, ("none",), states, 1)
-    return _PlanSearch(profile, wanted).plan_by_hand(shape, plain, cut_of(paths, stages))
+    wired = plain.with_edges(costs.edges)
+    return Plan(
+        PlanShape(plain.name, plain.ranks, 1, laps, plain.microbatches, samples, "none"),
+        stages=tuple(map(tuple, stages)),
+        checkpoint=(),
+        seconds=simulate(with_messages(wired), costs.costs).makespan,
+        reduce=0.0,
+        memory=Order(plain).peaks(costs),
+        limit=0.0,
+        tokens=batch * (profile.tokens or 1),
+        stage_costs=costs,
+        own=wired,
+    )
 
 
 # ---- what is asked for
@@ -401,12 +420,6 @@ class _PlanSearch:
         plans = tuple(self._plan(candidate) for candidate in best[: self._wanted.keep])
         return Plans(plans, self._profile, looked_at, self._simulated)
 
-    def plan_by_hand(self, shape: PlanShape, schedule: Schedule, cut: Cut) -> Plan:
-        """The plan of one candidate, whether it fits or not."""
-        candidate = self._compose(shape, schedule, Order(schedule), cut, frozenset())
-        candidate.time()
-        return replace(self._plan(candidate), own=candidate.wired())
-
     # ---- looking at all candidates
 
     def _look(self) -> int:
@@ -439,8 +452,8 @@ class _PlanSearch:
         sizes = sorted(self._profile.known or {shape.samples for shape in self._wanted.shapes()})
         if not sizes:
             raise UsageError(
-                f"batch={self._wanted.batch} cannot be shared as asked by {self._wanted.devices} ranks: the "
-                "share of a pipeline must be a whole number of samples, and of microbatches"
+                f"batch={self._wanted.batch} cannot be divided among {self._wanted.devices} ranks as asked: "
+                "each pipeline needs a whole number of samples, and of microbatches"
             )
         return len(self._profile.at(sizes[0]).units)
 
@@ -478,7 +491,7 @@ class _PlanSearch:
         again = frozenset(range(units) if shape.checkpoint == "all" else ())
         candidate = self._compose(shape, schedule, order, cut, again)
         if self._fits(candidate):
-            # If nothing has to be computed again, this is the candidate of the policy "none".
+            # If nothing has to be recomputed, this is the candidate of the policy "none".
             return None if shape.checkpoint == "needed" else candidate
         while shape.checkpoint == "needed":
             more = self._to_compute_again(candidate)
@@ -493,7 +506,7 @@ class _PlanSearch:
     def _compose(
         self, shape: PlanShape, schedule: Schedule, order: Order, cut: Cut, again: frozenset[int]
     ) -> _Candidate:
-        """A candidate in which these units are computed again."""
+        """A candidate in which these units are recomputed."""
         latency, bandwidth = self._profile.wire(self._wanted.devices)
         costs = self._profile.at(shape.samples).stages(
             cut,
@@ -651,8 +664,9 @@ class _PlanSearch:
         wanted, least = self._wanted, self._least
         if least is None:
             return (
-                f"none of {', '.join(wanted.schedules)} can run so few units on the ranks and microbatches "
-                f"asked for: ranks={wanted.devices}, batch={wanted.batch}; leave some of these options out"
+                f"none of {', '.join(wanted.schedules)} can run the model's {self.units} units with "
+                f"ranks={wanted.devices}, batch={wanted.batch} and the other options; leave some of these "
+                "options out"
             )
         most = max(least.memory)
         remedies = [
@@ -682,7 +696,7 @@ class _PlanSearch:
             yield f"microbatches={count}", replace(wanted, microbatches=(count,))
 
     def _fits_with(self, wanted: _Wanted) -> bool:
-        """Whether something fits, tried with the smallest microbatches and all computed again."""
+        """Whether something fits, tried with the smallest microbatches and all units recomputed."""
         thrifty = "all" if "all" in wanted.checkpoint else wanted.checkpoint[-1]
         other = _PlanSearch(self._profile, replace(wanted, checkpoint=(thrifty,)))
         try:

@@ -77,7 +77,7 @@ class TrainConfig(BaseModel):
     checkpoint: Text | None = _setting(
         None,
         "Pipeline",
-        "Modules whose activations backward computes again, to save memory: all, or paths such as "
+        "Modules whose activations backward recomputes, to save memory: all, or paths such as "
         "blocks.0,blocks.1.",
     )
     device: Device = _setting("cpu", "Pipeline", "Where to compute: cpu, cuda or cuda:<index>.")
@@ -145,8 +145,8 @@ class TrainConfig(BaseModel):
             yield f"plan={self.plan!r} with replicas={replicas}: a plan is for one pipeline; leave one out"
         if self.plan is not None and self.checkpoint is not None:
             yield (
-                f"plan={self.plan!r} with checkpoint={self.checkpoint!r}: the plan decides what is computed "
-                "again; leave one out"
+                f"plan={self.plan!r} with checkpoint={self.checkpoint!r}: the plan decides what is "
+                "recomputed; leave one out"
             )
         if microbatches > samples:
             yield (
@@ -264,8 +264,8 @@ def _sentence(detail: ErrorDetails) -> str:
     name = str(detail["loc"][0])
     if detail["type"] == "extra_forbidden":
         near = get_close_matches(name, TrainConfig.model_fields, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        return f"unknown setting {name!r}{hint} Known: {', '.join(TrainConfig.model_fields)}"
+        known = f"did you mean {near[0]!r}? Known" if near else "known"
+        return f"unknown setting {name!r}; {known}: {', '.join(TrainConfig.model_fields)}"
     return f"{name}={_shown(detail['input'])}: {detail['msg'].replace('Input', 'it', 1)}"
 
 
