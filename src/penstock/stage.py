@@ -11,7 +11,7 @@ import logging
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
@@ -48,12 +48,11 @@ class StageCall:
         draws: seeds the random numbers of the step and microbatch; None leaves the generators alone.
     """
 
+    # Neither a tuple nor a dataclass, which wrappers would look into for tensors.
     __slots__ = ("draws", "microbatch", "plan")
 
     def __init__(self, plan: Any, microbatch: int, draws: Draws | None = None) -> None:
-        self.plan = plan
-        self.microbatch = microbatch
-        self.draws = draws
+        self.plan, self.microbatch, self.draws = plan, microbatch, draws
 
 
 class StageModule(nn.Module):
@@ -169,7 +168,7 @@ class PipelineStage:
         self._pending: dict[int, Any] = {}
         self._settings = compilation_of(compile)
         self._reduces_later = False
-        self._shared: SharedGradients | None = None
+        self._shared = SharedGradients()
         self._set_up()
 
     def _set_up(self) -> None:
@@ -263,16 +262,16 @@ class PipelineStage:
 
     def share_gradients(self, parameters: Sequence[Tensor]) -> None:
         """From now on collect the gradients of weights that other stages use too beside ``.grad``."""
-        self._shared = SharedGradients(parameters) if parameters else None
+        self._shared = SharedGradients(parameters)
 
     def take_shares(self) -> Gradients:
-        """The gradients that were so collected since the last call, in the order of the parameters."""
-        return [] if self._shared is None else self._shared.take()
+        """Those collected gradients since the last call, in the order of the parameters."""
+        return self._shared.take()
 
     @property
     def shared_context(self) -> AbstractContextManager[Any]:
         """A context in which those collected gradients are the parameters' ``.grad``."""
-        return nullcontext() if self._shared is None else self._shared
+        return self._shared
 
     # ---- one microbatch
 
@@ -370,30 +369,23 @@ class PipelineStage:
             A gradient or ``None`` for each tensor that requires grad among forward's arguments, in order.
         """
         roots, leaves = self._take(self._forwards, microbatch, "forward")
-        if self._shared is None:
-            return self._engine.full(roots, output_grads, leaves)
         with self._shared:
             return self._engine.full(roots, output_grads, leaves)
 
     def backward_input(self, microbatch: int, output_grads: Gradients | None) -> Gradients:
         """The inputs' half of backward; arguments and result as :meth:`backward`."""
         roots, leaves = self._take(self._forwards, microbatch, "forward")
-        if self._shared is None:
-            gradients, pending = self._engine.input_half(roots, output_grads, leaves)
-        else:
-            with self._shared:
-                gradients, pending = self._engine.input_half(roots, output_grads, leaves)
-        self._pending[microbatch] = pending
+        with self._shared:
+            gradients, self._pending[microbatch] = self._engine.input_half(
+                roots, output_grads, leaves
+            )
         return gradients
 
     def backward_weight(self, microbatch: int) -> None:
         """The weights' half of backward, after :meth:`backward_input` of the same microbatch."""
         pending = self._take(self._pending, microbatch, "backward_input")
-        if self._shared is None:
+        with self._shared:
             self._engine.weight_half(pending)
-        else:
-            with self._shared:
-                self._engine.weight_half(pending)
 
     def _take(self, left: dict[int, Any], microbatch: int, by: str) -> Any:
         try:
@@ -408,8 +400,7 @@ class PipelineStage:
         """Drop whatever microbatches have left here."""
         self._forwards.clear()
         self._pending.clear()
-        if self._shared is not None:
-            self._shared.take()
+        self._shared.take()
         self._engine = SplitBackward(self._module, reduced_later=self._reduces_later)
 
 

@@ -73,12 +73,27 @@ def _register(kind: type, leaf: Any) -> bool:
         return False
     if is_dataclass(kind):
         names = tuple(entry.name for entry in fields(kind))
-        _register_node(kind, lambda x: [getattr(x, n, None) for n in names], names, _fill_dataclass)
+
+        def items(value: Any) -> list[Any]:
+            return [getattr(value, name, None) for name in names]
+
+        pytree.register_pytree_node(
+            kind,
+            lambda x: (items(x), None),
+            lambda values, _: _fill_dataclass(kind, names, list(values)),
+            serialized_type_name=_class_name(kind),
+            to_dumpable_context=lambda _: None,
+            from_dumpable_context=lambda _: None,
+            flatten_with_keys_fn=lambda x: (
+                [(pytree.GetAttrKey(n), item) for n, item in zip(names, items(x), strict=True)],
+                None,
+            ),
+        )
     elif isinstance(leaf, Mapping):
         pytree.register_pytree_node(
             kind,
             lambda x: (list(x.values()), list(x)),
-            lambda items, keys: kind(dict(zip(keys, items, strict=True))),
+            lambda values, keys: kind(dict(zip(keys, values, strict=True))),
             serialized_type_name=_class_name(kind),
             flatten_with_keys_fn=lambda x: (
                 [(pytree.MappingKey(key), item) for key, item in x.items()],
@@ -88,26 +103,6 @@ def _register(kind: type, leaf: Any) -> bool:
     else:
         return False
     return True
-
-
-def _register_node(
-    kind: type,
-    items: Callable[[Any], list[Any]],
-    names: tuple[str, ...],
-    fill: Callable[[type, tuple[str, ...], list[Any]], Any],
-) -> None:
-    pytree.register_pytree_node(
-        kind,
-        lambda x: (items(x), None),
-        lambda values, _: fill(kind, names, list(values)),
-        serialized_type_name=_class_name(kind),
-        to_dumpable_context=lambda _: None,
-        from_dumpable_context=lambda _: None,
-        flatten_with_keys_fn=lambda x: (
-            [(pytree.GetAttrKey(n), item) for n, item in zip(names, items(x), strict=True)],
-            None,
-        ),
-    )
 
 
 def _fill_dataclass(kind: type, names: tuple[str, ...], values: list[Any]) -> Any:
@@ -514,44 +509,44 @@ _Arguments: TypeAlias = "Mapping[int | str, tuple[Any, Rule | None]]"
 """The value and the rule of each argument; the rule may be None."""
 
 
-class _SplitTensor(NamedTuple):
-    """A tensor that is split, and along which dimension."""
-
-    path: str
-    shape: tuple[int, ...]
-    dim: int
-    by_rule: bool
-
-    @property
-    def size(self) -> int:
-        return self.shape[self.dim]
-
-    def __str__(self) -> str:
-        return f"{self.path} of shape {list(self.shape)} has {self.size} in dimension {self.dim}"
-
-
-def split(
-    args: Sequence[Any], kwargs: Mapping[str, Any], count: int, rules: Rules | None = None
-) -> list[Microbatch]:
-    """Split the arguments of a call into ``count`` microbatches, whose sizes differ by at most one.
+class _SplitPart:
+    """A piece of an argument that is split in one way: a leaf, or what a rule is for.
 
     Args:
-        args: positional arguments. Tensors in them (also nested in tuples, lists, dicts, dataclasses) are
-            split along dimension 0, or as ``rules`` say. Values that are not tensors, and tensors without
-            dimensions, go to every microbatch.
-        kwargs: keyword arguments, likewise.
-        count: the number of microbatches.
-        rules: by position or name of the argument.
-
-    Raises:
-        MicrobatchError: a rule is for no argument, a tensor lacks the dimension to split, tensors
-            disagree about the number of samples, there are fewer samples than microbatches, or
-            ``count`` is below 1.
+        path: where it is, for messages.
+        value: the piece.
+        rule: how it is split.
+        by_rule: whether the user said so.
     """
-    batch = split_batch(args, kwargs, MISSING, rules, count)
-    if batch.parts is None:
-        return [Microbatch((), {}, 0, kind=0) for _ in range(count)]
-    return list(batch.parts)
+
+    def __init__(
+        self, path: str, value: Any, rule: Split | Replicate | Splitter, by_rule: bool
+    ) -> None:
+        self.path, self.value, self.rule, self.by_rule = path, value, rule, by_rule
+
+    @property
+    def samples(self) -> int | None:
+        """How many samples it has, if it is split along a dimension."""
+        return self.value.shape[self.rule.dim] if isinstance(self.rule, Split) else None
+
+    def cut(self, sizes: list[int]) -> Sequence[Any]:
+        """Its part in each microbatch."""
+        if isinstance(self.rule, Replicate):
+            return [self.value] * len(sizes)
+        if isinstance(self.rule, Split):
+            return _cut_tensor(self.value, self.rule.dim, sizes, self.path)
+        parts = self.rule(self.value, sizes)
+        if len(parts) != len(sizes):
+            raise MicrobatchError(
+                f"the function that splits {self.path} gave {len(parts)} parts for {len(sizes)} microbatches"
+            )
+        return parts
+
+    def __str__(self) -> str:
+        dim = self.rule.dim if isinstance(self.rule, Split) else None
+        return (
+            f"{self.path} of shape {list(self.value.shape)} has {self.samples} in dimension {dim}"
+        )
 
 
 def split_batch(
@@ -565,6 +560,9 @@ def split_batch(
 ) -> Batch:
     """Split those arguments of a call, and its target, that this process was given.
 
+    The sizes of microbatches differ by at most one. Tensors, also nested ones, are split along dimension 0,
+    or as ``rules`` say. Other values, and tensors without dimensions, go to every microbatch.
+
     Args:
         args: positional arguments; or :class:`Microbatches` as the only one.
         kwargs: keyword arguments.
@@ -574,7 +572,8 @@ def split_batch(
         fewer: whether there may be fewer microbatches, if there are fewer samples.
 
     Raises:
-        MicrobatchError: as for :func:`split`, or the target has another number of samples.
+        MicrobatchError: a rule is for no argument, a tensor lacks the dimension to split, tensors disagree
+            about the number of samples, there are fewer samples than microbatches, or ``count`` is below 1.
     """
     if any(isinstance(value, Microbatches) for value in (*args, *kwargs.values(), target)):
         return _presplit(args, kwargs, target)
@@ -623,8 +622,10 @@ def _ruled(
 
 
 def _split_arguments(positional: int, arguments: _Arguments, count: int, fewer: bool) -> Batch:
-    samples = _agreed_samples(arguments)
-    by_function = any(_has_function(rule) for _, rule in arguments.values())
+    pieces = {key: _parts_of(*argument, _shown(key)) for key, argument in arguments.items()}
+    every = [piece for of_one, _ in pieces.values() for piece in of_one]
+    samples = _agreed_samples(every)
+    by_function = any(callable(piece.rule) for piece in every)
     if samples == 0:
         raise MicrobatchError("the batch is empty; give it at least one sample per microbatch")
     if fewer:
@@ -638,7 +639,8 @@ def _split_arguments(positional: int, arguments: _Arguments, count: int, fewer: 
     size, rest = divmod(samples or 0, count)
     sizes = [size + (index < rest) for index in range(count)]
     columns = {
-        key: _cut(value, rule, sizes, _shown(key)) for key, (value, rule) in arguments.items()
+        key: [build(iter(parts)) for parts in zip(*(one.cut(sizes) for one in of_one), strict=True)]
+        for key, (of_one, build) in pieces.items()
     }
     targets = columns.pop(_TARGET_KEY, None)
     names = [key for key in columns if isinstance(key, str)]
@@ -654,31 +656,21 @@ def _split_arguments(positional: int, arguments: _Arguments, count: int, fewer: 
     return Batch(parts if columns else None, targets, sizes, count)
 
 
-def _has_function(rule: Rule | None) -> bool:
-    if isinstance(rule, Mapping):
-        return any(map(_has_function, rule.values()))
-    return not isinstance(rule, Split | Replicate | None)
-
-
 def _shown(key: int | str) -> str:
     return "the target" if key == _TARGET_KEY else f"argument {key!r}"
 
 
-def _agreed_samples(arguments: _Arguments) -> int | None:
+def _agreed_samples(pieces: Sequence[_SplitPart]) -> int | None:
     """The size that all split tensors share, or ``None`` if none is split."""
-    tensors = [
-        tensor
-        for key, (value, rule) in arguments.items()
-        for tensor in _split_tensors(value, rule, _shown(key))
-    ]
+    tensors = [piece for piece in pieces if piece.samples is not None]
     if not tensors:
         return None
     # Tensors with a rule are right; without rules, the size of most tensors, or of the first one.
     trusted = [tensor for tensor in tensors if tensor.by_rule] or tensors
-    samples = Counter(tensor.size for tensor in trusted).most_common(1)[0][0]
-    unlike = [tensor for tensor in tensors if tensor.size != samples]
+    samples = Counter(tensor.samples for tensor in trusted).most_common(1)[0][0]
+    unlike = [tensor for tensor in tensors if tensor.samples != samples]
     if unlike:
-        example = next(tensor for tensor in trusted if tensor.size == samples)
+        example = next(tensor for tensor in trusted if tensor.samples == samples)
         raise MicrobatchError(
             f"the batch has {samples} samples ({example}), but {'; '.join(map(str, unlike))}; use rules= to "
             "split it along another dimension, Split(dim), to keep it whole, REPLICATE, or to split it by a "
@@ -687,25 +679,45 @@ def _agreed_samples(arguments: _Arguments) -> int | None:
     return samples
 
 
-def _split_tensors(value: Any, rule: Rule | None, path: str) -> Iterator[_SplitTensor]:
+_Build: TypeAlias = Callable[[Iterator[Any]], Any]
+"""Builds an argument of a microbatch from the parts of the whole argument's pieces."""
+
+
+def _parts_of(value: Any, rule: Rule | None, path: str) -> tuple[list[_SplitPart], _Build]:
+    """The pieces of an argument, and what builds it again from their parts."""
     if isinstance(rule, Mapping):
-        for at, item, item_rule in _items(value, rule, path)[0]:
-            yield from _split_tensors(item, item_rule, at)
-    elif rule is None or isinstance(rule, Split):
-        alone = isinstance(value, Tensor)
-        for at, leaf in [(path, value)] if alone else named_leaves(value, path):
-            if isinstance(leaf, Tensor) and (leaf.dim() or (rule is not None and alone)):
-                yield _split_tensor(leaf, rule, at)
+        items, tree = _items(value, rule, path)
+        inner = [_parts_of(item, item_rule, at) for at, item, item_rule in items]
+        pieces = [piece for of_item, _ in inner for piece in of_item]
+        return pieces, lambda parts: pytree.tree_unflatten(
+            [build(parts) for _, build in inner], tree
+        )
+    if not isinstance(rule, Split | None):
+        return [_SplitPart(path, value, rule, by_rule=True)], next
+    if isinstance(value, Tensor):
+        return [_part_of(value, rule, path, alone=True)], next
+    leaves, tree = flatten(value)
+    if not any(isinstance(leaf, Tensor | np.ndarray) for leaf in leaves):
+        return [_SplitPart(path, value, REPLICATE, rule is not None)], next
+    pieces = [_part_of(leaf, rule, at) for at, leaf in named_leaves(value, path)]
+    return pieces, lambda parts: unflatten([next(parts) for _ in leaves], tree)
 
 
-def _split_tensor(tensor: Tensor, rule: Split | None, path: str) -> _SplitTensor:
-    dim = 0 if rule is None else rule.dim
-    if not -tensor.dim() <= dim < tensor.dim():
+def _part_of(leaf: Any, rule: Split | None, path: str, *, alone: bool = False) -> _SplitPart:
+    by_rule = rule is not None
+    if isinstance(leaf, np.ndarray):
         raise MicrobatchError(
-            f"{path} of shape {list(tensor.shape)} has no dimension {dim} to split; "
+            f"{path} is a numpy array, which cannot be split; make it a tensor with torch.as_tensor"
+        )
+    if not isinstance(leaf, Tensor) or not (leaf.dim() or (by_rule and alone)):
+        return _SplitPart(path, leaf, REPLICATE, by_rule)
+    rule = rule or Split()
+    if not -leaf.dim() <= rule.dim < leaf.dim():
+        raise MicrobatchError(
+            f"{path} of shape {list(leaf.shape)} has no dimension {rule.dim} to split; "
             "keep it whole with REPLICATE"
         )
-    return _SplitTensor(path, tuple(tensor.shape), dim, rule is not None)
+    return _SplitPart(path, leaf, rule, by_rule)
 
 
 def _items(
@@ -735,45 +747,7 @@ def _key(entry: Any) -> Any:
     return entry.key if isinstance(entry, pytree.MappingKey) else entry.name
 
 
-def _cut(value: Any, rule: Rule | None, sizes: list[int], path: str) -> Sequence[Any]:
-    """An argument's part in each microbatch."""
-    if isinstance(rule, Replicate):
-        return [value] * len(sizes)
-    if isinstance(rule, Mapping):
-        items, tree = _items(value, rule, path)
-        columns = [_cut(item, item_rule, sizes, at) for at, item, item_rule in items]
-        return [pytree.tree_unflatten(list(row), tree) for row in zip(*columns, strict=True)]
-    if rule is None or isinstance(rule, Split):
-        return _cut_along(value, 0 if rule is None else rule.dim, sizes, path)
-    parts = rule(value, sizes)
-    if len(parts) != len(sizes):
-        raise MicrobatchError(
-            f"the function that splits {path} gave {len(parts)} parts for {len(sizes)} microbatches"
-        )
-    return parts
-
-
-def _cut_along(value: Any, dim: int, sizes: list[int], path: str) -> Sequence[Any]:
-    if isinstance(value, Tensor):
-        return _cut_tensor(value, dim, sizes, path)
-    leaves, tree = flatten(value)
-    if not any(isinstance(leaf, Tensor | np.ndarray) for leaf in leaves):
-        return [value] * len(sizes)
-    columns = []
-    for at, leaf in named_leaves(value, path):
-        if isinstance(leaf, np.ndarray):
-            raise MicrobatchError(
-                f"{at} is a numpy array, which cannot be split; make it a tensor with torch.as_tensor"
-            )
-        columns.append(
-            _cut_tensor(leaf, dim, sizes, at) if isinstance(leaf, Tensor) else [leaf] * len(sizes)
-        )
-    return [unflatten(list(row), tree) for row in zip(*columns, strict=True)]
-
-
 def _cut_tensor(value: Tensor, dim: int, sizes: list[int], path: str) -> Sequence[Tensor]:
-    if not value.dim():
-        return [value] * len(sizes)
     try:
         parts: Sequence[Tensor] = value.split(sizes, dim)
     except (RuntimeError, NotImplementedError) as error:

@@ -200,19 +200,22 @@ class SharedGradients:
         self._outside: list[Tensor | None] = []
 
     def __enter__(self) -> None:
-        self._outside = [parameter.grad for parameter in self._parameters]
-        self._put(self._shares)
+        if self._parameters:
+            self._outside = self._swap(self._shares)
 
     def __exit__(self, *_: object) -> None:
-        self._shares = [parameter.grad for parameter in self._parameters]
-        self._put(self._outside)
-        self._outside = []
+        if self._parameters:
+            self._shares = self._swap(self._outside)
 
     def take(self) -> list[Tensor | None]:
         """Returns what was collected for each parameter since the last call, None where nothing was."""
         shares, self._shares = self._shares, [None] * len(self._parameters)
         return shares
 
-    def _put(self, gradients: Sequence[Tensor | None]) -> None:
+    def _swap(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Puts other gradients into ``.grad``, and returns those that were there."""
+        before = []
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            before.append(parameter.grad)
             parameter.grad = gradient
+        return before
