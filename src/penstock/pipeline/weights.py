@@ -16,33 +16,20 @@ from penstock.parallel import Siblings, average_gradients, whole
 from penstock.partition import Shared
 from penstock.runtime import Runner
 from penstock.stage import PipelineStage
-from penstock.weights import (
-    Init,
-    initialise,
-    read_weights,
-    save_index,
-    save_stage,
-    scale_gradients,
-    total_norm,
-)
-from penstock.weights.exchange import exchange
-from penstock.weights.norms import all_norms
-from penstock.weights.optimizers import (
-    find_states,
-    named_state_dict,
-    read_states,
-    remember_names,
-    write_states,
-)
+from penstock.weights import Init, read_weights
+from penstock.weights.folders import save_index, save_stage
+from penstock.weights.initialise import initialise
+from penstock.weights.norms import all_norms, scale_gradients, total_norm
+from penstock.weights.optimizers import named_state_dict, read_states, remember_names
 from penstock.weights.sharing import SharedWeights
 from penstock.weights.states import (
     LoadResult,
     Names,
     StageWeights,
     check_contents,
-    check_fits,
     gather_optimizer,
     gather_state,
+    load_optimizer,
     load_state,
 )
 
@@ -287,11 +274,7 @@ class WeightMethods:
             StateDictError: it does not fit, or holds positions; nothing is changed then.
         """
         names = self._held.names_by_identity()
-        states, fits, problems = find_states(self._held.ranks, optimizer, names, state_dict)
-        result = LoadResult(*fits)
-        check_fits(result, problems, strict=strict, what="optimizer's states")
-        write_states(optimizer, names, states, "the optimizer")
-        return result
+        return load_optimizer(self._held.ranks, optimizer, names, state_dict, strict=strict)
 
     # ---- files
 
@@ -310,7 +293,7 @@ class WeightMethods:
                 state = {name: whole(tensor) for name, tensor in held.items()}
                 if self.siblings.first:
                     sizes.append([index, save_stage(state, path, index, count)])
-            of_ranks = exchange(self._held.ranks, sizes)
+            of_ranks = self._held.ranks.gather(sizes)
         if self.leads:
             of_stages = {index: size for of_rank in of_ranks for index, size in of_rank}
             save_index(path, of_stages, self._held.names.tied)

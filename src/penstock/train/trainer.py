@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock import plan as planning
 from penstock.checkpoint import Checkpoints
+from penstock.checkpoint.team import ProcessTeam
 from penstock.errors import CheckpointError, ConfigError, InputFileError, NonFiniteError, UsageError
 from penstock.parallel import replicated_mesh, shard
 from penstock.pipeline import Pipeline
@@ -219,14 +220,13 @@ def profile_of(
 
 def exchange(pipe: Pipeline, value: Any) -> list[Any]:
     """The JSON values of all processes of all replicas, in the same order on each."""
-    values = pipe.agree(value)
-    replicas = pipe.replicas.exchange
-    return values if replicas is None else [one for part in replicas(values) for one in part]
+    return ProcessTeam(pipe).agree(value)
 
 
 def _claim_folder(pipe: Pipeline, config: TrainConfig) -> tuple[RunFolder, Checkpoints]:
     """Let the leading process make the run folder, and all processes fail if it cannot."""
     path = problem = ""
+    claimed = None
     if pipe.leads:
         try:
             if config.resume not in (None, AUTO):
@@ -235,7 +235,8 @@ def _claim_folder(pipe: Pipeline, config: TrainConfig) -> tuple[RunFolder, Check
             out = config.out or (None if resumed is None else str(resumed))
             same = config.resume == AUTO or (resumed is not None and out == str(resumed))
             path = str(create_folder(out, resumes=same))
-            Checkpoints(Path(path, CHECKPOINTS)).claim()
+            claimed = Checkpoints(Path(path, CHECKPOINTS))
+            claimed.claim()
         except (UsageError, CheckpointError) as error:
             problem = str(error)
     # The process that leads is the first one.
@@ -243,7 +244,10 @@ def _claim_folder(pipe: Pipeline, config: TrainConfig) -> tuple[RunFolder, Check
     if problem:
         raise UsageError(problem)
     folder = RunFolder(Path(path), writes=pipe.leads)
-    return folder, Checkpoints(folder.path / CHECKPOINTS, config.keep, asynchronous=True)
+    checkpoints = Checkpoints(folder.path / CHECKPOINTS, config.keep, asynchronous=True)
+    if claimed is not None:
+        checkpoints.claim()
+    return folder, checkpoints
 
 
 # ---- the run
