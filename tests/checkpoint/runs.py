@@ -20,6 +20,34 @@ BEFORE, AFTER = 3, 5
 SCHEDULES = ("1F1B", "ZB-V", "Interleaved1F1B")
 
 
+class Keeps:
+    """Any object with a state."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def linear(width: int = 3, **options: Any) -> nn.Linear:
+    torch.manual_seed(width)
+    return nn.Linear(width, 2, **options)
+
+
+def stepped(model: nn.Module, kind: str = "AdamW", steps: int = 2, **options: Any) -> Any:
+    """An optimizer that has something to keep."""
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)
+    for _ in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    return optimizer
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -97,17 +125,17 @@ class Run:
         return {"model": self.model, "randomness": self.randomness, **of}
 
     def train(self, steps: int) -> list[float]:
-        found = []
+        losses = []
         for _ in range(steps):
             tokens, target = batch(self.step)
-            found.append(
+            losses.append(
                 self._plain(tokens, target) if self.pipe is None else self._piped(tokens, target)
             )
             self.optimizer.step()
             self.scheduler.step()
             self.optimizer.zero_grad()
             self.step += 1
-        return found
+        return losses
 
     def _piped(self, tokens: Tensor, target: Tensor) -> float:
         assert self.pipe is not None

@@ -36,29 +36,23 @@ def go_on(run: Run, source: Run) -> list[float]:
     return run.train(AFTER)
 
 
-def test_states_by_name_in_one_process() -> None:
+def test_states_by_name_from_the_unsplit_model_and_back() -> None:
     source, expected = reference()
-    run = Run("ZB-V", 2)
+    run, plain = Run("ZB-V", 2), Run("plain")
     assert run.pipe is not None
     named = get_optimizer_state_dict(source.model, source.optimizer)
     # The one that is tied has its first name in a pipeline, and so it has in torch's state dict.
     result = run.pipe.load_optimizer_state_dict(run.optimizer, named)
     assert result == ([], [])
-    assert go_on(run, source) == pytest.approx(expected, abs=2e-6)
-
-
-def test_states_by_name_go_back_to_the_unsplit_model() -> None:
-    run, plain = Run("1F1B", 2), Run("plain")
-    run.train(BEFORE)
-    assert run.pipe is not None
     named = run.pipe.optimizer_state_dict(run.optimizer, full=True)
+    assert go_on(run, source) == pytest.approx(expected, abs=2e-6)
+    # They were copies.
     set_optimizer_state_dict(plain.model, plain.optimizer, named)
-    for parameter, state in plain.optimizer.state.items():
-        name = next(n for n, p in plain.model.named_parameters() if p is parameter)
-        assert torch.equal(state["exp_avg"], named["state"][name]["exp_avg"])
-    # They are copies.
-    run.train(1)
-    assert all(state["step"] == BEFORE for state in named["state"].values())
+    assert all(state["step"] == BEFORE for state in plain.optimizer.state.values())
+    for parameter, state in source.optimizer.state.items():
+        name = next(n for n, p in source.model.named_parameters() if p is parameter)
+        there = plain.optimizer.state[plain.model.get_parameter(name)]
+        assert torch.equal(state["exp_avg"], there["exp_avg"])
 
 
 def whole_between_processes(group: Any, path: str) -> list[Any]:
@@ -75,7 +69,7 @@ def whole_between_processes(group: Any, path: str) -> list[Any]:
     other = Run("1F1B", 2, group)
     assert other.pipe is not None
     other.pipe.load_optimizer_state_dict(other.optimizer, torch.load(path))
-    found = go_on(other, source)
+    resumed = go_on(other, source)
     refused = ""
     try:
         other.pipe.load_optimizer_state_dict(other.optimizer, {"state": {}, "param_groups": []})
@@ -83,16 +77,16 @@ def whole_between_processes(group: Any, path: str) -> list[Any]:
         refused = str(error)
     run.close()
     other.close()
-    return [len(state.get("state", ())), expected, after, found, refused]
+    return [len(state.get("state", ())), expected, after, resumed, refused]
 
 
 def test_states_by_name_between_processes(workers: WorkerPool, tmp_path: Path) -> None:
     path = str(tmp_path / "state.pt")
     first, second = workers.run(f"{__name__}:whole_between_processes", 2, path=path)
     assert (first[0], second[0]) == (33, 0)
-    for _, expected, after, found, refused in (first, second):
+    for _, expected, after, resumed, refused in (first, second):
         assert after == pytest.approx(expected, abs=2e-6)
-        assert found == pytest.approx(expected, abs=2e-6)
+        assert resumed == pytest.approx(expected, abs=2e-6)
         assert "the optimizer's states do not fit, and none were loaded" in refused
         assert '"8.mix.weight"' in refused
         assert '"1.mix.weight"' in refused
@@ -125,7 +119,7 @@ def test_one_ranks_own_state_dict_on_another(workers: WorkerPool, tmp_path: Path
     path = str(tmp_path / "state.pt")
     first, second = workers.run(f"{__name__}:one_for_all", 2, path=path)
     assert first == "nothing was said"
-    assert "was given the state of another one: its group 0 holds 5 parameters from" in second
+    assert "was given the state of another one: its group 0 holds '5.mix.weight' where" in second
     assert "penstock.Checkpoints" in second
 
 
@@ -134,8 +128,9 @@ def test_positions_are_refused_and_what_fits_is_not() -> None:
     assert run.pipe is not None
     run.train(1)
     state = run.optimizer.state_dict()
-    with pytest.raises(StateDictError, match="holds positions, which mean different parameters"):
-        run.pipe.load_optimizer_state_dict(run.optimizer, state)
+    for odd, text in ((state, "holds positions, which mean"), ({"a": 1}, "has 'state' and")):
+        with pytest.raises(StateDictError, match=text):
+            run.pipe.load_optimizer_state_dict(run.optimizer, odd)
     # In the layout that it is from, an optimizer's own is right, through torch.save too.
     buffer = io.BytesIO()
     torch.save(state, buffer)
@@ -143,17 +138,9 @@ def test_positions_are_refused_and_what_fits_is_not() -> None:
     other = Run("ZB-V", 2)
     other.optimizer.load_state_dict(torch.load(buffer))
     other.train(1)
-
-
-def test_a_group_that_is_added_later_is_no_mistake() -> None:
-    run = Run("1F1B", 2)
-    run.train(1)
-    assert run.pipe is not None
-    first = run.optimizer.param_groups[0]["params"].pop()
-    run.optimizer.add_param_group({"params": [first]})
-    run.train(1)
-
-
-def test_torchs_own_checkpoint_asks_for_another_call() -> None:
+    # A group that is added later is no mistake.
+    first = other.optimizer.param_groups[0]["params"].pop()
+    other.optimizer.add_param_group({"params": [first]})
+    other.train(1)
     with pytest.raises(AttributeError, match=r"penstock\.Checkpoints saves optimizers"):
-        _ = Run("1F1B", 2).pipe.optimizer_state  # type: ignore[union-attr]
+        _ = run.pipe.optimizer_state  # type: ignore[attr-defined]

@@ -22,11 +22,8 @@ _Layout = tuple[str, int]
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[_Layout, tuple[Path, list[float]]]:
     """A checkpoint of each layout in one process, and the losses of the run that went on."""
     base = tmp_path_factory.mktemp("runs")
-    found = {}
-    for schedule, ranks in IN_PROCESS:
-        folder = base / f"{schedule}-{ranks}"
-        found[schedule, ranks] = folder, saved(folder, schedule, ranks)
-    return found
+    names = {layout: base / f"{layout[0]}-{layout[1]}" for layout in IN_PROCESS}
+    return {layout: (folder, saved(folder, *layout)) for layout, folder in names.items()}
 
 
 @pytest.mark.parametrize("away", [0, 3, 7])
@@ -37,11 +34,8 @@ def test_in_one_process(
     """From itself, and from two others, so that each goes on from two and in two."""
     source = IN_PROCESS[(IN_PROCESS.index(target) + away) % len(IN_PROCESS)]
     folder, expected = folders[source]
-    found = resumed(folder, *target)
-    if source == target:
-        assert found == expected
-    else:
-        assert found == pytest.approx(expected, abs=LIMIT)
+    losses = resumed(folder, *target)
+    assert losses == (expected if source == target else pytest.approx(expected, abs=LIMIT))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -63,11 +57,11 @@ def test_between_processes(
         ranks_of=ranks,
         sources=[str(folders[source][0]) for source in sources],
     )
-    own, found = answers[0]
+    own, from_each = answers[0]
     assert all(answer == answers[0] for answer in answers)
-    assert found[0] == own
+    assert from_each[0] == own
     # A layout of processes is one of one process, bit by bit.
-    assert found[1] == folders[schedule, ranks][1]
-    for losses in found[2:]:
+    assert from_each[1] == folders[schedule, ranks][1]
+    for losses in from_each[2:]:
         assert losses == pytest.approx(own, abs=LIMIT)
     assert resumed(tmp_path, *PLAIN) == pytest.approx(own, abs=LIMIT)

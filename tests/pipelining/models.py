@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.pipelining import SplitPoint, pipe_split
-from tests.partition.zoo import ResNet, UNet
+from tests.partition.zoo import UNet, convolution
 
 SAMPLES = 8
 MICROBATCHES = 4
@@ -130,6 +130,30 @@ def _words(tied: bool) -> Example:
     mask[::2, -1] = False
     cuts, named = before("blocks.1", "blocks.2", "norm"), {"mask": mask, "scale": 0.5}
     return Example(lambda: Words(tied=tied), cuts, (tokens,), tokens.roll(-1, 1), named, word_loss)
+
+
+class Bottleneck(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = convolution(width, width), nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.relu(x + self.second(self.first(x)))
+
+
+class ResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = convolution(3, 4)
+        self.layer1 = nn.Sequential(Bottleneck(4), Bottleneck(4))
+        self.widen = convolution(4, 8, stride=2)
+        self.layer2 = nn.Sequential(Bottleneck(8), Bottleneck(8))
+        self.fc = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer2(self.widen(self.layer1(self.stem(x))))
+        found: Tensor = self.fc(x.mean((2, 3)))
+        return found
 
 
 _SIX, _IMAGE = _random(6), _random(3, 8, 8)

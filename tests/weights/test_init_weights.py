@@ -14,7 +14,6 @@ from penstock import Pipeline, PipelineStage
 from penstock.errors import UsageError
 from penstock.partition import partition
 from penstock.testing import WorkerPool
-from tests.pipeline.models import mean_loss
 
 WIDTH = 6
 
@@ -28,8 +27,8 @@ class Rotary(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        found = 1.0 / 10 ** torch.arange(WIDTH, device=self.get_buffer("frequencies").device)
-        self.get_buffer("frequencies").copy_(found)
+        values = 1.0 / 10 ** torch.arange(WIDTH, device=self.get_buffer("frequencies").device)
+        self.get_buffer("frequencies").copy_(values)
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.cos(self.get_buffer("frequencies"))
@@ -70,8 +69,8 @@ def state(*modules: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in named}
 
 
-def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
-    return found.keys() == wanted.keys() and all(torch.equal(found[n], wanted[n]) for n in wanted)
+def same(values: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+    return values.keys() == wanted.keys() and all(torch.equal(values[n], wanted[n]) for n in wanted)
 
 
 def whole(seed: int = 1) -> dict[str, Tensor]:
@@ -80,30 +79,24 @@ def whole(seed: int = 1) -> dict[str, Tensor]:
     return state(net)
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_any_cut_gives_the_same(stages: int, device: str) -> None:
-    parts = partition(model(device), stages).modules
-    for part in parts:
-        penstock.init_weights(part, 1)
-    assert same(state(*parts), whole())
+CUTS: dict[str, Any] = {
+    "a stage at a time": lambda net: partition(net, 4).modules,
+    "stages": lambda net: [
+        PipelineStage(m, i, 2, "cpu") for i, m in enumerate(partition(net, 2).modules)
+    ],
+    "1F1B": lambda net: Pipeline(net, schedule="1F1B", ranks=4, device="cpu"),
+    "ZB-V": lambda net: Pipeline(net, schedule="ZB-V", ranks=2, device="cpu"),
+}
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize(("schedule", "ranks"), [("1F1B", 4), ("ZB-V", 2)])
-def test_of_a_pipeline(schedule: str, ranks: int, device: str) -> None:
-    with Pipeline(model(device), schedule=schedule, ranks=ranks, device="cpu") as pipe:
-        penstock.init_weights(pipe, 1)
-        assert same(state(*[stage.module for stage in pipe.stages]), whole())
-
-
-def test_of_stages() -> None:
-    parts = partition(model("meta"), 2).modules
-    stages = [PipelineStage(part, index, 2, "cpu") for index, part in enumerate(parts)]
-    penstock.init_weights(stages[0], 1)
-    assert next(stages[1].module.parameters()).is_meta
-    penstock.init_weights(stages, 1)
-    assert same(state(*parts), whole())
+@pytest.mark.parametrize("cut", CUTS)
+def test_any_cut_gives_the_same(cut: str, device: str) -> None:
+    target = CUTS[cut](model(device))
+    for one in target if cut == "a stage at a time" else [target]:
+        penstock.init_weights(one, 1)
+    stages: Any = target.stages if isinstance(target, Pipeline) else target
+    assert same(state(*[getattr(stage, "module", stage) for stage in stages]), whole())
 
 
 def test_it_depends_on_the_seed_and_leaves_the_callers_generator() -> None:
@@ -111,21 +104,11 @@ def test_it_depends_on_the_seed_and_leaves_the_callers_generator() -> None:
     first = whole()
     torch.manual_seed(2)
     assert same(whole(), first)
-    assert not same(whole(2), first)
     net, before = model(), torch.get_rng_state()
     penstock.init_weights(net, 1)
     assert torch.equal(torch.get_rng_state(), before)
+    assert not same(whole(2), first)
     assert not torch.equal(first["1.attend.in_proj_weight"], first["2.attend.in_proj_weight"])
-
-
-def test_objects_stay_who_they_are() -> None:
-    net = tied("meta")
-    weight = net[0].weight
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    penstock.init_weights(net, 1)
-    assert net[0].weight is weight is net[4].weight
-    assert weight.device.type == "cpu"
-    assert optimizer.param_groups[0]["params"][0] is weight
 
 
 def tied_weights(group: Any) -> dict[str, Any]:
@@ -138,18 +121,22 @@ def tied_weights(group: Any) -> dict[str, Any]:
 
 def test_a_tied_weight_is_that_of_its_first_module(workers: WorkerPool) -> None:
     net, alone = tied("meta"), nn.Sequential(nn.Embedding(9, WIDTH))
+    weight, optimizer = net[0].weight, torch.optim.SGD(net.parameters(), 0.1)
     penstock.init_weights(net, 1)
     penstock.init_weights(alone, 1)
     assert same(state(net[0]), state(alone[0]))
+    # Objects stay who they are.
+    assert net[0].weight is weight is net[4].weight is optimizer.param_groups[0]["params"][0]
     wanted = {name: tensor.tolist() for name, tensor in net.state_dict().items()}
-    answers = workers.run("tests.weights.test_init_weights:tied_weights", 2)
-    tied_one = [answer["4.weight"] for answer in answers if "4.weight" in answer]
-    assert tied_one == [wanted["4.weight"]]
+    answers = workers.run(f"{__name__}:tied_weights", 2)
+    assert [answer["4.weight"] for answer in answers if "4.weight" in answer] == [
+        wanted["4.weight"]
+    ]
     assert {**answers[0], **answers[1]} == wanted
 
 
 class Titled(nn.Module):
-    """A model with an initialiser for what is in it, as transformers have one."""
+    """A model with an initialiser for what is in it, as transformers have one, and what nobody can fill."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,6 +144,9 @@ class Titled(nn.Module):
         self.embed = nn.Embedding(9, WIDTH)
         self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
         self.head = nn.Linear(WIDTH, 9)
+        self.scale = nn.Parameter(torch.ones(2))
+        self.register_buffer("mask", torch.ones(2, dtype=torch.bool), persistent=False)
+        self.register_buffer("places", torch.arange(2))
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
@@ -176,72 +166,36 @@ def test_the_initialiser_of_the_model_goes_along_with_its_stages() -> None:
     wanted = state(net)
     assert wanted["head.weight"].std() < 0.02
     assert wanted["embed.weight"].std() > 0.5
+    # What was built for real keeps what nobody fills.
+    assert net.scale.tolist() == [1.0, 1.0]
     parts = partition(Titled(), [["embed", "blocks.0"], ["blocks.1", "head"]]).modules
     penstock.init_weights(parts, 1)
-    assert same(state(*parts), wanted)
+    parts_state = state(*parts)
+    assert all(torch.equal(value, wanted[name]) for name, value in parts_state.items())
+    assert wanted.keys() - parts_state.keys() <= {"scale", "mask", "places"}
 
 
-def test_the_users_initialiser_comes_in_its_place() -> None:
-    net, seen = Titled(), list[str]()
+def test_the_users_initialiser_comes_in_its_place_and_fills_the_rest() -> None:
+    with torch.device("meta"):
+        bare, net = Titled(), Titled()
+    seen = list[str]()
 
     def init(module: nn.Module) -> None:
         seen.append(type(module).__name__)
-        if isinstance(module, nn.Embedding):
-            nn.init.ones_(module.weight)
+        if isinstance(module, Titled):
+            nn.init.ones_(module.embed.weight)
+            module.scale.data.fill_(3.0)
+            module.get_buffer("mask").fill_(True)
+            module.get_buffer("places").copy_(torch.arange(2))
 
+    with pytest.raises(UsageError, match=r"scale \(Titled\), mask .*, places .* pass init="):
+        penstock.init_weights(bare, 1)
     penstock.init_weights(net, 1, init)
     assert bool((net.embed.weight == 1).all())
     assert net.head.weight.std() > 0.02
+    assert net.scale.tolist() == [3.0, 3.0]
+    assert net.get_buffer("places").tolist() == [0, 1]
     assert seen == ["Linear", "Linear", "Embedding", "ModuleList", "Linear", "Titled"]
-
-
-class Unknown(nn.Module):
-    """Nobody knows how to fill what it has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(2))
-        self.register_buffer("mask", torch.ones(2, dtype=torch.bool), persistent=False)
-        self.register_buffer("places", torch.arange(2))
-
-
-def fill(module: Any) -> None:
-    if isinstance(module, Unknown):
-        module.scale.data.fill_(3.0)
-        module.get_buffer("mask").fill_(True)
-        module.get_buffer("places").copy_(torch.arange(2))
-
-
-def unknown(device: str) -> nn.Sequential:
-    with torch.device(device):
-        return nn.Sequential(nn.Linear(2, 2), Unknown())
-
-
-def test_what_nobody_fills_is_named_and_the_user_fills_it() -> None:
-    net = unknown("meta")
-    with pytest.raises(UsageError, match=r"1.scale \(Unknown\), 1.mask .*, 1.places .* pass init="):
-        penstock.init_weights(unknown("meta"), 1)
-    penstock.init_weights(net, 1, fill)
-    assert net[1].get_parameter("scale").tolist() == [3.0, 3.0]
-    assert net[1].get_buffer("places").tolist() == [0, 1]
-    # What was built for real keeps what nobody knows.
-    net = unknown("cpu")
-    penstock.init_weights(net, 1)
-    assert net[1].get_parameter("scale").tolist() == [1.0, 1.0]
-
-
-def test_a_pipeline_of_a_meta_model_trains_after_it() -> None:
-    losses = []
-    for device in ("cpu", "meta"):
-        net = nn.Sequential(*[nn.Linear(4, 4, device=device) for _ in range(4)])
-        with Pipeline(net, ranks=2, loss_fn=mean_loss, device="cpu") as pipe:
-            penstock.init_weights(pipe, 3)
-            optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
-            for _ in range(2):
-                loss = pipe.step(torch.ones(8, 4), target=torch.zeros(8, 4)).loss
-                optimizer.step()
-        losses.append(loss)
-    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize(

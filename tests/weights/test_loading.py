@@ -19,13 +19,7 @@ from torch import Tensor, nn
 from penstock import Pipeline
 from penstock.errors import InputFileError, StateDictError, UsageError
 from penstock.partition import Partition, partition
-from penstock.weights import (
-    load_partition,
-    parameters_on_meta,
-    read_weights,
-    save_index,
-    save_stage,
-)
+from penstock.weights import load_partition, parameters_on_meta, read_weights
 from penstock.weights.files import Entry, entries
 
 
@@ -136,54 +130,34 @@ def test_a_pipeline_reads_each_tensor_once(tmp_path: Path, monkeypatch: pytest.M
         return read(entry)
 
     monkeypatch.setattr(Entry, "read", counted)
-    Pipeline(filled(), ranks=4, stages=CUTS).load(tmp_path)
     files = read_weights(tmp_path)
+    assert "norm.bias" in files
+    assert "none" not in files
+    assert not reads
+    Pipeline(filled(), ranks=4, stages=CUTS).load(tmp_path)
     assert all(reads[files.entry(name)] == 1 for name in files if name != "embed.weight")
 
 
-def test_a_single_file_and_other_types_are_read(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
-    with parameters_on_meta():
-        other = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).bfloat16()
-    parts = partition(other, [["0", "1"], ["2"]])
-    load_partition(parts, range(2), tmp_path)
-    assert all(p.dtype is torch.bfloat16 for m in parts.modules for p in m.parameters())
-    close(dict(other[0].state_dict()), dict(model[0].bfloat16().state_dict()))
-
-
-def test_what_penstock_saved_is_read_and_replaced(tmp_path: Path) -> None:
+def test_what_a_pipeline_saved_is_read_and_replaced(tmp_path: Path) -> None:
+    """In another type, and what lies crosswise in memory."""
     folder, model = tmp_path / "new" / "folder", filled()
-    with torch.no_grad():  # what lies crosswise in memory is written straight
+    with torch.no_grad():
         linear = model.get_submodule("blocks.0")
         linear.weight = nn.Parameter(linear.get_parameter("weight").t())
-    modules = cut(model).modules
-    for _ in range(2):
-        sizes = {i: save_stage(m.state_dict(), folder, i, 4) for i, m in enumerate(modules)}
-        save_index(folder, sizes)
+    with Pipeline(model, ranks=4, stages=CUTS) as pipe:
+        pipe.save(folder)
         with torch.no_grad():
             model.get_parameter("norm.bias").fill_(7)
-    parts = cut(empty())
+        pipe.save(folder)
+    other = empty().bfloat16()
+    parts = cut(other)
     load_partition(parts, range(4), folder)
-    assert parts.modules[3].get_parameter("norm.bias").eq(7).all()
-    with torch.no_grad():
-        for module, expected in zip(parts.modules, modules, strict=True):
-            close(dict(module.state_dict()), dict(expected.state_dict()))
+    close(dict(other.state_dict()), dict(model.bfloat16().state_dict()))
     index = json.loads((folder / "model.safetensors.index.json").read_text())
-    assert index["metadata"] == {"total_size": sum(sum(of.values()) for of in sizes.values())}
+    sizes = {name: tensor.nbytes for name, tensor in read_weights(folder).items()}
+    assert index["metadata"]["total_size"] == sum(sizes.values()) - sizes["head.weight"]
     assert index["weight_map"]["norm.bias"] == "model-00004-of-00004.safetensors"
     assert len(os.listdir(folder)) == 5
-
-
-def test_a_name_is_looked_up_without_reading_its_tensor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved(tmp_path)
-    files = read_weights(tmp_path)
-    monkeypatch.setattr(type(files), "__getitem__", lambda *_: pytest.fail("a tensor is read"))
-    assert "norm.bias" in files
-    assert "none" not in files
 
 
 # ---- what is refused

@@ -11,8 +11,8 @@ from penstock.lazily import lazily
 
 if TYPE_CHECKING:
     from penstock.checkpoint.checkpoints import Checkpoints as Checkpoints
-    from penstock.checkpoint.checkpoints import Saved as Saved
     from penstock.checkpoint.report import describe as describe
     from penstock.checkpoint.report import export as export
+    from penstock.checkpoint.saving import Saved as Saved
 
 __all__, __getattr__, __dir__ = lazily(__name__)

@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.checkpoint.contents import Targets
 from penstock.checkpoint.folder import Writer, find
 from penstock.checkpoint.loading import Loading
-from penstock.checkpoint.saving import Job, Preparing, Writing, settle, snapshots
+from penstock.checkpoint.saving import Job, Preparing, Saved, Writing, settle, snapshots
 from penstock.checkpoint.table import CheckpointTable
 from penstock.checkpoint.team import ProcessTeam
 from penstock.errors import InputFileError, UsageError
@@ -26,33 +26,6 @@ _PATIENCE = 300.0
 """How many seconds a rank may take to save or load before it is called silent, beyond those for writing."""
 _PER_SECOND = 20e6
 """How many bytes per second a slow disk writes."""
-
-
-@dataclass(frozen=True)
-class Saved:
-    """The result of saving.
-
-    Attributes:
-        step: the step that was saved.
-        stall: for how many seconds the training was held up.
-        path: the checkpoint's folder; None while it is still being written, and on other ranks than 0.
-        bytes: the bytes of its files; 0 while it is still being written, and on other ranks than 0.
-        seconds: from the call until it was complete; 0 likewise.
-    """
-
-    step: int
-    stall: float
-    path: Path | None = None
-    bytes: int = 0
-    seconds: float = 0.0
-
-    def __str__(self) -> str:
-        if self.path is None:
-            return f"checkpoint of step {self.step}: stalled {self.stall:.3f} s, being written"
-        return (
-            f"checkpoint of step {self.step}: {self.bytes / 1e6:,.1f} MB in {self.seconds:.3f} s, "
-            f"stalled {self.stall:.3f} s"
-        )
 
 
 class Checkpoints:
@@ -100,7 +73,7 @@ class Checkpoints:
         self._preparing = Preparing()
         self._snapshots: dict[str, Tensor] = {}
         self._pending: Writing | None = None
-        self._last: Saved | None = None
+        self._last: Job | None = None
         self._extra: Any = None
 
     # ---- saving
@@ -133,7 +106,7 @@ class Checkpoints:
         self.wait()
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise UsageError(f"step={step!r}: must be the number of steps made, from 0")
-        targets = Targets.of(states)
+        targets = Targets(states)
         team = ProcessTeam(targets.pipe, self._group)
         with team.patient(_PATIENCE):
             job = self._preparing.job(team, targets, step, extra, self._writer)
@@ -150,8 +123,8 @@ class Checkpoints:
                 raise
             if not self._asynchronous:
                 self.wait()
-        self._last = _result(job, time.perf_counter() - started)
-        return self._last
+        job.stall, self._last = time.perf_counter() - started, job
+        return job.saved
 
     def wait(self) -> None:
         """Wait until a checkpoint that is being written is complete; all processes must call this.
@@ -162,15 +135,11 @@ class Checkpoints:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
-            if self._last is not None:
-                self._last = _result(pending.job, self._last.stall)
 
     @property
     def last(self) -> Saved | None:
         """The result of the last saving, as far as that is known."""
-        if self._pending is not None and self._pending.is_done and self._last is not None:
-            return _result(self._pending.job, self._last.stall)
-        return self._last
+        return None if self._last is None else self._last.saved
 
     # ---- loading
 
@@ -195,20 +164,23 @@ class Checkpoints:
             InputFileError: all checkpoints, or that of the step, are damaged; nothing is changed.
         """
         self.wait()
-        targets = Targets.of(states)
+        targets = Targets(states)
         team = ProcessTeam(targets.pipe, self._group)
         with team.patient(10 * _PATIENCE):
             names = team.together("load", lambda: self._candidates(step) if team.leads else [])[0]
-            damaged = []
+            damaged = list[str]()
             for name in names:
-                loading, problem = self._check(self.folder / name, targets, team, strict=strict)
-                if loading is not None:
+                path = self.folder / name
+                loading, replies = _compare(path, targets, team, strict=strict)
+                damage = list(dict.fromkeys(text for text, _ in replies if text))
+                if loading is not None and not damage:
+                    loading.check([report for _, report in replies])
                     team.together("load", loading.read)
                     team.together("load", loading.fill)
                     self._extra = loading.extra
                     return loading.step
-                damaged.append(problem)
-                log.warning("%s; the checkpoint before it is tried", problem)
+                damaged += ["; ".join(damage)]
+                log.warning("%s; the checkpoint before it is tried", damaged[-1])
         if damaged:
             raise InputFileError(f"no checkpoint in {self.folder} is whole: {'; '.join(damaged)}")
         return None
@@ -226,35 +198,6 @@ class Checkpoints:
                 f"{', '.join(str(one.step) for one in checkpoints) or 'none'}"
             )
         return chosen[:1]
-
-    def _check(
-        self, path: Path, targets: Targets, team: ProcessTeam, *, strict: bool
-    ) -> tuple[Loading | None, str]:
-        """Check on all processes whether a checkpoint is damaged, and whether it fits.
-
-        Raises:
-            StateDictError: it does not fit.
-        """
-        loading: Loading | None = None
-
-        def match() -> list[Any]:
-            nonlocal loading
-            try:
-                table = CheckpointTable(path)
-                table.verify(team.rank, team.size)
-                loading = Loading(table, targets, team, strict=strict)
-                loading.match()
-            except InputFileError as error:
-                text = str(error)
-                return [text if str(path) in text else f"{path}: {text}", None]
-            return ["", loading.report()]
-
-        replies = team.together("load", match)
-        damage = list(dict.fromkeys(text for text, _ in replies if text))
-        if damage or loading is None:
-            return None, "; ".join(damage)
-        loading.check([report for _, report in replies])
-        return loading, ""
 
     @property
     def extra(self) -> Any:
@@ -288,5 +231,22 @@ class Checkpoints:
             self._writer.close()
 
 
-def _result(job: Job, stall: float) -> Saved:
-    return Saved(job.step, stall, job.path, job.size, job.seconds)
+def _compare(
+    path: Path, targets: Targets, team: ProcessTeam, *, strict: bool
+) -> tuple[Loading | None, Sequence[Any]]:
+    """Check on all processes whether a checkpoint is damaged, and what of it does not fit."""
+    loading: Loading | None = None
+
+    def match() -> list[Any]:
+        nonlocal loading
+        try:
+            table = CheckpointTable(path)
+            table.verify(team.rank, team.size)
+            loading = Loading(table, targets, strict=strict)
+            return ["", loading.match()]
+        except InputFileError as error:
+            text = str(error)
+            return [text if str(path) in text else f"{path}: {text}", None]
+
+    replies = team.together("load", match)
+    return loading, replies

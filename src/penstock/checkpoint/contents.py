@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.checkpoint.planning import describe_part
 from penstock.errors import UsageError
@@ -34,11 +33,10 @@ WEIGHTS, OPTIMIZER, STATE = "weights", "an optimizer", "a state"
 """The kinds of what has a label; of an optimizer, its class stands in a table."""
 
 
-@dataclass
 class Targets:
     """What a user gave to save or to load, by label.
 
-    Args:
+    Attributes:
         weights: the weights of pipelines and modules.
         optimizers: the optimizers of their parameters.
         states: whatever else has a state dict.
@@ -46,31 +44,22 @@ class Targets:
         names: the names of all parameters, by identity.
     """
 
-    weights: dict[str, StageWeights] = field(default_factory=dict)
-    optimizers: dict[str, Optimizer] = field(default_factory=dict)
-    states: dict[str, Any] = field(default_factory=dict)
-    pipe: Pipeline | None = None
-    names: dict[int, str] = field(default_factory=dict)
-
-    @staticmethod
-    def of(arguments: Mapping[str, Any]) -> Targets:
-        """Sort a user's arguments.
-
-        Raises:
-            UsageError: something has no state to save.
-        """
-        targets = Targets()
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self.weights: dict[str, StageWeights] = {}
+        self.optimizers: dict[str, Optimizer] = {}
+        self.states: dict[str, Any] = {}
+        self.pipe: Pipeline | None = None
+        self.names: dict[int, str] = {}
         for label, value in arguments.items():
             if value is not None:
-                targets._add(label, value)
-        if targets.optimizers and not targets.weights:
+                self._add(label, value)
+        if self.optimizers and not self.weights:
             raise UsageError(
-                f"{next(iter(targets.optimizers))}= was given without pipe= or model=, under whose names of "
+                f"{next(iter(self.optimizers))}= was given without pipe= or model=, under whose names of "
                 "parameters its states are saved; give that too"
             )
-        if targets.pipe is not None:
-            targets.states.setdefault(RANDOMNESS, targets.pipe.randomness)
-        return targets
+        if self.pipe is not None:
+            self.states.setdefault(RANDOMNESS, self.pipe.randomness)
 
     def _add(self, label: str, value: Any) -> None:
         if "/" in label:
@@ -105,21 +94,19 @@ class Targets:
             self.names[id(parameter)] = f"{prefix}{path_without_wrappers(name)}"
 
     def held(self, label: str) -> Iterator[tuple[str, list[str], Any]]:
-        """The weights of a label: each one's name as held, its names in the model, and the weight."""
+        """The weights of a label: each one's name as held, its keys, and the weight."""
+        self.weights[label].check_filled()
         for first, (names, value) in self.weights[label].held().items():
-            yield first, [path_without_wrappers(name) for name in (first, *names)], value
+            keys = dict.fromkeys(f"{label}/{path_without_wrappers(one)}" for one in (first, *names))
+            yield first, list(keys), value
 
     @property
-    def rank(self) -> int:
-        """The rank of the pipeline that this process is; the first if it is all of them."""
-        return self.pipe.ranks[0] if self.pipe is not None else 0
-
-    def optimizer_of(self, label: str) -> str | None:
-        """The label of the optimizer that a scheduler drives, empty if that is not here; None for others."""
-        value = self.states[label]
-        if not isinstance(value, LRScheduler):
-            return None
-        return next((name for name, one in self.optimizers.items() if one is value.optimizer), "")
+    def alone(self) -> tuple[int, list[str]]:
+        """This process's first rank, and the model's weights that no other stage is known to have."""
+        weights = self.weights.get(MODEL)
+        held = [] if weights is None else weights.held()
+        alone = [one for one in held if weights is not None and not weights.names.is_shared(one)]
+        return (0 if self.pipe is None else self.pipe.ranks[0]), alone
 
 
 @dataclass
@@ -128,12 +115,11 @@ class Flat:
 
     Args:
         tensors: by key; DTensors as they are.
-        parts: what is said about weights and optimizers, as JSON data, mostly the same from save to save:
-            ``kinds`` of labels, ``values`` by key that are no tensors, ``tied`` keys, names of the parameters
-            in each ``group`` of an optimizer, names of ``alone`` weights that no other stage has, and the
-            descriptions of all ``tensors``.
+        parts: JSON data that is mostly the same from save to save: ``kinds`` of labels, ``values`` by key
+            that are no tensors, ``tied`` keys, names of the parameters in each of an optimizer's ``groups``,
+            names of weights that are ``alone``, and the descriptions of all ``tensors``.
         settings: of each optimizer's groups.
-        states: of each other object the JSON data, and of its tensors descriptions and digests.
+        states: of each other object the JSON data, and the digests of its tensors.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -143,54 +129,42 @@ class Flat:
 
     @staticmethod
     def of(targets: Targets) -> Flat:
-        """Collect what this process has to save.
-
-        Raises:
-            CheckpointError: something cannot be stored.
-            UsageError: an optimizer's states cannot be stored.
-        """
-        flat = Flat(parts={"rank": targets.rank, "kinds": {}, "values": {}, "tied": {}})
-        flat.parts |= {"groups": {}, "alone": []}
+        """Collect what this process has to save."""
+        flat = Flat(parts={"kinds": {}, "values": {}, "tied": {}, "groups": {}})
         for label in targets.weights:
             flat._add_weights(label, targets)
         for label, optimizer in targets.optimizers.items():
             flat._add_optimizer(label, optimizer, targets.names)
+        for label, value in targets.states.items():
+            tensors: dict[str, Tensor] = {}
+            tree = encode(value.state_dict(), label, tensors)
+            flat.parts["kinds"][label] = STATE
+            flat.states[label] = [tree, {key: _digest(one) for key, one in tensors.items()}]
+            flat.tensors |= tensors
         # A pending sum is no part that could be written.
         flat.tensors = {
             key: tensor if region_of(tensor) is not None else whole(tensor)
             for key, tensor in flat.tensors.items()
         }
         flat.parts["tensors"] = {key: describe_part(of) for key, of in flat.tensors.items()}
-        for label, value in targets.states.items():
-            tensors: dict[str, Tensor] = {}
-            tree = encode(value.state_dict(), label, tensors)
-            flat.states[label] = [
-                tree,
-                {key: [describe_part(one), _digest(one)] for key, one in tensors.items()},
-            ]
-            flat.tensors |= tensors
+        flat.parts["alone"] = targets.alone
         return flat
 
     def _add_weights(self, label: str, targets: Targets) -> None:
-        weights = targets.weights[label]
-        weights.check_filled()
         self.parts["kinds"][label] = WEIGHTS
-        for first, (name, *names), value in targets.held(label):
-            key = f"{label}/{name}"
+        for _, (key, *others), value in targets.held(label):
             if isinstance(value, Tensor):
                 self.tensors[key] = value
-                self.parts["tied"] |= {f"{label}/{one}": key for one in names if one != name}
+                self.parts["tied"] |= dict.fromkeys(others, key)
             else:
                 self.parts["values"][key] = encode(value, key, self.tensors)
-            if label == MODEL and not weights.is_shared(first):
-                self.parts["alone"].append(name)
 
     def _add_optimizer(self, label: str, optimizer: Optimizer, names: Mapping[int, str]) -> None:
-        held = read_states(optimizer, names, f"{label}=")
-        self.parts["kinds"][label] = held.kind
-        self.parts["groups"][label] = held.groups
-        self.settings[label] = encode(held.settings, label, None)
-        for name, state in held.states.items():
+        kind, groups, states = read_states(optimizer, names, f"{label}=")
+        self.parts["kinds"][label] = kind
+        self.parts["groups"][label] = [members for _, members in groups]
+        self.settings[label] = [encode(settings, label, None) for settings, _ in groups]
+        for name, state in states.items():
             key = f"{label}/{name}"
             self.parts["values"][key] = encode(state, key, self.tensors)
 

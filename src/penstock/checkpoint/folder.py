@@ -7,6 +7,7 @@ has the name of a checkpoint is complete. For the same reason an old one is rena
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -17,14 +18,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
+from weakref import WeakValueDictionary
 
 from penstock.checkpoint.table import TABLE, read_head, write_table
 from penstock.errors import CheckpointError, InputFileError, UsageError
-
-try:
-    import fcntl
-except ImportError:  # a system without these locks: there a second run is not noticed
-    fcntl = None  # type: ignore[assignment]
 
 LOCK = ".lock"
 PATIENCE = 5.0
@@ -33,13 +30,7 @@ _NAME = re.compile(r"step-(\d{1,18})(-\d{1,9})?")
 
 
 class CheckpointFolder(NamedTuple):
-    """A checkpoint in a folder.
-
-    Attributes:
-        path: its own folder.
-        serial: how many were written before it into the same folder; -1 if its table is damaged.
-        step: the step at which it was saved.
-    """
+    """A checkpoint's folder, how many were written before it (-1: its table is damaged), and its step."""
 
     path: Path
     serial: int
@@ -62,12 +53,7 @@ def find(folder: Path) -> list[CheckpointFolder]:
 
 
 class Writer:
-    """Makes checkpoints appear in a folder; only one process of a run does.
-
-    Args:
-        folder: the folder; it is made if necessary.
-        keep: how many checkpoints to keep; None keeps all.
-    """
+    """Makes checkpoints appear in a folder; only one process of a run does."""
 
     def __init__(self, folder: Path, keep: int | None) -> None:
         self._folder = folder
@@ -75,12 +61,7 @@ class Writer:
         self._lock: Lock | None = None
 
     def begin(self, step: int) -> Path:
-        """Make a new folder for the files of a checkpoint.
-
-        Raises:
-            UsageError: another run writes into the folder of checkpoints.
-            CheckpointError: it cannot be made.
-        """
+        """Make a new folder for the files of a checkpoint."""
         self.hold()
         path = self._folder / f".writing-{step}-{os.urandom(6).hex()}"
         try:
@@ -90,23 +71,13 @@ class Writer:
         return path
 
     def hold(self) -> None:
-        """Lock the folder of checkpoints, and remove what killed runs have left there.
-
-        Raises:
-            UsageError: another run writes into it.
-            CheckpointError: it cannot be written to.
-        """
-        if self._lock is not None and self._lock.is_in_place():
-            return
-        self.close()
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._lock = Lock.of(self._folder / LOCK)
-            for kind in ("writing", "removing") if self._lock.holders == 1 else ():
-                for path in self._folder.glob(f".{kind}-*"):
-                    shutil.rmtree(path, ignore_errors=True)
-        except OSError as error:
-            raise _unwritable(self._folder, error) from error
+        """Make the folder of checkpoints if necessary, and lock it."""
+        if self._lock is None or not self._lock.is_in_place():
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._lock = Lock.of(self._folder.resolve())
+            except OSError as error:
+                raise _unwritable(self._folder, error) from error
 
     def publish(self, written: Path, step: int, contents: Mapping[str, Any]) -> Path:
         """Make a checkpoint visible whose other files are all there, and remove old ones.
@@ -118,9 +89,6 @@ class Writer:
 
         Returns:
             Its final folder.
-
-        Raises:
-            CheckpointError: it cannot be written.
         """
         before = find(self._folder)
         serial = max((one.serial for one in before), default=-1) + 1
@@ -147,9 +115,7 @@ class Writer:
 
     def close(self) -> None:
         """Let another run write here."""
-        lock, self._lock = self._lock, None
-        if lock is not None and lock.holders:
-            lock.release()
+        self._lock = None
 
 
 def _unwritable(folder: Path, error: OSError) -> CheckpointError:
@@ -177,48 +143,53 @@ class Lock:
     """The lock of a folder, which the system releases when this process ends, however it does.
 
     It is one of ``flock``: a lock of ``lockf`` would be lost as soon as anything in this process reads and
-    closes the file. Objects of one process share it, and forked children let go of it.
+    closes the file. All that write from this process share it, and the last of them to drop it releases it.
     """
 
-    _held: ClassVar[dict[Path, Lock]] = {}
+    _here: ClassVar[WeakValueDictionary[Path, Lock]] = WeakValueDictionary()
+    _handle = -1
 
-    def __init__(self, path: Path, handle: int) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._handle = handle
-        self.holders = 1
+        # No link: what it leads to would be locked and overwritten.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        self._handle = os.open(path, flags, 0o666)
+        status = os.fstat(self._handle)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+            raise CheckpointError(f"{path} is not a file of its own, such as a link; remove it")
 
     @classmethod
-    def of(cls, path: Path) -> Lock:
-        """Take the lock, or a share of this process's.
-
-        Raises:
-            UsageError: another process has it.
-            OSError: the file cannot be made.
-        """
-        path = path.parent.resolve() / path.name
-        if path in cls._held and cls._held[path].is_in_place():
-            cls._held[path].holders += 1
-            return cls._held[path]
-        until = time.monotonic() + PATIENCE
-        while True:
-            lock = cls(path, _open_lock(path))
-            # Another one may have put a new file there before this one was locked.
-            if (taken := _try_lock(lock._handle)) and lock.is_in_place():
-                break
-            holder = os.read(lock._handle, 200).decode(errors="replace").strip()
-            os.close(lock._handle)
-            if not taken and time.monotonic() > until:
+    def of(cls, folder: Path) -> Lock:
+        """The lock of a folder; if this process had none, what killed runs have left there is removed."""
+        shared, until = cls._here.get(folder), time.monotonic() + PATIENCE
+        if shared is not None and shared.is_in_place():
+            return shared
+        while not (lock := cls(folder / LOCK))._take():
+            if time.monotonic() > until:
+                holder = os.read(lock._handle, 200).decode(errors="replace").strip()
                 raise UsageError(
-                    f"{path.parent}: another run writes its checkpoints here ({holder}); give each run "
-                    "a folder of its own, or end the other one. If it is a process of this run, give "
+                    f"{folder}: another run writes its checkpoints here ({holder}); give each run a folder "
+                    "of its own, or end the other one. If it is a process of this run, give "
                     "penstock.Checkpoints(group=...) the group of all its processes"
                 )
             time.sleep(0.1)
-        os.truncate(lock._handle, 0)
-        text = f"process {os.getpid()} on {socket.gethostname()}, since {time.ctime()}\n"
-        os.write(lock._handle, text.encode())
-        cls._held[path] = lock
+        for left in (*folder.glob(".writing-*"), *folder.glob(".removing-*")):
+            shutil.rmtree(left, ignore_errors=True)
+        cls._here[folder] = lock
         return lock
+
+    def _take(self) -> bool:
+        """Try to lock the file; not one that another process has replaced meanwhile."""
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return False
+        except OSError:
+            pass  # a file system without locks
+        os.truncate(self._handle, 0)
+        text = f"process {os.getpid()} on {socket.gethostname()}, since {time.ctime()}\n"
+        os.write(self._handle, text.encode())
+        return self.is_in_place()
 
     def is_in_place(self) -> bool:
         """Whether this process has it, and its file is the one that others would lock."""
@@ -228,44 +199,18 @@ class Lock:
             return False
 
     def release(self) -> None:
-        """Give up the lock, if nobody else in this process needs it."""
-        self.holders -= 1
-        if not self.holders:
-            if self._held.get(self._path) is self:
-                del self._held[self._path]
-            os.close(self._handle)
+        """Close the file, of which a forked child has a copy."""
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            os.close(handle)
+
+    __del__ = release
 
     @classmethod
     def forget(cls) -> None:
         """In a forked child, let go of the parent's locks: otherwise they would last as long as the child."""
-        for lock in cls._held.values():
-            os.close(lock._handle)
-            lock._handle, lock.holders = -1, 0
-        cls._held.clear()
+        for lock in list(cls._here.values()):
+            lock.release()
 
 
 os.register_at_fork(after_in_child=Lock.forget)
-
-
-def _open_lock(path: Path) -> int:
-    """Open the file of a lock, which must be no link: what that leads to would be locked and overwritten."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    # Not a file object, which would warn that it was never closed: it stays open on purpose.
-    handle = os.open(path, flags, 0o666)
-    status = os.fstat(handle)
-    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
-        os.close(handle)
-        raise CheckpointError(f"{path} is not a file of its own, such as a link; remove it")
-    return handle
-
-
-def _try_lock(handle: int) -> bool:
-    if fcntl is None:
-        return True
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    except OSError:
-        pass  # a file system without locks
-    return True

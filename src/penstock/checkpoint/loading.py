@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.checkpoint.contents import MODEL, OPTIMIZER, RANDOMNESS, STATE, WEIGHTS, Targets
 from penstock.checkpoint.table import CheckpointTable
-from penstock.checkpoint.team import ProcessTeam
 from penstock.errors import (
     InputFileError,
     PenstockError,
@@ -24,7 +24,7 @@ from penstock.errors import (
 )
 from penstock.parallel import is_sharded, local_part, region_of, spread, with_local
 from penstock.weights.files import Box
-from penstock.weights.optimizers import OptimizerStates, find_groups, read_states, write_states
+from penstock.weights.optimizers import find_groups, read_states, write_states
 from penstock.weights.states import check_one_rank_each
 from penstock.weights.trees import decode, keys_of
 
@@ -37,54 +37,45 @@ class Loading:
     Args:
         table: the table of the checkpoint.
         targets: what the user gave.
-        team: the processes that load together.
         strict: whether everything must fit.
 
     Attributes:
+        step: the step at which the checkpoint was saved.
         extra: the user's JSON data.
     """
 
-    def __init__(
-        self, table: CheckpointTable, targets: Targets, team: ProcessTeam, *, strict: bool
-    ) -> None:
+    def __init__(self, table: CheckpointTable, targets: Targets, *, strict: bool) -> None:
         self._table = table
         self._saved = table.contents
         self._targets = targets
-        self._team = team
         self._strict = strict
         self._problems: dict[str, list[str]] = {"hard": [], "missing": [], "loose": []}
         self._used: set[str] = set()
-        self._alone: set[str] = set()
         self._weights: dict[str, list[tuple[str, Any, str]]] = {}
         self._groups: dict[str, list[int | None]] = {}
         self._states: list[str] = []
         self._ready: list[Callable[[], None]] = []
+        self.step = table.step
         self.extra = decode(self._saved.extra)
-
-    @property
-    def step(self) -> int:
-        """The step at which the checkpoint was saved."""
-        return self._table.step
 
     # ---- match what was saved with what is here
 
-    def match(self) -> None:
+    def match(self) -> list[Any]:
         """Compare what is here with what was saved; nothing is changed.
 
-        Raises:
-            InputFileError: a file does not hold what the table says.
+        Returns:
+            For the other processes: what does not fit, what is not used here, and what is here.
         """
-        for label in self._targets.weights:
-            self._targets.weights[label].check_filled()
+        targets = self._targets
+        for label in targets.weights:
             if self._is_saved(label, WEIGHTS):
                 self._weights[label] = list(self._match_weights(label))
-        for label in self._targets.optimizers:
+        for label in targets.optimizers:
             if self._is_saved(label, OPTIMIZER):
                 self._groups[label] = self._match_groups(label)
-        for label in self._targets.states:
-            if self._is_saved(label, STATE):
-                self._states.append(label)
-                self._check_files(self._saved.values.get(label))
+        self._states = [label for label in targets.states if self._is_saved(label, STATE)]
+        labels = [*targets.weights, *targets.optimizers, *targets.states]
+        return [self._problems, sorted(self._names() - self._used), labels, targets.alone]
 
     def _is_saved(self, label: str, kind: str) -> bool:
         saved = self._saved.kinds.get(label)
@@ -97,21 +88,14 @@ class Loading:
 
     def _match_weights(self, label: str) -> Iterator[tuple[str, Any, str]]:
         """For each weight here its name, the weight itself, and its key in the checkpoint."""
-        for first, names, value in self._targets.held(label):
-            keys = [f"{label}/{name}" for name in names]
+        for first, keys, value in self._targets.held(label):
             keys += [self._saved.tied[key] for key in keys if key in self._saved.tied]
             self._used.update(keys)
-            if label == MODEL and not self._targets.weights[label].is_shared(first):
-                self._alone.add(names[0])
             there = self._saved.tensors if isinstance(value, Tensor) else self._saved.values
             key = next((one for one in keys if one in there), None)
             if key is None:
                 self._problems["missing"].append(keys[0])
-            elif not isinstance(value, Tensor):
-                self._check_files(self._saved.values[key])
-                yield first, value, key
-            elif self._fits(key, value):
-                self._table.reads(key, region_of(value))
+            elif not isinstance(value, Tensor) or self._fits(key, value):
                 yield first, value, key
 
     def _fits(self, key: str, tensor: Tensor) -> bool:
@@ -119,69 +103,36 @@ class Loading:
         if shape != tuple(tensor.shape):
             text = f"{key}: {list(shape)} was saved, {list(tensor.shape)} is here"
             self._problems["hard"].append(f"of another shape: {text}")
-        elif dtype != tensor.dtype:
+            return False
+        if dtype != tensor.dtype:
             text = f"of another type: {key}: {dtype} was saved, {tensor.dtype} is here"
             self._problems["loose"].append(text)
-        return shape == tuple(tensor.shape)
+        # Weights are read last, when other things were changed.
+        self._table.reads(key, region_of(tensor) or ((0,) * len(shape), shape))
+        return True
 
     def _match_groups(self, label: str) -> list[int | None]:
         """For each group of an optimizer the number of the saved group."""
-        optimizer, loose = self._targets.optimizers[label], self._problems["loose"]
-        here = read_states(optimizer, self._targets.names, f"{label}=")
-        kind, saved = self._saved.kinds.get(label, ""), self._saved.groups[label]
-        if kind != here.kind:
-            loose.append(f"{label}= is of the class {here.kind}, {printable(kind, '')} was saved")
-        numbers, problems = find_groups(here.groups, [(of.settings, of.parameters) for of in saved])
-        loose += [f"{label}: {text}" for text in problems]
-        names = [name for names in here.groups for name in names]
-        known = {name for group in saved for name in group.parameters}
-        self._used.update(f"{label}/{name}" for name in names)
-        self._problems["missing"] += [f"{label}/{n}" for n in names if n not in known]
-        for parameter, name, state in self._states_of(label):
-            if not isinstance(state, dict):
-                raise InputFileError(
-                    f"what was kept for {quoted([name])} in {label}= is not a dict"
-                )
-            self._check_files(state, parameter)
+        optimizer, problems = self._targets.optimizers[label], self._problems
+        kind, groups, _ = read_states(optimizer, self._targets.names, f"{label}=")
+        saved_kind, saved = self._saved.kinds.get(label, ""), self._saved.groups[label]
+        if saved_kind != kind:
+            text = f"{label}= is of the class {kind}, {printable(saved_kind, '')} was saved"
+            problems["loose"].append(text)
+        numbers, missing, differ = find_groups(groups, [(g.settings, g.parameters) for g in saved])
+        problems["loose"] += [f"{label}: {text}" for text in differ]
+        problems["missing"] += [f"{label}/{name}" for name in missing]
+        self._used.update(f"{label}/{name}" for _, names in groups for name in names)
         if numbers != list(range(len(saved))):
-            drives = (
-                one for one in self._targets.states if self._targets.optimizer_of(one) == label
-            )
-            self._problems["hard"] += [
+            problems["hard"] += [
                 f"{one}= keeps a value for each group of {label}=, which has other groups here than when it "
                 "was saved; make the same ones in the same order, or leave it out"
-                for one in drives
+                for one, value in self._targets.states.items()
                 if one in self._saved.kinds
+                and isinstance(value, LRScheduler)
+                and value.optimizer is optimizer
             ]
         return numbers
-
-    def _check_files(self, value: Any, parameter: Tensor | None = None) -> None:
-        for key in keys_of(value):
-            self._table.reads(key, self._region(key, parameter))
-
-    def _states_of(self, label: str) -> Iterator[tuple[Tensor, str, Any]]:
-        """The parameters of an optimizer that were saved with it, their names, and what was kept for them."""
-        known = {name for group in self._saved.groups.get(label, ()) for name in group.parameters}
-        for group in self._targets.optimizers[label].param_groups:
-            for parameter in group["params"]:
-                name = self._targets.names[id(parameter)]
-                if name in known:
-                    yield parameter, name, self._saved.values.get(f"{label}/{name}", {})
-
-    def _region(self, key: str, parameter: Tensor | None) -> Box | None:
-        """The part of a state that belongs to the part of a parameter in this process; None for all of it."""
-        if parameter is None or not is_sharded(parameter) or not parameter.dim():
-            return None
-        return region_of(parameter) if self._table.shape(key) == tuple(parameter.shape) else None
-
-    # ---- check what all processes have found
-
-    def report(self) -> list[Any]:
-        """For the other processes: what does not fit, what is not used here, and what is here."""
-        targets = self._targets
-        labels = [*targets.weights, *targets.optimizers, *targets.states]
-        unused = sorted(self._names() - self._used)
-        return [self._problems, unused, labels, targets.rank, sorted(self._alone)]
 
     def _names(self) -> set[str]:
         """The keys of all that was saved of the given weights and optimizers."""
@@ -193,17 +144,15 @@ class Loading:
                 names.update(f"{label}/{name}" for name in group.parameters)
         return names
 
-    def check(self, reports: Sequence[Any]) -> None:
-        """Check what all processes report.
+    # ---- check what all processes have found
 
-        Raises:
-            StateDictError: the checkpoint does not fit; the message lists everything.
-        """
+    def check(self, reports: Sequence[Any]) -> None:
+        """Check what all processes report; one error lists everything that does not fit."""
         lines, missing, loose = (
             list(dict.fromkeys(text for one in reports for text in one[0][kind]))
             for kind in ("hard", "missing", "loose")
         )
-        check_one_rank_each((rank, alone) for *_, rank, alone in reports)
+        check_one_rank_each(alone for *_, alone in reports)
         unexpected = sorted(set[str].intersection(*({*one[1]} for one in reports)))
         loose += [f"missing in it: {listed(missing)}"] if missing else []
         loose += [f"in it, but not here: {listed(unexpected)}"] if unexpected else []
@@ -228,37 +177,42 @@ class Loading:
 
     @torch.no_grad()
     def read(self) -> None:
-        """Read all but the weights into new memory; nothing is changed.
-
-        Raises:
-            InputFileError: something of the table cannot be read.
-        """
+        """Read all but the weights into new memory; nothing is changed."""
         try:
             for label in self._states:
                 state = decode(self._saved.values.get(label), self._table.read)
                 self._ready.append(partial(self._targets.states[label].load_state_dict, state))
             for label in self._groups:
-                optimizer, names = self._targets.optimizers[label], self._targets.names
-                states = self._optimizer_states(label)
-                self._ready.append(partial(write_states, optimizer, names, states, f"{label}="))
+                self._ready.append(self._read_optimizer(label))
         except InputFileError as error:
             raise InputFileError(
                 f"{self._table.path} is damaged, and nothing was loaded: {error}"
             ) from error
 
-    def _optimizer_states(self, label: str) -> OptimizerStates:
+    def _read_optimizer(self, label: str) -> Callable[[], None]:
+        optimizer, names = self._targets.optimizers[label], self._targets.names
+        saved = self._saved.groups[label]
         settings = [
-            {} if number is None else decode(self._saved.groups[label][number].settings)
+            {} if number is None else decode(saved[number].settings)
             for number in self._groups[label]
         ]
-        states = {
-            name: decode(state, partial(self._read_state, parameter, name))
-            for parameter, name, state in self._states_of(label)
-        }
-        return OptimizerStates("", settings, [], states)
+        known = {name for group in saved for name in group.parameters}
+        states = {}
+        for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+            name = names[id(parameter)]
+            if name in known:
+                tree = self._saved.values.get(f"{label}/{name}", {})
+                state = decode(tree, partial(self._read_state, parameter, name))
+                if not isinstance(state, dict):
+                    raise InputFileError(f"what {label}= keeps for {quoted([name])} is not a dict")
+                states[name] = state
+        return partial(write_states, optimizer, names, settings, states)
 
     def _read_state(self, parameter: Tensor, name: str, key: str) -> Tensor:
-        region = self._region(key, parameter)
+        """What was kept for a parameter: of a sharded one, the part that belongs to the part here."""
+        region: Box | None = None
+        if is_sharded(parameter) and self._table.shape(key) == tuple(parameter.shape) != ():
+            region = region_of(parameter)
         value = self._table.read(key, region)
         # Where a weight is loaded with a cast, so is what was kept for it in its type.
         for weight in (f"{MODEL}/{name}", name.replace(".", "/", 1)):
@@ -269,11 +223,7 @@ class Loading:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Put everything into place, the weights last.
-
-        Raises:
-            StateDictError: an object does not take what was saved for it.
-        """
+        """Put everything into place, the weights last."""
         for give in self._ready:
             try:
                 give()
@@ -295,7 +245,7 @@ class Loading:
 
     def _fill_weights(self, label: str, matched: Sequence[tuple[str, Any, str]]) -> None:
         weights = self._targets.weights[label]
-        memory = {tensor.data_ptr() for tensor in weights.tensors()}
+        memory = weights.memory()
         others: dict[str, Any] = {}
         for first, tensor, key in matched:
             if not isinstance(tensor, Tensor):

@@ -53,17 +53,12 @@ def plan_writes(
 ) -> tuple[Shares, dict[str, Any]]:
     """Which process writes which parts: each part once, and all about equally much.
 
-    Every process computes this, with the same result.
-
     Args:
         descriptions: of the tensors of each process, by key.
         names: of the processes, for messages.
 
     Returns:
-        Who writes what, and what a checkpoint's table says about each tensor.
-
-    Raises:
-        CheckpointError: the parts of the processes do not make up a tensor.
+        Who writes what, and what a checkpoint's table says about each tensor; the same in every process.
     """
     tensors: dict[str, Any] = {}
     plans = []
@@ -79,7 +74,10 @@ def plan_writes(
                     "another; one name must mean one tensor"
                 )
             if 0 not in sizes or 0 in shape:
-                items.append(_write_item(key, dtype, shape, offsets, sizes))
+                chunk = ChunkStorageMetadata(Size(offsets), Size(sizes))
+                data = TensorWriteData(chunk, TensorProperties(DTYPES[dtype]), Size(shape))
+                index = MetadataIndex(key, chunk.offsets)
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         plans.append(SavePlan(items))
     try:
         # The planner checks that the parts are complete only if there are several plans.
@@ -103,26 +101,18 @@ def plan_writes(
     return shares, tensors
 
 
-def _write_item(
-    key: str, dtype: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
-) -> WriteItem:
-    chunk = ChunkStorageMetadata(Size(offsets), Size(sizes))
-    data = TensorWriteData(chunk, TensorProperties(dtype=DTYPES[dtype]), Size(shape))
-    return WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
-
-
 def plan_reads(
     shape: Sequence[int], pieces: Sequence[Box], wanted: Box
-) -> Iterator[tuple[int, Box, tuple[int, ...]]]:
+) -> Iterator[tuple[int, Box, Box]]:
     """What is to be read for a part of a tensor, of which the pieces are stored.
 
     Yields:
-        The index of a piece, a box in it, and where that begins in the part that is wanted.
+        The index of a piece, a box in it, and where that box lies in the part that is wanted.
     """
     chunks = [ChunkStorageMetadata(Size(offsets), Size(sizes)) for offsets, sizes in pieces]
     stored = TensorStorageMetadata(TensorProperties(), Size(shape), chunks)
     part = ChunkStorageMetadata(Size(wanted[0]), Size(wanted[1]))
     for item in create_read_items_for_chunk_list("", stored, [part]):
-        index = item.storage_index.index
+        index, sizes = item.storage_index.index, tuple(item.lengths)
         assert index is not None  # torch sets it
-        yield index, (tuple(item.storage_offsets), tuple(item.lengths)), tuple(item.dest_offsets)
+        yield index, (tuple(item.storage_offsets), sizes), (tuple(item.dest_offsets), sizes)

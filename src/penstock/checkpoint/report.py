@@ -21,11 +21,7 @@ LARGEST = 2 << 30
 
 
 def _checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
-    """The checkpoints of a folder, or of a run folder; or a single one.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """The checkpoints of a folder, or of a run folder; or a single one."""
     path = Path(folder)
     if (path / TABLE).exists():
         return [path]
@@ -119,11 +115,18 @@ def export(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> list[
     if path.exists() and any(path.glob("*.safetensors*")):
         raise UsageError(f"{str(path)!r} holds weights already; choose another folder")
     table.verify()
-    files = list(_split(table, table.tensors_of(MODEL)))
-    sizes = {}
-    for number, of_file in enumerate(files):
-        state = {_name(key): table.read(key) for key in of_file}
-        sizes[number] = save_stage(state, path, number, len(files))
+    files, size = [list[str]()], 0
+    for key in table.tensors_of(MODEL):
+        nbytes = math.prod(table.shape(key)) * table.dtype(key).itemsize
+        if files[-1] and size + nbytes > LARGEST:
+            files.append([])
+            size = 0
+        files[-1].append(key)
+        size += nbytes
+    sizes = {
+        number: save_stage({_name(key): table.read(key) for key in keys}, path, number, len(files))
+        for number, keys in enumerate(files)
+    }
     tied = table.contents.tied.items()
     save_index(path, sizes, {_name(k): _name(v) for k, v in tied if k.startswith(f"{MODEL}/")})
     return sorted(path.glob("*.safetensors"))
@@ -131,16 +134,3 @@ def export(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> list[
 
 def _name(key: str) -> str:
     return key.partition("/")[2]
-
-
-def _split(table: CheckpointTable, keys: list[str]) -> Iterator[list[str]]:
-    """The weights in parts of bounded size."""
-    part, size = list[str](), 0
-    for key in keys:
-        nbytes = math.prod(table.shape(key)) * table.dtype(key).itemsize
-        if part and size + nbytes > LARGEST:
-            yield part
-            part, size = [], 0
-        part.append(key)
-        size += nbytes
-    yield part

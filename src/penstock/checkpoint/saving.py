@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.contents import STATE, Flat, Targets
+from penstock.checkpoint.contents import Flat, Targets
 from penstock.checkpoint.folder import Writer
 from penstock.checkpoint.planning import Shares, file_of, plan_writes
 from penstock.checkpoint.team import ProcessTeam
@@ -36,6 +37,33 @@ _AT_EXIT = 5.0
 """How many seconds an ending process waits for a checkpoint that makes no progress."""
 
 
+@dataclass(frozen=True)
+class Saved:
+    """The result of saving.
+
+    Attributes:
+        step: the step that was saved.
+        stall: for how many seconds the training was held up.
+        path: the checkpoint's folder; None while it is still being written, and on other ranks than 0.
+        bytes: the bytes of its files; 0 while it is still being written, and on other ranks than 0.
+        seconds: from the call until it was complete; 0 likewise.
+    """
+
+    step: int
+    stall: float
+    path: Path | None = None
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        if self.path is None:
+            return f"checkpoint of step {self.step}: stalled {self.stall:.3f} s, being written"
+        return (
+            f"checkpoint of step {self.step}: {self.bytes / 1e6:,.1f} MB in {self.seconds:.3f} s, "
+            f"stalled {self.stall:.3f} s"
+        )
+
+
 # ---- agree on what is written, and by whom
 
 
@@ -48,36 +76,37 @@ class Job:
         folder: the folder into which it is written.
         contents: of its table, but for the files.
         tensors: what this process writes, by name.
+        stall: for how many seconds it has held up the training.
+        complete: the folder, bytes and seconds of the complete checkpoint.
     """
 
     step: int
     folder: Path
     contents: dict[str, Any]
     tensors: dict[str, Tensor]
-    path: Path | None = None
-    size: int = 0
-    seconds: float = 0.0
+    stall: float = 0.0
+    complete: tuple[Path | None, int, float] = (None, 0, 0.0)
     started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def saved(self) -> Saved:
+        """What is known of it."""
+        return Saved(self.step, self.stall, *self.complete)
 
 
 class Preparing:
     """Makes a :class:`Job` of what a user gave; what does not change from save to save is agreed on once."""
 
     def __init__(self) -> None:
-        self._digests: list[str] = []
+        self._digests: Sequence[str] = ()
         self._parts: list[Any] = []
-        self._described: Any = None
         self._shares: Shares = []
         self._tensors: dict[str, Any] = {}
 
     def job(
         self, team: ProcessTeam, targets: Targets, step: int, extra: Any, writer: Writer
     ) -> Job:
-        """Agree with the other processes on what is to be written, and by whom.
-
-        Raises:
-            PenstockError: some process cannot save; all raise its error.
-        """
+        """Agree with the other processes on what is to be written, and by whom."""
         flat, folder = Flat(), ""
 
         def collect() -> list[Any]:
@@ -89,67 +118,55 @@ class Preparing:
 
         try:
             replies = team.together("save", collect)
-            return self._job(team, targets, flat, replies)
+            folders, steps, extras, digests, settings, states = zip(*replies, strict=True)
+            if len({*steps}) > 1:
+                raise CheckpointError(
+                    f"the ranks save different steps: {list(steps)}, by rank; save the same"
+                )
+            trees = _same_states(states, team)
+            if digests != self._digests:
+                self._agree(team, flat)
+                self._digests = digests
+            contents = {
+                "torch": str(torch.__version__),
+                "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                "layout": _layout(team, targets),
+                "kinds": self._merged("kinds"),
+                "tensors": self._tensors,
+                "values": self._merged("values") | trees,
+                "tied": self._merged("tied"),
+                "groups": _merge_optimizers(self._parts, settings),
+                "extra": extras[0],
+            }
+            mine = {name: local_part(flat.tensors[key]) for key, name in self._shares[team.rank]}
+            return Job(step, Path(folders[0]), contents, mine)
         except BaseException:
             if folder:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
 
-    def _job(self, team: ProcessTeam, targets: Targets, flat: Flat, replies: Sequence[Any]) -> Job:
-        folders, steps, extras, digests, settings, states = zip(*replies, strict=True)
-        if len({*steps}) > 1:
-            raise CheckpointError(
-                f"the ranks save different steps: {list(steps)}, by rank; save the same"
-            )
-        trees = _same_states(states, team)
-        if list(digests) != self._digests:
-            agreed = team.agree(flat.parts)
-            check_one_rank_each((one["rank"], one["alone"]) for one in agreed)
-            self._digests, self._parts = list(digests), agreed
-        described = [
-            [digest, {key: one[0] for _, of in state.values() for key, one in of.items()}]
-            for digest, state in zip(digests, states, strict=True)
-        ]
-        if described != self._described:
-            parts = [
-                part["tensors"] | of for part, (_, of) in zip(self._parts, described, strict=True)
-            ]
-            names = [team.name(process) for process in range(team.size)]
-            self._shares, self._tensors = plan_writes(parts, names)
-            self._described = described
-        replicas, processes = team.layout
-        contents = {
-            "torch": str(torch.__version__),
-            "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "layout": {"replicas": replicas, "processes": processes, **_layout(targets)},
-            "kinds": self._merged("kinds") | dict.fromkeys(trees, STATE),
-            "tensors": self._tensors,
-            "values": self._merged("values") | trees,
-            "tied": self._merged("tied"),
-            "groups": _merge_optimizers(self._parts, settings),
-            "extra": extras[0],
-        }
-        mine = self._shares[team.rank]
-        tensors = {name: local_part(flat.tensors[key]) for key, name in mine}
-        return Job(steps[0], Path(folders[0]), contents, tensors)
+    def _agree(self, team: ProcessTeam, flat: Flat) -> None:
+        parts = team.agree(flat.parts)
+        check_one_rank_each(part["alone"] for part in parts)
+        names = [team.name(process) for process in range(team.size)]
+        self._shares, self._tensors = plan_writes([part["tensors"] for part in parts], names)
+        self._parts = parts
 
     def _merged(self, part: str) -> dict[str, Any]:
         return {key: of for one in self._parts for key, of in one[part].items()}
 
 
-def _layout(targets: Targets) -> dict[str, Any]:
+def _layout(team: ProcessTeam, targets: Targets) -> dict[str, Any]:
+    replicas, processes = team.layout
+    layout = {"replicas": replicas, "processes": processes}
     if targets.pipe is None:
-        return {}
+        return layout
     schedule = targets.pipe.schedule
-    return {"schedule": schedule.name, "ranks": schedule.ranks, "stages": schedule.stages}
+    return layout | {"schedule": schedule.name, "ranks": schedule.ranks, "stages": schedule.stages}
 
 
 def _same_states(states: Sequence[Mapping[str, Any]], team: ProcessTeam) -> dict[str, Any]:
-    """The JSON data of each state, which all processes that have it must have alike.
-
-    Raises:
-        UsageError: they have not.
-    """
+    """The JSON data of each state, which all processes that have it must have alike."""
     trees: dict[str, Any] = {}
     firsts: dict[str, int] = {}
     for process, of_process in enumerate(states):
@@ -169,11 +186,7 @@ def _same_states(states: Sequence[Mapping[str, Any]], team: ProcessTeam) -> dict
 def _merge_optimizers(
     parts: Sequence[Any], settings: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What all processes say about the groups of optimizers, by label.
-
-    Raises:
-        UsageError: optimizers of the same label are of different classes.
-    """
+    """What all processes say about the groups of optimizers, by label."""
     merged = {}
     for label in dict.fromkeys(label for one in parts for label in one["groups"]):
         kinds = {one["kinds"][label] for one in parts if label in one["groups"]}
@@ -217,11 +230,6 @@ class Writing:
 
     While the training goes on, the processes need no messages for that: each leaves a note in the folder when
     its file is on disk. Those that wait exchange the notes.
-
-    Args:
-        job: what to write.
-        team: the processes.
-        writer: makes the checkpoint visible.
     """
 
     def __init__(self, job: Job, team: ProcessTeam, writer: Writer) -> None:
@@ -229,51 +237,53 @@ class Writing:
         self.process = os.getpid()
         self._team = team
         self._writer = writer
-        self._note: list[Any] = []
+        self._file: Future[list[Any]] = Future()
+        self._end: Future[None] = Future()
         self._notes: list[Any] | None = None
-        self._problem: Exception | None = None
-        self._file_done = threading.Event()
         self._handed = threading.Event()
         # A daemon, since the end of the process waits for it in a way of its own, see finish_all().
-        self._thread = threading.Thread(target=self._run, name="penstock-checkpoint", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="penstock-checkpoint", daemon=True).start()
         _UNFINISHED.add(self)
 
     def _run(self) -> None:
         try:
-            self._write()
-            self._file_done.set()
+            self._file.set_result(self._write())
             if self._team.leads and (notes := self._all_notes()) is not None:
                 self._publish([note for note in notes if note])
+            self._end.set_result(None)
         except Exception as error:
-            self._problem = error
-        finally:
-            self._file_done.set()
+            if not self._file.done():
+                self._file.set_exception(error)
+            self._end.set_exception(error)
 
-    def _write(self) -> None:
-        folder = self.job.folder
+    def _write(self) -> list[Any]:
+        folder, note = self.job.folder, list[Any]()
         if self.job.tensors:
             name = file_of(self._team.rank)
-            self._note = [name, *write_file(folder / name, self.job.tensors)]
+            note = [name, *write_file(folder / name, self.job.tensors)]
         if self._handed.is_set():  # given up: what was written may have changed under it
             raise CheckpointError("the saving was interrupted")
         try:
-            self._note_of(self._team.rank).write_text(json.dumps(self._note))
+            self._note_of(self._team.rank).write_text(json.dumps(note))
         except OSError as error:
             text = f"{folder} cannot be written: {error.strerror or error}"
             raise CheckpointError(text) from error
+        return note
 
     def _note_of(self, process: int) -> Path:
         return self.job.folder / f".done-{process}"
 
     def _all_notes(self) -> list[Any] | None:
         """What all processes have written; None if that was given up."""
-        notes: dict[int, Any] = {self._team.rank: self._note}
-        while len(notes) < self._team.size and not self._handed.wait(_POLL):
-            for process in set(range(self._team.size)) - notes.keys():
-                with suppress(OSError, ValueError):
-                    notes[process] = json.loads(self._note_of(process).read_bytes())
-        return self._notes if self._handed.is_set() else list(notes.values())
+        notes = list[Any]()
+        while not self._handed.is_set():
+            try:
+                while len(notes) < self._team.size:
+                    notes.append(json.loads(self._note_of(len(notes)).read_bytes()))
+                return notes
+            except (OSError, ValueError):  # it is not there yet, or not all of it
+                self._handed.wait(_POLL)
+        return self._notes
 
     def _publish(self, notes: Sequence[Sequence[Any]]) -> None:
         job, files = self.job, {}
@@ -288,64 +298,46 @@ class Writing:
                 )
         for note in job.folder.glob(".done-*"):
             note.unlink(missing_ok=True)
-        job.path = self._writer.publish(job.folder, job.step, {**job.contents, "files": files})
-        job.size = sum(about["bytes"] for about in files.values())
-        job.seconds = time.perf_counter() - job.started
-
-    @property
-    def is_done(self) -> bool:
-        """Whether this process has done its part."""
-        return not self._thread.is_alive()
+        path = self._writer.publish(job.folder, job.step, {**job.contents, "files": files})
+        size = sum(about["bytes"] for about in files.values())
+        job.complete = path, size, time.perf_counter() - job.started
 
     def is_settled(self) -> bool:
         """After an error: whether nothing is written any more; a run of one process waits for that."""
         if self._team.size == 1:
             self.finish(time.monotonic() + _AT_EXIT)
-        return self.is_done
+        return self._end.done()
 
     def wait(self) -> None:
-        """Wait until the checkpoint is visible; every process must call it.
-
-        Raises:
-            CheckpointError: some process could not write its part.
-        """
+        """Wait until the checkpoint is visible, or raise what went wrong in some process; all call it."""
         _UNFINISHED.discard(self)
         try:
-            self._notes = self._team.together("save", lambda: self._wait_for(self._file_done.wait))
+            self._notes = self._team.together("save", self._file.result)
             self._handed.set()
-            self._team.together("save", lambda: self._wait_for(self._thread.join))
+            self._team.together("save", self._end.result)
         except BaseException:
             self._notes = None
             self._handed.set()
             if self._team.leads:
                 # If even that hangs, its folder is removed by the next run.
-                self._thread.join(_AT_EXIT)
+                with suppress(Exception):
+                    self._end.result(_AT_EXIT)
                 shutil.rmtree(self.job.folder, ignore_errors=True)
             raise
 
-    def _wait_for(self, done: Any) -> list[Any]:
-        done()
-        if self._problem is not None:
-            raise self._problem
-        return self._note
-
     def finish(self, until: float) -> str:
-        """At the end of the process, wait as long as something is written, and at most until a time.
-
-        Returns:
-            What went wrong, in words; empty if nothing did.
-        """
+        """At the end of the process, wait as long as something is written; returns what went wrong."""
         progress, stalled = -1, time.monotonic() + _AT_EXIT
-        while self._thread.is_alive() and time.monotonic() < min(stalled, until):
+        while not self._end.done() and time.monotonic() < min(stalled, until):
             size = 0
             with suppress(OSError):
                 size = sum(entry.stat().st_size for entry in os.scandir(self.job.folder))
             if size != progress:
                 progress, stalled = size, time.monotonic() + _AT_EXIT
-            self._thread.join(_POLL)
-        if self._problem is not None:
-            return str(self._problem)
-        return "it was not complete when the process ended" if self._thread.is_alive() else ""
+            time.sleep(_POLL)
+        if not self._end.done():
+            return "it was not complete when the process ended"
+        return str(self._end.exception() or "")
 
 
 _UNFINISHED: set[Writing] = set()

@@ -45,6 +45,7 @@ class _Part(BaseModel):
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 _Shape = Annotated[list[_Count], Field(max_length=64)]
+_Type = Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
 
 
 class _File(_Part):
@@ -69,30 +70,9 @@ class _Piece(_Part):
 class _Stored(_Part):
     """A tensor and its pieces, which together are all of it."""
 
-    dtype: str
+    dtype: _Type
     shape: _Shape
     pieces: list[_Piece]
-
-    @model_validator(mode="after")
-    def _check(self) -> _Stored:
-        if self.dtype not in DTYPES:
-            raise ValueError("its type is unknown")
-        for piece in self.pieces:
-            if not len(piece.offsets) == len(piece.sizes) == len(self.shape) or any(
-                o + s > d
-                for (o, s), d in zip(zip(*piece.box, strict=True), self.shape, strict=True)
-            ):
-                raise ValueError("a piece lies outside of the tensor")
-        covered = sum(math.prod(piece.sizes) for piece in self.pieces)
-        if covered != math.prod(self.shape) or any(
-            _overlaps(a.box, b.box) for a, b in combinations(self.pieces, 2)
-        ):
-            raise ValueError("its pieces do not make up the tensor")
-        return self
-
-
-def _overlaps(one: Box, other: Box) -> bool:
-    return all(a < b + t and b < a + s for a, s, b, t in zip(*one, *other, strict=True))
 
 
 class _Group(_Part):
@@ -152,14 +132,7 @@ class TableContents(_Part):
 
 
 def read_head(path: Path) -> tuple[int, int, bytes]:
-    """The serial number and the step of a checkpoint, and its table's JSON text.
-
-    Args:
-        path: the table.
-
-    Raises:
-        InputFileError: the table is not what was written.
-    """
+    """The serial number and the step of a checkpoint, and the JSON text, from its table."""
     content = read_bytes(path, LONGEST_JSON)
     head = _HEAD.match(content)
     if head is None:
@@ -185,14 +158,7 @@ def write_table(path: Path, contents: Mapping[str, Any], serial: int, step: int)
 
 
 class CheckpointTable:
-    """A checkpoint's table, and through it the tensors in its files.
-
-    Args:
-        path: the checkpoint's folder.
-
-    Raises:
-        InputFileError: the table is damaged, or is none.
-    """
+    """A checkpoint's table, and through it the tensors in its files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -212,14 +178,8 @@ class CheckpointTable:
         return [key for key in self.contents.tensors if key.startswith(f"{label}/")]
 
     def verify(self, process: int = 0, processes: int = 1) -> None:
-        """Check that the files are what was written; of several processes, each reads some of them.
-
-        Raises:
-            InputFileError: one is not; the message names it.
-        """
-        for number, (name, about) in enumerate(self.contents.files.items()):
-            if number % processes != process:
-                continue
+        """Check that the files are what was written; of several processes, each reads some of them."""
+        for name, about in list(self.contents.files.items())[process::processes]:
             path = self.path / name
             size, summed = size_and_checksum(path)
             if size != about.bytes:
@@ -246,33 +206,38 @@ class CheckpointTable:
         """The type of a tensor."""
         return DTYPES[self._stored(key).dtype]
 
-    def reads(self, key: str, box: Box | None = None) -> list[tuple[Entry, Box, tuple[int, ...]]]:
-        """What is to be read for a part of a tensor, or all of it: pieces, boxes there, and where they go.
-
-        Raises:
-            InputFileError: a file does not hold what the table says.
-        """
-        stored, shape = self._stored(key), self.shape(key)
-        boxes = [piece.box for piece in stored.pieces]
-        places = []
-        for index, source, offsets in plan_reads(shape, boxes, box or ((0,) * len(shape), shape)):
-            piece = stored.pieces[index]
+    def reads(self, key: str, box: Box) -> list[tuple[Entry, Box, Box]]:
+        """What is to be read for a part of a tensor: pieces, boxes in them, and their places in the part."""
+        shape, pieces = self.shape(key), self._stored(key).pieces
+        wrong = f"{self.path / TABLE}: the pieces of {quoted([key])} do not make it up"
+        if any(not len(one.offsets) == len(one.sizes) == len(shape) for one in pieces):
+            raise InputFileError(wrong)
+        reads = []
+        for index, source, target in plan_reads(shape, [one.box for one in pieces], box):
+            piece = pieces[index]
             path = self.path / piece.file
             if piece.file not in self._entries:
                 self._entries[piece.file] = entries(path)
             entry = self._entries[piece.file].get(part_name(key, shape, piece.box))
             if entry is None or (entry.dtype, entry.shape) != (self.dtype(key), piece.box[1]):
                 raise InputFileError(f"{path} does not hold {quoted([key])}, as the table says")
-            places.append((entry, source, offsets))
-        return places
+            reads.append((entry, source, target))
+        targets = [target for _, _, target in reads]
+        covered = sum(math.prod(sizes) for _, sizes in targets)
+        if covered != math.prod(box[1]) or any(_overlap(*two) for two in combinations(targets, 2)):
+            raise InputFileError(wrong)
+        return reads
 
     def read(self, key: str, box: Box | None = None) -> Tensor:
         """A part of a tensor, or all of it, in new memory."""
-        reads = self.reads(key, box)
-        part = torch.empty(box[1] if box else self.shape(key), dtype=self.dtype(key))
-        for entry, source, offsets in reads:
-            target = part
-            for dim, (begin, size) in enumerate(zip(offsets, source[1], strict=True)):
-                target = target.narrow(dim, begin, size)
-            target.copy_(entry.read(source))
+        shape = self.shape(key)
+        reads = self.reads(key, box or ((0,) * len(shape), shape))
+        part = torch.empty(box[1] if box else shape, dtype=self.dtype(key))
+        for entry, source, target in reads:
+            place = tuple(slice(begin, begin + size) for begin, size in zip(*target, strict=True))
+            part[place] = entry.read(source)
         return part
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    return all(a < b + t and b < a + s for a, s, b, t in zip(*one, *other, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 from penstock.errors import (
     AgreementError,
@@ -17,16 +17,8 @@ from penstock.errors import (
 from penstock.pipeline import Pipeline
 from penstock.transport import Circle
 
-_WORD = "checkpoint"
+_WORD = "all processes"
 """Marks a value as one of these exchanges, to tell it from those of other calls."""
-
-
-class _Circle(NamedTuple):
-    """Replicas that are reached in a way that the user has given."""
-
-    rank: int
-    size: int
-    exchange: Callable[[Any], list[Any]]
 
 
 class ProcessTeam:
@@ -45,27 +37,29 @@ class ProcessTeam:
         UsageError: the replicas cannot be reached.
     """
 
-    def __init__(self, pipe: Pipeline | None, group: Any) -> None:
+    def __init__(self, pipe: Pipeline | None, group: Any = None) -> None:
         self._pipe = pipe if group is None else None
-        self._circles: list[Circle | _Circle] = []
+        groups = (group,) if self._pipe is None else self._pipe.siblings.groups
+        circles = [Circle(one) for one in groups]
+        self._circles: list[tuple[int, int, Callable[[Any], list[Any]]]] = [
+            (circle.rank, circle.size, circle.exchange) for circle in circles
+        ]
         if self._pipe is None:
-            everyone = Circle(group)
-            self._circles, self.rank, self.layout = [everyone], everyone.rank, (1, everyone.size)
+            self.rank, self.layout = circles[0].rank, (1, circles[0].size)
             return
-        ranks = self._pipe.ranks
-        processes = self._pipe.schedule.ranks if len(ranks) == 1 else 1
-        self._circles += [Circle(group) for group in self._pipe.siblings.groups]
         replicas = self._pipe.replicas
-        if not self._circles and replicas.number > 1:
+        if not circles and replicas.number > 1:
             if replicas.exchange is None:
                 raise UsageError(
                     "the Pipeline was given replicas that can only add up numbers; give "
                     "penstock.Checkpoints(group=...) the process group of all ranks of all replicas"
                 )
-            self._circles = [_Circle(replicas.index, replicas.number, replicas.exchange)]
+            self._circles = [(replicas.index, replicas.number, replicas.exchange)]
         replica, count = 0, 1
-        for circle in self._circles:
-            replica, count = replica + count * circle.rank, count * circle.size
+        for rank, size, _ in self._circles:
+            replica, count = replica + count * rank, count * size
+        ranks = self._pipe.ranks
+        processes = self._pipe.schedule.ranks if len(ranks) == 1 else 1
         self.layout = (count, processes)
         self.rank = replica * processes + (ranks[0] if processes > 1 else 0)
 
@@ -92,8 +86,8 @@ class ProcessTeam:
             AgreementError: some rank has called something else.
         """
         values = [value] if self._pipe is None else self._gather(self._pipe, value)
-        for circle in self._circles:
-            values = [one for of_one in circle.exchange(values) for one in of_one]
+        for _, _, exchange in self._circles:
+            values = [one for of_one in exchange(values) for one in of_one]
         return values
 
     def _gather(self, pipe: Pipeline, value: Any) -> list[Any]:
@@ -122,14 +116,14 @@ class ProcessTeam:
             value = task()
         except Exception as raised:
             error = raised
-            kind = public_name(type(error)) if isinstance(error, PenstockError) else ""
-            problem = [kind or CheckpointError.__name__, str(error)]
-        replies = self.agree([problem, value if error is None else None])
+            kind = type(error) if isinstance(error, PenstockError) else CheckpointError
+            problem = [public_name(kind), str(error)]
+        replies = self.agree([problem, value])
         if error is not None:
             raise error
-        for process, ((kind, text), _) in enumerate(replies):
-            if kind:
-                other = error_named(kind)(f"{self.name(process)} cannot {doing}: {text}")
+        for process, ((kind_name, text), _) in enumerate(replies):
+            if kind_name:
+                other = error_named(kind_name)(f"{self.name(process)} cannot {doing}: {text}")
                 other.rank = process
                 raise other
         return [value for _, value in replies]

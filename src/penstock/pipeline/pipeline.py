@@ -79,30 +79,18 @@ from penstock.schedule.base import flat, whole_number
 from penstock.stage import Compilation, PipelineStage, device_of, without_compilation
 from penstock.transport import Transport
 from penstock.values import MISSING, Batch, Rules, check_rules, merge, output_dim, split_batch
-from penstock.weights import (
-    Init,
-    initialise,
-    load_partition,
-    read_weights,
-    save_index,
-    save_stage,
-    scale_gradients,
-    total_norm,
-)
-from penstock.weights.norms import all_norms
-from penstock.weights.optimizers import (
-    find_states,
-    named_state_dict,
-    read_states,
-    write_states,
-)
+from penstock.weights import Init, load_partition, read_weights
+from penstock.weights.folders import save_index, save_stage
+from penstock.weights.initialise import initialise
+from penstock.weights.norms import all_norms, scale_gradients, total_norm
+from penstock.weights.optimizers import named_state_dict, read_states
 from penstock.weights.states import (
     LoadResult,
     StageWeights,
     check_contents,
-    check_fits,
     gather_optimizer,
     gather_state,
+    load_optimizer,
 )
 
 logger = logging.getLogger("penstock")
@@ -906,11 +894,7 @@ class Pipeline:
             StateDictError: it does not fit, or holds positions; nothing is changed then.
         """
         names = self._held.names_by_identity()
-        states, fits, problems = find_states(self._held.ranks, optimizer, names, state_dict)
-        result = LoadResult(*fits)
-        check_fits(result, problems, strict=strict, what="optimizer's states")
-        write_states(optimizer, names, states, "the optimizer")
-        return result
+        return load_optimizer(self._held.ranks, optimizer, names, state_dict, strict=strict)
 
     # ---- files
 

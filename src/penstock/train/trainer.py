@@ -17,13 +17,8 @@ from torch import Tensor
 
 from penstock import plan as planning
 from penstock.checkpoint import Checkpoints
-from penstock.errors import (
-    CheckpointError,
-    ConfigError,
-    InputFileError,
-    NonFiniteError,
-    UsageError,
-)
+from penstock.checkpoint.team import ProcessTeam
+from penstock.errors import CheckpointError, ConfigError, InputFileError, NonFiniteError, UsageError
 from penstock.parallel import replicated_mesh, shard
 from penstock.pipeline import Pipeline
 from penstock.plan import Plan, Profile
@@ -211,14 +206,13 @@ def profile_of(
 
 def exchange(pipe: Pipeline, value: Any) -> list[Any]:
     """The JSON values of all processes of all replicas, in the same order on each."""
-    values = pipe.agree(value)
-    replicas = pipe.replicas.exchange
-    return values if replicas is None else [one for part in replicas(values) for one in part]
+    return ProcessTeam(pipe).agree(value)
 
 
 def _claim_folder(pipe: Pipeline, config: TrainConfig) -> tuple[RunFolder, Checkpoints]:
     """Let the leading process make the run folder, and all processes fail if it cannot."""
     path = problem = ""
+    claimed = None
     if pipe.leads:
         try:
             earlier = None if config.resume == AUTO else config.resume
@@ -226,7 +220,8 @@ def _claim_folder(pipe: Pipeline, config: TrainConfig) -> tuple[RunFolder, Check
                 source_of(earlier, Path())
             out = config.out or earlier
             path = str(create_folder(out, resumes=config.resume == AUTO or out == earlier))
-            Checkpoints(Path(path, CHECKPOINTS)).claim()
+            claimed = Checkpoints(Path(path, CHECKPOINTS))
+            claimed.claim()
         except (UsageError, CheckpointError) as error:
             problem = str(error)
     # The process that leads is the first one.
@@ -234,7 +229,10 @@ def _claim_folder(pipe: Pipeline, config: TrainConfig) -> tuple[RunFolder, Check
     if problem:
         raise UsageError(problem)
     folder = RunFolder(Path(path), writes=pipe.leads)
-    return folder, Checkpoints(folder.path / CHECKPOINTS, config.keep, asynchronous=True)
+    checkpoints = Checkpoints(folder.path / CHECKPOINTS, config.keep, asynchronous=True)
+    if claimed is not None:
+        checkpoints.claim()
+    return folder, checkpoints
 
 
 # ---- the run

@@ -56,11 +56,7 @@ _BLOCK = 4 << 20
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[BufferedReader]:
-    """Open a file to read; anything but a regular file is refused, since a pipe or device might never end.
-
-    Raises:
-        InputFileError: it is no regular file, or it cannot be read.
-    """
+    """Open a file to read; anything but a regular file is refused, since a pipe or device might never end."""
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -74,11 +70,7 @@ def open_regular(path: Path) -> Iterator[BufferedReader]:
 
 
 def read_bytes(path: Path, most: int = LONGEST_JSON) -> bytes:
-    """A file's content.
-
-    Raises:
-        InputFileError: it has more than ``most`` bytes, or cannot be read.
-    """
+    """A file's content, if it is not longer than ``most`` bytes."""
     with open_regular(path) as file:
         content = file.read(most + 1)
     if len(content) > most:
@@ -87,11 +79,7 @@ def read_bytes(path: Path, most: int = LONGEST_JSON) -> bytes:
 
 
 def parse_json(content: bytes, path: Path) -> Any:
-    """The JSON value of a file's content.
-
-    Raises:
-        InputFileError: it is no JSON, or is nested deeper than ``DEEPEST_JSON``.
-    """
+    """The JSON value of a file's content, if it is not nested deeper than ``DEEPEST_JSON``."""
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -117,11 +105,7 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 
 def fill(path: Path, memory: memoryview, begin: int) -> None:
-    """Read from an offset in a file into memory.
-
-    Raises:
-        InputFileError: the file is too short, or cannot be read.
-    """
+    """Fill memory with what a file holds from an offset on."""
     with open_regular(path) as file:
         file.seek(begin)
         count = file.readinto(memory)
@@ -186,14 +170,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file.
-
-    Args:
-        path: the file.
-        dtype: of the tensor.
-        shape: of the tensor.
-        begin: the offset of its bytes in the file.
-    """
+    """A tensor in a file, whose bytes begin at an offset."""
 
     path: Path
     dtype: torch.dtype
@@ -212,11 +189,7 @@ class Entry:
 
 
 def size_and_checksum(path: Path) -> tuple[int, int]:
-    """The size of a file in bytes, and its CRC-32.
-
-    Raises:
-        InputFileError: it cannot be read.
-    """
+    """The size of a file in bytes, and its CRC-32."""
     buffer, size, summed = memoryview(bytearray(_BLOCK)), 0, 0
     with open_regular(path) as file:
         while count := file.readinto(buffer):
@@ -225,11 +198,7 @@ def size_and_checksum(path: Path) -> tuple[int, int]:
 
 
 def entries(path: Path) -> dict[str, Entry]:
-    """The tensors of a file, by name.
-
-    Raises:
-        InputFileError: it is not a safetensors file, or is damaged.
-    """
+    """The tensors of a safetensors file, by name."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
@@ -275,11 +244,7 @@ class WeightFiles(Mapping[str, Tensor]):
         self._entries: dict[Path, dict[str, Entry]] = {}
 
     def entry(self, name: str) -> Entry:
-        """Where a tensor is.
-
-        Raises:
-            InputFileError: the file that the index names does not hold it.
-        """
+        """Where a tensor is."""
         first = name if name in self._files else self._tied[name]
         path = self._files[first]
         if path not in self._entries:

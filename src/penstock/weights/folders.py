@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,41 +15,27 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from penstock.errors import InputFileError, UsageError, listed, quoted
 from penstock.partition.base import Partition, named_tensors
-from penstock.weights.files import (
-    Entry,
-    WeightFiles,
-    entries,
-    parse_json,
-    read_bytes,
-    write_file,
-)
+from penstock.weights.files import WeightFiles, entries, parse_json, read_bytes, write_file
 from penstock.weights.initialise import give_data
-from penstock.weights.states import LoadResult, check_fits, size_problems
+from penstock.weights.states import LoadResult, Names, check_fits, compare
 
 INDEX = "model.safetensors.index.json"
 
 
-def stage_file(stage: int, stages: int) -> str:
-    """The name of a stage's file."""
+def _file_of(stage: int, stages: int) -> str:
     return f"model-{stage + 1:05d}-of-{stages:05d}.safetensors"
 
 
 def save_stage(
     state: Mapping[str, Tensor], folder: Path, stage: int, stages: int
 ) -> dict[str, int]:
-    """Write a stage's file; a file of that name is replaced once the new one is complete.
-
-    Args:
-        state: the tensors by their names in the unsplit model.
-        folder: the folder, which is created if it does not exist.
-        stage: the index of the stage.
-        stages: the number of stages.
+    """Write the file of one of so many stages; an older one is replaced once the new one is complete.
 
     Returns:
-        The size of each tensor in bytes, by its name in the unsplit model.
+        The size of each tensor in bytes, for :func:`save_index`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / stage_file(stage, stages)
+    target = folder / _file_of(stage, stages)
     partial = target.with_suffix(".partial")
     partial.unlink(missing_ok=True)
     write_file(partial, state)
@@ -58,19 +44,19 @@ def save_stage(
 
 
 def save_index(
-    folder: Path, sizes: Mapping[int, Mapping[str, int]], tied: Mapping[str, str] | None = None
+    folder: Path, sizes: Mapping[int, Mapping[str, int]], tied: Mapping[str, str]
 ) -> None:
     """Write which tensor is in which file, in the form that transformers reads.
 
     Args:
         folder: where the files are.
         sizes: for each stage, what :func:`save_stage` returned.
-        tied: further names of tensors, each with the name that the tensor is written under.
+        tied: further names of tensors, each with the name in a file.
     """
     about: dict[str, Any] = {"total_size": sum(sum(of.values()) for of in sizes.values())}
     if tied:
         about["tied"] = dict(tied)
-    files = {name: stage_file(i, len(sizes)) for i in sorted(sizes) for name in sizes[i]}
+    files = {name: _file_of(i, len(sizes)) for i in sorted(sizes) for name in sizes[i]}
     partial = folder / f"{INDEX}.partial"
     partial.write_text(json.dumps({"metadata": about, "weight_map": files}, indent=2) + "\n")
     os.replace(partial, folder / INDEX)
@@ -160,10 +146,6 @@ def parameters_on_meta() -> Iterator[None]:
         handle.remove()
 
 
-_Wanted = dict[str, tuple[Tensor, Entry | None]]
-"""For each tensor that a stage saves: the tensor, and its entry in the files."""
-
-
 def load_partition(
     partition: Partition,
     stages: Iterable[int],
@@ -188,45 +170,31 @@ def load_partition(
         UsageError: a buffer has no values, and is in no file.
     """
     seen("looks for its weights")
-    files = read_weights(folder)
-    aliases = {name: one.names for one in partition.shared for name in one.names}
-    wanted = [_wanted(module, files, aliases) for module in partition.modules]
-    pairs = {name: pair for of_stage in wanted for name, pair in of_stage.items()}
-    missing = [name for name, (_, entry) in pairs.items() if entry is None]
-    extra = [name for name in files if name not in pairs and name not in aliases]
-    shapes = ((name, tensor, entry) for name, (tensor, entry) in pairs.items() if entry is not None)
-    check_fits(LoadResult(missing, extra), list(size_problems(shapes)), strict=True)
-    here = sorted(stages)
-    for index in here:
-        _check_computed(partition.modules[index], wanted[index])
+    files, names = read_weights(folder), Names(partition.shared)
+    tensors = [dict(named_tensors(module)) for module in partition.modules]
+    saved = [
+        {name: of[name] for name in module.state_dict(keep_vars=True) if name in of}
+        for module, of in zip(partition.modules, tensors, strict=True)
+    ]
+    here = {name: tensor for of in saved for name, tensor in of.items()}
+    missing, problems = compare(here, names, files)
+    unexpected = [name for name in files if name not in here and not names.is_shared(name)]
+    check_fits(LoadResult(missing, unexpected), problems)
+    for index in sorted(stages):
+        # Only the model's code can compute what no file holds.
+        lost = [
+            name for name, of in tensors[index].items() if of.is_meta and name not in saved[index]
+        ]
+        if lost:
+            raise UsageError(
+                f"{', '.join(lost[:5])} are in no file, and have no values on the meta device; build "
+                "the model under penstock.weights.parameters_on_meta(), which leaves buffers as computed"
+            )
     with torch.no_grad():
-        for name, (tensor, entry) in (pair for index in here for pair in wanted[index].items()):
-            assert entry is not None  # none is missing
+        for name, tensor in (pair for index in sorted(stages) for pair in saved[index].items()):
             seen(f"loads {name}")
+            value = files[next(one for one in names.all(name) if one in files)]
             if tensor.is_meta:
-                give_data(tensor, entry.read().to(device=device, dtype=tensor.dtype))
+                give_data(tensor, value.to(device=device, dtype=tensor.dtype))
             else:
-                tensor.copy_(entry.read())
-
-
-def _wanted(module: nn.Module, files: WeightFiles, aliases: Mapping[str, Sequence[str]]) -> _Wanted:
-    tensors = dict(named_tensors(module))
-    tied: dict[int, list[str]] = {}
-    for name, tensor in tensors.items():
-        tied.setdefault(id(tensor), []).extend(aliases.get(name, (name,)))
-    wanted: _Wanted = {}
-    for name in module.state_dict(keep_vars=True):
-        if name in tensors:
-            names = [one for one in tied[id(tensors[name])] if one in files]
-            wanted[name] = tensors[name], files.entry(names[0]) if names else None
-    return wanted
-
-
-def _check_computed(module: nn.Module, wanted: _Wanted) -> None:
-    """Refuse buffers that are in no file and on the meta device: only the model's code can compute them."""
-    lost = [name for name, of in named_tensors(module) if of.is_meta and name not in wanted]
-    if lost:
-        raise UsageError(
-            f"{', '.join(lost[:5])} are in no file, and have no values on the meta device; build "
-            "the model under penstock.weights.parameters_on_meta(), which leaves buffers as computed"
-        )
+                tensor.copy_(value)

@@ -15,66 +15,119 @@ from penstock.parallel import path_without_wrappers
 from penstock.rng import generators_kept, seed_generators, seed_of
 from penstock.stage import PipelineStage
 
+Init = Callable[[nn.Module], object]
+"""Fills a module's own parameters and buffers, for the modules that it knows."""
+_Blanks = dict[int, tuple[Tensor, int]]
+"""Tensors that were on the meta device, with the version after they were marked."""
+
+
+def initialise(
+    homes: Sequence[tuple[nn.Module, torch.device]], seed: int, init: Init | None
+) -> None:
+    """Give the parameters and buffers of modules their first values; see :func:`init_weights`.
+
+    Args:
+        homes: stages or whole models, each with the device for what is on the meta device.
+        seed: of all values.
+        init: called for each module after the module's own initialiser; by default the model's
+            ``_init_weights``, if it has one.
+    """
+    blanks = _give_memory(homes)
+    # A tied weight belongs to the module of its first name.
+    owners: dict[int, nn.Module] = {}
+    for root, _ in homes:
+        for module in root.modules():
+            for tensor in _tensors_of(module):
+                owners.setdefault(id(tensor), module)
+    devices = {
+        tensor.device for root, _ in homes for tensor in (*root.parameters(), *root.buffers())
+    }
+    # Each module once, under its first path.
+    calls: dict[nn.Module, tuple[str, Init | None]] = {}
+    for root, _ in homes:
+        inits = _inits_of(root)
+        for path, module in _children_first(root):
+            calls.setdefault(module, (path, init or _innermost(inits, path)))
+    with generators_kept(devices), torch.no_grad():
+        for module, (path, around) in calls.items():
+            seed_generators(seed_of(seed, f"weights of {path_without_wrappers(path)}"), devices)
+            with _others_kept(module, owners):
+                _run(module, around)
+    _check_filled([root for root, _ in homes], blanks)
+
+
+def _tensors_of(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+def _children_first(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Modules in the order of construction: one may change its children after their own initialisers."""
+    named = list(root.named_modules())
+    return sorted(named, key=lambda item: -(item[0].count(".") + bool(item[0])))
+
+
+def _inits_of(root: nn.Module) -> dict[str, Init]:
+    """The ``_init_weights`` of models in a tree, by their paths."""
+    inits: dict[str, Init] = dict(getattr(root, "initialisers", {}))
+    for path, module in root.named_modules():
+        if callable(init := getattr(module, "_init_weights", None)):
+            inits[path] = init
+    return inits
+
+
+def _innermost(inits: dict[str, Init], path: str) -> Init | None:
+    while path not in inits and path:
+        path = path.rpartition(".")[0]
+    return inits.get(path)
+
+
+def _run(module: nn.Module, around: Init | None) -> None:
+    """Run a module's own initialiser, unless it wants arguments, and then that of the model around it."""
+    reset: Any = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+    if callable(reset) and _takes_nothing(reset):
+        reset()
+    if around is not None:
+        around(module)
+
+
+def _takes_nothing(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return False
+    return True
+
+
+@contextmanager
+def _others_kept(module: nn.Module, owners: dict[int, nn.Module]) -> Iterator[None]:
+    """Keep tied weights that another module initialises as they are."""
+    others = [tensor for tensor in _tensors_of(module) if owners[id(tensor)] is not module]
+    before = [tensor.clone() for tensor in others]
+    yield
+    for tensor, value in zip(others, before, strict=True):
+        tensor.copy_(value)
+
+
 # ---- give tensors on the meta device memory, and find those that no initialiser has filled
 
 
-class Blanks:
-    """The tensors that were on the meta device, marked with values that no initialiser leaves.
-
-    Each tensor stays the same object, so that ties, optimizers and anything else that holds it stay valid.
-
-    Args:
-        modules: modules whose parameters and buffers get memory, each with its device.
-    """
-
-    def __init__(self, modules: Sequence[tuple[nn.Module, torch.device]]) -> None:
-        self._places = [place for module, _ in modules for place in _places(module)]
-        self._blanks: dict[int, tuple[Tensor, int]] = {}
-        for module, device in modules:
-            for tensor in (*module.parameters(), *module.buffers()):
-                if tensor.is_meta:
-                    blank = torch.empty_like(tensor, device=device, requires_grad=False)
-                    give_data(tensor, blank.fill_(_mark(tensor.dtype)))
-                    self._blanks[id(tensor)] = tensor, tensor._version
-
-    def check_filled(self) -> None:
-        """Check that all of them have been filled.
-
-        Raises:
-            UsageError: some have not; the message names them and their modules.
-        """
-        left = {
-            path: f"{path} ({type(owner).__name__})"
-            for path, owner, name in self._places
-            if self._is_blank(getattr(owner, name))
-        }
-        if left:
-            raise UsageError(
-                f"no value was given to {', '.join(left.values())}: these were on the meta device, and "
-                "neither a reset_parameters() of their modules nor an _init_weights(module) of the model "
-                "fills them; pass init= a function of a module that does, or build these modules on a real "
-                "device"
-            )
-
-    def _is_blank(self, tensor: Tensor) -> bool:
-        blank = self._blanks.get(id(tensor))
-        if blank is None or not tensor.numel():
-            return False
-        if tensor.is_floating_point() or tensor.is_complex():
-            return bool(tensor.isnan().any())
-        return tensor._version == blank[1] and bool((tensor == _mark(tensor.dtype)).all())
-
-
-def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """For each parameter and buffer: its path, the module that holds it, and its name there."""
-    for path, owner in module.named_modules():
-        held = [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]
-        for name, _ in held:
-            yield f"{path}.{name}" if path else name, owner, name
+def _give_memory(homes: Sequence[tuple[nn.Module, torch.device]]) -> _Blanks:
+    """Give what is on the meta device memory, marked with values that no initialiser leaves."""
+    blanks: _Blanks = {}
+    for root, device in homes:
+        for tensor in (*root.parameters(), *root.buffers()):
+            if tensor.is_meta:
+                blank = torch.empty_like(tensor, device=device, requires_grad=False)
+                give_data(tensor, blank.fill_(_mark(tensor.dtype)))
+                blanks[id(tensor)] = tensor, tensor._version
+    return blanks
 
 
 def give_data(tensor: Tensor, data: Tensor) -> None:
-    """Give a tensor on the meta device data; it stays the same object."""
+    """Give a tensor on the meta device data.
+
+    It stays the same object, so that ties, optimizers and anything else that holds it stay valid.
+    """
     filled = nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
     filled.__dict__.update(tensor.__dict__)
     torch.utils.swap_tensors(tensor, filled)
@@ -86,131 +139,33 @@ def _mark(dtype: torch.dtype) -> float | int | bool:
     return True if dtype is torch.bool else torch.iinfo(dtype).min
 
 
-# ---- run the initialisers of modules, each with its own seed
+def _check_filled(roots: Sequence[nn.Module], blanks: _Blanks) -> None:
+    """Refuse blanks that nobody has filled."""
+    left = {
+        f"{path}.{name}".removeprefix("."): type(owner).__name__
+        for root in roots
+        for path, owner in root.named_modules()
+        for name, tensor in (
+            *owner.named_parameters(recurse=False),
+            *owner.named_buffers(recurse=False),
+        )
+        if id(tensor) in blanks and _is_blank(*blanks[id(tensor)])
+    }
+    if left:
+        raise UsageError(
+            f"no value was given to {', '.join(f'{path} ({kind})' for path, kind in left.items())}: these "
+            "were on the meta device, and neither a reset_parameters() of their modules nor an "
+            "_init_weights(module) of the model fills them; pass init= a function of a module that does, or "
+            "build these modules on a real device"
+        )
 
 
-Init = Callable[[nn.Module], object]
-"""Fills a module's own parameters and buffers, for the modules that it knows."""
-
-
-def initialise(
-    homes: Sequence[tuple[nn.Module, torch.device]], seed: int, init: Init | None
-) -> None:
-    """Give the parameters and buffers of modules their first values.
-
-    Args:
-        homes: stages or whole models, each with the device for what is on the meta device.
-        seed: of all values.
-        init: called for each module after the module's own initialiser; by default the model's
-            ``_init_weights``, if it has one.
-
-    Raises:
-        UsageError: nothing has filled a tensor that was on the meta device.
-    """
-    blanks, modules = Blanks(homes), [module for module, _ in homes]
-    owners = _owners(modules)
-    tensors = (t for module in modules for t in (*module.parameters(), *module.buffers()))
-    devices = {tensor.device for tensor in tensors}
-    with generators_kept(devices), torch.no_grad():
-        for called, path, inits in _each_once(modules, init):
-            number = seed_of(seed, f"weights of {path_without_wrappers(path)}")
-            seed_generators(number, devices)
-            with _others_kept(called, owners), _lent(called) as module:
-                inits.run(path, module)
-    blanks.check_filled()
-
-
-def _each_once(
-    modules: Sequence[nn.Module], init: Init | None
-) -> Iterator[tuple[nn.Module, str, _Inits]]:
-    """Every module once, with its first path, and the initialisers of its root."""
-    done: set[nn.Module] = set()
-    for root in modules:
-        inits = _Inits(root, init)
-        for path, module in _children_first(root):
-            if module not in done:
-                done.add(module)
-                yield module, path, inits
-
-
-def _owners(modules: Sequence[nn.Module]) -> dict[int, nn.Module]:
-    """For each parameter and buffer, the module that initialises it: the one of its first name."""
-    owners: dict[int, nn.Module] = {}
-    for root in modules:
-        for module in root.modules():
-            for tensor in _own(module):
-                owners.setdefault(id(tensor), module)
-    return owners
-
-
-def _own(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-
-
-def _children_first(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules in the order of construction.
-
-    A container may change its children after their own initialisers.
-    """
-    depths = {module: path.count(".") + bool(path) for path, module in root.named_modules()}
-    return iter(sorted(root.named_modules(), key=lambda item: -depths[item[1]]))
-
-
-@contextmanager
-def _others_kept(module: nn.Module, owners: dict[int, nn.Module]) -> Iterator[None]:
-    """Keep tied weights that another module initialises as they are."""
-    others = [tensor for tensor in _own(module) if owners[id(tensor)] is not module]
-    before = [tensor.clone() for tensor in others]
-    yield
-    for tensor, value in zip(others, before, strict=True):
-        tensor.copy_(value)
-
-
-@contextmanager
-def _lent(module: Any) -> Iterator[nn.Module]:
-    """The module to initialise; for a stand-in, the module that it stands for, with the weights held here."""
-    if not hasattr(module, "stands_for"):
-        yield module
-        return
-    with module.lent():
-        yield module.stands_for
-
-
-class _Inits:
-    """The initialisers for the modules of a tree."""
-
-    def __init__(self, root: nn.Module, init: Init | None) -> None:
-        self._init = init
-        self._of: dict[str, Init] = dict(getattr(root, "initialisers", {}))
-        for path, module in root.named_modules():
-            called = getattr(module, "stands_for", module)
-            if callable(init := getattr(called, "_init_weights", None)):
-                self._of[path] = init
-
-    def run(self, path: str, module: nn.Module) -> None:
-        """Run a module's own initialiser, and then the user's or that of the model around it."""
-        reset: Any = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
-        if callable(reset) and _takes_nothing(reset):
-            reset()
-        init = self._init or self._around(path)
-        if init is not None:
-            init(module)
-
-    def _around(self, path: str) -> Init | None:
-        """The ``_init_weights`` of the innermost model around a path."""
-        while path not in self._of:
-            if not path:
-                return None
-            path = path.rpartition(".")[0]
-        return self._of[path]
-
-
-def _takes_nothing(function: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(function).bind()
-    except TypeError:
+def _is_blank(tensor: Tensor, version: int) -> bool:
+    if not tensor.numel():
         return False
-    return True
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().any())
+    return tensor._version == version and bool((tensor == _mark(tensor.dtype)).all())
 
 
 # ---- the user's function

@@ -9,50 +9,31 @@ from torch import Tensor
 
 from penstock.errors import NonFiniteError, UsageError
 from penstock.parallel import global_norms
-from penstock.weights.exchange import Ranks, exchange
-
-
-def gradient_norms(parameters: Iterable[Tensor], order: float = 2.0) -> Tensor:
-    """The norms of the gradients: one for each parameter, or for all of them that are sharded alike.
-
-    Args:
-        parameters: if some are DTensors, in the same order on every process of their mesh.
-        order: as for :func:`torch.linalg.vector_norm`.
-
-    Returns:
-        The norms, in float64 on the CPU.
-    """
-    return global_norms([p.grad for p in parameters if p.grad is not None], order)
+from penstock.weights.ranks import Ranks
 
 
 def all_norms(ranks: Ranks, counted: Mapping[int, Sequence[Tensor]], order: float) -> Tensor:
-    """The norms of the gradients of all ranks, in the order of the stages.
+    """The norms of the gradients of all ranks, in float64 on the CPU, in the order of the stages.
 
     Args:
         ranks: how this process reaches the others.
-        counted: for each stage here, the parameters that count there.
+        counted: for each stage here, the parameters that count there. If some are DTensors, they are in the
+            same order on every process of their mesh.
         order: as for :func:`torch.linalg.vector_norm`.
     """
     by_stage = [
-        [stage, gradient_norms(counted[stage], order).tolist()] for stage in sorted(counted)
+        [stage, global_norms([p.grad for p in of if p.grad is not None], order).tolist()]
+        for stage, of in sorted(counted.items())
     ]
-    stages = sorted(pair for of_rank in exchange(ranks, by_stage) for pair in of_rank)
+    stages = sorted(pair for of_rank in ranks.gather(by_stage) for pair in of_rank)
     return torch.tensor([norm for _, norms in stages for norm in norms], dtype=torch.float64)
 
 
-def total_norm(
-    norms: Tensor, order: float = 2.0, *, error_if_nonfinite: bool = False, steps: int = 0
-) -> float:
-    """The norm of all gradients together.
-
-    Args:
-        norms: as from :func:`gradient_norms`.
-        order: the same as there.
-        error_if_nonfinite: whether a norm that is infinite or ``nan`` is an error.
-        steps: the number of training steps so far, for the error.
+def total_norm(norms: Tensor, order: float, *, error_if_nonfinite: bool, steps: int) -> float:
+    """The norm of all gradients together, of which ``norms`` are parts.
 
     Raises:
-        NonFiniteError: the norm is not finite.
+        NonFiniteError: it is infinite or ``nan`` after so many training steps, and that is an error.
     """
     total = torch.linalg.vector_norm(norms, order) if norms.numel() else torch.zeros(())
     if error_if_nonfinite and not total.isfinite():
@@ -65,7 +46,7 @@ def total_norm(
 
 
 def scale_gradients(parameters: Iterable[Tensor], norm: float, largest: float) -> None:
-    """Scale gradients so that their total norm, which is ``norm``, becomes at most ``largest``.
+    """Scale gradients whose total norm is ``norm`` so that it becomes at most ``largest``.
 
     If the norm is ``nan``, all gradients become ``nan``, as with torch's own clipping.
 

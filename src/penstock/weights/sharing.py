@@ -21,7 +21,7 @@ from penstock.errors import AgreementError, UsageError
 from penstock.parallel import is_sharded, local_part, spread_parts, with_local
 from penstock.partition import Shared
 from penstock.stage import PipelineStage
-from penstock.weights.exchange import Ranks, check_same, exchange
+from penstock.weights.ranks import Ranks
 
 log = logging.getLogger("penstock")
 
@@ -34,10 +34,6 @@ class SharedWeights:
         table: what stages share, the same on every rank; or only what the stages here share with each other.
         rank_of: the rank of each stage.
         ranks: how this process reaches the others.
-
-    Raises:
-        UsageError: stages on different devices of one process share a weight.
-        AgreementError: ranks have different tables.
     """
 
     def __init__(
@@ -58,23 +54,19 @@ class SharedWeights:
         self.tie()
         wide = [one for one in table if len({rank_of[stage] for stage in one.stages}) > 1]
         self._is_wide = bool(wide) and len(self._here) < len({*rank_of})
-        text = [[list(one.names), [list(holder) for holder in one.holders]] for one in wide]
-        check_same(ranks, text, "tables of shared weights; give all of them the same shared=")
+        tables = ranks.gather([[one.names, one.holders] for one in wide])
+        if any(of_rank != tables[0] for of_rank in tables):
+            raise AgreementError(
+                "ranks were given different tables of shared weights; give all of them the same shared=. "
+                f"The tables, by rank: {tables}"
+            )
         homes = [sorted({rank_of[stage] for stage in one.stages}) for one in wide]
         ranks.open(sorted({(a, b) for of in homes for a in of for b in of if a != b}))
-
-    @property
-    def idle(self) -> bool:
-        """Whether the stages here share nothing with other stages."""
-        return all(len(one.stages) == 1 for one in self._shared)
 
     # ---- one tensor in a process
 
     def tie(self) -> None:
-        """Make the stages here hold the same tensors.
-
-        Giving each stage memory alone undoes the model's ties.
-        """
+        """Make the stages here hold the same tensors: giving each of them memory undoes the model's ties."""
         self._tensors = [self._make_one(one) for one in self._shared]
         self._places = [self._places_of(one) for one in self._shared]
         self._trained = [
@@ -85,11 +77,7 @@ class SharedWeights:
             stage.share_gradients([self._tensors[i] for i in self._trained_by(index)])
 
     def tie_again(self) -> None:
-        """Tie weights that were given memory, stage by stage.
-
-        Raises:
-            UsageError: one was replaced where another stage has another.
-        """
+        """Tie weights that were given memory, stage by stage; refuse any that was replaced."""
         for one, before, places in zip(self._shared, self._tensors, self._places, strict=True):
             now = [_find(self._stages[stage], name) for stage, name in places]
             if any(tensor is not before for tensor in now):
@@ -101,16 +89,16 @@ class SharedWeights:
     def _check_same(
         self, one: Shared, before: Tensor, now: Sequence[Tensor], places: Sequence[tuple[int, str]]
     ) -> None:
-        changed = [place for place, t in zip(places, now, strict=True) if t is not now[0]]
         was_sharded = is_sharded(now[0]) != is_sharded(before) and now[0].shape == before.shape
-        if not changed and not was_sharded:
-            # The same tensor in all stages here; others have what was there before, or one of their own.
-            changed = [places[0]] if {*one.stages} - self._stages.keys() else []
-        if changed:
-            where = [place for place, t in zip(places, now, strict=True) if t is not before]
+        is_one = all([tensor is now[0] for tensor in now])
+        # If all stages here have the same tensor, others have the one before, or another.
+        if not is_one or (not was_sharded and {*one.stages} - self._stages.keys()):
+            stage, name = next(
+                place for place, t in zip(places, now, strict=True) if t is not before
+            )
             raise UsageError(
-                f"{where[0][1]!r} of stage {where[0][0]} was replaced, but it is one tensor with "
-                f"{', '.join(n for n in one.names if n != where[0][1]) or 'that of other stages'} in stages "
+                f"{name!r} of stage {stage} was replaced, but it is one tensor with "
+                f"{', '.join(n for n in one.names if n != name) or 'that of other stages'} in stages "
                 f"{list(one.stages)}; change it in place, as by copy_(), or make a new Pipeline"
             )
 
@@ -149,21 +137,14 @@ class SharedWeights:
     # ---- equal copies across ranks
 
     def align(self, level: int = logging.WARNING) -> None:
-        """Where copies on ranks differ, all get that of the first stage.
-
-        Args:
-            level: the log level of the message that says so.
-
-        Raises:
-            AgreementError: the copies differ in shape or type.
-        """
+        """Where copies on ranks differ, all get that of the first stage, and a message says so."""
         if not self._is_wide:
             return
         digests = {
             one.names[0]: [str(list(tensor.shape)), str(tensor.dtype), _digest(local_part(tensor))]
             for one, tensor in zip(self._shared, self._tensors, strict=True)
         }
-        copies = exchange(self._ranks, digests)
+        copies = self._ranks.gather(digests)
         for one, tensor, ranks in zip(self._shared, self._tensors, self._ranks_of, strict=True):
             of_ranks = {rank: copies[rank][one.names[0]] for rank in ranks}
             kinds = {rank: " ".join(copy[:2]) for rank, copy in of_ranks.items()}
@@ -198,11 +179,7 @@ class SharedWeights:
         ]
 
     def check_buffers(self) -> None:
-        """After a step: check that it left shared buffers as they were.
-
-        Raises:
-            UsageError: it changed one.
-        """
+        """After a step: check that it left shared buffers as they were."""
         changed = [
             f"{one.names[0]!r} (stages {list(one.stages)})"
             for one, tensor, version, before in self._buffers

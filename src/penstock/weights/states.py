@@ -8,23 +8,29 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from penstock.errors import StateDictError, UsageError, quoted
-from penstock.parallel import is_sharded, local_part, spread
+from penstock.parallel import is_sharded, local_part, spread, whole
 from penstock.partition import Shared, named_tensors
 from penstock.stage import PipelineStage
-from penstock.weights.exchange import Ranks, collect
 from penstock.weights.files import WeightFiles
-from penstock.weights.optimizers import OptimizerStates, merge_groups, named_state_dict
+from penstock.weights.optimizers import (
+    OptimizerStates,
+    find_groups,
+    merge_groups,
+    named_state_dict,
+    read_states,
+    settings_of,
+    write_states,
+)
+from penstock.weights.ranks import Ranks, collect
 from penstock.weights.trees import decode, encode
 
 
 class Names:
-    """Which weights have several names, and which stage counts and saves each of them.
-
-    Args:
-        table: the weights that stages share.
-    """
+    """Which weights have several names, and which stage counts and saves each of them."""
 
     def __init__(self, table: Sequence[Shared]) -> None:
         self._shared = {
@@ -78,16 +84,11 @@ class WholeModel:
 
 
 class StageWeights:
-    """Parameters and buffers of some stages.
-
-    Args:
-        stages: in order.
-        names: what is shared.
-    """
+    """Parameters and buffers of some stages."""
 
     def __init__(self, stages: Sequence[PipelineStage | WholeModel], names: Names) -> None:
         self._stages = tuple(stages)
-        self._names = names
+        self.names = names
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Each parameter once, under its first name."""
@@ -96,7 +97,7 @@ class StageWeights:
             for name, parameter in stage.named_parameters():
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
-                    yield self._names.first(name), parameter
+                    yield self.names.first(name), parameter
 
     def counted(self) -> dict[int, list[nn.Parameter]]:
         """For each stage the parameters that count there, so that each counts once over all stages."""
@@ -104,7 +105,7 @@ class StageWeights:
             stage.index: [
                 parameter
                 for name, parameter in stage.named_parameters()
-                if self._names.owns(stage.index, name)
+                if self.names.owns(stage.index, name)
             ]
             for stage in self._stages
         }
@@ -118,39 +119,32 @@ class StageWeights:
         held: dict[str, tuple[tuple[str, ...], Any]] = {}
         for stage in self._stages:
             for name, value in stage.state_dict().items():
-                first = self._names.first(name)
+                first = self.names.first(name)
                 if first in held and not _is_same(held[first][1], value):
                     check_apart([name, name])
-                names = self._names.all(name) if isinstance(value, Tensor) else (name,)
+                names = self.names.all(name) if isinstance(value, Tensor) else (name,)
                 held[first] = names, value
         return held
 
     def state_dict(self) -> dict[str, Any]:
-        """The state dict of the stages, with each weight under all of its names in the model.
-
-        Raises:
-            UsageError: stages have different weights under one name.
-        """
+        """The state dict of the stages, with each weight under all of its names in the model."""
         return {name: value for names, value in self.held().values() for name in names}
 
     def files(self) -> dict[int, dict[str, Any]]:
         """What each stage saves: each weight in the first stage that uses it, under its first name."""
         return {
             stage.index: {
-                self._names.first(name): value
+                self.names.first(name): value
                 for name, value in stage.state_dict().items()
-                if self._names.owns(stage.index, name)
+                if self.names.owns(stage.index, name)
             }
             for stage in self._stages
         }
 
-    def is_shared(self, name: str) -> bool:
-        """Whether stages are known to share a weight, by its first name."""
-        return self._names.is_shared(name)
-
-    def tensors(self) -> list[Tensor]:
-        """The local parts of all parameters and buffers."""
-        return [local_part(tensor) for stage in self._stages for _, tensor in stage.named_tensors()]
+    def memory(self) -> set[int]:
+        """The addresses of all parameters and buffers."""
+        tensors = (one for stage in self._stages for _, one in stage.named_tensors())
+        return {local_part(tensor).data_ptr() for tensor in tensors}
 
     def check_filled(self) -> None:
         """Check that these stages have memory to copy into.
@@ -172,7 +166,7 @@ class StageWeights:
             picked = {}
             for name, tensor in stage.state_dict().items():
                 # The last name wins, as in the unsplit model, which copies under one name after the other.
-                present = [other for other in self._names.all(name) if other in state]
+                present = [other for other in self.names.all(name) if other in state]
                 if present:
                     value = state[present[-1]]
                     sharded = isinstance(tensor, Tensor) and is_sharded(tensor)
@@ -187,11 +181,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def check_apart(names: Iterable[str]) -> None:
-    """Check that no name occurs twice.
-
-    Raises:
-        UsageError: one does, so different stages have different weights of that name.
-    """
+    """Refuse a name that occurs twice: different stages have different weights of that name."""
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise UsageError(
@@ -201,13 +191,10 @@ def check_apart(names: Iterable[str]) -> None:
 
 
 def check_one_rank_each(held: Iterable[tuple[int, Iterable[str]]]) -> None:
-    """Check that no two ranks have different weights of the same name.
+    """Refuse different weights of one name on two ranks.
 
     Args:
         held: the ranks of processes, of several replicas too, with the names of weights that are not shared.
-
-    Raises:
-        UsageError: they have.
     """
     names: dict[int, set[str]] = {}
     for rank, of_process in held:
@@ -215,7 +202,7 @@ def check_one_rank_each(held: Iterable[tuple[int, Iterable[str]]]) -> None:
     check_apart(name for of_rank in names.values() for name in of_rank)
 
 
-# ---- what all ranks do together
+# ---- load
 
 
 class LoadResult(NamedTuple):
@@ -246,47 +233,81 @@ def load_state(
         weights: of the stages here.
         names: of shared weights.
         state: the state dict to load.
-        strict: whether missing and unexpected names are an error.
+        strict: whether missing and unexpected names are an error, before anything is changed.
         any_name: whether one of a weight's names is enough.
-
-    Raises:
-        StateDictError: something is missing, unexpected or of another size; nothing is changed then.
     """
     weights.check_filled()
-    held, missing, stored = weights.state_dict(), [], []
-    look = state.entry if isinstance(state, WeightFiles) else state.__getitem__
-    for name, tensor in held.items():
-        present = [one for one in (names.all(name) if any_name else (name,)) if one in state]
-        if not present:
-            missing.append(name)
-        elif isinstance(tensor, Tensor):
-            stored.append((name, tensor, look(present[-1])))
-    sizes = list(size_problems(stored))
-    replies = ranks.gather([list(held), missing, sizes])
+    here = weights.state_dict()
+    missing, problems = compare(here, names if any_name else Names(()), state)
+    replies = ranks.gather([list(here), missing, problems])
     known = {name for one in replies for name in one[0]} | names.tied.keys()
     unexpected = ranks.gather([name for name in state if name not in known])
     result = LoadResult(_union(one[1] for one in replies), _union(unexpected))
-    check_fits(result, _union(one[2] for one in replies), strict=strict)
+    check_fits(result, _union(one[2] for one in replies), strict)
     weights.load(state)
     return result
 
 
-def size_problems(stored: Iterable[tuple[str, Tensor, Any]]) -> Iterator[str]:
-    """What is wrong with shapes: of names, the model's tensors, and what is stored of them."""
-    for name, tensor, one in stored:
-        if tuple(one.shape) != tuple(tensor.shape):
-            sizes = f"{list(one.shape)} was given, but the model has {list(tensor.shape)}"
-            yield f"size mismatch for {name}: {sizes}"
+def load_optimizer(
+    ranks: Ranks,
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    state: Mapping[str, Any],
+    *,
+    strict: bool,
+) -> LoadResult:
+    """Load an optimizer here from a state dict by names, after all ranks have compared theirs with it."""
+    if not {"state", "param_groups"} <= state.keys():
+        raise StateDictError(
+            f"an optimizer's state dict has 'state' and 'param_groups', not {sorted(map(str, state))}; pass "
+            "what pipe.optimizer_state_dict(optimizer) returned"
+        )
+    saved = [(settings_of(group), group["params"]) for group in state["param_groups"]]
+    known = {name for _, members in saved for name in members}
+    if not all(isinstance(name, str) for name in [*state["state"], *known]):
+        raise StateDictError(
+            "this optimizer's state dict holds positions, which mean different parameters on each rank; save "
+            "what pipe.optimizer_state_dict(optimizer, full=True) returns, or use penstock.Checkpoints"
+        )
+    groups = read_states(optimizer, names, "the optimizer").groups
+    numbers, missing, problems = find_groups(groups, saved)
+    here = {name for _, members in groups for name in members}
+    replies = ranks.gather([missing, sorted(here), problems])
+    unexpected = sorted(known.difference(*(one[1] for one in replies)))
+    result = LoadResult(_union(one[0] for one in replies), unexpected)
+    check_fits(result, _union(one[2] for one in replies), strict, "optimizer's states")
+    settings = [{} if number is None else _copies(saved[number][0]) for number in numbers]
+    states = {name: _copies(of) for name, of in state["state"].items() if name in here}
+    write_states(optimizer, names, settings, states)
+    return result
+
+
+def _copies(state: Any) -> Any:
+    return tree_map_only(Tensor, lambda tensor: whole(tensor).cpu().clone(), state)
+
+
+def compare(
+    here: Mapping[str, Any], names: Names, state: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Of weights that are here, those that a state dict lacks, and what is wrong with the size of others."""
+    missing, problems = [], []
+    look = state.entry if isinstance(state, WeightFiles) else state.__getitem__
+    for name, tensor in here.items():
+        present = [one for one in names.all(name) if one in state]
+        if not present:
+            missing.append(name)
+        elif isinstance(tensor, Tensor):
+            shape = list(look(present[-1]).shape)
+            if shape != list(tensor.shape):
+                sizes = f"{shape} was given, but the model has {list(tensor.shape)}"
+                problems.append(f"size mismatch for {name}: {sizes}")
+    return missing, problems
 
 
 def check_fits(
-    result: LoadResult, problems: Sequence[str], *, strict: bool, what: str = "weights"
+    result: LoadResult, problems: Sequence[str], strict: bool = True, what: str = "weights"
 ) -> None:
-    """Check that a state dict can be loaded.
-
-    Raises:
-        StateDictError: it cannot; the message lists every problem.
-    """
+    """Refuse a state dict that cannot be loaded; the message lists every problem."""
     lines = list(problems)
     for kind, names in (("Missing", result[0]), ("Unexpected", result[1])):
         if strict and names:
@@ -301,12 +322,11 @@ def _union(lists: Iterable[Sequence[str]]) -> list[str]:
     return list(dict.fromkeys(name for one in lists for name in one))
 
 
-def check_contents(ranks: Ranks, weights: StageWeights) -> None:
-    """Check that everything that all ranks have can go into one state dict.
+# ---- gather
 
-    Raises:
-        UsageError: stages have different weights of one name, or something is not a tensor.
-    """
+
+def check_contents(ranks: Ranks, weights: StageWeights) -> None:
+    """Check that everything that all ranks have can go into one state dict: tensors, each of one name."""
     mine = [pair for of_stage in weights.files().values() for pair in of_stage.items()]
     tensors = [name for name, value in mine if isinstance(value, Tensor)]
     replies = ranks.gather([tensors, [n for n, value in mine if not isinstance(value, Tensor)]])
@@ -319,41 +339,23 @@ def check_contents(ranks: Ranks, weights: StageWeights) -> None:
 
 
 def gather_state(ranks: Ranks, weights: StageWeights, names: Names) -> dict[str, Any]:
-    """The unsplit model's state dict on rank 0, as copies on the CPU; empty on other ranks.
-
-    Raises:
-        UsageError: see :func:`check_contents`.
-    """
+    """The unsplit model's state dict on rank 0, as copies on the CPU; empty on other ranks."""
     check_contents(ranks, weights)
     keys = _union(ranks.gather(list(weights.state_dict())))
     mine = {name: one for of_stage in weights.files().values() for name, one in of_stage.items()}
-    collected = collect(ranks, mine)
+    collected = {name: one for of_rank in collect(ranks, mine) for name, one in of_rank.items()}
     return {key: collected[names.first(key)] for key in keys} if collected else {}
 
 
 def gather_optimizer(ranks: Ranks, names: Names, held: OptimizerStates) -> dict[str, Any]:
-    """The states of all ranks' optimizers as one state dict on rank 0, on the CPU; empty on other ranks.
-
-    Args:
-        ranks: how this process reaches the others.
-        names: of shared weights.
-        held: the state of its optimizer.
-
-    Raises:
-        UsageError: stages have different weights of one name.
-    """
-    tensors: dict[str, dict[str, Tensor]] = {name: {} for name in held.states}
-    trees = {name: encode(state, name, tensors[name]) for name, state in held.states.items()}
-    groups = list(zip(encode(held.settings, "settings", None), held.groups, strict=True))
-    replies = ranks.gather([trees, groups])
-    members = [name for one in replies for _, of_group in one[1] for name in of_group]
+    """The states of all ranks' optimizers as one state dict on rank 0, on the CPU; empty on other ranks."""
+    replies = ranks.gather([(encode(of, "settings", None), members) for of, members in held.groups])
+    members = [name for one in replies for _, of_group in one for name in of_group]
     check_apart(name for name in members if not names.is_shared(name))
-    owner = {name: number for number, one in reversed(list(enumerate(replies))) for name in one[0]}
-    mine = (of for name, of in tensors.items() if owner[name] == ranks.rank or len(replies) == 1)
-    collected = collect(ranks, {key: tensor for of in mine for key, tensor in of.items()})
+    collected = collect(ranks, held.states)
     if ranks.rank:
         return {}
-    merged = merge_groups([one[1] for one in replies])
-    states = {name: decode(replies[n][0][name], collected.__getitem__) for name, n in owner.items()}
-    settings = decode([of for of, _ in merged])
-    return named_state_dict(OptimizerStates(held.kind, settings, [of for _, of in merged], states))
+    groups = [(decode(of), members) for of, members in merge_groups(replies)]
+    # What several ranks have is the same on each; the first of them counts.
+    states = {name: one for of_rank in reversed(collected) for name, one in of_rank.items()}
+    return named_state_dict(OptimizerStates(held.kind, groups, states))

@@ -135,15 +135,7 @@ def _encode_tensor(tensor: Tensor, path: str, tensors: dict[str, Tensor] | None)
 
 
 def decode(value: Any, read: Callable[[str], Any] | None = None) -> Any:
-    """Decode a state that :func:`encode` has encoded.
-
-    Args:
-        value: JSON data.
-        read: returns the tensor of a key; None if there can be none.
-
-    Raises:
-        InputFileError: it is not what :func:`encode` makes.
-    """
+    """Decode a state that :func:`encode` has encoded; ``read`` returns the tensor of a key."""
     if isinstance(value, list):
         return [decode(one, read) for one in value]
     if not isinstance(value, dict):
