@@ -231,6 +231,10 @@ WRONG: dict[str, tuple[Any, str]] = {
         "clips the whole model",
     ),
     "batch norms": (lambda: fit(Classifier(), sync_batchnorm=True), "sync_batchnorm=True"),
+    "three processes": (
+        lambda: trainer_of(PipelineStrategy(ranks=2), devices=3),
+        "no whole number of pipelines of ranks=2",
+    ),
     "a loss": (lambda: PipelineStrategy(loss_fn=mse_loss), "what training_step returns"),
     "an output": (
         lambda: set_up(FabricPipelineStrategy(ranks=2), Classifier())(torch.ones(4, 1, 8, 8)),

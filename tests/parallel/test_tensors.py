@@ -60,6 +60,12 @@ def test_sparse_and_half_precision() -> None:
     assert found[1] == pytest.approx(math.sqrt(float(half.double().square().sum())), rel=1e-6)
 
 
+def test_a_plain_tensor_is_its_own_part() -> None:
+    one = tensors()[0]
+    assert torch.equal(local_part(one), one)
+    assert with_local(one, one) is one
+
+
 def spread(group: Any) -> dict[str, Any]:
     """A worker's task: the norms of tensors that are cut along neither, one or both dimensions."""
     mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2))
