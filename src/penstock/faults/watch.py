@@ -346,7 +346,8 @@ class Watch:
         waits = self.activity.waits is not None
         if waits and monotonic() - self._aborted > 1.0:
             self._end_waits()
-        is_accused = failure.rank == self.activity.rank
+        # By others: where this rank has lost the store itself, it runs.
+        is_accused = failure.rank == self.activity.rank != failure.by
         is_busy = self.activity.inside or self.activity.setup is not None
         if (is_accused and seconds > CAUSE) or (
             seconds > LAST and (waits or (is_busy and self._is_overdue()))
