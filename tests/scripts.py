@@ -52,7 +52,7 @@ def forked(
                 process.join()
 
 
-def run_script(*command: str, processes: int = 1) -> list[Ran]:
+def run_script(*command: str, processes: int = 1, limit: float = LIMIT) -> list[Ran]:
     """Run a script, or a module after ``-m``, as ``python`` would; for several processes as torchrun would.
 
     As under torchrun, the others are terminated when one fails.
@@ -73,9 +73,9 @@ def run_script(*command: str, processes: int = 1) -> list[Ran]:
             for rank, output in enumerate(outputs)
         )
         with forked(_main, rows) as started:
-            late = _await(started)
+            late = _await(started, limit)
         texts = [[Path(f"{one}.{way}").read_text() for way in ("out", "err")] for one in outputs]
-    assert not late, f"ranks {late} still ran after {LIMIT} s: {texts}"
+    assert not late, f"ranks {late} still ran after {limit} s: {texts}"
     return [Ran(process.exitcode, *text) for process, text in zip(started, texts, strict=True)]
 
 
@@ -94,13 +94,13 @@ def _environment(rank: int, processes: int, port: int) -> dict[str, str]:
     }
 
 
-def _await(started: Sequence[Any]) -> list[int]:
+def _await(started: Sequence[Any], limit: float) -> list[int]:
     """Wait until all have ended, or one has failed.
 
     Returns:
         The ranks that did not end in time.
     """
-    deadline = time.monotonic() + LIMIT
+    deadline = time.monotonic() + limit
     running = {process.sentinel: process for process in started}
     while running and time.monotonic() < deadline:
         ended = connection.wait(list(running), deadline - time.monotonic())

@@ -156,7 +156,8 @@ def trainer_of(strategy: Any = "auto", **options: Any) -> Trainer:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     usual: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar"), False)
     usual |= {"enable_checkpointing": False, "enable_model_summary": False, "max_steps": STEPS}
-    return Trainer(accelerator="cpu", devices=PROCESSES, strategy=strategy, **usual | options)
+    usual["devices"] = PROCESSES
+    return Trainer(accelerator="cpu", strategy=strategy, **usual | options)
 
 
 def classify(strategy: Any = "auto", resume: Any = None, **options: Any) -> dict[str, Any]:

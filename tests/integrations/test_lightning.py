@@ -144,11 +144,11 @@ def test_fabric_loads_what_another_layout_saved(tmp_path: Path) -> None:
 # ---- between processes
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(400)
 def test_between_processes(tmp_path: Path) -> None:
     """One pipeline of all processes; then two, each with half of each batch, and the loss of the whole."""
     model_language(save=tmp_path / "plain.ckpt")
-    ran = run_script("-m", "tests.integrations.lightnings", str(tmp_path), processes=4)
+    ran = run_script("-m", "tests.integrations.lightnings", str(tmp_path), processes=4, limit=350.0)
     assert [one.status for one in ran] == [0] * 4, ran
     report = json.loads((tmp_path / "report.json").read_text())
     assert_equal(report["images"], plain())
@@ -231,6 +231,10 @@ WRONG: dict[str, tuple[Any, str]] = {
         "clips the whole model",
     ),
     "batch norms": (lambda: fit(Classifier(), sync_batchnorm=True), "sync_batchnorm=True"),
+    "three processes": (
+        lambda: trainer_of(PipelineStrategy(ranks=2), devices=3),
+        "no whole number of pipelines of ranks=2",
+    ),
     "a loss": (lambda: PipelineStrategy(loss_fn=mse_loss), "what training_step returns"),
     "an output": (
         lambda: set_up(FabricPipelineStrategy(ranks=2), Classifier())(torch.ones(4, 1, 8, 8)),

@@ -57,7 +57,7 @@ def test_in_one_process(family: str, schedule: str, tmp_path: Path) -> None:
 def check_launched(folder: Path, processes: int, *cases: str, steps: int = STEPS) -> None:
     """Run families as FAMILY/SCHEDULE/REPLICAS, and compare them with the Trainer's."""
     command = ["-m", "tests.integrations.trainers", str(folder), str(steps), *cases]
-    ran = run_script(*command, processes=processes)
+    ran = run_script(*command, processes=processes, limit=350.0)
     assert [one.status for one in ran] == [0] * processes, ran
     # One rank prints what is logged.
     assert ["'loss'" in one.out for one in ran] == [True] + [False] * (processes - 1)
@@ -72,6 +72,7 @@ def check_launched(folder: Path, processes: int, *cases: str, steps: int = STEPS
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_in_processes_and_resumed_in_one(tmp_path: Path) -> None:
     """One pipeline of four processes; and two of two, which see other batches than each other."""
     check_launched(tmp_path, 4, "gpt2/ZB-V/1", "bert/1F1B/2")
@@ -84,6 +85,7 @@ def test_in_processes_and_resumed_in_one(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.whole
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("layout", ["2 1F1B/1", "2 ZB-V/1", "4 1F1B/1", "4 ZB-V/1", "4 1F1B/2"])
 def test_every_layout(layout: str, tmp_path: Path) -> None:
     processes, rest = layout.split()

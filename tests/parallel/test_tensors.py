@@ -60,6 +60,12 @@ def test_sparse_and_half_precision() -> None:
     assert found[1] == pytest.approx(math.sqrt(float(half.double().square().sum())), rel=1e-6)
 
 
+def test_a_plain_tensor_is_its_own_part() -> None:
+    one = tensors()[0]
+    assert torch.equal(local_part(one), one)
+    assert with_local(one, one) is one
+
+
 def spread(group: Any) -> dict[str, Any]:
     """A worker's task: the norms of tensors that are cut along neither, one or both dimensions."""
     mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2))
@@ -70,7 +76,7 @@ def spread(group: Any) -> dict[str, Any]:
     summed = DTensor.from_local(tensors()[0] / 2, mesh, [Partial(), Replicate()])
     return {
         "norms": [global_norms([*made, tensors()[1]], order).tolist() for order in ORDERS],
-        "sum": float(global_norms([summed], 2.0)),
+        "sums": [float(global_norms([summed], order)) for order in ORDERS],
         "whole": [bool(torch.equal(whole(a), b)) for a, b in zip(made, tensors(), strict=True)],
         "same": all(bool(torch.equal(whole(with_local(a, local_part(a))), whole(a))) for a in made),
     }
@@ -82,6 +88,6 @@ def test_shards_count_once_and_copies_not_at_all(workers: WorkerPool) -> None:
             each = torch.tensor([*expected(order), expected(order)[1]])
             total = torch.linalg.vector_norm(torch.tensor(norms), order)
             torch.testing.assert_close(total, torch.linalg.vector_norm(each, order))
-        assert found["sum"] == pytest.approx(expected(2.0)[0])
+        assert found["sums"] == pytest.approx([expected(order)[0] for order in ORDERS])
         assert found["whole"] == [True] * 5
         assert found["same"]

@@ -274,25 +274,15 @@ def _group_of(group: Any) -> Any:
 
 
 class Launch(NamedTuple):
-    """What a launcher has told this process.
-
-    Attributes:
-        rank: its rank.
-        ranks: the number of ranks.
-        address: the address of the store, at rank 0 or the launcher.
-        port: the port of the store.
-        attempt: the name of this start of the job.
-        hosted: whether the launcher hosts the store.
-        one_host: whether all processes are on this machine.
-    """
+    """What a launcher says to a process; the address and the port are those of the store."""
 
     rank: int
     ranks: int
     address: str
     port: int
-    attempt: str = "0"
-    hosted: bool = False
-    one_host: bool = False
+    attempt: str  # which start of the job this is
+    hosted: bool  # whether the launcher hosts the store
+    one_host: bool  # whether all processes are on this machine
 
     @property
     def place(self) -> str:

@@ -198,7 +198,7 @@ class Watch:
         self._await_others()
         first = self._heartbeats.failure or failure
         if first.rank == rank:
-            write_report(self._folder, first, self._places().values())
+            self._report(first)
         return error
 
     def close(self) -> None:
@@ -237,6 +237,7 @@ class Watch:
         self._stop()
         self._end_waits()
         tell_torchrun(failure, own=False)
+        self._report(failure)
         text = str(failure)
         if failure.rank != self.activity.rank:
             if failure.is_raised:
@@ -312,14 +313,13 @@ class Watch:
         self._learn(self._heartbeats.failure or failure)
 
     def _learn(self, failure: Failure) -> None:
-        if self._failure is not None:
-            return
-        self._failure, self._since_failure = failure, monotonic()
+        if self._failure is None:
+            self._failure, self._since_failure = failure, monotonic()
+
+    def _report(self, failure: Failure) -> None:
+        """Write the report, if this is the rank that noticed the failure."""
         if failure.by == self.activity.rank:
-            places = self._places()
-            write_report(self._folder, failure, places.values())
-            waits = "\n".join(f"  {place}" for place in places.values())
-            logger.error("penstock: %s\nwhat waits for what:\n%s", failure, waits)
+            write_report(self._folder, failure, self._places().values())
 
     # ---- in the monitor's thread
 
@@ -346,7 +346,8 @@ class Watch:
         waits = self.activity.waits is not None
         if waits and monotonic() - self._aborted > 1.0:
             self._end_waits()
-        is_accused = failure.rank == self.activity.rank
+        # By others: where this rank has lost the store itself, it runs.
+        is_accused = failure.rank == self.activity.rank != failure.by
         is_busy = self.activity.inside or self.activity.setup is not None
         if (is_accused and seconds > CAUSE) or (
             seconds > LAST and (waits or (is_busy and self._is_overdue()))
@@ -369,8 +370,13 @@ class Watch:
             or (overdue and unanswered > STALE)
         ):
             failure = self._lost_store(f"it has not answered for {unanswered:.1f} s")
-        if failure is not None:
-            self._accuse(failure)
+        if failure is None:
+            return
+        self._accuse(failure)
+        if overdue and failure.by == (self._failure or failure).by:
+            self._report(failure)
+            waits = "\n".join(f"  {place}" for place in places.values())
+            logger.error("penstock: %s\nwhat waits for what:\n%s", failure, waits)
 
     def _find_gone(self, places: dict[int, Place]) -> Failure | None:
         """The failure of a rank that has left, died or is out of reach; or that of the store's host."""
@@ -429,6 +435,8 @@ class Watch:
     def _end_process(self, why: str, status: int) -> None:
         if self._ending.is_set() or self._status != "runs":
             return
+        if self._failure is not None:
+            self._report(self._failure)
         logger.error("penstock: %s ends itself: %s", self.activity.name, why)
         with suppress(Exception):  # where there is no file to print to
             faulthandler.dump_traceback()

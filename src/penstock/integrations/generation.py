@@ -138,11 +138,7 @@ def _cache_in(values: Any) -> Any:
 
 
 def _lengths(cache: Any, layers: list[int], path: str) -> list[tuple[int, int]]:
-    """How long some layers of a cache are, by their index.
-
-    Raises:
-        UsageError: they hold something other than the keys and values of each token.
-    """
+    """How long some layers of a cache are, by their index; other than of keys and values is refused."""
     of_self = getattr(cache, "self_attention_cache", cache)
     there = [layer for layer in layers if layer < len(of_self.layers)]
     for layer in there:

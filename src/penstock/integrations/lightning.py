@@ -46,16 +46,11 @@ _PREDICT = ("forward", "predict_step")
 
 
 class _Log:
-    """Stands in for ``self.log`` while a step runs in stages.
+    """Stands in for ``self.log`` while a step runs in stages."""
 
-    A value is a loss of weight 0 to the pipeline: the stage that has it adds it, the microbatches' values are
-    averaged, and every rank gets the mean. Options are noted here, since every rank runs the module's code.
-    The modules hold methods of this and not the object, which is no state of the model.
-
-    Attributes:
-        step_name: the step that runs.
-        returns: for each step, the type of what it returned, if that is or holds a loss.
-    """
+    # A value is a loss of weight 0 to the pipeline: the stage that has it adds it, the microbatches' values
+    # are averaged, and every rank gets the mean. Options are noted here, since every rank runs the module's
+    # code. The modules hold methods of this and not the object, which is no state of the model.
 
     def __init__(self) -> None:
         self.step_name = ""
@@ -108,20 +103,13 @@ class _Log:
 
 
 class _Step(nn.Module):
-    """Calls a step of a module.
-
-    Args:
-        module: the user's.
-        log: takes what it logs.
-
-    Attributes:
-        numbers: arguments that are plain numbers, by position or name: as ``batch_idx``, they change with
-            every call, and would make each a new kind.
-    """
+    """Calls a step of a module."""
 
     def __init__(self, module: nn.Module, log: _Log) -> None:
         super().__init__()
         self.module, self.note_loss = module, log.note_loss
+        # Arguments that are plain numbers: as ``batch_idx``, they change with every call, and would make each
+        # a new kind.
         self.numbers: dict[int | str, int] = {}
         self.training = module.training
 
@@ -163,13 +151,7 @@ def _loss_of(output: Any, _: Any) -> Tensor:
 
 
 class _OnPipeline(nn.Module):
-    """A module whose steps run on a pipeline, in the names and numbers of the plain module.
-
-    Args:
-        module: the user's.
-        optimizers: those that were made before the cut.
-        options: of the Pipeline.
-    """
+    """A module whose steps run on a pipeline, in the names and numbers of the plain module."""
 
     module: nn.Module
     _step: _Step
@@ -246,12 +228,7 @@ class _OnPipeline(nn.Module):
         self.pipe.load_state_dict({f"module.{n}": of for n, of in state.items()}, strict=strict)
 
     def adopt(self, optimizer: Optimizer, names: list[list[str]] | None = None) -> None:
-        """Leave an optimizer the parameters of this process, and let it load the plain module's states.
-
-        Args:
-            optimizer: of the module's parameters.
-            names: for each of its groups, those of its parameters, if it was made before the cut.
-        """
+        """Leave an optimizer the parameters of this process, and let it load the plain module's states."""
         self._names[optimizer] = self._names_in(optimizer) if names is None else names
         held = {id(parameter) for parameter in self.pipe.parameters()}
         for group in optimizer.param_groups:
@@ -310,12 +287,7 @@ class _OnPipeline(nn.Module):
 
 
 class _Cuts:
-    """Makes the pipeline of a strategy; which processes there are is known to the strategy beside this.
-
-    Args:
-        ranks: how many ranks one pipeline has.
-        options: of the Pipeline.
-    """
+    """Makes the pipeline of a strategy; which processes there are is known to the strategy beside this."""
 
     def __init__(self, ranks: int | None = None, **options: Any) -> None:
         super().__init__()

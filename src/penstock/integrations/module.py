@@ -398,14 +398,7 @@ def _below(prefix: str, name: str) -> str:
 
 
 class _Pending:
-    """The gradients of a step, until the backward of its loss.
-
-    Args:
-        gradients: the parameters, each with its gradient.
-        inputs: copies of the arguments that require grad, with theirs.
-        scale: what the loss was scaled by; nan if the gradients are not to be used.
-        note: called with the gradient that arrives at the loss.
-    """
+    """The gradients of a step, until the backward of its loss; nan as scale says not to use them."""
 
     def __init__(
         self,

@@ -240,11 +240,7 @@ class PipelineTrainer(Trainer):
 
 
 def _refuse(trainer: Trainer) -> None:
-    """Refuse what a pipeline cannot do.
-
-    Raises:
-        UsageError: the Trainer was asked for it.
-    """
+    """Refuse what a pipeline cannot do."""
     args = trainer.args
     wrong = {
         "model_init=": (trainer.model_init, "give model="),

@@ -14,13 +14,6 @@ DIMENSION = "pp"
 """The mesh dimension along which a pipeline runs."""
 
 
-class Seat(NamedTuple):
-    """This process's place among those that run a pipeline."""
-
-    rank: int
-    size: int
-
-
 def group_of(group: Any, mesh: Any = None) -> Any:
     """The process group that ``group=`` or ``mesh=`` means; for a mesh, that of its pipeline dimension.
 
@@ -75,11 +68,11 @@ def ranks_in(group: Any) -> set[int]:
     return {*dist.get_process_group_ranks(group)}
 
 
-def seat(group: Any) -> Seat:
-    """This process's place in a group; the only place if there is no process group at all."""
+def seat(group: Any) -> tuple[int, int]:
+    """This process's rank in a group, and the size of the group; 0 and 1 without any process group."""
     if group is None and not (dist.is_available() and dist.is_initialized()):
-        return Seat(0, 1)
-    return Seat(dist.get_rank(group), dist.get_world_size(group))
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)
 
 
 # ---- several pipelines side by side

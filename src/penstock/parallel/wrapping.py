@@ -18,14 +18,9 @@ from penstock.parallel.groups import ranks_in
 
 
 class _Kind(NamedTuple):
-    """A kind of wrapper.
+    """A kind of wrapper: where it holds the module, and what users call it if it spreads one."""
 
-    Attributes:
-        inside: the name under which it holds the wrapped module; empty if it changes the module in place.
-        spreads: what users call it, if it spreads a module over processes.
-    """
-
-    inside: str = ""
+    inside: str = ""  # empty if it changes the module in place
     spreads: str = ""
 
 
@@ -39,16 +34,14 @@ _KINDS = {
 
 
 def _kind_of(module: nn.Module) -> _Kind:
-    """The kind of wrapper that a module is."""
     kind: Any = type(module)
     return _kind_of_class(kind)
 
 
 @cache
 def _kind_of_class(kind: Any) -> _Kind:
-    return next(
-        (_KINDS[base.__name__] for base in kind.__mro__ if base.__name__ in _KINDS), _Kind()
-    )
+    bases = [base.__name__ for base in kind.__mro__ if base.__name__ in _KINDS]
+    return _KINDS[bases[0]] if bases else _Kind()
 
 
 # ---- modules inside wrappers, and their names without them
