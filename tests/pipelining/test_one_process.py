@@ -66,7 +66,6 @@ def test_parameters_have_torchs_names_and_places(module: str) -> None:
 
 def test_drawings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = visualizer.get_schedule_ops("DualPipeV", 2, 4, add_spacing=True)
-    assert len({len(row) + sum(map(extra, row)) for row in rows}) == 1
     visualizer.visualize_schedule(rows)
     assert capsys.readouterr().out.startswith("rank 0 stage 0 |")
     file = tmp_path / "schedule.svg"
@@ -76,8 +75,3 @@ def test_drawings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         visualizer.get_schedule_ops("PipelineScheduleMulti", 2, 4)
     with pytest.raises(UsageError, match=r"name it schedule\.svg"):
         visualizer.visualize_schedule(rows, "schedule.png")
-
-
-def extra(action: Any) -> int:
-    """How many steps an action takes more than its place in the row."""
-    return 0 if action is None else {"B": 1, "OVERLAP_F_B": 2}.get(action.computation_type.value, 0)

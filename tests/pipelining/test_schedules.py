@@ -74,6 +74,11 @@ def test_examples_that_differ_from_the_step_are_named() -> None:
 REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "no gradients": (lambda s: s.step(X, target=Y), RuntimeError, "call eval"),
     "few samples": (lambda s: s.eval(X[:3]), ValueError, "expected 4 microbatches"),
+    "no tensor": (
+        lambda s: s.eval(X, target=[1, 2]),
+        ValueError,
+        "does not fit a value of type int",
+    ),
     "few targets": (lambda s: s.eval(X, target=Y[:3]), ValueError, "target_mbs has 3"),
     "losses": (lambda s: s.eval(X, target=Y, losses=()), TypeError, "must be a list"),
     "messages": (

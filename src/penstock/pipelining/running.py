@@ -14,6 +14,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+# It knows the types that users register as trees.
+from torch.utils import _pytree as pytree
+
 from penstock.errors import MicrobatchError, PenstockError, SpecError, UsageError
 from penstock.faults import Patience
 from penstock.pipeline.pipeline import before_first
@@ -21,7 +24,11 @@ from penstock.pipeline.plan import ProvenSchedules, prove
 from penstock.pipeline.setup import connect, set_up
 from penstock.pipeline.weights import HeldWeights
 from penstock.pipelining._utils import CallError, PlacementError
-from penstock.pipelining.microbatch import merge_chunks, split_args_kwargs_into_chunks
+from penstock.pipelining.microbatch import (
+    TensorChunkSpec,
+    merge_chunks,
+    split_args_kwargs_into_chunks,
+)
 from penstock.pipelining.rows import (
     ActionTuple,
     ComputationType,
@@ -451,7 +458,9 @@ class PipelineSchedule:
             if arg_mbs is kwarg_mbs is target_mbs is None:
                 arg_mbs, kwarg_mbs = self._split_inputs(args, kwargs)
                 if target is not None:
-                    parts, _ = split_args_kwargs_into_chunks((target,), None, self._n_microbatches)
+                    spec = TensorChunkSpec.from_tuple(pytree.tree_map(lambda _: 0, (target,)))
+                    count = self._n_microbatches
+                    parts, _ = split_args_kwargs_into_chunks((target,), None, count, spec)
                     target_mbs = [part for (part,) in parts]
             elif args or kwargs or target is not None:
                 raise CallError(
