@@ -13,7 +13,6 @@ from penstock.schedule import (
     Action,
     Edge,
     Op,
-    Overlap,
     Placement,
     Schedule,
     Span,
@@ -21,15 +20,10 @@ from penstock.schedule import (
     build,
     chain,
     looped,
-    parse_action,
     v_shaped,
-)  # fmt: skip
+)
 from penstock.schedule.base import flat
-
-
-def schedule(*programs: str, microbatches: int = 1) -> Schedule:
-    actions = tuple(tuple(map(parse_action, program.split())) for program in programs)
-    return Schedule("test", looped(len(programs)), microbatches, actions)
+from tests.schedule.programs import schedule
 
 
 def test_schedules_compare_by_what_they_do_not_by_name() -> None:
@@ -56,96 +50,66 @@ def test_what_occurs_says_what_a_schedule_is_for() -> None:
 
 
 def test_an_overlapped_pair_counts_as_its_halves() -> None:
-    pair = Overlap(Action(0, Op.F, 1), Action(0, Op.B, 0))
-    made = Schedule("test", looped(1), 2, ((Action(0, Op.F, 0), pair, Action(0, Op.B, 1)),))
+    made = schedule("0F0 (0F1;0B0)OVERLAP_F_B 0B1", microbatches=2)
     assert [str(action) for action in made.actions(0)] == ["0F0", "0F1", "0B0", "0B1"]
-    assert list(flat((pair,))) == list(pair)
+    assert [len([*flat((pair,))]) for pair in made.pairs] == [2]
     assert made.ops == {Op.F, Op.B}
 
 
-@pytest.mark.parametrize(
-    ("program", "reason"),
-    [
-        ("1F0", "rank 0, position 0, 1F0: there is no stage 1; stages go from 0 to 0"),
-        (
-            "0F0 0F1",
-            "rank 0, position 1, 0F1: there is no microbatch 1; microbatches go from 0 to 0",
-        ),
-        ("0SEND_F0", "its peer, stage 1, does not exist"),
-        ("0RECV_F0", "its peer, stage -1, does not exist"),
-    ],
-)
-def test_actions_out_of_range_are_refused(program: str, reason: str) -> None:
-    with pytest.raises(ScheduleError, match=reason):
-        schedule(program)
+def alone(action: Action) -> Schedule:
+    return Schedule("test", looped(1), 1, ((action,),))
 
 
-@pytest.mark.parametrize(
-    ("action", "reason"),
-    [
-        (Action(0, Op.F), "F needs a microbatch"),
-        (Action(0, Op.UNSHARD, 0), "UNSHARD names no microbatch"),
-        (Action(0, Op.F, 0, 0), "F is not a message and names no peer"),
-        (Action(-1, Op.F, 0), "there is no stage -1"),
-        (Action(0, Op.F, -1), "there is no microbatch -1"),
-    ],
-)
-def test_actions_have_the_parts_their_op_needs(action: Action, reason: str) -> None:
-    with pytest.raises(ScheduleError, match=reason):
-        Schedule("test", looped(1), 1, ((action,),))
+def with_edges(*edges: Edge) -> Schedule:
+    return schedule("0F0", "1F0").with_edges(edges)
 
 
-def test_counts_must_fit() -> None:
-    with pytest.raises(ScheduleError, match="1 programs for 2 ranks"):
-        Schedule("test", looped(2), 1, ((),))
-    with pytest.raises(ScheduleError, match="microbatches=0"):
-        Schedule("test", looped(1), 0, ((),))
+STAGE, MICROBATCH = "stages go from 0 to 0", "microbatches go from 0 to 0"
+ORDER = "must be at least one stage, in ascending order"
+IMPOSSIBLE: list[tuple[Callable[[], object], str]] = [
+    (lambda: schedule("1F0"), f"rank 0, position 0, 1F0: there is no stage 1; {STAGE}"),
+    (lambda: schedule("0F0 0F1"), f"position 1, 0F1: there is no microbatch 1; {MICROBATCH}"),
+    (lambda: schedule("0SEND_F0"), "its peer, stage 1, does not exist"),
+    (lambda: schedule("0RECV_F0"), "its peer, stage -1, does not exist"),
+    (lambda: alone(Action(0, Op.F)), "F needs a microbatch"),
+    (lambda: alone(Action(0, Op.UNSHARD, 0)), "UNSHARD names no microbatch"),
+    (lambda: alone(Action(0, Op.F, 0, 0)), "F is not a message and names no peer"),
+    (lambda: alone(Action(-1, Op.F, 0)), "there is no stage -1"),
+    (lambda: alone(Action(0, Op.F, -1)), "there is no microbatch -1"),
+    (lambda: Schedule("test", looped(2), 1, ((),)), "1 programs for 2 ranks"),
+    (lambda: Schedule("test", looped(1), 0, ((),)), "microbatches=0"),
+    (lambda: Placement(()), "a placement needs at least one stage"),
+    *(
+        (lambda r=rank_of: Placement(r), "ranks count from 0")
+        for rank_of in ((0, 2), (-1, 0), (1,))
+    ),
+    *((lambda n=numbers: looped(*n), "=0: must be at least 1") for numbers in ((0, 1), (1, 0))),
+    (lambda: v_shaped(0), "ranks=0"),
+    *((lambda t=targets: Edge("x", 0, t), ORDER) for targets in ((), (2, 1), (1, 1))),
+    *((lambda s=s: Edge("x", s, (1,)), "goes to later stages only") for s in (1, 2, -1)),
+    (lambda: with_edges(Edge("x", 0, (1, 2))), r"edges \['x'\] go to stages beyond the last, 1"),
+    (lambda: with_edges(*[Edge("x", 0, (1,))] * 2), r"edges named twice: \['x'\]"),
+]
 
 
-def test_edges_must_fit() -> None:
-    made = schedule("0F0", "1F0")
-    with pytest.raises(ScheduleError, match=r"edges \['x'\] go to stages beyond the last, 1"):
-        made.with_edges([Edge("x", 0, (1, 2))])
-    with pytest.raises(ScheduleError, match=r"edges named twice: \['x'\]"):
-        made.with_edges([Edge("x", 0, (1,)), Edge("x", 0, (1,))])
+@pytest.mark.parametrize(("make", "says"), IMPOSSIBLE)
+def test_what_has_the_wrong_shape_cannot_be_made(make: Callable[[], object], says: str) -> None:
+    with pytest.raises(ScheduleError, match=says):
+        make()
 
 
 # ---- where stages are, and which values travel
 
 
-def test_stages_are_laid_in_laps_or_in_a_v() -> None:
+def test_stages_are_laid_in_laps_or_in_a_v_and_chained() -> None:
     assert looped(3).rank_of == (0, 1, 2)
     assert looped(2, 3).rank_of == (0, 1, 0, 1, 0, 1)
     placement = v_shaped(3)
     assert placement.rank_of == (0, 1, 2, 2, 1, 0)
     assert (placement.stages, placement.ranks) == (6, 3)
     assert [placement.stages_on(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
-
-
-def test_the_chain_joins_each_stage_to_the_next() -> None:
     assert [(edge.source, edge.targets) for edge in chain(3)] == [(0, (1,)), (1, (2,))]
     assert chain(1) == ()
-
-
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        *((lambda r=rank_of: Placement(r), "placement") for rank_of in ((), (0, 2), (-1, 0), (1,))),
-        *((lambda n=numbers: looped(*n), "=0: must be at least 1") for numbers in ((0, 1), (1, 0))),
-        (lambda: v_shaped(0), "ranks=0"),
-        *(
-            (lambda t=targets: Edge("x", 0, t), "must be at least one stage, in ascending order")
-            for targets in ((), (2, 1), (1, 1))
-        ),
-        *(
-            (lambda e=ends: Edge("x", e[0], (e[1],)), "goes to later stages only")
-            for ends in ((1, 1), (2, 1), (-1, 0))
-        ),
-    ],
-)
-def test_placements_and_edges_that_cannot_be(call: Callable[[], object], says: str) -> None:
-    with pytest.raises(ScheduleError, match=says):
-        call()
 
 
 # ---- timelines

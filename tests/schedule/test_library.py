@@ -75,14 +75,6 @@ def test_makespans_and_memory_of_v_half_and_v_min_are_exact(p: int) -> None:
         assert max(least.peak_memory) == 2 * ((p + 4) // 3)
 
 
-@pytest.mark.parametrize("p", RANKS)
-def test_zero_bubble_schedules_have_no_bubble_within_a_rank(p: int) -> None:
-    m = 3 * p
-    assert run("ZB-H2", p, m).longest_stage == 3 * m
-    assert run("ZB-V", p, m).longest_stage == 6 * m
-    assert run("ZB-H2", p, m).longest_stage_bubble == run("ZB-V", p, m).longest_stage_bubble == 0
-
-
 @pytest.mark.parametrize("p", [2, 4, 7])
 @pytest.mark.parametrize("times", [(5, 4, 3), (4, 5, 2), (3, 3, 3), (7, 4, 1)])
 def test_bubbles_for_any_times(p: int, times: tuple[int, int, int]) -> None:
@@ -99,14 +91,17 @@ def test_bubbles_for_any_times(p: int, times: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("p", RANKS)
-def test_peak_memory_is_exact(p: int) -> None:
+def test_peak_memory_is_exact_and_zero_bubbles_are_zero(p: int) -> None:
     m = 3 * p
     ranks = range(p)
     assert run("1F1B", p, m).peak_memory == tuple(min(m, p - r) for r in ranks)
     assert run("1F1B", p, 2).peak_memory == tuple(min(2, p - r) for r in ranks)
     assert max(run("ZB-H1", p, m).peak_memory) == p
-    assert max(run("ZB-H2", p, m).peak_memory) == 2 * p - 1
-    assert max(run("ZB-V", p, m).peak_memory) == 2 * p
+    for name, most in (("ZB-H2", 2 * p - 1), ("ZB-V", 2 * p)):
+        ran = run(name, p, m)
+        assert max(ran.peak_memory) == most
+        assert ran.longest_stage_bubble == 0, "no bubble within a rank"
+        assert ran.longest_stage == max(ran.busy)
     assert run("GPipe", p, m).peak_memory == (m,) * p
     for v in (1, 2, 3):
         held = tuple(2 * (p - r - 1) + (v - 1) * p + 1 for r in ranks)
@@ -163,21 +158,9 @@ def test_weight_gradients_come_in_microbatch_order(name: str) -> None:
 
 
 def test_names_are_found_in_any_case_and_by_torchs_names() -> None:
-    torch_names = {
-        "gpipe": "GPipe",
-        "1f1b": "1F1B",
-        "interleaved1f1b": "Interleaved1F1B",
-        "LOOPEDBFS": "LoopedBFS",
-        "InterleavedZeroBubble": "InterleavedZeroBubble",
-        "ZBVZeroBubble": "ZB-V",
-        "dualpipev": "DualPipeV",
-    }
-    assert {name: find(name)[0] for name in torch_names} == torch_names
-
-
-def test_an_unknown_name_lists_the_nearest_and_all() -> None:
-    with pytest.raises(ScheduleError, match=r"'1F2B'; did you mean '1F1B'\? Known: GPipe, 1F1B"):
-        build("1F2B", ranks=2, microbatches=2)
+    for name in ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"):
+        assert find(name.upper())[0] == find(name.lower())[0] == name
+    assert (find("ZBVZeroBubble")[0], find("dualpipev")[0]) == ("ZB-V", "DualPipeV")
 
 
 @pytest.fixture
@@ -236,37 +219,33 @@ def test_a_schedule_of_ones_own_may_take_any_number_of_stages() -> None:
 
 
 @pytest.mark.usefixtures("own_registry")
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [("zbv", "it is taken"), ("mine.csv", "looks like the name of a file"), ("", "choose")],
-)
-def test_a_name_that_is_none(name: str, says: str) -> None:
-    with pytest.raises(ScheduleError, match=f"cannot be registered as {name!r}: .*{says}"):
-        register(name, gpipe)
-
-
-@pytest.mark.usefixtures("own_registry")
-def test_a_schedule_of_ones_own_is_what_was_asked_for() -> None:
+def test_a_schedule_of_ones_own_is_what_was_asked_for_under_a_name_of_its_own() -> None:
+    for name, says in (
+        ("zbv", "is taken"),
+        ("mine.csv", "like the name of a file"),
+        ("", "choose"),
+    ):
+        with pytest.raises(ScheduleError, match=f"cannot be registered as {name!r}: .*{says}"):
+            register(name, gpipe)
     register("mine", lambda ranks, microbatches: build("GPipe", ranks=2, microbatches=2))
     register("yours", lambda ranks, microbatches: "GPipe")  # type: ignore[arg-type,return-value]
     with pytest.raises(ScheduleError, match="mine gave a schedule of ranks=2, microbatches=2"):
         build("mine", ranks=2, microbatches=4)
-    with pytest.raises(
-        ScheduleError, match=r"yours gave a str, which is not a penstock.schedule.Schedule"
-    ):
+    with pytest.raises(ScheduleError, match=r"yours gave a str, which is not a penstock\.schedule"):
         build("yours", ranks=2, microbatches=4)
 
 
 @pytest.mark.parametrize(
     ("name", "numbers", "reason"),
     [
+        ("1F2B", (2, 2, None), r"'1F2B'; did you mean '1F1B'\? Known: GPipe, 1F1B"),
         ("GPipe", (0, 1, None), "ranks=0: must be at least 1"),
         ("GPipe", (1, 0, None), "microbatches=0: must be at least 1"),
         ("LoopedBFS", (1, 1, 0), "stages_per_rank=0: must be at least 1"),
         (
             "ZB-V",
             (2, 4, 3),
-            "ZB-V has 2 stages on each rank, not stages_per_rank=3; Interleaved.* take any number",
+            "ZB-V has 2 stages on each rank, not stages_per_rank=3; Inter.* take any",
         ),
         ("DualPipeV", (4, 7, None), "ranks=4 needs microbatches=8 or more, not 7"),
     ],
@@ -275,18 +254,3 @@ def test_refusals_say_why(name: str, numbers: tuple[int, int, int | None], reaso
     p, m, v = numbers
     with pytest.raises(ScheduleError, match=reason):
         build(name, ranks=p, microbatches=m, stages_per_rank=v)
-
-
-def test_1f1b_looks_like_its_picture() -> None:
-    assert str(build("1F1B", ranks=3, microbatches=3)).splitlines()[1:] == [
-        "rank 0: 0F0 0F1 0F2 0B0 0B1 0B2",
-        "rank 1: 1F0 1F1 1B0 1F2 1B1 1B2",
-        "rank 2: 2F0 2B0 2F1 2B1 2F2 2B2",
-    ]
-
-
-def test_zb_h2_looks_like_its_picture() -> None:
-    assert str(build("ZB-H2", ranks=2, microbatches=4)).splitlines()[1:] == [
-        "rank 0: 0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3",
-        "rank 1: 1F0 1I0 1F1 1I1 1F2 1I2 1W0 1F3 1I3 1W1 1W2 1W3",
-    ]

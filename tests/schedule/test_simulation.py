@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.errors import ScheduleError, UsageError
+from penstock.errors import UsageError
 from penstock.schedule import (
     Action,
     Costs,
@@ -14,15 +14,10 @@ from penstock.schedule import (
     add_communication,
     build,
     looped,
-    parse_action,
     replay,
     simulate,
 )
-
-
-def schedule(*programs: str, microbatches: int = 1) -> Schedule:
-    actions = tuple(tuple(map(parse_action, program.split())) for program in programs)
-    return Schedule("test", looped(len(programs)), microbatches, actions)
+from tests.schedule.programs import schedule
 
 
 def test_each_action_starts_when_its_rank_and_its_needs_allow() -> None:
@@ -78,17 +73,6 @@ def test_an_overlapped_pair_hides_a_share_of_its_shorter_half() -> None:
     assert simulate(overlapped).makespan == 6
     assert simulate(overlapped, Costs(overlap=0.5)).makespan == 5.5
     assert simulate(overlapped, Costs(overlap=1)).busy == (5,)
-
-
-def test_what_never_completes_is_refused() -> None:
-    with pytest.raises(
-        ScheduleError, match="does not complete: rank 0, position 0, 0B0: needs 0F0"
-    ):
-        simulate(schedule("0B0 0F0"))
-    with pytest.raises(ScheduleError, match="deadlock: rank 0 at 0B0 waits for 1B0"):
-        simulate(schedule("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", microbatches=2))
-    with pytest.raises(ScheduleError, match="1F0: needs 1RECV_F0, which is in no program"):
-        simulate(schedule("0F0 0SEND_F0", "1F0"))
 
 
 @pytest.mark.parametrize(

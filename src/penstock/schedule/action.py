@@ -1,4 +1,4 @@
-"""What a rank can be told to do: an op on a stage for a microbatch. Its text form, and patterns of that.
+"""Actions: an op on a stage for a microbatch; their text form, and patterns that match it.
 
 An action reads ``<stage><op><microbatch>``: ``2F0``, ``0SEND_F1``, ``3W2``, ``0UNSHARD``. A message that
 does not go to the neighbouring stage names its peer stage after an ``@``: ``0SEND_F1@5``.
@@ -101,7 +101,7 @@ class Overlap(NamedTuple):
 
 
 Entry = Action | Overlap
-"""What stands at one position of a program."""
+"""One position of a program."""
 Program = tuple[Entry, ...]
 """One rank's actions, in the order in which it starts them."""
 
@@ -175,7 +175,7 @@ _PATTERN = re.compile(rf"{_PART}(\*|{_OPS}){_PART}?(?:@{_PART})?")
 
 
 def matching(pattern: str) -> Callable[[Action], bool]:
-    """A function that tells whether an action is meant by a pattern.
+    """A function that says whether a pattern matches an action.
 
     Args:
         pattern: ``<stage><op><microbatch>``, each of them as in an action's text or ``*``: ``3F0``, ``*F*``,

@@ -139,8 +139,8 @@ class Numbered:
         lanes: the lanes in the order of their numbers; that of number ``n`` is ``lanes[n // microbatches]``.
         programs: for each rank the numbers of its actions, an overlapped pair as its two halves.
         pairs: the forward and the backward half of each overlapped pair.
-        place: where each action stands first.
-        again: the actions that stand somewhere already, and where they stand again.
+        place: where each action first occurs.
+        again: actions that occur again, and where.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -307,7 +307,7 @@ class Ran(NamedTuple):
         start: for each number when it started, or ``NOT_YET``.
         there: for each number when its result was there; of a message, when it had arrived.
         order: the numbers in an order in which one process may run them.
-        stuck: for each rank that did not come to its end the number at which it stands, and what that
+        stuck: for each rank that did not reach its end the number at which it stopped, and what that
             waits for.
     """
 
@@ -515,7 +515,7 @@ def transfer_of(schedule: Schedule, send: Action, costs: Costs) -> float:
 
 
 def under_way(schedule: Schedule, rule: Dependencies, need: Need, costs: Costs) -> float:
-    """How long a needed result takes to another rank where messages are not spelled out."""
+    """How long a result is under way to another rank where messages are not spelled out."""
     if not costs.message:
         return costs.latency
     sends = rule.sends(Action(need.stage, need.split_op, 0))

@@ -1,6 +1,6 @@
-"""Rule 1: what must come before an action is said in this file, and nowhere else.
+"""The one rule about what must come before an action.
 
-The validator, the passes, the simulator and the runtime all ask it here.
+The validator, the passes, the simulator and the runtime all ask here.
 
 ====================  =====================================================================
 action                must be complete before it
@@ -21,7 +21,7 @@ Where the schedule spells out no messages, a value of another rank needs that ra
 Where a stage has an UNSHARD, its F, I, W and B need the stage unsharded: :meth:`Dependencies.shards`.
 
 What an action needs does not depend on its microbatch, so the rule is stated once for a stage, an op and a
-peer. It answers for one action (:meth:`Dependencies.before`) or for all microbatches (``packed.py``).
+peer (:meth:`Dependencies.needs`), and answers from that for one action (:meth:`Dependencies.before`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from typing import NamedTuple
 
-from penstock.errors import InternalError
 from penstock.schedule.action import COMPUTE_OPS, STAGE_OPS, Action, Op, message
 from penstock.schedule.base import Edge, Schedule
 
@@ -85,7 +84,6 @@ class Dependencies:
 
     def __init__(self, schedule: Schedule) -> None:
         self._microbatches = schedule.microbatches
-        self._placement = schedule.placement
         self._rank_of = schedule.placement.rank_of
         used = _used_by(schedule.edges, schedule.stages)
         self._sources: list[list[int]] = [[] for _ in used]
@@ -134,12 +132,8 @@ class Dependencies:
         """
         key = (stage, op, peer)
         if key not in self._known:
-            try:
-                rule = self._rule[op]
-            except KeyError:
-                raise InternalError(f"no rule for {op!r}") from None
             shard = (Need(stage, Op.UNSHARD),) if self.shards(stage) and op in COMPUTE_OPS else ()
-            self._known[key] = rule(Action(stage, op, 0, peer)) + shard
+            self._known[key] = self._rule[op](Action(stage, op, 0, peer)) + shard
         return self._known[key]
 
     def settle(self, need: Need, microbatch: int | None) -> Action:
@@ -197,13 +191,6 @@ class Dependencies:
             peers = sorted(peer for rank, peer in carriers.items() if rank != home)
             return [message(stage, Op.RECV_B, microbatch, peer) for peer in peers]
         return []
-
-    def users(self, receive: Action) -> list[int]:
-        """The stages that need a message, given by its RECV."""
-        if receive.op is not Op.RECV_F:
-            return [receive.stage]
-        stages = self._placement.stages_on(self._rank_of[receive.stage])
-        return [stage for stage in stages if receive.peer_stage in self._sources[stage]]
 
     def _first_on_ranks(self, users: Iterable[int]) -> dict[int, int]:
         first: dict[int, int] = {}

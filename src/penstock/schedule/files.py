@@ -1,6 +1,6 @@
 """Schedules in files: as CSV, which torch reads and writes too, and as JSON, which holds everything.
 
-Files may be anybody's: reading one comes to an end, and what is wrong is said in one line.
+A file may come from anyone: reading it always ends, and an error says in one line what is wrong with it.
 """
 
 from __future__ import annotations

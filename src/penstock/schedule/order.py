@@ -20,7 +20,7 @@ def merged(schedule: Schedule) -> list[Action]:
         schedule: with or without its messages; these are left out, since one process needs none.
 
     Raises:
-        ScheduleError: a deadlock, or an action that needs one which stands later or in no program; the
+        ScheduleError: a deadlock, or an action that needs one which comes later or in no program; the
             message says who waits for whom.
     """
     silent = schedule.with_programs(

@@ -196,18 +196,15 @@ class Simulation:
     @cached_property
     def timeline(self) -> Timeline:
         """The computing actions as spans."""
-        spans = (
-            self._span(number) for rank in range(self.schedule.ranks) for number in self._of(rank)
-        )
-        return Timeline(tuple(spans), self.schedule.ranks, self.costs.unit, self.schedule.pairs)
+        spans = tuple(self._span(number) for row in self._rows for number in row)
+        return Timeline(spans, self.schedule.ranks, self.costs.unit, self.schedule.pairs)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """For each rank how long it computes; time in which a pair overlaps counts once."""
         if self._waits.hidden:
             return self.timeline.busy
-        ranks = range(self.schedule.ranks)
-        return tuple(sum(self._duration[number] for number in self._of(rank)) for rank in ranks)
+        return tuple(sum(map(self._duration.__getitem__, row)) for row in self._rows)
 
     @property
     def bubble(self) -> float:
@@ -221,11 +218,9 @@ class Simulation:
 
         The zero-bubble papers measure a step by it, since the idle ends of two steps overlap.
         """
-        start, end = self._ran.start, self._end
-        rows = filter(None, map(self._of, range(self.schedule.ranks)))
-        return max(
-            (max(end[n] for n in row) - min(start[n] for n in row) for row in rows), default=0.0
-        )
+        start, end = self._ran.start.__getitem__, self._end.__getitem__
+        rows = filter(None, self._rows)
+        return max((max(map(end, row)) - min(map(start, row)) for row in rows), default=0.0)
 
     @property
     def longest_stage_bubble(self) -> float:
@@ -245,8 +240,7 @@ class Simulation:
             Op.B: list(map(neg, activation)),
         }
         grows = self._numbered.priced(growth)
-        ranks = range(self.schedule.ranks)
-        return [list(accumulate(grows[number] for number in self._of(rank))) for rank in ranks]
+        return [list(accumulate(map(grows.__getitem__, row))) for row in self._rows]
 
     @property
     def peak_memory(self) -> tuple[float, ...]:
@@ -258,7 +252,7 @@ class Simulation:
 
         An F takes memory when it starts; the others give memory back when they end.
         """
-        spans = map(self._span, self._of(rank))
+        spans = map(self._span, self._rows[rank])
         when = (span.start if span.action.op is Op.F else span.end for span in spans)
         return list(zip(when, self._held[rank], strict=True))
 
@@ -286,7 +280,7 @@ class Simulation:
         """The idle times of a rank before and between its computing actions, each with its reason."""
         gaps = []
         before = 0.0
-        for number in self._of(rank):
+        for number in self._rows[rank]:
             span = self._span(number)
             if span.start > before:
                 awaited = self._numbered.action(self._reasons[number])
@@ -307,16 +301,16 @@ class Simulation:
                 number = max(number, partner[number], key=start.__getitem__)
             else:
                 path.append(self._span(number))
-            number = self._reasons.get(number, self._previous.get(number))
+            number = self._reasons.get(number)
         return tuple(reversed(path))
 
     # ---- why an action started when it did
 
     @cached_property
     def _reasons(self) -> dict[int, int]:
-        """For actions that started after idle time what the rank waited for last.
+        """For each action what its rank waited for last or, if for nothing, the computing action before it.
 
-        Messages and other actions that take no time stand between two computing actions; the rank may have
+        Messages and other actions that take no time come between two computing actions; the rank may have
         waited at any of them.
         """
         reasons: dict[int, int] = {}
@@ -328,7 +322,7 @@ class Simulation:
                 if reason is not None:
                     reasons[number] = reason
                 if self._computes[number]:
-                    reason = None
+                    reason = number
                 free = max(free, self._end[number])
         return reasons
 
@@ -339,26 +333,10 @@ class Simulation:
         return max(links, key=lambda link: self._ran.there[link[0]] + link[1])[0]
 
     @cached_property
-    def _previous(self) -> dict[int, int]:
-        """For each action the computing action before it on its rank."""
-        previous: dict[int, int] = {}
-        for program in self._numbered.programs:
-            last: int | None = None
-            for number in program:
-                if last is not None:
-                    previous[number] = last
-                if self._computes[number]:
-                    last = number
-        return previous
-
-    @cached_property
-    def _computing(self) -> list[list[int]]:
+    def _rows(self) -> list[list[int]]:
+        """For each rank the numbers of its computing actions."""
         computes = self._computes
         return [[n for n in program if computes[n]] for program in self._numbered.programs]
-
-    def _of(self, rank: int) -> list[int]:
-        """The computing actions of a rank."""
-        return self._computing[rank]
 
     def _span(self, number: int) -> Span:
         rank, _ = self._numbered.place[number]

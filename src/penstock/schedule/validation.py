@@ -123,7 +123,7 @@ def completed(numbered: Numbered, duration: Sequence[float], waits: Waits) -> Ra
     """Run a schedule that has to complete on simulated clocks.
 
     Raises:
-        ScheduleError: an action stands on a wrong rank, or needs one that no program has or that stands
+        ScheduleError: an action is on a wrong rank, or needs one that no program has or that comes
             later, or there is a deadlock.
     """
     problem = next(
@@ -162,7 +162,7 @@ def _absent(numbered: Numbered, stage: int) -> Iterator[Action]:
 
 
 def _order(numbered: Numbered, absent: Container[Action | None] = ()) -> Iterator[Problem]:
-    """What an action needs stands before it on its own rank, which also posts the messages that it needs.
+    """What an action needs comes before it on its own rank, which also posts the messages that it needs.
 
     Args:
         numbered: the schedule.
@@ -171,14 +171,14 @@ def _order(numbered: Numbered, absent: Container[Action | None] = ()) -> Iterato
     place = numbered.place
     for (_, op, _), need, links in numbered.needs:
         for number, needed in links if op not in RECV_OPS else ():
-            at, stands = place[number], place.get(needed)
-            if stands is None:
+            at, there = place[number], place.get(needed)
+            if there is None:
                 action = numbered.rule.settle(need, number % numbered.schedule.microbatches)
                 home = numbered.schedule.placement.rank_of[action.stage]
                 what, remedy = f"needs {action}, which is in no program", f"add it to rank {home}"
-            elif stands[0] == at[0] and stands[1] >= at[1]:
+            elif there[0] == at[0] and there[1] >= at[1]:
                 action = numbered.action(needed)
-                what = f"needs {action}, which stands later, at position {stands[1]}"
+                what = f"needs {action}, which comes later, at position {there[1]}"
                 remedy = f"move {action} before it"
             else:
                 continue
@@ -195,7 +195,7 @@ def _duplicate(numbered: Numbered) -> Iterator[Problem]:
         action = numbered.action(number)
         if action.op not in (Op.UNSHARD, Op.RESHARD):
             first = numbered.place[number]
-            what = f"stands already at position {first[1]} of rank {first[0]}"
+            what = f"is already at position {first[1]} of rank {first[0]}"
             yield Problem(rank, position, action, what, "remove one of the two")
     for stage in range(numbered.schedule.stages if Op.B in numbered.schedule.ops else 0):
         whole = numbered.has(stage, Op.B)
@@ -208,7 +208,7 @@ def _duplicate(numbered: Numbered) -> Iterator[Problem]:
 
 
 def _wrong_rank(numbered: Numbered) -> Iterator[Problem]:
-    """Every action stands on the rank that holds its stage."""
+    """Every action is on the rank that holds its stage."""
     rank_of = numbered.schedule.placement.rank_of
     homes = numbered.per_lane(lambda lane: rank_of[lane[0]])
     for number, (rank, position) in numbered.place.items():

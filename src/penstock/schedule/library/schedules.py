@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise, zip_longest
 from operator import itemgetter
 
 from penstock.errors import InternalError, ScheduleError
@@ -14,41 +14,9 @@ from penstock.schedule.base import Placement, Schedule, looped, v_shaped
 from penstock.schedule.dependencies import Dependencies
 
 # ---- stages in one direction: one per rank, or several in laps over all ranks
-# These schedules share a shape, `one_forward_one_backward`: some forwards ahead, then a forward and a
-# backward in turn. 1F1B, Eager-1F1B, ZB-H1 and ZB-H2 differ only in how many forwards are ahead, and in how
-# far the weights' half of backward lags behind. If the stages of a rank are taken in laps, they become the
-# interleaved schedules.
-
-
-Turn = tuple[int, int]
-"""The stage and the microbatch of an F or of a backward."""
-
-
-def one_forward_one_backward(
-    forwards: Sequence[Turn], backwards: Sequence[Turn], ahead: int, *, lag: int | None = None
-) -> tuple[Action, ...]:
-    """Some forwards ahead, then one forward and one backward in turn, then the rest of the backwards.
-
-    Args:
-        forwards: what to run forward, in order.
-        backwards: the same, in the order of the backwards.
-        ahead: how many forwards come before the first pair.
-        lag: ``None`` for full backwards. Otherwise each is an I, followed by the W that is ``lag``
-            backwards behind; the last ``lag`` Ws come at the end.
-    """
-    ahead = min(ahead, len(forwards))
-    program = [Action(stage, Op.F, m) for stage, m in forwards[:ahead]]
-    op = Op.B if lag is None else Op.I
-    for turn, (stage, m) in enumerate(backwards):
-        if turn + ahead < len(forwards):
-            program.append(Action(forwards[turn + ahead][0], Op.F, forwards[turn + ahead][1]))
-        program.append(Action(stage, op, m))
-        if lag is not None and turn >= lag:
-            program.append(Action(backwards[turn - lag][0], Op.W, backwards[turn - lag][1]))
-    if lag is not None:
-        late = backwards[max(0, len(backwards) - lag) :]
-        program += [Action(stage, Op.W, m) for stage, m in late]
-    return tuple(program)
+# These schedules share a shape, `_in_turn`: some forwards ahead, then a forward and a backward in turn. 1F1B,
+# Eager-1F1B, ZB-H1 and ZB-H2 differ only in how many forwards are ahead, and in how far the weights' half of
+# backward lags behind. If the stages of a rank are taken in laps, they become the interleaved schedules.
 
 
 def _in_turn(
@@ -60,38 +28,34 @@ def _in_turn(
     *,
     stages: int = 1,
 ) -> Schedule:
-    """One forward and one backward in turn on every rank, over one or more stages.
+    """On every rank some forwards ahead, then one forward and one backward in turn, then the other backwards.
 
     Args:
         name: the name of the schedule.
         ranks: how many ranks there are.
         microbatches: how many microbatches there are.
         ahead: tells for a rank how many forwards of its last stage are ahead.
-        lag: tells for a rank how far its Ws lag behind; without it backwards are full.
-        stages: how many stages each rank has, which it takes in laps.
+        lag: tells for a rank how many backwards a W is behind its I; without it backwards are full.
+        stages: how many stages each rank has. It takes them in laps, a round of microbatches each.
     """
     placement = looped(ranks, stages)
     rounds = _rounds(ranks, microbatches)
     lap = (stages - 1) * max(map(len, rounds))
-    programs = tuple(
-        one_forward_one_backward(
-            *_laps(placement.stages_on(rank), rounds), ahead(rank) + lap, lag=lag and lag(rank)
+    half = Op.B if lag is None else Op.I
+
+    def program(rank: int) -> Iterator[Action]:
+        held, first = placement.stages_on(rank), ahead(rank) + lap
+        forwards = [Action(s, Op.F, m) for round_ in rounds for s in held for m in round_]
+        backwards = [Action(s, half, m) for round_ in rounds for s in held[::-1] for m in round_]
+        weights: list[Action | None] = []
+        if lag is not None:
+            weights = [*[None] * lag(rank), *(Action(s, Op.W, m) for s, _, m, _ in backwards)]
+        yield from forwards[:first]
+        yield from filter(
+            None, chain.from_iterable(zip_longest(forwards[first:], backwards, weights))
         )
-        for rank in range(ranks)
-    )
-    return Schedule(name, placement, microbatches, programs)
 
-
-def _laps(held: Sequence[int], rounds: Sequence[range]) -> tuple[list[Turn], list[Turn]]:
-    """The forwards and backwards of a rank that takes its stages in laps, a round of microbatches each.
-
-    Returns:
-        Forwards: for each round each stage, for each stage each microbatch of the round; and backwards:
-        the same with the last stage first.
-    """
-    forwards = [(stage, m) for round_ in rounds for stage in held for m in round_]
-    backwards = [(stage, m) for round_ in rounds for stage in reversed(held) for m in round_]
-    return forwards, backwards
+    return Schedule(name, placement, microbatches, tuple(tuple(program(r)) for r in range(ranks)))
 
 
 def _rounds(ranks: int, microbatches: int) -> list[range]:

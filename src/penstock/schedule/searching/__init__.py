@@ -34,7 +34,7 @@ from penstock.schedule.simulation import simulate
 
 Memory = float | Sequence[float]
 """What each rank may hold: one number for all, or one for each."""
-EFFORT = 1_200_000
+EFFORT = 1_000_000
 """How many moves are tried by default, as the annealer counts them: a few seconds of work."""
 MAKESPAN = attrgetter("makespan")
 STARTS = 24
@@ -164,17 +164,7 @@ def lower_bound(
 ) -> float:
     """A makespan that is proven to be a lower bound for every schedule of such a step.
 
-    Args:
-        costs: as for :func:`search`, like all that follows.
-        ranks: how many ranks share the model.
-        microbatches: into how many parts the batch is split.
-        memory: the most that a rank may hold.
-        placement: which rank holds which stages.
-        edges: the values that travel between stages; by default the chain.
-
-    Raises:
-        ScheduleError: the numbers contradict each other, or there is too little memory for one microbatch.
-        UsageError: the costs list different numbers of stages.
+    The arguments, and the errors that they cause, are those of :func:`search`.
     """
     bounds = []
     for task in _tasks(costs, ranks, microbatches, memory, placement, edges):

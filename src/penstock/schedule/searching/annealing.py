@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from math import exp, log
+from math import exp, inf, log
 from operator import add
 from random import Random
 from time import monotonic
@@ -49,7 +49,7 @@ class Annealer:
         self._duration, self._growth = draft.task.per_action(draft.wholes)
         self._rank = [rank for rank in draft.task.rank for _ in range(draft.task.microbatches)]
         self._spent = 0.0
-        self._is_timed(self._programs, draft.makespan * (1 + SLACK))
+        self._is_timed(self._programs, inf)
 
     def run(self, effort: float, until: float, target: float) -> None:
         """Try moves while it cools down.

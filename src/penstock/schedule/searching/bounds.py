@@ -82,11 +82,7 @@ class Bound:
         return False
 
     def lowest(self, makespan: float) -> float:
-        """A time before which no schedule is done.
-
-        Args:
-            makespan: that of a known schedule, which the bound cannot exceed.
-        """
+        """A time before which no schedule is done, given the makespan of one."""
         low, high = self.least, makespan
         if self.excludes(high * (1 - PRECISION)):
             return high
@@ -99,15 +95,7 @@ class Bound:
         return low
 
     def _shrunk(self, start: Numbers, due: Numbers) -> Windows:
-        """Shrink the windows until nothing changes any more.
-
-        Args:
-            start: for each lane and microbatch the earliest time at which it can start.
-            due: for each the time by which it must have ended.
-
-        Raises:
-            TooShort: a window is empty.
-        """
+        """Shrink the windows, earliest starts and latest ends, until nothing changes or one is empty."""
         before = [rank.always.copy() for rank in self._ranks]
         self._along_needs(start, due)
         for _ in range(ROUNDS):
@@ -138,17 +126,7 @@ class Bound:
 
 
 class _RankBound:
-    """The actions of one rank, lane after lane.
-
-    Args:
-        task: what is to be scheduled.
-        rank: which rank.
-        duration: for each lane of the task how long an action takes at least.
-        reach: which lanes come before which others in every microbatch.
-
-    Attributes:
-        always: which actions come before which others in any schedule.
-    """
+    """The actions of one rank, lane after lane; ``always`` says which come before which in any schedule."""
 
     def __init__(self, task: Task, rank: int, duration: Numbers, reach: Mask) -> None:
         m = self._microbatches = task.microbatches
@@ -176,11 +154,7 @@ class _RankBound:
         return lane * self._microbatches + self._turn
 
     def shrink(self, start: Numbers, due: Numbers, before: Mask) -> None:
-        """Shrink the windows of the rank's actions, and find more actions that come before others.
-
-        Raises:
-            TooShort: a window is empty, or two actions would have to come before each other.
-        """
+        """Shrink the windows of the rank's actions, and find more actions that come before others."""
         first, last, long = start[self._lanes].ravel(), due[self._lanes].ravel(), self._long
         late = first[:, None] + (long[:, None] + long) > last + self._tiny
         np.fill_diagonal(late, False)
@@ -202,9 +176,6 @@ class _RankBound:
 
         How many actions of each lane come before a forward, at least and at most, gives the least that each
         stage holds then. What the other stages leave bounds what it may hold, and so these numbers.
-
-        Raises:
-            TooShort: a forward does not fit at all.
         """
         m, at = self._microbatches, self._forwards
         least = before[:, at].reshape(-1, m, len(at)).sum(axis=1)
