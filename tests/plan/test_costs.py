@@ -252,6 +252,11 @@ def test_a_meter_counts_what_is_alive() -> None:
         del second
     assert meter.live == 0
     assert meter.peak == 1200
+    x = torch.ones(2, 4, 8, 16, requires_grad=True)
+    with Meter() as meter:
+        nn.functional.scaled_dot_product_attention(x, x, x).sum().backward()
+    # Two products, and five in backward, which computes the scores again.
+    assert meter.flops == 7 * (2 * 2 * 4 * 8 * 8 * 16)
 
 
 @pytest.mark.parametrize(
