@@ -33,7 +33,6 @@ class Probe(TorchDispatchMode):
 
     def __enter__(self) -> Probe:
         # What is freed is freed without the garbage collector.
-        gc.collect()
         gc.disable()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self

@@ -330,6 +330,10 @@ def test_hooks_run_once_for_each_microbatch_when_the_weights_half_does() -> None
     stage.backward_weight(0)
     assert len(seen) == 1
     assert torch.equal(seen[0], weight.grad)  # type: ignore[arg-type]
+    # What is cut may run whole as well.
+    stage.forward(1, [batch()[0].requires_grad_()])
+    stage.backward(1, [torch.ones_like(output)])
+    torch.testing.assert_close(weight.grad, 2 * seen[0])
 
 
 def test_weights_may_change_their_data_or_be_frozen() -> None:
@@ -467,6 +471,17 @@ def test_what_fails_compiled_is_undone_and_runs_without(
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
     with pytest.raises(Exception, match="out of order"):
         run_halves(PipelineStage(Block(), 0, 1, compile={"backend": raises, "fullgraph": True}))
+
+
+def test_a_compiler_that_fails_is_done_without_in_a_pipeline(
+    logged: pytest.LogCaptureFixture,
+) -> None:
+    model = Loops()
+    actual = trained(model, steps=1, compile={"backend": raises})
+    check_alike(actual, trained(Loops(), steps=1))
+    assert "out of order" in logged.text
+    assert "it runs without compilation" in logged.text
+    assert model.blocks[0]._compiled_call_impl is None
 
 
 def uncut(*_: Any, **__: Any) -> Any:
