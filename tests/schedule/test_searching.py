@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from random import Random
 from time import monotonic
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -48,13 +48,12 @@ Queues = tuple[tuple[float, ...], ...]
 """For each stage when those of its values are there that the next one has not used."""
 
 
-class Step(TypedDict):
+def step_of(
+    placement: Placement, microbatches: int, memory: float | Sequence[float]
+) -> dict[str, Any]:
     """What is to be scheduled, but for its costs."""
-
-    ranks: int
-    microbatches: int
-    memory: float | Sequence[float]
-    placement: Placement
+    size = {"ranks": placement.ranks, "microbatches": microbatches}
+    return {**size, "memory": memory, "placement": placement}
 
 
 class Way(NamedTuple):
@@ -174,9 +173,7 @@ def test_small_steps_take_no_longer_than_the_optimum(
     held = costs.per_stage("activation", placement.stages)
     ranks = range(placement.ranks)
     memory = room * max(sum(held[s] for s in placement.stages_on(rank)) for rank in ranks)
-    step = Step(
-        ranks=placement.ranks, microbatches=microbatches, memory=memory, placement=placement
-    )
+    step = step_of(placement, microbatches, memory)
     optimum = Exact(costs, placement, microbatches, memory).makespan()
     found = search(costs, **step, effort=4 * FEW, seconds=math.inf)
     assert simulate(found, costs).makespan == pytest.approx(optimum)
@@ -196,16 +193,12 @@ KINDS = {
 
 def library(placement: Placement, microbatches: int) -> list[Schedule]:
     """Every schedule of the library that trains over a placement."""
-    per_rank = len(placement.stages_on(0))
-    found = []
+    size = {"ranks": placement.ranks, "stages_per_rank": len(placement.stages_on(0))}
+    built = []
     for name in names():
         with suppress(ScheduleError):
-            found.append(
-                build(
-                    name, ranks=placement.ranks, microbatches=microbatches, stages_per_rank=per_rank
-                )
-            )
-    return [known for known in found if known.placement == placement and known.trains]
+            built.append(build(name, microbatches=microbatches, **size))
+    return [known for known in built if known.placement == placement and known.trains]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *range(3)])
@@ -219,7 +212,7 @@ def test_never_longer_than_the_library_in_the_same_memory(
     assert len(ran) >= 3
     for memory in {each.peak_memory for each in ran}:
         known = [each.makespan for each in ran if fits(each, memory)]
-        step = Step(ranks=placement.ranks, microbatches=6, memory=memory, placement=placement)
+        step = step_of(placement, 6, memory)
         found = search(costs, **step, effort=0.001)
         assert simulate(found, costs).makespan <= min(known) * (1 + 1e-9)
         assert fits(simulate(found, costs), memory)
@@ -232,7 +225,7 @@ def test_never_longer_than_the_library_in_the_same_memory(
 def test_equal_costs_take_no_longer_than_the_schedule_made_for_them(name: str, least: int) -> None:
     known = build(name, ranks=4, microbatches=8)
     memory = max(simulate(known).peak_memory)
-    step = Step(ranks=4, microbatches=8, memory=memory, placement=known.placement)
+    step = step_of(known.placement, 8, memory)
     assert simulate(known).makespan == least
     assert simulate(search(Costs(), **step, effort=FEW, seconds=math.inf)).makespan == least
     assert lower_bound(Costs(), **step) == pytest.approx(least, rel=0.02)
@@ -269,14 +262,14 @@ def test_in_a_v_with_memory_for_two_microbatches_the_result_is_near_the_best_kno
     """No schedule of the library fits; at a fifth of the default effort ten seeds end within 3 %."""
     placement = v_shaped(len(memory))
     assert not any(fits(simulate(each, costs), memory) for each in library(placement, microbatches))
-    step = Step(ranks=len(memory), microbatches=microbatches, memory=memory, placement=placement)
+    step = step_of(placement, microbatches, memory)
     ran = simulate(search(costs, **step, effort=0.2, seconds=math.inf), costs)
     assert lower_bound(costs, **step) <= ran.makespan * (1 + 1e-9) <= 1.05 * least
     assert fits(ran, memory)
 
 
 def test_same_arguments_same_schedule() -> None:
-    step = Step(ranks=3, microbatches=6, memory=25.0, placement=looped(3))
+    step = step_of(looped(3), 6, 25.0)
     limits: dict[str, Any] = {"effort": FEW, "seconds": math.inf}
     costs = some_costs(Random(1), 3)
     assert search(costs, **step, **limits) == search(costs, **step, **limits)
@@ -284,7 +277,7 @@ def test_same_arguments_same_schedule() -> None:
 
 def test_the_time_ends_it() -> None:
     costs = some_costs(Random(3), 16)
-    step = Step(ranks=8, microbatches=16, memory=60.0, placement=v_shaped(8))
+    step = step_of(v_shaped(8), 16, 60.0)
     for seconds in (0.0, 0.3):
         # The effort would take an hour; how soon after its time it ends is a matter of the machine.
         start = monotonic()
@@ -310,16 +303,15 @@ def test_skips_are_waited_for() -> None:
 
 
 def test_ranks_have_memory_of_their_own() -> None:
-    found = search(Costs(), ranks=3, microbatches=6, memory=[3, 1, 2], effort=FEW)
-    assert fits(simulate(found), [3, 1, 2])
-    less = lower_bound(Costs(), ranks=3, microbatches=6, memory=[3, 1, 2])
-    assert less > lower_bound(Costs(), ranks=3, microbatches=6)
+    step = step_of(looped(3), 6, [3, 1, 2])
+    assert fits(simulate(search(Costs(), **step, effort=FEW)), [3, 1, 2])
+    assert lower_bound(Costs(), **step) > lower_bound(Costs(), ranks=3, microbatches=6)
 
 
 def test_a_backward_stays_whole_where_halves_do_not_fit() -> None:
     costs = Costs(activation=1, stash=3)
     found = search(costs, ranks=3, microbatches=4, memory=2, effort=FEW)
-    assert {each.op for rank in range(3) for each in found.actions(rank)} == {Op.F, Op.B}
+    assert found.ops == {Op.F, Op.B}
     assert peaks_fit(found, costs, 2)
 
 
@@ -390,7 +382,7 @@ def test_limits_that_are_none_are_refused(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize("placement", [looped(3), v_shaped(2)])
 def test_what_is_found_is_saved_and_trains(placement: Placement, tmp_path: Path) -> None:
     costs = some_costs(Random(6), placement.stages)
-    step = Step(ranks=placement.ranks, microbatches=4, memory=40.0, placement=placement)
+    step = step_of(placement, 4, 40.0)
     found = search(costs, **step, effort=FEW)
     assert found.name == "searched"
     for file in ("found.json", "found.csv"):

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from penstock.schedule.library import names as names
     from penstock.schedule.library import register as register
     from penstock.schedule.library import unregister as unregister
-    from penstock.schedule.order import merged as merged
     from penstock.schedule.passes import Pass as Pass
     from penstock.schedule.passes import add_communication as add_communication
     from penstock.schedule.passes import compose as compose
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     from penstock.schedule.simulation import simulate as simulate
     from penstock.schedule.validation import Problem as Problem
     from penstock.schedule.validation import Report as Report
+    from penstock.schedule.validation import merged as merged
     from penstock.schedule.validation import validate as validate
 
 __all__, __getattr__, __dir__ = lazily(__name__)

@@ -43,6 +43,8 @@ SEND_OPS = frozenset({Op.SEND_F, Op.SEND_B})
 RECV_OPS = frozenset({Op.RECV_F, Op.RECV_B})
 MESSAGE_OPS = SEND_OPS | RECV_OPS
 WAIT_SEND_OPS = frozenset({Op.WAIT_SEND_F, Op.WAIT_SEND_B})
+PEER_OPS = MESSAGE_OPS | WAIT_SEND_OPS
+"""Ops that have a stage at their other end."""
 STAGE_OPS = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
 """Ops on a whole stage, which name no microbatch."""
 
@@ -193,13 +195,10 @@ def matching(pattern: str) -> Callable[[Action], bool]:
             stage in ("*", str(action.stage))
             and op in ("*", action.op.value)
             and microbatch in ("*", str(action.microbatch))
-            and (peer == "*" or (action.op in _WITH_PEER and peer == str(action.peer_stage)))
+            and (peer == "*" or (action.op in PEER_OPS and peer == str(action.peer_stage)))
         )
 
     return matches
-
-
-_WITH_PEER = MESSAGE_OPS | WAIT_SEND_OPS
 
 
 def _parts(pattern: str) -> tuple[str, str, str, str]:
@@ -218,7 +217,7 @@ def _parts(pattern: str) -> tuple[str, str, str, str]:
         raise ScheduleError(
             f"{pattern!r} cannot match: {op} is done once for all microbatches and has none in its name"
         )
-    if peer and op != "*" and op not in {o.value for o in _WITH_PEER}:
+    if peer and op != "*" and op not in {o.value for o in PEER_OPS}:
         raise ScheduleError(
             f"{pattern!r} cannot match: {op} is not a message and has no peer stage"
         )

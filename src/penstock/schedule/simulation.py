@@ -11,7 +11,7 @@ from operator import add, neg, sub
 from typing import NamedTuple
 
 from penstock.errors import UsageError
-from penstock.schedule.action import COMPUTE_OPS, MESSAGE_OPS, WAIT_SEND_OPS, Action, Op, Overlap
+from penstock.schedule.action import COMPUTE_OPS, PEER_OPS, Action, Op, Overlap
 from penstock.schedule.base import Schedule, paused_collection
 from penstock.schedule.clock import Costs, Numbered, durations, waits_of
 from penstock.schedule.validation import completed
@@ -389,6 +389,6 @@ def replay(
     spans = tuple(
         Span(numbered.place[number][0], action, start[number], start[number] + takes[number])
         for number, action in actions.items()
-        if action.op not in MESSAGE_OPS | WAIT_SEND_OPS
+        if action.op not in PEER_OPS
     )
     return Timeline(spans, schedule.ranks, "s", schedule.pairs)

@@ -21,10 +21,12 @@ from penstock.schedule.action import (
     COMPUTE_OPS,
     GRADIENT_OPS,
     MESSAGE_OPS,
+    PEER_OPS,
     RECV_OPS,
     SEND_OPS,
     Action,
     Op,
+    Overlap,
 )
 from penstock.schedule.base import Schedule, flat, paused_collection
 from penstock.schedule.clock import Numbered, Ran, Waits, block_sends, run, waits_of
@@ -135,6 +137,29 @@ def completed(numbered: Numbered, duration: Sequence[float], waits: Waits) -> Ra
     if problem:
         raise ScheduleError(f"{numbered.schedule.name} does not complete: {problem}")
     return ran
+
+
+@paused_collection()
+def merged(schedule: Schedule) -> list[Action]:
+    """All ranks' actions in one order that respects every dependency: what a single process runs.
+
+    Each rank's own order is kept. The two halves of an overlapped pair follow each other, the forward first.
+    It takes time linear in the number of actions.
+
+    Args:
+        schedule: with or without its messages; these are left out, since one process needs none.
+
+    Raises:
+        ScheduleError: a deadlock, or an action that needs one which comes later or is in no program; the
+            message says who waits for whom.
+    """
+    silent = schedule.with_programs(
+        (e for e in program if isinstance(e, Overlap) or e.op not in PEER_OPS)
+        for program in schedule.programs
+    )
+    numbered = Numbered(silent)
+    ran = completed(numbered, [0.0] * len(numbered), waits_of(numbered))
+    return [numbered.action(number) for number in ran.order]
 
 
 # ---- what can be wrong with a schedule: one function for each kind of problem

@@ -34,7 +34,7 @@ from penstock.schedule.simulation import simulate
 
 Memory = float | Sequence[float]
 """What each rank may hold: one number for all, or one for each."""
-EFFORT = 1_000_000
+EFFORT = 1_200_000
 """How many moves are tried by default, as the annealer counts them: a few seconds of work."""
 MAKESPAN = attrgetter("makespan")
 STARTS = 24
