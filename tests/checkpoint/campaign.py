@@ -26,11 +26,11 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from penstock import Checkpoints, Pipeline
+from penstock import Checkpoints
 from penstock.checkpoint import describe
 from penstock.errors import CheckpointError, InputFileError, StateDictError
+from tests.checkpoint.runs import Run
 
 RANKS = 2
 WINDOW = 0.4
@@ -39,37 +39,9 @@ GRACE = 60.0
 """Seconds that what was not killed has to end by itself."""
 
 
-class Job:
-    """A small run: dropout, AdamW and a schedule of learning rates."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        block = [nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.1)) for _ in range(4)]
-        self.pipe = Pipeline(
-            nn.Sequential(*block),
-            schedule="1F1B",
-            ranks=RANKS,
-            microbatches=2,
-            loss_fn=nn.functional.mse_loss,
-            seed=1,
-        )
-        self.optimizer = torch.optim.AdamW(self.pipe.parameters(), lr=1e-2)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 10, 0.99)
-        self.states: dict[str, Any] = {
-            "pipe": self.pipe,
-            "optimizer": self.optimizer,
-            "scheduler": self.scheduler,
-        }
-
-    def train(self, step: int) -> float:
-        """A step on data of its own."""
-        generator = torch.Generator().manual_seed(step)
-        x, y = (torch.randn(4, 32, generator=generator) for _ in range(2))
-        loss = self.pipe.step(x, target=y).loss
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad()
-        return loss
+def run_of_ranks() -> Run:
+    """A small run: of these processes, or all of it in one."""
+    return Run("1F1B", RANKS)
 
 
 # ---- a run that is killed again and again, and goes on each time
@@ -79,17 +51,15 @@ def run_rank(rank: int, folder: Path, trial: int) -> None:
     """One rank: go on from the last checkpoint, and save after each step."""
     store = folder / f"store-{trial}"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    job = Job()
+    run = run_of_ranks()
     checkpoints = Checkpoints(folder / "checkpoints", keep=2, asynchronous=bool(trial % 2))
-    step = checkpoints.load(**job.states) or 0
-    note(folder, rank, "resumed", step)
+    run.step = checkpoints.load(**run.states) or 0
+    note(folder, rank, "resumed", run.step)
     while True:
-        loss = job.train(step)
-        note(folder, rank, "loss", step, loss)
-        step += 1
-        checkpoints.save(step, **job.states)
+        note(folder, rank, "loss", run.step, *run.train(1))
+        checkpoints.save(run.step, **run.states)
         # What is written beside the training is known to be whole a step later.
-        note(folder, rank, "saved", step - trial % 2)
+        note(folder, rank, "saved", run.step - trial % 2)
 
 
 def note(folder: Path, rank: int, *what: Any) -> None:
@@ -177,7 +147,7 @@ def kills(count: int, seed: int = 0) -> dict[str, Any]:
     chance, started = random.Random(seed), time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="penstock-kills-"))
     # What the ranks import and prepare is then there in each.
-    Job().train(0)
+    run_of_ranks().train(1)
     victims: dict[str, int] = {}
     torn, problems, longest = 0, list[str](), 0.0
     try:
@@ -187,13 +157,12 @@ def kills(count: int, seed: int = 0) -> dict[str, Any]:
             longest = max(longest, ended)
             torn += any((folder / "checkpoints").glob(".writing-*"))
             last = max(step for kind, step, *_ in notes(folder) if kind == "saved")
-            found = Checkpoints(folder / "checkpoints").steps()[0]
+            latest = Checkpoints(folder / "checkpoints").steps()[0]
             text = describe(folder / "checkpoints", check=True)
-            if found < last or "DAMAGED" in text:
-                problems.append(f"trial {trial}: {found} after {last}: {text}")
+            if latest < last or "DAMAGED" in text:
+                problems.append(f"trial {trial}: {latest} after {last}: {text}")
         losses = [(step, *of) for kind, step, *of in notes(folder) if kind == "loss"]
-        job = Job()
-        expected = [job.train(step) for step in range(max(step for step, _ in losses) + 1)]
+        expected = run_of_ranks().train(max(step for step, _ in losses) + 1)
         problems += [f"step {step}: {loss}" for step, loss in losses if loss != expected[step]]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -242,7 +211,7 @@ def fill(folder: Path) -> dict[str, Any]:
 
 def flips(count: int, seed: int = 0) -> dict[str, Any]:
     """Flip or cut bytes anywhere in the latest checkpoint: is the file named, and the one before taken?"""
-    chance, job = random.Random(seed), Job()
+    chance, job = random.Random(seed), run_of_ranks()
     named = before = 0
     with tempfile.TemporaryDirectory() as folder, Checkpoints(folder) as checkpoints:
         checkpoints.save(1, **job.states)
@@ -323,8 +292,8 @@ def mutate(table: Any, chance: random.Random) -> Any:
 
 def load_crafted(checkpoints: Checkpoints) -> tuple[str, str]:
     """Load into a fresh run: what comes of it, and what is wrong with that."""
-    job = Job()
-    before = {name: tensor.clone() for name, tensor in job.pipe.state_dict().items()}
+    job = run_of_ranks()
+    before = {name: one.clone() for name, one in job.model.state_dict().items()}
     try:
         checkpoints.load(**job.states)
     except (InputFileError, StateDictError) as error:
@@ -332,7 +301,7 @@ def load_crafted(checkpoints: Checkpoints) -> tuple[str, str]:
         lines = str(error).split("\n\t") if kind == "StateDictError" else [str(error)]
         if any("\n" in line or "\x1b" in line or len(line) > 2000 for line in lines):
             return kind, f"the message is {str(error)[:300]!r}"
-        same = all(torch.equal(before[n], one) for n, one in job.pipe.state_dict().items())
+        same = all(torch.equal(before[n], one) for n, one in job.model.state_dict().items())
         return kind, "" if same else "the model was changed"
     except Exception as error:
         return type(error).__name__, f"{type(error).__name__}: {str(error)[:300]}"
@@ -341,8 +310,8 @@ def load_crafted(checkpoints: Checkpoints) -> tuple[str, str]:
 
 def tables(count: int, seed: int = 0) -> dict[str, Any]:
     """Load crafted tables: each is an error of ours, and nothing is changed, or it is loaded."""
-    chance, job = random.Random(seed), Job()
-    job.train(0)
+    chance, job = random.Random(seed), run_of_ranks()
+    job.train(1)
     kinds: dict[str, int] = {}
     problems = []
     with tempfile.TemporaryDirectory() as name, Checkpoints(name) as checkpoints:

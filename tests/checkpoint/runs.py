@@ -64,9 +64,9 @@ def model() -> nn.Sequential:
     """Its first and last module share a weight."""
     torch.manual_seed(0)
     head = nn.Linear(WIDTH, 11, bias=False)
-    made = nn.Sequential(nn.Embedding(11, WIDTH), *[Block() for _ in range(8)], head)
-    head.weight = made[0].weight  # type: ignore[assignment] # nn.Sequential's items are any module
-    return made
+    whole = nn.Sequential(nn.Embedding(11, WIDTH), *[Block() for _ in range(8)], head)
+    head.weight = whole[0].weight  # type: ignore[assignment] # nn.Sequential's items are any module
+    return whole
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import threading
 from collections import Counter, OrderedDict, deque
 from functools import partial
 from pathlib import Path
@@ -312,14 +313,24 @@ def test_the_latest_is_the_one_written_last_and_old_ones_go(tmp_path: Path) -> N
         Checkpoints(tmp_path).load(model=model)
 
 
-def test_what_is_written_beside_the_training_is_as_it_was(tmp_path: Path) -> None:
+def test_what_is_written_beside_the_training_is_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, checkpoints = linear(), Checkpoints(tmp_path, asynchronous=True)
     before = model.weight.detach().clone()
+    changed, open_file = threading.Event(), Path.open
+
+    def open_later(path: Path, *args: Any, **options: Any) -> Any:
+        assert path.suffix != ".safetensors" or changed.wait(60)
+        return open_file(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", open_later)
     saved = checkpoints.save(1, model=model)
     with torch.no_grad():
         model.weight.add_(1)
+    changed.set()
     checkpoints.wait()
-    assert "being written" in str(saved) or saved.path
+    assert "being written" in str(saved)
     assert checkpoints.last is not None
     assert checkpoints.last.bytes > model.weight.nbytes
     assert f"{checkpoints.last.seconds:.3f} s, stalled" in str(checkpoints.last)

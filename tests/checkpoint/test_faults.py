@@ -274,6 +274,15 @@ def changed(**fields: Any) -> Callable[[Path], None]:
     return lambda path: rewrite_table(path.parent, lambda table: table | fields)
 
 
+def pieces(change: Callable[[list[Any]], list[Any]]) -> Callable[[Path], None]:
+    def of_weight(table: Any) -> Any:
+        weight = table["tensors"]["model/weight"]
+        weight["pieces"] = change(weight["pieces"])
+        return table
+
+    return lambda path: rewrite_table(path.parent, of_weight)
+
+
 ODD_TABLES: dict[str, tuple[Callable[[Path], None], str]] = {
     "pipe": (pipe_instead, "not a regular file"),
     "device": (device_instead, "not a regular file"),
@@ -288,6 +297,9 @@ ODD_TABLES: dict[str, tuple[Callable[[Path], None], str]] = {
         "outside of its folder",
     ),
     "no such file": (changed(files={}), "does not list the file"),
+    "no piece": (pieces(lambda of: []), "do not make it up"),
+    "two pieces": (pieces(lambda of: of * 2), "do not make it up"),
+    "odd piece": (pieces(lambda of: [of[0] | {"offsets": [0]}]), "do not make it up"),
 }
 
 
@@ -306,7 +318,8 @@ def test_an_odd_table_is_one_error_and_changes_nothing(tmp_path: Path, name: str
     assert text in str(raised.value)
     assert "\n" not in str(raised.value)
     assert bool((model.weight == 5).all())
-    assert "DAMAGED" in describe(tmp_path)
+    # Of tensors only their table is read to show what is there.
+    assert ("DAMAGED" in describe(tmp_path)) != ("make it up" in text)
 
 
 def test_crafted_tables_with_right_checksums() -> None:

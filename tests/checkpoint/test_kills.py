@@ -37,9 +37,9 @@ def kill_at(moment: int) -> None:
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
         def inner(*args: Any) -> Any:
             count()
-            found = function(*args)
+            result = function(*args)
             count()
-            return found
+            return result
 
         return inner
 
@@ -87,16 +87,16 @@ def test_a_kill_at_each_moment(tmp_path: Path, asynchronous: bool) -> None:
         step = moment + 1
         status = in_child(lambda step=step, moment=moment: save(step, moment))  # type: ignore[misc]
         statuses.append(status)
-        found = Checkpoints(tmp_path).steps()[0]
+        latest = Checkpoints(tmp_path).steps()[0]
         assert "DAMAGED" not in describe(tmp_path, check=True)
         # The last whole one, or the new one where the kill came late.
-        assert found in (last, step)
-        steps.add(found == step)
+        assert latest in (last, step)
+        steps.add(latest == step)
         loaded = model_at(0)
-        assert Checkpoints(tmp_path).load(model=loaded) == found
-        expected = model_at(found).state_dict()
+        assert Checkpoints(tmp_path).load(model=loaded) == latest
+        expected = model_at(latest).state_dict()
         assert all(torch.equal(expected[n], t) for n, t in loaded.state_dict().items())
-        last = found
+        last = latest
         if not status:
             break
     assert statuses[-1] == 0

@@ -79,7 +79,9 @@ class Checkpoints:
     # ---- saving
 
     def claim(self) -> None:
-        """Lock the folder before the first checkpoint is saved; to be called by the leading process.
+        """Lock the folder before the first checkpoint is saved; the leading process calls this.
+
+        The lock lasts until :meth:`close`, or until nothing refers to this object any more.
 
         Raises:
             UsageError: another run writes into it.

@@ -22,7 +22,7 @@ from penstock.errors import UsageError
 from penstock.parallel import local_part, path_without_wrappers, region_of, whole
 from penstock.partition import find_shared
 from penstock.pipeline import Pipeline
-from penstock.weights.files import raw_bytes
+from penstock.weights.files import digest
 from penstock.weights.optimizers import check_kept_per_parameter, read_states
 from penstock.weights.states import Names, StageWeights, WholeModel
 from penstock.weights.trees import encode
@@ -139,7 +139,10 @@ class Flat:
             tensors: dict[str, Tensor] = {}
             tree = encode(value.state_dict(), label, tensors)
             flat.parts["kinds"][label] = STATE
-            flat.states[label] = [tree, {key: _digest(one) for key, one in tensors.items()}]
+            flat.states[label] = [
+                tree,
+                {key: digest(local_part(one)) for key, one in tensors.items()},
+            ]
             flat.tensors |= tensors
         # A pending sum is no part that could be written.
         flat.tensors = {
@@ -172,7 +175,3 @@ class Flat:
     def digest(self) -> str:
         """A digest of the parts."""
         return hashlib.sha256(json.dumps(self.parts).encode()).hexdigest()
-
-
-def _digest(tensor: Tensor) -> str:
-    return hashlib.sha256(raw_bytes(local_part(tensor).cpu().contiguous())).hexdigest()

@@ -7,6 +7,7 @@ straight into the tensor, and written block by block with their checksum. The fi
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -102,6 +103,13 @@ def raw_bytes(tensor: Tensor) -> memoryview:
         return memoryview(bytearray())
     memory: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
     return memory
+
+
+def digest(tensor: Tensor) -> str:
+    """A digest of a tensor's data; empty on the meta device."""
+    if tensor.is_meta:
+        return ""
+    return hashlib.sha256(raw_bytes(tensor.cpu().contiguous())).hexdigest()
 
 
 def fill(path: Path, memory: memoryview, begin: int) -> None:

@@ -22,7 +22,7 @@ from penstock.parallel import is_sharded, replicated_like, spread
 
 MARK = "penstock"
 """The key in a parameter group that says what the group holds."""
-OWN = frozenset({"params", "param_names", MARK})
+NOT_SETTINGS = frozenset({"params", "param_names", MARK})
 """Keys of a group that are not settings."""
 HERE = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Settings of how a step is computed, which are not loaded with a state."""
@@ -90,7 +90,7 @@ def read_states(optimizer: Optimizer, names: Mapping[int, str], called: str) -> 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """What a group holds beside its parameters."""
-    return {key: value for key, value in group.items() if key not in OWN}
+    return {key: value for key, value in group.items() if key not in NOT_SETTINGS}
 
 
 def check_kept_per_parameter(optimizer: Any, called: str) -> None:

@@ -8,7 +8,6 @@ on whose backward ran first, and optimizers keep the copies equal bit by bit.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Sequence
 from functools import reduce
@@ -21,6 +20,7 @@ from penstock.errors import AgreementError, UsageError
 from penstock.parallel import is_sharded, local_part, spread_parts, with_local
 from penstock.partition import Shared
 from penstock.stage import PipelineStage
+from penstock.weights.files import digest
 from penstock.weights.ranks import Ranks
 
 log = logging.getLogger("penstock")
@@ -141,7 +141,7 @@ class SharedWeights:
         if not self._is_wide:
             return
         digests = {
-            one.names[0]: [str(list(tensor.shape)), str(tensor.dtype), _digest(local_part(tensor))]
+            one.names[0]: [str(list(tensor.shape)), str(tensor.dtype), digest(local_part(tensor))]
             for one, tensor in zip(self._shared, self._tensors, strict=True)
         }
         copies = self._ranks.gather(digests)
@@ -266,14 +266,6 @@ def _check_can_be_one(one: Shared, stages: Sequence[PipelineStage]) -> None:
                 f"process, and fully_shard has sharded it in each of them separately; replicate these stages "
                 "with DistributedDataParallel, or use a schedule that places them on different ranks"
             )
-
-
-def _digest(part: Tensor) -> str:
-    """A digest of a tensor's data; empty on the meta device."""
-    if part.is_meta:
-        return ""
-    raw = part.cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.sha256(raw.numpy().tobytes()).hexdigest()
 
 
 def _add_to_grad(weight: Any, total: Tensor) -> None:
