@@ -194,7 +194,7 @@ def disk() -> dict[str, Any]:
 
 def fill(folder: Path) -> dict[str, Any]:
     """Save until the disk is full: the error, and what is loadable then."""
-    job, error, step = Job(), "", 0
+    job, error, step = run_of_ranks(), "", 0
     with Checkpoints(folder) as checkpoints:
         while not error:
             try:
