@@ -193,7 +193,7 @@ def test_parts_without_torch(part: str) -> None:
 
 def python(code: str) -> None:
     found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=False
     )
     assert found.returncode == 0, found.stderr
 

@@ -27,6 +27,7 @@ from penstock.checkpoint.planning import Shares, file_of, plan_writes
 from penstock.checkpoint.team import ProcessTeam
 from penstock.errors import FAILURE, CheckpointError, UsageError
 from penstock.parallel import local_part
+from penstock.values import bytes_as_text
 from penstock.weights.files import write_file
 from penstock.weights.optimizers import merge_groups
 from penstock.weights.states import check_one_rank_each
@@ -59,7 +60,7 @@ class Saved:
         if self.path is None:
             return f"checkpoint of step {self.step}: stalled {self.stall:.3f} s, being written"
         return (
-            f"checkpoint of step {self.step}: {self.bytes / 1e6:,.1f} MB in {self.seconds:.3f} s, "
+            f"checkpoint of step {self.step}: {bytes_as_text(self.bytes)} in {self.seconds:.3f} s, "
             f"stalled {self.stall:.3f} s"
         )
 
