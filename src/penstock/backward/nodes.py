@@ -24,16 +24,16 @@ LEAF = node_type("AccumulateGrad")
 """The type of the nodes that add to ``.grad``."""
 
 
-def node_of(tensor: Tensor) -> Node | None:
+def node_of(t: Tensor) -> Node | None:
     """Returns the node that receives a tensor's gradient; None for a tensor that requires none.
 
     It is the function that computed the tensor, or the accumulator of a leaf. Autograd makes accumulators
     lazily, so those are found through a view.
     """
-    if not tensor.requires_grad or tensor.grad_fn is not None:
-        return tensor.grad_fn
+    if not t.requires_grad or t.grad_fn is not None:
+        return t.grad_fn
     with torch.enable_grad():
-        view = tensor.view_as(tensor).grad_fn
+        view = t.view_as(t).grad_fn
     return view.next_functions[0][0] if view is not None else None
 
 

@@ -249,7 +249,7 @@ def _with_views(graph: Graph, kept: Iterable[Node], now: Collection[Node]) -> li
 def _is_view(node: Node) -> bool:
     """Says whether a node makes a view of a tensor."""
     schema = getattr(node.target, "_schema", None)
-    infos = [] if schema is None else [made.alias_info for made in schema.returns]
+    infos = [] if schema is None else [one.alias_info for one in schema.returns]
     return any(info is not None and not info.is_write for info in infos)
 
 
