@@ -120,7 +120,7 @@ class Runner:
         """How many training steps have begun."""
         return self._steps
 
-    # ---- what weights need of the ranks, see penstock.weights.exchange
+    # ---- what weights need of the ranks, see penstock.weights.ranks
 
     def gather(self, value: Any) -> list[Any]:
         """The JSON values of all processes, by rank; all of them call this."""
