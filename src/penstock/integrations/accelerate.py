@@ -74,7 +74,7 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has n
         """Put the module under autocast, and nothing else: the pipeline has placed its stages.
 
         Raises:
-            UsageError: it is not a module of this pipeline.
+            UsageError: the module is not one of this pipeline.
         """
         if not isinstance(model, PipelineModule) or model.pipe is not self.pipe:
             raise UsageError(

@@ -195,7 +195,7 @@ def _total(tensors: Sequence[Tensor], order: float) -> Tensor:
             p if isinstance(p, replicate) else _dtensors().Partial("max") for p in like.placements
         ]
         return _assembled(local, like.device_mesh, places).full_tensor().double()
-    # Nor those below 0, which are rarely needed: they are taken of the gathered tensors.
+    # Nor norms of orders below 0, which are rarely needed: these are taken of the gathered tensors.
     norms = [_norm(whole(tensor) if order < 0 else tensor, order) for tensor in tensors]
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
     return gathered(total).double()

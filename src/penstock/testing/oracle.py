@@ -121,7 +121,7 @@ def compare(  # noqa: PLR0913 - what a user of Pipeline chooses, by name
     """Run a case through a pipeline and through a plain loop.
 
     Args:
-        case: what to run.
+        case: the case to run.
         schedule: as for :class:`penstock.Pipeline`, like the next three.
         microbatches: the number of microbatches.
         ranks: the number of ranks.
@@ -174,7 +174,7 @@ def plain_loop(
     The loop runs all samples at once, or microbatches one by one where the case has them.
 
     Args:
-        case: what to run.
+        case: the case to run.
         steps: the number of steps.
         optimizer: makes the optimizer that trains between the steps.
     """

@@ -166,7 +166,7 @@ def work(rank: int, size: int, folder: str, pipe: Any, environment: dict[str, st
     sys.stdout = sys.stderr = errors
     store = Path(folder, "store").absolute().as_uri()
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
-    # All processes make all groups at the start, since torch counts the groups of each process.
+    # All processes make all groups at the start, since torch numbers groups within each process.
     groups = [dist.new_group(list(range(count))) for count in range(1, size + 1)]
     with contextlib.suppress(KeyboardInterrupt, EOFError, OSError):
         while task := pipe.recv_bytes():
