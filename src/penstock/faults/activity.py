@@ -1,7 +1,7 @@
 """What a rank is doing, and how long it may make no progress.
 
-The thread that runs the program writes it by plain assignments, at every action; the watch's threads read
-it. So a reader may see parts of two moments, which no verdict depends on: those wait for seconds.
+The thread that runs the program updates its activity by plain assignments, at every action; the watch's
+threads read it. A reader may see parts of two moments, but verdicts wait for seconds and do not depend on it.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _PROBES: list[Probe] = []
 
 
 def add_probe(probe: Probe) -> Callable[[], None]:
-    """Call a function at every action and part of the set-up; fault injection does so.
+    """Call a function at every action and part of the set-up, as fault injection does.
 
     Args:
         probe: called with the activity and the action, or the text given to :meth:`Activity.prepare`.
 
     Returns:
-        A function that removes it.
+        A function that removes the probe.
     """
     _PROBES.append(probe)
     return lambda: _PROBES.remove(probe) if probe in _PROBES else None
 
 
 def has_probes() -> bool:
-    """Whether any such function was added."""
+    """Whether a probe was added."""
     return bool(_PROBES)
 
 
@@ -42,15 +42,15 @@ class Activity:
     """What one rank is doing.
 
     Args:
-        rank: the rank.
+        rank: the rank in the pipeline.
         global_rank: its rank among all processes.
 
     Attributes:
         since: when it last made progress, on this process's monotonic clock.
-        slack: seconds that it may need for what it does now, if that is more than usual.
-        durations: seconds of the latest training steps.
+        slack: seconds that the current work may take, if that is more than usual.
+        durations: how long the latest training steps took, in seconds.
 
-    The others are those of :class:`~penstock.faults.Place`.
+    The other attributes are those of :class:`~penstock.faults.Place`.
     """
 
     def __init__(self, rank: int, global_rank: int | None = None) -> None:
@@ -71,21 +71,21 @@ class Activity:
 
     @property
     def name(self) -> str:
-        """What messages call the rank."""
+        """The rank's name in messages."""
         return name_of(self.rank, self._global_rank)
 
     def prepare(self, what: str) -> None:
-        """A part of the set-up begins, such as ``"cuts the model"``; it counts as progress."""
+        """Note that a part of the set-up begins, such as ``"cuts the model"``; this counts as progress."""
         self.setup = what
         self._move(None)
         for probe in tuple(_PROBES):
             probe(self, what)
 
     def begin(self, step: int) -> None:
-        """A step, or an evaluation after it, begins.
+        """Note that a step, or an evaluation after it, begins.
 
         Args:
-            step: the number of the training step, from 1; for an evaluation, that of the last one.
+            step: the training step, counted from 1; for an evaluation, the last training step.
         """
         self._move(None)
         self._began = self.since if step != self.step else None
@@ -94,29 +94,29 @@ class Activity:
         self.inside = True
 
     def act(self, action: Any) -> None:
-        """An action begins, and any wait is over; ``None`` for what is no action of the program."""
+        """Note that an action begins, which ends any wait; ``None`` for work outside of the program."""
         self._move(action)
         if _PROBES and action is not None:
             for probe in tuple(_PROBES):
                 probe(self, action)
 
     def wait(self, what: str, peer: int | None = None) -> None:
-        """A wait begins; the next :meth:`go_on`, :meth:`act`, :meth:`prepare` or :meth:`rest` ends it.
+        """Note that a wait begins; :meth:`go_on`, :meth:`act`, :meth:`prepare` or :meth:`rest` ends it.
 
         Args:
-            what: a message, such as ``"1RECV_F0"``, or what the ranks do together.
-            peer: the rank whose message it is; ``None`` for something that all ranks do together.
+            what: a message, such as ``"1RECV_F0"``, or an operation of all ranks.
+            peer: the rank that is waited for; ``None`` for an operation of all ranks.
         """
         self._move(self.action)
         self.peer = peer
         self.waits = what
 
     def go_on(self) -> None:
-        """A wait is over, and the rank works; what it does between two calls may take any time."""
+        """Note that a wait is over and the rank works again."""
         self._move(self.action)
 
     def rest(self) -> None:
-        """The step or evaluation is over."""
+        """Note that the step or evaluation is over."""
         self._move(None)
         if self._began is not None:
             self.durations.append(self.since - self._began)
@@ -128,11 +128,11 @@ class Activity:
         self.since = monotonic()
 
     def place(self, status: str = "runs", address: str = "") -> Place:
-        """A copy of it, as it is sent to the other ranks; each has a number of its own.
+        """A numbered snapshot to send to the other ranks.
 
         Args:
-            status: of the rank.
-            address: of its machine.
+            status: the rank's status.
+            address: the address of its machine.
         """
         action, waits = self.action, self.waits
         return Place(
@@ -155,10 +155,10 @@ class Activity:
         )
 
 
-# ---- how long a rank may make no progress
+# ---- limits on the time without progress
 
 RENDEZVOUS = 30.0
-"""Seconds until all ranks must be there, and that a rank may make no progress during the set-up."""
+"""Seconds within which all ranks must arrive; also the limit without progress during the set-up."""
 FIRST_STEP = 300.0
 """Seconds for the first step, in which much is compiled, allocated and connected."""
 FLOOR = 30.0
@@ -174,10 +174,10 @@ class Patience:
     Args:
         timeout: seconds; or a pair for the first step and for later ones. ``None`` stands for 300 s in the
             first step, and then the larger of 30 s and ten times the median step.
-        rendezvous_timeout: seconds until all ranks must be there, and for each part of the set-up.
+        rendezvous_timeout: seconds within which all ranks must arrive, and for each part of the set-up.
 
     Raises:
-        UsageError: one of them is not above 0.
+        UsageError: a timeout is not above 0.
     """
 
     def __init__(self, timeout: Timeout = None, rendezvous_timeout: float = RENDEZVOUS) -> None:
@@ -198,7 +198,7 @@ class Patience:
         """The limit in seconds.
 
         Args:
-            durations: how long the latest steps took, in seconds; empty before the first one is done.
+            durations: how long the latest steps took, in seconds; empty before the first one ends.
         """
         if not durations:
             return FIRST_STEP if self._first is None else float(self._first)

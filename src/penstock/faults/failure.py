@@ -1,4 +1,4 @@
-"""Failures of ranks: as data that travels, and as reports in files."""
+"""Failures of ranks: as data that the ranks exchange, and as reports in files."""
 
 from __future__ import annotations
 
@@ -54,19 +54,19 @@ class Failure:
             error; ``silent``: makes no progress; ``left`` the pipeline while others continue; ``lost``: out
             of reach.
         rank: the rank that failed.
-        step: the training step that it was in, counted from 1.
+        step: the training step, counted from 1.
         stage: the stage that it worked on, if known.
         microbatch: the microbatch, if known.
         action: the action as text, if known.
         error: the type of the exception.
-        what: the first line of its message; for other kinds, what is known.
+        what: the first line of the exception's message; for other kinds, what is known.
         trace: the traceback.
-        module: the path and type of the module that raised, if it was one.
-        status: the exit status for it.
-        time: in seconds since the epoch, on the clock of the rank that noticed it.
+        module: the path and type of the module that raised, if a module did.
+        status: the exit status for this failure.
+        time: when it was noticed, in seconds since the epoch, on the clock of rank ``by``.
         by: the rank that noticed it.
-        everywhere: whether all ranks find the same error by themselves, as when they disagree.
-        global_rank: the rank's number among all processes, where that is another.
+        everywhere: whether every rank finds the same error on its own, as when ranks disagree.
+        global_rank: the rank's number among all processes, where that differs.
     """
 
     kind: str
@@ -97,12 +97,12 @@ class Failure:
 
     @property
     def is_raised(self) -> bool:
-        """Whether the rank itself reported it; other kinds of failures are found by other ranks."""
+        """Whether the rank itself reported the failure; other kinds are found by other ranks."""
         return self.kind in ("raised", "interrupted")
 
 
 def of_exception(error: BaseException, place: Place) -> Failure:
-    """The failure that an exception means, on the rank that is at this place."""
+    """The failure that an exception means on the rank at this place."""
     # A StageError in an action only adds the place, which is known anyway: report the user's own error.
     is_placed = isinstance(error, StageError) and place.action is not None
     root = error.__cause__ if is_placed and error.__cause__ else error
@@ -123,7 +123,7 @@ def of_exception(error: BaseException, place: Place) -> Failure:
 
 
 def at_place(place: Place, kind: str, what: str, **more: Any) -> Failure:
-    """A failure of the rank that is at this place."""
+    """A failure of the rank at this place."""
     return Failure(
         kind,
         place.rank,
@@ -138,7 +138,7 @@ def at_place(place: Place, kind: str, what: str, **more: Any) -> Failure:
 
 
 def of_silence(culprits: Sequence[int], places: Mapping[int, Place], by: int) -> Failure:
-    """The failure of the ranks that :func:`find_silent` gives."""
+    """The failure of the ranks that :func:`find_silent` returns."""
     place = places[culprits[0]]
     if len(culprits) == 1:
         return at_place(
@@ -152,7 +152,7 @@ def of_silence(culprits: Sequence[int], places: Mapping[int, Place], by: int) ->
 
 
 def of_leaving(place: Place, by: int) -> Failure:
-    """The failure of a rank that is done while others go on."""
+    """The failure of a rank that has finished while others go on."""
     what = (
         f"left after {place.step} training step{'' if place.step == 1 else 's'}, while others go on; every "
         "rank must make the same calls of the pipeline: look for a loop that ends earlier there"
@@ -160,7 +160,7 @@ def of_leaving(place: Place, by: int) -> Failure:
     return Failure("left", place.rank, place.step, what=what, by=by, global_rank=place.global_rank)
 
 
-# ---- errors of Python
+# ---- Python exceptions
 
 
 def failing_module(error: BaseException) -> str:
@@ -231,13 +231,13 @@ def versions() -> dict[str, str]:
 
 
 def write_report(folder: Path | None, failure: Failure, places: Iterable[Place]) -> None:
-    """Write ``failure.json``, unless there is one; it holds nothing of the environment.
+    """Write ``failure.json``, unless one exists; it holds nothing of the environment.
 
-    If that fails, it is only logged, so as not to hide the cause.
+    An error in writing is only logged, so that it does not hide the cause.
 
     Args:
-        folder: where; ``None`` for nowhere.
-        failure: what happened.
+        folder: the folder to write to; ``None`` to write nothing.
+        failure: the failure.
         places: where each rank is.
     """
     if folder is None:
@@ -264,19 +264,19 @@ def write_report(folder: Path | None, failure: Failure, places: Iterable[Place])
 
 
 _told: list[BaseException] = []
-"""The errors of this rank of which torchrun was told, the latest at the end."""
+"""This rank's errors that were reported to torchrun, the latest last."""
 
 
 def tell_torchrun(failure: Failure, error: BaseException | None = None, *, own: bool) -> None:
-    """Write the error file that torchrun asks for; the latest failure counts, as programs may catch one.
+    """Write the error file that torchrun asks for; it replaces an earlier one, as programs may catch errors.
 
     Torchrun reports the file with the earliest time stamp, in seconds, as the cause. So a rank that only
     stops because of another one dates its file a little later.
 
     Args:
         failure: the failure.
-        error: the exception that it was here; None if it was on another rank.
-        own: whether it happened on this rank.
+        error: the exception on this rank; None if another rank failed.
+        own: whether this rank failed.
     """
     if error is not None and any(error is one for one in _told):
         return
@@ -303,7 +303,7 @@ def _write_error_file(said: str, trace: str, moment: int, **more: Any) -> None:
 
 
 def _tell_of_last() -> None:
-    """At exit: the error that ends the program may be another than the one that torchrun was told of."""
+    """At exit, write the error that ends the program, if torchrun was not told of it already."""
     last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     error: BaseException | None = last
     while error is not None:

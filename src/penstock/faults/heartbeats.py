@@ -1,6 +1,6 @@
-"""What the ranks tell each other in the store: heartbeats and the first failure.
+"""The messages that ranks leave in the store: heartbeats and the first failure.
 
-One thread talks to the store, since a store that cannot be reached blocks its caller.
+A thread of its own uses the store, since an unreachable store blocks its caller.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.faults.places import Place, read_record
 PERIOD = 1.0
 """Seconds from one heartbeat to the next."""
 HURRY = 0.1
-"""The same while this rank waits for the reason of a failure."""
+"""The same, while this rank waits for the cause of a failure."""
 
 
 class Heartbeats:
@@ -27,13 +27,13 @@ class Heartbeats:
 
     Args:
         meeting: the ranks, and their part of the store.
-        beat: gives this rank's place.
+        beat: returns this rank's place.
 
     Attributes:
         places: the last heartbeat of each other rank.
-        heard: when it came, on this process's monotonic clock.
-        failure: the first failure, as the store has it.
-        lost: why the store cannot be reached any more; empty while it can.
+        heard: when each of them arrived, on this process's monotonic clock.
+        failure: the first failure in the store, or None.
+        lost: why the store can no longer be reached; empty while it can.
     """
 
     def __init__(self, meeting: Meeting, beat: Callable[[], Place]) -> None:
@@ -55,12 +55,12 @@ class Heartbeats:
 
     @property
     def unanswered(self) -> float:
-        """Seconds that the store has not answered."""
+        """Seconds for which the store has left a request unanswered."""
         asked = self._asked
         return 0.0 if asked is None else monotonic() - asked
 
     def report(self, failure: Failure) -> None:
-        """Tell a failure, unless one is known already."""
+        """Write a failure to the store, unless it holds one already."""
         self._news = failure
         self._wake.set()
 
@@ -69,7 +69,7 @@ class Heartbeats:
         self._wake.set()
 
     def wait_for(self, condition: Callable[[], Any], seconds: float) -> bool:
-        """Ask often until a condition holds, but no longer than this; returns whether it does."""
+        """Poll until a condition holds, for at most this many seconds; return whether it does."""
         deadline = monotonic() + seconds
         self._period = HURRY
         self._wake.set()
@@ -81,7 +81,7 @@ class Heartbeats:
     def close(self, seconds: float) -> None:
         """Send a last heartbeat, and end the thread.
 
-        An interpreter that exits while the thread is in a call of the store would abort.
+        An interpreter that exits while the thread is in a call to the store would abort.
         """
         self._ending.set()
         self._wake.set()
@@ -110,7 +110,7 @@ class Heartbeats:
     def _write(self, store: Any) -> None:
         store.set(f"beat/{self._rank}", json.dumps(asdict(self._beat())))
         if self._news is not None:
-            # The first failure stays; what cannot be read is none.
+            # The first failure stays; an unreadable record does not count.
             known = store.get("failure")
             if read_record(Failure, known) is None:
                 store.compare_set("failure", known, json.dumps(asdict(self._news)))
@@ -123,7 +123,7 @@ class Heartbeats:
         for rank, data in zip(self.places, beats, strict=True):
             place = read_record(Place, data)
             if place is None or place.rank != rank:
-                continue  # garbage, or the heartbeat of somebody else
+                continue  # garbage, or another rank's heartbeat
             if place.number != self.places[rank].number:
                 self.heard[rank] = monotonic()
                 self.places[rank] = place

@@ -1,4 +1,4 @@
-"""How the ranks of a pipeline meet: in a bounded time, and with the name of who is absent if they do not."""
+"""The rendezvous of a pipeline's ranks: in bounded time, with an error that names absent ranks."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ from penstock.faults.activity import Patience
 T = TypeVar("T")
 
 DAY = timedelta(days=1)
-"""How long an operation of a group may take: the watch finds a silent rank much earlier."""
+"""The limit for an operation of a group; the watch finds a silent rank much earlier."""
 SLACK = 1.0
-"""Seconds beyond the time to meet after which the store's answer is not waited for any more."""
+"""Seconds to wait for the store's answer beyond the rendezvous timeout."""
 _HERE = "all are here"
 _NOBODY = 0x7FFF
-"""The tag of a message that nobody sends."""
+"""The tag of a message that no rank sends."""
 
 logger = logging.getLogger("penstock")
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """The ranks of a pipeline that have met.
+    """The ranks of a pipeline, once they have met.
 
     Args:
         rank: this process's rank in the pipeline.
         ranks: the number of ranks.
         global_ranks: their ranks in the default process group.
         group: their process group.
-        store: the part of the group's store that is theirs.
-        created: whether :func:`meet` has started the default process group, and ``close`` ends it.
+        store: their part of the group's store.
+        created: whether :func:`meet` started the default process group, which ``close`` then ends.
         hosts: whether the store ends with this process.
-        host: the address and port of the store, where they are known.
+        host: the address and port of the store, if known.
     """
 
     rank: int
@@ -62,7 +62,7 @@ class Meeting:
     host: tuple[str, int] | None
 
     def close(self) -> None:
-        """End the default process group, if it was started here."""
+        """End the default process group, if :func:`meet` started it."""
         if self.created and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -74,12 +74,12 @@ def meet(
 ) -> Meeting:
     """Meet the other ranks; all of them call this together.
 
-    A process group that exists is used. Otherwise the default one is started from the launcher's
-    environment: gloo, and NCCL beside it if the device is a GPU.
+    An existing process group is used. Otherwise the default one is started from the launcher's environment:
+    gloo, and also NCCL if the device is a GPU.
 
     Args:
         group: the ranks of the pipeline, in order; by default all.
-        patience: its ``rendezvous_timeout`` is the time until all ranks must be there.
+        patience: its ``rendezvous_timeout`` is the time within which all ranks must arrive.
         device: where this rank's stages live.
 
     Raises:
@@ -116,22 +116,22 @@ def meet(
 def rendezvous(
     store: Any, rank: int, ranks: int, seconds: float, place: str, *, launched: bool = False
 ) -> Any:
-    """Wait until every rank is there.
+    """Wait until every rank has arrived.
 
-    The ranks count themselves in a room: a part of the store. Its key ``end`` is written once, by the last
-    who comes, or by the first for whom the time is up or who has another number of ranks; so all of them
-    hear the same. A room that has ended is left to those who were in it, and the next attempt takes another.
+    The ranks count themselves in a room, a part of the store. Its key ``end`` is written once: by the last
+    rank to arrive, or by the first that runs out of time or has another number of ranks. So all ranks read
+    the same outcome. A room that has ended is not used again; the next attempt takes a new one.
 
     Args:
-        store: a store that all of them reach.
+        store: a store that all ranks reach.
         rank: this process's rank.
         ranks: the number of ranks.
-        seconds: until all must be there.
-        place: where they come to, in words.
-        launched: whether a launcher has given each process its rank.
+        seconds: the time within which all must arrive.
+        place: where or for what they meet, in words.
+        launched: whether a launcher gave each process its rank.
 
     Returns:
-        The room, in which the heartbeats can be read.
+        The room, which will also hold the heartbeats.
 
     Raises:
         AgreementError: a rank is absent, comes twice, or has another number of ranks.
@@ -157,7 +157,7 @@ def rendezvous(
     if end == _HERE:
         return room
     if launched and rank == 0:
-        # The store may end with this process: the others must have read why.
+        # The store may end with this process: let the others read the reason first.
         sleep(SLACK)
     raise AgreementError(printable(end))
 
@@ -175,14 +175,14 @@ def _enter(store: Any, rank: int, launched: bool) -> Any:
         room = PrefixStore(f"meeting-{store.add(f'attempts/{rank}', 1)}", store)
         if not room.check(["end"]):
             break
-    # The watch of each rank reads these from its beginning.
+    # Each rank's watch reads these keys from its start.
     for key in ("failure", f"beat/{rank}", f"here/{rank}"):
         room.set(key, "-")
     return room
 
 
 def _absent(store: Any, room: Any, ranks: int, seconds: float, place: str) -> str:
-    """Who is absent, in words."""
+    """The message that names the absent ranks."""
     absent = [rank for rank in range(ranks) if not room.check([f"here/{rank}"])]
     known = [rank for rank in absent if store.check([f"process/{rank}"])]
     words = "".join(
@@ -197,7 +197,7 @@ def _absent(store: Any, room: Any, ranks: int, seconds: float, place: str) -> st
 
 
 def _within(seconds: float, rank: int, place: str, run: Callable[[], T]) -> T:
-    """Call a function that may block in torch for longer than this time; then its result is ignored."""
+    """Call a function that may block in torch; if it takes too long, raise and ignore its result."""
     future: Future[T] = Future()
 
     def call() -> None:
@@ -206,7 +206,7 @@ def _within(seconds: float, rank: int, place: str, run: Callable[[], T]) -> T:
         except BaseException as error:
             future.set_exception(error)
 
-    # Not of an executor, for whose threads the interpreter waits at exit.
+    # Not an executor's thread: the interpreter waits for those at exit.
     Thread(target=call, name="penstock rendezvous", daemon=True).start()
     try:
         return future.result(seconds + 3 * SLACK)
@@ -243,26 +243,26 @@ def _start_world(launch: Launch, room: Any, device: torch.device | None, seconds
 
 
 def end_waits(group: Any) -> None:
-    """End all waits of this process on a group, from any thread; the others' waits on it end as well.
+    """End all of this process's waits on a group, from any thread; the other ranks' waits on it end too.
 
     The group is broken for good. NCCL communicators are aborted. On gloo, ``abort`` ends nothing (torch
-    2.13); but a receive that times out closes all connections, so that every wait raises within
-    milliseconds, here and, as their connections are closed, on the other ranks.
+    2.13), but a receive that times out closes all connections, so that every wait raises within
+    milliseconds, here and on the other ranks.
 
     Args:
-        group: a ``ProcessGroup``, or a ``ProcessGroupGloo`` by itself.
+        group: a ``ProcessGroup``, or a bare ``ProcessGroupGloo``.
     """
     with suppress(RuntimeError, AttributeError):
         group.abort()
     for peer in range(group.size()):
         if peer != group.rank():
-            # From any peer that is not gone; a receive from one that is gone closes nothing.
+            # From every peer, since a receive from one that has gone closes nothing.
             with suppress(RuntimeError):
                 group.recv([torch.zeros(1)], peer, _NOBODY).wait(timedelta(milliseconds=1))
 
 
 def _group_of(group: Any) -> Any:
-    # Torch returns this as the group to processes that are not in it.
+    # Torch returns this in place of the group to processes outside of it.
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise UsageError(f"process {dist.get_rank()} is not in the group that was given")
     if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -274,19 +274,19 @@ def _group_of(group: Any) -> Any:
 
 
 class Launch(NamedTuple):
-    """What a launcher says to a process; the address and the port are those of the store."""
+    """A launcher's variables for one process; the address and the port are those of the store."""
 
     rank: int
     ranks: int
     address: str
     port: int
-    attempt: str  # which start of the job this is
+    attempt: str  # identifies this start of the job
     hosted: bool  # whether the launcher hosts the store
     one_host: bool  # whether all processes are on this machine
 
     @property
     def place(self) -> str:
-        """The place of the store, in words."""
+        """The store's address, in words."""
         return f"{self.address}:{self.port} (MASTER_ADDR and MASTER_PORT)"
 
 
@@ -337,7 +337,7 @@ def _stay_local(launch: Launch) -> None:
 
 
 def _reach_store(launch: Launch, seconds: float) -> Any:
-    """The store of a launcher's processes, which rank 0 or the launcher hosts."""
+    """Connect to the store, which rank 0 or the launcher hosts."""
     hosts, listening = launch.rank == 0 and not launch.hosted, None
     try:
         if hosts and _is_loopback(launch.address):
@@ -368,7 +368,7 @@ def _reach_store(launch: Launch, seconds: float) -> Any:
 
 
 def own_address(host: tuple[str, int] | None) -> str:
-    """The address under which the host of the store sees this machine; empty if not known."""
+    """The address under which the host of the store sees this machine; empty if unknown."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect(host or ("", 0))  # sends nothing

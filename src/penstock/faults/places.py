@@ -12,40 +12,40 @@ from penstock.errors import printable
 T = TypeVar("T")
 
 LARGEST = 100_000
-"""Bytes of a record of another rank beyond which it is not read."""
+"""The largest record of another rank that is read, in bytes."""
 LONGEST_LINE = 500
 LONGEST_TRACE = 20_000
 STALE = 2.5
-"""Seconds without a heartbeat after which a rank's threads are taken not to run; they send one a second."""
+"""Seconds without a heartbeat, sent once a second, after which a rank's threads count as stopped."""
 
 
 def name_of(rank: int, global_rank: int | None) -> str:
-    """What messages call a rank; of several pipelines side by side, each has a rank of the same number."""
+    """A rank's name in messages; pipelines side by side each have a rank of the same number."""
     return f"rank {rank}" + ("" if global_rank is None else f" (global rank {global_rank})")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is: its heartbeat, and how old that is.
+    """Where a rank is: its last heartbeat, and the heartbeat's age.
 
     Args:
         rank: the rank.
         number: the number of the heartbeat.
-        status: ``runs``; ``stops``: with an error; ``left``: it is done.
+        status: ``runs``, ``stops`` (with an error) or ``left`` (it is done).
         calls: how many steps and evaluations it has begun.
-        step: the training step that it is in, or that it did last.
+        step: the current training step, or the last one.
         inside: whether it is in a step or an evaluation.
         setup: the part of the set-up that it is in; ``None`` once its pipeline is made.
-        stage: of the current action.
-        microbatch: of the current action.
+        stage: the stage of the current action.
+        microbatch: the microbatch of the current action.
         action: the current action, or the last one.
         waits: what it waits for; ``None`` while it works.
         peer: the rank that it waits for; ``None`` for all that are not in the same operation.
-        age: seconds since it last made progress, when it sent this.
-        slack: seconds that it has asked for.
-        address: of its machine, as the host of the store sees it; empty if that is not known.
-        global_rank: its rank among all processes, where that is another number.
-        stale: seconds since the reader got this.
+        age: seconds from its last progress to this heartbeat.
+        slack: seconds without progress that it has asked for.
+        address: its machine's address, as the host of the store sees it; empty if unknown.
+        global_rank: its rank among all processes, where that differs.
+        stale: seconds since the reader received this heartbeat.
     """
 
     rank: int
@@ -71,7 +71,7 @@ class Place:
 
     @property
     def is_mute(self) -> bool:
-        """Whether none of its threads run, or its words do not arrive."""
+        """Whether none of its threads run, or its heartbeats do not arrive."""
         return self.stale >= STALE
 
     @property
@@ -81,7 +81,7 @@ class Place:
 
     @property
     def words(self) -> str:
-        """What it is doing, and for how long."""
+        """A description of what the rank is doing, and for how long."""
         if not self.is_mute:
             return f"{self.doing} for {self.idle:.1f} s"
         return (
@@ -92,7 +92,7 @@ class Place:
 
     @property
     def advice(self) -> str:
-        """For a silent rank: what to do."""
+        """What to do about a silent rank."""
         if self.is_mute:
             return ""
         if self.inside and self.setup is None:
@@ -102,7 +102,7 @@ class Place:
 
     @property
     def doing(self) -> str:
-        """What it is doing."""
+        """A description of what the rank is doing."""
         if self.setup is not None:
             return f"is making its pipeline ({self.waits or self.setup})"
         if self.waits is not None:
@@ -117,10 +117,10 @@ class Place:
 
 
 def read_record(kind: type[T], data: bytes) -> T | None:
-    """A dataclass from JSON that another process wrote; ``None`` if it is anything else.
+    """Read a dataclass from JSON that another process wrote; ``None`` if it is anything else.
 
-    Any process that reaches the store may have written it: its size, its depth and the type of each field
-    are checked, and nothing in its texts can steer a terminal.
+    Any process that reaches the store may have written it, so its size, its depth and the type of each field
+    are checked, and texts are escaped, so that they cannot control a terminal.
     """
     if len(data) > LARGEST:
         return None
@@ -152,13 +152,13 @@ def find_silent(places: Mapping[int, Place], start: int, limit: float) -> tuple[
     """Follow the waits from a rank to where they end.
 
     Args:
-        places: of every rank.
+        places: the place of every rank.
         start: the rank that has waited too long.
-        limit: seconds that a rank may make no progress, if it has not asked for more.
+        limit: seconds for which a rank may make no progress, unless it has asked for more.
 
     Returns:
-        The rank that waits for nobody and makes no progress; several if they wait in a circle; none while the
-        ranks at the end still make progress, or that cannot be known yet.
+        The rank that waits for no other and makes no progress; several if ranks wait in a circle; none while
+        the ranks at the end still make progress, or while it is too early to know.
     """
     order = [start]
     for rank in order:
@@ -172,7 +172,7 @@ def find_silent(places: Mapping[int, Place], start: int, limit: float) -> tuple[
     late = [p for p in ends if is_late(p, p.idle if p.is_mute else p.age)]
     if late:
         return (max(late, key=lambda place: place.idle).rank,)
-    # In a circle, what a rank says must be as old as its wait: it may have gone on since its heartbeat.
+    # A rank may have gone on since its heartbeat: in a circle, only its age at the heartbeat counts.
     circle = not ends and all(is_late(place, place.age) for place in chain)
     return tuple(sorted(order)) if circle else ()
 
@@ -180,7 +180,7 @@ def find_silent(places: Mapping[int, Place], start: int, limit: float) -> tuple[
 def awaited(places: Mapping[int, Place], rank: int) -> Sequence[int]:
     """The ranks that a rank waits for.
 
-    In an operation of all ranks, those that are not in it, if there are any.
+    In an operation of all ranks: those that are not in it, or else all others.
     """
     place = places[rank]
     if place.waits is None or place.is_mute:

@@ -1,4 +1,4 @@
-"""One process's watch over its rank: it reports what fails here, and hears of what fails elsewhere."""
+"""One process's watch over its rank: it reports failures here, and learns of failures elsewhere."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ from penstock.faults.meeting import Meeting, own_address
 from penstock.faults.places import STALE, Place, find_silent
 
 TICK = 0.1
-"""Seconds between two looks of the monitor."""
+"""Seconds between two checks by the monitor."""
 LOOK = 5
-"""Ticks between two looks at all ranks, where nothing is wrong here."""
+"""Ticks between two checks of all ranks, while nothing is wrong here."""
 CAUSE = 2.0
-"""Seconds to wait for the reason why a connection broke; a rank not heard of for so long is the reason."""
+"""Seconds to wait for the cause of a broken connection; a rank that is silent for longer is the cause."""
 LINGER = 1.0
-"""Seconds that a failed rank waits for the others to hear why, before a launcher ends them."""
+"""Seconds that a failed rank gives the others to learn the reason, before a launcher ends them."""
 BOW = 0.5
-"""Seconds that the others wait, so that the failed rank is the first to end."""
+"""Seconds that the other ranks wait, so that the failed one ends first."""
 LAST = 4.0
-"""Seconds after waits were ended until a rank that still waits ends itself."""
+"""Seconds after a failure until a rank that still hangs ends its own process."""
 DOUBT = 1.5
-"""Seconds without a word from a machine after which it is asked whether it can be reached."""
+"""Seconds of silence from a machine after which the monitor checks that it can be reached."""
 PROBE = 1.0
-"""Seconds in which a machine that can be reached answers."""
+"""Seconds within which a reachable machine answers."""
 
 logger = logging.getLogger("penstock")
 
 _pid = os.getpid()
-"""Of this process: asking the system at every action would take longer than the rest of the check."""
+"""This process's id: asking the system at every action would take longer than the rest of the check."""
 
 
 def _note_pid() -> None:
@@ -70,14 +70,14 @@ if hasattr(os, "register_at_fork"):
 
 
 class Watch:
-    """Makes a failure on any rank a named error in this process, and ends waits that nobody will.
+    """Turns a failure on any rank into a named error in this process, and ends waits that would never end.
 
-    A thread sends heartbeats; another one, the monitor, looks for failures, deaths and silence, even if this
-    rank's own thread and the store are blocked. No process is ever killed but this one, by itself.
+    One thread sends heartbeats. Another, the monitor, looks for failures, deaths and silence, even if this
+    rank's own thread and the store are blocked. A watch never kills any process but its own.
 
     Args:
-        activity: of this process's rank.
-        meeting: the ranks.
+        activity: the activity of this process's rank.
+        meeting: the ranks that have met.
         patience: how long a rank may make no progress.
     """
 
@@ -103,30 +103,30 @@ class Watch:
         self._monitor.start()
         atexit.register(self._leave)
         if multiprocessing.parent_process() is not None:
-            # A child of multiprocessing exits without running what is registered with atexit.
+            # A child of multiprocessing exits without running atexit's functions.
             Finalize(None, self._leave, exitpriority=10)
 
     def protect(self, abort: Callable[[], None]) -> None:
-        """Watch over connections.
+        """Register the method that ends this rank's waits.
 
         Args:
-            abort: a method that ends all waits of this rank and closes its connections, so that the others'
-                waits end too. It is called from any thread, and again while a wait goes on; its object is
-                only weakly held.
+            abort: a bound method that ends all waits of this rank and closes its connections, so that the
+                others' waits end too. It is called from any thread, and again while a wait goes on. Its
+                object is held weakly.
         """
         self._abort = weakref.WeakMethod(abort)
 
     def made(self) -> None:
-        """The pipeline is set up; from now on the limits for steps apply."""
+        """Note that the pipeline is set up: from now on the limits for steps apply."""
         self.activity.setup = None
         self.activity.rest()
         self._heartbeats.now()
 
     def await_all(self, what: str) -> None:
-        """Wait until all ranks are here: before something that blocks in torch and cannot be ended.
+        """Wait until all ranks arrive, before a call that blocks in torch and cannot be ended.
 
         Args:
-            what: what they come for, in words; each is waited for once.
+            what: what the ranks come for, in words; each text serves once.
 
         Raises:
             PeerFailed: another rank has failed.
@@ -144,7 +144,7 @@ class Watch:
 
     @contextmanager
     def patient(self, seconds: float) -> Iterator[None]:
-        """Give this rank at least so much time for what it does in this context."""
+        """Give this rank at least this many seconds for its work in this context."""
         before = self.activity.slack
         self.activity.slack = max(before, seconds)
         self._heartbeats.now()
@@ -155,11 +155,11 @@ class Watch:
             self._heartbeats.now()
 
     def check(self) -> None:
-        """Called before every action.
+        """Raise if this rank must stop; called before every action.
 
         Raises:
             PeerFailed: another rank has failed.
-            UsageError: this process was forked from the rank's.
+            UsageError: this process is a fork of the rank's.
         """
         if _pid != self._pid:
             raise UsageError(
@@ -170,11 +170,11 @@ class Watch:
             raise self._peer_failed(self._failure)
 
     def failed(self, error: BaseException) -> BaseException:
-        """Report an error here to the other ranks, or find the failure that has caused it.
+        """Report an error of this rank to the others, or find the failure that caused it.
 
         Returns:
-            What to raise: the error itself, or a :class:`PeerFailed` if it follows from another rank's
-            failure.
+            The exception to raise: the error itself, or a :class:`PeerFailed` if another rank's failure
+            caused it.
         """
         if self.is_child() or self._status == "stops" or isinstance(error, PeerFailed):
             return error
@@ -188,7 +188,7 @@ class Watch:
         self._stop()
         tell_torchrun(failure, error, own=culprit in (None, rank))
         if culprit not in (None, rank):
-            # All ranks raise it because of one of them, which reports it.
+            # All ranks raise this error because of one rank, which reports it.
             self._heartbeats.wait_for(lambda: self._has_stopped(culprit), BOW)
             return error
         self._heartbeats.report(failure)
@@ -202,7 +202,7 @@ class Watch:
         return error
 
     def close(self) -> None:
-        """This rank is done; a second call does nothing."""
+        """Announce that this rank is done, and stop watching; a second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -218,10 +218,10 @@ class Watch:
     # ---- in the thread that runs the program
 
     def _find_cause(self, error: BaseException) -> Failure:
-        """Why a wait broke: the failure of another rank, which may be known a little later."""
+        """The failure of another rank that broke a wait; it may become known a little later."""
         self._broken = monotonic()
         self._heartbeats.wait_for(lambda: self._failure is not None, CAUSE)
-        # The monitor may need a moment more: it also looks for who is not heard of any more.
+        # The monitor may need a moment more: it also looks for ranks that have gone silent.
         deadline = self._broken + CAUSE + STALE
         while self._failure is None and monotonic() < deadline:
             self._ending.wait(TICK)
@@ -249,15 +249,15 @@ class Watch:
         return PeerFailed(text, (failure,), failure.status)
 
     def _stop(self) -> None:
-        """This rank stops with an error."""
+        """Note that this rank stops with an error."""
         self._status = "stops"
         self._heartbeats.now()
         # At exit the interpreter would search all objects of torch and the model for cycles, which takes
-        # seconds for which the other ranks wait. Frozen objects are not searched; finalizers still run.
+        # seconds while the other ranks wait. Frozen objects are not searched; finalizers still run.
         atexit.register(gc.freeze)
 
     def _leave(self) -> None:
-        """The interpreter exits: tell the others, with the reason if it is an uncaught error."""
+        """At the interpreter's exit, tell the other ranks, with the reason if it is an uncaught error."""
         if self._closed or self.is_child():
             return
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
@@ -266,16 +266,16 @@ class Watch:
         self.close()
 
     def is_child(self) -> bool:
-        """Whether this process was forked from the rank's, to which threads and connections belong."""
+        """Whether this process is a fork of the rank's, which has the threads and connections."""
         return _pid != self._pid
 
-    # ---- what is known of the ranks
+    # ---- the state of the ranks
 
     def _has_stopped(self, rank: int, *statuses: str) -> bool:
         return self._heartbeats.places[rank].status in (statuses or ("stops", "left"))
 
     def _await_others(self) -> None:
-        """Wait a moment until all others that can have heard of the failure."""
+        """Wait a moment until all reachable ranks have learned of the failure."""
 
         def have_heard() -> bool:
             others = [p for p in self._places().values() if p.rank != self.activity.rank]
@@ -290,8 +290,8 @@ class Watch:
         """Where every rank is."""
         places = {self.activity.rank: self._own_place()}
         for rank in list(self._heartbeats.places):
-            # First its time, as the other thread may replace both. While the store does not answer, nobody
-            # is heard.
+            # The time first, as the other thread may replace both. Time in which the store does not answer
+            # does not count.
             stale = monotonic() - self._heartbeats.heard[rank] - self._heartbeats.unanswered
             places[rank] = replace(self._heartbeats.places[rank], stale=max(0.0, stale))
         return dict(sorted(places.items()))
@@ -306,7 +306,7 @@ class Watch:
         return monotonic() - self.activity.since > max(self._limit, self.activity.slack)
 
     def _accuse(self, failure: Failure) -> None:
-        """Report the failure of another rank, unless one is known already."""
+        """Report the failure of another rank, unless a failure is known already."""
         self._heartbeats.report(failure)
         if self._heartbeats.unanswered < DOUBT:
             self._heartbeats.wait_for(lambda: self._heartbeats.failure is not None, LINGER)
@@ -346,7 +346,7 @@ class Watch:
         waits = self.activity.waits is not None
         if waits and monotonic() - self._aborted > 1.0:
             self._end_waits()
-        # By others: where this rank has lost the store itself, it runs.
+        # By another rank; a rank that has itself lost the store still runs.
         is_accused = failure.rank == self.activity.rank != failure.by
         is_busy = self.activity.inside or self.activity.setup is not None
         if (is_accused and seconds > CAUSE) or (
@@ -355,7 +355,7 @@ class Watch:
             self._end_process(str(failure), failure.status)
 
     def _look(self, ticks: int) -> None:
-        """Accuse a rank that does not say itself that it failed: it has left, is gone, or is silent."""
+        """Accuse a rank that does not report its own failure: it has left, has died, or is silent."""
         overdue = self.activity.waits is not None and self._is_overdue()
         if ticks % LOOK and not overdue and self._broken is None:
             return
@@ -379,7 +379,7 @@ class Watch:
             logger.error("penstock: %s\nwhat waits for what:\n%s", failure, waits)
 
     def _find_gone(self, places: dict[int, Place]) -> Failure | None:
-        """The failure of a rank that has left, died or is out of reach; or that of the store's host."""
+        """The failure of a rank that has left, has died or is out of reach, or of the store's host."""
         rank = self.activity.rank
         others = [place for place in places.values() if place.rank != rank]
         others.sort(key=lambda place: (place.rank != self.activity.peer, -place.stale))
@@ -388,7 +388,7 @@ class Watch:
             if place.status == "left" and (is_behind or self._broken is not None):
                 return of_leaving(place, rank)
         if self._heartbeats.lost:
-            # Where another rank is done, so may be the host of the store, and this rank.
+            # If another rank is done, the store's host and this rank may be done too.
             is_over = any(place.status == "left" for place in others)
             return None if is_over else self._lost_store(self._heartbeats.lost)
         for place in others:
@@ -416,12 +416,12 @@ class Watch:
         return Failure("lost", 0, what=what, by=place.rank)
 
     def _is_cut_off(self, address: str, seconds: float) -> bool:
-        """Whether a machine that has been silent for some seconds, and could be reached, does not answer."""
+        """Whether a machine that could be reached has been silent for a while and no longer answers."""
         if not address or address == self._address:
             return False
         port = self._meeting.host[1] if self._meeting.host else 9
         if address not in self._reachable:
-            # One that never answers, as behind a firewall, may be well all the same.
+            # A machine that never answers, as behind a firewall, may still be well.
             self._reachable[address] = _answers(address, port)
             logger.debug("penstock: %s answers: %s", address, self._reachable[address])
         return seconds > DOUBT and self._reachable[address] and not _answers(address, port)
@@ -446,7 +446,7 @@ class Watch:
 def _is_broken_wait(error: BaseException) -> bool:
     if isinstance(error, MessageError | dist.DistError | ConnectionError | TimeoutError):
         return True
-    # Gloo's errors are of no class of their own; the second is what ``end_waits`` makes of a wait.
+    # Gloo's errors have no class of their own; ``end_waits`` makes a wait raise the second.
     return type(error) is RuntimeError and ("/gloo/" in str(error) or "pair closure" in str(error))
 
 

@@ -1,4 +1,4 @@
-"""Accelerate with a pipeline: an ``Accelerator`` that knows that the ranks of one share their batches."""
+"""Accelerate with a pipeline: an ``Accelerator`` for ranks that share their batches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def share_batches(state: Any, pipe: Pipeline) -> None:
 
 
 def one_of_each(gathered: Any, ranks: int) -> Any:
-    """Of tensors that all processes gathered, those of one rank of each pipeline."""
+    """From tensors gathered from all processes, pick those of one rank of each pipeline."""
 
     def pick(joined: Tensor) -> Tensor:
         rows: Tensor = joined.unflatten(0, (PartialState().num_processes, -1))
@@ -57,7 +57,7 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has n
 
     Args:
         pipe: the pipeline.
-        options: of ``Accelerator``.
+        options: the arguments of ``Accelerator``.
     """
 
     def __init__(self, pipe: Pipeline, **options: Any) -> None:
@@ -74,7 +74,7 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has n
         """Put the module under autocast, and nothing else: the pipeline has placed its stages.
 
         Raises:
-            UsageError: it is not a module of this pipeline.
+            UsageError: the module is not one of this pipeline.
         """
         if not isinstance(model, PipelineModule) or model.pipe is not self.pipe:
             raise UsageError(
@@ -87,7 +87,7 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has n
     def prepare_optimizer(
         self, optimizer: Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Wrap an optimizer of the module's parameters, so that its states are saved for any layout."""
+        """Wrap an optimizer of the module's parameters, so that its state is saved for any layout."""
         if isinstance(optimizer, AcceleratedOptimizer):
             return optimizer
         prepared = _PipelineOptimizer(optimizer, device_placement=False, scaler=self.scaler)
@@ -105,7 +105,7 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has n
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Tensor:
-        """Scale the gradients of the whole model; the norm before, the same on every rank.
+        """Clip the gradients of the whole model; return the norm before, the same on every rank.
 
         Raises:
             UsageError: some of the parameters that have a gradient here are missing.
@@ -114,18 +114,18 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has n
         return clip_whole(self.pipe, parameters, max_norm, norm_type=norm_type)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The state dict of the unsplit model on rank 0, an empty one on others; every rank calls it."""
+        """The state dict of the unsplit model on rank 0, an empty one on the others; every rank calls it."""
         return self.pipe.state_dict(full=True)
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Load what :meth:`save_state` wrote, with any layout."""
         super().load_state(input_dir, *args, **kwargs)
-        # Samplers draw from torch's generator, whose state more ranks than there were do not find.
+        # Samplers draw from torch's generator; with more ranks than were saved, some find no state of it.
         first = self.pipe.agree(torch.get_rng_state().tolist())[0]
         torch.set_rng_state(torch.tensor(first, dtype=torch.uint8))
 
     def gather(self, tensor: Any) -> Any:
-        """Tensors of all pipelines, each once."""
+        """Gather tensors of all pipelines, each pipeline's once."""
         return one_of_each(super().gather(tensor), self._ranks)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -139,7 +139,7 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has n
 
 
 class _PipelineOptimizer(AcceleratedOptimizer):  # type: ignore[misc] # Accelerate has no types
-    """An optimizer whose state dict is that of all ranks, by the names of the unsplit model."""
+    """An optimizer whose state dict covers all ranks, by the names of the unsplit model."""
 
     pipe: Pipeline
 

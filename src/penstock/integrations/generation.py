@@ -1,8 +1,8 @@
-"""Generation by a model of transformers whose parts live on several ranks.
+"""Generation with a transformers model whose parts live on several ranks.
 
-Every rank runs the model's own ``generate``, and in it the author's forward. A unit of the model runs on one
-of the ranks that have it, which tells the others its result. So each rank keeps the cache of its own layers;
-for the others' it notes how long they are, which masks and positions are made from.
+Every rank runs the model's own ``generate``, and in it the author's forward. Each unit of the model runs on
+one of the ranks that hold it, which sends its result to the others. So each rank keeps the cache of its own
+layers; for other layers it records only the length, from which masks and positions are computed.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from penstock.stage import StageModule
 from penstock.values import flatten, tensors_in, unflatten
 
 _SPLIT = {"DynamicLayer", "DynamicSlidingWindowLayer"}
-"""The classes of a cache's layers that hold keys and values of the layers' own tokens, and nothing else."""
+"""The classes of cache layers that hold nothing but the keys and values of their tokens."""
 
 
 def generate(pipe: Pipeline, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """What the model's ``generate`` gives, on every rank; all of them call this with the same arguments.
+    """Run the model's ``generate``; all ranks call this with the same arguments, and get the same result.
 
     Raises:
         UsageError: the model cannot generate here, or its cache cannot be split.
@@ -54,7 +54,7 @@ def generate(pipe: Pipeline, args: Any, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _share_draws(pipe: Pipeline, device: torch.device) -> None:
-    """Let all ranks draw what rank 0 draws."""
+    """Make all ranks draw the random numbers of rank 0."""
     cpu = device.type == "cpu"
     state = torch.get_rng_state() if cpu else torch.get_device_module(device).get_rng_state(device)
     state = pipe.share(state.cpu(), 0).cpu()
@@ -138,7 +138,7 @@ def _cache_in(values: Any) -> Any:
 
 
 def _lengths(cache: Any, layers: list[int], path: str) -> list[tuple[int, int]]:
-    """How long some layers of a cache are, by their index; other than of keys and values is refused."""
+    """The lengths of some layers of a cache, by index; layers with more than keys and values are refused."""
     of_self = getattr(cache, "self_attention_cache", cache)
     there = [layer for layer in layers if layer < len(of_self.layers)]
     for layer in there:
@@ -152,7 +152,7 @@ def _lengths(cache: Any, layers: list[int], path: str) -> list[tuple[int, int]]:
 
 
 def _note_lengths(cache: Any, lengths: list[tuple[int, int]], like: Tensor) -> None:
-    """Make layers of a cache that are on another rank as long as they are there, with next to no memory."""
+    """Give a cache's layers of another rank the length that they have there, at next to no memory."""
     of_self = getattr(cache, "self_attention_cache", cache)
     for layer, length in lengths:
         more = length - of_self.get_seq_length(layer)

@@ -1,8 +1,8 @@
 """Lightning's ``Trainer`` and ``Fabric`` on a pipeline.
 
-The forward that is cut is the step itself: ``training_step(batch, batch_idx)`` of an unedited module, whose
-result is the loss. Processes, launcher and messages between processes are those of Lightning's DDPStrategy,
-of which everything serves but DistributedDataParallel.
+The forward that is cut is the step itself: ``training_step(batch, batch_idx)`` of an unedited module, which
+returns the loss. Processes, launcher and messages between processes come from Lightning's DDPStrategy, all of
+which is used except DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ except ImportError as error:
     ) from error
 
 _LOGGED = "log "
-"""What the names of logged values begin with, among the losses that a step reports."""
+"""The prefix of the names of logged values among the losses that a step reports."""
 _OURS = {"loss_fn", "reduction", "device", "group", "mesh", "replicas"}
-"""Arguments of a Pipeline that follow from the step and from Lightning's."""
+"""Arguments of a Pipeline that the step and Lightning's arguments determine."""
 _PREDICT = ("forward", "predict_step")
 """The steps whose result, without gradients, is a prediction."""
 
@@ -48,9 +48,9 @@ _PREDICT = ("forward", "predict_step")
 class _Log:
     """Stands in for ``self.log`` while a step runs in stages."""
 
-    # A value is a loss of weight 0 to the pipeline: the stage that has it adds it, the microbatches' values
-    # are averaged, and every rank gets the mean. Options are noted here, since every rank runs the module's
-    # code. The modules hold methods of this and not the object, which is no state of the model.
+    # To the pipeline, a value is a loss of weight 0: the stage that computes it adds it, the microbatches'
+    # values are averaged, and every rank gets the mean. Options are kept here, since every rank runs the
+    # module's code. Modules hold methods of this object, which is not itself state of the model.
 
     def __init__(self) -> None:
         self.step_name = ""
@@ -59,7 +59,7 @@ class _Log:
         self._signature = inspect.signature(LightningModule.log)
 
     def take(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """What ``self.log`` does in a step."""
+        """Add a value to the losses of a step, in place of ``self.log``."""
         options = dict(self._signature.bind(None, name, value, *args, **kwargs).arguments)
         if not isinstance(value, Tensor | int | float) or torch.as_tensor(value).numel() != 1:
             raise UsageError(
@@ -78,7 +78,7 @@ class _Log:
 
     @contextmanager
     def instead(self, module: nn.Module, step_name: str) -> Iterator[None]:
-        """A context in which a module's ``self.log`` is this."""
+        """A context in which :meth:`take` replaces a module's ``self.log``."""
         self.step_name = step_name
         if not isinstance(module, LightningModule):
             yield
@@ -90,15 +90,15 @@ class _Log:
             del vars(module)["log"]
 
     def note_loss(self, step_name: str, kind: type | None) -> None:
-        """Note what a step returned."""
+        """Note the type that a step returned; None if it returned no loss."""
         self.returns[step_name] = kind
 
     def pass_on(self, module: Any, result: StepResult) -> None:
-        """Log a step's values for real."""
+        """Log a step's values with Lightning."""
         for (step_name, name), options in self._options.items():
             value = result.losses.get(_LOGGED + name)
             if step_name == self.step_name and value is not None:
-                # Of an epoch, the mean over all its samples, also those of replicas.
+                # So an epoch's value is the mean over all its samples, also those of replicas.
                 module.log(name, value, **options, batch_size=round(result.weight))
 
 
@@ -108,13 +108,13 @@ class _Step(nn.Module):
     def __init__(self, module: nn.Module, log: _Log) -> None:
         super().__init__()
         self.module, self.note_loss = module, log.note_loss
-        # Arguments that are plain numbers: as ``batch_idx``, they change with every call, and would make each
-        # a new kind.
+        # Arguments that are plain numbers, such as ``batch_idx``: they change with every call, and each value
+        # would make a new kind.
         self.numbers: dict[int | str, int] = {}
         self.training = module.training
 
     def forward(self, *args: Any, step_name: str, **kwargs: Any) -> Any:
-        """Run a step, and give its loss, or, where it predicts, what it returns."""
+        """Run a step; return its loss, or, where it predicts, its result."""
         call = self.module if step_name == "forward" else getattr(self.module, step_name)
         passed = [self.numbers.get(place, value) for place, value in enumerate(args)]
         named = {name: self.numbers.get(name, value) for name, value in kwargs.items()}
@@ -142,7 +142,7 @@ def _shown(value: Any) -> str:
 
 
 def _loss_of(output: Any, _: Any) -> Tensor:
-    """The loss is what the step returned; 0 where it evaluates and returned none."""
+    """The loss that the step returned; 0 if an evaluation returned none."""
     loss: Tensor = torch.zeros(()) if output is None else output
     return loss
 
@@ -151,7 +151,7 @@ def _loss_of(output: Any, _: Any) -> Tensor:
 
 
 class _OnPipeline(nn.Module):
-    """A module whose steps run on a pipeline, in the names and numbers of the plain module."""
+    """A module whose steps run on a pipeline, with the names and numbers of the plain module."""
 
     module: nn.Module
     _step: _Step
@@ -166,7 +166,7 @@ class _OnPipeline(nn.Module):
         # A shared weight goes by the first of its names, as it does in optimizers.
         self._first_names = {name: first.setdefault(id(tensor), name) for name, tensor in named}
         self._names: WeakKeyDictionary[Optimizer, list[list[str]]] = WeakKeyDictionary()
-        # Not as submodules: parameters are the module's to list.
+        # Not as submodules: the plain module lists the parameters.
         vars(self)["module"] = module
         names = [self._names_in(optimizer) for optimizer in optimizers]
         self._weighs = callable(options.get("loss_weight"))
@@ -179,7 +179,7 @@ class _OnPipeline(nn.Module):
     # ---- steps
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What Fabric calls, after it has put the step that the user called in the module's ``forward``."""
+        """Called by Fabric, which has put the step that the user called into the module's ``forward``."""
         asked = vars(self.module).get("forward")
         called = inspect.getclosurevars(asked).nonlocals if inspect.isfunction(asked) else {}
         if "method_name" not in called:
@@ -188,7 +188,7 @@ class _OnPipeline(nn.Module):
         return self.run(called["method_name"], args, kwargs)
 
     def run(self, step_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a step: it returns a loss whose backward brings the gradients, a mere loss, or a prediction."""
+        """Run a step; return a loss whose backward adds the gradients, a plain loss, or a prediction."""
         arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         numbers = {key: value for key, value in arguments if isinstance(value, int)}
         args = [None if place in numbers else value for place, value in enumerate(args)]
@@ -197,7 +197,7 @@ class _OnPipeline(nn.Module):
         trains = torch.is_grad_enabled() and (step_name != "forward" or self.training)
         with (
             self._log.instead(self.module, step_name),
-            # Lightning evaluates in inference mode, in which no code can be followed.
+            # Lightning evaluates in inference mode, in which no code can be traced.
             torch.inference_mode(False),
             torch.set_grad_enabled(trains),
         ):
@@ -219,16 +219,16 @@ class _OnPipeline(nn.Module):
     # ---- weights, and the states of optimizers
 
     def state(self) -> dict[str, Any]:
-        """The module's state dict on rank 0, an empty one on others; every rank calls it."""
+        """The module's state dict on rank 0, an empty one on the others; every rank calls it."""
         state = self.pipe.state_dict(full=True)
         return {name.removeprefix("module."): value for name, value in state.items()}
 
     def load(self, state: Mapping[str, Any], *, strict: bool) -> None:
-        """Load the module's state dict: each rank takes what it holds."""
+        """Load the module's state dict: each rank loads what it holds."""
         self.pipe.load_state_dict({f"module.{n}": of for n, of in state.items()}, strict=strict)
 
     def adopt(self, optimizer: Optimizer, names: list[list[str]] | None = None) -> None:
-        """Leave an optimizer the parameters of this process, and let it load the plain module's states."""
+        """Limit an optimizer to the parameters of this process, and let it load the plain module's state."""
         self._names[optimizer] = self._names_in(optimizer) if names is None else names
         held = {id(parameter) for parameter in self.pipe.parameters()}
         for group in optimizer.param_groups:
@@ -246,7 +246,7 @@ class _OnPipeline(nn.Module):
                 f"{type(self.module).__name__}; make it of the module's parameters, and give Fabric both at "
                 "once: fabric.setup(module, optimizer)"
             )
-        # A shared weight that no stage here has may be several tensors.
+        # A shared weight that no stage here holds may be several tensors.
         return [list(dict.fromkeys(names[id(one)] for one in group)) for group in groups]
 
     def _first_name(self, name: str) -> str:
@@ -264,7 +264,7 @@ class _OnPipeline(nn.Module):
         return {**state, "state": states, "param_groups": groups}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The plain module's optimizer state on rank 0, an empty one on others; every rank calls it."""
+        """The plain module's optimizer state on rank 0, an empty one on the others; every rank calls it."""
         state = self.pipe.optimizer_state_dict(optimizer, full=True)
         if not state:
             return {}
@@ -278,16 +278,16 @@ class _OnPipeline(nn.Module):
         return {**state, "state": states, "param_groups": groups}
 
     def clip(self, optimizer: Optimizer, max_norm: float, **options: Any) -> Tensor:
-        """Scale the gradients so that their norm over all ranks is at most ``max_norm``; the norm before."""
+        """Clip the gradients by their norm over all ranks to at most ``max_norm``; return the norm before."""
         mine = [one for group in optimizer.param_groups for one in group["params"]]
         return clip_whole(self.pipe, mine, max_norm, **options)
 
 
-# ---- what both strategies do
+# ---- both strategies
 
 
 class _Cuts:
-    """Makes the pipeline of a strategy; which processes there are is known to the strategy beside this."""
+    """Makes the pipeline of a strategy; Lightning's strategy, the other base, provides the processes."""
 
     def __init__(self, ranks: int | None = None, **options: Any) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ class _Cuts:
         """The module on its pipeline.
 
         Raises:
-            UsageError: there is none yet.
+            UsageError: there is no pipeline yet.
         """
         if self._module is None:
             raise UsageError("there is no pipeline yet; Trainer.fit and fabric.setup make it")
@@ -316,7 +316,7 @@ class _Cuts:
         return self.pipelined.pipe
 
     def _layout(self) -> tuple[int, int]:
-        """How many pipelines there are side by side, and how many processes each has."""
+        """The number of pipelines side by side, and the number of processes in each."""
         processes: Any = self
         world: int = processes.num_nodes * processes.num_processes
         each = world if world == 1 or self._ranks is None else self._ranks
@@ -324,7 +324,7 @@ class _Cuts:
 
     @property
     def distributed_sampler_kwargs(self) -> Any:
-        """How Lightning divides the data: between pipelines; a single one reads it as it is."""
+        """How Lightning divides the data between pipelines; a single pipeline reads all of it."""
         processes: Any = self
         replicas, each = self._layout()
         number = processes.global_rank // each
@@ -336,7 +336,7 @@ class _Cuts:
         if self._layout() == (1, 1):
             strategy.accelerator.setup_device(strategy.root_device)
         else:
-            super().setup_environment()  # type: ignore[misc] # of the strategy beside this
+            super().setup_environment()  # type: ignore[misc] # of Lightning's strategy
 
     def _configure_launcher(self) -> None:
         # A launcher would change the number of threads of this process.
@@ -367,17 +367,17 @@ class PipelineStrategy(_Cuts, TrainerProcesses):
         trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy)      # all ranks in one process
         trainer.fit(module, loader)
 
-    With ``devices=2``, under torchrun or as Lightning starts them, each process is one rank. See
+    With ``devices=2``, started by torchrun or by Lightning, each process is one rank. See
     docs/lightning.md.
 
     Args:
-        ranks: how many ranks make one pipeline. By default, all processes; more processes than ranks make
+        ranks: the number of ranks in one pipeline, by default all processes. More processes than ranks form
             several pipelines side by side, each with its share of the data.
         options: of :class:`penstock.Pipeline`: ``schedule``, ``microbatches``, ``stages``, ``loss_weight`` as
-            a function of the batch, and others. The loss, devices and groups are Lightning's to say.
+            a function of the batch, and others. The step and Lightning set the loss, devices and groups.
 
     Raises:
-        UsageError: an argument is one that Lightning says.
+        UsageError: an argument is one that the step or Lightning sets.
     """
 
     def setup(self, trainer: Trainer) -> None:
@@ -406,7 +406,7 @@ class PipelineStrategy(_Cuts, TrainerProcesses):
             for optimizer in self.optimizers:
                 self.pipelined.adopt(optimizer)
         self.setup_precision_plugin()
-        # Lightning has no other place where the norm of all gradients can be asked for.
+        # Lightning has no other hook for the norm of all gradients.
         vars(self.precision_plugin)["clip_grad_by_norm"] = self.pipelined.clip
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -422,7 +422,7 @@ class PipelineStrategy(_Cuts, TrainerProcesses):
         return self._run("test", "test_step", args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``predict_step``; every rank gets what it returns for the whole batch."""
+        """Run ``predict_step``; every rank gets its result for the whole batch."""
         return self._run("predict", "predict_step", args, kwargs)
 
     def _run(self, kind: str, step_name: str, args: Any, kwargs: Any) -> Any:
@@ -431,7 +431,7 @@ class PipelineStrategy(_Cuts, TrainerProcesses):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Checkpoints are loaded after the cut: each rank takes what it holds."""
+        """Checkpoints are loaded after the cut: each rank loads what it holds."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -452,13 +452,13 @@ class PipelineStrategy(_Cuts, TrainerProcesses):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Write what the plain Trainer would write, and where the random numbers are; rank 0 does."""
+        """Write, on rank 0, the plain Trainer's checkpoint and the state of the random numbers."""
         checkpoint["penstock"] = self.pipe.randomness.state_dict()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def teardown(self) -> None:
-        """End; the module stays cut, for the next call of the Trainer."""
-        # Not as Lightning's own, which moves the module to the CPU: other ranks' weights have no data.
+        """Tear down; the module stays cut for the next call of the Trainer."""
+        # Lightning's own would move the module to the CPU, but other ranks' weights have no data.
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()
@@ -484,7 +484,7 @@ class FabricPipelineStrategy(_Cuts, FabricProcesses):
             optimizer.step()
             optimizer.zero_grad()
 
-    A module that is no ``LightningModule`` returns the loss from its ``forward``.
+    A module that is not a ``LightningModule`` returns the loss from its ``forward``.
 
     Args:
         ranks: as for :class:`PipelineStrategy`.
@@ -496,7 +496,7 @@ class FabricPipelineStrategy(_Cuts, FabricProcesses):
         self._backward_sync_control = None
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Nothing: after the cut each stage is moved."""
+        """Do nothing: each stage is moved after the cut."""
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override] # no DDP
         """Cut a module."""
@@ -505,11 +505,11 @@ class FabricPipelineStrategy(_Cuts, FabricProcesses):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
-        """Cut a module, and leave each process's optimizers the parameters of its stages."""
+        """Cut a module, and limit each process's optimizers to the parameters of its stages."""
         return self._cut(module, optimizers), optimizers, scheduler
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Leave each process's optimizer the parameters of its stages."""
+        """Limit each process's optimizer to the parameters of its stages."""
         self.pipelined.adopt(optimizer)
         return optimizer
 
@@ -533,7 +533,7 @@ class FabricPipelineStrategy(_Cuts, FabricProcesses):
     def load_module_state_dict(
         self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True
     ) -> None:
-        """Load the plain module's state dict: each rank takes what it holds."""
+        """Load the plain module's state dict: each rank loads what it holds."""
         self.pipelined.load(state_dict, strict=strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

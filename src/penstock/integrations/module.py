@@ -1,8 +1,8 @@
 """A pipeline as an ``nn.Module``, for loops that call a model and then ``loss.backward()``.
 
-A training forward runs a whole step of the pipeline, backward included. The gradients of that step wait
-beside the loss, and its ``backward()`` adds them to ``.grad``, times the gradient that arrives there. So
-whatever a loop does with the loss is right by the chain rule.
+A training forward runs a whole step of the pipeline, backward included. The step's gradients are held with
+the loss; its ``backward()`` multiplies them by the gradient that arrives, and adds them to ``.grad``. So, by
+the chain rule, a loop may do anything with the loss.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ class PipelineModule(nn.Module):
             optimizer.step()
             optimizer.zero_grad()
 
-    In training mode ``model(*args, target=target, **kwargs)`` takes what :meth:`Pipeline.step` takes, runs a
-    step and returns the loss, a scalar tensor, the same on every rank; with ``outputs=True`` the loss and the
-    model's outputs, which no gradient flows through. In evaluation mode and without gradients it returns the
+    In training mode ``model(*args, target=target, **kwargs)`` takes the arguments of :meth:`Pipeline.step`,
+    runs a step and returns the loss, a scalar tensor, the same on every rank; with ``outputs=True`` also the
+    model's outputs, through which no gradient flows. In evaluation mode and without gradients it returns the
     loss likewise, or, without a target, the model's output.
 
-    For a model of transformers it takes that model's arguments and returns its output class; see
+    For a transformers model it takes that model's arguments and returns its output class; see
     :class:`penstock.integrations.PipelineModel`.
 
     Parameters, modules and the state dict are those of the stages that live in this process, under their
     names in the unsplit model. ``torch.nn.utils.clip_grad_norm_`` measures the gradients of this process
     alone; :meth:`Pipeline.clip_grad_norm_` measures those of all ranks.
 
-    In float16, under autocast or with such weights, the step is run with the factor that the last backward
-    came with, so that gradients do not vanish inside of it although ``torch.amp.GradScaler`` scales the loss
-    only afterwards. If gradients become infinite on one rank, they are ``nan`` on all of them, so that every
+    In float16, under autocast or with float16 weights, the step scales its loss by the factor of the last
+    backward, so that gradients do not vanish in the step although ``torch.amp.GradScaler`` scales the loss
+    only afterwards. If gradients become infinite on one rank, they become ``nan`` on all ranks, so that every
     rank's scaler skips the step.
 
     Args:
@@ -77,7 +77,7 @@ class PipelineModule(nn.Module):
             _graft(self, stage.code)
         self.training = any(module.training for module in self.children())
 
-    # ---- what a module does
+    # ---- calls
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step, or evaluate; see the class.
@@ -96,7 +96,7 @@ class PipelineModule(nn.Module):
         return (loss, self.guarded(result.outputs)) if kwargs.get("outputs") else loss
 
     def run_step(self, *args: Any, **kwargs: Any) -> tuple[StepResult, Tensor]:
-        """Run a step, and give its result, and its loss, whose backward adds the gradients to ``.grad``."""
+        """Run a step; return its result, and its loss, whose backward adds the gradients to ``.grad``."""
         for name in kwargs.keys() & {"accumulate", "scaler"}:
             raise UsageError(f"{name}= belongs to Pipeline.step; here, divide or scale the loss")
         parameters = list(self.pipe.parameters())
@@ -106,7 +106,7 @@ class PipelineModule(nn.Module):
             args, kwargs = map_tensors((args, kwargs), lambda t: copies.get(id(t), t))
         scale = self._factor if self._computes_in_half() else 1.0
         checks = scale != 1.0
-        if checks:  # and so every rank asks for the norm
+        if checks:  # on every rank alike, so that all ask for the norm
             kwargs["scaler"] = LossScaler(scale, device=self.pipe.device.type)
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
@@ -126,12 +126,12 @@ class PipelineModule(nn.Module):
         return result, loss
 
     def loss_of(self, result: StepResult, total: float | None = None) -> Tensor:
-        """The loss of a result where the stages live, divided by a total in place of its weight."""
+        """The loss of a result on the stages' device, divided by a total in place of its weight."""
         value = result.loss if not total else result.loss * result.weight / total
         return torch.tensor(value, dtype=self._dtype, device=self.pipe.device)
 
     def guarded(self, outputs: Any) -> Any:
-        """Outputs of a step; a loss that is made of them refuses its backward."""
+        """Outputs of a step; the backward of a loss that is made of them is refused."""
         anchor = self.__dict__["_anchor"]
         return map_tensors(
             outputs, lambda t: cast("Any", _Output).apply(t, anchor) if t.is_floating_point() else t
@@ -149,13 +149,13 @@ class PipelineModule(nn.Module):
         return self._has_half_weights
 
     def train(self, mode: bool = True) -> PipelineModule:
-        """Set the mode of the stages of this process."""
+        """Set the mode of this process's stages."""
         super().train(mode)
         for stage in self.pipe.stages:
             stage.module.train(mode)
         return self
 
-    # ---- its weights
+    # ---- weights
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -185,10 +185,10 @@ class PipelineModule(nn.Module):
         return self.pipe.load_state_dict(state_dict, strict)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PipelineModule:
-        """What ``to()``, ``half()`` and the like do: nothing, where it would change nothing.
+        """Do nothing for ``to()``, ``half()`` and the like, and refuse them if they would change the stages.
 
         Raises:
-            UsageError: it would move or convert the stages.
+            UsageError: the call would move or convert the stages.
         """
         for name, parameter in self.pipe.named_parameters():
             with torch.no_grad():
@@ -202,7 +202,7 @@ class PipelineModule(nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        # DistributedDataParallel asks for this when it is put around a module.
+        # DistributedDataParallel reads this when it wraps a module.
         raise UsageError(
             "DistributedDataParallel around a PipelineModule: its hooks would wait for gradients that come "
             "from the pipeline's step. Give Pipeline(mesh=, replicas=) for replicas of the pipeline, or wrap "
@@ -213,10 +213,10 @@ class PipelineModule(nn.Module):
 def clip_whole(
     pipe: Pipeline, parameters: Iterable[Tensor], max_norm: float, **options: Any
 ) -> Tensor:
-    """Clip the gradients of all ranks, where a loop clips those of some parameters; the norm before.
+    """Clip the gradients of all ranks where a loop clips those of ``parameters``; return the norm before.
 
     Raises:
-        UsageError: a parameter that has a gradient is not among them.
+        UsageError: a parameter that has a gradient is not among ``parameters``.
     """
     some = {id(parameter) for parameter in parameters}
     for name, parameter in pipe.named_parameters():
@@ -229,26 +229,26 @@ def clip_whole(
     return torch.tensor(pipe.clip_grad_norm_(float(max_norm), **options))
 
 
-# ---- models of transformers
+# ---- transformers models
 
 
 class OwnLoss(TypedDict):
-    """Options of a Pipeline."""
+    """The options that :func:`own_loss` returns."""
 
     loss_fn: LossFunction
     loss_weight: LossWeight
 
 
 def own_loss(model: nn.Module) -> OwnLoss:
-    """Options for a Pipeline that trains with the loss that a model of transformers computes from labels.
+    """Options for a Pipeline that trains with the loss that a transformers model computes from labels.
 
     ::
 
         pipe = penstock.Pipeline(model, schedule="ZB-V", **own_loss(model))
         loss = penstock.PipelineModule(pipe)(input_ids=tokens, labels=labels).loss
 
-    That loss is a mean over the labels that count, so each microbatch counts by their number: the loss of the
-    batch is the mean over all its labels, as without a pipeline.
+    That loss is a mean over the labels that count, so each microbatch is weighted by their number: the loss
+    of the batch is the mean over all its labels, as without a pipeline.
 
     Args:
         model: the model.
@@ -256,7 +256,7 @@ def own_loss(model: nn.Module) -> OwnLoss:
     shifts = _shifts_labels(model)
 
     def weight(labels: Any) -> Any:
-        """How many labels the loss is a mean over."""
+        """The number of labels that the loss averages over."""
         if not isinstance(labels, Tensor) or labels.is_floating_point():
             return len(labels)
         return ((labels[..., 1:] if shifts and labels.dim() > 1 else labels) != -100).sum()
@@ -265,14 +265,14 @@ def own_loss(model: nn.Module) -> OwnLoss:
 
 
 def _shifts_labels(model: Any) -> bool:
-    """Whether the model predicts each label from what comes before it, and so never the first."""
+    """Whether the model predicts each label from the tokens before it, and so never the first."""
     function = getattr(model, "loss_function", None)
     causal = getattr(function, "__name__", "") == "ForCausalLMLoss"
     return causal and not getattr(model.config, "is_encoder_decoder", False)
 
 
 def _is_named(kind: type, name: str) -> bool:
-    """Whether a class is one of transformers of this name, or made from it; without importing them."""
+    """Whether a class is or extends transformers' class of this name; this does not import transformers."""
     return any(
         base.__name__ == name and base.__module__.startswith("transformers.")
         for base in kind.__mro__
@@ -280,13 +280,13 @@ def _is_named(kind: type, name: str) -> bool:
 
 
 class PipelineModel(PipelineModule):
-    """A pipeline of a model of transformers; :class:`~penstock.PipelineModule` makes it.
+    """A pipeline of a transformers model; :class:`~penstock.PipelineModule` makes it.
 
     It takes the model's arguments and returns the model's output class, with the loss of the whole batch; see
     :func:`own_loss` for the options that the Pipeline needs for this. The labels go to the model and, as the
-    target, to ``loss_fn``. A training forward gives the loss alone, with ``outputs=True`` also the logits,
-    which no gradient flows through; in evaluation mode ``outputs=False`` leaves them out. Attributes that are
-    no methods, such as ``config``, are the model's.
+    target, to ``loss_fn``. A training forward returns the loss alone, with ``outputs=True`` also the logits,
+    through which no gradient flows; in evaluation mode ``outputs=False`` leaves them out. Attributes other
+    than methods, such as ``config``, are the model's.
 
     Args:
         pipe: the pipeline.
@@ -322,12 +322,12 @@ class PipelineModel(PipelineModule):
         """Run a step, or evaluate; see the class.
 
         Args:
-            args: the model's, those of the whole batch on every rank.
-            labels: what the model is to predict.
-            num_items_in_batch: what the sum of the labels' losses is divided by, in place of the number of
-                labels of this batch: for a batch that is a part of a larger one.
-            outputs: whether to give every rank the logits; by default if the model is evaluated.
-            kwargs: the model's, by name.
+            args: the model's arguments, for the whole batch on every rank.
+            labels: the labels that the model is to predict.
+            num_items_in_batch: the divisor of the sum of the labels' losses, in place of the number of labels
+                of this batch: for a batch that is part of a larger one.
+            outputs: whether every rank gets the logits; by default only in evaluation.
+            kwargs: the model's arguments by name.
 
         Raises:
             UsageError: the call is wrong, such as one without labels.
@@ -354,18 +354,18 @@ class PipelineModel(PipelineModule):
         return output
 
     def activation_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        """Recompute layers in backward, as the model's own method says."""
+        """Recompute layers in backward, as the model's own method does."""
         self._author.activation_checkpointing_enable(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's ``generate``: the tokens that the unsplit model gives, on every rank.
 
-        All ranks call it with the same arguments; what is drawn is what rank 0 draws. Each rank keeps the
-        cache of its own layers, and tells the others what its layers give, token by token.
+        All ranks call it with the same arguments, and draw the random numbers of rank 0. Each rank keeps the
+        cache of its own layers, and sends their results to the others, token by token.
 
         Args:
-            args: the model's.
-            kwargs: the model's.
+            args: the arguments of the model's ``generate``.
+            kwargs: its arguments by name.
 
         Raises:
             UsageError: weights are sharded, or the model's cache cannot be split.
@@ -378,7 +378,7 @@ class PipelineModel(PipelineModule):
 
 
 def _graft(root: nn.Module, module: nn.Module) -> None:
-    """Put the modules inside another under the same paths; lists that only hold others are copied."""
+    """Put a module's submodules under the same paths in the root; plain containers are copied."""
     for name, child in module.named_children():
         if type(child) is not nn.Module:
             root.add_module(name, child)
@@ -394,11 +394,11 @@ def _below(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-# ---- gradients that wait for their loss
+# ---- gradients that wait for the backward of their loss
 
 
 class _Pending:
-    """The gradients of a step, until the backward of its loss; nan as scale says not to use them."""
+    """A step's gradients, held until the backward of its loss; a scale of nan makes all of them nan."""
 
     def __init__(
         self,
@@ -411,10 +411,10 @@ class _Pending:
         self._inputs, self._scale, self._note = inputs, scale, note
 
     def release(self, arriving: Tensor) -> list[Tensor | None]:
-        """Add the gradients to ``.grad``, and give those of the arguments.
+        """Add the gradients to ``.grad``, and return those of the arguments.
 
         Raises:
-            UsageError: that was done before, or a derivative of the gradients is asked for.
+            UsageError: this is the second backward, or a derivative of the gradients is asked for.
         """
         if torch.is_grad_enabled():
             raise UsageError(
@@ -428,7 +428,7 @@ class _Pending:
             )
         gradients, self._gradients = self._gradients, None
         factor = float(arriving) / self._scale
-        # A scaler is about to halve its factor, too, when gradients are not finite.
+        # If gradients are not finite, a scaler is about to halve its factor too.
         self._note(float(arriving) / (2.0 if math.isnan(self._scale) else 1.0))
         while gradients:
             _add(*gradients.pop(), factor)
@@ -436,7 +436,7 @@ class _Pending:
 
 
 def _add(parameter: nn.Parameter, gradient: Tensor, factor: float) -> None:
-    """Add a gradient times a factor to a parameter's; in the gradient's own memory, if there is none yet."""
+    """Scale a gradient in place, and add it to a parameter's; a first one becomes ``.grad`` itself."""
     if factor != 1.0:
         local_part(gradient).mul_(factor)
     if parameter.grad is None:
@@ -455,7 +455,7 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *arriving: Any) -> Any:
-        # Nothing arrives at the anchor, which only makes autograd come here.
+        # The anchor gets no gradient; it only makes autograd come here.
         return None, None, None, *ctx.pending.release(arriving[0])
 
 

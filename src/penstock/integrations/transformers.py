@@ -27,7 +27,7 @@ from penstock.parallel import side_by_side
 from penstock.pipeline import Pipeline
 
 _FOLDER = "penstock"
-"""Inside of a checkpoint of the Trainer: the whole run, for another layout."""
+"""The folder in a Trainer's checkpoint that holds the whole run, for any layout."""
 
 
 class PipelineTrainer(Trainer):
@@ -45,9 +45,9 @@ class PipelineTrainer(Trainer):
 
     A checkpoint holds the weights as ``from_pretrained`` reads them, and in its folder ``penstock`` the whole
     run, which resumes with any schedule and number of ranks. ``bf16=True`` computes under autocast, as in the
-    Trainer. Other trainers become pipelines by a second base: ``class PipelineSFTTrainer(PipelineTrainer,
-    SFTTrainer)``; the loss is then the model's, and metrics that the other trainer takes from the logits of a
-    training step are left out.
+    Trainer. To train with another trainer, make it a second base: ``class PipelineSFTTrainer(PipelineTrainer,
+    SFTTrainer)``; the loss is then the model's, and metrics that the other trainer computes from a training
+    step's logits are left out.
 
     Args:
         args: the Trainer's, by position.
@@ -71,7 +71,7 @@ class PipelineTrainer(Trainer):
         names = inspect.unwrap(type(model).forward).__code__.co_names
         own = self.compute_loss_func is None and self.label_smoother is None
         self._divides = not own or (self.model_accepts_loss_kwargs and "loss_function" in names)
-        # These look at the whole model.
+        # These need the whole model.
         self._decays = super().get_decay_parameter_names(model)
         self._set_signature_columns_if_needed()
         counts = hasattr(model, "num_parameters")
@@ -136,7 +136,7 @@ class PipelineTrainer(Trainer):
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
-        """As the Trainer's, but logits go to all ranks only where somebody wants them."""
+        """As the Trainer's, but all ranks get the logits only where they are asked for."""
         self._loss_only = prediction_loss_only
         inputs = self._without_repeated(inputs)
         try:
@@ -145,7 +145,7 @@ class PipelineTrainer(Trainer):
             self._loss_only = False
 
     def _without_repeated(self, inputs: Any) -> Any:
-        """The last batch of an evaluation, in which rows that fill it up to all replicas have no labels."""
+        """Remove the labels of rows that only fill the last batch of an evaluation up for all replicas."""
         state, labels = self.accelerator.gradient_state, inputs.get("labels")
         if not state.end_of_dataloader or state.remainder <= 0 or not isinstance(labels, Tensor):
             return inputs
@@ -164,22 +164,22 @@ class PipelineTrainer(Trainer):
         return torch.tensor(self.pipe.grad_norm()) if grad_norm is None else grad_norm
 
     def _gather(self, tensor: Any) -> Any:
-        """Tensors of all replicas, each once."""
+        """Gather tensors of all replicas, each replica's once."""
         return one_of_each(gather(tensor), self.pipe.schedule.ranks)
 
-    # ---- what the whole model tells
+    # ---- properties of the whole model
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """The names of parameters that decay: those of the whole model."""
+        """The names of the whole model's parameters that decay."""
         return self._decays
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """The samples of a step of the optimizer."""
+        """The number of samples in an optimizer step."""
         batch: int = self._train_batch_size * args.gradient_accumulation_steps
         return batch * self.pipe.replicas.number
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """This rank's share of the operations that a batch takes."""
+        """This rank's share of a batch's floating-point operations."""
         model: Any = self.model
         main = inputs.get(model.main_input_name)
         if main is None:
@@ -188,15 +188,15 @@ class PipelineTrainer(Trainer):
         return int(6 * main.numel() * self._weights * here)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Nothing: the pipeline moves its stages."""
+        """Do nothing: the pipeline moves its stages."""
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
-        """Nothing: replicas begin with the same weights."""
+        """Do nothing: replicas begin with the same weights."""
 
     # ---- files
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Write the weights and what belongs to them, as ``from_pretrained`` reads them."""
+        """Write the weights and the files with them, as ``from_pretrained`` reads them."""
         module, self.model = self.model, self.pipe.model
         try:
             super()._save(output_dir, state_dict=self.pipe.state_dict(full=True))
@@ -225,14 +225,14 @@ class PipelineTrainer(Trainer):
         return {"optimizer": prepared.optimizer, "scheduler": self.lr_scheduler}
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Nothing yet: the weights come with the optimizer's states."""
+        """Do nothing yet: the weights come with the optimizer's state."""
 
     def _load_best_model(self) -> None:
         folder = Path(str(self.state.best_model_checkpoint))
         try:
             self.pipe.load(folder)
         except StateDictError:
-            # Some models write other names than they have.
+            # Some models save weights under other names than their own.
             if not (folder / _FOLDER).is_dir():
                 raise
             with Checkpoints(folder / _FOLDER) as checkpoints:
@@ -240,7 +240,7 @@ class PipelineTrainer(Trainer):
 
 
 def _refuse(trainer: Trainer) -> None:
-    """Refuse what a pipeline cannot do."""
+    """Refuse options that a pipeline cannot honour."""
     args = trainer.args
     wrong = {
         "model_init=": (trainer.model_init, "give model="),

@@ -1,4 +1,4 @@
-"""Adapters to what torch shards and replicates: DTensor, DeviceMesh, DDP, FSDP2.
+"""Adapters to torch's sharding and replication: DTensor, DeviceMesh, DDP, FSDP2.
 
 Names are imported on first use, since torch needs half a second to import DTensors, which few runs use.
 """

@@ -1,4 +1,4 @@
-"""What replicated and sharded stages need around a call: gradients are reduced once, not per microbatch."""
+"""Adapters for replicated and sharded stages: gradients are reduced once a call, not per microbatch."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ Apart = Callable[[], AbstractContextManager[Any]]
 
 
 class Adapter:
-    """Accompanies a stage through a call. Methods that are not overridden do nothing.
+    """Hooks around the calls of a stage; those that are not overridden do nothing.
 
     Attributes:
-        whole_backward: whether the graph of a stage's backward must be run in one piece. Reducing gradients
-            may still be left to the weights' half.
-        casts: whether the wrapper changes the types of the arguments before the module's own code sees them.
+        whole_backward: whether a stage's backward must run in one piece; gradients may still be reduced in
+            the weights' half.
+        casts: whether the wrapper casts the arguments before it calls the module's own code.
     """
 
     whole_backward = False
     casts = False
 
     def fits(self, module: nn.Module) -> bool:
-        """Whether it still belongs to a stage's module, which the user may have wrapped since."""
+        """Whether this adapter still belongs to a stage's module, which the user may have wrapped since."""
         raise NotImplementedError
 
     def begin(self, microbatches: int, *, trains: bool = True, gathers: bool = True) -> None:
-        """A call begins.
+        """Prepare for a call.
 
         Args:
             microbatches: the number of microbatches.
-            trains: whether they go backward.
+            trains: whether the call runs backward.
             gathers: whether to gather parameters now, rather than when the schedule says or when they are
                 used.
         """
 
     def done(self, microbatch: int) -> None:
-        """A microbatch's backward is over."""
+        """Note that a microbatch's backward is over."""
 
     def unshard(self) -> None:
         """Start to gather the parameters."""
@@ -59,22 +59,22 @@ class Adapter:
         """Start to reduce the gradients, which are complete for this step."""
 
     def finish(self) -> None:
-        """The call is over; when this returns, gradients are reduced."""
+        """End the call; when this returns, gradients are reduced."""
 
     def abandon(self) -> None:
-        """The call was interrupted."""
+        """Clean up after an interrupted call."""
 
 
 def adapter_of(module: nn.Module, apart: Apart = nullcontext) -> Adapter | None:
     """The adapter of a stage's module; None if no part of it is replicated or sharded.
 
     Args:
-        module: of the stage, in its wrapper.
-        apart: a context in which gradients that the stage collects beside ``.grad`` are in ``.grad``.
+        module: the stage's module, in its wrapper.
+        apart: a context that puts gradients that the stage collects elsewhere into ``.grad``.
     """
     if isinstance(module, DistributedDataParallel):
         return ReplicatedStage(module, apart)
-    # FSDP2 takes long to import; as long as nobody has imported it, nothing is sharded.
+    # FSDP2 takes long to import; until it is imported, nothing is sharded.
     sharded = _sharded_parts(module) if "torch.distributed.fsdp" in sys.modules else []
     return Sharded(sharded, apart) if sharded else None
 
@@ -82,8 +82,8 @@ def adapter_of(module: nn.Module, apart: Apart = nullcontext) -> Adapter | None:
 class ReplicatedStage(Adapter):
     """A stage in ``DistributedDataParallel``: gradients are averaged over its replicas once per step.
 
-    Its own reducer expects a single backward that reaches every parameter. A step has many, so the reducer
-    is switched off, and all-reduces run when the last gradient is there.
+    DDP's own reducer expects a single backward that reaches every parameter. A step has many, so the reducer
+    is switched off, and all-reduces run once the last gradient is complete.
     """
 
     def __init__(self, module: DistributedDataParallel, apart: Apart) -> None:
@@ -94,7 +94,7 @@ class ReplicatedStage(Adapter):
         self._reduced = True
 
     def fits(self, module: nn.Module) -> bool:
-        """Whether it is the adapter of this module."""
+        """Whether this is the adapter of the module."""
         return module is self._module
 
     def begin(self, microbatches: int, *, trains: bool = True, gathers: bool = True) -> None:
@@ -132,8 +132,8 @@ class Sharded(Adapter):
     """A stage with modules under FSDP2's ``fully_shard`` or ``replicate``.
 
     Gradients stay unreduced until the weights' half of the last microbatch is done. Torch would reduce them
-    as soon as the inputs' gradients are there; here the callback that it runs at the end of a backward is
-    run once more, at the right time.
+    as soon as the inputs' gradients are complete; here torch's callback for the end of a backward runs once
+    more, at the right time.
 
     Parameters are gathered once, at the beginning of a call, and freed at its end, since every microbatch in
     flight needs them. There are two exceptions: a schedule with UNSHARD and RESHARD decides itself, and with
@@ -145,7 +145,7 @@ class Sharded(Adapter):
     def __init__(self, modules: Sequence[FSDPModule], apart: Apart) -> None:
         self._modules = modules
         self._apart = apart
-        # There is no public way to read the policy that a module was given; seen in torch 2.13.
+        # There is no public way to read a module's policy (torch 2.13).
         self.casts = any(m._get_fsdp_state()._mp_policy.param_dtype for m in modules)
         self._held = [module for module in modules if _may_be_held(module)]
         for module in self._held:
@@ -160,7 +160,7 @@ class Sharded(Adapter):
         return len(found) == len(self._modules) and all(map(operator.is_, found, self._modules))
 
     def begin(self, microbatches: int, *, trains: bool = True, gathers: bool = True) -> None:
-        """Put reduction off, and start to gather parameters."""
+        """Postpone the reduction, and start to gather parameters."""
         self._left = set(range(microbatches))
         self._reduced = not trains
         if trains:
@@ -175,7 +175,7 @@ class Sharded(Adapter):
     def done(self, microbatch: int) -> None:
         """After the last microbatch, reduce gradients and free the gathered parameters.
 
-        Not module by module within a backward: torch would prefetch modules that other microbatches needed.
+        Not module by module within a backward: torch would prefetch modules that other microbatches need.
         """
         self._left.discard(microbatch)
         if self.casts:
@@ -184,7 +184,7 @@ class Sharded(Adapter):
             self.reduce()
 
     def _add_up(self) -> None:
-        """Add up a microbatch's gradients in the type in which they are reduced."""
+        """Add up a microbatch's gradients in the type of the reduction."""
         for group in (g for m in self._modules for g in m._get_fsdp_state()._fsdp_param_groups):
             for parameter in group.fsdp_params:
                 if hasattr(parameter, "_unsharded_param"):
@@ -208,12 +208,12 @@ class Sharded(Adapter):
         return [module for module in self._modules if module._get_fsdp_state()._is_root]
 
     def unshard(self) -> None:
-        """Start to gather."""
+        """Start to gather the parameters."""
         for module in self._modules:
             module.unshard(async_op=True)
 
     def reshard(self) -> None:
-        """Free what was gathered."""
+        """Free the gathered parameters."""
         for module in self._modules:
             module.reshard()
 
@@ -245,7 +245,7 @@ def _sharded_parts(module: nn.Module) -> list[FSDPModule]:
 def _may_be_held(module: FSDPModule) -> bool:
     """Whether its parameters may stay gathered through a call: the user has not asked to free them earlier.
 
-    There is no public way to read that; seen in torch 2.13. A replicated module gathers nothing.
+    There is no public way to read this choice (torch 2.13). A replicated module gathers nothing.
     """
     state = module._get_fsdp_state()
     if any(not hasattr(group.mesh_info, "shard_mesh_size") for group in state._fsdp_param_groups):

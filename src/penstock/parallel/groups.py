@@ -15,14 +15,14 @@ DIMENSION = "pp"
 
 
 def group_of(group: Any, mesh: Any = None) -> Any:
-    """The process group that ``group=`` or ``mesh=`` means; for a mesh, that of its pipeline dimension.
+    """The process group that ``group=`` or ``mesh=`` means; for a mesh, the group of its pipeline dimension.
 
     Args:
         group: a process group, or a mesh; a mesh of a single dimension may have any name.
         mesh: a mesh with a dimension for the pipeline, in place of a group.
 
     Raises:
-        UsageError: the mesh has no such dimension or is no mesh, or both arguments were given.
+        UsageError: the mesh has no pipeline dimension or is not a mesh, or both arguments were given.
     """
     if mesh is not None:
         if group is not None:
@@ -48,7 +48,7 @@ def _along_pipeline(mesh: DeviceMesh) -> Any:
 
 
 def group_across(mesh: Any) -> Any:
-    """The process group of a mesh of one dimension, such as that of replicas; anything else as it is.
+    """The process group of a one-dimensional mesh, such as that of replicas; anything else unchanged.
 
     Raises:
         UsageError: the mesh has several dimensions.
@@ -64,7 +64,7 @@ def group_across(mesh: Any) -> Any:
 
 
 def ranks_in(group: Any) -> set[int]:
-    """The processes of a group, by their ranks among all."""
+    """The processes of a group, as global ranks."""
     return {*dist.get_process_group_ranks(group)}
 
 
@@ -79,12 +79,12 @@ def seat(group: Any) -> tuple[int, int]:
 
 
 class Siblings(NamedTuple):
-    """The pipelines beside this one that have the same stages, or shards of them.
+    """The pipelines side by side with this one that have the same stages, or shards of them.
 
     Attributes:
         first: whether this is the pipeline that writes for all.
         wait: a barrier over all of them.
-        groups: for each dimension of pipelines, the process group of the ranks at the same place.
+        groups: for each dimension of pipelines, the process group of the ranks at the same position.
     """
 
     first: bool = True
@@ -93,11 +93,11 @@ class Siblings(NamedTuple):
 
 
 def siblings_of(mesh: Any, replicas: Any) -> Siblings:
-    """The pipelines beside this one, by a mesh or by a group of replicas.
+    """The siblings of this pipeline, from a mesh or a group of replicas.
 
     Args:
-        mesh: with a dimension for the pipeline, and others.
-        replicas: the ``penstock.Replicas`` of this one.
+        mesh: a mesh with a dimension for the pipeline, and others.
+        replicas: the ``penstock.Replicas`` of this pipeline.
     """
     groups = []
     if isinstance(mesh, DeviceMesh):
@@ -125,10 +125,10 @@ def replicated_mesh(
 
 
 def pipelines_in(processes: int, ranks: int) -> int:
-    """How many pipelines of so many ranks the processes make.
+    """The number of pipelines of this many ranks that the processes form.
 
     Raises:
-        UsageError: that is no whole number.
+        UsageError: the number is not whole.
     """
     if processes % ranks:
         raise UsageError(
@@ -139,10 +139,10 @@ def pipelines_in(processes: int, ranks: int) -> int:
 
 
 def side_by_side(device: str, processes: int, ranks: int) -> dict[str, Any]:
-    """Options of a Pipeline by which all processes make pipelines of so many ranks, which are replicas.
+    """Pipeline options with which all processes form pipelines of this many ranks, as replicas.
 
     Raises:
-        UsageError: that is no whole number of pipelines.
+        UsageError: the number of pipelines is not whole.
     """
     mesh = replicated_mesh(device, pipelines_in(processes, ranks), ranks)
     return {"mesh": mesh, "replicas": mesh["dp"] if processes > ranks else None}

@@ -14,16 +14,16 @@ from penstock.parallel.tensors import is_sharded, local_part, with_local
 from penstock.parallel.wrapping import mesh_ranks, spread_parts
 
 BUCKET_BYTES = 25 * 2**20
-"""How many bytes are reduced at a time, as in DistributedDataParallel."""
+"""The number of bytes reduced at a time, as in DistributedDataParallel."""
 
 
 class GradientAverage:
-    """Averages gradients over replicas, by one all-reduce for each 25 MB.
+    """Averages gradients over replicas, with one all-reduce for each 25 MiB.
 
-    With the gradients travels which of them a replica has: one that none has stays None.
+    A replica also sends which gradients it has: one that no replica has stays None.
 
     Args:
-        group: the replicas.
+        group: the process group of the replicas.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -65,7 +65,7 @@ def _kind(tensor: Tensor) -> tuple[Any, torch.device]:
 
 
 def _buckets(tensors: Iterable[Any]) -> Iterator[list[Any]]:
-    """Tensors of one type and device, some at a time."""
+    """Group tensors into buckets of one type and device."""
     alike: dict[object, list[Any]] = {}
     for tensor in tensors:
         alike.setdefault(_kind(tensor), []).append(tensor)
@@ -92,7 +92,7 @@ def _flat_gradient(parameter: nn.Parameter) -> Tensor:
 def _replace_gradient(parameter: nn.Parameter, flat: Tensor) -> None:
     gradient, shape = parameter.grad, local_part(parameter).shape
     if gradient is None:
-        # A copy, since the rest of the bucket would live as long.
+        # A copy, since a view would keep the whole bucket alive.
         parameter.grad = with_local(parameter, flat.view(shape).clone())
     elif gradient.is_sparse:
         parameter.grad = flat.view(shape).to_sparse(gradient.sparse_dim())
@@ -101,7 +101,7 @@ def _replace_gradient(parameter: nn.Parameter, flat: Tensor) -> None:
 
 
 def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Give tensors the values that they have in the first process of a group; all of it call this."""
+    """Copy tensors from the first process of a group; all of its processes call this."""
     for bucket in _buckets(local_part(tensor) for tensor in tensors if not tensor.is_meta):
         flat = torch.cat([tensor.flatten() for tensor in bucket])
         # As bytes, since not every backend sends every type.
@@ -114,7 +114,7 @@ def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None
 def begin_equal(modules: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
     """Give stages the weights and buffers of the first replica; all replicas call this.
 
-    What a wrapper replicates or shards, and what is on the meta device, is left to whoever did that.
+    Tensors that a wrapper replicates or shards, and those on the meta device, are left alone.
     """
     for module in modules:
         parameters, buffers = _alone(module, group)
@@ -125,8 +125,8 @@ def average_gradients(modules: Iterable[nn.Module], group: dist.ProcessGroup) ->
     """Average the gradients that no wrapper reduces; buffers become those of the first replica.
 
     Args:
-        modules: of the stages, in their wrappers.
-        group: the replicas, which call this together.
+        modules: the stages' modules, in their wrappers.
+        group: the process group of the replicas, which call this together.
     """
     tensors = [_alone(module, group) for module in modules]
     average = GradientAverage(group)
@@ -140,14 +140,14 @@ def left_alone(module: nn.Module, group: dist.ProcessGroup) -> list[nn.Parameter
     """The parameters of a stage whose gradients no wrapper and no DTensor reduces over the replicas.
 
     Args:
-        module: of the stage, in its wrapper.
-        group: the replicas.
+        module: the stage's module, in its wrapper.
+        group: the process group of the replicas.
     """
     return _alone(module, group)[0]
 
 
 def _alone(module: nn.Module, group: dist.ProcessGroup) -> tuple[list[nn.Parameter], list[Tensor]]:
-    """The same, and the buffers that no wrapper copies."""
+    """These parameters, and the buffers that no wrapper copies."""
     parts, replicas = spread_parts(module), ranks_in(group)
     reduced = {id(p) for part in parts for p in part.parameters}
     parameters = [

@@ -1,6 +1,6 @@
-"""Plain tensors and DTensors alike: local parts, whole tensors, norms, and how they travel.
+"""Plain tensors and DTensors alike: local parts, whole tensors, norms, and transfers.
 
-Torch needs half a second to import its part for DTensors, so that is done once there is one.
+Torch needs half a second to import its part for DTensors, so the import waits for the first DTensor.
 """
 
 from __future__ import annotations
@@ -117,10 +117,10 @@ def region_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
 
 
 def split_sharded(tensor: Any, count: int, dim: int) -> list[Tensor]:
-    """Split a DTensor along a dimension, each process its local part; nothing is gathered.
+    """Split a DTensor along a dimension: each process splits its local part, and nothing is gathered.
 
     Args:
-        tensor: what to split.
+        tensor: the DTensor.
         count: the number of parts; their sizes differ by at most one.
         dim: the dimension.
     """
@@ -133,10 +133,10 @@ def split_sharded(tensor: Any, count: int, dim: int) -> list[Tensor]:
 
 
 def merge_sharded(parts: Sequence[Any], dim: int) -> Tensor:
-    """Concatenate DTensors along a dimension, each process its local parts.
+    """Concatenate DTensors along a dimension: each process joins its local parts.
 
     Raises:
-        MicrobatchError: they are placed differently.
+        MicrobatchError: the parts are placed differently.
     """
     first = parts[0]
     mesh, placements = first.device_mesh, first.placements
@@ -160,7 +160,7 @@ def _resized(shape: Sequence[int], dim: int, size: int) -> list[int]:
 
 
 def global_norms(tensors: Sequence[Tensor], order: float) -> Tensor:
-    """The norms of tensors, in float64 on the CPU: of each plain one, and of all DTensors that are cut alike.
+    """Norms, in float64 on the CPU: one of each plain tensor, and one of all DTensors that are placed alike.
 
     Every process of the mesh of a DTensor must call this together, with the tensors in the same order.
 
@@ -172,7 +172,7 @@ def global_norms(tensors: Sequence[Tensor], order: float) -> Tensor:
     for index, tensor in enumerate(tensors):
         if is_sharded(tensor):
             whole_sum = _summed(tensor)
-            # torch's norm of order 0 counts tensors.
+            # A norm of norms of order 0 would count tensors.
             key = (whole_sum.device_mesh, whole_sum.placements) if order else index
             alike.setdefault(key, []).append(whole_sum)
         else:
@@ -188,14 +188,14 @@ def global_norms(tensors: Sequence[Tensor], order: float) -> Tensor:
 
 def _total(tensors: Sequence[Tensor], order: float) -> Tensor:
     if is_sharded(tensors[0]) and order == math.inf:
-        # Of an empty shard torch does not know this norm.
+        # Torch cannot take this norm of an empty shard.
         local = _total([tensor.to_local() for tensor in tensors if is_sharded(tensor)], order)
         like, replicate = tensors[0], _dtensors().Replicate
         places = [
             p if isinstance(p, replicate) else _dtensors().Partial("max") for p in like.placements
         ]
         return _assembled(local, like.device_mesh, places).full_tensor().double()
-    # Nor those below 0, which hardly anybody needs: they are taken of the gathered tensors.
+    # Nor norms of orders below 0, which are rarely needed: these are taken of the gathered tensors.
     norms = [_norm(whole(tensor) if order < 0 else tensor, order) for tensor in tensors]
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
     return gathered(total).double()
@@ -221,8 +221,8 @@ def _summed(tensor: DTensor) -> DTensor:
 
 # ---- DTensors that travel between stages: each process sends its local part to its counterpart
 #
-# A mesh does not travel. The receiver uses its own mesh of the same dimension names: the mesh of a parameter
-# of its stages, one that it has seen on a value, or the one that its ``get_mesh`` returns.
+# Meshes are not sent. The receiver uses its own mesh with the same dimension names: the mesh of one of its
+# parameters, one that it has seen on a value, or the one that its ``get_mesh`` returns.
 
 
 GetMesh = Callable[..., Any]
@@ -233,13 +233,13 @@ _MODULES: WeakSet[nn.Module] = WeakSet()
 
 
 def let_cross(modules: Iterable[nn.Module], get_mesh: GetMesh | None = None) -> None:
-    """Prepare this process for DTensors that travel between its stages and others.
+    """Prepare this process to exchange DTensors between its stages and others.
 
     Args:
-        modules: of its stages, whose parameters may show their meshes.
-        get_mesh: ``(dimension names, layout) -> DeviceMesh``, for other meshes.
+        modules: the modules of its stages, whose parameters may have meshes.
+        get_mesh: ``(dimension names, None) -> DeviceMesh``, for other meshes.
     """
-    # As long as nobody has imported torch's part, there are none.
+    # Until torch's part is imported, there are no DTensors.
     if _TORCH_PART not in sys.modules and get_mesh is None:
         return
     if get_mesh is not None and get_mesh not in _CALLBACKS:
@@ -268,7 +268,7 @@ def _note_meshes_of(modules: Iterable[nn.Module]) -> None:
 
 
 def _mesh(names: _Names) -> DeviceMesh:
-    """A mesh that was seen, or that is found in the parameters of this process's stages, or by the users."""
+    """The mesh of these names: one seen before, a parameter's, or the one that a user's callback returns."""
     if names not in _MESHES:
         _note_meshes_of(list(_MODULES))
     for callback in _CALLBACKS:
@@ -283,18 +283,18 @@ def _mesh(names: _Names) -> DeviceMesh:
 
 
 def arrived(tensor: Tensor) -> Tensor:
-    """The tensor, once a collective that makes it is done."""
+    """The tensor, once the collective that computes it is done."""
     wait = getattr(tensor, "trigger_wait", None)  # of torch's AsyncCollectiveTensor
     value: Tensor = tensor if wait is None else wait()
     return value
 
 
 def take_apart(tensor: Tensor, earlier: Any = None) -> tuple[Tensor, Any]:
-    """The local part of a DTensor, and how it is placed, in JSON; of another tensor, itself and None.
+    """The local part of a DTensor, and its placement as JSON data; for a plain tensor, itself and None.
 
     Args:
         tensor: the tensor.
-        earlier: how an earlier one was placed; the DTensor is brought to that first.
+        earlier: the placement of an earlier tensor, to which the DTensor is redistributed first.
     """
     if not is_sharded(tensor):
         return tensor, None
@@ -312,7 +312,7 @@ def take_apart(tensor: Tensor, earlier: Any = None) -> tuple[Tensor, Any]:
 
 
 def put_together(part: Tensor, sharding: Any) -> Tensor:
-    """The DTensor with this local part, placed as :func:`take_apart` told."""
+    """The DTensor with this local part, placed as :func:`take_apart` described it."""
     places = [_read(text) for text in sharding["placements"]]
     mesh = _mesh(tuple(sharding["mesh"]))
     return _assembled(part, mesh, places, sharding["shape"], tuple(sharding["stride"]))

@@ -1,7 +1,7 @@
-"""Wrappers around a stage or around parts of it: which there are, and names without them.
+"""Wrappers around a stage or around parts of it, and names without wrappers.
 
-A stage is wrapped after the cut, by DistributedDataParallel, torch.compile, a checkpoint wrapper or a module
-of the user's. State dicts, seeds and ties use the names of the unsplit model, which has no wrappers.
+A stage is wrapped after the cut, by DistributedDataParallel, torch.compile, a checkpoint wrapper or a user's
+module. State dicts, seeds and ties use the names of the unsplit model, which has no wrappers.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from penstock.parallel.groups import ranks_in
 
 
 class _Kind(NamedTuple):
-    """A kind of wrapper: where it holds the module, and what users call it if it spreads one."""
+    """A kind of wrapper: its attribute for the module, and its name to users if it spreads the module."""
 
     inside: str = ""  # empty if it changes the module in place
     spreads: str = ""
 
 
-# By name, since importing most of them takes longer than everything else in a run without them.
+# By name, since importing most of them takes longer than the rest of a run that has none.
 _KINDS = {
     "DistributedDataParallel": _Kind("module", "DistributedDataParallel"),
     "FSDPModule": _Kind(spreads="fully_shard"),
@@ -71,15 +71,15 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def alone(module: nn.Module) -> nn.Module:
     """The module inside ``DistributedDataParallel``, whose output is the same, or the module itself.
 
-    A call of ``DistributedDataParallel`` itself would expect a backward that reduces. One with mixed
-    precision changes types, and so cannot be left out.
+    ``DistributedDataParallel`` itself would expect a backward that reduces. With mixed precision it changes
+    types, and so cannot be bypassed.
     """
     replicated = isinstance(module, DistributedDataParallel) and module.mixed_precision is None
     return module.get_submodule("module") if replicated else module
 
 
 def parts_of(module: nn.Module, own: nn.Module) -> Iterator[Part]:
-    """A module and all modules inside it, each one once for every path.
+    """A module and all modules inside it, once for every path.
 
     Args:
         module: the outermost module.
@@ -111,7 +111,7 @@ def named_parameters(
     Args:
         module: the outermost module.
         own: as for :func:`parts_of`.
-        every_name: whether to give a parameter under each of its names, and not only the first.
+        every_name: whether to yield a parameter under each of its names, not only the first.
     """
     seen: set[int] = set()
     for name, _, part in parts_of(module, own):
@@ -130,7 +130,7 @@ def named_buffers(module: nn.Module, own: nn.Module) -> Iterator[tuple[str, Tens
 
 
 def names_without_wrappers(module: nn.Module, own: nn.Module, keys: list[str]) -> dict[str, str]:
-    """For each key of the module's state dict, the name without wrappers."""
+    """For each key of the module's state dict, its name without wrappers."""
     known = {part.path: part.name for part in parts_of(module, own)}
     return {key: _renamed(known, key) for key in keys}
 
@@ -149,19 +149,19 @@ _HIDDEN = {"_fsdp_wrapped_module", *(of.inside for of in _KINDS.values() if of.i
 
 
 def path_without_wrappers(path: str) -> str:
-    """A path without the names that wrappers such as ``torch.compile`` put into it."""
+    """A path without the names that wrappers such as ``torch.compile`` insert."""
     return ".".join(part for part in path.split(".") if part not in _HIDDEN)
 
 
-# ---- what spreads a module over processes
+# ---- wrappers that spread a module over processes
 
 
 class Spread(NamedTuple):
     """A part of a stage that is replicated or sharded over processes, by a wrapper.
 
     Attributes:
-        path: of the part.
-        how: what users call the wrapper.
+        path: the part's path.
+        how: the wrapper's name to users.
         module: the part, in its wrapper.
     """
 
@@ -171,14 +171,14 @@ class Spread(NamedTuple):
 
     @property
     def ranks(self) -> set[int]:
-        """The processes over which gradients are reduced, by their ranks among all; empty without weights."""
+        """The processes over which gradients are reduced, as global ranks; empty without weights."""
         if isinstance(self.module, DistributedDataParallel):
             return ranks_in(self.module.process_group)
         return {rank for group in self._groups for rank in mesh_ranks(group.mesh_info.mesh)}
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters whose gradients it reduces."""
+        """The parameters whose gradients the wrapper reduces."""
         if isinstance(self.module, DistributedDataParallel):
             named = self.module.module.named_parameters()
             return [p for name, p in named if name not in self.module.parameters_to_ignore]
@@ -186,13 +186,13 @@ class Spread(NamedTuple):
 
     @property
     def _groups(self) -> list[Any]:
-        # There is no public way to the groups of parameters; seen in torch 2.13.
+        # There is no public way to the groups of parameters (torch 2.13).
         groups: list[Any] = self.module._get_fsdp_state()._fsdp_param_groups
         return groups
 
 
 def mesh_ranks(mesh: Any) -> set[int]:
-    """The processes of a mesh, by their ranks among all."""
+    """The processes of a mesh, as global ranks."""
     return {*mesh.mesh.flatten().tolist()}
 
 
@@ -206,11 +206,11 @@ def spread_parts(module: nn.Module) -> list[Spread]:
 
 
 def shard(module: nn.Module, mesh: Any) -> nn.Module:
-    """A module under FSDP2, each process with a part of each weight; one without weights as it is.
+    """A module under FSDP2, where each process holds a part of each weight; unchanged if it trains none.
 
     Args:
-        module: of a stage.
-        mesh: of one dimension, over which the weights are sharded.
+        module: a stage's module.
+        mesh: a one-dimensional mesh, over which the weights are sharded.
     """
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return module

@@ -1,4 +1,4 @@
-"""The tools with which Penstock tests itself, for the tests of its users too."""
+"""The tools with which Penstock tests itself, also for its users' tests."""
 
 from penstock.testing.counting import Channel, CountingTransport, Traffic, count_messages
 from penstock.testing.faults import Fault, InjectedError, fail_at

@@ -1,4 +1,4 @@
-"""Count what a rank exchanges with others: messages and bytes by channel, and operations of all ranks."""
+"""Count a rank's traffic: messages and bytes by channel, and operations of all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.values import TensorLayout
 
 
 class Channel(NamedTuple):
-    """Two ranks and what travels from one to the other: 0 for values, 1 for gradients, 2 for weights."""
+    """An ordered pair of ranks, and a direction: 0 for values, 1 for gradients, 2 for weights."""
 
     source: int
     target: int
@@ -23,13 +23,13 @@ class Channel(NamedTuple):
 
 
 class Traffic:
-    """What one rank has sent or received.
+    """The traffic that one rank has sent or received.
 
     Attributes:
-        messages: the messages by channel; empty ones do not travel, and do not count.
-        bytes: the bytes by channel.
+        messages: the number of messages by channel; empty ones are not sent, and do not count.
+        bytes: the number of bytes by channel.
         pending: the bytes of receives that are posted but not taken yet.
-        most: the most bytes that were pending at any time.
+        most: the most bytes that were pending at once.
     """
 
     def __init__(self) -> None:
@@ -38,28 +38,28 @@ class Traffic:
         self.pending = self.most = 0
 
     def count(self, channel: Channel, size: int) -> None:
-        """A message of so many bytes."""
+        """Count a message of this many bytes."""
         if size:
             self.messages[channel] += 1
             self.bytes[channel] += size
 
     def reset(self) -> None:
-        """Start counting anew; what is pending stays pending."""
+        """Start counting anew; pending bytes stay pending."""
         self.messages.clear()
         self.bytes.clear()
         self.most = self.pending
 
 
 class CountingTransport:
-    """Counts what goes over a transport, and passes it on.
+    """Counts the traffic of a transport, and passes it on.
 
     Args:
-        transport: the rank's end.
+        transport: this rank's transport.
 
     Attributes:
-        sent: what this rank sent.
-        received: what this rank received.
-        control: how often each operation of all ranks ran: ``gather`` and ``broadcast``.
+        sent: the traffic that this rank sent.
+        received: the traffic that this rank received.
+        control: how often each operation of all ranks ran: ``gather`` (also sums) and ``broadcast``.
         descriptions: how many descriptions of new kinds of messages were sent.
     """
 
@@ -131,10 +131,10 @@ class _CountedArrival(Arrival):
 
 
 def count_messages(pipe: Pipeline) -> CountingTransport:
-    """Count what the rank of this process exchanges from now on.
+    """Count the traffic of this process's rank from now on.
 
     Raises:
-        UsageError: all ranks share this process, so nothing travels.
+        UsageError: all ranks share this process, so nothing is sent.
     """
     counters: list[CountingTransport] = []
 

@@ -1,4 +1,4 @@
-"""Faults on purpose, with which a test sees that a training run stops as it should."""
+"""Injected faults, with which a test checks that a training run stops as it should."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 BETWEEN = "between"
 LONG = 3600
-"""How many seconds a fault lasts that does not end by itself."""
+"""The seconds that ``"sleep"`` and ``"hold the GIL"`` last."""
 
 
 class InjectedError(RuntimeError):
@@ -55,7 +55,7 @@ def fail_at(
     *,
     before: Callable[[], object] | None = None,
 ) -> Fault:
-    """Let a rank fail once, at a place in its program.
+    """Make a rank fail once, at a given point of its program.
 
     Use it in the same way on every rank, around or before the training; only the given rank fails::
 
@@ -68,11 +68,10 @@ def fail_at(
             ``action`` may be the beginning of ``"connects"``, ``"cuts the model"`` or ``"loads"``.
         action: the action, such as ``"1F2"``, or a pattern of :func:`penstock.schedule.matching`; by default
             the rank's first action of the step. ``"between"``: in your own code before the step, where
-            ``fault.over(batches)`` gives its batch.
+            ``fault.over(batches)`` yields its batch.
         how: ``"exception"``, ``"out of memory"``: raise. ``"SIGKILL"``, ``"SIGSTOP"``, ``"SIGTERM"``,
-            ``"SIGINT"``, ``"SIGSEGV"``: send this process that signal. ``"exit"``: end it silently, with
-            status 0.
-            ``"sleep"``: make no progress. ``"hold the GIL"``: likewise, and let no other thread run.
+            ``"SIGINT"``, ``"SIGSEGV"``: send the process that signal. ``"exit"``: end it silently, with
+            status 0. ``"sleep"``: make no progress. ``"hold the GIL"``: likewise, and stop all other threads.
             ``"dtype"``, ``"shape"``, ``"layout"``, ``"detach"``, ``"nan"``: change the tensors that the
             first module of a stage returns from a forward. ``"short iterator"``: ``fault.over(batches)`` ends
             before the step.
@@ -159,7 +158,7 @@ class Fault:
 
 
 def _nothing() -> None:
-    """By default nothing is called before the fault."""
+    """The default of ``before``: do nothing."""
 
 
 def _beginning(text: str) -> Callable[[str], bool]:
@@ -207,7 +206,7 @@ _CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _change_output(change: Callable[[Tensor], Tensor]) -> None:
-    """Change what the next module returns: one of the stage's, and the only one of a stage of one module."""
+    """Change the output of the next module that returns, the first one of the stage to do so."""
 
     def leave(module: Any, args: Any, output: Any) -> Any:
         handle.remove()

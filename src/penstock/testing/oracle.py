@@ -21,9 +21,9 @@ from penstock.schedule import Schedule
 from penstock.values import Microbatches, Rules
 
 SEED = 11
-"""Of the random numbers, in the pipeline and in a plain loop over microbatches."""
+"""The seed of the random numbers, in the pipeline and in a plain loop over microbatches."""
 LIMIT = 0.1
-"""What the norm of the gradients is clipped to before an optimizer's step."""
+"""The norm to which gradients are clipped before an optimizer step."""
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -32,16 +32,16 @@ class Case:
     """A model, a batch and a loss.
 
     Args:
-        model: the model; it is copied, and not changed itself.
-        args: its positional arguments; or :class:`penstock.Microbatches`, which the plain loop too runs one
+        model: the model, which is copied and not changed.
+        args: its positional arguments; or :class:`penstock.Microbatches`, which the plain loop also runs one
             by one, with the same random numbers.
-        target: what the loss compares with; for microbatches a list.
+        target: the target of the loss; for microbatches a list.
         loss_fn: ``(output, target) -> scalar``.
-        reduction: whether that is a mean or a sum over samples.
+        reduction: whether the loss is a mean or a sum over samples.
         kwargs: the model's arguments by name.
         rules: how arguments are split.
-        loss_weight: over how many things a microbatch's loss is a mean, such as the tokens of its target that
-            count; the loss of the batch is the mean over all of these.
+        loss_weight: the number of items that a microbatch's loss averages, such as the tokens of its target
+            that count; the loss of the batch is the mean over all items.
     """
 
     model: nn.Module
@@ -61,7 +61,7 @@ class Verdict:
     Attributes:
         loss: the pipeline's loss.
         expected_loss: the plain loop's loss.
-        gradients: the gradients of the parameters that are in this process, by name.
+        gradients: the gradients of the parameters in this process, by name.
         expected: the gradients of the same parameters in the plain loop.
     """
 
@@ -79,7 +79,7 @@ class Verdict:
         """Check that nothing differs by more than the tolerance.
 
         Raises:
-            AssertionError: something does; the message lists it.
+            AssertionError: the loss or a gradient differs by more; the message lists all that do.
         """
         wrong = {name: gap for name, gap in self.differences().items() if not gap <= tolerance}
         if wrong:
@@ -88,7 +88,7 @@ class Verdict:
             )
 
     def digest(self) -> dict[str, str]:
-        """For the loss and each gradient a text, which is equal for two of them exactly if all bits are."""
+        """A text for the loss and for each gradient; two texts are equal exactly if all bits are."""
         prints = {name: _fingerprint(grad) for name, grad in self.gradients.items()}
         return {"loss": self.loss.hex(), **prints}
 
@@ -121,10 +121,10 @@ def compare(  # noqa: PLR0913 - what a user of Pipeline chooses, by name
     """Run a case through a pipeline and through a plain loop.
 
     Args:
-        case: what to run.
+        case: the case to run.
         schedule: as for :class:`penstock.Pipeline`, like the next three.
-        microbatches: how many microbatches.
-        ranks: how many ranks.
+        microbatches: the number of microbatches.
+        ranks: the number of ranks.
         stages: how the model is cut.
         group: the process group; each of its processes calls this, and gets a verdict on its own stages.
         steps: how many steps to run; the verdict is on the last one.
@@ -144,11 +144,11 @@ def compare(  # noqa: PLR0913 - what a user of Pipeline chooses, by name
         loss_weight=case.loss_weight,
         group=group,
         seed=SEED,
-        # What is not finite is for the verdict to tell.
+        # The verdict reports values that are not finite.
         nonfinite="warn",
     )
     with pipe:
-        # A rank may have no parameters, and takes part in the norm of all.
+        # A rank without parameters still joins in the norm of all.
         held = list(pipe.parameters())
         trainer = optimizer(held) if optimizer and held else None
         for step in range(steps):
@@ -171,12 +171,12 @@ def plain_loop(
 ) -> tuple[float, dict[str, Tensor | None]]:
     """The loss and gradients of the unsplit model, with the losses that it adds.
 
-    It runs all samples at once, or microbatches one by one where the case has them.
+    The loop runs all samples at once, or microbatches one by one where the case has them.
 
     Args:
-        case: what to run.
-        steps: how many steps.
-        optimizer: makes the optimizer that trains between them.
+        case: the case to run.
+        steps: the number of steps.
+        optimizer: makes the optimizer that trains between the steps.
     """
     model = copy.deepcopy(case.model)
     trainer = optimizer(model.parameters()) if optimizer else None
@@ -193,7 +193,7 @@ def plain_loop(
 def _train_on(case: Case, model: nn.Module, step: int, index: int, part: _Part) -> float:
     args, kwargs, target, share = part
     drawn = randomness(model, seed=SEED, step=step, microbatch=index)
-    # One batch of all samples draws what no microbatch would.
+    # A batch of all samples draws numbers that no microbatch would.
     with drawn if _is_split(case) else nullcontext():
         with collect_losses() as added:
             output = model(*args, **kwargs)
@@ -213,14 +213,14 @@ def _parts(case: Case) -> Iterator[_Part]:
         for part, target in zip(parts, case.target, strict=True)
     ]
     for part, target, weight in zip(parts, case.target, weights, strict=True):
-        # A part that weighs nothing may have no loss: a mean of nothing is no number.
+        # A part of weight 0 may have no loss: a mean over nothing is NaN.
         if weight:
             share = weight / sum(weights) if case.reduction == "mean" else 1.0
             yield part.args, part.kwargs, target, share
 
 
 _Part = tuple[Sequence[Any], Mapping[str, Any], Any, float]
-"""What the plain loop calls the model with: arguments, target, and the share of the loss."""
+"""One call of the plain loop: arguments, arguments by name, target, and its share of the loss."""
 
 
 def _is_split(case: Case) -> bool:

@@ -1,8 +1,8 @@
 """A pool of gloo worker processes, started once and used by many tests.
 
 The workers are forked from one process that has imported torch and Penstock. Tasks and replies travel as JSON
-over pipes. A task names a function as ``module:function``, which is called on each of the first ``ranks``
-workers with a process group of these and the task's arguments, and returns JSON data.
+over pipes. A task names a function as ``module:function``. Each of the first ``ranks`` workers calls it with
+their process group and the task's arguments; it returns JSON data.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import torch.distributed as dist
 from penstock.errors import PenstockError
 
 PATIENCE = 10.0
-"""How many seconds idle workers have to end by themselves."""
+"""Seconds that idle workers have to exit before they are killed."""
 STARTING = 60.0
-"""How many seconds new workers may take to start: they import torch, which takes long on a busy machine."""
+"""Seconds that new workers may take to start: they import torch, which takes long on a busy machine."""
 AFTER = 3.0
-"""How many seconds the other workers have to report their errors after the first one did."""
+"""Seconds that the other workers have to report their errors after the first one."""
 _FORKSERVER = "forkserver" in multiprocessing.get_all_start_methods()
 _CONTEXT: Any = multiprocessing.get_context("forkserver" if _FORKSERVER else "spawn")
 
@@ -47,7 +47,7 @@ class WorkerPool:
     Python's ``multiprocessing``.
 
     Args:
-        size: how many workers there are.
+        size: the number of workers.
     """
 
     def __init__(self, size: int) -> None:
@@ -61,12 +61,12 @@ class WorkerPool:
 
         Args:
             function: ``module:function``, called with ``group=`` and the arguments.
-            ranks: how many workers take part.
+            ranks: the number of workers that run it.
             timeout: seconds for all of them together, once they have started.
             arguments: JSON data.
 
         Returns:
-            What each worker's call returned, by rank.
+            The result of each worker's call, by rank.
 
         Raises:
             WorkerError: a worker failed, died or did not end in time.
@@ -76,7 +76,7 @@ class WorkerPool:
         self._start()
         try:
             for pipe in self._pipes[:ranks]:
-                with contextlib.suppress(OSError):  # it has died, which shows when it is read
+                with contextlib.suppress(OSError):  # a dead worker shows when its reply is read
                     pipe.send_bytes(task)
             return self._replies(ranks, time.monotonic() + timeout)
         except BaseException:
@@ -114,7 +114,7 @@ class WorkerPool:
         if self._processes:
             return
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-workers-")
-        # Without an effect where that process runs already, which may have imported more.
+        # This has no effect if the fork server already runs; that one may have imported more.
         _CONTEXT.set_forkserver_preload([__name__])
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
@@ -157,7 +157,7 @@ class WorkerPool:
 
 
 def work(rank: int, size: int, folder: str, pipe: Any, environment: dict[str, str]) -> None:
-    """Serve tasks until an empty one comes, or the pool is gone."""
+    """Serve tasks until an empty one comes, or the pool has gone."""
     os.environ |= environment
     torch.set_num_threads(1)
     errors = Path(folder, f"errors-{rank}").open("w", buffering=1)  # noqa: SIM115 - open to the end
@@ -166,7 +166,7 @@ def work(rank: int, size: int, folder: str, pipe: Any, environment: dict[str, st
     sys.stdout = sys.stderr = errors
     store = Path(folder, "store").absolute().as_uri()
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
-    # All groups are made at the start by all processes, since torch counts the groups of each process.
+    # All processes make all groups at the start, since torch numbers groups within each process.
     groups = [dist.new_group(list(range(count))) for count in range(1, size + 1)]
     with contextlib.suppress(KeyboardInterrupt, EOFError, OSError):
         while task := pipe.recv_bytes():
