@@ -442,7 +442,7 @@ def _owners(trace: Trace, model: nn.Module, units: Sequence[_Unit]) -> list[int]
 
     for event in trace.events:
         if event.is_unit:
-            # If a module is listed twice, the first call goes to the first, and so on.
+            # If a module is listed twice, its first call goes to its first unit, and so on.
             mine = places[id(model.get_submodule(event.what))]
             owners.append(mine[min(event.number, len(mine) - 1)])
         else:

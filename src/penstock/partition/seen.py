@@ -29,7 +29,7 @@ Run = Callable[..., Any]
 
 
 _CALL = "_compiled_call_impl"
-"""The attribute that ``nn.Module.__call__`` calls, if set, instead of anything else, hooks included.
+"""The attribute that ``nn.Module.__call__`` calls, if set, in place of the forward and its hooks.
 ``Module.compile`` sets it. As of torch 2.13."""
 
 

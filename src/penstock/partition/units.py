@@ -28,7 +28,7 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def forward_of(module: nn.Module) -> Any:
-    """The forward of a module's class, looked up statically: a scripted one has no such attribute."""
+    """The forward of a module's class, looked up statically: reading a scripted class's attribute fails."""
     return inspect.getattr_static(type(module), "forward")
 
 
