@@ -213,8 +213,8 @@ _CALLED_AGAIN = (
 def _calls_in_order(units: Sequence[str], calls: Sequence[str]) -> list[str]:
     """The calls to cut between, and the units that are never called.
 
-    Only the first call counts of a unit that is called again after other units, like a norm that all layers
-    share. All calls count of a unit that is ever called twice in a row.
+    If a unit is called again after other units, like a norm that all layers share, only its first call
+    counts; if it is ever called twice in a row, all its calls count.
     """
     counts = Counter(calls)
     if all(count == 1 for count in counts.values()):

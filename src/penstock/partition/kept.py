@@ -32,7 +32,7 @@ class Kept:
         changes_again: called with two events, of which the second changes what the first set.
 
     Attributes:
-        between: the attributes of units that code between units changed.
+        between: the changes that code between units made to units' attributes.
     """
 
     def __init__(

@@ -228,7 +228,7 @@ def is_checkpoint(function: type[Function]) -> bool:
 
 @contextlib.contextmanager
 def uncheckpointed(args: tuple[Any, ...], options: Mapping[str, Any]) -> Iterator[None]:
-    """Run a checkpointed function without its checkpoint, with the same gradients.
+    """A context in which a checkpointed function runs plainly, with the same gradients.
 
     A reentrant checkpoint gives gradients only if one of its arguments requires them.
     """

@@ -199,7 +199,7 @@ class Trace:
         direct: the units whose ``forward`` was called without the module.
         changed_arguments: the positions of the model's arguments that its code changed.
         mode: the mode of the fake tensors.
-        state: the changes that the run made outside of units.
+        state: the changes that the run made outside of units, or to objects that several units have.
         settled: the attributes that are set once, by the identity of the module and by name.
         has_custom: whether a custom function was applied between units.
         foreign: parameters of other models, such as a frozen teacher's, by their identity.
@@ -459,7 +459,7 @@ class _Recorder(TorchFunctionMode):
                 hook.remove()
 
     def _read_kept(self, attribute: Attribute, value: Any) -> None:
-        """Note that a unit reads an attribute that another one has set; refuse that between units."""
+        """Note that an event reads an attribute that a unit has set; refuse reads between events."""
         if self.current is None:
             raise PartitionError(
                 f"{self._where()}: the model uses the attribute {attribute.name!r} of "
@@ -752,7 +752,7 @@ class _Recorder(TorchFunctionMode):
             torch.clear_autocast_cache()
 
     def _run_with_data(self, event: Event, run: Run, reason: Exception) -> Any:
-        """Run an event on ones, and on the numbers of the model's arguments, if it needs data."""
+        """Run an event that failed without data on ones, and on the numbers of the model's arguments."""
         module = self.model.get_submodule(event.what) if event.is_unit else nn.Module()
         originals: dict[int, Tensor] = {}
 
@@ -920,7 +920,7 @@ def _is_metadata(event: Event, output: Any) -> bool:
 
 @contextlib.contextmanager
 def _filled_with_ones(module: nn.Module) -> Iterator[None]:
-    """Fill the parameters and buffers of a module without data for a while."""
+    """Fill a module's fake parameters and buffers with ones for a while."""
     before = [(table, name, t) for table, name, t in _tables(module) if isinstance(t, FakeTensor)]
     try:
         for table, name, tensor in before:

@@ -33,7 +33,7 @@ def total_norm(norms: Tensor, order: float, *, error_if_nonfinite: bool, steps: 
     """The total norm of gradients whose partial norms are ``norms``.
 
     Raises:
-        NonFiniteError: it is infinite or ``nan`` and ``error_if_nonfinite``; the message gives ``steps``.
+        NonFiniteError: the norm is infinite or ``nan``, and ``error_if_nonfinite`` is true.
     """
     total = torch.linalg.vector_norm(norms, order) if norms.numel() else torch.zeros(())
     if error_if_nonfinite and not total.isfinite():

@@ -30,7 +30,7 @@ from penstock.weights.trees import decode, encode
 
 
 class Names:
-    """The names and stages of shared weights, and the one of each that counts."""
+    """The weights with several names or stages, and the stage that counts and saves each."""
 
     def __init__(self, table: Sequence[Shared]) -> None:
         self._shared = {
