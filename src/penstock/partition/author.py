@@ -1,4 +1,4 @@
-"""A model that was cut: the forward that all stages run, and what happens in the calls that were seen."""
+"""A model that was cut: the forward that all stages run, and the plans of the calls seen so far."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from penstock.partition.seen import Door
 from penstock.partition.trace import Trace, record
 
 _NOTHING = empty_plan()
-"""Of a model in one stage, whose forward runs as it is."""
+"""The plan of a model in one stage, whose forward runs as it is."""
 _REMEMBERED = 256
-"""How many kinds of calls are remembered; then the oldest are forgotten."""
+"""How many kinds of calls to remember; beyond that, the oldest is dropped."""
 
 
 class Author:
@@ -27,12 +27,12 @@ class Author:
 
     Args:
         model: the model.
-        doors: its units.
-        forward: runs it.
+        doors: the doors of its units.
+        forward: runs the model.
         recomputes: the paths of the units to checkpoint.
-        homes: the stages of each unit by path, and of each parameter outside of them by name.
-        stages: how many there are.
-        example: arguments whose numbers the run without data takes for calls like it.
+        homes: the stages of each unit by path, and of each parameter outside of units by name.
+        stages: the number of stages.
+        example: arguments whose numbers the run without data uses for calls of the same kind.
 
     Raises:
         PartitionError: a module that is in several stages was compiled as a whole.
@@ -70,7 +70,7 @@ class Author:
     # ---- what happens in a call
 
     def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallPlan:
-        """What all stages do in a call, see :meth:`Partition.plan`."""
+        """The plan of a call; see :meth:`Partition.plan`."""
         if self.stages == 1 and not self.recomputes:
             return _NOTHING
         call = (tuple(args), dict(kwargs))
@@ -86,7 +86,7 @@ class Author:
         return plan
 
     def flops(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
-        """The floating-point operations of the whole model's forward, see :meth:`StageModule.flops`."""
+        """The floating-point operations of the whole model's forward; see :meth:`StageModule.flops`."""
         with Meter() as meter:
             self._record(self.doors, (tuple(args), dict(kwargs)))
         return float(meter.flops)
@@ -96,7 +96,7 @@ class Author:
         return record(self.model, self.forward, doors, call, self._example if fits else None)
 
     def _state(self) -> tuple[Any, ...]:
-        """The part of the state of the model, and of PyTorch, on which values may depend."""
+        """The state of the model and of PyTorch on which values may depend."""
         return (
             tuple(module.training for module in self.model.modules()),
             tuple(parameter.requires_grad for parameter in self.model.parameters()),
@@ -108,14 +108,14 @@ class Author:
         )
 
     def _hooked(self) -> list[Door]:
-        """The modules between the units that have hooks: each call is in one stage, as a unit's."""
+        """Doors of the modules between units that have hooks: each call is in one stage, like a unit's."""
         paths = [
             self.paths[id(m)] for m in self._loose if any(_hooks_of(part) for part in m.modules())
         ]
         outer = [p for p in paths if not any(p.startswith(f"{other}.") for other in paths)]
         return [Door(self.model.get_submodule(path), path) for path in outer]
 
-    # ---- what cannot be in parts
+    # ---- what cannot be split
 
     def _check_hooks(self) -> None:
         """Refuse backward hooks of a module that is in several stages: no stage has both of its ends."""
@@ -139,7 +139,7 @@ class Author:
     # ---- edits of the model
 
     def hold(self, path: str, table: Any, name: str) -> None:
-        """Note what stages have of a parameter or buffer between the units."""
+        """Note the tensor that stages have for a parameter or buffer between the units."""
         self._held[path] = table, name, table[name]
 
     def check_unchanged(self) -> None:
@@ -177,7 +177,7 @@ def _form_of(model: nn.Module) -> dict[str, Any]:
 
 
 def _kind(call: Example) -> Any:
-    """What decides what a call does: shapes, types and plain values."""
+    """The kind of a call: its shapes, types and plain values."""
     tensors = tuple(
         (tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for t in tensors_in(call)
     )

@@ -1,8 +1,8 @@
-"""Where to cut a row of blocks into stages, so that the heaviest is as light as can be.
+"""Cut a row of blocks into stages, so that the heaviest stage is as light as possible.
 
-A *cut* is the list of the blocks that stages start with. Each stage is a run of at least one block. The cut
-with the lightest heaviest stage is found by dynamic programming. Where ranks hold several stages, single
-blocks then pass from stage to stage for as long as that makes the ranks more even.
+A *cut* lists the first block of each stage. Each stage is a run of at least one block. Dynamic programming
+finds the cut whose heaviest stage is lightest. Where ranks hold several stages, single blocks then move from
+stage to stage for as long as that makes the ranks more even.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Array = npt.NDArray[Any]
 
 
 def choose_cuts(costs: Sequence[float], stages: int, placement: Placement | None = None) -> Cut:
-    """The blocks that stages start with, beginning with block 0.
+    """The first block of each stage, beginning with block 0.
 
     Args:
         costs: The cost of each block, in the order in which they run.
@@ -55,7 +55,7 @@ def choose_cuts(costs: Sequence[float], stages: int, placement: Placement | None
 
 
 def use_up_to(most: int) -> str:
-    """Tells the user which numbers of stages can be asked for."""
+    """The part of a message that says which numbers of stages are possible."""
     return f"use from 1 to {most}" if most > 1 else "it can be one stage: ranks=1"
 
 
@@ -76,7 +76,7 @@ def _loads(sums: Sequence[float], cut: Cut, rank_of: Sequence[int]) -> list[floa
 
 
 def _even_stages(sums: Sequence[float], stages: int) -> Cut:
-    """Among the cuts with the lightest heaviest stage, the most even one."""
+    """The most even of the cuts whose heaviest stage is lightest."""
     prefix = np.array(sums)
     later = ~np.tri(len(prefix), dtype=bool)
     costs = np.where(later, prefix - prefix[:, None], math.inf)
@@ -87,12 +87,12 @@ def _even_stages(sums: Sequence[float], stages: int) -> Cut:
 
 
 def _best(prices: Array, stages: int, join: Callable[[Array, Array], Array]) -> tuple[float, Cut]:
-    """The cut for which the joint price of all stages is least, with that price.
+    """The lowest joint price of all stages, and its cut.
 
     Args:
         prices: The price of a stage from one block (row) up to just before another (column).
         stages: How many stages to make.
-        join: Makes one price of two.
+        join: Combines two prices into one.
     """
     blocks = len(prices) - 1
     best: Array = np.full(blocks + 1, math.inf)
@@ -111,7 +111,7 @@ def _back(starts: Sequence[Array], stop: int) -> Iterator[int]:
         yield stop
 
 
-# ---- even ranks: from even stages on, one block at a time
+# ---- even ranks: start from even stages, and move one block at a time
 
 
 def _even_ranks(sums: Sequence[float], cut: Cut, rank_of: Sequence[int]) -> Cut:
@@ -132,7 +132,7 @@ def _even_ranks(sums: Sequence[float], cut: Cut, rank_of: Sequence[int]) -> Cut:
 
 
 def _moves(cut: Cut, blocks: int) -> Iterator[Cut]:
-    """All cuts in which one stage has a block more and another one less."""
+    """All cuts that give one stage a block more, and another a block less."""
     for (first, last), step in product(combinations(range(1, len(cut) + 1), 2), (-1, 1)):
         moved = (*cut[:first], *(start + step for start in cut[first:last]), *cut[last:])
         if all(a < b for a, b in pairwise((*moved, blocks))):

@@ -35,10 +35,10 @@ class Shared(NamedTuple):
 
 @runtime_checkable
 class Releases(Protocol):
-    """A stage that can let go of its data."""
+    """A stage that can free its data."""
 
     def release(self, kept: Collection[Tensor]) -> None:
-        """Let go of all data except that of the tensors in ``kept``."""
+        """Free all data except that of the tensors in ``kept``."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Partition:
     Args:
         modules: one for each stage.
         shared: the weights that several stages use.
-        planner: finds what the stages do in a call, and checks that the model is as it was.
+        planner: plans calls, and checks that the model has not changed.
     """
 
     modules: tuple[nn.Module, ...]
@@ -56,15 +56,15 @@ class Partition:
     planner: Any = None
 
     def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What the stages do in a call, and what travels between them, from one run without data.
+        """Plan a call from one run without data: what the stages do, and the values that travel.
 
         Args:
-            args: of one microbatch. Only shapes, types and plain values count, and every process that gives
-                the same finds the same.
-            kwargs: those by name.
+            args: positional arguments for one microbatch. Only shapes, types and plain values count;
+                processes that give the same get the same plan.
+            kwargs: arguments by name.
 
         Raises:
-            PartitionError: the model cannot be cut so; the message names the module and the line.
+            PartitionError: the model cannot be cut this way; the message names the module and the line.
         """
         return self.planner.plan(args, kwargs)
 
@@ -72,7 +72,7 @@ class Partition:
         """Check that the model has the modules and parameters that it had when it was cut.
 
         Raises:
-            UsageError: it has others.
+            UsageError: one was replaced, added or removed.
         """
         if self.planner is not None:
             self.planner.check_unchanged()
@@ -91,9 +91,9 @@ class Partition:
             )
 
     def keep(self, stages: Collection[int]) -> None:
-        """Let go of the data of all other stages, where these share a model that would hold on to it.
+        """Free the data of all other stages, where the stages share a model that would keep it alive.
 
-        The model then has tensors on the meta device in their place.
+        The model then has tensors on the meta device in its place.
         """
         kept = [tensor for index in stages for _, tensor in named_tensors(self.modules[index])]
         for index, module in enumerate(self.modules):
@@ -102,18 +102,18 @@ class Partition:
 
 
 def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers under every name that they have."""
+    """Parameters and buffers, under each of their names."""
     parameters = module.named_parameters(remove_duplicate=False)
     return [*parameters, *module.named_buffers(remove_duplicate=False)]
 
 
 def count_parameters(module: nn.Module) -> int:
-    """How many numbers a module's parameters hold."""
+    """The number of elements in a module's parameters."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def paths_in(model: nn.Module) -> list[str]:
-    """Every path to a module; one that is used at several places has several."""
+    """Every path to a module; a module that is used in several places has several."""
     return [path for path, _ in model.named_modules(remove_duplicate=False) if path]
 
 
@@ -155,18 +155,18 @@ def find_shared(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[Shared,
     """The parameters and buffers that several stages use, or that have several names.
 
     Args:
-        model: the whole model. Weights are tied there where one tensor is reached by several names, or
-            where one module is called in several stages.
+        model: the whole model. A weight is shared if several names lead to it, or if several stages call
+            its module.
         modules: its stages, which hold the model's own tensors.
     """
     return _shared([model], dict(enumerate(modules)))
 
 
 def find_shared_between(modules: Mapping[int, nn.Module]) -> tuple[Shared, ...]:
-    """Like :func:`find_shared` where the whole model is not at hand: names are those in the stages.
+    """Like :func:`find_shared`, without the whole model: names are those in the stages.
 
     Args:
-        modules: by the index of the stage.
+        modules: the stages, by index.
     """
     return _shared(modules.values(), modules)
 

@@ -1,9 +1,9 @@
-"""What the units of a model cost: the one measurer behind ``balance=``, `table` and plans.
+"""The costs of a model's units: the one measurement behind ``balance=``, `table` and plans.
 
-One trace of the model's forward shows which calls and functions belong to a unit, and what travels between
-units. Then each unit runs alone: forward, backward in halves and backward whole. Without data this happens on
-fake tensors, and a `Meter` counts operations and bytes; with data the same runs are timed. Of units that are
-alike one runs.
+One trace of the model's forward shows which calls and functions belong to a unit, and which values travel
+between units. Then each unit runs alone: forward, backward in halves and backward whole. Without data this
+happens on fake tensors, and a `Meter` counts operations and bytes; with data the same runs are timed. Of
+units that are alike, only one runs.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ Measure = Literal["time", "flops", "parameters", "memory"]
 REPEATS = 3
 """How often ``balance="time"`` measures each unit, after a first run that does not count."""
 COPIES = 4
-"""A trained weight counts so often in memory: itself, its gradient and the two moments of AdamW."""
+"""The copies of a trained weight in memory: itself, its gradient and the two moments of AdamW."""
 Loss = Callable[[Any, Any], Any]
-"""Makes the scalar that backward starts from, of the model's output and a target."""
+"""Computes the scalar that backward starts from, from the model's output and a target."""
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,18 @@ class UnitCost:
         weight: The time of W, which computes the gradients of its weights.
         backward: The time of B, which computes both.
         input_once: The part of I that a stage spends once, however many units it has.
-        weight_once: The same of W.
-        spread: Half of the range between the quartiles of its times, as a share of these; 0 if predicted.
-        held: What F leaves until I or B, apart from the values that units hand on.
-        around: The part of this that operations around its module leave, which checkpointing does not free.
-        stash: What I leaves until W.
-        forward_extra: What F needs while it runs, beyond what is held before or after it.
+        weight_once: The same for W.
+        spread: Half the interquartile range of its times, as a share of their median; 0 if predicted.
+        held: The bytes that F leaves until I or B, apart from the values that units pass on.
+        around: The part of `held` from operations around its module, which checkpointing does not free.
+        stash: The bytes that I leaves until W.
+        forward_extra: The bytes that F needs while it runs, beyond those held before or after it.
         input_extra: The same for I.
         weight_extra: The same for W.
         backward_extra: The same for B.
         parameters: The bytes of its weights and buffers.
         trained: How many of these bytes get gradients.
-        numbers: How many numbers its weights hold.
+        numbers: The number of elements in its weights.
         flops: The floating-point operations of its forward.
     """
 
@@ -109,13 +109,13 @@ class UnitCost:
 
 @dataclass(frozen=True)
 class ValueCost:
-    """Tensors that one unit makes and the same later units use.
+    """Tensors that one unit makes, and that the same later units use.
 
     Args:
         name: Its name, unique among the values.
         source: The unit that makes it.
         targets: The units that use it, in ascending order.
-        bytes: Its size.
+        bytes: Its size in bytes.
         gradient: Whether a gradient comes back.
         kept: The units whose graphs keep it until backward.
     """
@@ -139,9 +139,9 @@ def measure_units(  # noqa: PLR0913 - the arguments of a step, by name
     rate: Rate | None = None,
     repeats: int = 0,
 ) -> tuple[tuple[UnitCost, ...], tuple[ValueCost, ...]]:
-    """Finds what the units of a model cost for one microbatch.
+    """Measures or predicts what the units of a model cost for one microbatch.
 
-    The model's gradients, buffers, attributes and hooks are left as they are, and so are the states of random
+    The model's gradients, buffers, attributes and hooks stay as they are, and so do the states of random
     generators.
 
     Args:
@@ -151,11 +151,11 @@ def measure_units(  # noqa: PLR0913 - the arguments of a step, by name
             for their numbers.
         kwargs: Its arguments by name.
         target: The second argument of `loss`.
-        loss: Makes the scalar that backward starts from; it counts for the last unit. By default the sum of
-            the output.
+        loss: Computes the scalar that backward starts from; its cost counts for the last unit. By default
+            the sum of the output.
         rate: How long a device takes for an operation, to predict times without data.
-        repeats: How often times are measured on the model's device, after a run that does not count. With 0
-            nothing runs with data, and times are those of `rate`.
+        repeats: How often times are measured on the model's device, after a run that does not count. If 0,
+            nothing runs with data, and times come from `rate`.
 
     Raises:
         UsageError: A unit is not called with these arguments, or times of a model without data are wanted.
@@ -184,7 +184,7 @@ def measure_units(  # noqa: PLR0913 - the arguments of a step, by name
 def _predicted(
     units: Sequence[_Unit], replay: _Replay, mode: FakeTensorMode, rate: Rate | None
 ) -> list[_Probe]:
-    """The units, run without data."""
+    """The probes of the units, run without data."""
 
     def fake(tensor: Tensor) -> Tensor:
         return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
@@ -198,16 +198,16 @@ def _predicted(
 def _timed(
     units: Sequence[_Unit], replay: _Replay, home: torch.device, repeats: int
 ) -> list[_Probe]:
-    """The units, run with data and timed."""
+    """The probes of the units, run with data and timed."""
     clock = _clock(home)
     with as_written():
         replay.run_all()
         probes = _probes(units, replay, None, clock)
-        # In turns: the speed of a device varies, and what ran just before is still in its caches.
+        # In turns: the speed of a device varies, and its caches still hold what ran just before.
         for probe in list(dict.fromkeys(probes)) * repeats:
             probe.run(probe.times)
         if home.type == "cpu":
-            # A GPU is still busy with what was launched before.
+            # On a GPU, these times hide behind the work launched before.
             once = _spent_once(clock)
             for probe in probes:
                 probe.once = once
@@ -236,7 +236,7 @@ def _costs(
     """The costs of the units, and the values with the units whose graphs keep them."""
     keepers: dict[str, list[int]] = defaultdict(list)
     for number, (unit, probe) in enumerate(zip(units, probes, strict=True)):
-        # What was looked at may be another unit that is alike; the places are the same.
+        # The probe may have run another unit that is alike; the places are the same.
         for name in {unit.names[unit.ends[place]] for place in probe.kept}:
             keepers[name].append(number)
     costs = (replace(p.cost(), path=unit.path) for unit, p in zip(units, probes, strict=True))
@@ -250,13 +250,13 @@ def weigh_units(
     balance: str | Sequence[float] | None,
     example: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
 ) -> list[float]:
-    """The weights of units, by which stages are made equal.
+    """The weights of units, by which stages are balanced.
 
     Args:
         model: The whole model.
         paths: The units in the order of their calls.
-        balance: A number for each unit, or what they are measured by: ``"parameters"``, which is the default,
-            ``"flops"``, ``"memory"`` or ``"time"``.
+        balance: A number for each unit, or the measure: ``"parameters"``, which is the default, ``"flops"``,
+            ``"memory"`` or ``"time"``.
         example: The model's arguments for one microbatch; not needed for parameters.
 
     Raises:
@@ -282,12 +282,12 @@ def weigh_units(
     return [unit.by(balance) for unit in units]  # type: ignore[arg-type] # checked above
 
 
-# ---- the model with other tensors for a while, so that measuring leaves no trace
+# ---- other tensors in the model for a while, so that measuring does not change it
 
 
 @contextmanager
 def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """The model without hooks; afterwards everything is as it was."""
+    """Removes the model's hooks; afterwards restores everything."""
     snapshot = Snapshot(model, {})
     try:
         tables = [entry for module in model.modules() for entry in vars(module).items()]
@@ -327,7 +327,7 @@ def _check_not_scripted(model: nn.Module) -> None:
 
 
 def _on(device: torch.device, value: Any) -> Any:
-    """A value with its tensors on a device; of those without data only the shape counts."""
+    """A value with its tensors on a device; meta tensors become ones."""
     return replaced(
         value,
         lambda t: torch.ones(t.shape, dtype=t.dtype, device=device) if t.is_meta else t.to(device),
@@ -335,7 +335,7 @@ def _on(device: torch.device, value: Any) -> Any:
 
 
 def _sharing_data(tensor: Tensor) -> Tensor:
-    """A weight with the same data and a gradient of its own; anything else is a copy."""
+    """A parameter with the same data and its own gradient; a copy of any other tensor."""
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(tensor.detach(), tensor.requires_grad)
     return tensor.detach().clone()
@@ -367,7 +367,7 @@ def _random_states_kept(home: torch.device) -> Iterator[None]:
 
 
 def _clock(home: torch.device) -> Callable[[], float]:
-    """A function that tells the time once the device has done its work."""
+    """A function that waits for the device to finish its work, and returns the time."""
     if home.type == "cpu":
         # If a single thread does all the work, the time of other programs need not count.
         return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
@@ -379,7 +379,7 @@ def _clock(home: torch.device) -> Callable[[], float]:
     return after_all
 
 
-# ---- units: which events of a trace are whose, and what travels between them
+# ---- units: the events of a trace that belong to each, and the values between them
 
 
 @dataclass
@@ -387,9 +387,9 @@ class _Unit:
     """A unit and its events, which can run again with other tensors in place of its inputs.
 
     Attributes:
-        inputs: The values of the trace that it uses of other units.
-        outputs: The values that other units use of it; of the last unit the loss.
-        names: By value, the name of the `ValueCost` that it is in.
+        inputs: The values of the trace that it uses from other units.
+        outputs: The values that other units use from it; for the last unit, the loss.
+        names: For each value, the name of the `ValueCost` that contains it.
     """
 
     path: str
@@ -401,7 +401,7 @@ class _Unit:
 
     @property
     def ends(self) -> list[int]:
-        """The values that it uses, and those that it makes for others."""
+        """The inputs and outputs."""
         return [*self.inputs, *self.outputs]
 
 
@@ -427,7 +427,7 @@ def _shared_out(
 
 
 def _owners(trace: Trace, model: nn.Module, units: Sequence[_Unit]) -> list[int]:
-    """The unit of each event; a function belongs to the latest one among its inputs."""
+    """The unit of each event; a function belongs to the latest unit among those of its inputs."""
     places: dict[int, list[int]] = defaultdict(list)
     for index, unit in enumerate(units):
         places[id(unit.module)].append(index)
@@ -442,7 +442,7 @@ def _owners(trace: Trace, model: nn.Module, units: Sequence[_Unit]) -> list[int]
 
     for event in trace.events:
         if event.is_unit:
-            # The calls of a module that is listed twice are shared out.
+            # If a module is listed twice, its first call goes to its first unit, and so on.
             mine = places[id(model.get_submodule(event.what))]
             owners.append(mine[min(event.number, len(mine) - 1)])
         else:
@@ -451,7 +451,7 @@ def _owners(trace: Trace, model: nn.Module, units: Sequence[_Unit]) -> list[int]
 
 
 def _link(trace: Trace, owners: Sequence[int], units: Sequence[_Unit]) -> list[ValueCost]:
-    """Tells units what they use and make; tensors of one unit that the same units use are one value."""
+    """Sets the units' inputs and outputs; tensors of one unit that the same units use are one value."""
     users: dict[int, set[int]] = {number: {len(units) - 1} for number in trace.slots if number}
     for event, owner in zip(trace.events, owners, strict=True):
         for _, number in event.inputs:
@@ -479,7 +479,7 @@ def _link(trace: Trace, owners: Sequence[int], units: Sequence[_Unit]) -> list[V
 
 
 def _add_loss(unit: _Unit, trace: Trace, loss: Loss, target: Any) -> None:
-    """Lets the loss of the model's output be the last unit's last event."""
+    """Appends the loss of the model's output to the last unit's events."""
     call: tuple[Any, Any] = ((trace.output, target), {})
     ends = [
         (place, number)
@@ -511,7 +511,7 @@ class _Replay:
         }
 
     def run_all(self) -> None:
-        """Finds the values with data."""
+        """Computes the values with data."""
         for event in self._trace.events:
             now = dict(self.values)
             self.run(event, now)
@@ -522,7 +522,7 @@ class _Replay:
                     self.values[number] = leaf.clone()
 
     def run(self, event: Event, now: dict[int, Tensor]) -> None:
-        """Runs an event on the values of now, and puts there what it gives and changes."""
+        """Runs an event on the values in ``now``, and adds its results and changes there."""
         if event.objects is not None:
             event.objects.restore()
         places = located(event.call)
@@ -585,12 +585,12 @@ def _shapes(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
 
 
 class _Probe:
-    """Runs a unit alone, and finds its times, by the clock or else by the rate, and its memory.
+    """Runs a unit alone, and finds its memory, and its times by the clock or else by the rate.
 
     Attributes:
         times: The times of F, I, W and B, in the order of the runs.
-        once: What I and W spend once in a stage.
-        kept: Which of the unit's ends its graph keeps, by place.
+        once: The times that I and W spend once in a stage.
+        kept: The places of those of the unit's ends that its graph keeps.
     """
 
     def __init__(
@@ -608,7 +608,7 @@ class _Probe:
         self._extra: dict[str, float] = defaultdict(float)
         self._held, self.kept, self._flops = self._hold()
         self._around = self._left_around()
-        # The first run makes the gradients, which are there already in all steps but the first.
+        # The first run allocates the gradients, which exist already in all steps but the first.
         self._clock = clock or (lambda: 0.0)
         self.run(defaultdict(list))
         with Meter(rate) as meter:
@@ -636,7 +636,7 @@ class _Probe:
         base = meter.live
         leaves, outputs, gradients = self._forward(times, meter)
         with self._noted("input", times, meter):
-            # The gradients of the inputs are sent away.
+            # A stage sends the gradients of the inputs away, so they are dropped.
             pending = self._split.input_half(outputs, gradients, leaves)[1] if outputs else None
             outputs, gradients = [], []
         self._stash = max(self._stash, float(meter.live - base))
@@ -660,7 +660,7 @@ class _Probe:
 
     @contextmanager
     def _noted(self, kind: str, times: dict[str, list[float]], meter: Meter) -> Iterator[None]:
-        """Notes how long something takes, and how much more memory than before or after it."""
+        """Notes the time of the body, and its peak memory beyond that before or after it."""
         before = meter.live
         meter.reset_peak()
         start = self._clock()
@@ -670,12 +670,12 @@ class _Probe:
         self._extra[f"{kind}_extra"] = max(self._extra[f"{kind}_extra"], extra)
 
     def _hold(self, *, dropping: bool = False) -> tuple[float, list[int], float]:
-        """Bytes that its graph keeps besides the values, which of these it keeps, and the operations of F."""
+        """The bytes that its graph keeps besides values, the values that it keeps, and F's operations."""
         with Meter() as meter:
             _, entered = self._enter()
             outputs = self._results(entered, dropping=dropping)
             graph = [tensor.grad_fn for tensor in outputs]
-            # The loss is no value.
+            # The loss is not a value.
             ends = enumerate(zip(self._unit.ends, (*entered, *outputs), strict=True))
             refs = [
                 (place, weakref.ref(tensor.untyped_storage()), tensor.nbytes)
@@ -699,7 +699,7 @@ class _Probe:
             return self._held
 
     def cost(self) -> UnitCost:
-        """What the runs have shown."""
+        """The costs that the runs have shown."""
         module = self._unit.module
         held = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}.values()
         return UnitCost(
@@ -754,8 +754,8 @@ class StageRow:
     """A stage in the table, for one microbatch.
 
     Args:
-        modules: The paths of its units; neighbours that differ only in their number are one.
-        parameters: How many numbers its weights hold.
+        modules: The paths of its units; neighbours that differ only in their number are merged.
+        parameters: The number of elements in its weights.
         held: The bytes of its weights and buffers.
         flops: The floating-point operations of its forward.
         saved: The bytes that forward holds for backward, apart from what travels.
@@ -776,7 +776,7 @@ class StageRow:
 
 @dataclass(frozen=True)
 class StageTable:
-    """A row for each stage; ``str`` gives it as text."""
+    """A row for each stage; ``str`` renders it as text."""
 
     rows: tuple[StageRow, ...]
 
@@ -821,7 +821,7 @@ def table(
         repeats: How often times are measured; by default they are not, and the model needs no data.
 
     Raises:
-        UsageError: As `measure_units`.
+        UsageError: As for `measure_units`.
     """
     paths = [path for run in stages for path in run]
     units, values = measure_units(model, paths, args, kwargs, repeats=repeats)
@@ -850,7 +850,7 @@ def table(
 
 
 def spans(paths: Iterable[str]) -> list[str]:
-    """Paths, where neighbours that differ only in the last number become one: ``blocks.0-3``."""
+    """Paths, with neighbours that differ only in the last number merged: ``blocks.0-3``."""
     runs = [list(run) for _, run in groupby(paths, lambda path: re.sub(r"\d+$", "", path))]
     return [r[0] if len(r) == 1 else f"{r[0]}-{re.sub('.*[^0-9]', '', r[-1])}" for r in runs]
 

@@ -34,7 +34,7 @@ from penstock.rng import LOSS, Draws, generators_kept
 from penstock.schedule import Placement
 
 Where = int | Sequence[str] | Sequence[Sequence[str]]
-"""How many stages; or the module paths to cut before; or for each stage the paths of its modules."""
+"""The number of stages; or the module paths to cut before; or for each stage the paths of its modules."""
 
 
 def partition(
@@ -48,24 +48,24 @@ def partition(
 ) -> Partition:
     """Cut a model into stages that together compute what it computes.
 
-    Every stage runs the author's own forward, and of its units only those that are its own.
+    Every stage runs the author's own forward, but only its own units in it.
 
     Args:
-        model: any module; its stages hold its own parameters.
-        stages: how many; or the paths of the modules before which to cut; or for each stage the paths of
-            its modules.
+        model: any module; the stages hold its parameters, not copies of them.
+        stages: the number of stages; or the paths of the modules before which to cut; or for each stage the
+            paths of its modules.
         example: arguments for one microbatch, as ``(args, kwargs)``. They show the order in which the model
-            calls its modules, where that is not the order in which it holds them.
+            calls its modules, if it differs from the order in which it holds them.
         balance: what to make equal, if you give the number of stages: ``"parameters"``, ``"flops"``,
             ``"memory"`` or ``"time"``, of which all but the first need the example; or a weight for each
             module that can be placed. By default parameters; the children of an ``nn.Sequential`` count
             alike.
-        placement: which rank holds which stage, if you give their number: balances ranks instead of stages.
-        checkpoint: recompute the units in the backward instead of keeping what they hold: all of them, or
-            those at or inside of these paths.
+        placement: which rank holds which stage, if you give the number: balances ranks instead of stages.
+        checkpoint: recompute units in the backward instead of keeping their activations: all units, or
+            those at or inside these paths.
 
     Raises:
-        PartitionError: it cannot be cut so; the message says why, and what to do.
+        PartitionError: the model cannot be cut this way; the message says why, and what to do.
     """
     if not isinstance(stages, int) and (balance is not None or placement is not None):
         raise UsageError(
@@ -79,11 +79,11 @@ def partition(
 
 
 def unit_paths(model: nn.Module, stages: int, *, example: Example | None = None) -> list[str]:
-    """The modules that can be placed for so many stages, in the order of their calls.
+    """The modules that can be placed for a number of stages, in the order of their calls.
 
     Args:
         model: any module.
-        stages: how many stages there are to be: the model is taken apart as far as that needs.
+        stages: the number of stages: the model is taken apart only as far as it requires.
         example: arguments for one microbatch, which show the order of the calls.
 
     Returns:
@@ -97,16 +97,16 @@ def unit_paths(model: nn.Module, stages: int, *, example: Example | None = None)
 def trace(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, stages: int = 1
 ) -> Trace:
-    """Run a model without data, and see its units' calls.
+    """Run a model without data, and record the calls of its units.
 
     Args:
-        model: any module; afterwards it is as it was.
-        args: of one microbatch; only shapes and types count.
-        kwargs: those by name.
-        stages: how far the model is taken apart into units.
+        model: any module; the run leaves it unchanged.
+        args: positional arguments for one microbatch; only shapes and types count.
+        kwargs: arguments by name.
+        stages: the number of stages for which the model is taken apart into units.
 
     Returns:
-        What happened: its ``events``, in order, of which some are calls of units.
+        The trace: its ``events`` are in order; some are calls of units.
     """
     units = find_units(model, stages)
     return record(model, model, _doors(model, units), (args, kwargs))
@@ -117,7 +117,7 @@ def _doors(model: nn.Module, units: Sequence[str]) -> list[Door]:
 
 
 def _shown(model: nn.Module, units: Sequence[str], example: Example | None) -> Trace | None:
-    """What happens in a call with the example, or with arguments that a model of transformers offers."""
+    """The trace of a call with the example, or with the arguments that a transformers model offers."""
     call = example
     if call is None:
         offered = getattr(model, "dummy_inputs", None) if hasattr(model, "config") else None
@@ -142,7 +142,7 @@ def _check_compiled(model: nn.Module) -> None:
         )
 
 
-# ---- where the units are
+# ---- the stages of the units
 
 
 Placed = list[list[str]]
@@ -198,7 +198,7 @@ def _by_count(
     weights = _weights(model, calls, balance, example)
     starts = choose_cuts(weights, stages, placement)
     if is_sequential(model) and balance is None and placement is None:
-        # Of several cuts that are equally even, the one whose first stages are the larger ones.
+        # Of several equally even cuts, the one whose first stages are the larger ones.
         size, rest = divmod(len(calls), stages)
         starts = tuple(index * size + min(index, rest) for index in range(stages))
     return [calls[a:b] for a, b in pairwise([*starts, len(calls)])], shown
@@ -211,10 +211,10 @@ _CALLED_AGAIN = (
 
 
 def _calls_in_order(units: Sequence[str], calls: Sequence[str]) -> list[str]:
-    """The calls, and the units that are not called behind those that the model holds before them.
+    """The calls to cut between, and the units that are never called.
 
-    A unit that other units are called in between of again is called in one stage, like a norm that all
-    layers share, unless it is called again and again with nothing else in between.
+    If a unit is called again after other units, like a norm that all layers share, only its first call
+    counts; if it is ever called twice in a row, all its calls count.
     """
     counts = Counter(calls)
     if all(count == 1 for count in counts.values()):
@@ -239,7 +239,7 @@ def _weights(
         return [1.0] * len(calls)
     weights = weigh_units(model, calls, balance, example)
     if balance in (None, "parameters"):
-        # A module weighs once, however often it is called.
+        # A module's weight counts once, however often the module is called.
         counts = Counter(calls)
         weights = [weight / counts[call] for weight, call in zip(weights, calls, strict=True)]
     return weights
@@ -248,7 +248,7 @@ def _weights(
 def _homes(
     model: nn.Module, placed: Placed, shown: Trace | None, example: Example | None
 ) -> dict[str, list[int]]:
-    """The stages of each unit, and of each parameter and of each buffer of a unit by name."""
+    """The stages of each unit by path, and of each parameter and each unit's buffer by name."""
     homes: dict[str, list[int]] = {}
     first = {
         id(model.get_submodule(path)): path for of in reversed(placed) for path in reversed(of)
@@ -280,7 +280,7 @@ def _homes(
     }
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, near in loose.items():
-        # Where the first use is not known, the first stage that it can be in: values go to later ones.
+        # Where the first use is unknown, the earliest possible stage: values go to later stages only.
         known = min((stage for path in near for stage in homes[path]), default=0)
         homes[name] = [by_tensor.setdefault(id(parameters[name]), known)]
     return homes
@@ -326,7 +326,7 @@ def _recomputed(
 
 
 def _chain(model: nn.Module, paths: Sequence[str]) -> Callable[..., Any]:
-    """Calls modules one after the other. A tuple becomes several arguments of one that takes several."""
+    """A forward that calls modules in a chain. It unpacks a tuple into the next one's arguments."""
     names = {path: _takes(model.get_submodule(path)) for path in paths}
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -360,14 +360,14 @@ def randomness(
 ) -> Iterator[None]:
     """Draw what a pipeline would draw for a microbatch: the same dropout masks, bit for bit.
 
-    The forward and the loss of the microbatch must each be run once in the context. Afterwards torch's
-    generators are as they were before.
+    Run the forward and the loss of the microbatch once each in the context. It restores the states of
+    torch's generators.
 
     Args:
         model: the whole model.
-        seed: of the training, as given to :class:`penstock.Pipeline`.
+        seed: the seed of the training, as given to :class:`penstock.Pipeline`.
         step: the number of the step, from 0.
-        microbatch: its index.
+        microbatch: the index of the microbatch.
         units: the paths of the modules that the pipeline places as a whole; by default those of a pipeline
             with few stages.
     """

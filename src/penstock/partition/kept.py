@@ -1,4 +1,4 @@
-"""What units keep in attributes, and who reads it: their own stage may, the others and the loss may not."""
+"""Attributes that units set: their own stage may read them, other stages and the loss may not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MISSING = object()
 
 
 class Attribute(NamedTuple):
-    """An attribute that a unit has set: of which module, and the event that set it."""
+    """An attribute that a unit has set: its module, its name, and the event that set it."""
 
     module: nn.Module
     name: str
@@ -27,12 +27,12 @@ class Kept:
     """Watches the attributes of units in a run.
 
     Args:
-        units: by path.
-        read: is called with an attribute that is read while the unit that set it does not run, and its value.
-        changes_again: is called with two events of one unit of which the second changes what the first set.
+        units: the units by path.
+        read: called with an attribute that is read while the unit that set it is not running, and its value.
+        changes_again: called with two events, of which the second changes what the first set.
 
     Attributes:
-        between: what code between units changed in them.
+        between: the changes that code between units made to units' attributes.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Kept:
         self.between: list[Changed] = []
 
     def enter(self, path: str) -> None:
-        """A unit is called."""
+        """Note that a unit is called."""
         for inner, part, name, value in self._changed(path):
             if not isinstance(value, torch.Tensor | nn.Module):
                 owner = ".".join(filter(None, (path, inner)))
@@ -64,7 +64,7 @@ class Kept:
         self._inside = {id(part) for _, part in self._parts[path]}
 
     def leave(self, path: str, event: int) -> None:
-        """It has returned."""
+        """Note that the unit has returned."""
         self._inside = set()
         for _, part, name, _ in self._changed(path):
             before = self._set.get((id(part), name))
@@ -74,12 +74,12 @@ class Kept:
             self._watch.add(type(part), name)
 
     def close(self) -> list[Attribute]:
-        """Watch no longer; returns what units have set."""
+        """Stop watching, and return the attributes that units have set."""
         self._watch.close()
         return list(self._set.values())
 
     def _changed(self, path: str) -> Iterator[tuple[str, nn.Module, str, Any]]:
-        """What a unit's modules have otherwise than when they were last looked at."""
+        """The attributes of a unit's modules that have changed since the last look."""
         for inner, part in self._parts[path]:
             known, now = self._known[id(part)], attributes_of(part)
             changed = [n for n, value in now.items() if not _is_as(known.get(n, _MISSING), value)]
@@ -95,7 +95,7 @@ class Kept:
 
 @contextmanager
 def hidden(attributes: Sequence[tuple[nn.Module, str, str]]) -> Iterator[None]:
-    """Refuse to read some attributes, listed with the names of their units, as the last stage has others."""
+    """Refuse to read some attributes, given with their units' names: the last stage has other values."""
     units = {(id(module), name): unit for module, name, unit in attributes}
 
     def refuse(module: nn.Module, name: str, _: Any) -> None:
@@ -118,21 +118,21 @@ _Note = Callable[[nn.Module, str, Any], None]
 
 
 class _ReadWatch:
-    """Tells when attributes are read that are in instances of some classes."""
+    """Calls a function when some attributes of instances are read."""
 
     def __init__(self, note: _Note) -> None:
         self._note = note
         self._before: dict[tuple[type, str], Any] = {}
 
     def add(self, kind: type, name: str) -> None:
-        """Watch also this one."""
+        """Watch an attribute of all instances of a class."""
         inherited = getattr(kind, name, _MISSING)
         if (kind, name) not in self._before and not hasattr(type(inherited), "__get__"):
             self._before[kind, name] = vars(kind).get(name, _MISSING)
             setattr(kind, name, _Watched(name, inherited, self._note))
 
     def close(self) -> None:
-        """Leave the classes as they were."""
+        """Restore the classes."""
         for (kind, name), before in self._before.items():
             if before is _MISSING:
                 delattr(kind, name)
@@ -141,7 +141,7 @@ class _ReadWatch:
 
 
 class _Watched:
-    """What stands in a class for an attribute that is watched."""
+    """The descriptor of a watched attribute."""
 
     def __init__(self, name: str, default: Any, note: _Note) -> None:
         self._name, self._default, self._note = name, default, note

@@ -1,4 +1,4 @@
-"""A meter of operations: how long a device would take for them, and what they leave in memory."""
+"""A meter of operations: the time a device would take for them, and the memory they leave allocated."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Meter(TorchDispatchMode):
         rate: How long a device takes for an operation; by default no time is counted.
 
     Attributes:
-        seconds: The time the device would take for what was done so far.
+        seconds: The time the device would take for the operations so far.
         flops: The floating-point operations of products, convolutions and attention.
-        live: The bytes that were allocated in the mode and are not freed yet.
-        peak: The most of these at any time since `reset_peak`.
+        live: The bytes that were allocated in the mode and not freed yet.
+        peak: The largest `live` since `reset_peak`.
     """
 
     def __init__(self, rate: Rate | None = None) -> None:
@@ -56,7 +56,7 @@ class Meter(TorchDispatchMode):
         self.peak = 0
 
     def reset_peak(self) -> None:
-        """Lets `peak` start from what is alive now."""
+        """Restarts `peak` from `live`."""
         self.peak = self.live
 
     def __torch_dispatch__(
@@ -118,7 +118,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 class FusedAttention(TorchFunctionMode):
-    """A mode in which attention draws no dropout, so that the CPU has a fused kernel as a GPU has."""
+    """A mode without dropout in attention, so that the CPU has a fused kernel, as a GPU has."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -138,4 +138,4 @@ _KNOWN_AS = {
         _ATEN._scaled_dot_product_flash_attention_backward
     ),
 }
-"""The CPU's kernels, of which PyTorch does not count operations, by those of a GPU, of which it does."""
+"""Kernels of the CPU, whose operations PyTorch does not count, and their GPU twins, which it counts."""

@@ -1,4 +1,4 @@
-"""Tensors inside of nested values: lists, dictionaries, dataclasses, outputs of transformers and the like."""
+"""Tensors inside nested values: lists, dictionaries, dataclasses, outputs of transformers and the like."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 Place = tuple[Any, ...]
-"""Where a tensor is inside of a value: the indices, keys or names on the way."""
+"""The path to a tensor inside a value: indices, keys or names."""
 
 
 def located(value: Any) -> dict[Place, Tensor]:
@@ -67,7 +67,7 @@ def plain_in(value: Any) -> list[bool | float | str]:
 
 
 def opaque_in(value: Any) -> dict[Place, Any]:
-    """The objects inside a value that are looked into no further, such as caches, by their places."""
+    """The objects inside a value that are not searched for tensors, such as caches, by their places."""
     return {
         place: leaf
         for place, leaf in _leaves(value, ())
@@ -76,7 +76,7 @@ def opaque_in(value: Any) -> dict[Place, Any]:
 
 
 def _leaves(value: Any, at: Place) -> Iterator[tuple[Place, Any]]:
-    """What holds nothing that can be looked into, with its place."""
+    """The leaves of a value, which cannot be searched further, with their places."""
     kind = type(value)
     is_leaf = isinstance(value, Tensor) or kind in _ATOMS
     children = None if is_leaf else _children(value, kind)
@@ -89,7 +89,7 @@ def _leaves(value: Any, at: Place) -> Iterator[tuple[Place, Any]]:
 
 
 def replaced(value: Any, put: Callable[[Tensor], Any]) -> Any:
-    """A value with other tensors in it: containers are new, everything else is the same object."""
+    """A value with its tensors replaced: containers are new, everything else is the same object."""
     if isinstance(value, Tensor):
         return put(value)
     kind = type(value)
@@ -111,7 +111,7 @@ def _rebuilt(value: Any, kind: type, put: Callable[[Tensor], Any]) -> Any:
             twin[name] = replaced(child, put)
         return twin
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        # Also for a subclass such as PackedSequence, whose constructor does other things.
+        # This way also for a subclass such as PackedSequence, whose constructor does other things.
         return tuple.__new__(kind, [replaced(child, put) for child in value])
     if kind in SUPPORTED_NODES:
         node = SUPPORTED_NODES[kind]

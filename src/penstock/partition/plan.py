@@ -1,4 +1,4 @@
-"""Who does what in one kind of call: the owners of its events, and what travels between the stages."""
+"""Plan one kind of call: the owners of its events, and the values that travel between the stages."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from penstock.partition.trace import Event, Trace, Value, is_ours
 from penstock.schedule import Edge
 
 Homes = Mapping[str, Sequence[int]]
-"""The stages of each unit by path, and of each parameter and saved buffer by name.
+"""The stages of each unit by path, and of each parameter and each unit's buffer by name.
 
-Of a unit that is in several stages, the first calls are in the first of these, and so on.
+If a unit is in several stages, its first calls are in the first of them, and so on.
 """
 
 
@@ -34,9 +34,9 @@ class Step(NamedTuple):
         owner: the stage that runs it.
         event: what was recorded.
         inputs: the roots of its arguments that are values, by place; ``None`` for parameters and buffers.
-        claims: the arguments, by place, that become values, with their numbers: tensors that each stage makes
-            for itself of the model's arguments, and into which the event writes.
-        borrows: whether it uses a parameter or buffer that arrives.
+        claims: the arguments, by place, that become values, with the values' numbers: tensors that each stage
+            makes itself from the model's arguments, and that the event writes into.
+        borrows: whether it uses a parameter or buffer of another stage.
     """
 
     what: Any
@@ -53,7 +53,7 @@ class Quick(NamedTuple):
     Attributes:
         what: the function.
         is_own: whether the stage runs it.
-        placeholder: what stages have that do not run it.
+        placeholder: the result in stages that do not run it.
     """
 
     what: Any
@@ -68,16 +68,16 @@ class CallPlan:
     Attributes:
         edges: the values that travel.
         steps: the events in order.
-        trace: the run that showed them.
+        trace: the run that showed the events.
         last: for each stage, the index of its last event.
         arrives: for each stage, the edges of the tensors that it gets, by their roots.
-        sends: for each stage, the edges of those that it sends.
-        borrows: for each stage, the edges of parameters and buffers that it gets, by their names.
-        lends: for each stage, the edges of those that it sends.
-        lost: the names in the output of objects that no stage has all of, such as caches.
+        sends: for each stage, the edges of the tensors that it sends, by their roots.
+        borrows: for each stage, the edges of the parameters and buffers that it gets, by their names.
+        lends: for each stage, the edges of the parameters and buffers that it sends, by their names.
+        lost: the names in the output of objects that no stage has in full, such as caches.
         regions: for each of the author's checkpoints, the stages of its events.
         buffers: the names of the units' buffers that are used between units.
-        attributes: those, with their modules and units, that units of earlier stages than the last set.
+        attributes: the modules, names and units of the attributes set in stages before the last.
     """
 
     edges: tuple[Edge, ...]
@@ -95,9 +95,9 @@ class CallPlan:
     _quick: dict[int, list[Quick | None]] = field(default_factory=dict, repr=False)
 
     def quick(self, stage: int) -> list[Quick | None]:
-        """For each event up to a stage's last one how it is done quickly there, or None."""
+        """For each event up to a stage's last one, its quick form there, or None."""
         if stage not in self._quick:
-            # Otherwise the stage checks again which values an event has.
+            # A stage that must check again which values an event has does nothing quickly.
             checked = self.trace.decides or any(step.claims for step in self.steps)
             steps = [] if checked else self.steps[: self.last[stage] + 1]
             kept = {*self.sends[stage], *self.arrives[stage], *self.trace.returned}
@@ -123,10 +123,10 @@ class CallPlan:
         return Quick(step.what, step.owner == stage, self.trace.values[number].tensor)
 
     def apart(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function of the last stage, such as a loss, which may not see what other stages' units keep.
+        """Call a function of the last stage, such as a loss, that may not read other stages' attributes.
 
         Raises:
-            PartitionError: it does.
+            PartitionError: it reads one.
         """
         if not self.attributes:
             return function(*args)
@@ -134,15 +134,15 @@ class CallPlan:
             return function(*args)
 
     def with_output(self, function: Callable[[Any], Any], counts: Any = None) -> Any:
-        """Call a function with the model's output without data; what ``counts`` holds is put back."""
+        """Call a function with the model's output without data; restore what ``counts`` holds."""
         if not self.steps:
-            return None  # of a model that was not run without data
+            return None  # the model was not run without data
         with self.trace.mode, restored(counts):
             return function(self.trace.output)
 
 
 def empty_plan() -> CallPlan:
-    """Nothing travels."""
+    """A plan in which nothing travels."""
     trace = Trace(FakeTensorMode(), torch.device("cpu"), [])
     return CallPlan((), [], trace, [0], [{}], [{}], [{}], [{}])
 
@@ -157,10 +157,10 @@ def first_uses(trace: Trace, homes: Homes) -> dict[str, int]:
 
 
 def assign(trace: Trace, homes: Homes, stages: int) -> CallPlan:
-    """Find the owner of each event of a run, and what travels.
+    """Find the owner of each event of a run, and the values that travel.
 
     Raises:
-        PartitionError: the model cannot be cut so; the message names the module and the line.
+        PartitionError: the model cannot be cut this way; the message names the module and the line.
     """
     for changed in trace.state if stages > 1 else ():
         if not changed.units:
@@ -181,7 +181,7 @@ def assign(trace: Trace, homes: Homes, stages: int) -> CallPlan:
 
 
 def _check_generators(trace: Trace, stages: Sequence[int]) -> None:
-    """Refuse a generator of the model's own from which several stages draw."""
+    """Refuse a generator of the model from which several stages draw."""
     drawn: dict[int, tuple[Event, int]] = {}
     for event, stage in zip(trace.events, stages, strict=True):
         for generator in event.generators:
@@ -282,7 +282,7 @@ def _backwards(event: Event, owner: int, value: Value, source: int) -> str:
 
 
 def _check_region(steps: Sequence[Step]) -> None:
-    """Refuse a checkpoint that is run again as a whole, and uses a parameter that has arrived."""
+    """Refuse a checkpoint that is recomputed as a whole, and uses a parameter of another stage."""
     borrows = next((step.event for step in steps if step.borrows), None)
     if borrows is not None and len({step.owner for step in steps}) == 1:
         raise PartitionError(
@@ -302,7 +302,7 @@ class _Planner:
         last = [-1] * stages
         for index, owner in enumerate(owner_of):
             last[owner] = index
-        # The last stage gives the output; and where a hook is set, it may be removed at any later place.
+        # The last stage returns the output. A stage that sets a hook may remove it at any later point.
         hooked = {owner_of[i] for i, event in enumerate(trace.events) if event.sets_hook}
         for stage in (*hooked, stages - 1):
             last[stage] = len(owner_of)
@@ -361,7 +361,7 @@ class _Planner:
             self._users.setdefault(number, set()).add(stage)
 
     def _check_numbers(self) -> None:
-        """Refuse numbers of tensors that decide what other stages do."""
+        """Refuse a tensor's numbers where they decide what other stages do."""
         owner_of = self._owners.stages
         for index, event in enumerate(self._trace.events):
             if event.is_unit or not event.needs_data or self._stages == 1:
@@ -375,7 +375,7 @@ class _Planner:
             )
 
     def _check_versions(self) -> None:
-        """Refuse writes in place between uses of a tensor: each stage gets it once, as it is in the end."""
+        """Refuse in-place writes between uses of a tensor: each stage gets it once, in its final state."""
         values, owner_of = self._trace.values, self._owners.stages
         known: dict[tuple[int, int], int] = {}
         for number, users in sorted(self._users.items()):
@@ -417,13 +417,13 @@ class _Planner:
         )
 
     def _reached(self) -> set[int]:
-        """The values that the output or an added loss is made of: from those a gradient may come back."""
+        """The values that lead to the output or an added loss: a gradient may come back to them."""
         trace = self._trace
         reached = {number for number in trace.slots if number is not None}
         for event in reversed(trace.events):
             results = [slot for slot in event.slots if isinstance(slot, int)]
             results += [change.new for change in event.changes]
-            # A unit may add a loss, whatever becomes of its results.
+            # A unit may add a loss, even if its results are not used.
             counts = event.is_unit or is_ours(event.what)
             counts = counts or any(
                 number in reached and trace.values[number].requires_grad for number in results
@@ -433,7 +433,7 @@ class _Planner:
         return reached
 
     def _lost(self) -> set[Any]:
-        """The names in the output of objects that units of other stages were given."""
+        """The names in the output of objects that units of other stages got."""
         elsewhere = {
             id(thing)
             for event, stage in zip(self._trace.events, self._owners.stages, strict=True)

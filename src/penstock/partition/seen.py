@@ -1,7 +1,7 @@
 """Watch what an author's forward does between its units, while it runs.
 
-A ``TorchFunctionMode`` sees PyTorch functions. Calls of units, custom functions and checkpoints, which no
-mode sees, are caught here.
+A ``TorchFunctionMode`` sees PyTorch functions. No mode sees calls of units, custom functions and checkpoints;
+they are intercepted here.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from torch.utils import checkpoint as checkpointing
 from penstock.rng import Draws
 
 Run = Callable[..., Any]
-"""Does what would have been done."""
+"""Makes the call that was intercepted."""
 
 # ---- the calls of units
 
 
 _CALL = "_compiled_call_impl"
-"""Where ``nn.Module.__call__`` looks first, before hooks, for what to call. It is what ``Module.compile``
-sets. As of torch 2.13."""
+"""The attribute that ``nn.Module.__call__`` calls, if set, in place of the forward and its hooks.
+``Module.compile`` sets it. As of torch 2.13."""
 
 
 class Door:
-    """The place where calls of one module can be taken over, without a trace in the module.
+    """A place where calls of one module can be taken over, without lasting changes to the module.
 
     Args:
         module: the module.
@@ -50,7 +50,7 @@ class Door:
         """Let ``call(door, run, args, kwargs)`` answer for calls of the module.
 
         Args:
-            call: answers; ``run`` is the module's own call, with its hooks.
+            call: answers the calls; ``run`` is the module's own call, with its hooks.
             direct: whether calls of ``module.forward`` are taken over too.
         """
         state = self._state
@@ -62,7 +62,7 @@ class Door:
             state["forward"] = lambda *args, **kwargs: call(self, forward, args, kwargs)
 
     def close(self) -> None:
-        """Leave the module as it was."""
+        """Restore the module."""
         state = self._state
         for name in (_CALL, "forward"):
             if name in self._saved:
@@ -93,7 +93,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 @contextlib.contextmanager
 def observers_left_out(units: Sequence[nn.Module]) -> Iterator[None]:
-    """Leave out hooks that only record something, and those by which PyTorch gathers weights."""
+    """Leave out hooks that only record something, and hooks with which PyTorch gathers weights."""
     before: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
     parts = {id(part): part for unit in units for part in unit.modules()}.values()
     for hooks in [vars(part).get(kind) for part in parts for kind in _HOOKS]:
@@ -132,7 +132,7 @@ def _is_none(step: dis.Instruction | None) -> bool:
     return step is not None and step.opname == "LOAD_CONST" and step.argval is None
 
 
-# ---- what draws random numbers
+# ---- functions that draw random numbers
 
 
 @functools.cache
@@ -181,15 +181,15 @@ class Listener(Protocol):
         """Answer for a custom function."""
 
     def checkpointed(self, run: Run, args: Any, kwargs: Any, options: Mapping[str, Any]) -> Any:
-        """Answer for a checkpoint ``run``, whose arguments are a function and what it takes."""
+        """Answer for a checkpoint ``run``, whose arguments are a function and that function's arguments."""
 
 
 _APPLY: Any = vars(Function)["apply"]
 _CHECKPOINT: Any = inspect.unwrap(checkpointing.checkpoint)
 _SWITCH = "__dynamo_disable"
-"""At each call the checkpoint looks at this attribute of itself for what to run instead, so that setting it
-works under whatever name the author has imported the function. It is torch's own switch and has no public
-name. As of torch 2.13."""
+"""At each call, the checkpoint runs what this attribute of itself holds instead, if set. So setting it works
+under any name that the author imported the function by. It is torch's own switch, and has no public name. As
+of torch 2.13."""
 _OPTIONS = {"preserve_rng_state"} | {
     name
     for name, parameter in inspect.signature(checkpointing.checkpoint).parameters.items()
@@ -217,7 +217,7 @@ def others_seen(listener: Listener) -> Iterator[None]:
         yield
     finally:
         Function.apply = apply_before  # type: ignore[method-assign]
-        # Torch takes None for not set.
+        # To torch, None means not set.
         setattr(_CHECKPOINT, _SWITCH, switch_before)
 
 
@@ -228,7 +228,7 @@ def is_checkpoint(function: type[Function]) -> bool:
 
 @contextlib.contextmanager
 def uncheckpointed(args: tuple[Any, ...], options: Mapping[str, Any]) -> Iterator[None]:
-    """Run what was checkpointed without that, so that it still gives the same gradients.
+    """A context in which a checkpointed function runs plainly, with the same gradients.
 
     A reentrant checkpoint gives gradients only if one of its arguments requires them.
     """
@@ -242,10 +242,10 @@ def uncheckpointed(args: tuple[Any, ...], options: Mapping[str, Any]) -> Iterato
 
 
 class Seeded(TorchFunctionMode):
-    """Runs code of the model's author with the generators seeded, as the stages of a pipeline are.
+    """Runs the author's code with the generators seeded, as in the stages of a pipeline.
 
     Args:
-        doors: the units.
+        doors: the doors of the units.
         draws: seeds the generators.
         calls: how often each unit was called before, by path.
         drawn: how often code between units drew before.
@@ -267,7 +267,7 @@ class Seeded(TorchFunctionMode):
         self._inside = False
 
     def run(self, function: Run, args: Any, kwargs: Any) -> Any:
-        """Run a function; each time it draws the same."""
+        """Run a function, which draws the same each time."""
         self._calls, self._drawn = Counter(self._before[0]), self._before[1]
         with opened(self._doors, self._unit), self, others_seen(self):
             return function(*args, **kwargs)
@@ -295,11 +295,11 @@ class Seeded(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def applied(self, function: type[Function], run: Run, args: Any, kwargs: Any) -> Any:
-        """Draws inside a custom function count as those of one unit would: they are not seen one by one."""
+        """Run a custom function; as inside a unit, its draws are not seen one by one."""
         return run(*args, **kwargs)
 
     def checkpointed(self, run: Run, args: Any, kwargs: Any, options: Mapping[str, Any]) -> Any:
-        """What is recomputed is seeded again."""
+        """Run a checkpoint, and seed its recomputation again."""
         if self._inside:
             return run(*args, **kwargs, **options)
         function, *rest = args
@@ -308,14 +308,14 @@ class Seeded(TorchFunctionMode):
 
 
 def checkpointed(run: Run, options: Mapping[str, Any]) -> Run:
-    """A call as a checkpoint; what is recomputed draws the same, for torch keeps the generators' states."""
+    """A call as a checkpoint; recomputing draws the same, since torch keeps the generators' states."""
     kept = {**options, "preserve_rng_state": True}
     return lambda *args, **kwargs: checkpointing.checkpoint(run, *args, **kept, **kwargs)
 
 
 @contextlib.contextmanager
 def left(mode: TorchFunctionMode) -> Iterator[None]:
-    """Leave a mode of functions for a while, if it is the innermost one."""
+    """Leave a function mode for a while, if it is the innermost one."""
     top = torch._C._len_torch_function_stack()
     if not top or torch._C._get_function_stack_at(top - 1) is not mode:
         yield
@@ -334,7 +334,7 @@ def recomputed(
     calls: Mapping[str, int],
     drawn: int,
 ) -> Run:
-    """A function whose first call is plain, and whose later ones draw what the first one drew."""
+    """A function whose first call is plain, and whose later calls draw what the first one drew."""
     if draws is None:
         return function
     seeded = Seeded(doors, draws, dict(calls), drawn)

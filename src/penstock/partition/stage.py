@@ -47,8 +47,8 @@ class CutStage(StageModule):
     """One stage of a model.
 
     Args:
-        author: the model.
-        index: which stage.
+        author: the model that was cut.
+        index: the index of the stage.
     """
 
     def __init__(self, author: Author, index: int) -> None:
@@ -61,18 +61,18 @@ class CutStage(StageModule):
         self._chains: dict[CallPlan, _Chain | None] = {}
 
     def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallPlan:
-        """What all stages do in a call, see :meth:`Partition.plan`."""
+        """The plan of a call; see :meth:`Partition.plan`."""
         plan: CallPlan = self.__dict__["_author"].plan(args, kwargs)
         return plan
 
     def flops(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
-        """The floating-point operations of the whole model's forward, see :meth:`StageModule.flops`."""
+        """The floating-point operations of the whole model's forward; see :meth:`StageModule.flops`."""
         count: float = self.__dict__["_author"].flops(args, kwargs)
         return count
 
     @property
     def units(self) -> list[nn.Module]:
-        """The modules that run here as a whole."""
+        """The modules that run as a whole in this stage."""
         mine = set(self.modules())
         return [door.module for door in self.__dict__["_author"].doors if door.module in mine]
 
@@ -94,7 +94,7 @@ class CutStage(StageModule):
         return loose
 
     def train(self, mode: bool = True) -> CutStage:
-        """Set the mode, also of the author's modules around the units."""
+        """Set the mode here and on the author's modules around the units."""
         super().train(mode)
         for module in self.around:
             module.training = mode
@@ -124,21 +124,21 @@ class CutStage(StageModule):
     def _whole(self, author: Author, call: StageCall, args: Any, kwargs: Any) -> Any:
         if call.draws is None and not author.recomputes:
             return author.forward(*args, **kwargs)
-        # What changes its arguments would change them again where it is recomputed.
+        # A unit that changes its arguments would change them again when it is recomputed.
         events = call.plan.trace.events
         recomputes = author.recomputes - {event.what for event in events if event.changes}
         seeded = Seeded(author.doors, call.draws, {}, recomputes=recomputes)
         return seeded.run(author.forward, args, kwargs)
 
     def _follow(self) -> None:
-        """Let the author's modules use the tensors held here, which may have been moved or wrapped."""
+        """Make the author's modules use the tensors held here, which may have been moved or wrapped."""
         for path, table, name, mine in self.__dict__["_loose"]:
             if table.get(name) is not mine[name]:
                 table[name] = mine[name]
                 self.__dict__["_author"].hold(path, table, name)
 
     def release(self, kept: Collection[Tensor]) -> None:
-        """Let go of all data except that of the tensors in ``kept``."""
+        """Free all data except that of the tensors in ``kept``."""
         others = {id(tensor) for tensor in kept}
         metas: dict[int, Tensor] = {}
         tables: list[Any] = [t for m in self.modules() for t in (m._parameters, m._buffers)]
@@ -155,14 +155,14 @@ class CutStage(StageModule):
 
 
 def _shell(module: nn.Module) -> Any:
-    """The module without its contents: a stage must not keep the others' alive."""
+    """The module without its contents: a stage must not keep other stages' tensors alive."""
     shell = copy.copy(module)
     vars(shell).update(_parameters={}, _buffers={}, _modules={})
     return shell
 
 
 def _fill(stage: nn.Module, author: Author, index: int) -> list[Any]:
-    """Put the stage's units, and its share of what is outside of them, under the paths they have."""
+    """Put the stage's units, and its share of the tensors outside of them, under their paths."""
     units = {id(door.module): door.path for door in author.doors}
     loose: list[Any] = []
     inside: tuple[str, ...] = ()
@@ -190,18 +190,18 @@ def _fill(stage: nn.Module, author: Author, index: int) -> list[Any]:
             loose.append((prefix + name, table, name, held))
             if name in module._non_persistent_buffers_set:
                 holder._non_persistent_buffers_set.add(name)
-        with contextlib.suppress(AttributeError):  # a stage that has nothing of it
+        with contextlib.suppress(AttributeError):  # the stage has nothing of this module
             hooks = {name: vars(module)[name] for name in _STATE_HOOKS}
             vars(stage.get_submodule(path)).update(hooks)
     return loose
 
 
 _STATE_HOOKS = ("_load_state_dict_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks")
-"""Hooks of a module that act on what is loaded and saved. As of torch 2.13."""
+"""Hooks of a module on loading and saving. As of torch 2.13."""
 
 
 def _holder(root: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """The module that is to hold what has this path, and its name there; modules on the way are made."""
+    """The module to hold what has this path, and the name there; makes missing modules on the way."""
     *way, name = path.split(".")
     holder = root
     for step in way:
@@ -217,10 +217,10 @@ class _Chain(NamedTuple):
     """A stage of an ``nn.Sequential``: its units, one after the other, with nothing between them.
 
     Attributes:
-        arrives: the edge of what the first unit takes; None for the model's argument.
+        arrives: the edge of the first unit's input; None for the model's argument.
         steps: the calls of the units.
         units: the modules.
-        edge: of the last unit's result, if that travels.
+        edge: the edge of the last unit's result, if it travels.
     """
 
     arrives: str | None
@@ -237,7 +237,7 @@ class _Chain(NamedTuple):
         return hidden
 
     def sent(self, tensor: Any, stage: int) -> dict[str, Tensor]:
-        """What travels, after a check against the run without data."""
+        """The value that travels, after a check against the run without data."""
         assert self.edge is not None
         planned = self.steps[-1].event.result.shape
         if not isinstance(tensor, Tensor) or tensor.shape != planned:
@@ -250,7 +250,7 @@ class _Chain(NamedTuple):
 
 
 def _chain_of(plan: CallPlan, author: Author, stage: int) -> _Chain | None:
-    """What a stage does in a kind of call if that is a chain."""
+    """What a stage does in one kind of call, if it is a chain."""
     doors = {door.path: door.module for door in plan.trace.doors}
     modules = [doors.get(step.what) for step in plan.steps if step.event.is_unit]
     mine = [at for at, step in enumerate(plan.steps) if step.owner == stage]
@@ -289,7 +289,7 @@ def _chain_of(plan: CallPlan, author: Author, stage: int) -> _Chain | None:
 def _attributes_kept(
     modules: Sequence[nn.Module], settled: Collection[tuple[int, str]]
 ) -> Iterator[None]:
-    """Leave the attributes of the modules around the units as they were, but for those that are set once."""
+    """Restore the attributes of the modules around the units, except those that are set once."""
     states = [(module, vars(module), dict(vars(module))) for module in modules]
     try:
         yield
@@ -302,7 +302,7 @@ def _attributes_kept(
 
 
 class _Runner(TorchFunctionMode):
-    """One forward of one stage: it runs its own events, and answers the others with placeholders."""
+    """One forward of one stage: runs its own events, and answers the others with placeholders."""
 
     def __init__(
         self, stage: int, author: Author, call: StageCall, values: Mapping[str, Any]
@@ -352,7 +352,7 @@ class _Runner(TorchFunctionMode):
         return (self._output(output) if is_last else None), self._sent()
 
     def _arguments(self, args: Any, kwargs: Any) -> Any:
-        """Copies of arguments that are changed, and stand-ins for those that this process was not given."""
+        """The arguments: copies of those that are changed, stand-ins for those this process did not get."""
         trace = self._plan.trace
         places = {id(t): i for i, t in enumerate(tensors_in((args, kwargs)))}
 
@@ -367,7 +367,7 @@ class _Runner(TorchFunctionMode):
         return replaced((args, kwargs), put)
 
     def _sent(self) -> dict[str, Any]:
-        """What travels, as the stage's last event leaves it."""
+        """The values that travel, as the stage's last event leaves them."""
         named = {
             edge: _tensor(self._author.model, n)
             for n, edge in self._plan.lends[self._stage].items()
@@ -396,7 +396,7 @@ class _Runner(TorchFunctionMode):
         return is_parameter or self._number(tensor) == root
 
     def _number(self, tensor: Tensor) -> int | None:
-        """Which tensor of the trace it is, or stands for; ``None`` if it depends on the arguments alone."""
+        """The trace's value that it is or stands for; ``None`` if it depends on the arguments alone."""
         if id(tensor) in self._followed:
             return self._followed[id(tensor)][1]
         if isinstance(tensor, FakeTensor):
@@ -404,13 +404,13 @@ class _Runner(TorchFunctionMode):
         return None
 
     def _check_memory(self, tensors: Sequence[Tensor], at: str = "") -> None:
-        """Check that no tensor shows memory of the arguments that another stage has written into."""
+        """Check that no tensor shares memory of the arguments that another stage has written into."""
         for tensor in tensors if self._claimed else ():
             if self._number(tensor) is None and storage_of(tensor) in self._claimed:
                 raise PartitionError(f"{at or where(self._author.paths)}: {OVERWRITTEN}")
 
     def _check_inputs(self, step: Step, args: Any, kwargs: Any) -> None:
-        """Check that numbers have not led the author's code to give an event other values."""
+        """Check that the author's code has not, led by numbers, given an event other values."""
         placed = located((args, kwargs))
         self._check_memory(list(placed.values()))
         numbers = {place: n for place, t in placed.items() if (n := self._number(t)) is not None}
@@ -439,8 +439,8 @@ class _Runner(TorchFunctionMode):
         if self._draws is not None:
             self._draws.enter(door.path, step.event.number)
         recomputes = door.path in self._author.recomputes or self._recomputes is not None
-        # What is recomputed as a whole is not recomputed in parts, and what changes its arguments would
-        # change them again.
+        # A region that is recomputed as a whole is not recomputed in parts. A unit that changes its
+        # arguments would change them again.
         if recomputes and not self._region_runs and not step.event.changes:
             options = {**(self._recomputes or {}), "use_reentrant": False}
             run = checkpointed(run, options)
@@ -448,7 +448,7 @@ class _Runner(TorchFunctionMode):
         alone = top >= 0 and torch._C._get_function_stack_at(top) is self
         self._busy = True
         if alone:
-            # Functions inside of units are not looked at.
+            # Functions inside units are not events.
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             return self._done(step, run, args, kwargs)
@@ -487,7 +487,7 @@ class _Runner(TorchFunctionMode):
         return self._done(step, func, args, kwargs)
 
     def _quickly(self, quick: Quick, at: int, args: Any, kwargs: Any) -> Any:
-        """Follow the result of a function by a mark on it, so that it lives no longer than it is needed."""
+        """Follow the result of a function by a mark on it, so that it lives no longer than needed."""
         self._at = at
         if not quick.is_own:
             return quick.placeholder
@@ -503,7 +503,7 @@ class _Runner(TorchFunctionMode):
         self._drawn += 1
 
     def _is_event(self, values: Any) -> bool:
-        """Whether a tensor that comes from units or parameters is among some arguments."""
+        """Whether some arguments include a tensor that comes from units or parameters."""
         followed = self._followed
         for value in values:
             if isinstance(value, Tensor):
@@ -541,7 +541,7 @@ class _Runner(TorchFunctionMode):
         return self._lent.get(id(tensor), tensor)
 
     def _checked(self, step: Step, output: Any) -> Any:
-        """Check that the result of an event looks as in the run without data."""
+        """Check that the result of an event looks like that in the run without data."""
         event = step.event
         results = tensors_in(output)
         if len(results) != len(event.slots):
@@ -559,7 +559,7 @@ class _Runner(TorchFunctionMode):
         return output
 
     def _watched(self, step: Step, run: Run, args: Any, kwargs: Any) -> Any:
-        """Run a unit that decides by numbers; it may change nothing of other stages unplanned."""
+        """Run a unit that decides by numbers; refuse unplanned changes that other stages would miss."""
         before = {place: (t, t._version) for place, t in located((args, kwargs)).items()}
         output = run(*args, **kwargs)
         for place in before.keys() - {change.argument for change in step.event.changes}:
@@ -572,7 +572,7 @@ class _Runner(TorchFunctionMode):
         return output
 
     def _check_plain(self, step: Step, output: Any) -> None:
-        """Check that plain values are those that other stages have from the run without data."""
+        """Check that plain values equal those of the run without data, which other stages have."""
         for value, planned in zip(plain_in(output), plain_in(step.event.result), strict=False):
             if value != planned:
                 raise _different(step, self._stage, f"gave {value!r}", f"gave {planned!r}")
@@ -592,13 +592,13 @@ class _Runner(TorchFunctionMode):
         self._follow(tensor, number)
 
     def _follow(self, tensor: Tensor, number: int | None = None) -> None:
-        """Know a tensor again, and send it in the end if others use it."""
+        """Remember a tensor, and send it in the end if others use it."""
         self._followed[id(tensor)] = tensor, number
         if number in self._sends:
             self._outgoing[number] = tensor
 
     def _answer(self, step: Step, args: Any, kwargs: Any) -> Any:
-        """What stands in place of the result of another stage's event."""
+        """The stand-in for the result of another stage's event."""
         event = step.event
         values = self._plan.trace.values
         placed: dict[Place, Tensor] = {}
@@ -625,7 +625,7 @@ class _Runner(TorchFunctionMode):
         return replaced(event.result, put)
 
     def _claim(self, tensor: Tensor, number: int) -> None:
-        """Another stage writes into what this one has made for itself: write what has arrived of it."""
+        """Copy what has arrived into a tensor that this stage made and another stage writes into."""
         self._claimed.add(storage_of(tensor))
         self._follow(tensor, number)
         if number in self._arrives:
@@ -676,7 +676,7 @@ class _Runner(TorchFunctionMode):
             self._recomputes, self._region_runs = before
 
     def _after_checkpoint(self, output: Any, number: int) -> None:
-        """A checkpoint may return other tensors than were made inside of it."""
+        """Follow a checkpoint's results: they may be other tensors than those made inside it."""
         for tensor, slot in zip(
             tensors_in(output), self._plan.trace.regions[number].slots, strict=False
         ):
@@ -713,7 +713,7 @@ def _different(step: Step, stage: int, did: str, planned: str) -> PartitionError
 
 
 def _to_send(tensor: Tensor) -> Tensor:
-    """The tensor, without a gradient that could not come back."""
+    """The tensor, detached if no gradient can come back to it."""
     return tensor.detach() if tensor.requires_grad and not takes_gradient(tensor) else tensor
 
 

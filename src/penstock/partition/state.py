@@ -1,4 +1,4 @@
-"""What hangs on a model's modules, before and after a run: attributes, counters, iterators."""
+"""The state that a model's modules hold, before and after a run: attributes, counters, iterators."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from torch._subclasses import FakeTensor
 
 _REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
 CONTAINERS = (list, dict, set, deque)
-"""What holds others, and can be changed."""
+"""The types of mutable containers."""
 _PLAIN = (int, float, str, bool, type(None))
 _DEPTH = 4
-"""How deep helper objects and containers are looked into."""
+"""How deep helper objects and containers are searched."""
 _MOST = 1000
-"""How many members of a container are."""
+"""How many members of a container are searched."""
 _LARGE = 10**6
-"""How many numbers a tensor in an attribute may have for a copy of it to be kept for the time of a run."""
+"""The largest tensor in an attribute, in elements, that is copied for the time of a run."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Changed:
     """Something that a run has changed.
 
     Attributes:
-        what: in words, with the module and the line that assigns to it, as far as it can be told.
-        units: the paths of the units that have it; empty if it hangs on a module outside of units.
-        attribute: the identity of the module and the name, if it is an attribute.
+        what: a description, with the module and, if known, the line that assigns to it.
+        units: the paths of the units that have it; empty if a module outside of units has it.
+        attribute: the module's identity and the attribute's name, if it is an attribute.
     """
 
     what: str
@@ -45,7 +45,7 @@ class Changed:
 
 
 class _Whose(NamedTuple):
-    """Where something hangs: the unit, if it is in one; words for messages; and the attribute."""
+    """The owner of something: the unit, if it is in one; words for messages; and the attribute."""
 
     unit: str
     words: str
@@ -55,7 +55,7 @@ class _Whose(NamedTuple):
 
 @dataclass
 class _Noted:
-    """A container, helper object, class, tensor, array or generator: what it held, and where it hangs."""
+    """A container, helper object, class, tensor, array or generator: its contents, and owners by unit."""
 
     thing: Any
     contents: Any
@@ -67,7 +67,7 @@ class _Noted:
 
 
 class _Replayed:
-    """Stands for an iterator in a run, and knows what was taken from it."""
+    """Stands for an iterator in a run, and records the items taken from it."""
 
     def __init__(self, rest: Iterator[Any]) -> None:
         self.rest, self.taken = rest, list[Any]()
@@ -81,11 +81,11 @@ class _Replayed:
 
 
 class Snapshot:
-    """The state of a model's modules, but for parameters and buffers.
+    """The state of a model's modules, except parameters and buffers.
 
     Args:
         model: the model.
-        units: its units by path; what changes inside of one alone is its own affair.
+        units: its units by path; changes inside a single unit are ignored.
     """
 
     def __init__(self, model: nn.Module, units: dict[str, nn.Module]) -> None:
@@ -105,11 +105,11 @@ class Snapshot:
             for kind in _classes(module):
                 words = f"an attribute of the class {kind.__name__} of {owner}"
                 self._look(kind, _Whose(unit, words, module), 1, None, None)
-        # Only now, with what stands for iterators.
+        # Only now, when the iterators have been replaced.
         self._modules = [(m, attributes_of(m), _registries(m)) for m in model.modules()]
 
     def look(self, value: Any) -> None:
-        """Note also what some value holds."""
+        """Note what another value holds too."""
         self._look(value, _Whose("", "", self._modules[0][0]), 0, (), None)
 
     def _look(self, value: Any, place: _Whose, depth: int, holder: Any, name: Any) -> None:
@@ -136,11 +136,11 @@ class Snapshot:
             self._look(child, place, depth + 1, value, key)
 
     def owner(self, module: nn.Module) -> str | None:
-        """What a module outside of the units is called; ``None`` for one inside of them."""
+        """The name of a module outside of the units; ``None`` for a module inside them."""
         return self._outside.get(id(module))
 
     def changes(self) -> list[Changed]:
-        """What has changed outside of the units, or in what several units have."""
+        """The changes outside of the units, or in objects that several units have."""
         changed: list[Changed] = []
         for module, before, _ in self._modules:
             owner, after = self.owner(module), attributes_of(module)
@@ -164,7 +164,7 @@ class Snapshot:
         return changed
 
     def has_new_tensors(self, counts: Callable[[Tensor], bool]) -> bool:
-        """Whether an attribute, or what one holds, has become another tensor that ``counts``."""
+        """Whether an attribute, or a member of one, is now another tensor, for which ``counts`` is true."""
         pairs = [(before, attributes_of(m)) for m, before, _ in self._modules if self.owner(m)]
         pairs += [
             (dict(_members(noted.contents)), dict(_members(_read(noted.thing))))
@@ -178,7 +178,7 @@ class Snapshot:
         )
 
     def restore(self) -> None:
-        """Put everything back that was noted."""
+        """Restore everything that was noted."""
         for module, before, registries in self._modules:
             state = vars(module)
             for name in attributes_of(module).keys() - before.keys():
@@ -198,7 +198,7 @@ class Snapshot:
 
 @contextmanager
 def restored(value: Any) -> Iterator[None]:
-    """Leave what an object holds as it was."""
+    """A context that restores what an object holds."""
     contents = _read(value)
     try:
         yield
@@ -208,7 +208,7 @@ def restored(value: Any) -> Iterator[None]:
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """What the author has put on a module, but for parameters, buffers, modules and hooks."""
+    """The author's attributes of a module, without parameters, buffers, modules and hooks."""
     return {n: v for n, v in vars(module).items() if n not in _REGISTRIES}
 
 
@@ -218,13 +218,13 @@ def _registries(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _classes(module: nn.Module) -> list[type]:
-    """The author's classes that a module is of."""
+    """The classes of a module that the author wrote."""
     kinds = type(module).__mro__
     return [k for k in kinds if not k.__module__.startswith(("torch.", "builtins", "penstock."))]
 
 
 def _is_iterator(value: Any) -> bool:
-    """Whether a value gives others one by one, and shows nowhere how far it is."""
+    """Whether a value is an iterator without a visible position."""
     return hasattr(type(value), "__next__") and not hasattr(value, "__dict__")
 
 
@@ -259,13 +259,13 @@ def _read(value: Any) -> Any:
 
 @dataclass
 class _Numbers:
-    """What a tensor, an array or a generator holds: a mark that differs if that has changed, and a copy."""
+    """The contents of a tensor, array or generator: a mark that differs after a change, and a copy."""
 
     mark: Any
     copy: Any
 
     def put_back(self, value: Any) -> None:
-        """Let it hold that again."""
+        """Write the copy back into ``value``."""
         if isinstance(value, Generator):
             value.set_state(self.copy)
             return
@@ -274,7 +274,7 @@ class _Numbers:
 
 
 def _write(value: Any, contents: Any) -> None:
-    """Let a container, object, array or tensor hold what it held before."""
+    """Write its former contents back into a container, object, array or tensor."""
     if isinstance(contents, _Numbers):
         contents.put_back(value)
     elif isinstance(value, list | deque):
@@ -335,7 +335,7 @@ def same(before: Any, after: Any) -> bool:
 
 
 def line_of(module: nn.Module, name: str = "") -> str:
-    """The line of a module's methods that assigns to an attribute or changes it, else its forward's."""
+    """The line in a module's methods that sets or changes an attribute, else its forward's line."""
     pattern = re.compile(
         rf"\.{name}\b(\[.*\])?(\.\w+)*\s*([-+*/|&%@]|//|\*\*)?=(?!=)|\.{name}\b(\.\w+)*\.\w+\("
         rf"|\bnext\(.*\.{name}\b|\bdel .*\.{name}\b"
@@ -354,7 +354,7 @@ def _methods(module: nn.Module) -> Iterator[tuple[str, str, int, list[str]]]:
     """The author's methods of a module: name, file, first line, and all lines."""
     for kind in _classes(module):
         for method in filter(inspect.isfunction, vars(kind).values()):
-            # Not the lines of the class, which cannot be had where it was typed in.
+            # Not the lines of the class: a class that was typed in has none.
             with suppress(OSError, TypeError):
                 lines, start = inspect.getsourcelines(method)
                 file = method.__code__.co_filename.replace("\\", "/").rpartition("/")[2]

@@ -1,8 +1,8 @@
-"""One run of an author's forward on fake tensors: what happens in it, in order.
+"""Record one run of an author's forward on fake tensors: its events, in order.
 
-An *event* is a call of a unit, or of a PyTorch function on tensors that come from units or parameters. What
-depends on the model's arguments alone is no event: every stage computes it for itself, from the arguments'
-numbers. The run without data takes ones for these, or the numbers of an example.
+An *event* is a call of a unit, or of a PyTorch function on tensors that come from units or parameters. A
+function of the model's arguments alone is not an event: every stage computes it itself, from the arguments'
+numbers. The run without data uses ones for these numbers, or those of an example.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _READS = frozenset(
     }
     | {"item", "masked_select", "nonzero", "numpy", "tolist", "unique"}
 )
-"""The names of functions that read the numbers of a tensor, so that the author's code may depend on them."""
+"""The names of functions that read a tensor's numbers, on which the author's code may then depend."""
 OVERWRITTEN = (
     "what units gave was written into a tensor, and is read through another that was made of it before and "
     "shares its memory; write into a clone"
@@ -87,23 +87,23 @@ _GRADIENTS = {torch.autograd.grad, torch.autograd.backward, _TENSOR.backward}
 
 
 def is_ours(function: Any) -> bool:
-    """Whether it is a function of Penstock, such as ``add_loss``, that asks modes as PyTorch's do."""
+    """Whether it is a function of Penstock, such as ``add_loss``, that modes see like PyTorch's."""
     return str(getattr(function, "__module__", "")).startswith("penstock.")
 
 
 _MODEL = -1
-"""Stands for the event that made a tensor, if it is one of the model's."""
+"""Stands for the event that made a tensor, if the tensor is the model's own."""
 
 
 @dataclass(eq=False)
 class Value:
-    """A tensor that events give or take.
+    """A tensor that events make or use.
 
     Attributes:
         name: unique in the trace.
         root: the number of the first value that the same tensor was, before events changed it.
         event: the index of the event that made or changed it; ``None`` for a parameter or a unit's buffer.
-        tensor: the fake tensor, without its graph; what stages without it have in its place.
+        tensor: the fake tensor, without its graph: the placeholder in stages without the value.
         requires_grad: whether it requires a gradient.
         parameter: its name in the model, if it is a parameter or buffer.
         is_buffer: whether it is a unit's buffer.
@@ -136,13 +136,13 @@ class Event:
 
     Attributes:
         what: the function, or the unit's path.
-        name: for messages.
+        name: its name in messages.
         number: for a unit, the number of its call.
         inputs: the values among its arguments, each with its place in ``(args, kwargs)``.
         result: what it returned, with fake tensors.
         slots: for each tensor of the result, its value, or the place of the argument that it is.
         changes: the tensors that it changed in place.
-        reads: the events whose tensors it used, though they were no arguments.
+        reads: the events whose tensors it used, though they were not arguments.
         generators: the model's generators from which it draws.
         needs_data: whether the result depends on the numbers in a tensor.
         where: the module and line of the author's code.
@@ -166,12 +166,12 @@ class Event:
 
     @property
     def sets_hook(self) -> bool:
-        """Whether a hook is set on a tensor, or may be on its node."""
+        """Whether it sets a hook on a tensor, or may set one on the tensor's node."""
         return self.what in _EFFECTS
 
     @property
     def is_unit(self) -> bool:
-        """Whether a unit is called."""
+        """Whether it is a call of a unit."""
         return isinstance(self.what, str)
 
 
@@ -186,25 +186,25 @@ class Region:
 
 @dataclass(eq=False)
 class Trace:
-    """What happened in one run of a model without data.
+    """The record of one run of a model without data.
 
     Attributes:
-        doors: the modules whose calls are events.
-        events: in order.
-        values: by number.
+        doors: the doors of the modules whose calls are events.
+        events: the events in order.
+        values: the values by number.
         output: what the model returned.
         slots: for each tensor of the output its value, or ``None`` if it depends on the arguments alone.
         regions: the author's checkpoints around units.
-        metadata: functions that give no tensor, such as ``Tensor.size``.
+        metadata: functions that return no tensor, such as ``Tensor.size``.
         direct: the units whose ``forward`` was called without the module.
         changed_arguments: the positions of the model's arguments that its code changed.
-        mode: of the fake tensors.
-        state: what the run has changed outside of units.
+        mode: the mode of the fake tensors.
+        state: the changes that the run made outside of units, or to objects that several units have.
         settled: the attributes that are set once, by the identity of the module and by name.
         has_custom: whether a custom function was applied between units.
         foreign: parameters of other models, such as a frozen teacher's, by their identity.
         kept: the attributes that units have set.
-        decides: whether the code between units looked at numbers, such as those of the model's arguments.
+        decides: whether the code between units read numbers, such as those of the model's arguments.
     """
 
     mode: FakeTensorMode
@@ -241,7 +241,7 @@ class Trace:
 
 
 def home_of(model: nn.Module) -> torch.device:
-    """Where a model is; the CPU for one without data."""
+    """The device of a model; the CPU for one without data."""
     tensors = [*model.parameters(), *model.buffers()]
     return next((t.device for t in tensors if t.device.type != "meta"), torch.device("cpu"))
 
@@ -256,11 +256,11 @@ def record(
     """Run a model's forward without data.
 
     Args:
-        model: the whole model; afterwards it is as it was.
+        model: the whole model; the run leaves it unchanged.
         forward: its forward.
-        doors: its units.
+        doors: the doors of its units.
         call: ``(args, kwargs)``; of their tensors only shapes and types count.
-        numbers: other arguments like these, whose numbers the run takes.
+        numbers: other arguments of the same kind, whose numbers the run uses.
     """
     units = {door.path: door.module for door in doors}
     snapshot = Snapshot(model, units)
@@ -270,7 +270,7 @@ def record(
         recorder = _Recorder(model, doors)
         trace = recorder.run(forward, call, numbers, snapshot)
         if trace.state and not snapshot.has_new_tensors(recorder.depends):
-            # What is set once may be: a setting that is found out, a table that is made in the first call.
+            # An attribute may be set once: a setting that is detected, a table made in the first call.
             again = _Recorder(model, doors).run(forward, call, numbers, Snapshot(model, units))
             trace.settled = {changed.attribute for changed in trace.state if changed.attribute}
             trace.state = again.state
@@ -357,7 +357,7 @@ class _Recorder(TorchFunctionMode):
                 table[name] = tensor
 
     def _twin(self, tensor: Tensor, name: str, *, real: bool) -> Tensor:
-        """What stands for a parameter or buffer: a fake one, or for a buffer between units a copy."""
+        """The stand-in for a parameter or buffer: a fake one, or a copy of a buffer between units."""
         if real and tensor.is_meta:
             return torch.ones(tensor.shape, dtype=tensor.dtype, device=self.trace.device)
         if real:
@@ -371,7 +371,7 @@ class _Recorder(TorchFunctionMode):
                 device=self.trace.device,
                 requires_grad=parameter and tensor.requires_grad,
             )
-        # All that nn.Parameter does to a subclass, but for a detach: that takes a fake tensor longest. As of
+        # All that nn.Parameter does to a subclass, except a detach, which is slow on fake tensors. As of
         # torch 2.13.
         twin._is_param = parameter
         number = self._new_value(twin, name, None, parameter=name)
@@ -431,7 +431,7 @@ class _Recorder(TorchFunctionMode):
 
     @contextlib.contextmanager
     def _encoders_watched(self) -> Iterator[None]:
-        """Refuse PyTorch's encoders that drop padding, by nested tensors, where their layers are units."""
+        """Refuse PyTorch's encoders that drop padding with nested tensors, if their layers are units."""
 
         def check(module: nn.Module, args: Any, kwargs: Any) -> None:
             if kwargs.get("src_key_padding_mask", args[2] if len(args) > 2 else None) is not None:
@@ -459,7 +459,7 @@ class _Recorder(TorchFunctionMode):
                 hook.remove()
 
     def _read_kept(self, attribute: Attribute, value: Any) -> None:
-        """An attribute that a unit has set is read, and not by that unit."""
+        """Note that an event reads an attribute that a unit has set; refuse reads between events."""
         if self.current is None:
             raise PartitionError(
                 f"{self._where()}: the model uses the attribute {attribute.name!r} of "
@@ -467,21 +467,21 @@ class _Recorder(TorchFunctionMode):
                 "not have; return it from there (a loss: penstock.add_loss)"
             )
         self.current.reads.add(attribute.event)
-        # Whoever made these tensors, the unit's stage has them.
+        # Whichever event made these tensors, the stage of the unit that set the attribute has them.
         self._given |= {storage_of(self._fake_of(t)) for t in tensors_in(value)}
 
     def _set_again(self, before: int, after: int) -> None:
         self.trace.events[after].reads.add(before)
 
     def check_nothing_left(self) -> None:
-        """Check that units have put no tensor of theirs where the run without data cannot take it back."""
+        """Check that units have left no tensor where the run without data cannot take it back."""
         calls = [(event.call, event.result) for event in self.trace.events if event.is_unit]
         if opaque_in((calls, self.trace.output)):
-            # Objects such as caches hold tensors, and nobody can tell which.
+            # Objects such as caches hold tensors, and there is no way to find out which.
             return
         makers = [(weakref.ref(t), self._made.get(storage_of(t), _MODEL)) for t in self._held]
         self._held, self._by_storage, self._written = [], {}, ((), {})
-        # Without the graph, nothing is left of what was only passed on.
+        # Once the graph is gone, so are tensors that were only passed on.
         left = [(ref, maker) for ref, maker in makers if maker != _MODEL and ref() is not None]
         if left:
             gc.collect()
@@ -496,7 +496,7 @@ class _Recorder(TorchFunctionMode):
                 )
 
     def depends(self, tensor: Tensor) -> bool:
-        """Whether a tensor was made of what units gave, or of the model's arguments."""
+        """Whether a tensor was made from units' results, or from the model's arguments."""
         return isinstance(tensor, FakeTensor) or id(tensor) in self._derived
 
     def _output_slot(self, tensor: Tensor) -> int | None:
@@ -552,13 +552,13 @@ class _Recorder(TorchFunctionMode):
         if getattr(run, "__name__", "") == "forward":
             self.trace.direct.add(door.path)
         elif not isinstance(door.module, torch.jit.ScriptModule):
-            # What was compiled runs as it was written.
+            # A compiled module runs as it was written.
             run = getattr(door.module, "_orig_mod", door.module)._call_impl
         path, number = door.path, self._calls[door.path]
         self._calls[path] += 1
         event = Event(path, path, where(self._paths, path), number)
         self._kept.enter(path)
-        # Not as a function between units: the mode is left for as long as the unit runs.
+        # Functions inside the unit are not events: leave the mode while it runs.
         with left(self), as_written():
             output = self._event(event, path, run, args, kwargs)
         self._kept.leave(path, len(self.trace.events) - 1)
@@ -625,7 +625,7 @@ class _Recorder(TorchFunctionMode):
         self._note_inputs(event, placed)
         twins = {id(t): t for t in originals}
         self._written = args, kwargs
-        # With containers of its own, which nobody empties.
+        # With containers of its own, which the author's code cannot empty.
         event.call = replaced(self._written, self._bare)
         if event.is_unit and (objects := opaque_in(event.call)):
             event.objects = Snapshot(nn.Module(), {})
@@ -667,7 +667,7 @@ class _Recorder(TorchFunctionMode):
                 event.inputs.append((place, number))
                 self._check_known(event, tensor, number)
             elif not isinstance(tensor, FakeTensor) or storage_of(tensor) not in self._made:
-                # What units have put into a cache, say, is no input; but this was made between them.
+                # A tensor that units put into a cache, say, is no input; this one was made between units.
                 self._is_followed(tensor)
 
     def _check_known(self, event: Event, tensor: Tensor, number: int) -> None:
@@ -680,7 +680,7 @@ class _Recorder(TorchFunctionMode):
             )
 
     def _claim_hidden(self, shown: Sequence[Tensor], before: Sequence[Any]) -> None:
-        """Note which tensors of the arguments' making share memory that an event wrote into."""
+        """Note the tensors made from the arguments that share memory an event wrote into."""
         written = {
             storage_of(t) for t, look in zip(shown, before, strict=True) if _looks(t) != look
         }
@@ -730,7 +730,7 @@ class _Recorder(TorchFunctionMode):
             number = self._new_value(tensor, name, index)
             event.slots.append(number)
             slots[id(tensor)] = number
-        # With containers of its own, since whoever is given the output may empty them.
+        # With containers of its own, since the code that gets the output may empty the output's.
         event.result = replaced(output, self._bare)
 
     def _note_read(self, event: Event, index: int, maker: int | None, storage: int) -> None:
@@ -752,7 +752,7 @@ class _Recorder(TorchFunctionMode):
             torch.clear_autocast_cache()
 
     def _run_with_data(self, event: Event, run: Run, reason: Exception) -> Any:
-        """Run on ones what does not run without data, and on the numbers of the model's arguments."""
+        """Run an event that failed without data on ones, and on the numbers of the model's arguments."""
         module = self.model.get_submodule(event.what) if event.is_unit else nn.Module()
         originals: dict[int, Tensor] = {}
 
@@ -772,7 +772,7 @@ class _Recorder(TorchFunctionMode):
             return twin.requires_grad_(tensor.requires_grad)
 
         failure: Exception | None = None
-        # Perhaps a mask of ones leaves nothing.
+        # A mask of ones may leave nothing.
         for number in (1, 0):
             try:
                 with _filled_with_ones(module):
@@ -840,7 +840,7 @@ def _changed_buffers(before: _Buffers, after: _Buffers, snapshot: Snapshot) -> I
 
 
 class _MadeUp(TorchDispatchMode):
-    """Answers with ones where an operation needs the numbers of a tensor, and sees what a unit reads."""
+    """Answers with ones where an operation needs a tensor's numbers, and notes what a unit reads."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -859,7 +859,7 @@ class _MadeUp(TorchDispatchMode):
         try:
             output = func(*args, **kwargs)
         except Exception as error:
-            # Whatever cannot be done without data; where it cannot with ones either, the first error counts.
+            # Any operation that fails without data is tried on ones; if that fails too, this error counts.
             event.needs_data |= isinstance(error, _NEED_DATA)
             output = self._on_ones(func, args, kwargs, error)
         for tensor in tensors_in(output):
@@ -881,7 +881,7 @@ class _MadeUp(TorchDispatchMode):
     def _on_ones(self, func: Any, args: Any, kwargs: Any, reason: Exception) -> Any:
         mode = self._recorder.mode
         self._answers += 1
-        # Code that draws until it is pleased may be pleased by zeros only.
+        # Code that draws until a condition holds may need zeros to get out.
         for number in (1, 0) if self._answers < _PATIENCE else (0, 1):
             with contextlib.suppress(Exception), _disable_current_modes():
                 filled, named = replaced((args, kwargs), functools.partial(_filled, number))
@@ -891,7 +891,7 @@ class _MadeUp(TorchDispatchMode):
 
 
 _PATIENCE = 64
-"""After how many answers of ones an event gets zeros."""
+"""The number of answers with ones after which an event gets zeros."""
 _NEED_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 
 
@@ -903,24 +903,24 @@ def _filled(number: int, tensor: Tensor, device: torch.device | None = None) -> 
 def takes_gradient(tensor: Tensor) -> bool:
     """Whether a gradient can come back to a tensor.
 
-    A view of a weight that was made under ``no_grad`` says that it requires one, yet has no node.
+    A view of a weight that was made under ``no_grad`` claims to require a gradient, yet has no node.
     """
     try:
         return tensor.requires_grad and not (tensor.grad_fn is None and tensor._is_view())
     except RuntimeError:
-        # One of several views that were made at once has no node when what it is a view of has changed.
+        # One of several views that were made at once has no node after its base has changed.
         return True
 
 
 def _is_metadata(event: Event, output: Any) -> bool:
-    """Whether a function tells something about tensors that placeholders have too."""
+    """Whether a function returned metadata only, which placeholders have too."""
     acts = event.is_unit or event.changes or event.needs_data or is_ours(event.what)
     return not acts and event.what not in _EFFECTS and not tensors_in(output)
 
 
 @contextlib.contextmanager
 def _filled_with_ones(module: nn.Module) -> Iterator[None]:
-    """Give a module without data other parameters and buffers."""
+    """Fill a module's fake parameters and buffers with ones for a while."""
     before = [(table, name, t) for table, name, t in _tables(module) if isinstance(t, FakeTensor)]
     try:
         for table, name, tensor in before:
@@ -934,19 +934,19 @@ def _filled_with_ones(module: nn.Module) -> Iterator[None]:
 
 
 def _tables(module: nn.Module) -> list[tuple[Any, str, Tensor | None]]:
-    """Where a module and those inside of it hold their parameters and buffers."""
+    """The parameters and buffers of a module and those inside it, with their tables and names."""
     parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
     tables: list[Any] = [table for part in parts for table in (part._parameters, part._buffers)]
     return [(table, name, tensor) for table in tables for name, tensor in table.items()]
 
 
 def _any(answers: Iterable[bool]) -> bool:
-    """Whether any is true; all are asked for."""
+    """Whether any answer is true; evaluates all of them."""
     return True in list(answers)
 
 
 def storage_of(tensor: Tensor) -> int:
-    """The identity of the memory that a tensor shows."""
+    """The identity of a tensor's memory."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -964,7 +964,7 @@ def where(paths: Mapping[int, str], unit: str = "") -> str:
     while frame is not None:
         name = frame.f_code.co_filename.replace("\\", "/")
         if not any(part in name for part in _LIBRARIES):
-            # Code that was typed in or generated is somebody's if its lines can be shown.
+            # Code that was typed in or generated is the author's if its lines can be shown.
             if not name.startswith("<") or linecache.getline(name, frame.f_lineno):
                 line = line or f"{name.rpartition('/')[2]}:{frame.f_lineno}"
             module = frame.f_locals.get("self")

@@ -1,4 +1,4 @@
-"""Which modules of a model are placed as a whole, and in which stages."""
+"""Find the modules of a model that are placed as a whole, and their stages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def forward_of(module: nn.Module) -> Any:
-    """The forward of a module's class; that of a scripted one cannot be asked for as an attribute."""
+    """The forward of a module's class, looked up statically: reading a scripted class's attribute fails."""
     return inspect.getattr_static(type(module), "forward")
 
 
@@ -38,10 +38,10 @@ def is_sequential(model: nn.Module) -> bool:
 
 
 def find_units(model: nn.Module, stages: int) -> list[str]:
-    """The units of a model for so many stages, by path, in the order in which the model holds them.
+    """The units of a model for a number of stages, by path, in the order in which the model holds them.
 
-    The model's parts are taken apart, the heaviest first, until there are enough of them, and none that
-    holds a chain is too heavy for a stage. The members of a chain stay whole while there are enough parts.
+    Takes the model's parts apart, the heaviest first, until there are enough, and no part that holds a chain
+    is too heavy for a stage. The members of a chain stay whole while there are enough parts.
     """
     if is_sequential(model):
         return [name for name, _ in model.named_children()]
@@ -53,7 +53,7 @@ def find_units(model: nn.Module, stages: int) -> list[str]:
 
 
 def once(model: nn.Module, paths: Iterable[str]) -> list[str]:
-    """Paths without those that are other names of a module that comes earlier."""
+    """The paths, without other names of modules that come earlier."""
     first: dict[int, str] = {}
     for path in paths:
         first.setdefault(id(model.get_submodule(path)), path)
@@ -73,7 +73,7 @@ def parts(module: nn.Module, path: str) -> Iterator[str]:
 
 
 def _to_open(model: nn.Module, units: list[str], stages: int) -> str | None:
-    """The unit that is to be taken apart next, if any is."""
+    """The unit to take apart next, if any."""
     weights = {path: count_parameters(model.get_submodule(path)) for path in units}
     total = sum(weights.values())
     inner = {path: list(parts(model.get_submodule(path), path)) for path in units}
@@ -90,7 +90,7 @@ def _to_open(model: nn.Module, units: list[str], stages: int) -> str | None:
 
 
 def _holds_chain(model: nn.Module, path: str) -> bool:
-    """Whether a part, itself not a member of a chain, holds one that is worth taking apart."""
+    """Whether a part holds a chain worth taking apart, and is not itself a member of one."""
     if isinstance(model.get_submodule(path.rpartition(".")[0]), nn.Sequential | nn.ModuleList):
         return False
     module = model.get_submodule(path)
@@ -98,7 +98,7 @@ def _holds_chain(model: nn.Module, path: str) -> bool:
 
 
 def _is_chain(module: nn.Module, whole: int) -> bool:
-    """Whether a module is a list of parts that are modules themselves, or most of a whole of this size."""
+    """Whether a module is a list whose members have children, or that is most of a whole of this size."""
     if not isinstance(module, nn.Sequential | nn.ModuleList):
         return False
     members = [child for child in module.children() if count_parameters(child) > 0]
@@ -112,12 +112,12 @@ def _is_chain(module: nn.Module, whole: int) -> bool:
 
 
 def at_points(model: nn.Module, points: Sequence[str], calls: Sequence[str]) -> list[list[str]]:
-    """The units of each stage, where cuts are before some modules.
+    """The units of each stage, given the modules to cut before.
 
     Args:
         model: the whole model.
         points: the paths before which to cut.
-        calls: the paths of modules in the order of their calls, as far as it is known.
+        calls: the paths of modules in the order of their calls, as far as known.
     """
     check_paths(model, points)
     units = list(parts(model, "")) if not is_sequential(model) else find_units(model, 1)
@@ -134,7 +134,7 @@ def at_points(model: nn.Module, points: Sequence[str], calls: Sequence[str]) -> 
 
 
 def sort_by(order: Sequence[str], items: Sequence[str]) -> list[str]:
-    """Items by their first place in an order; one that is not in it stays behind the item before it."""
+    """Items by their first place in an order; an item that is not in it stays behind the one before."""
     first = {name: index for index, name in reversed(list(enumerate(order)))}
     places: dict[str, int] = {}
     latest = -1
@@ -144,7 +144,7 @@ def sort_by(order: Sequence[str], items: Sequence[str]) -> list[str]:
 
 
 def _opened(model: nn.Module, units: list[str], point: str) -> list[str]:
-    """The units, where the one that a point lies inside of is taken apart."""
+    """The units, with the one that contains a point taken apart."""
     while (outer := next((u for u in units if point.startswith(f"{u}.")), None)) is not None:
         place = units.index(outer)
         inner = list(parts(model.get_submodule(outer), outer))
@@ -155,7 +155,7 @@ def _opened(model: nn.Module, units: list[str], point: str) -> list[str]:
 
 
 def _first_at(model: nn.Module, units: list[str], point: str) -> int:
-    """The index of the first unit that stands at a path or after it."""
+    """The index of the first unit at or after a path."""
     paths = [path for path, _ in model.named_modules() if path]
     if point not in paths:
         raise PartitionError(f"{point} is another name of a module that comes earlier; use that")
@@ -167,14 +167,14 @@ def _first_at(model: nn.Module, units: list[str], point: str) -> int:
 
 
 def in_lists(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The units of each stage, where the modules of each are listed."""
+    """The units of each stage, given the modules of each."""
     check_lists(model, stages)
     _check_complete(model, stages)
     return [[unit for path in paths for unit in _units_at(model, path)] for paths in stages]
 
 
 def _check_complete(model: nn.Module, placed: Sequence[Sequence[str]]) -> None:
-    """Check that the modules of the stages are apart from each other, and are all there are."""
+    """Check that no module of the stages contains another, and that none is missing."""
     paths = [path for of in placed for path in of]
     nested = [p for p in paths if any(p.startswith(f"{other}.") for other in paths)]
     if nested:
@@ -213,9 +213,9 @@ def _units_at(model: nn.Module, path: str) -> list[str]:
 
 
 def loose_parameters(model: nn.Module, units: Iterable[str]) -> dict[str, list[str]]:
-    """The parameters that no unit holds, by every name, each with the units in the module around it.
+    """The parameters that no unit holds, by every name, each with the units near it.
 
-    That is the innermost module around the parameter that holds units.
+    Those are the units in the innermost module around the parameter that holds any.
     """
     inside = {id(p) for path in units for p in model.get_submodule(path).parameters()}
     wanted = list(units)

@@ -1,8 +1,8 @@
 """Safetensors files: one writer and one reader, for weights and checkpoints alike.
 
-The safetensors package maps files into memory, where the mapped pages count in addition to the tensors made
-of them, and a file that is cut short while it is mapped ends the process. So a tensor's bytes are read
-straight into the tensor, and written block by block with their checksum. The files are the format's own.
+The safetensors package maps files into memory. The mapped pages count in addition to the tensors made of
+them, and truncating a mapped file kills the process. So this module reads a tensor's bytes straight into the
+tensor, and writes them block by block with their checksum. The file format is the same.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-"""The format's names of types."""
+"""The format's names for types."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LONGEST_HEADER = 100_000_000
 """The limit that the format sets, in bytes."""
@@ -57,7 +57,7 @@ _BLOCK = 4 << 20
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[BufferedReader]:
-    """Open a file to read; anything but a regular file is refused, since a pipe or device might never end."""
+    """Open a file for reading; refuse anything but a regular file, since a pipe or device might never end."""
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -113,7 +113,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def fill(path: Path, memory: memoryview, begin: int) -> None:
-    """Fill memory with what a file holds from an offset on."""
+    """Fill memory from a file, starting at an offset."""
     with open_regular(path) as file:
         file.seek(begin)
         count = file.readinto(memory)
@@ -131,7 +131,7 @@ def write_file(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
         The file's size in bytes, and its CRC-32.
 
     Raises:
-        CheckpointError: it cannot be written, or the format has no name for a tensor's type.
+        CheckpointError: the file cannot be written, or the format has no name for a tensor's type.
     """
     # The widest types first, like the format's own writer, so that each is aligned to its size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
@@ -178,7 +178,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file, whose bytes begin at an offset."""
+    """A tensor in a file, and the offset of its bytes."""
 
     path: Path
     dtype: torch.dtype
@@ -239,11 +239,11 @@ def _entry(path: Path, about: Any, start: int, size: int) -> Entry:
 
 
 class WeightFiles(Mapping[str, Tensor]):
-    """The tensors of a folder by name, each of which is read when it is asked for.
+    """The tensors of a folder by name, each read on access.
 
     Args:
         files: for each tensor by name, the file that holds it.
-        tied: further names, each with the name that the tensor has in its file.
+        tied: each further name of a tensor, with its name in its file.
     """
 
     def __init__(self, files: Mapping[str, Path], tied: Mapping[str, str]) -> None:
@@ -252,7 +252,7 @@ class WeightFiles(Mapping[str, Tensor]):
         self._entries: dict[Path, dict[str, Entry]] = {}
 
     def entry(self, name: str) -> Entry:
-        """Where a tensor is."""
+        """The entry of a tensor in its file."""
         first = name if name in self._files else self._tied[name]
         path = self._files[first]
         if path not in self._entries:

@@ -1,4 +1,4 @@
-"""Folders of safetensors files that together hold the unsplit model's weights; stages filled from them."""
+"""Folders of safetensors files that hold the unsplit model's weights, and stages filled from them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _file_of(stage: int, stages: int) -> str:
 def save_stage(
     state: Mapping[str, Tensor], folder: Path, stage: int, stages: int
 ) -> dict[str, int]:
-    """Write the file of one of so many stages; an older one is replaced once the new one is complete.
+    """Write one stage's file; an older one is replaced once the new one is complete.
 
     Returns:
         The size of each tensor in bytes, for :func:`save_index`.
@@ -46,12 +46,12 @@ def save_stage(
 def save_index(
     folder: Path, sizes: Mapping[int, Mapping[str, int]], tied: Mapping[str, str]
 ) -> None:
-    """Write which tensor is in which file, in the form that transformers reads.
+    """Write the index of which file holds each tensor, in the form that transformers reads.
 
     Args:
         folder: where the files are.
         sizes: for each stage, what :func:`save_stage` returned.
-        tied: further names of tensors, each with the name in a file.
+        tied: each further name of a tensor, with its name in a file.
     """
     about: dict[str, Any] = {"total_size": sum(sum(of.values()) for of in sizes.values())}
     if tied:
@@ -71,7 +71,7 @@ def read_weights(folder: str | os.PathLike[str]) -> WeightFiles:
         folder: one that :meth:`penstock.Pipeline.save` or transformers wrote, or a single file.
 
     Raises:
-        InputFileError: it holds no such files, or they cannot be read.
+        InputFileError: the folder holds no such files, or they cannot be read.
     """
     path = Path(folder)
     for file in (path, path / INDEX, path / "model.safetensors"):
@@ -88,7 +88,7 @@ def read_weights(folder: str | os.PathLike[str]) -> WeightFiles:
 
 
 def _read_index(folder: Path) -> tuple[dict[str, Path], dict[str, str]]:
-    """The file of each tensor; and further names, each with the name in the file."""
+    """The file of each tensor; and each further name of a tensor, with its name in the file."""
     path = folder / INDEX
     index = parse_json(read_bytes(path), path)
     about = index.get("metadata", {}) if isinstance(index, dict) else None
@@ -119,15 +119,15 @@ def _is_there(path: Path) -> bool:
         return False
 
 
-# ---- fill stages from files: each process reads only its own, and stages without memory get some
+# ---- fill stages from files: each process reads only its own tensors, and gives stages memory
 
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """A context in which models are built without memory for parameters, but with computed buffers.
+    """A context that builds models without memory for parameters, but with computed buffers.
 
-    ``torch.device("meta")`` would leave buffers without values too, and those that are not in files, such
-    as the frequencies of rotary embeddings, would be lost.
+    ``torch.device("meta")`` would leave buffers without values too. Those that no file holds, such as the
+    frequencies of rotary embeddings, would be lost.
     """
 
     def on_meta(
@@ -154,19 +154,19 @@ def load_partition(
     device: torch.device | str = "cpu",
     seen: Callable[[str], object] = str,
 ) -> None:
-    """Fill those stages of a partition that live in this process, reading only their own tensors.
+    """Fill this process's stages of a partition, reading only their own tensors.
 
     Args:
-        partition: of the model; a tied weight may be in the files under any of its names.
-        stages: their indices.
+        partition: the model's stages; a tied weight may be in the files under any of its names.
+        stages: the indices of the stages to fill.
         folder: one that :meth:`penstock.Pipeline.save` or transformers wrote, or a single file.
-        device: where tensors on the meta device get memory.
-        seen: called with a text at every tensor, to report progress.
+        device: the device on which meta tensors get memory.
+        seen: called with a line of text for every tensor, to report progress.
 
     Raises:
         InputFileError: there are no such files, or they are damaged.
-        StateDictError: the files are not those of the model: something is missing, has another size, or
-            belongs to no stage; nothing is changed then.
+        StateDictError: the files do not match the model: a tensor is missing, has another size, or belongs
+            to no stage. Nothing has changed then.
         UsageError: a buffer has no values, and is in no file.
     """
     seen("looks for its weights")

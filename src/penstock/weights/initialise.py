@@ -1,4 +1,4 @@
-"""First weights that do not depend on how the model is cut."""
+"""Initial weights that do not depend on how the model is cut."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from penstock.rng import generators_kept, seed_generators, seed_of
 from penstock.stage import PipelineStage
 
 Init = Callable[[nn.Module], object]
-"""Fills a module's own parameters and buffers, for the modules that it knows."""
+"""Fills the own parameters and buffers of the modules that it handles."""
 _Blanks = dict[int, tuple[Tensor, int]]
-"""Tensors that were on the meta device, with the version after they were marked."""
+"""Tensors that were on the meta device, each with its version after marking."""
 
 
 def initialise(
@@ -27,8 +27,8 @@ def initialise(
     """Give the parameters and buffers of modules their first values; see :func:`init_weights`.
 
     Args:
-        homes: stages or whole models, each with the device for what is on the meta device.
-        seed: of all values.
+        homes: stages or whole models, each with the device for its meta tensors.
+        seed: the seed of all values.
         init: called for each module after the module's own initialiser; by default the model's
             ``_init_weights``, if it has one.
     """
@@ -61,7 +61,7 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
 
 
 def _children_first(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Modules in the order of construction: one may change its children after their own initialisers."""
+    """Modules in order of construction: one may change its children after their own initialisers ran."""
     named = list(root.named_modules())
     return sorted(named, key=lambda item: -(item[0].count(".") + bool(item[0])))
 
@@ -82,7 +82,7 @@ def _innermost(inits: dict[str, Init], path: str) -> Init | None:
 
 
 def _run(module: nn.Module, around: Init | None) -> None:
-    """Run a module's own initialiser, unless it wants arguments, and then that of the model around it."""
+    """Run a module's own initialiser, unless it needs arguments, and then the surrounding model's."""
     reset: Any = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
     if callable(reset) and _takes_nothing(reset):
         reset()
@@ -108,11 +108,11 @@ def _others_kept(module: nn.Module, owners: dict[int, nn.Module]) -> Iterator[No
         tensor.copy_(value)
 
 
-# ---- give tensors on the meta device memory, and find those that no initialiser has filled
+# ---- give meta tensors memory, and find those that no initialiser has filled
 
 
 def _give_memory(homes: Sequence[tuple[nn.Module, torch.device]]) -> _Blanks:
-    """Give what is on the meta device memory, marked with values that no initialiser leaves."""
+    """Give meta tensors memory, marked with values that no initialiser leaves."""
     blanks: _Blanks = {}
     for root, device in homes:
         for tensor in (*root.parameters(), *root.buffers()):
@@ -124,9 +124,9 @@ def _give_memory(homes: Sequence[tuple[nn.Module, torch.device]]) -> _Blanks:
 
 
 def give_data(tensor: Tensor, data: Tensor) -> None:
-    """Give a tensor on the meta device data.
+    """Give data to a tensor on the meta device.
 
-    It stays the same object, so that ties, optimizers and anything else that holds it stay valid.
+    The tensor stays the same object, so that ties, optimizers and all other references stay valid.
     """
     filled = nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
     filled.__dict__.update(tensor.__dict__)
@@ -140,7 +140,7 @@ def _mark(dtype: torch.dtype) -> float | int | bool:
 
 
 def _check_filled(roots: Sequence[nn.Module], blanks: _Blanks) -> None:
-    """Refuse blanks that nobody has filled."""
+    """Refuse blanks that no initialiser has filled."""
     left = {
         f"{path}.{name}".removeprefix("."): type(owner).__name__
         for root in roots
@@ -168,7 +168,7 @@ def _is_blank(tensor: Tensor, version: int) -> bool:
     return tensor._version == version and bool((tensor == _mark(tensor.dtype)).all())
 
 
-# ---- the user's function
+# ---- the public function
 
 
 def init_weights(
@@ -180,21 +180,20 @@ def init_weights(
 ) -> None:
     """Give all weights their first values, the same bits however the model is cut.
 
-    For each module, its own ``reset_parameters()`` runs, and then ``init`` or the ``_init_weights(module)``
-    of the model around it, such as that of transformers; both with a seed made from ``seed`` and the
-    module's path. What is on the meta device gets memory first. A tied weight is initialised by the module
-    of its first name. What no initialiser fills stays as the constructor left it. Torch's generators are
-    left as they were.
+    For each module, its own ``reset_parameters()`` runs, and then ``init`` or the surrounding model's
+    ``_init_weights(module)``, as in transformers; both with a seed made from ``seed`` and the module's path.
+    Meta tensors get memory first. A tied weight is initialised by the module of its first name. Tensors that
+    no initialiser fills keep the constructor's values. Torch's generators keep their states.
 
     Args:
         target: a model, one of its stages (a module or a ``PipelineStage``), several stages, or a
-            ``Pipeline``; in the last case every rank calls this.
-        seed: of all values.
+            ``Pipeline``; for a ``Pipeline``, every rank calls this.
+        seed: the seed of all values.
         init: called with each module, children first, in place of the model's ``_init_weights``.
-        device: where to put what is on the meta device; by default the CPU, or the stage's device.
+        device: the device for meta tensors; by default the CPU, or the stage's device.
 
     Raises:
-        UsageError: nothing has filled a tensor that was on the meta device; the message names it.
+        UsageError: no initialiser has filled a tensor that was on the meta device; the message names it.
     """
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise UsageError(f"seed={seed!r}: must be a whole number")

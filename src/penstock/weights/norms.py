@@ -17,8 +17,8 @@ def all_norms(ranks: Ranks, counted: Mapping[int, Sequence[Tensor]], order: floa
 
     Args:
         ranks: how this process reaches the others.
-        counted: for each stage here, the parameters that count there. If some are DTensors, they are in the
-            same order on every process of their mesh.
+        counted: for each stage here, the parameters to count there. DTensors among them are in the same
+            order on every process of their mesh.
         order: as for :func:`torch.linalg.vector_norm`.
     """
     by_stage = [
@@ -30,10 +30,10 @@ def all_norms(ranks: Ranks, counted: Mapping[int, Sequence[Tensor]], order: floa
 
 
 def total_norm(norms: Tensor, order: float, *, error_if_nonfinite: bool, steps: int) -> float:
-    """The norm of all gradients together, of which ``norms`` are parts.
+    """The total norm of gradients whose partial norms are ``norms``.
 
     Raises:
-        NonFiniteError: it is infinite or ``nan`` after so many training steps, and that is an error.
+        NonFiniteError: the norm is infinite or ``nan``, and ``error_if_nonfinite`` is true.
     """
     total = torch.linalg.vector_norm(norms, order) if norms.numel() else torch.zeros(())
     if error_if_nonfinite and not total.isfinite():
@@ -56,7 +56,7 @@ def scale_gradients(parameters: Iterable[Tensor], norm: float, largest: float) -
     if not largest >= 0:
         raise UsageError(f"max_norm={largest}: must be at least 0")
     factor = largest / (norm + 1e-6)
-    # torch's own clip_grads_with_norm_ refuses DTensors beside plain tensors.
+    # torch's own clip_grads_with_norm_ refuses DTensors mixed with plain tensors.
     for parameter in parameters if not factor >= 1.0 else ():
         if parameter.grad is not None:
             parameter.grad.mul_(factor)

@@ -1,7 +1,7 @@
-"""Optimizer states, by the names that parameters have in the unsplit model.
+"""Optimizer states, by the parameters' names in the unsplit model.
 
 An optimizer's own state dict identifies parameters by position, and positions mean different parameters on
-each rank. So each group of an optimizer is marked with the names of what it holds: if one rank's state is
+each rank. So each group of an optimizer is marked with the names of its parameters: if one rank's state is
 loaded on another, the next step raises.
 """
 
@@ -25,7 +25,7 @@ MARK = "penstock"
 NOT_SETTINGS = frozenset({"params", "param_names", MARK})
 """Keys of a group that are not settings."""
 HERE = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Settings of how a step is computed, which are not loaded with a state."""
+"""Settings for how a step is computed; they are not loaded with a state."""
 KEPT_TOGETHER = {
     "LBFGS": "which keeps one state for all parameters together, so it belongs to one cut of the model; "
     "use an optimizer that keeps states for each parameter",
@@ -43,8 +43,8 @@ class OptimizerStates(NamedTuple):
 
     Attributes:
         kind: the name of the optimizer's class.
-        groups: its groups.
-        states: for each parameter by name, what is kept for it.
+        groups: the optimizer's groups.
+        states: the state of each parameter, by name.
     """
 
     kind: str
@@ -56,7 +56,7 @@ def read_states(optimizer: Optimizer, names: Mapping[int, str], called: str) -> 
     """Read the state of an optimizer.
 
     Args:
-        optimizer: of parameters that live in this process.
+        optimizer: an optimizer of parameters that live in this process.
         names: the names of parameters, by ``id``.
         called: the name of the optimizer in messages.
     """
@@ -89,7 +89,7 @@ def read_states(optimizer: Optimizer, names: Mapping[int, str], called: str) -> 
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group holds beside its parameters."""
+    """The settings of a group."""
     return {key: value for key, value in group.items() if key not in NOT_SETTINGS}
 
 
@@ -108,13 +108,13 @@ def write_states(
     settings: Sequence[Mapping[str, Any]],
     states: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Give an optimizer a state, each value in its own type, where torch would cast to the parameter's.
+    """Load states into an optimizer, each value in its own type; torch would cast to the parameter's.
 
     Args:
-        optimizer: of parameters that live in this process.
+        optimizer: an optimizer of parameters that live in this process.
         names: the names of parameters, by ``id``.
-        settings: of each of its groups.
-        states: of parameters by name; those that are not in it keep theirs.
+        settings: the settings of each of its groups.
+        states: the states of parameters by name; other parameters keep theirs.
     """
     for group, of_group in zip(optimizer.param_groups, settings, strict=True):
         for key in of_group.keys() - HERE:
@@ -134,7 +134,7 @@ def write_states(
 
 
 def _as_kept(parameter: Tensor, value: Tensor) -> Tensor:
-    """A tensor that is kept for a parameter: where that is, and sharded if that is."""
+    """A state's tensor on its parameter's device, and sharded if the parameter is."""
     value = value.to(parameter.device)
     if not value.dim() or not is_sharded(parameter) or is_sharded(value):
         return value
@@ -146,7 +146,7 @@ def _as_kept(parameter: Tensor, value: Tensor) -> Tensor:
 
 
 def merge_groups(ranks: Sequence[Sequence[Group]]) -> list[Group]:
-    """The groups of several ranks' optimizers, their settings as JSON data, as those of one optimizer.
+    """Merge the groups of several ranks' optimizers, with settings as JSON data, into those of one.
 
     Usually all ranks make the same groups in the same order, each of its own parameters. If they do not, as
     with one group per layer, groups with the same settings are merged.
@@ -163,7 +163,7 @@ def merge_groups(ranks: Sequence[Sequence[Group]]) -> list[Group]:
 def find_groups(
     here: Sequence[Group], saved: Sequence[Group]
 ) -> tuple[list[int | None], list[str], list[str]]:
-    """For each group here the number of its saved group; which names were not saved; what differs."""
+    """The number of each group's saved group, the names that were not saved, and the conflicts."""
     number_of = {name: number for number, (_, names) in enumerate(saved) for name in names}
     continued: list[int | None] = []
     problems, missing = [], []
@@ -201,10 +201,10 @@ def remember_names(parameters: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def _check_names(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Before each step, check that the names in the groups, which load_state_dict replaces, are their own.
+    """Before each step, check that groups are marked with their own names; load_state_dict replaces marks.
 
-    torch's ``param_names`` do not serve for this: they may be any names that a user has given, and once one
-    group has them, torch refuses to add a group without.
+    torch's ``param_names`` cannot serve here: a user may give any names, and once one group has them, torch
+    refuses to add a group without.
     """
     del args, kwargs
     for number, group in enumerate(optimizer.param_groups):
@@ -212,7 +212,7 @@ def _check_names(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if "" in names:
             continue
         before = group.get(MARK, names)
-        # load_state_dict keeps the number of parameters; if that differs, the group itself was changed.
+        # load_state_dict keeps the number of parameters; if it differs, the group itself was changed.
         if before != names and len(before) == len(names):
             place = next(i for i, name in enumerate(names) if name != before[i])
             raise StateDictError(

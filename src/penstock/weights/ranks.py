@@ -1,4 +1,4 @@
-"""What weights need of the ranks of a pipeline, and nothing else of it."""
+"""The messages between a pipeline's ranks that weights need."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from penstock.weights.trees import decode, encode
 
 
 class Ranks(Protocol):
-    """This process's place among the ranks of a pipeline."""
+    """This process, as one of a pipeline's ranks."""
 
     @property
     def rank(self) -> int:
-        """The rank that this process is; the first of them if it is all."""
+        """This process's rank; the first one if it holds all."""
 
     def gather(self, value: Any) -> list[Any]:
-        """The JSON values of all processes, by rank; all of them call this."""
+        """The JSON values of all processes, by rank; all processes call this."""
 
     def open(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Prepare :meth:`swap` from one rank to another, for some pairs; all processes call this."""
+        """Prepare :meth:`swap` for pairs of a sending and a receiving rank; all processes call this."""
 
     def swap(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]
     ) -> None:
-        """Send tensors to ranks and fill others with what these send; they call this with the same shapes."""
+        """Send tensors to ranks, and fill others from ranks; those call this with the same shapes."""
 
 
 def collect(ranks: Ranks, state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The states of all ranks on rank 0, with whole tensors as copies on the CPU; nothing on other ranks."""
+    """The states of all ranks on rank 0, with whole tensors as copies on the CPU; empty on other ranks."""
     tensors: dict[str, Tensor] = {}
     trees = {name: encode(value, name, tensors) for name, value in state.items()}
     about = [[key, list(one.shape), encode(one.dtype, key, None)] for key, one in tensors.items()]

@@ -1,9 +1,9 @@
 """Weights that several stages use: one tensor in a process, equal copies across processes, one gradient.
 
-Each stage collects its share of the gradient beside ``.grad``, over all microbatches of a step. After the
-step, the ranks that hold copies exchange the shares of their stages; each adds all shares up in the order of
-the stages, and adds the sum to ``.grad``. So the result depends neither on which rank has which stages, nor
-on whose backward ran first, and optimizers keep the copies equal bit by bit.
+Each stage collects its share of the gradient apart from ``.grad``, over all microbatches of a step. After
+the step, the ranks that hold copies exchange the shares of their stages. Each rank adds up all shares in the
+order of the stages, and adds the sum to ``.grad``. So the result depends neither on which rank has which
+stages, nor on which backward ran first, and optimizers keep the copies equal, bit for bit.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class SharedWeights:
     """The shared weights that live in this process.
 
     Args:
-        stages: those of this process.
-        table: what stages share, the same on every rank; or only what the stages here share with each other.
+        stages: the stages of this process.
+        table: the weights that stages share, the same on every rank; or only those shared among stages here.
         rank_of: the rank of each stage.
         ranks: how this process reaches the others.
     """
@@ -77,7 +77,7 @@ class SharedWeights:
             stage.share_gradients([self._tensors[i] for i in self._trained_by(index)])
 
     def tie_again(self) -> None:
-        """Tie weights that were given memory, stage by stage; refuse any that was replaced."""
+        """Tie weights again after each stage got memory; refuse a weight that was replaced."""
         for one, before, places in zip(self._shared, self._tensors, self._places, strict=True):
             now = [_find(self._stages[stage], name) for stage, name in places]
             if any(tensor is not before for tensor in now):
@@ -91,7 +91,7 @@ class SharedWeights:
     ) -> None:
         was_sharded = is_sharded(now[0]) != is_sharded(before) and now[0].shape == before.shape
         is_one = all([tensor is now[0] for tensor in now])
-        # If all stages here have the same tensor, others have the one before, or another.
+        # Even if all stages here have one new tensor, stages elsewhere have the old one, or another.
         if not is_one or (not was_sharded and {*one.stages} - self._stages.keys()):
             stage, name = next(
                 place for place, t in zip(places, now, strict=True) if t is not before
@@ -119,7 +119,7 @@ class SharedWeights:
         return first
 
     def _places_of(self, one: Shared) -> list[tuple[int, str]]:
-        """The stages here that have a weight, with each of its names there."""
+        """The stages here that have a weight, each with every name it has there."""
         names = dict.fromkeys((*one.names, *(name for _, name in one.holders)))
         here = {
             stage: dict(self._stages[stage].named_tensors())
@@ -137,7 +137,7 @@ class SharedWeights:
     # ---- equal copies across ranks
 
     def align(self, level: int = logging.WARNING) -> None:
-        """Where copies on ranks differ, all get that of the first stage, and a message says so."""
+        """Where copies differ between ranks, give all of them the first stage's, and log it."""
         if not self._is_wide:
             return
         digests = {
@@ -169,7 +169,7 @@ class SharedWeights:
     # ---- one gradient
 
     def prepare(self) -> None:
-        """Before a step: see :meth:`tie_again`, and note the shared buffers."""
+        """Before a step: tie weights again (:meth:`tie_again`), and note the shared buffers."""
         self.tie_again()
         # Not every operation that changes a tensor increments its version: batch_norm does not.
         self._buffers = [
@@ -179,7 +179,7 @@ class SharedWeights:
         ]
 
     def check_buffers(self) -> None:
-        """After a step: check that it left shared buffers as they were."""
+        """After a step: check that it did not change shared buffers."""
         changed = [
             f"{one.names[0]!r} (stages {list(one.stages)})"
             for one, tensor, version, before in self._buffers
@@ -210,7 +210,7 @@ class SharedWeights:
                 _add_to_grad(tensor, reduce(torch.add, present))
 
     def _exchange(self, shares: dict[tuple[int, int], Tensor | None]) -> None:
-        """Swap with the other ranks first which shares there are, then these."""
+        """Swap with the other ranks: first flags for the shares that exist, then the shares."""
         mine, theirs = dict[int, list[tuple[int, int]]](), dict[int, list[tuple[int, int]]]()
         for i, one in enumerate(self._shared):
             for rank in self._ranks_of[i] if self._trained[i] else ():

@@ -1,4 +1,4 @@
-"""The weights of a pipeline by their names in the unsplit model: state dicts, and what all ranks have."""
+"""A pipeline's weights under their names in the unsplit model: state dicts, loaded and gathered."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from penstock.weights.trees import decode, encode
 
 
 class Names:
-    """Which weights have several names, and which stage counts and saves each of them."""
+    """The weights with several names or stages, and the stage that counts and saves each."""
 
     def __init__(self, table: Sequence[Shared]) -> None:
         self._shared = {
@@ -50,24 +50,24 @@ class Names:
         return name in self._shared
 
     def owns(self, stage: int, name: str) -> bool:
-        """Whether this stage, of all that use a weight, is the one that counts and saves it."""
+        """Whether this stage, among all that use a weight, counts and saves it."""
         return name not in self._shared or self._shared[name].stages[:1] in ((), (stage,))
 
     @property
     def tied(self) -> dict[str, str]:
-        """Further names of weights, each with the first name."""
+        """Each further name of a weight, with its first name."""
         return {name: of.names[0] for name, of in self._shared.items() if name != of.names[0]}
 
 
 @dataclass(frozen=True)
 class WholeModel:
-    """A model that was not cut, with what :class:`StageWeights` needs of a stage."""
+    """An uncut model, with the part of a stage's interface that :class:`StageWeights` needs."""
 
     module: nn.Module
     index: int = 0
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Each once."""
+        """Each parameter once."""
         return self.module.named_parameters()
 
     def named_tensors(self) -> list[tuple[str, Tensor]]:
@@ -75,16 +75,16 @@ class WholeModel:
         return named_tensors(self.module)
 
     def state_dict(self) -> dict[str, Any]:
-        """What there is to save."""
+        """The model's state dict."""
         return self.module.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Copy what is there of it."""
+        """Copy the entries that the model has too; ignore the others."""
         self.module.load_state_dict(dict(state), strict=False)
 
 
 class StageWeights:
-    """Parameters and buffers of some stages."""
+    """The parameters and buffers of some stages."""
 
     def __init__(self, stages: Sequence[PipelineStage | WholeModel], names: Names) -> None:
         self._stages = tuple(stages)
@@ -100,7 +100,7 @@ class StageWeights:
                     yield self.names.first(name), parameter
 
     def counted(self) -> dict[int, list[nn.Parameter]]:
-        """For each stage the parameters that count there, so that each counts once over all stages."""
+        """For each stage, the parameters to count there, so that each counts once over all stages."""
         return {
             stage.index: [
                 parameter
@@ -111,7 +111,7 @@ class StageWeights:
         }
 
     def held(self) -> dict[str, tuple[tuple[str, ...], Any]]:
-        """The weights that live here, each once by its first name, with all of its names.
+        """Each weight that lives here, by its first name: all its names, and its value.
 
         Raises:
             UsageError: stages have different weights under one name.
@@ -161,11 +161,11 @@ class StageWeights:
             )
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Copy what ``state`` has of these stages' weights."""
+        """Copy these stages' weights from ``state``, as far as it has them."""
         for stage in self._stages:
             picked = {}
             for name, tensor in stage.state_dict().items():
-                # The last name wins, as in the unsplit model, which copies under one name after the other.
+                # The last name wins, as in the unsplit model, which copies name by name.
                 present = [other for other in self.names.all(name) if other in state]
                 if present:
                     value = state[present[-1]]
@@ -181,7 +181,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def check_apart(names: Iterable[str]) -> None:
-    """Refuse a name that occurs twice: different stages have different weights of that name."""
+    """Refuse a name that occurs twice: stages have different weights under that name."""
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise UsageError(
@@ -191,10 +191,10 @@ def check_apart(names: Iterable[str]) -> None:
 
 
 def check_one_rank_each(held: Iterable[tuple[int, Iterable[str]]]) -> None:
-    """Refuse different weights of one name on two ranks.
+    """Refuse a name that stands for different weights on two ranks.
 
     Args:
-        held: the ranks of processes, of several replicas too, with the names of weights that are not shared.
+        held: the rank of each process, replicas included, and the names of its weights that are not shared.
     """
     names: dict[int, set[str]] = {}
     for rank, of_process in held:
@@ -206,11 +206,11 @@ def check_one_rank_each(held: Iterable[tuple[int, Iterable[str]]]) -> None:
 
 
 class LoadResult(NamedTuple):
-    """What did not fit when weights were loaded.
+    """The names that did not match when weights were loaded.
 
     Attributes:
-        missing_keys: names of the model that were not given.
-        unexpected_keys: names that were given, but no stage has.
+        missing_keys: names in the model that were not given.
+        unexpected_keys: names that were given, but that no stage has.
     """
 
     missing_keys: list[str]
@@ -226,15 +226,15 @@ def load_state(
     strict: bool,
     any_name: bool,
 ) -> LoadResult:
-    """Load the stages here from a state dict, after all ranks have compared theirs with it.
+    """Load the stages here from a state dict, once all ranks have compared their stages with it.
 
     Args:
         ranks: how this process reaches the others.
-        weights: of the stages here.
-        names: of shared weights.
+        weights: the weights of the stages here.
+        names: the names of shared weights.
         state: the state dict to load.
         strict: whether missing and unexpected names are an error, before anything is changed.
-        any_name: whether one of a weight's names is enough.
+        any_name: whether any one of a weight's names is enough.
     """
     weights.check_filled()
     here = weights.state_dict()
@@ -256,7 +256,7 @@ def load_optimizer(
     *,
     strict: bool,
 ) -> LoadResult:
-    """Load an optimizer here from a state dict by names, after all ranks have compared theirs with it."""
+    """Load an optimizer from a state dict by names, once all ranks have compared theirs with it."""
     if not {"state", "param_groups"} <= state.keys():
         raise StateDictError(
             f"an optimizer's state dict has 'state' and 'param_groups', not {sorted(map(str, state))}; pass "
@@ -289,7 +289,7 @@ def _copies(state: Any) -> Any:
 def compare(
     here: Mapping[str, Any], names: Names, state: Mapping[str, Any]
 ) -> tuple[list[str], list[str]]:
-    """Of weights that are here, those that a state dict lacks, and what is wrong with the size of others."""
+    """The weights here that a state dict lacks, and the size mismatches of the others."""
     missing, problems = [], []
     look = state.entry if isinstance(state, WeightFiles) else state.__getitem__
     for name, tensor in here.items():
@@ -326,7 +326,7 @@ def _union(lists: Iterable[Sequence[str]]) -> list[str]:
 
 
 def check_contents(ranks: Ranks, weights: StageWeights) -> None:
-    """Check that everything that all ranks have can go into one state dict: tensors, each of one name."""
+    """Check that all ranks' weights fit into one state dict: they are tensors, and no name occurs twice."""
     mine = [pair for of_stage in weights.files().values() for pair in of_stage.items()]
     tensors = [name for name, value in mine if isinstance(value, Tensor)]
     replies = ranks.gather([tensors, [n for n, value in mine if not isinstance(value, Tensor)]])
@@ -356,6 +356,6 @@ def gather_optimizer(ranks: Ranks, names: Names, held: OptimizerStates) -> dict[
     if ranks.rank:
         return {}
     groups = [(decode(of), members) for of, members in merge_groups(replies)]
-    # What several ranks have is the same on each; the first of them counts.
+    # A state that several ranks have is the same on each; the first rank's counts.
     states = {name: one for of_rank in reversed(collected) for name, one in of_rank.items()}
     return named_state_dict(OptimizerStates(held.kind, groups, states))

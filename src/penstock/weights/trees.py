@@ -1,6 +1,6 @@
-"""States as JSON data and tensors, and back, so that files can hold them without pickle.
+"""Encode states as JSON data and tensors, and decode them, so that files hold them without pickle.
 
-What JSON has no word for becomes an object with a mark, ``{"$": kind, "of": JSON data}``.
+A value that JSON cannot express becomes an object with a mark, ``{"$": kind, "of": JSON data}``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.errors import CheckpointError, InputFileError, printable
 MARK = "$"
 """The key that marks a JSON object as standing for something other than a dict."""
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
-"""What constructors raise for data that no encoder has made."""
+"""The errors of constructors on data that no encoder has made."""
 
 
 def _pairs(value: dict[Any, Any]) -> list[list[Any]]:
@@ -63,7 +63,7 @@ _KINDS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     # The factory of a defaultdict is code, which is not stored.
     "defaultdict": (defaultdict, _pairs, dict),
     "OrderedDict": (OrderedDict, _pairs, OrderedDict),
-    # As a dict, since a Counter would count pairs instead of taking them as items.
+    # Through a dict, since a Counter would count pairs instead of taking them as items.
     "Counter": (Counter, _pairs, lambda of: Counter(dict(of))),
     "float": (float, str, float),
     "complex": (complex, str, complex),
@@ -78,7 +78,7 @@ _KINDS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     ),
     "number": (np.generic, _number, lambda of: np.frombuffer(_bytes(of[1]), np.dtype(of[0]))[0]),
 }
-"""For each mark the type, what makes simpler data of a value, and what makes the value again."""
+"""For each mark: the type, the function that simplifies a value, and the one that rebuilds it."""
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor] | None) -> Any:
@@ -86,12 +86,12 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor] | None) -> Any:
 
     Args:
         value: the state: numbers, strings, bytes, dicts and sequences of them, tensors and numpy arrays.
-        path: its path, for messages and for the keys of its tensors.
-        tensors: the tensors are added to this, by key. None if there can only be tensors of one number, such
-            as a learning rate, which become part of the JSON data.
+        path: the state's path, for messages and for the keys of its tensors.
+        tensors: collects the tensors, by key. With None, only tensors of one number are allowed, such as a
+            learning rate; they become part of the JSON data.
 
     Raises:
-        CheckpointError: it holds something else; the message says what, and where.
+        CheckpointError: the state holds something else; the message says what, and where.
     """
     kind = type(value)
     if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
@@ -105,7 +105,7 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor] | None) -> Any:
     known = np.generic if isinstance(value, np.generic) else kind
     for name, (of, simpler, _) in _KINDS.items():
         if of is known:
-            with suppress(TypeError):  # of numpy, for arrays of anything but numbers
+            with suppress(TypeError):  # for arrays of anything but numbers
                 return {MARK: name, "of": encode(simpler(value), path, tensors)}
     raise CheckpointError(
         f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: "
@@ -135,7 +135,7 @@ def _encode_tensor(tensor: Tensor, path: str, tensors: dict[str, Tensor] | None)
 
 
 def decode(value: Any, read: Callable[[str], Any] | None = None) -> Any:
-    """Decode a state that :func:`encode` has encoded; ``read`` returns the tensor of a key."""
+    """Decode what :func:`encode` returned; ``read`` returns the tensor of a key."""
     if isinstance(value, list):
         return [decode(one, read) for one in value]
     if not isinstance(value, dict):
