@@ -43,7 +43,7 @@ class Checkpoints:
 
     Args:
         folder: a folder for this run alone; all processes must see the same files there.
-        keep: how many checkpoints to keep, by default all. An old one goes only when a newer one is complete.
+        keep: how many to keep, by default all; an old one is removed only when a newer one is complete.
         asynchronous: whether to write while training continues: the states are copied to the host, into
             memory as large as what this process writes, which is kept for reuse. The next call raises a
             failure; if there is none, the process reports it when it ends, and exits with status 70.

@@ -355,7 +355,7 @@ def finish_all() -> None:
             problems.append(f"the checkpoint of step {writing.job.step} was lost: {problem}")
     sys.stderr.writelines(f"penstock: {text}\n" for text in problems)
     if problems and not fails:
-        # An exception here would not change the exit status; os._exit does, but skips these flushes.
+        # An exception here would not change the status; os._exit does, but skips these flushes.
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
