@@ -188,7 +188,7 @@ class Checkpoints:
         return None
 
     def _candidates(self, step: int | None) -> list[str]:
-        """Return the names of the checkpoints to try, in order."""
+        """The names of the checkpoints to try, in order."""
         checkpoints = find(self.folder)
         if step is None:
             # Those with damaged tables come first, so that a warning names them.

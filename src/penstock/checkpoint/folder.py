@@ -38,7 +38,7 @@ class CheckpointFolder(NamedTuple):
 
 
 def find(folder: Path) -> list[CheckpointFolder]:
-    """Return the checkpoints of a folder, the latest first; those with damaged tables come last."""
+    """The checkpoints of a folder, the latest first; those with damaged tables come last."""
     checkpoints = []
     for path in folder.iterdir() if folder.is_dir() else ():
         name = _NAME.fullmatch(path.name)

@@ -61,7 +61,7 @@ class Loading:
     # ---- match the checkpoint with the targets
 
     def match(self) -> list[Any]:
-        """Compare this process's targets with the checkpoint; nothing is changed.
+        """Compare the targets here with the checkpoint; nothing is changed.
 
         Returns:
             A report for all processes: mismatches, saved names not used here, labels, and lone weights.

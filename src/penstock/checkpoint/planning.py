@@ -35,7 +35,7 @@ def describe_part(tensor: Tensor) -> Description:
 
 
 def file_of(process: int) -> str:
-    """Return the name of a process's file."""
+    """The name of a process's file."""
     return f"states-{process + 1:05d}.safetensors"
 
 

@@ -21,7 +21,7 @@ LARGEST = 2 << 30
 
 
 def _checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
-    """Find the checkpoints of a folder or a run folder; a path may also be a single one."""
+    """Find the checkpoints of a folder or a run folder, or a single one."""
     path = Path(folder)
     if (path / TABLE).exists():
         return [path]

@@ -199,7 +199,7 @@ class CheckpointTable:
         return self.contents.tensors[key]
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
+        """The shape of a tensor."""
         return tuple(self._stored(key).shape)
 
     def dtype(self, key: str) -> torch.dtype:

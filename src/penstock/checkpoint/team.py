@@ -74,7 +74,7 @@ class ProcessTeam:
         return self.rank == 0
 
     def name(self, process: int) -> str:
-        """Return the name of a process, for messages."""
+        """The name of a process, for messages."""
         if self.layout[0] == 1:
             return f"rank {process}"
         return f"rank {process % self.layout[1]} of replica {process // self.layout[1]}"

@@ -98,7 +98,7 @@ class Pipe(nn.Module):
         return tuple(pytree.tree_leaves(self.split_gm(*args, **kwargs)))
 
     def get_stage_module(self, stage_idx: int) -> nn.Module:
-        """Return the module of a stage.
+        """The module of a stage.
 
         Raises:
             UsageError: there is no stage of this index.

@@ -42,7 +42,7 @@ def get_schedule_ops(  # noqa: PLR0913 - torch's arguments
     with_comms: bool = False,
     defer_pp_recv: bool = False,
 ) -> list[list[ActionTuple | None]]:
-    """Return each rank's actions.
+    """Each rank's actions.
 
     Args:
         schedule: a schedule's name or class.

@@ -135,7 +135,7 @@ def flatten_args(args: Any, *, detach: bool = False) -> Any:
 
 
 def validate_and_normalize_to_tuple(args: Any, allow_none: bool = False) -> tuple[Any, ...] | None:
-    """Return tensors as a tuple; None stays None.
+    """Tensors as a tuple; None stays None.
 
     Raises:
         PipeliningMetadataError: a value is neither a tensor nor, with ``allow_none``, None.

@@ -113,14 +113,14 @@ class Neighbour:
         self._group, self._rank, self._device = group, rank, device
 
     def describe(self, layout: Layout) -> None:
-        """Send the layout of all later messages to this rank."""
+        """Send this rank the layout of later messages."""
         text = json.dumps(layout.describe()).encode()
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device)
         for message in (torch.tensor([len(text)], device=self._device), data):
             dist.send(message, group=self._group, group_dst=self._rank)
 
     def described(self) -> Layout:
-        """Receive the layout of all later messages from this rank."""
+        """Receive the layout of this rank's later messages."""
         size = torch.zeros(1, dtype=torch.int64, device=self._device)
         dist.recv(size, group=self._group, group_src=self._rank)
         data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
@@ -128,11 +128,11 @@ class Neighbour:
         return Layout.read(json.loads(bytes(data.tolist()).decode()))
 
     def sends(self, tensors: Sequence[Tensor]) -> list[P2POp]:
-        """Return the sends of tensors to this rank."""
+        """Sends of tensors to this rank."""
         return [self._operation(dist.isend, tensor.detach().contiguous()) for tensor in tensors]
 
     def receives(self, tensors: Sequence[Tensor]) -> list[P2POp]:
-        """Return the receives of tensors from this rank."""
+        """Receives of tensors from this rank."""
         return [self._operation(dist.irecv, tensor) for tensor in tensors]
 
     def _operation(self, way: Any, tensor: Tensor) -> P2POp:
@@ -154,7 +154,7 @@ def arrived(tensors: Sequence[Tensor], layout: Layout) -> Any:
 
 
 def check_fits(value: Any, layout: Layout, what: str) -> list[Tensor]:
-    """Return a value's tensors, after checking it against the layout that the receiver expects.
+    """Check a value against the layout that its receiver expects, and return its tensors.
 
     Raises:
         PipeliningMetadataError: the value has another layout.

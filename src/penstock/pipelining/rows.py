@@ -263,7 +263,7 @@ def steps_of(
 def spaced(
     order: Order, rank_of: Sequence[int], widths: Mapping[str, int]
 ) -> dict[int, list[ActionTuple | None]]:
-    """Return each rank's actions, with ``None`` for each step in which it waits.
+    """Each rank's actions with ``None`` for each step in which it waits.
 
     Args:
         order: the actions.
@@ -311,7 +311,7 @@ def _passed(row: Row, change: Callable[[Schedule], Schedule]) -> list[ActionTupl
 
 
 def stages_of(order: Order) -> int:
-    """Return the number of stages."""
+    """The number of stages."""
     stages = [action.stage_index for row in order.values() for action in _parts(row)]
     return max(stages, default=0) + 1
 
@@ -324,7 +324,7 @@ def _parts(row: Row) -> Iterator[ActionTuple]:
 
 
 def microbatches_of(order: Order) -> int:
-    """Return the number of microbatches."""
+    """The number of microbatches."""
     indices = [action.microbatch_index or 0 for row in order.values() for action in _parts(row)]
     return max(indices, default=0) + 1
 

@@ -175,7 +175,7 @@ def _describable(value: Any) -> bool:
 
 
 def _sizes(parts: Sequence[Any]) -> list[int]:
-    """Return the size of each part's first tensor, if all have one."""
+    """The size of each part's first tensor, if all have one."""
     first = [next(iter(tensors_in(part)), None) for part in parts]
     sizes = [len(tensor) for tensor in first if tensor is not None and tensor.dim()]
     return sizes if len(sizes) == len(parts) else []
@@ -208,7 +208,7 @@ class Arrived:
         return True
 
     def pop(self, key: object, default: Any = None) -> list[Any]:
-        """Return no work to wait for."""
+        """No work to wait for."""
         return []
 
 
@@ -259,7 +259,7 @@ class PipelineSchedule:
     """
 
     recipe: ClassVar[str | None] = None
-    """The name of Penstock's schedule, if the class has one."""
+    """The name of Penstock's schedule."""
     checks: ClassVar[tuple[Callable[[Any], None], ...]] = ()
     """The schedule's requirements on microbatches and loss."""
     trains: ClassVar[bool] = True
@@ -371,7 +371,7 @@ class PipelineSchedule:
         self._order = actions
 
     def _adopt(self, schedule: Schedule) -> None:
-        """Use a schedule, if its sizes match the stages and microbatches here."""
+        """Use a schedule, if its sizes match those here."""
         if (schedule.ranks, schedule.stages) != (self.pp_group_size, self._num_stages):
             raise PlacementError(
                 f"{schedule.name} has {schedule.stages} stages on {schedule.ranks} ranks, but here are "
@@ -411,7 +411,7 @@ class PipelineSchedule:
             )
 
     def _get_pipeline_order(self) -> dict[int, list[ActionTuple | None]] | None:
-        """Return each rank's actions, by rank; None if they are not known yet."""
+        """Each rank's actions, by rank; None if they are not known yet."""
         return self.pipeline_order or None
 
     # ---- running
@@ -546,7 +546,7 @@ class PipelineSchedule:
             self._build()
 
     def _placement(self) -> Sequence[int] | None:
-        """Return the rank of each stage, if a schedule places the stages."""
+        """The rank of each stage, if a schedule places them."""
         return self._schedule.placement.rank_of if self._schedule else None
 
     def _loss(self, more: dict[str, Any] | None) -> Loss:

@@ -232,7 +232,7 @@ _CLASSES = {kind.__name__.removeprefix("Schedule"): kind for kind in _NAMED}
 
 
 def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
-    """Return the class of a schedule.
+    """The class of a schedule.
 
     Args:
         schedule_name: the schedule's name, in upper or lower case.

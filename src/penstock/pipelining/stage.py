@@ -412,7 +412,7 @@ class PipelineStage(StageBase, engine.PipelineStage):
         return infer_layout(self.module, takes, kwargs, self.device, trains=trains)
 
     def _neighbour(self, step: int) -> Neighbour | None:
-        """Return the previous or the next stage; None if there is none, or it is in this process."""
+        """The previous or the next stage; None if there is none, or it is in this process."""
         index = self.stage_index + step
         if not 0 <= index < self.num_stages:
             return None
@@ -432,7 +432,7 @@ class PipelineStage(StageBase, engine.PipelineStage):
         return self._takes
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[P2POp]:
-        """By hand: return the receives of a microbatch's values."""
+        """By hand: the receives of a microbatch's values."""
         takes, before = self._agreed(), self._neighbour(-1)
         if before is None:
             return []
@@ -441,7 +441,7 @@ class PipelineStage(StageBase, engine.PipelineStage):
         return before.receives(buffers)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[P2POp]:
-        """By hand: return the sends of a microbatch's values."""
+        """By hand: the sends of a microbatch's values."""
         self._agreed()
         after = self._neighbour(1)
         if after is None or self._gives is None:
@@ -455,7 +455,7 @@ class PipelineStage(StageBase, engine.PipelineStage):
         return after.sends(check_fits(self.fwd_cache[fwd_chunk_id][0], self._gives, what))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[P2POp]:
-        """By hand: return the receives of the values' gradients."""
+        """By hand: the receives of the values' gradients."""
         after = self._neighbour(1)
         if not self.has_backward or after is None:
             return []
@@ -466,7 +466,7 @@ class PipelineStage(StageBase, engine.PipelineStage):
         return after.receives(buffers)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[P2POp]:
-        """By hand: return the sends of the gradients to the previous stage."""
+        """By hand: the sends of the gradients to the previous stage."""
         before = self._neighbour(-1)
         if not self.has_backward or self.is_first:
             return []

@@ -61,7 +61,7 @@ _MARKS = (pipe_split, aten_pipe_split_alias, torch.ops.penstock.split)
 
 
 def points_of(model: nn.Module, spec: Mapping[str, Any]) -> dict[str, SplitPoint]:
-    """Check a split spec, and return its cuts by module path."""
+    """Check a split spec, and return its cuts."""
     for path, where in spec.items():
         # By name, so that torch's own SplitPoint is accepted too.
         if getattr(where, "name", where) not in SplitPoint.__members__:
@@ -342,7 +342,7 @@ def _is_mark(node: fx.Node) -> bool:
 
 
 def _aliased(node: fx.Node) -> list[tuple[fx.Node, bool]]:
-    """Return the arguments whose memory an operation writes to or returns, and whether it writes."""
+    """The arguments whose memory an operation writes to or returns, and whether it writes."""
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         return [(node.args[0], False)]
     schema = getattr(node.target, "_schema", None)
