@@ -1,4 +1,4 @@
-"""Save a whole run in one call, and load it in one, in any layout."""
+"""Save a whole run in one call, and load it in another, in any layout."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from penstock.errors import InputFileError, UsageError
 
 log = logging.getLogger("penstock")
 _PATIENCE = 300.0
-"""How many seconds a rank may take to save or load before it is called silent, beyond those for writing."""
+"""Seconds that a rank may take to save or load, besides writing, before it counts as silent."""
 _PER_SECOND = 20e6
-"""How many bytes per second a slow disk writes."""
+"""Bytes per second that a slow disk writes."""
 
 
 class Checkpoints:
     """The checkpoints of a run, in a folder.
 
-    What is saved does not depend on the layout: a run can go on with another schedule, other stages, more or
+    A checkpoint does not depend on the layout: a run can resume with another schedule, other stages, more or
     fewer ranks or replicas, or as the unsplit model. A checkpoint is visible only when it is complete. See
     docs/saving-and-resuming.md. ::
 
@@ -43,12 +43,12 @@ class Checkpoints:
 
     Args:
         folder: a folder for this run alone; all processes must see the same files there.
-        keep: how many to keep; an old one is removed only when a newer one is complete. By default all.
-        asynchronous: whether to write while the training goes on: the states are copied to the host, into
-            memory as large as what this process writes, which is kept for the next time. A failure is raised
-            by the next call; if there is none, the process says it when it ends, with status 70.
-        group: a process group of all processes of the run, if there are more than the ranks of the pipeline
-            and of its replicas.
+        keep: how many to keep, by default all; an old one is removed only when a newer one is complete.
+        asynchronous: whether to write while training continues: the states are copied to the host, into
+            memory as large as what this process writes, which is kept for reuse. The next call raises a
+            failure; if there is none, the process reports it when it ends, and exits with status 70.
+        group: a process group of all processes of the run, if these are more than the ranks of the
+            pipeline and its replicas.
 
     Raises:
         UsageError: ``keep`` is not a whole number of at least 1.
@@ -81,11 +81,11 @@ class Checkpoints:
     def claim(self) -> None:
         """Lock the folder before the first checkpoint is saved; the leading process calls this.
 
-        The lock lasts until :meth:`close`, or until nothing refers to this object any more.
+        The lock lasts until :meth:`close`, or until nothing refers to this object.
 
         Raises:
-            UsageError: another run writes into it.
-            CheckpointError: it cannot be written to.
+            UsageError: another run writes into the folder.
+            CheckpointError: the folder cannot be written to.
         """
         self._writer.hold()
 
@@ -93,16 +93,16 @@ class Checkpoints:
         """Save a run between two steps; all its processes must call this.
 
         Args:
-            step: how many steps were made; :meth:`load` returns this number.
+            step: the number of completed steps; :meth:`load` returns it.
             extra: JSON data of your own, which :attr:`extra` holds after loading.
             states: what to save, under names that :meth:`load` must use too: ``pipe=`` a Pipeline, or
                 ``model=`` the unsplit module; ``optimizer=``, ``scheduler=``, ``scaler=``, ``loader=`` and
-                whatever else has ``state_dict()`` and ``load_state_dict()``. None is left out. Optimizers
+                whatever else has ``state_dict()`` and ``load_state_dict()``. None is skipped. Optimizers
                 are saved by their parameters' names. A pipeline's random state is saved with it.
 
         Raises:
-            CheckpointError: some process could not write; earlier checkpoints are as they were.
-            UsageError: something that was given cannot be saved, or another run writes into the folder.
+            CheckpointError: some process could not write; earlier checkpoints are unchanged.
+            UsageError: an argument cannot be saved, or another run writes into the folder.
         """
         started = time.perf_counter()
         self.wait()
@@ -132,7 +132,7 @@ class Checkpoints:
         """Wait until a checkpoint that is being written is complete; all processes must call this.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -140,7 +140,7 @@ class Checkpoints:
 
     @property
     def last(self) -> Saved | None:
-        """The result of the last saving, as far as that is known."""
+        """The result of the last save, as far as it is known."""
         return None if self._last is None else self._last.saved
 
     # ---- loading
@@ -148,22 +148,22 @@ class Checkpoints:
     def load(self, step: int | None = None, *, strict: bool = True, **states: Any) -> int | None:
         """Load the latest complete checkpoint, or that of a step; all processes of the run must call this.
 
-        Each process reads what it needs, after checking that it is there, fits, and is what was written.
+        Each process reads what it needs, after checking that the data is present, fits and is undamaged.
 
         Args:
-            step: the step of the checkpoint; by default the one that was written last. If that is damaged, a
-                warning names it, and the one before it is loaded.
+            step: the step of the checkpoint; by default the one written last. If that is damaged, a warning
+                names it, and the one before it is loaded.
             strict: whether anything missing, unexpected or of another type is an error. Otherwise a warning
-                lists it, and what fits is loaded; weights, and what optimizers keep in a weight's type, are
+                lists it, and what fits is loaded; weights, and optimizer states of a weight's type, are
                 cast to the type that the weight has here.
-            states: what to load, by the names under which it was saved. What is not given is not loaded.
+            states: what to load, by the names under which it was saved. Nothing else is loaded.
 
         Returns:
-            The step at which it was saved; None if there is no checkpoint, and nothing was changed.
+            The checkpoint's step; None if there is no checkpoint, and nothing was changed.
 
         Raises:
-            StateDictError: it does not fit; the message lists all that does not, and nothing is changed.
-            InputFileError: all checkpoints, or that of the step, are damaged; nothing is changed.
+            StateDictError: the checkpoint does not fit; the message lists all mismatches; nothing is changed.
+            InputFileError: all checkpoints, or the one of the step, are damaged; nothing is changed.
         """
         self.wait()
         targets = Targets(states)
@@ -207,11 +207,11 @@ class Checkpoints:
         return self._extra
 
     def steps(self) -> list[int]:
-        """The steps of the checkpoints that are there, the latest first."""
+        """Return the steps of all checkpoints, the latest first."""
         return [one.step for one in find(self.folder)]
 
     def close(self) -> None:
-        """Wait for what is being written, and let another run write into the folder."""
+        """Wait for a pending checkpoint, and let another run write into the folder."""
         try:
             self.wait()
         finally:
@@ -226,7 +226,7 @@ class Checkpoints:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # After an error other processes may be gone, so nobody is waited for.
+        # After an error other processes may have gone, so do not wait for them.
         if error is None:
             self.close()
         elif self._pending is None or self._pending.is_settled():
@@ -236,7 +236,7 @@ class Checkpoints:
 def _compare(
     path: Path, targets: Targets, team: ProcessTeam, *, strict: bool
 ) -> tuple[Loading | None, Sequence[Any]]:
-    """Check on all processes whether a checkpoint is damaged, and what of it does not fit."""
+    """Check on all processes whether a checkpoint is damaged, and what does not fit."""
     loading: Loading | None = None
 
     def match() -> list[Any]:

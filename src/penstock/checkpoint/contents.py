@@ -1,9 +1,9 @@
-"""What a process has to save, as flat states: tensors under the unsplit model's names, and JSON beside them.
+"""The flat state that a process saves: tensors under the unsplit model's names, and JSON data.
 
-Each thing has a label, the argument's name, and is one of three kinds. *Weights* are those of a Pipeline or a
-module; *optimizers* keep states under the names of their parameters; of both each process has its part.
-Everything else is a *state*, the same on all processes that have one of its label. Weights and what is kept
-for a parameter have the key ``label/name``, a state its label.
+Each object has a label, its argument's name, and one of three kinds. *Weights* are those of a Pipeline or a
+module; *optimizers* keep states under the names of their parameters; each process has its part of both.
+Everything else is a *state*, equal on all processes that have its label. Weights and a parameter's optimizer
+state have the key ``label/name``, a state its label.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from penstock.weights.trees import encode
 MODEL = "model"
 RANDOMNESS = "randomness"
 WEIGHTS, OPTIMIZER, STATE = "weights", "an optimizer", "a state"
-"""The kinds of what has a label; of an optimizer, its class stands in a table."""
+"""The kinds of labelled objects; for an optimizer, a table names its class instead."""
 
 
 class Targets:
-    """What a user gave to save or to load, by label.
+    """The objects that a user passed to save or to load, by label.
 
     Attributes:
         weights: the weights of pipelines and modules.
         optimizers: the optimizers of their parameters.
-        states: whatever else has a state dict.
+        states: all other objects with a state dict.
         pipe: the pipeline, if there is one.
-        names: the names of all parameters, by identity.
+        names: the names of all parameters, by ``id``.
     """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
@@ -94,7 +94,7 @@ class Targets:
             self.names[id(parameter)] = f"{prefix}{path_without_wrappers(name)}"
 
     def held(self, label: str) -> Iterator[tuple[str, list[str], Any]]:
-        """The weights of a label: each one's name as held, its keys, and the weight."""
+        """Yield a label's weights: each one's name as held, its keys, and the weight."""
         self.weights[label].check_filled()
         for first, (names, value) in self.weights[label].held().items():
             keys = dict.fromkeys(f"{label}/{path_without_wrappers(one)}" for one in (first, *names))
@@ -114,12 +114,12 @@ class Flat:
     """The flat state of a process.
 
     Args:
-        tensors: by key; DTensors as they are.
-        parts: JSON data that is mostly the same from save to save: ``kinds`` of labels, ``values`` by key
-            that are no tensors, ``tied`` keys, names of the parameters in each of an optimizer's ``groups``,
+        tensors: the tensors by key; DTensors as they are.
+        parts: JSON data that rarely changes between saves: ``kinds`` of labels, ``values`` by key that are
+            not tensors, ``tied`` keys, names of the parameters in each of an optimizer's ``groups``,
             names of weights that are ``alone``, and the descriptions of all ``tensors``.
-        settings: of each optimizer's groups.
-        states: of each other object the JSON data, and the digests of its tensors.
+        settings: the settings of each optimizer's groups.
+        states: each other object's JSON data, and the digests of its tensors.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -129,7 +129,7 @@ class Flat:
 
     @staticmethod
     def of(targets: Targets) -> Flat:
-        """Collect what this process has to save."""
+        """Collect what this process must save."""
         flat = Flat(parts={"kinds": {}, "values": {}, "tied": {}, "groups": {}})
         for label in targets.weights:
             flat._add_weights(label, targets)
@@ -144,7 +144,7 @@ class Flat:
                 {key: digest(local_part(one)) for key, one in tensors.items()},
             ]
             flat.tensors |= tensors
-        # A pending sum is no part that could be written.
+        # A pending sum has no part that could be written.
         flat.tensors = {
             key: tensor if region_of(tensor) is not None else whole(tensor)
             for key, tensor in flat.tensors.items()
@@ -173,5 +173,5 @@ class Flat:
 
     @property
     def digest(self) -> str:
-        """A digest of the parts."""
+        """The digest of the parts."""
         return hashlib.sha256(json.dumps(self.parts).encode()).hexdigest()

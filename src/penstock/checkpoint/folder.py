@@ -1,8 +1,8 @@
-"""The folder of a run's checkpoints: how they are found, appear and go, and who may write there.
+"""The folder of a run's checkpoints: find, publish and remove them, and lock the folder.
 
 A checkpoint is a folder ``step-<number>`` with a table and a file of tensors for each process that wrote. It
-is written as ``.writing-…`` beside the others, flushed to disk, and renamed when everything is there: what
-has the name of a checkpoint is complete. For the same reason an old one is renamed before it is removed.
+is written as ``.writing-…`` next to the others, flushed to disk, and renamed when it is complete, so that
+no partial one has a checkpoint's name. For the same reason an old one is renamed before it is removed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from penstock.errors import CheckpointError, InputFileError, UsageError
 
 LOCK = ".lock"
 PATIENCE = 5.0
-"""How many seconds to wait for the run before this one to end, as when a launcher restarts all processes."""
+"""Seconds to wait for the previous run to end, as when a launcher restarts all processes."""
 _NAME = re.compile(r"step-(\d{1,18})(-\d{1,9})?")
 
 
 class CheckpointFolder(NamedTuple):
-    """A checkpoint's folder, how many were written before it (-1: its table is damaged), and its step."""
+    """A checkpoint's folder, serial number (-1: its table is damaged) and step."""
 
     path: Path
     serial: int
@@ -53,7 +53,7 @@ def find(folder: Path) -> list[CheckpointFolder]:
 
 
 class Writer:
-    """Makes checkpoints appear in a folder; only one process of a run does."""
+    """Publishes checkpoints in a folder; only one process of a run does so."""
 
     def __init__(self, folder: Path, keep: int | None) -> None:
         self._folder = folder
@@ -80,15 +80,15 @@ class Writer:
                 raise _unwritable(self._folder, error) from error
 
     def publish(self, written: Path, step: int, contents: Mapping[str, Any]) -> Path:
-        """Make a checkpoint visible whose other files are all there, and remove old ones.
+        """Write a checkpoint's table, make the checkpoint visible, and remove old ones.
 
         Args:
-            written: its folder, which :meth:`begin` has made.
-            step: its step.
-            contents: of its table.
+            written: the folder that :meth:`begin` made, with all other files.
+            step: the checkpoint's step.
+            contents: the contents of its table.
 
         Returns:
-            Its final folder.
+            The checkpoint's final folder.
         """
         before = find(self._folder)
         serial = max((one.serial for one in before), default=-1) + 1
@@ -123,7 +123,7 @@ def _unwritable(folder: Path, error: OSError) -> CheckpointError:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint; it is renamed first, so that no part of one ever has that name."""
+    """Remove a checkpoint; rename it first, so that no partial one ever has its name."""
     hidden = path.with_name(f".removing-{path.name}-{os.urandom(4).hex()}")
     with suppress(OSError):
         path.rename(hidden)
@@ -131,7 +131,7 @@ def _remove(path: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Flush the names in a folder to disk."""
+    """Flush a folder's entries to disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -140,10 +140,10 @@ def _sync(folder: Path) -> None:
 
 
 class Lock:
-    """The lock of a folder, which the system releases when this process ends, however it does.
+    """A folder's lock, which the system releases when this process ends, however it ends.
 
-    It is one of ``flock``: a lock of ``lockf`` would be lost as soon as anything in this process reads and
-    closes the file. All that write from this process share it, and the last of them to drop it releases it.
+    It uses ``flock``: a lock of ``lockf`` would be lost as soon as anything in this process reads and
+    closes the file. All writers in this process share the lock, and the last one to drop it releases it.
     """
 
     _here: ClassVar[WeakValueDictionary[Path, Lock]] = WeakValueDictionary()
@@ -151,7 +151,7 @@ class Lock:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        # No link: what it leads to would be locked and overwritten.
+        # Follow no link: its target would be locked and overwritten.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         self._handle = os.open(path, flags, 0o666)
         status = os.fstat(self._handle)
@@ -160,7 +160,7 @@ class Lock:
 
     @classmethod
     def of(cls, folder: Path) -> Lock:
-        """The lock of a folder; if this process had none, what killed runs have left there is removed."""
+        """Lock a folder, or share this process's lock; a new lock removes what killed runs left there."""
         shared, until = cls._here.get(folder), time.monotonic() + PATIENCE
         if shared is not None and shared.is_in_place():
             return shared
@@ -179,7 +179,7 @@ class Lock:
         return lock
 
     def _take(self) -> bool:
-        """Try to lock the file; not one that another process has replaced meanwhile."""
+        """Try to lock the file; fail if another process has replaced it meanwhile."""
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
@@ -192,14 +192,14 @@ class Lock:
         return self.is_in_place()
 
     def is_in_place(self) -> bool:
-        """Whether this process has it, and its file is the one that others would lock."""
+        """Whether this process has the lock, and its file is the one that others would lock."""
         try:
             return os.path.samestat(os.fstat(self._handle), os.lstat(self._path))
         except OSError:
             return False
 
     def release(self) -> None:
-        """Close the file, of which a forked child has a copy."""
+        """Close the file; a forked child has its own copy of the handle."""
         handle, self._handle = self._handle, -1
         if handle >= 0:
             os.close(handle)
@@ -208,7 +208,7 @@ class Lock:
 
     @classmethod
     def forget(cls) -> None:
-        """In a forked child, let go of the parent's locks: otherwise they would last as long as the child."""
+        """In a forked child, drop the parent's locks: otherwise they would last as long as the child."""
         for lock in list(cls._here.values()):
             lock.release()
 

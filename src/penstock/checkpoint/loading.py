@@ -1,4 +1,4 @@
-"""Read a checkpoint: compare its table with what is to be filled, then read what this process needs."""
+"""Load a checkpoint: compare its table with the targets, then read what this process needs."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ log = logging.getLogger("penstock")
 
 
 class Loading:
-    """A checkpoint, and what it is loaded into.
+    """A checkpoint, and the objects to load it into.
 
     Args:
         table: the table of the checkpoint.
-        targets: what the user gave.
+        targets: the objects that the user passed.
         strict: whether everything must fit.
 
     Attributes:
-        step: the step at which the checkpoint was saved.
+        step: the checkpoint's step.
         extra: the user's JSON data.
     """
 
@@ -58,13 +58,13 @@ class Loading:
         self.step = table.step
         self.extra = decode(self._saved.extra)
 
-    # ---- match what was saved with what is here
+    # ---- match the checkpoint with the targets
 
     def match(self) -> list[Any]:
-        """Compare what is here with what was saved; nothing is changed.
+        """Compare the targets here with the checkpoint; nothing is changed.
 
         Returns:
-            For the other processes: what does not fit, what is not used here, and what is here.
+            A report for all processes: mismatches, saved names not used here, labels, and lone weights.
         """
         targets = self._targets
         for label in targets.weights:
@@ -87,7 +87,7 @@ class Loading:
         return is_saved
 
     def _match_weights(self, label: str) -> Iterator[tuple[str, Any, str]]:
-        """For each weight here its name, the weight itself, and its key in the checkpoint."""
+        """Yield each weight's name, the weight itself, and its key in the checkpoint."""
         for first, keys, value in self._targets.held(label):
             keys += [self._saved.tied[key] for key in keys if key in self._saved.tied]
             self._used.update(keys)
@@ -107,12 +107,12 @@ class Loading:
         if dtype != tensor.dtype:
             text = f"of another type: {key}: {dtype} was saved, {tensor.dtype} is here"
             self._problems["loose"].append(text)
-        # Weights are read last, when other things were changed.
+        # Check this now: weights are read last, when other targets have already changed.
         self._table.reads(key, region_of(tensor) or ((0,) * len(shape), shape))
         return True
 
     def _match_groups(self, label: str) -> list[int | None]:
-        """For each group of an optimizer the number of the saved group."""
+        """Return the number of the saved group for each of an optimizer's groups."""
         optimizer, problems = self._targets.optimizers[label], self._problems
         kind, groups, _ = read_states(optimizer, self._targets.names, f"{label}=")
         saved_kind, saved = self._saved.kinds.get(label, ""), self._saved.groups[label]
@@ -135,7 +135,7 @@ class Loading:
         return numbers
 
     def _names(self) -> set[str]:
-        """The keys of all that was saved of the given weights and optimizers."""
+        """Return the keys saved for the targets' weights and optimizers."""
         keys = {*self._saved.tensors, *self._saved.values}
         inner = {key for value in self._saved.values.values() for key in keys_of(value)}
         names = {key for key in keys - inner if key.partition("/")[0] in self._targets.weights}
@@ -144,10 +144,10 @@ class Loading:
                 names.update(f"{label}/{name}" for name in group.parameters)
         return names
 
-    # ---- check what all processes have found
+    # ---- check the reports of all processes
 
     def check(self, reports: Sequence[Any]) -> None:
-        """Check what all processes report; one error lists everything that does not fit."""
+        """Check the reports of all processes; one error lists every mismatch."""
         lines, missing, loose = (
             list(dict.fromkeys(text for one in reports for text in one[0][kind]))
             for kind in ("hard", "missing", "loose")
@@ -173,7 +173,7 @@ class Loading:
         if left and here - self._targets.weights.keys() - {RANDOMNESS}:
             log.warning("%s also holds %s, which load() was not given", path, ", ".join(left))
 
-    # ---- read, and put into place
+    # ---- read, and fill the targets
 
     @torch.no_grad()
     def read(self) -> None:
@@ -209,12 +209,12 @@ class Loading:
         return partial(write_states, optimizer, names, settings, states)
 
     def _read_state(self, parameter: Tensor, name: str, key: str) -> Tensor:
-        """What was kept for a parameter: of a sharded one, the part that belongs to the part here."""
+        """Read an optimizer's tensor for a parameter; if that is sharded, only the part for this process."""
         region: Box | None = None
         if is_sharded(parameter) and self._table.shape(key) == tuple(parameter.shape) != ():
             region = region_of(parameter)
         value = self._table.read(key, region)
-        # Where a weight is loaded with a cast, so is what was kept for it in its type.
+        # If a weight is cast when loaded, so are its optimizer states of the same type.
         for weight in (f"{MODEL}/{name}", name.replace(".", "/", 1)):
             if value.dim() and weight in self._saved.tensors:
                 alike = self._table.dtype(weight) == value.dtype
@@ -223,7 +223,7 @@ class Loading:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Put everything into place, the weights last."""
+        """Fill all targets, the weights last."""
         for give in self._ready:
             try:
                 give()
@@ -238,7 +238,7 @@ class Loading:
             self._fill_weights(label, matched)
         pipe = self._targets.pipe
         if pipe is not None and RANDOMNESS not in self._saved.kinds:
-            # None was saved, as by a plain loop.
+            # A plain loop, for example, saves none.
             text = "%s holds no seed and step of random numbers: the next step is taken to be number %d"
             log.warning(text, self._table.path, self.step)
             pipe.randomness.load_state_dict({"seed": pipe.randomness.seed, "step": self.step})
@@ -251,7 +251,7 @@ class Loading:
             if not isinstance(tensor, Tensor):
                 others[first] = decode(self._saved.values[key], self._table.read)
             elif local_part(tensor).data_ptr() not in memory:
-                # The module's hooks made it for the state dict, and will take it back.
+                # The module's hooks made this tensor for the state dict, and load it back.
                 others[first] = spread(tensor, self._table.read(key))
             elif (region := region_of(tensor)) is None:
                 tensor.copy_(spread(tensor, self._table.read(key)))

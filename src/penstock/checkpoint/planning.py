@@ -1,7 +1,7 @@
-"""Who writes what, and what is read for which part: by the planners of ``torch.distributed.checkpoint``.
+"""Plan who writes and reads which parts, with the planners of ``torch.distributed.checkpoint``.
 
 The rest of that package is not used: its driver sends plans between processes as pickles, its metadata file
-is one, its storages keep no checksums, and their files are visible before all of them are there.
+is a pickle, its storages keep no checksums, and their files are visible before all are complete.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.parallel import region_of
 from penstock.weights.files import DTYPES, NAMES, Box
 
 Description = list[Any]
-"""Of the part of a tensor in a process, as JSON data: type and shape of the tensor, offsets, sizes."""
+"""A process's part of a tensor, as JSON data: the tensor's type and shape, the part's offsets and sizes."""
 
 
 def describe_part(tensor: Tensor) -> Description:
@@ -40,25 +40,25 @@ def file_of(process: int) -> str:
 
 
 def part_name(key: str, shape: Sequence[int], box: Box) -> str:
-    """The name of a part of a tensor in a file."""
+    """Return the name of a tensor's part in a file."""
     return key if list(box[1]) == list(shape) else f"{key}@{','.join(map(str, box[0]))}"
 
 
 Shares = list[list[tuple[str, str]]]
-"""For each process the keys of tensors of which it writes a part, each with the part's name in its file."""
+"""For each process, the parts that it writes: the tensor's key, and the part's name in the file."""
 
 
 def plan_writes(
     descriptions: Sequence[Mapping[str, Description]], names: Sequence[str]
 ) -> tuple[Shares, dict[str, Any]]:
-    """Which process writes which parts: each part once, and all about equally much.
+    """Assign each part to one process that writes it, so that all write about equally much.
 
     Args:
-        descriptions: of the tensors of each process, by key.
-        names: of the processes, for messages.
+        descriptions: each process's parts of tensors, by key.
+        names: the names of the processes, for messages.
 
     Returns:
-        Who writes what, and what a checkpoint's table says about each tensor; the same in every process.
+        The shares of the processes, and the table's entry for each tensor; the same in every process.
     """
     tensors: dict[str, Any] = {}
     plans = []
@@ -80,7 +80,7 @@ def plan_writes(
                 items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         plans.append(SavePlan(items))
     try:
-        # The planner checks that the parts are complete only if there are several plans.
+        # The planner checks completeness only if there are several plans.
         planner = DefaultSavePlanner(flatten_state_dict=False)
         plans, _ = planner.create_global_plan([*plans, SavePlan([])])
     except ValueError as error:
@@ -104,10 +104,10 @@ def plan_writes(
 def plan_reads(
     shape: Sequence[int], pieces: Sequence[Box], wanted: Box
 ) -> Iterator[tuple[int, Box, Box]]:
-    """What is to be read for a part of a tensor, of which the pieces are stored.
+    """Plan the reads for a part of a tensor that is stored in pieces.
 
     Yields:
-        The index of a piece, a box in it, and where that box lies in the part that is wanted.
+        The index of a piece, a box in it, and the place of that box in the wanted part.
     """
     chunks = [ChunkStorageMetadata(Size(offsets), Size(sizes)) for offsets, sizes in pieces]
     stored = TensorStorageMetadata(TensorProperties(), Size(shape), chunks)

@@ -1,4 +1,4 @@
-"""The contents of a folder of checkpoints in words, and the weights of one as plain files."""
+"""Describe a folder of checkpoints, and export the weights of one as plain files."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from penstock.values import bytes_as_text
 from penstock.weights.folders import save_index, save_stage
 
 LARGEST = 2 << 30
-"""The most bytes of an exported file, which are in memory at once."""
+"""The size limit of an exported file, in bytes; a whole file is in memory at once."""
 
 
 def _checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
-    """The checkpoints of a folder, or of a run folder; or a single one."""
+    """Find the checkpoints of a folder or a run folder, or a single one."""
     path = Path(folder)
     if (path / TABLE).exists():
         return [path]
@@ -34,11 +34,11 @@ def _checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def describe(folder: str | os.PathLike[str], *, check: bool = False) -> str:
-    """Which checkpoints a folder holds, and what is in the latest of them, as text.
+    """Describe the checkpoints in a folder, and the contents of the latest, as text.
 
     Args:
         folder: a run folder, a folder of checkpoints, or one of these.
-        check: whether to read everything, and compare it with the checksums.
+        check: whether to read all files and verify their checksums.
 
     Raises:
         UsageError: there is no checkpoint.
@@ -100,10 +100,10 @@ def export(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> list[
 
     Args:
         folder: a run folder, a folder of checkpoints, or one of these.
-        out: the folder to write to, which must not hold such files yet.
+        out: the folder to write to, which must not hold such files.
 
     Returns:
-        The files.
+        The paths of the files.
 
     Raises:
         UsageError: there is no checkpoint with a model's weights, or there are such files already.

@@ -1,4 +1,4 @@
-"""Write a checkpoint: agree on what is written by whom, write it beside the training, and make it visible."""
+"""Save a checkpoint: agree on who writes what, write while training continues, and make it visible."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from penstock.weights.trees import encode
 
 _POLL = 0.02
 _AT_EXIT = 5.0
-"""How many seconds an ending process waits for a checkpoint that makes no progress."""
+"""Seconds that an ending process waits for a checkpoint that makes no progress."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class Saved:
 
     Attributes:
         step: the step that was saved.
-        stall: for how many seconds the training was held up.
+        stall: the seconds for which training was held up.
         path: the checkpoint's folder; None while it is still being written, and on other ranks than 0.
-        bytes: the bytes of its files; 0 while it is still being written, and on other ranks than 0.
-        seconds: from the call until it was complete; 0 likewise.
+        bytes: the size of its files; 0 while it is still being written, and on other ranks than 0.
+        seconds: the time from the call until it was complete; 0 likewise.
     """
 
     step: int
@@ -65,19 +65,19 @@ class Saved:
         )
 
 
-# ---- agree on what is written, and by whom
+# ---- agree on who writes what
 
 
 @dataclass
 class Job:
-    """A checkpoint that is to be written.
+    """A checkpoint to write.
 
     Args:
         step: the step of the run.
-        folder: the folder into which it is written.
-        contents: of its table, but for the files.
+        folder: the folder to write into.
+        contents: the contents of its table, except the files.
         tensors: what this process writes, by name.
-        stall: for how many seconds it has held up the training.
+        stall: the seconds for which it has held up training.
         complete: the folder, bytes and seconds of the complete checkpoint.
     """
 
@@ -91,12 +91,12 @@ class Job:
 
     @property
     def saved(self) -> Saved:
-        """What is known of it."""
+        """The result, as far as it is known."""
         return Saved(self.step, self.stall, *self.complete)
 
 
 class Preparing:
-    """Makes a :class:`Job` of what a user gave; what does not change from save to save is agreed on once."""
+    """Makes a :class:`Job` of the user's objects; what does not change between saves is agreed on once."""
 
     def __init__(self) -> None:
         self._digests: Sequence[str] = ()
@@ -107,7 +107,7 @@ class Preparing:
     def job(
         self, team: ProcessTeam, targets: Targets, step: int, extra: Any, writer: Writer
     ) -> Job:
-        """Agree with the other processes on what is to be written, and by whom."""
+        """Agree with the other processes on who writes what."""
         flat, folder = Flat(), ""
 
         def collect() -> list[Any]:
@@ -167,7 +167,7 @@ def _layout(team: ProcessTeam, targets: Targets) -> dict[str, Any]:
 
 
 def _same_states(states: Sequence[Mapping[str, Any]], team: ProcessTeam) -> dict[str, Any]:
-    """The JSON data of each state, which all processes that have it must have alike."""
+    """Return each state's JSON data, which must be equal on all processes that have it."""
     trees: dict[str, Any] = {}
     firsts: dict[str, int] = {}
     for process, of_process in enumerate(states):
@@ -187,7 +187,7 @@ def _same_states(states: Sequence[Mapping[str, Any]], team: ProcessTeam) -> dict
 def _merge_optimizers(
     parts: Sequence[Any], settings: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What all processes say about the groups of optimizers, by label."""
+    """Merge each optimizer's groups from all processes, by label."""
     merged = {}
     for label in dict.fromkeys(label for one in parts for label in one["groups"]):
         kinds = {one["kinds"][label] for one in parts if label in one["groups"]}
@@ -205,11 +205,11 @@ def _merge_optimizers(
     return merged
 
 
-# ---- write, while the training goes on or waits
+# ---- write, while training continues or waits
 
 
 def snapshots(tensors: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies on the CPU of tensors that may change from now on, in the memory of earlier copies."""
+    """Copy tensors that are about to change to the CPU, reusing the memory of earlier copies."""
     copies = {}
     for name, tensor in tensors.items():
         copy = kept.get(name)
@@ -221,16 +221,16 @@ def snapshots(tensors: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> dict
 
 
 def settle(tensors: Iterable[Tensor]) -> None:
-    """Wait until devices have done what they were told, so that another thread sees the tensors whole."""
+    """Wait until devices have finished their work, so that another thread sees complete tensors."""
     for device in {tensor.device for tensor in tensors} - {torch.device("cpu")}:
         torch.accelerator.synchronize(device)
 
 
 class Writing:
-    """A thread that writes this process's part of a job; the leading one's makes the checkpoint visible.
+    """A thread that writes this process's part of a job; the leading process's makes the checkpoint visible.
 
-    While the training goes on, the processes need no messages for that: each leaves a note in the folder when
-    its file is on disk. Those that wait exchange the notes.
+    While training continues, this needs no messages: each process leaves a note in the folder when its file
+    is on disk. Processes that wait exchange the notes instead.
     """
 
     def __init__(self, job: Job, team: ProcessTeam, writer: Writer) -> None:
@@ -242,7 +242,7 @@ class Writing:
         self._end: Future[None] = Future()
         self._notes: list[Any] | None = None
         self._handed = threading.Event()
-        # A daemon, since the end of the process waits for it in a way of its own, see finish_all().
+        # A daemon, since finish_all() waits for it in its own way when the process ends.
         threading.Thread(target=self._run, name="penstock-checkpoint", daemon=True).start()
         _UNFINISHED.add(self)
 
@@ -262,7 +262,7 @@ class Writing:
         if self.job.tensors:
             name = file_of(self._team.rank)
             note = [name, *write_file(folder / name, self.job.tensors)]
-        if self._handed.is_set():  # given up: what was written may have changed under it
+        if self._handed.is_set():  # abandoned: the tensors may have changed meanwhile
             raise CheckpointError("the saving was interrupted")
         try:
             self._note_of(self._team.rank).write_text(json.dumps(note))
@@ -275,14 +275,14 @@ class Writing:
         return self.job.folder / f".done-{process}"
 
     def _all_notes(self) -> list[Any] | None:
-        """What all processes have written; None if that was given up."""
+        """Wait for the notes of all processes; None if the saving was abandoned."""
         notes = list[Any]()
         while not self._handed.is_set():
             try:
                 while len(notes) < self._team.size:
                     notes.append(json.loads(self._note_of(len(notes)).read_bytes()))
                 return notes
-            except (OSError, ValueError):  # it is not there yet, or not all of it
+            except (OSError, ValueError):  # the note is missing or incomplete so far
                 self._handed.wait(_POLL)
         return self._notes
 
@@ -304,13 +304,13 @@ class Writing:
         job.complete = path, size, time.perf_counter() - job.started
 
     def is_settled(self) -> bool:
-        """After an error: whether nothing is written any more; a run of one process waits for that."""
+        """After an error: whether the writing has ended; a run of one process waits for that."""
         if self._team.size == 1:
             self.finish(time.monotonic() + _AT_EXIT)
         return self._end.done()
 
     def wait(self) -> None:
-        """Wait until the checkpoint is visible, or raise what went wrong in some process; all call it."""
+        """Wait until the checkpoint is visible, or raise any process's error; all processes call this."""
         _UNFINISHED.discard(self)
         try:
             self._notes = self._team.together("save", self._file.result)
@@ -320,14 +320,14 @@ class Writing:
             self._notes = None
             self._handed.set()
             if self._team.leads:
-                # If even that hangs, its folder is removed by the next run.
+                # If the thread hangs, the next run removes its folder.
                 with suppress(Exception):
                     self._end.result(_AT_EXIT)
                 shutil.rmtree(self.job.folder, ignore_errors=True)
             raise
 
     def finish(self, until: float) -> str:
-        """At the end of the process, wait as long as something is written; returns what went wrong."""
+        """At the end of the process, wait as long as the writing progresses; return what went wrong."""
         progress, stalled = -1, time.monotonic() + _AT_EXIT
         while not self._end.done() and time.monotonic() < min(stalled, until):
             size = 0
@@ -345,8 +345,8 @@ _UNFINISHED: set[Writing] = set()
 
 
 def finish_all() -> None:
-    """At the end of the process, complete what is being written, or say that it was lost."""
-    # A process that dies of an exception does not wait for long; its status says already that it failed.
+    """At the end of the process, complete pending checkpoints, or report that they were lost."""
+    # A process that dies of an exception waits only briefly: its exit status reports the failure.
     fails = getattr(sys, "last_value", None) is not None
     until = time.monotonic() + _AT_EXIT if fails else math.inf
     problems = []
@@ -355,7 +355,7 @@ def finish_all() -> None:
             problems.append(f"the checkpoint of step {writing.job.step} was lost: {problem}")
     sys.stderr.writelines(f"penstock: {text}\n" for text in problems)
     if problems and not fails:
-        # An exception here would not change the status, and what would run after this is told to end first.
+        # An exception here would not change the status; os._exit does, but skips these flushes.
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

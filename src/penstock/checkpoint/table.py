@@ -1,4 +1,4 @@
-"""The table of a checkpoint: what its files hold, and everything that is no tensor."""
+"""The table of a checkpoint: what its files hold, and everything that is not a tensor."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ FORMAT = 3
 _HEAD = re.compile(
     rb'\{"crc32": (\d{1,10}), "format": (\d{1,9}), "serial": (\d{1,18}), "step": (\d{1,18})\}\n'
 )
-"""The first line of a table. The checksum is that of all bytes from the number of the format on."""
+"""The first line of a table. The checksum covers all bytes from the number of the format on."""
 
-# ---- what a table says
+# ---- the contents of a table
 
 
 class _Part(BaseModel):
@@ -49,14 +49,14 @@ _Type = Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
 
 
 class _File(_Part):
-    """A file of tensors: its size, and its checksum."""
+    """The size and the checksum of a file of tensors."""
 
     bytes: _Count
     crc32: _Count
 
 
 class _Piece(_Part):
-    """A part of a tensor: in which file it is, and where it lies in the tensor."""
+    """A part of a tensor: its file, and its place in the tensor."""
 
     file: str
     offsets: _Shape
@@ -68,7 +68,7 @@ class _Piece(_Part):
 
 
 class _Stored(_Part):
-    """A tensor and its pieces, which together are all of it."""
+    """A tensor, and the pieces that make it up."""
 
     dtype: _Type
     shape: _Shape
@@ -81,7 +81,7 @@ class _Group(_Part):
 
 
 class _Layout(_Part):
-    """By whom it was written: information, on which nothing depends."""
+    """The layout of the run that wrote the table, for information only."""
 
     replicas: _Count
     processes: _Count
@@ -91,19 +91,19 @@ class _Layout(_Part):
 
 
 class TableContents(_Part):
-    """Everything that a table says.
+    """The contents of a table.
 
     Attributes:
         torch: the version of torch that wrote it.
-        written: when.
-        layout: by whom.
-        kinds: by label whether it names ``"weights"`` or ``"a state"``; of an optimizer, its class.
-        files: by name.
-        tensors: by key.
-        values: the JSON data of states, of what is kept for parameters, and of weights that are no tensors.
-        tied: further keys of tied weights, each with the first.
-        groups: of each optimizer.
-        extra: the user's.
+        written: the time of writing.
+        layout: the layout of the run that wrote it.
+        kinds: by label, ``"weights"``, ``"a state"``, or the class of an optimizer.
+        files: the files of tensors, by name.
+        tensors: the tensors, by key.
+        values: the JSON data of states, of parameters' optimizer states, and of weights that are not tensors.
+        tied: further keys of tied weights, each mapped to the first key.
+        groups: the groups of each optimizer.
+        extra: the user's JSON data.
     """
 
     torch: str
@@ -132,7 +132,7 @@ class TableContents(_Part):
 
 
 def read_head(path: Path) -> tuple[int, int, bytes]:
-    """The serial number and the step of a checkpoint, and the JSON text, from its table."""
+    """Read a checkpoint's serial number, step and JSON text from its table."""
     content = read_bytes(path, LONGEST_JSON)
     head = _HEAD.match(content)
     if head is None:
@@ -158,7 +158,7 @@ def write_table(path: Path, contents: Mapping[str, Any], serial: int, step: int)
 
 
 class CheckpointTable:
-    """A checkpoint's table, and through it the tensors in its files."""
+    """A checkpoint's table, and access to the tensors in its files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -174,11 +174,11 @@ class CheckpointTable:
         self._entries: dict[str, dict[str, Entry]] = {}
 
     def tensors_of(self, label: str) -> list[str]:
-        """The keys of the tensors that a label has."""
+        """Return the keys of a label's tensors."""
         return [key for key in self.contents.tensors if key.startswith(f"{label}/")]
 
     def verify(self, process: int = 0, processes: int = 1) -> None:
-        """Check that the files are what was written; of several processes, each reads some of them."""
+        """Check the sizes and checksums of the files; of several processes, each reads some files."""
         for name, about in list(self.contents.files.items())[process::processes]:
             path = self.path / name
             size, summed = size_and_checksum(path)
@@ -203,11 +203,11 @@ class CheckpointTable:
         return tuple(self._stored(key).shape)
 
     def dtype(self, key: str) -> torch.dtype:
-        """The type of a tensor."""
+        """Return the dtype of a tensor."""
         return DTYPES[self._stored(key).dtype]
 
     def reads(self, key: str, box: Box) -> list[tuple[Entry, Box, Box]]:
-        """What is to be read for a part of a tensor: pieces, boxes in them, and their places in the part."""
+        """Plan the reads for a part of a tensor: entries, boxes in them, and their places in the part."""
         shape, pieces = self.shape(key), self._stored(key).pieces
         wrong = f"{self.path / TABLE}: the pieces of {quoted([key])} do not make it up"
         if any(not len(one.offsets) == len(one.sizes) == len(shape) for one in pieces):
@@ -229,7 +229,7 @@ class CheckpointTable:
         return reads
 
     def read(self, key: str, box: Box | None = None) -> Tensor:
-        """A part of a tensor, or all of it, in new memory."""
+        """Read a tensor, or a part of it, into new memory."""
         shape = self.shape(key)
         reads = self.reads(key, box or ((0,) * len(shape), shape))
         part = torch.empty(box[1] if box else shape, dtype=self.dtype(key))

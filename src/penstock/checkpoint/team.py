@@ -18,20 +18,20 @@ from penstock.pipeline import Pipeline
 from penstock.transport import Circle
 
 _WORD = "all processes"
-"""Marks a value as one of these exchanges, to tell it from those of other calls."""
+"""Marks a value of these exchanges, to distinguish it from those of other calls."""
 
 
 class ProcessTeam:
     """All processes of a run, taken from a pipeline and its replicas or from a process group.
 
     Args:
-        pipe: the pipeline, whose ranks and replicas take part.
+        pipe: the pipeline whose ranks and replicas form the team.
         group: a process group of all processes instead; if there is no pipeline either, the default group of
             ``torch.distributed``.
 
     Attributes:
-        rank: of this process in the team.
-        layout: how many replicas there are, and how many processes in each.
+        rank: this process's rank in the team.
+        layout: the number of replicas, and of processes in each.
 
     Raises:
         UsageError: the replicas cannot be reached.
@@ -65,7 +65,7 @@ class ProcessTeam:
 
     @property
     def size(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return self.layout[0] * self.layout[1]
 
     @property
@@ -83,7 +83,7 @@ class ProcessTeam:
         """Exchange a JSON value between all processes; returns all values, by process.
 
         Raises:
-            AgreementError: some rank has called something else.
+            AgreementError: some rank called something else.
         """
         values = [value] if self._pipe is None else self._gather(self._pipe, value)
         for _, _, exchange in self._circles:
@@ -102,14 +102,14 @@ class ProcessTeam:
             ) from error
 
     def together(self, doing: str, task: Callable[[], Any]) -> list[Any]:
-        """Do something on every process; if one fails, all raise its error.
+        """Run a task on every process; if one fails, all raise its error.
 
         Args:
-            doing: what it is, for the messages of the others: ``cannot ...``.
-            task: does it, and returns a JSON value.
+            doing: the verb for the messages of the others: ``cannot <doing>``.
+            task: the task, which returns a JSON value.
 
         Returns:
-            What it returned on each process.
+            The task's result on each process.
         """
         value, error, problem = None, None, ["", ""]
         try:
@@ -129,5 +129,5 @@ class ProcessTeam:
         return [value for _, value in replies]
 
     def patient(self, seconds: float) -> AbstractContextManager[None]:
-        """Let this process take so many seconds before it is called silent."""
+        """Let this process take so many seconds before it counts as silent."""
         return nullcontext() if self._pipe is None else self._pipe.patient(seconds)

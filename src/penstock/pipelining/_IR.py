@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-# It knows the types that users register as trees.
+# Unlike other pytrees, it includes the types that users register.
 from torch.utils import _pytree as pytree
 
 from penstock.errors import UsageError
@@ -62,7 +62,7 @@ class Pipe(nn.Module):
         split_gm: the stages as one module, whose output has the same structure as the model's.
         num_stages: the number of stages.
         has_loss_and_backward: always false, since the loss belongs to the schedule.
-        replicated_params: for each parameter that several stages use, its name in each of them, by
+        replicated_params: for each parameter that several stages use, its name in each, keyed by
             ``submod_pp_<stage>``.
     """
 
@@ -86,14 +86,14 @@ class Pipe(nn.Module):
         example_kwargs: dict[str, Any] | None = None,
         split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
     ) -> Pipe:
-        """:func:`pipeline` without a ``split_spec`` and without a warning if the model becomes one stage."""
+        """Like :func:`pipeline` without ``split_spec``, and without a warning about a single stage."""
         model = cut_traced(mod, example_args, example_kwargs, {}, split_policy)
         return Pipe(model, type(mod).__name__)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """The values of the model's output as a flat tuple, computed stage by stage.
+        """Run all stages and return the model's output as a flat tuple.
 
-        ``split_gm`` gives the output in the model's own structure.
+        ``split_gm`` returns the output in the model's own structure.
         """
         return tuple(pytree.tree_leaves(self.split_gm(*args, **kwargs)))
 
@@ -101,21 +101,21 @@ class Pipe(nn.Module):
         """The module of a stage.
 
         Raises:
-            UsageError: there is no such stage.
+            UsageError: there is no stage of this index.
         """
         if not 0 <= stage_idx < self.num_stages:
             raise UsageError(f"stage {stage_idx} of {self.num_stages}: stages count from 0")
         return self._model.stages[stage_idx]
 
     def info(self) -> PipeInfo:
-        """What :func:`build_stage` needs to know."""
+        """Return what :func:`build_stage` needs."""
         model = self._model
         return PipeInfo(model.graph, self.num_stages, shared=model.shared, edges=model.edges)
 
     def build_stage(
         self, stage_index: int, device: torch.device | str, group: Any = None
     ) -> PipelineStage:
-        """A stage on a device, see :func:`build_stage`."""
+        """Build a stage on a device; see :func:`build_stage`."""
         return build_stage(
             self.get_stage_module(stage_index), stage_index, self.info(), device, group
         )
@@ -142,20 +142,20 @@ def pipeline(
 ) -> Pipe:
     """Trace a model and cut it into stages.
 
-    It is cut at each ``pipe_split()`` in its code, and where ``split_spec`` or ``split_policy`` says. If
-    there is no place to cut, it becomes one stage, with a warning.
+    The model is cut at each ``pipe_split()`` in its code, and where ``split_spec`` or ``split_policy``
+    says. Without any cut it becomes one stage, with a warning.
 
     Args:
         module: the model, which is not changed.
-        mb_args: the positional arguments of a call with one microbatch.
-        mb_kwargs: its arguments by name.
-        split_spec: by module path, whether to cut before or after the module. ``{}`` means one stage.
-        split_policy: takes the traced graph, and returns it with calls of :func:`pipe_split` put in.
+        mb_args: the positional arguments for one microbatch.
+        mb_kwargs: the keyword arguments for one microbatch.
+        split_spec: by module path, whether to cut before or after the module. ``{}`` avoids the warning.
+        split_policy: takes the traced graph and returns it with calls to :func:`pipe_split` inserted.
 
     Raises:
-        UsageError: both ``split_spec`` and ``split_policy`` are given, or an argument is of another type.
-        PathError: there is no module of a path.
-        CutError: the model cannot be traced, or cannot be cut there.
+        UsageError: both ``split_spec`` and ``split_policy`` are given, or an argument has the wrong type.
+        PathError: the model has no module at a path.
+        CutError: the model cannot be traced, or cannot be cut as requested.
     """
     if split_spec is not None and split_policy is not None:
         raise UsageError("split_spec and split_policy cannot both be given; use one of them")

@@ -30,7 +30,7 @@ from penstock.schedule.base import flat
 __all__ = ["add_schedule_op_spacing", "get_schedule_ops", "visualize_schedule"]
 
 WIDTHS = {"B": 2, "OVERLAP_F_B": 3}
-"""How many steps a kind of work takes; all others take one."""
+"""The number of steps that a kind of work takes; all others take one."""
 
 
 def get_schedule_ops(  # noqa: PLR0913 - torch's arguments
@@ -45,17 +45,17 @@ def get_schedule_ops(  # noqa: PLR0913 - torch's arguments
     """Each rank's actions.
 
     Args:
-        schedule: a name or a class.
+        schedule: a schedule's name or class.
         pp_degree: the number of ranks.
-        num_microbatches: the number of parts that a batch is split into.
+        num_microbatches: the number of microbatches in a batch.
         num_stages_per_rank: by default 1 for schedules with one stage per rank, otherwise 2.
-        add_spacing: whether ``None`` stands for steps in which a rank idles.
+        add_spacing: whether to put ``None`` for steps in which a rank idles.
         with_comms: whether to include messages, gathering of parameters, and reductions.
-        defer_pp_recv: with messages, whether receives are posted as late as possible.
+        defer_pp_recv: with messages, whether to post receives as late as possible.
 
     Raises:
-        ValueError: both spacing and messages were asked for, there is no such schedule, or it cannot have
-            that many stages.
+        ValueError: spacing and messages were both requested, there is no such schedule, or it cannot
+            have this many stages per rank.
     """
     if add_spacing and with_comms:
         raise UsageError("add_spacing and with_comms cannot both be asked for; take one")
@@ -80,7 +80,7 @@ def get_schedule_ops(  # noqa: PLR0913 - torch's arguments
 
 
 def add_schedule_op_spacing(schedule: Sequence[Row]) -> list[list[ActionTuple | None]]:
-    """The same rows, with ``None`` for each step in which a rank idles.
+    """Insert ``None`` for each step in which a rank idles.
 
     A full backward takes two steps, an overlapped pair three, and any other action one.
 
@@ -88,7 +88,7 @@ def add_schedule_op_spacing(schedule: Sequence[Row]) -> list[list[ActionTuple | 
         schedule: each rank's actions.
 
     Raises:
-        ScheduleError: it does not complete.
+        ScheduleError: the schedule does not complete.
     """
     order = dict(enumerate(schedule))
     placed = schedule_of(order, stages_of(order), microbatches_of(order))
@@ -100,7 +100,7 @@ def visualize_schedule(schedule: Sequence[Row], filename: str | None = None) -> 
 
     Args:
         schedule: each rank's actions, with ``None`` where it idles.
-        filename: of an SVG file; without it, the schedule is printed.
+        filename: the SVG file to write; by default the drawing is printed as text.
 
     Raises:
         UsageError: the file name does not end in ``.svg``.

@@ -1,4 +1,4 @@
-"""Errors of this package, placements of stages, flat arguments, and what tensors look like."""
+"""This package's errors, stage placements, flattened arguments, and tensor metadata."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from penstock.parallel import is_sharded
 from penstock.partition import Shared
 from penstock.schedule import Edge
 
-# ---- the errors of this package: each is also of the class that code written for torch catches
+# ---- this package's errors: each also derives from the class that code written for torch catches
 
 
 class ChunkError(MicrobatchError, AssertionError):
-    """Arguments that cannot be split as asked, or outputs that cannot be merged."""
+    """Arguments that cannot be split as requested, or outputs that cannot be merged."""
 
 
 class PlacementError(ScheduleError, RuntimeError, AssertionError):
@@ -40,7 +40,7 @@ class CallError(UsageError, RuntimeError, AssertionError):
 
 
 class CutError(PartitionError, RuntimeError):
-    """A model that cannot be traced, or cannot be cut where it was asked to be."""
+    """A model that cannot be traced, or cannot be cut as requested."""
 
 
 class RowsError(InputFileError, RuntimeError):
@@ -61,12 +61,12 @@ class PipeliningMetadataError(SpecError, RuntimeError):
 def generate_stage_to_rank_mapping(
     pp_size: int, num_stages: int, style: str = "loop"
 ) -> dict[int, int]:
-    """The rank of each stage.
+    """Map each stage to its rank.
 
     Args:
         pp_size: the number of ranks.
         num_stages: the number of stages.
-        style: ``"loop"`` goes round and round, ``"v"`` there and back.
+        style: ``"loop"`` places stages round-robin, ``"v"`` back and forth.
 
     Raises:
         UsageError: the style is unknown, or the stages do not fill a V.
@@ -86,33 +86,33 @@ def generate_stage_to_rank_mapping(
 def generate_rank_to_stage_mapping(
     pp_size: int, num_stages: int, style: str = "loop"
 ) -> dict[int, list[int]]:
-    """The stages of each rank; the arguments are those of :func:`generate_stage_to_rank_mapping`."""
+    """Map each rank to its stages; takes the arguments of :func:`generate_stage_to_rank_mapping`."""
     stages: dict[int, list[int]] = {rank: [] for rank in range(pp_size)}
     for stage, rank in generate_stage_to_rank_mapping(pp_size, num_stages, style).items():
         stages[rank].append(stage)
     return stages
 
 
-# ---- the types of torch's arguments, and arguments as lists
+# ---- types of torch's arguments, and flattened arguments
 
 
 class GetMeshCallback(Protocol):
     """The type of a stage's ``get_mesh``."""
 
     def __call__(self, mesh_dim_names: tuple[str, ...], mesh_layout: Any) -> Any:
-        """Returns the mesh of these dimensions."""
+        """Return the mesh of these dimensions."""
 
 
 @dataclass(frozen=True)
 class PipeInfo:
-    """What :func:`penstock.pipelining.build_stage` needs to know of a pipe.
+    """The part of a pipe that :func:`penstock.pipelining.build_stage` needs.
 
     Args:
         graph: the graph of the whole model.
         num_stages: the number of stages.
         has_loss_and_backward: always false, since the loss belongs to the schedule.
         shared: the weights that stages share.
-        edges: which values travel between the stages; None if each stage feeds the next.
+        edges: the values that travel between stages; None if each stage feeds only the next.
     """
 
     graph: fx.Graph
@@ -123,8 +123,8 @@ class PipeInfo:
 
 
 def flatten_args(args: Any, *, detach: bool = False) -> Any:
-    """The leaves of nested arguments; with ``detach``, the arguments and their leaves, detached."""
-    # It knows the types that users register as trees.
+    """Return the leaves of nested arguments; with ``detach``, both arguments and leaves, detached."""
+    # Unlike other pytrees, it includes the types that users register.
     leaves, tree = pytree.tree_flatten(args)
     if not detach:
         return leaves
@@ -138,7 +138,7 @@ def validate_and_normalize_to_tuple(args: Any, allow_none: bool = False) -> tupl
     """Tensors as a tuple; None stays None.
 
     Raises:
-        PipeliningMetadataError: something is not a tensor, nor None where ``allow_none`` lets it be.
+        PipeliningMetadataError: a value is neither a tensor nor, with ``allow_none``, None.
     """
     if args is None:
         return None
@@ -157,12 +157,12 @@ def validate_and_normalize_to_tuple(args: Any, allow_none: bool = False) -> tupl
     return tuple(args)
 
 
-# ---- what tensors look like
+# ---- tensor metadata
 
 
 @dataclass(frozen=True)
 class _TensorMeta:
-    """A tensor without its data; of a DTensor, the part that this process holds."""
+    """A tensor without its data; for a DTensor, the part that this process holds."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -171,17 +171,17 @@ class _TensorMeta:
 
     @staticmethod
     def from_tensor(tensor: Tensor) -> _TensorMeta:
-        """What a plain tensor looks like.
+        """Describe a plain tensor.
 
         Raises:
-            PipeliningMetadataError: it is a DTensor.
+            PipeliningMetadataError: the tensor is a DTensor.
         """
         if is_sharded(tensor):
             raise PipeliningMetadataError("this is a DTensor; use _DTensorMeta.from_dtensor")
         return _TensorMeta(tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
 
     def to_tensor(self, device: torch.device | str) -> Tensor:
-        """A tensor that looks so, with any data."""
+        """Allocate a tensor of this description."""
         tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
         return self._learning(tensor)
 
@@ -190,7 +190,7 @@ class _TensorMeta:
         return tensor.requires_grad_(self.requires_grad and may)
 
     def get_diff(self, other: _TensorMeta) -> list[str]:
-        """How another one differs; ``requires_grad`` may, as it hangs on whether there is a backward."""
+        """List the differences, except in ``requires_grad``, which depends on whether there is a backward."""
         if type(self) is not type(other):
             return [f"type mismatch: {type(self).__name__} vs {type(other).__name__}"]
         names = [field.name for field in fields(self) if field.name != "requires_grad"]
@@ -200,7 +200,7 @@ class _TensorMeta:
 
 @dataclass(frozen=True)
 class _DTensorMeta(_TensorMeta):
-    """A DTensor without its data and its mesh, of which it has the dimensions' names, sizes and strides."""
+    """A DTensor without its data; of its mesh, only the dimensions' names, sizes and strides."""
 
     global_shape: torch.Size
     global_stride: tuple[int, ...]
@@ -210,7 +210,7 @@ class _DTensorMeta(_TensorMeta):
 
     @staticmethod
     def from_dtensor(dtensor: Any) -> _DTensorMeta:
-        """What a DTensor looks like."""
+        """Describe a DTensor."""
         part, mesh = dtensor.detach().to_local(), dtensor.device_mesh
         return _DTensorMeta(
             part.shape,
@@ -221,16 +221,16 @@ class _DTensorMeta(_TensorMeta):
             dtensor.stride(),
             tuple(dtensor.placements),
             tuple(mesh.mesh_dim_names or ()),
-            mesh._layout,  # there is no public name; seen in torch 2.13
+            mesh._layout,  # it has no public name in torch 2.13
         )
 
     @property
     def mesh_cache_key(self) -> tuple[tuple[str, ...], Any]:
-        """What a ``get_mesh`` is called with."""
+        """The arguments for a ``get_mesh``."""
         return self.mesh_dim_names, self.mesh_layout
 
     def to_dtensor(self, device: torch.device | str, mesh: Any) -> Any:
-        """A DTensor on a mesh that looks so, whose part here is on a device, with any data."""
+        """Allocate a DTensor of this description on a mesh, with its local part on a device."""
         part = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
         shape, stride = self.global_shape, self.global_stride
         dtensor = DTensor.from_local(
@@ -240,7 +240,7 @@ class _DTensorMeta(_TensorMeta):
 
 
 def extract_tensor_meta(tensor: Tensor) -> _TensorMeta:
-    """What a tensor looks like, plain or a DTensor."""
+    """Describe a tensor or a DTensor."""
     make = _DTensorMeta.from_dtensor if is_sharded(tensor) else _TensorMeta.from_tensor
     return make(tensor)
 
@@ -248,10 +248,10 @@ def extract_tensor_meta(tensor: Tensor) -> _TensorMeta:
 def extract_tensor_metas(
     tensors: Tensor | Sequence[Tensor | None] | None, *, allow_none: bool = False
 ) -> tuple[_TensorMeta | None, ...] | None:
-    """What tensors look like.
+    """Describe tensors.
 
     Raises:
-        PipeliningMetadataError: one is None, and ``allow_none`` does not say that it may be.
+        PipeliningMetadataError: one is None, and ``allow_none`` is not set.
     """
     checked = validate_and_normalize_to_tuple(tensors, allow_none)
     return checked and tuple(None if x is None else extract_tensor_meta(x) for x in checked)
@@ -265,10 +265,10 @@ def validate_metadata(
     raise_on_mismatch: bool = False,
     warn_on_mismatch: bool = False,
 ) -> list[str]:
-    """How a tensor differs from what was expected; ``desc`` names it in an error or a warning.
+    """List how a tensor differs from its expected metadata; ``desc`` names it in messages.
 
     Raises:
-        PipeliningMetadataError: it differs, and ``raise_on_mismatch`` is set.
+        PipeliningMetadataError: the tensor differs, and ``raise_on_mismatch`` is set.
     """
     meta = extract_tensor_meta(actual) if isinstance(actual, Tensor) else actual
     unlike = expected.get_diff(meta)

@@ -1,4 +1,4 @@
-"""What stages that are driven by hand exchange: layouts once, then tensors, by torch's ``P2POp``."""
+"""Communication of stages driven by hand: layouts once, then tensors, by torch's ``P2POp``."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from penstock.values import (
 def start(p2p_ops: Sequence[P2POp], desc: str | None = None) -> list[Any]:
     """Start sends and receives, and return the work to wait for.
 
-    Operations of one direction are started one by one: they cannot block each other, while NCCL would run a
-    batch of them in sequence. Only a mixture could deadlock, and goes as a batch.
+    Operations in one direction start one by one: they cannot block each other, whereas NCCL would run a
+    batch of them in sequence. Only a mixture could deadlock, so it goes as a batch.
     """
     ways = {one.op for one in p2p_ops}
     if ways in ({dist.isend}, {dist.irecv}):
@@ -56,7 +56,7 @@ def wait_all(work: Sequence[Any]) -> None:
 
 
 def value_layout(value: Any, *, trains: bool) -> Layout:
-    """What a value looks like; tensors require grad only in training."""
+    """Return a value's layout; tensors require grad only in training."""
 
     def look(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -76,7 +76,7 @@ def infer_layout(
     *,
     trains: bool,
 ) -> Layout:
-    """What a module returns for arguments of a layout, from a run on tensors without data, or on zeros."""
+    """Infer the layout of a module's output from a run on fake tensors, or on zeros."""
     inner = alone(module)
     if adapter_of(inner) is None:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(trains):
@@ -85,7 +85,7 @@ def infer_layout(
             state: dict[str, Tensor] = {name: mode.from_tensor(x) for name, x in tensors}
             output = functional_call(inner, state, tuple(values), dict(kwargs))
             return value_layout(output, trains=trains)
-    # What gathers sharded parameters needs data.
+    # Gathering sharded parameters needs data.
     buffers = {name: buffer.clone() for name, buffer in inner.named_buffers()}
     with torch.no_grad(), torch.random.fork_rng():
         values = arrived([x.empty(device).zero_() for x in args.tensors], args)
@@ -101,26 +101,26 @@ def infer_layout(
 
 
 class Neighbour:
-    """The rank of the stage before or after one, which is another process.
+    """The rank of the previous or the next stage, in another process.
 
     Args:
         group: the process group of the pipeline.
-        rank: the other rank in it.
-        device: the device that messages are on.
+        rank: the neighbour's rank in the group.
+        device: the device that holds the messages.
     """
 
     def __init__(self, group: Any, rank: int, device: torch.device) -> None:
         self._group, self._rank, self._device = group, rank, device
 
     def describe(self, layout: Layout) -> None:
-        """Say what it will be sent."""
+        """Send this rank the layout of later messages."""
         text = json.dumps(layout.describe()).encode()
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device)
         for message in (torch.tensor([len(text)], device=self._device), data):
             dist.send(message, group=self._group, group_dst=self._rank)
 
     def described(self) -> Layout:
-        """Wait until it says what it will send."""
+        """Receive the layout of this rank's later messages."""
         size = torch.zeros(1, dtype=torch.int64, device=self._device)
         dist.recv(size, group=self._group, group_src=self._rank)
         data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
@@ -128,11 +128,11 @@ class Neighbour:
         return Layout.read(json.loads(bytes(data.tolist()).decode()))
 
     def sends(self, tensors: Sequence[Tensor]) -> list[P2POp]:
-        """Sends of tensors to it."""
+        """Sends of tensors to this rank."""
         return [self._operation(dist.isend, tensor.detach().contiguous()) for tensor in tensors]
 
     def receives(self, tensors: Sequence[Tensor]) -> list[P2POp]:
-        """Receives of tensors from it."""
+        """Receives of tensors from this rank."""
         return [self._operation(dist.irecv, tensor) for tensor in tensors]
 
     def _operation(self, way: Any, tensor: Tensor) -> P2POp:
@@ -141,7 +141,7 @@ class Neighbour:
 
 
 def arrived(tensors: Sequence[Tensor], layout: Layout) -> Any:
-    """A value of a layout, from the tensors that have arrived."""
+    """Rebuild a value of a layout from the tensors that have arrived."""
     left = iter(tensors)
     grad = torch.is_grad_enabled()
     leaves = [
@@ -154,10 +154,10 @@ def arrived(tensors: Sequence[Tensor], layout: Layout) -> Any:
 
 
 def check_fits(value: Any, layout: Layout, what: str) -> list[Tensor]:
-    """The tensors of a value that its receiver expects to have a layout.
+    """Check a value against the layout that its receiver expects, and return its tensors.
 
     Raises:
-        PipeliningMetadataError: it has another one.
+        PipeliningMetadataError: the value has another layout.
     """
     check_plain(value, what)
     tensors = tensors_in(value)
@@ -173,7 +173,7 @@ def check_fits(value: Any, layout: Layout, what: str) -> list[Tensor]:
 
 
 def take(left: dict[int, Any], microbatch: int, stage: int, before: str) -> Any:
-    """What a microbatch has left; ``before`` is the call that leaves it."""
+    """Remove and return what a microbatch left; ``before`` names the call that leaves it."""
     if microbatch not in left:
         raise CallError(
             f"stage {stage} has nothing for microbatch {microbatch}; {before} comes first"

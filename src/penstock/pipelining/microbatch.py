@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-# The only pytree that knows the types that users register. It has no public name; seen in torch 2.13.
+# The only pytree that includes the types that users register. It has no public name in torch 2.13.
 from torch.utils import _pytree as pytree
 
 from penstock.errors import MicrobatchError
@@ -21,11 +21,7 @@ DEFAULT_CHUNK_DIM = 0
 
 
 class TensorChunkSpec:
-    """The dimension along which a tensor is split.
-
-    Args:
-        split_dim: the dimension.
-    """
+    """The dimension along which to split a tensor."""
 
     def __init__(self, split_dim: int) -> None:
         self.split_dim = split_dim
@@ -35,12 +31,12 @@ class TensorChunkSpec:
 
     @staticmethod
     def from_tuple(chunk_dims: tuple[Any, ...]) -> Any:
-        """The spec for each positional argument, from their dimensions, which may be nested."""
+        """Make a spec for each positional argument from (nested) dimensions."""
         return pytree.tree_map(TensorChunkSpec, chunk_dims)
 
     @staticmethod
     def from_dict(chunk_dims: Mapping[str, Any]) -> Any:
-        """The spec for each keyword argument, from their dimensions."""
+        """Make a spec for each keyword argument from (nested) dimensions."""
         return pytree.tree_map(TensorChunkSpec, chunk_dims)
 
 
@@ -49,10 +45,10 @@ class _Replicate:
 
 
 class _CustomReducer:
-    """How the outputs of microbatches are combined.
+    """Combines the outputs of microbatches.
 
     Args:
-        init_value: where to start.
+        init_value: the value to start from.
         reduce_fn: ``(so far, next) -> so far``.
     """
 
@@ -62,7 +58,7 @@ class _CustomReducer:
 
 
 class _LossReducer(_CustomReducer):
-    """How the losses of microbatches are combined."""
+    """Combines the losses of microbatches."""
 
 
 sum_reducer = _LossReducer(torch.tensor(0.0), operator.add)
@@ -79,7 +75,7 @@ def split_args_kwargs_into_chunks(
 
     Args:
         args: positional arguments.
-        kwargs: arguments by name.
+        kwargs: keyword arguments.
         chunks: the number of parts. If a tensor has fewer slices, there are only as many parts as slices.
         args_chunk_spec: for each argument, a :class:`TensorChunkSpec` or a tree of them. By default tensors
             and block masks are split along dimension 0, and other values go to every chunk.
@@ -127,7 +123,7 @@ def _is_replicated(spec: Any) -> bool:
 
 
 def _slices(value: Any, spec: Any, chunks: int) -> int:
-    """The number of parts that a value can be split into."""
+    """The largest number of parts that a value can be split into."""
     if _is_replicated(spec):
         return chunks
     if not isinstance(spec, TensorChunkSpec) or not isinstance(value, Tensor | BlockMask):
@@ -196,12 +192,12 @@ def _mask_slice(mask: BlockMask, start: int, stop: int) -> BlockMask:
 
 
 def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:
-    """Put the outputs of microbatches together.
+    """Merge the outputs of microbatches.
 
     Args:
-        chunks: one for each microbatch.
-        chunk_spec: for each leaf a :class:`TensorChunkSpec` or a reducer; with any other value, all chunks
-            must have equal leaves. ``None`` concatenates all tensors along dimension 0.
+        chunks: the output of each microbatch.
+        chunk_spec: for each leaf a :class:`TensorChunkSpec` or a reducer; for any other value, the leaves
+            of all chunks must be equal. ``None`` concatenates all tensors along dimension 0.
 
     Raises:
         ChunkError: the chunks do not fit the spec, values differ, or DTensors are placed differently.

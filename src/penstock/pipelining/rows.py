@@ -55,10 +55,10 @@ class ComputationType(str, Enum):  # noqa: UP042 - str() must give the member, a
 
     @staticmethod
     def from_str(action: str) -> ComputationType:
-        """The kind of a name.
+        """Return the kind of work with this name.
 
         Raises:
-            RuntimeError: there is none of that name.
+            RuntimeError: there is none.
         """
         try:
             return ComputationType(action)
@@ -87,7 +87,7 @@ class ActionTuple(NamedTuple):
 
     @property
     def is_compute_op(self) -> bool:
-        """Whether it computes, rather than moves data or parameters."""
+        """Whether the action computes, rather than moving data or parameters."""
         return self.computation_type.value in ("F", "I", "W", "B", OVERLAPPED)
 
     @staticmethod
@@ -95,7 +95,7 @@ class ActionTuple(NamedTuple):
         """Parse an action; None for an empty string.
 
         Raises:
-            RuntimeError: it is not an action.
+            RuntimeError: the string is not an action.
         """
         text = action_string.strip()
         if not text:
@@ -107,7 +107,7 @@ class ActionTuple(NamedTuple):
 
 
 def to_tuple(entry: Entry) -> ActionTuple:
-    """Penstock's action in torch's form."""
+    """Convert Penstock's action to torch's form."""
     if isinstance(entry, Overlap):
         pair = (to_tuple(entry.forward), to_tuple(entry.backward))
         return ActionTuple(-1, ComputationType.OVERLAP_F_B, None, pair)
@@ -115,7 +115,7 @@ def to_tuple(entry: Entry) -> ActionTuple:
 
 
 def to_entry(action: ActionTuple) -> Entry:
-    """Torch's action in Penstock's form."""
+    """Convert torch's action to Penstock's form."""
     if action.sub_actions is not None:
         # Torch allows a pair in either order.
         pair = sorted(map(_to_action, action.sub_actions), key=lambda part: part.op is not Op.F)
@@ -128,7 +128,7 @@ def _to_action(action: ActionTuple) -> Action:
 
 
 def to_order(programs: Iterable[Iterable[Entry]]) -> dict[int, list[ActionTuple | None]]:
-    """Each rank's actions, by rank."""
+    """Convert each rank's program to torch's actions."""
     return {rank: [to_tuple(entry) for entry in row] for rank, row in enumerate(programs)}
 
 
@@ -141,7 +141,7 @@ Order = Mapping[int, Row]
 
 
 def schedule_of(order: Order, stages: int, microbatches: int) -> Schedule:
-    """The schedule of these actions, with each stage on the rank that computes it."""
+    """Build the schedule of these actions, with each stage on the rank that computes it."""
     rank_of = dict.fromkeys(range(stages), 0)
     for rank, row in order.items():
         rank_of |= {part.stage_index: rank for part in _parts(row) if part.is_compute_op}
@@ -149,7 +149,7 @@ def schedule_of(order: Order, stages: int, microbatches: int) -> Schedule:
 
 
 def schedule_on(order: Order, rank_of: Sequence[int], microbatches: int) -> Schedule:
-    """The schedule of these actions, with each stage on a given rank."""
+    """Build the schedule of these actions, with each stage on a given rank."""
     programs = tuple(
         tuple(to_entry(action) for action in order[rank] if action is not None)
         for rank in sorted(order)
@@ -160,10 +160,10 @@ def schedule_on(order: Order, rank_of: Sequence[int], microbatches: int) -> Sche
 def check_order(
     actions: Order, pp_group_size: int, num_stages: int, num_microbatches: int
 ) -> dict[int, int]:
-    """Prove that a step completes, not counting messages, and return the rank of each stage.
+    """Prove that a step completes, apart from messages, and return the rank of each stage.
 
     Raises:
-        PlacementError: it does not; the message lists every reason.
+        PlacementError: the step does not complete; the message lists every reason.
     """
     if len(actions) != pp_group_size:
         raise PlacementError(f"actions for {len(actions)} ranks, but there are {pp_group_size}")
@@ -186,7 +186,7 @@ def check_trains(schedule: Schedule, *, wanted: bool = True) -> None:
 
 
 def proven(schedule: Schedule) -> Schedule:
-    """Prove that a schedule completes, and return it; the error lists every reason why not."""
+    """Prove that a schedule completes, and return it; an error lists every reason why it does not."""
     try:
         prove(schedule)
     except ScheduleError as error:
@@ -198,13 +198,13 @@ FORMATS = ("compute_only", "compute_comms")
 
 
 def check_format(format: str) -> None:
-    """Check the name of a format; another one is a NotImplementedError."""
+    """Raise NotImplementedError for an unknown format."""
     if format not in FORMATS:
         raise NotImplementedError(f"format={format!r}: must be {FORMATS[0]!r} or {FORMATS[1]!r}")
 
 
 def check_computes(order: Order) -> None:
-    """Check that there are no messages among the actions."""
+    """Check that the actions only compute."""
     for rank, row in order.items():
         for place, action in enumerate(row):
             if action is not None and not action.is_compute_op:
@@ -230,7 +230,7 @@ def merge_halves(compute_actions: Row) -> list[ActionTuple | None]:
 
 
 def add_unshards(compute_actions: Row, max_active_stages: int = 3) -> list[ActionTuple | None]:
-    """Add the actions that gather and free a rank's stages, at most so many at a time."""
+    """Add the actions that gather and free a rank's stages, at most ``max_active_stages`` at once."""
     return _passed(
         compute_actions, lambda schedule: prefetch(schedule, unsharded=max_active_stages)
     )
@@ -256,7 +256,7 @@ def add_messages(
 def steps_of(
     pipeline_order: Order, stage_to_rank: Callable[[int], int], num_stages: int
 ) -> dict[int, list[ActionTuple | None]]:
-    """Each rank's actions and messages, one for each step; ``None`` for steps in which it waits."""
+    """Return each rank's actions and messages, one per step, with ``None`` where it waits."""
     return spaced(pipeline_order, [stage_to_rank(stage) for stage in range(num_stages)], {})
 
 
@@ -268,7 +268,7 @@ def spaced(
     Args:
         order: the actions.
         rank_of: the rank of each stage.
-        widths: how many steps a kind of work takes; by default one.
+        widths: the number of steps that a kind of work takes; by default one.
 
     Raises:
         ScheduleError: the actions do not complete.
@@ -285,7 +285,7 @@ def spaced(
         for action, same in zip(row, halved[rank], strict=True):
             number = numbered.number(next(flat((to_entry(same),))))
             assert number is not None
-            # What is done to a whole stage waits for nothing, and may be done again.
+            # Actions on a whole stage wait for nothing, and may recur.
             starts = now if action.computation_type.value in STAGE_OPS else round(ran.start[number])
             steps[rank] += [*([None] * (starts - now)), action]
             now = starts + widths.get(action.computation_type.value, 1)
@@ -294,7 +294,7 @@ def spaced(
 
 
 def _halved(row: Sequence[ActionTuple]) -> list[ActionTuple]:
-    """The same actions, where a full backward with a weight backward after it counts as its inputs' half."""
+    """Replace each full backward that has a separate weight backward by an input backward."""
     weighed = {a[::2] for a in row if a.computation_type is ComputationType.BACKWARD_WEIGHT}
     full, half = ComputationType.FULL_BACKWARD, ComputationType.BACKWARD_INPUT
     return [
@@ -304,7 +304,7 @@ def _halved(row: Sequence[ActionTuple]) -> list[ActionTuple]:
 
 
 def _passed(row: Row, change: Callable[[Schedule], Schedule]) -> list[ActionTuple | None]:
-    """One rank's actions, changed by one of the passes over schedules."""
+    """Apply a pass over schedules to one rank's actions."""
     order = {0: row}
     alone = schedule_on(order, [0] * stages_of(order), microbatches_of(order))
     return to_order(change(alone).programs)[0]
@@ -317,7 +317,7 @@ def stages_of(order: Order) -> int:
 
 
 def _parts(row: Row) -> Iterator[ActionTuple]:
-    """A row's actions, with overlapped pairs taken apart."""
+    """Yield a row's actions, with overlapped pairs split."""
     for action in row:
         if action is not None:
             yield from action.sub_actions or (action,)
@@ -330,7 +330,7 @@ def microbatches_of(order: Order) -> int:
 
 
 def format_order(pipeline_order: Order, error_step_number: int | None = None) -> str:
-    """The actions as a table with a column for each rank; one step may be marked as an error."""
+    """Format the actions as a table with a column per rank; one step may be marked as an error."""
     ranks = sorted(pipeline_order)
     columns = [
         [f"Rank {rank}", *("" if a is None else str(a) for a in pipeline_order[rank])]

@@ -1,4 +1,4 @@
-"""The base of all torch-style schedules: take a batch, split it, run it, and return what torch returns."""
+"""The base class of torch-style schedules: split a batch, run it, and return what torch returns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-# It knows the types that users register as trees.
+# Unlike other pytrees, it includes the types that users register.
 from torch.utils import _pytree as pytree
 
 from penstock.errors import MicrobatchError, PenstockError, SpecError, UsageError
@@ -64,23 +64,23 @@ CUSTOM_OPS = frozenset(
     {op.value for op in (Op.F, Op.B, Op.I, Op.W, Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)}
     | {OVERLAPPED}
 )
-"""The kinds of work that a custom function may do."""
+"""The kinds of work that a custom function may replace."""
 MEETING = 300.0
-"""Seconds in which all ranks must begin their first step; before it, each may take as long as it likes."""
+"""Seconds that a rank in its first step waits for the others; before it, no limit applies."""
 
 
 # ---- the engine under a schedule
 
 
 class Engine:
-    """The runner of one schedule, and how its custom functions reach the interpreter.
+    """Runs one schedule, and passes custom functions to the interpreter.
 
-    All processes of the group make it together.
+    All processes of the group construct it together.
 
     Args:
-        schedule: of a training step.
-        stages: those of this process.
-        transport: this rank's end; None if all stages are in this process.
+        schedule: the schedule of a training step.
+        stages: the stages of this process.
+        transport: this rank's transport; None if all stages are in this process.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Engine:
         self._pairs = {action: pair for pair in pairs for action in (pair.forward, pair.backward)}
 
     def run(self, call: Call) -> StepState:
-        """Carry out a step; the batch's own gradients go to the caller's tensors."""
+        """Run a step; the batch's gradients flow back into the caller's tensors."""
         with self._weights.training() if call.trains else nullcontext():
             step = self._runner.run(call)
         if step.batch_gradients:
@@ -110,7 +110,7 @@ class Engine:
         return step
 
     def replace(self, custom: Mapping[str, Custom], context: Any) -> None:
-        """Let custom functions do their kinds of work in the next step."""
+        """Let custom functions replace their kinds of work in the next step."""
         functions = {
             Op(name): partial(self._call, function, context)
             for name, function in custom.items()
@@ -123,7 +123,7 @@ class Engine:
         self._runner.interpreter.replace(functions)
 
     def _call(self, function: Custom, context: Any, entry: Action | Overlap) -> None:
-        """Call a custom function; the stages here then do what it asks them for."""
+        """Call a custom function, whose calls of stages the interpreter performs."""
 
         def perform(action: ActionTuple) -> None:
             asked = to_entry(action)
@@ -141,7 +141,7 @@ class Engine:
     def _call_pair(
         self, function: Custom, context: Any, alone: Callable[[Action], None], action: Action
     ) -> None:
-        """Do an overlapped pair when its backward is due: what both need is there then."""
+        """Run an overlapped pair when its backward is due: by then, the inputs of both are there."""
         pair = self._pairs.get(action)
         if pair is None:
             alone(action)
@@ -150,17 +150,17 @@ class Engine:
 
 
 def batch_of(arg_mbs: list[Any], kwarg_mbs: list[Any], targets: list[Any] | None) -> Batch:
-    """The microbatches of this process."""
+    """Return this process's part of a batch."""
     here = any(arg_mbs) or any(kwarg_mbs)
     parts = list(map(_part, arg_mbs, kwarg_mbs)) if here else None
     sizes = [_sizes(of) for of in (arg_mbs if here else (), targets or ())]
-    # The samples of each microbatch matter only if they differ.
+    # The microbatches' numbers of samples matter only if they differ.
     unlike = next((counts for counts in sizes if len(set(counts)) > 1), None)
     return Batch(parts, targets, unlike, len(arg_mbs))
 
 
 def _part(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Microbatch:
-    """A microbatch; what cannot be described to other ranks, such as a block mask, stays local."""
+    """Make a microbatch; arguments that cannot cross ranks, such as block masks, stay local."""
     local = {name: value for name, value in kwargs.items() if not _describable(value)}
     others = {name: value for name, value in kwargs.items() if name not in local}
     return Microbatch(tuple(args), others, 0, local=local)
@@ -186,7 +186,7 @@ def _sizes(parts: Sequence[Any]) -> list[int]:
 
 @dataclass
 class PipelineContext:
-    """What a custom function gets besides its action: the running schedule, and the arguments of its step."""
+    """A custom function's second argument: the running schedule and the arguments of its step."""
 
     schedule_ref: Any
     arg_mbs: list[tuple[Any, ...]] | None = None
@@ -202,7 +202,7 @@ class PipelineContext:
 
 
 class Arrived:
-    """Torch's dict of receives as custom functions see it: everything has arrived already."""
+    """Stands for torch's dict of pending receives: everything has already arrived."""
 
     def __contains__(self, key: object) -> bool:
         return True
@@ -225,11 +225,11 @@ DEFAULTS: dict[str, Any] = {
 }
 """The arguments of schedule classes besides their stages, in torch's order; not every class has all."""
 OF_SEVERAL = ("use_full_backward", "backward_requires_autograd", "defer_pp_recv")
-"""Those that only classes with several stages per rank have."""
+"""The arguments that only classes with several stages per rank have."""
 
 
 def arguments(stages: str, without: Sequence[str] = ()) -> Signature:
-    """The arguments of a schedule class, from the name of the first and those that it does not have."""
+    """Return a schedule class's arguments: ``stages`` names the first, ``without`` those that it lacks."""
     defaults = {stages: Parameter.empty, **DEFAULTS}
     named = {name: default for name, default in defaults.items() if name not in without}
     kind = Parameter.POSITIONAL_OR_KEYWORD
@@ -237,33 +237,33 @@ def arguments(stages: str, without: Sequence[str] = ()) -> Signature:
 
 
 class PipelineSchedule:
-    """A schedule over stages that are already placed; the base class of all.
+    """A schedule over stages that are already placed; the base class of all schedules.
 
     Args:
-        stages: those of this process; classes with one stage per rank take it as ``stage``.
-        n_microbatches: the number of parts that a batch is split into.
+        stages: the stages of this process; classes with one stage per rank take it as ``stage``.
+        n_microbatches: the number of microbatches in a batch.
         loss_fn: ``(output, target) -> scalar``; without it, only forward runs.
-        args_chunk_spec: how positional arguments are split.
-        kwargs_chunk_spec: how keyword arguments are split.
-        output_merge_spec: how outputs are merged.
-        use_full_backward: accepted, but not needed.
+        args_chunk_spec: how to split positional arguments.
+        kwargs_chunk_spec: how to split keyword arguments.
+        output_merge_spec: how to merge outputs.
+        use_full_backward: accepted and ignored.
         scale_grads: whether the loss is a mean over samples, so that the microbatches' gradients are
-            averaged; otherwise they are added up. The loss is scaled before backward, never the gradients
+            averaged; otherwise they are summed. The loss is scaled before backward, never the gradients
             after it.
         backward_requires_autograd: whether ``step`` refuses to run while gradients are disabled.
-        defer_pp_recv: accepted, but not needed: receives are always posted where they are needed.
+        defer_pp_recv: accepted and ignored: receives are always posted where they are needed.
 
     Raises:
-        UsageError: there are too few microbatches, or other stages than the schedule has on a rank.
+        UsageError: the schedule cannot run this number of microbatches or of stages per rank.
         PlacementError: the stages are not those that the schedule places on this rank.
     """
 
     recipe: ClassVar[str | None] = None
     """The name of Penstock's schedule."""
     checks: ClassVar[tuple[Callable[[Any], None], ...]] = ()
-    """What it asks of stages and microbatches."""
+    """The schedule's requirements on microbatches and loss."""
     trains: ClassVar[bool] = True
-    """Whether it may have a loss."""
+    """Whether the schedule may have a loss."""
     __signature__: ClassVar[Signature] = arguments("stages", OF_SEVERAL)
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -309,7 +309,7 @@ class PipelineSchedule:
         """Penstock's schedule of a training step.
 
         Raises:
-            CallError: there is none yet.
+            CallError: the schedule has no actions yet.
         """
         if self._schedule is None and self._order:
             self._take(self._order)
@@ -322,7 +322,7 @@ class PipelineSchedule:
 
     @property
     def stage_index_to_group_rank(self) -> dict[int, int]:
-        """The rank of each stage. It may be set while there is no schedule that places the stages."""
+        """The rank of each stage; it may be set until a schedule places the stages."""
         if self._schedule is None and not self._order:
             return self._stages[0].stage_index_to_group_rank
         return dict(enumerate(self.schedule.placement.rank_of))
@@ -341,7 +341,7 @@ class PipelineSchedule:
     def pipeline_order(self) -> dict[int, list[ActionTuple | None]]:
         """Each rank's actions without messages, by rank.
 
-        Set it, or fill it in, to write your own schedule.
+        Assign it, or fill it in, to write your own schedule.
         """
         if self._order is None:
             known = self._schedule
@@ -362,7 +362,7 @@ class PipelineSchedule:
         self._take(order)
 
     def _take(self, order: dict[int, list[ActionTuple | None]]) -> None:
-        """Use actions that were written by hand, after a proof that they complete."""
+        """Use hand-written actions, after a proof that they complete."""
         self._adopt(proven(schedule_of(order, self._num_stages, self._n_microbatches)))
 
     def _validate_and_set_stage_mapping(self, actions: dict[int, list[ActionTuple | None]]) -> None:
@@ -371,7 +371,7 @@ class PipelineSchedule:
         self._order = actions
 
     def _adopt(self, schedule: Schedule) -> None:
-        """Use a schedule, if it fits the stages here."""
+        """Use a schedule, if its sizes match those here."""
         if (schedule.ranks, schedule.stages) != (self.pp_group_size, self._num_stages):
             raise PlacementError(
                 f"{schedule.name} has {schedule.stages} stages on {schedule.ranks} ranks, but here are "
@@ -385,13 +385,13 @@ class PipelineSchedule:
         self._schedule, self._order = self._with_ops_of_custom(schedule), None
 
     def _with_ops_of_custom(self, schedule: Schedule) -> Schedule:
-        """A schedule with the UNSHARD, RESHARD and REDUCE_GRAD actions that custom functions replace."""
+        """Add the UNSHARD, RESHARD and REDUCE_GRAD actions that custom functions replace."""
         if not self._custom.keys().isdisjoint((Op.UNSHARD, Op.RESHARD)):
             schedule = prefetch(schedule)
         return reduce_gradients(schedule) if Op.REDUCE_GRAD in self._custom else schedule
 
     def _build(self) -> None:
-        """Build the schedule that the class is named after, and check that its stages are here."""
+        """Build the schedule that the class is named after, and check that this rank holds its stages."""
         if self.recipe is None:
             return
         for check in self.checks:
@@ -432,18 +432,18 @@ class PipelineSchedule:
 
         Args:
             args: the model's arguments, on the rank of the first stage.
-            target: what the loss compares with, on the rank of the last stage.
-            losses: a list that is filled with the microbatches' losses on that rank.
+            target: the target of the loss, on the rank of the last stage.
+            losses: a list to fill with the microbatches' losses, on the rank of the last stage.
             return_outputs: whether to return the output.
-            loss_kwargs: more arguments for ``loss_fn``.
-            arg_mbs: in place of ``args`` for a batch that is split already, the positional arguments of
-                each microbatch.
-            kwarg_mbs: likewise the keyword arguments.
-            target_mbs: likewise the targets.
+            loss_kwargs: further arguments for ``loss_fn``.
+            arg_mbs: each microbatch's positional arguments, in place of ``args``, for a batch that is
+                already split.
+            kwarg_mbs: likewise, the keyword arguments.
+            target_mbs: likewise, the targets.
             kwargs: keyword arguments for the stages of this process.
 
         Returns:
-            The output on the rank of the last stage, ``None`` on others.
+            The merged output on the rank of the last stage, ``None`` on others.
 
         Raises:
             RuntimeError: gradients are disabled.
@@ -481,7 +481,7 @@ class PipelineSchedule:
         return self._merge_outputs(last.output_chunks)
 
     def _refuse(self, error: Exception) -> None:
-        """Raise the error of this rank's arguments on all ranks, which are in the same step."""
+        """Raise this rank's argument error on all ranks, which are in the same step."""
         refusal = error if isinstance(error, PenstockError) else before_first(error)
         try:
             call = Call(Batch(), trains=self._has_backward, refusal=refusal)
@@ -491,7 +491,7 @@ class PipelineSchedule:
                 raise
 
     def eval(self, *args: Any, **options: Any) -> Any:
-        """Run only the forwards of a batch; arguments and result are those of :meth:`step`."""
+        """Run only the forwards of a batch, with the arguments and result of :meth:`step`."""
         trains, self._has_backward = self._has_backward, False
         try:
             return self.step(*args, **options)
@@ -507,7 +507,7 @@ class PipelineSchedule:
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Run a batch that is split already, as :meth:`step` takes it; a subclass may do it its own way."""
+        """Run a batch that is already split, as :meth:`step` takes it; subclasses may override this."""
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         check_trains(self.schedule, wanted=self._has_backward)
         loss = self._loss(loss_kwargs) if self._has_backward else None
@@ -532,7 +532,7 @@ class PipelineSchedule:
     def _losses_of(
         self, outputs: Sequence[Any], targets: Sequence[Any] | None, more: dict[str, Any] | None
     ) -> list[Tensor]:
-        """The losses of an evaluation."""
+        """Compute the losses of an evaluation."""
         if targets is None or self._loss_fn is None:
             return []
         function = self._loss(more).function
@@ -540,7 +540,7 @@ class PipelineSchedule:
             return [function(x, target) for x, target in zip(outputs, targets, strict=True)]
 
     def _follow_count(self) -> None:
-        """Build the schedule again if ``_n_microbatches`` was changed: people set it between steps."""
+        """Rebuild the schedule if ``_n_microbatches`` was changed: users set it between steps."""
         known = self._schedule
         if known is not None and known.microbatches != self._n_microbatches and self.recipe:
             self._build()
@@ -554,7 +554,7 @@ class PipelineSchedule:
         return Loss(function, "mean" if self.scale_grads else "sum")
 
     def _current_engine(self) -> Engine:
-        """What runs the steps; a new one if the schedule was replaced."""
+        """Return the engine that runs the steps; a new one if the schedule was replaced."""
         schedule = self.schedule
         if self._engine is None or self._engine.schedule is not schedule:
             if self.pp_group_size > 1 and self._transport is None:
@@ -569,7 +569,7 @@ class PipelineSchedule:
     def _split_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[list[Any], list[Any]]:
-        """Each microbatch's positional arguments, and each one's keyword arguments."""
+        """Split arguments into each microbatch's positional and keyword arguments."""
         if not args and not kwargs:
             count = self._n_microbatches
             return [()] * count, [{} for _ in range(count)]
@@ -584,7 +584,7 @@ class PipelineSchedule:
         target_mbs: list[Any] | None = None,
         losses: list[Any] | None = None,
     ) -> tuple[list[Any], list[Any]]:
-        """Check a split batch, and fill in empty arguments where there are none."""
+        """Check a split batch, and fill in missing arguments with empty ones."""
         if not self.trains and (target_mbs is not None or losses is not None):
             raise CallError("a forward-only schedule has no loss; take ScheduleGPipe and call eval")
         count = self._n_microbatches
@@ -605,7 +605,7 @@ class PipelineSchedule:
     def _compute_loss(
         self, output: Any, target: Any, loss_kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """A microbatch's loss."""
+        """Compute a microbatch's loss."""
         if self._loss_fn is None:
             raise CallError("there is no loss; give the schedule a loss_fn")
         return self._loss_fn(output, target, **(loss_kwargs or {}))
@@ -614,14 +614,14 @@ class PipelineSchedule:
         """Merge the outputs of the microbatches."""
         return merge_chunks(output_chunks, self._output_merge_spec)
 
-    # ---- what a user's own ``_step_microbatches`` calls, when it drives the stages one by one. These do
-    # nothing while Penstock's engine runs the step: it computes losses together with the last stage's
-    # forward, and agrees beforehand on what travels.
+    # ---- for a user's own ``_step_microbatches`` that drives the stages one by one. The ``_maybe``
+    # methods do nothing while Penstock's engine runs the step: it computes losses together with the
+    # last stage's forward.
 
     def _initialize_stage(
         self, args: Any, kwargs: Any, target: Any = None, loss_kwargs: Any = None
     ) -> None:
-        """Agree on what travels, from a microbatch's arguments: once to train, once for forwards alone."""
+        """Agree on layouts, from a microbatch's arguments; again when training and evaluation switch."""
         if self._prepared is self._has_backward:
             return
         self._prepared = self._has_backward
@@ -641,7 +641,7 @@ class PipelineSchedule:
         mb_index: int,
         loss_kwargs: Any = None,
     ) -> None:
-        """Compute and keep a microbatch's loss, on the last stage."""
+        """On the last stage, compute and keep a microbatch's loss."""
         if self._engine_runs or not stage.is_last or self._loss_fn is None:
             return
         if target_mbs is None and not self._has_backward:
@@ -652,7 +652,7 @@ class PipelineSchedule:
         self._internal_losses.append(loss)
 
     def _maybe_get_loss(self, stage: StageBase, mb_index: int) -> Tensor | None:
-        """A microbatch's loss, on the last stage."""
+        """On the last stage, return a microbatch's loss."""
         if self._engine_runs or not stage.is_last or self._loss_fn is None:
             return None
         if not 0 <= mb_index < len(self._internal_losses):
@@ -662,7 +662,7 @@ class PipelineSchedule:
         return self._internal_losses[mb_index]
 
     def _update_losses(self, stages: Any, losses: list[Any] | None) -> None:
-        """Move the losses into the caller's list, on the rank of the last stage."""
+        """On the rank of the last stage, move the losses into the caller's list."""
         held = stages if isinstance(stages, list) else [stages]
         if losses is not None and any(stage.is_last for stage in held):
             count = len(self._internal_losses)
@@ -676,13 +676,13 @@ class PipelineSchedule:
     def register_custom_function(
         self, computation_type: ComputationType, custom_function: Custom
     ) -> None:
-        """Let a function do one kind of work.
+        """Let a function replace one kind of work.
 
         Args:
             computation_type: the kind of work; messages cannot be replaced.
             custom_function: ``(action, context)``. It may call the stages' ``forward_one_chunk``,
-                ``backward_one_chunk`` and ``backward_weight_one_chunk``, which do what the action would
-                have done.
+                ``backward_one_chunk`` and ``backward_weight_one_chunk``, which perform the
+                action.
 
         Raises:
             ValueError: this kind of work cannot be replaced.
@@ -716,7 +716,7 @@ class PipelineSchedule:
 
         Raises:
             RowsError: the file holds no schedule.
-            PlacementError: it is for other stages, or actions are missing or repeated.
+            PlacementError: the schedule is for other stages, or actions are missing or repeated.
         """
         check_format(format)
         schedule = read_rows(filename)

@@ -86,11 +86,11 @@ _batch_p2p = start
 _sorted_batch_p2p = start_by_peer
 
 
-# ---- what a recipe may ask for; each is a ValueError where it is not so
+# ---- requirements of recipes; each raises a ValueError if it is not met
 
 
 def check_enough(schedule: PipelineSchedule) -> None:
-    """Check that there are as many microbatches as stages."""
+    """Check that there are at least as many microbatches as stages."""
     microbatches, stages = schedule._n_microbatches, schedule._num_stages
     if microbatches < stages:
         raise UsageError(
@@ -109,7 +109,7 @@ def check_without_loss(schedule: PipelineSchedule) -> None:
 
 
 def count_rounds(schedule: Any) -> None:
-    """Count the rounds of the ranks in which microbatches go; they must come out even."""
+    """Count the rounds of microbatches over the ranks; all must be equally large."""
     microbatches, ranks = schedule._n_microbatches, schedule.pp_group_size
     rounds = max(1, microbatches // ranks)
     if microbatches % rounds:
@@ -135,7 +135,7 @@ class PipelineScheduleSingle(PipelineSchedule):
 
 
 class ScheduleForwardOnly(PipelineScheduleSingle):
-    """All forwards, and no loss."""
+    """Forwards only, without a loss."""
 
     recipe, checks, trains = "forward-only", (check_without_loss,), False
 
@@ -147,7 +147,7 @@ class ScheduleGPipe(PipelineScheduleSingle):
 
 
 class Schedule1F1B(PipelineScheduleSingle):
-    """One forward, one backward, after a warm-up; at least as many microbatches as stages."""
+    """One forward, one backward, after a warm-up; needs at least as many microbatches as stages."""
 
     recipe, checks = "1F1B", (check_enough,)
 
@@ -165,7 +165,7 @@ class PipelineScheduleMulti(PipelineSchedule):
     def _prepare_schedule_with_comms(
         self, actions: dict[int, list[ActionTuple | None]], format: str = "compute_only"
     ) -> None:
-        """Use a schedule written by hand: ``"compute_comms"`` has messages, ``"compute_only"`` gets them."""
+        """Use a hand-written schedule: ``"compute_comms"`` contains messages, ``"compute_only"`` does not."""
         check_format(format)
         if format == "compute_only":
             check_computes(actions)
@@ -200,13 +200,13 @@ class _Named(ScheduleRuntime):
 
 
 class ScheduleInterleaved1F1B(_Named):
-    """1F1B over several stages per rank (arXiv:2104.04473); microbatches in even rounds of the ranks."""
+    """1F1B over several stages per rank (arXiv:2104.04473); microbatches run in equal rounds."""
 
     recipe, checks = "Interleaved1F1B", (count_rounds,)
 
 
 class ScheduleInterleavedZeroBubble(_Named):
-    """Interleaved 1F1B with backward in halves (arXiv:2401.10241); microbatches in even rounds."""
+    """Interleaved 1F1B with backward in halves (arXiv:2401.10241); microbatches run in equal rounds."""
 
     recipe, checks = "InterleavedZeroBubble", (count_rounds,)
 
@@ -218,7 +218,7 @@ class ScheduleZBVZeroBubble(_Named):
 
 
 class ScheduleDualPipeV(_Named):
-    """DualPipe on stages placed in a V (arXiv:2412.19437), two per rank; a microbatch per stage or more."""
+    """DualPipe on stages placed in a V (arXiv:2412.19437), two per rank; needs a microbatch per stage."""
 
     recipe = "DualPipeV"
 
@@ -235,10 +235,10 @@ def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
     """The class of a schedule.
 
     Args:
-        schedule_name: its name, in upper or lower case.
+        schedule_name: the schedule's name, in upper or lower case.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is no schedule of this name.
     """
     for name, kind in _CLASSES.items():
         if name.lower() == schedule_name.lower():

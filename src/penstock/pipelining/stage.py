@@ -1,4 +1,4 @@
-"""torch's stage: the engine's, with torch's constructor and the methods to drive it by hand."""
+"""torch's stage: the engine's stage, with torch's constructor and methods to drive it by hand."""
 
 from __future__ import annotations
 
@@ -41,27 +41,27 @@ from penstock.values import Layout, flatten, tensors_in
 
 Build = Callable[[], Callable[[], object]]
 Perform = Callable[[ActionTuple], Any]
-"""Carries out an action of the running step."""
+"""Performs an action of the running step."""
 
 
 class StageBase:
-    """What schedules need of a stage.
+    """The attributes of a stage that schedules use.
 
     Attributes:
         submod: the slice of the model; it may be replaced before the first step.
         stage_index: the index of the stage.
         num_stages: the number of stages.
-        device: where it lives.
+        device: the device of the stage.
         group: the process group of the pipeline.
-        group_rank: the rank of this process in it.
-        group_size: its number of processes.
+        group_rank: this process's rank in the group.
+        group_size: the number of processes in the group.
         chunks: the number of microbatches in the last step.
-        stage_index_to_group_rank: the rank of each stage; a loop until a schedule places the stages.
+        stage_index_to_group_rank: the rank of each stage; round-robin until a schedule places the stages.
         output_chunks: on the last stage, the output of each microbatch of the last step.
         log_prefix: the name of the stage in messages.
-        edges: which values travel between the stages; ``None`` if each stage feeds the next.
-        shared: the table of weights that stages share, the same on every rank. Their gradients are added
-            up, and copies stay equal. Without it, each stage has a weight of its own.
+        edges: the values that travel between stages; ``None`` if each stage feeds only the next.
+        shared: the table of weights that stages share, the same on every rank. Their gradients are
+            summed, and copies stay equal. Without it, each stage trains its own copy.
     """
 
     submod: Any = None
@@ -80,7 +80,7 @@ class StageBase:
 
     @property
     def has_backward(self) -> bool:
-        """Whether there is a backward for the stage."""
+        """Whether the stage runs a backward."""
         return self._has_backward
 
     @has_backward.setter
@@ -92,24 +92,24 @@ class PipelineStage(StageBase, engine.PipelineStage):
     """A stage of a model that was cut by hand.
 
     Args:
-        submodule: the slice.
-        stage_index: which stage it is, from 0.
-        num_stages: how many there are.
-        device: where it lives; the slice is moved there.
-        input_args: example inputs of a microbatch. None of the four examples is needed: shapes may change
-            from step to step. A warning says if the first step has other inputs or outputs.
+        submodule: the stage's slice of the model.
+        stage_index: the index of the stage, from 0.
+        num_stages: the number of stages.
+        device: the device to which the slice is moved.
+        input_args: example inputs of a microbatch. All four examples are optional: shapes may change
+            from step to step. A warning reports if the first step has other inputs or outputs.
         output_args: example outputs.
         output_grads: example gradients of the outputs.
         input_grads: example gradients of the inputs.
         group: the process group of the pipeline, or a ``DeviceMesh`` with a dimension ``pp``; by default all
             processes.
-        dw_builder: for weights whose gradients are not computed by autograd. It is called after each
+        dw_builder: for weights whose gradients autograd does not compute. It is called after each
             microbatch's backward, and returns a function that is called when the weights' half is due.
         get_mesh: ``(dimension names, layout) -> DeviceMesh``, for DTensors that arrive on a mesh that none
-            of this process's parameters have.
+            of this process's parameters uses.
 
     Raises:
-        UsageError: the index is not below the count.
+        UsageError: the index is out of range.
         PlacementError: there are more processes than stages.
     """
 
@@ -170,7 +170,7 @@ class PipelineStage(StageBase, engine.PipelineStage):
     def submod(self, module: nn.Module) -> None:
         self.module = module
 
-    # ---- as the engine runs it
+    # ---- the methods that the engine calls
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module for a microbatch; see the engine's stage."""
@@ -182,7 +182,7 @@ class PipelineStage(StageBase, engine.PipelineStage):
         return output
 
     def _compare(self, inputs: Any, output: Any) -> None:
-        """Compare the examples with what the first microbatch takes and gives."""
+        """Compare the examples with the first microbatch's inputs and output."""
         for name, value in (("input", inputs), ("output", output)):
             expected = extract_tensor_metas(self._expected.pop(name)) or ()
             pairs = zip(expected, tensors_in(value), strict=False)
@@ -192,14 +192,14 @@ class PipelineStage(StageBase, engine.PipelineStage):
                 validate_metadata(what, meta, tensor, warn_on_mismatch=True)
 
     def backward(self, microbatch: int, output_grads: Gradients | None) -> Gradients:
-        """Full backward of a microbatch; with ``dw_builder``, and what it builds."""
+        """Run the full backward of a microbatch, and what ``dw_builder`` builds."""
         gradients = super().backward(microbatch, output_grads)
         if self.dw_builder is not None:
             self.dw_builder()()
         return gradients
 
     def backward_input(self, microbatch: int, output_grads: Gradients | None) -> Gradients:
-        """The inputs' half; with ``dw_builder`` all of autograd's backward, and what it builds waits."""
+        """Run the inputs' half; with ``dw_builder``, all of autograd's backward, and keep what it builds."""
         if self.dw_builder is None:
             return super().backward_input(microbatch, output_grads)
         gradients = super().backward(microbatch, output_grads)
@@ -207,26 +207,26 @@ class PipelineStage(StageBase, engine.PipelineStage):
         return gradients
 
     def backward_weight(self, microbatch: int) -> None:
-        """The weights' half; with ``dw_builder``, what it built."""
+        """Run the weights' half; with ``dw_builder``, what it built."""
         if microbatch in self._weigh:
             self._weigh.pop(microbatch)()
         else:
             super().backward_weight(microbatch)
 
     def clear(self) -> None:
-        """Drop whatever microbatches have left here."""
+        """Drop whatever microbatches left here."""
         super().clear()
         self._weigh.clear()
 
     def start(self, rank_of: Sequence[int] | None, chunks: int, *, trains: bool) -> None:
-        """Begin a step: drop what a step by hand has left, and take the ranks of the stages, if placed."""
+        """Begin a step: drop what a step by hand left, and record the stages' ranks, if placed."""
         self.clear_runtime_states()
         self.has_backward, self.chunks = trains, chunks
         if rank_of is not None:
             self.stage_index_to_group_rank = dict(enumerate(rank_of))
 
     def bind(self, perform: Perform | None) -> None:
-        """Let a function carry out this stage's actions while a custom function runs."""
+        """Let a function perform this stage's actions while a custom function runs."""
         self._perform, self._output = perform, None
 
     # ---- one microbatch by hand, or from a custom function within a step
@@ -238,12 +238,12 @@ class PipelineStage(StageBase, engine.PipelineStage):
         kwargs: Mapping[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
-        """Forward of a microbatch.
+        """Run the forward of a microbatch.
 
         Args:
-            fwd_chunk_id: its index.
-            args: the arguments of the first stage. Other stages get them from the previous one: within a
-                step from the schedule, otherwise by :meth:`get_fwd_recv_ops` or
+            fwd_chunk_id: the microbatch's index.
+            args: the arguments of the first stage. Other stages receive theirs from the previous one:
+                within a step by the schedule, otherwise by :meth:`get_fwd_recv_ops` or
                 :meth:`set_local_fwd_input`.
             kwargs: keyword arguments.
             save_forward_output: whether the last stage keeps its output in ``output_chunks``.
@@ -270,11 +270,11 @@ class PipelineStage(StageBase, engine.PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> Any:
-        """Backward of a microbatch, or its inputs' half; does nothing if ``has_backward`` is false.
+        """Run the backward of a microbatch, or its inputs' half; does nothing if ``has_backward`` is false.
 
         Args:
-            bwd_chunk_id: its index.
-            loss: where backward starts, when the last stage is driven by hand.
+            bwd_chunk_id: the microbatch's index.
+            loss: the loss that backward starts from, when the last stage is driven by hand.
             full_backward: whether to run both halves.
             last_backward: by hand, whether this is the last backward of the step, after which gradients are
                 reduced over replicas and shards.
@@ -298,7 +298,7 @@ class PipelineStage(StageBase, engine.PipelineStage):
         return None
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
-        """The weights' half of a microbatch's backward; arguments as for :meth:`backward_one_chunk`."""
+        """Run the weights' half of a backward; the arguments are those of :meth:`backward_one_chunk`."""
         if self._perform is not None:
             kind = ComputationType.BACKWARD_WEIGHT
             return self._perform(ActionTuple(self.stage_index, kind, bwd_chunk_id))
@@ -336,7 +336,7 @@ class PipelineStage(StageBase, engine.PipelineStage):
             self._adapter.begin(self.chunks or 1)
 
     def _end(self, microbatch: int, last: bool) -> None:
-        """A microbatch's gradients are complete."""
+        """Note that a microbatch's gradients are complete."""
         if self._adapting:
             self._adapter.done(microbatch)
             if last:
@@ -358,7 +358,7 @@ class PipelineStage(StageBase, engine.PipelineStage):
             if parameter.grad is not None:
                 parameter.grad.div_(grad_scale_factor)
 
-    # ---- what travels, by hand
+    # ---- communication by hand
 
     def _prepare_forward_infra(
         self,
@@ -367,17 +367,17 @@ class PipelineStage(StageBase, engine.PipelineStage):
         kwargs: Mapping[str, Any] | None = None,
         has_backward: bool = False,
     ) -> Any:
-        """Agree with the neighbouring stages on what travels, before the stage is driven by hand.
+        """Agree with the neighbouring stages on layouts, before the stage is driven by hand.
 
         Args:
-            num_microbatches: their number.
-            args: the arguments of a microbatch; or what the previous stage's call of this method returned, if
-                that stage is in this process.
+            num_microbatches: the number of microbatches.
+            args: a microbatch's positional arguments; or, if the previous stage is in this process, the
+                result of its call to this method.
             kwargs: keyword arguments.
             has_backward: whether there is a backward.
 
         Returns:
-            What the next stage needs to know, if it is in this process.
+            The layout of the next stage's inputs, if that stage is in this process.
 
         Raises:
             CallError: values skip stages, which only the engine can send.
@@ -420,10 +420,10 @@ class PipelineStage(StageBase, engine.PipelineStage):
         return None if rank == self.group_rank else Neighbour(self.group, rank, self.device)
 
     def _prepare_backward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> None:
-        """Does nothing: what comes back follows from what was sent."""
+        """Does nothing: the gradients' layouts follow from those of the values."""
 
     def _agreed(self) -> Layout:
-        """What the stage takes, if that is known."""
+        """Return the layout of the stage's inputs, if it is known."""
         if self._takes is None:
             raise CallError(
                 f"stage {self.stage_index} does not know yet what travels: its schedule must call "
@@ -482,25 +482,25 @@ class PipelineStage(StageBase, engine.PipelineStage):
         return before.sends(data)
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """By hand: take the output of the previous stage, if it is in this process; in a step, nothing."""
+        """By hand: take the output of the previous stage in this process. Does nothing in a step."""
         if self._perform is None:
             self._values[mb_index] = [tensor.detach() for tensor in tensors_in(prev_stage_outputs)]
 
     def set_local_bwd_input(
         self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
     ) -> None:
-        """By hand: take the gradients from the next stage, if it is in this process; in a step, nothing."""
+        """By hand: take the gradients from the next stage in this process. Does nothing in a step."""
         if self._perform is None:
             outputs = tensors_in(self.fwd_cache[mb_index][0])
             pairs = zip(next_stage_bwd_outputs, outputs, strict=False)
             self._owed[mb_index] = [grad for grad, output in pairs if output.requires_grad]
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Any, ...]:
-        """By hand: the gradients for the previous stage, if it is in this process. Empty in a step."""
+        """By hand: return the gradients for the previous stage in this process. Empty in a step."""
         return self.bwd_cache.pop(mb_index) if self._perform is None else ()
 
     def clear_runtime_states(self) -> None:
-        """Drop what microbatches have left here."""
+        """Drop what microbatches left here."""
         if self._perform is not None:
             return
         self.output_chunks.clear()
@@ -520,7 +520,7 @@ class PipelineStage(StageBase, engine.PipelineStage):
 
 
 def as_tuple(output: Any) -> tuple[Any, ...]:
-    """What a stage returned as a tuple."""
+    """Return a stage's output as a tuple."""
     return tuple(output) if isinstance(output, tuple | list) else (output,)
 
 
@@ -531,13 +531,13 @@ def build_stage(
     device: torch.device | str,
     group: Any = None,
 ) -> PipelineStage:
-    """A stage of a pipe on a device.
+    """Build a stage of a pipe on a device.
 
     Args:
-        stage_module: from :meth:`Pipe.get_stage_module`; it may have been changed since.
-        stage_index: which stage it is.
-        pipe_info: from :meth:`Pipe.info`.
-        device: the device to put it on.
+        stage_module: the result of :meth:`Pipe.get_stage_module`, possibly changed since.
+        stage_index: the index of the stage.
+        pipe_info: the result of :meth:`Pipe.info`.
+        device: the device of the stage.
         group: the process group of the pipeline; by default all processes.
     """
     stage = PipelineStage(stage_module, stage_index, pipe_info.num_stages, device, group=group)
@@ -548,7 +548,7 @@ def build_stage(
 _PipelineStageBase = StageBase
 _normalize_model_output_as_tuple = as_tuple
 
-# Including what can be imported from torch's module of the same name.
+# Includes names that users import from torch's module of the same name.
 __all__ = [
     "GetMeshCallback",
     "PipeInfo",

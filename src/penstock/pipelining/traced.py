@@ -1,4 +1,4 @@
-"""A model that is traced by ``torch.export`` and cut into stages where its graph is marked.
+"""Trace a model by ``torch.export``, and cut it into stages where its graph is marked.
 
 A stage is the part of the graph between two marks, as a module that holds the model's own parameters and
 buffers under the model's names. It is traced in both modes, training and evaluation, where these differ.
@@ -29,7 +29,7 @@ Policy = Callable[[fx.GraphModule], fx.GraphModule]
 
 
 class SplitPoint(Enum):
-    """Where to cut at a module."""
+    """Whether to cut before or after a module."""
 
     BEGINNING = 1
     END = 2
@@ -37,7 +37,7 @@ class SplitPoint(Enum):
 
 @torch.library.custom_op("penstock::split", mutates_args=())
 def _split_operator() -> None:
-    """Marks a place in a traced graph."""
+    """Mark a cut in a traced graph."""
 
 
 @_split_operator.register_fake
@@ -46,22 +46,22 @@ def _split_without_data() -> None:
 
 
 aten_pipe_split_alias = torch.ops.penstock.split.default
-"""The call that a split policy puts into a graph, or finds in one."""
+"""The operator that a split policy inserts into a graph, or finds in one."""
 fx.node.has_side_effect(aten_pipe_split_alias)
 
 
 def pipe_split() -> None:
-    """Cut the model here, when it is traced; otherwise does nothing."""
+    """Cut the model here while it is traced; otherwise do nothing."""
     torch.ops.penstock.split()
 
 
 _MARKS = (pipe_split, aten_pipe_split_alias, torch.ops.penstock.split)
 
-# ---- where to cut
+# ---- cuts at modules
 
 
 def points_of(model: nn.Module, spec: Mapping[str, Any]) -> dict[str, SplitPoint]:
-    """The places that a split spec names."""
+    """Check a split spec, and return its cuts."""
     for path, where in spec.items():
         # By name, so that torch's own SplitPoint is accepted too.
         if getattr(where, "name", where) not in SplitPoint.__members__:
@@ -77,7 +77,7 @@ def points_of(model: nn.Module, spec: Mapping[str, Any]) -> dict[str, SplitPoint
 
 @contextmanager
 def _marked(model: nn.Module, points: Mapping[str, SplitPoint]) -> Iterator[None]:
-    """A context in which a model's modules are marked; it checks that they were called."""
+    """Mark a model's modules during a trace, and check that they were called."""
     reached: set[str] = set()
     handles = []
     for path, where in points.items():
@@ -107,7 +107,7 @@ def _marked(model: nn.Module, points: Mapping[str, SplitPoint]) -> Iterator[None
 
 @dataclass
 class ModelTrace:
-    """One mode's graph of a model, and the flat arguments of the trace, whose tensors are without data."""
+    """A model's graph in one mode, and the flat arguments of the trace, whose tensors have no data."""
 
     module: fx.GraphModule
     in_spec: Any
@@ -122,7 +122,7 @@ def trace(
     points: Mapping[str, SplitPoint],
     policy: Policy | None,
 ) -> ModelTrace:
-    """Trace a model in the mode that it is in."""
+    """Trace a model in its current mode."""
     with _marked(model, points), _lost() as lost:
         try:
             program = torch.export.export(model, args, dict(kwargs), strict=False)
@@ -147,7 +147,7 @@ def trace(
 
 @contextmanager
 def _lost() -> Iterator[list[str]]:
-    """Collects what is called that a trace has not: the user's backwards, and hooks on gradients."""
+    """Collect the calls that a trace would lose: custom backwards, and hooks on gradients."""
     lost: list[str] = []
     apply: Any = vars(torch.autograd.Function)["apply"]
     register: Any = Tensor.register_hook
@@ -174,7 +174,7 @@ def _lost() -> Iterator[list[str]]:
 
 
 class Cut:
-    """Which stage each node of a graph belongs to, and which values travel."""
+    """The stage of each node of a graph, and the values that travel between stages."""
 
     def __init__(self, traced: ModelTrace) -> None:
         self.trace = traced
@@ -187,7 +187,7 @@ class Cut:
                 stage += 1
                 busy[stage] = False
                 continue
-            # A part of a tuple is made where the tuple is, so that tuples do not travel.
+            # An item of a tuple belongs to the tuple's stage, so that tuples do not travel.
             source = node.args[0] if node.target is operator.getitem else None
             self.owner[node] = self.owner[source] if isinstance(source, fx.Node) else stage
             if node.op in ("placeholder", "get_attr"):
@@ -214,7 +214,7 @@ class Cut:
                 )
 
     def _find_values(self) -> dict[fx.Node, tuple[int, ...]]:
-        """The values that travel, each with the stages that it goes to."""
+        """Map each value that travels to the stages that use it."""
         values = {}
         for node, source in self.owner.items():
             targets = {self.owner[user] for user in node.users} - {source}
@@ -224,7 +224,7 @@ class Cut:
 
     @cached_property
     def edges(self) -> tuple[Edge, ...] | None:
-        """Which values travel; None if each stage feeds the next one alone."""
+        """The values that travel; None if each stage feeds only the next."""
         if all(targets == (self.owner[node] + 1,) for node, targets in self.values.items()):
             return None
         return tuple(
@@ -264,7 +264,7 @@ class Cut:
             )
 
     def _check_value(self, node: fx.Node, stage: int, base: fx.Node) -> None:
-        """What a stage receives is its own, unless another value that travels shares its memory."""
+        """A stage may change what it receives, unless another value that travels shares its memory."""
         sharing = [
             targets
             for node, targets in self.values.items()
@@ -279,7 +279,7 @@ class Cut:
     # ---- stages
 
     def graph(self, stage: int) -> fx.Graph:
-        """The graph of a stage: it takes flat arguments or values, and gives values or the flat output."""
+        """Build a stage's graph, which maps flat arguments or values to values or the flat output."""
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         if stage == 0:
             for node in self.owner:
@@ -301,7 +301,7 @@ class Cut:
         return graph
 
     def _output(self, stage: int, copied: Callable[[fx.Node], fx.Node]) -> Any:
-        """What a stage returns: the flat output, the only value, or all values in a tuple or by name."""
+        """Choose a stage's result: the flat output, its only value, or all values in a tuple or by name."""
         if stage == self.count - 1:
             output = next(node for node in self.owner if node.op == "output")
             return fx.map_arg(output.args[0], copied)
@@ -312,7 +312,7 @@ class Cut:
         return {self.names[node]: value for node, value in gives.items()}
 
     def module(self, stage: int, model: nn.Module) -> fx.GraphModule:
-        """The code of a stage; a weight with several names has the one of the module that uses it here."""
+        """Build a stage's code; a tied weight takes the name of the module that uses it here."""
         graph = self.graph(stage)
         names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -333,7 +333,7 @@ def _has_gradient(node: fx.Node) -> bool:
 
 
 def _modules_around(node: fx.Node) -> list[Any]:
-    """The innermost module of the model whose call a node belongs to: its path and class."""
+    """Return path and class of the innermost module whose call made a node, if any."""
     return list(node.meta.get("nn_module_stack", {}).values())[-1:]
 
 
@@ -356,7 +356,7 @@ def _aliased(node: fx.Node) -> list[tuple[fx.Node, bool]]:
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """The node that made the memory of a value."""
+    """Return the node that allocated a value's memory."""
     while aliased := _aliased(node):
         schema = getattr(node.target, "_schema", None)
         if schema is not None and all(entry.alias_info is None for entry in schema.returns):
@@ -366,7 +366,7 @@ def _base(node: fx.Node) -> fx.Node:
 
 
 def _shown(node: fx.Node) -> str:
-    """A node for messages, with the line of the author's code."""
+    """Name a node for messages, with the line of the author's code."""
     lines = (node.meta.get("stack_trace") or "").strip().splitlines()
     where = [line.strip() for line in lines if line.strip().startswith("File ")]
     return f"{node.name} ({where[-1]})" if where else node.name
@@ -391,10 +391,10 @@ class TracedStage(nn.Module):
     """A stage of a traced model, with the model's own parameters and buffers under their names.
 
     Args:
-        graphs: its graph in training (True) and evaluation (False), or in the one mode that was traced.
+        graphs: the stage's graph in training (True) and evaluation (False), or in the one traced mode.
         model: the model.
-        first: the model's trace, if it is the first stage, which takes the model's arguments.
-        last: the model's trace, if it is the last stage, which gives the model's output.
+        first: the model's trace, if this is the first stage, which takes the model's arguments.
+        last: the model's trace, if this is the last stage, which returns the model's output.
     """
 
     def __init__(
@@ -419,7 +419,7 @@ class TracedStage(nn.Module):
         self.train(model.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the stage on the model's arguments, or on what earlier stages give."""
+        """Run the stage on the model's arguments, or on the values of earlier stages."""
         if self.training not in self._forwards:
             mode = "train" if self.training else "eval"
             raise UsageError(
@@ -430,7 +430,7 @@ class TracedStage(nn.Module):
         return output if self._out_spec is None else pytree.tree_unflatten(output, self._out_spec)
 
     def _values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """What earlier stages give; the model's own arguments go to the first stage, which hands them on."""
+        """Return the values of earlier stages; only the first stage takes the model's own arguments."""
         names = self._taken[len(args) :]
         values = [*args, *(kwargs[name] for name in names if name in kwargs)]
         if len(values) != len(self._taken):
@@ -441,7 +441,7 @@ class TracedStage(nn.Module):
         return values
 
     def _arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The model's arguments, flat, if they are like those of the trace."""
+        """Flatten the model's arguments, which must look like those of the trace."""
         names = list(self._in_spec.children()[1].context)
         ordered = {name: kwargs[name] for name in names} if set(names) == set(kwargs) else kwargs
         leaves, spec = pytree.tree_flatten((args, dict(ordered)))
@@ -457,13 +457,13 @@ class TracedStage(nn.Module):
         return leaves
 
     def print_readable(self) -> str:
-        """Print its code, and return it."""
+        """Print the stage's code, and return it."""
         print(self._code)  # noqa: T201 - what it is for
         return self._code
 
 
 def _hold(stage: nn.Module, path: str, model: nn.Module, traced: nn.Module) -> None:
-    """Put what a graph uses under a path into a stage: the model's own if it has it."""
+    """Put what a graph uses at a path into a stage: from the model, or else from the trace."""
     *parents, name = path.split(".")
     holder = stage
     for parent in parents:
@@ -490,7 +490,7 @@ def _owner(model: nn.Module, parents: Sequence[str]) -> nn.Module:
 
 
 def _find(module: nn.Module, path: str) -> Any:
-    """What a module has under a path; None if it has nothing there."""
+    """Return what a module has at a path; None if there is nothing."""
     value: Any = module
     for step in path.split("."):
         value = getattr(value, step, None)
@@ -502,7 +502,7 @@ def _find(module: nn.Module, path: str) -> Any:
 
 @dataclass
 class TracedModel:
-    """A traced and cut model: its stages, what travels between them, shared weights, and the whole graph."""
+    """A traced and cut model: its stages, the edges between them, shared weights, and the whole graph."""
 
     stages: list[TracedStage]
     edges: tuple[Edge, ...] | None
@@ -545,7 +545,7 @@ def cut_traced(
 
 @contextmanager
 def _other_mode(model: nn.Module) -> Iterator[None]:
-    """A context in which a model evaluates if it trains, and the other way round."""
+    """Switch a model from training to evaluation, or back, for a while."""
     modes = {part: part.training for part in model.modules()}
     model.train(not model.training)
     try:
