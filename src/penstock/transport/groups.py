@@ -191,7 +191,7 @@ class Transport:
         """Start to send tensors, which must not change until :meth:`settle` or :meth:`let_go`."""
         buffers = [_bytes_of(tensor) for tensor in tensors]
         if self._device.type != "cpu":
-            # Also to the GPU: the zeros that stand for an absent gradient are made on the CPU.
+            # Also to the GPU: a stage on a GPU may send a tensor that is on the CPU.
             buffers = [buffer.to(self._carrier) for buffer in buffers]
         size = sum([buffer.numel() for buffer in buffers])
         if size <= self._small and peer in self._lines:
