@@ -29,7 +29,7 @@ class NonFiniteFinding:
         action: the action that made it, such as ``"1F2"``.
         module: the path, in its stage, of the module that made it from finite inputs, if that was in
             forward.
-        weights: the names of weights and buffers that were not finite before the step; then it was not run.
+        weights: the names of weights and buffers that were not finite before the step; it is not run then.
         what: the finding in words.
     """
 

@@ -574,7 +574,7 @@ class Pipeline:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluation mode, with each module's own mode restored afterwards."""
+        """A context in evaluation mode, which restores each module's own mode."""
         modes = [(m, m.training) for stage in self._stages for m in stage.called_modules()]
         for stage in self._stages:
             stage.module.eval()

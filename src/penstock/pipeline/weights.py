@@ -60,7 +60,7 @@ class HeldWeights:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """A context for a training step, whose end sums gradients over stages, averages over replicas."""
+        """A context for a training step; its exit sums gradients over stages, averages over replicas."""
         self._sharing.prepare()
         yield
         try:

@@ -43,7 +43,7 @@ class Losses:
 
     Attributes:
         differentiable: whether gradients were enabled when the forward began.
-        terms: what was added.
+        terms: the added losses.
     """
 
     def __init__(self) -> None:
@@ -384,7 +384,7 @@ class Loss:
 
 
 def _checked_counts(items: Sequence[Any]) -> list[float]:
-    """Check weights, as floats; tensors that hold one number move to the CPU together."""
+    """Check weights and make them floats; tensors that hold one number move to the CPU together."""
     if items and all(isinstance(item, Tensor) and item.numel() == 1 for item in items):
         items = torch.stack([item.detach().reshape(()) for item in items]).tolist()
     try:

@@ -46,7 +46,7 @@ class StepResult:
 
     Attributes:
         loss: the loss of the whole batch, including losses added by :func:`penstock.add_loss`.
-        losses: the loss of ``loss_fn`` under ``"main"``, and added losses under their names, unweighted.
+        losses: the loss of ``loss_fn`` under ``"main"``, then added losses by name, all unweighted.
         metrics: the user's metrics, by name.
         weight: the weight of the batch: its samples, or what ``loss_weight`` says.
         finite: whether the loss and the gradients are finite; if not, the step raises by default.
@@ -88,7 +88,7 @@ class StepResult:
     def tflops(self) -> float | None:
         """The model's own floating-point operations per second and device, in 10^12.
 
-        Counted are matrix products, convolutions and attention, in one run without data on first use.
+        Matrix products, convolutions and attention are counted, in one run without data on first use.
         Backward counts twice as much as forward, and what a checkpoint recomputes does not count. None if
         the model cannot be run without data.
         """

@@ -460,7 +460,7 @@ class _Refused(Exception):
 
 
 def has_finite_gradients(stages: Any) -> bool:
-    """Whether the norm of the weights' gradients is finite; leaves out DTensors and sparse gradients."""
+    """Whether the norm of the weights' gradients is finite, but for DTensors and sparse gradients."""
     gradients: list[Tensor] = []
     for stage in stages:
         # Gradients of shared weights are collected apart from .grad; this context puts them there.

@@ -40,7 +40,7 @@ FIRST_TAG = 16
 
 
 def launched() -> bool:
-    """Whether there is a process group, or a launcher such as ``torchrun`` has set the variables for one."""
+    """Whether several processes were launched, by their process group or the variables of ``torchrun``."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size() > 1
     # RANK without WORLD_SIZE is the launcher's mistake, which is reported when the ranks meet.
