@@ -11,7 +11,7 @@ import logging
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
@@ -136,6 +136,7 @@ class PipelineStage:
         planned: whether it is a :class:`StageModule`, which is called by a plan.
         is_first: whether the batch enters here.
         is_last: whether the loss is computed here.
+        shared_context: a context in which the gradients that :meth:`share_gradients` collects are ``.grad``.
 
     Raises:
         UsageError: the index is not below the count.
@@ -168,7 +169,7 @@ class PipelineStage:
         self._pending: dict[int, Any] = {}
         self._settings = compilation_of(compile)
         self._reduces_later = False
-        self._shared = SharedGradients()
+        self.share_gradients(())
         self._set_up()
 
     def _set_up(self) -> None:
@@ -263,15 +264,13 @@ class PipelineStage:
     def share_gradients(self, parameters: Sequence[Tensor]) -> None:
         """From now on collect the gradients of weights that other stages use too beside ``.grad``."""
         self._shared = SharedGradients(parameters)
+        self.shared_context: AbstractContextManager[Any] = (
+            self._shared if parameters else nullcontext()
+        )
 
     def take_shares(self) -> Gradients:
         """Those collected gradients since the last call, in the order of the parameters."""
         return self._shared.take()
-
-    @property
-    def shared_context(self) -> AbstractContextManager[Any]:
-        """A context in which those collected gradients are the parameters' ``.grad``."""
-        return self._shared
 
     # ---- one microbatch
 
@@ -369,13 +368,13 @@ class PipelineStage:
             A gradient or ``None`` for each tensor that requires grad among forward's arguments, in order.
         """
         roots, leaves = self._take(self._forwards, microbatch, "forward")
-        with self._shared:
+        with self.shared_context:
             return self._engine.full(roots, output_grads, leaves)
 
     def backward_input(self, microbatch: int, output_grads: Gradients | None) -> Gradients:
         """The inputs' half of backward; arguments and result as :meth:`backward`."""
         roots, leaves = self._take(self._forwards, microbatch, "forward")
-        with self._shared:
+        with self.shared_context:
             gradients, self._pending[microbatch] = self._engine.input_half(
                 roots, output_grads, leaves
             )
@@ -384,7 +383,7 @@ class PipelineStage:
     def backward_weight(self, microbatch: int) -> None:
         """The weights' half of backward, after :meth:`backward_input` of the same microbatch."""
         pending = self._take(self._pending, microbatch, "backward_input")
-        with self._shared:
+        with self.shared_context:
             self._engine.weight_half(pending)
 
     def _take(self, left: dict[int, Any], microbatch: int, by: str) -> Any:

@@ -200,12 +200,10 @@ class SharedGradients:
         self._outside: list[Tensor | None] = []
 
     def __enter__(self) -> None:
-        if self._parameters:
-            self._outside = self._swap(self._shares)
+        self._outside = self._swap(self._shares)
 
     def __exit__(self, *_: object) -> None:
-        if self._parameters:
-            self._shares = self._swap(self._outside)
+        self._shares = self._swap(self._outside)
 
     def take(self) -> list[Tensor | None]:
         """Returns what was collected for each parameter since the last call, None where nothing was."""

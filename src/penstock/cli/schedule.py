@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from penstock import schedule as ps
 from penstock.cli.output import write, write_text
@@ -229,8 +229,10 @@ def compare(
 
     Each of F, I and W takes 1 for a rank's whole share of the model, and memory counts such shares.
     """
-    numbers = ("stages", "makespan", "bubble", "longest-stage bubble", "peak memory", "messages")
-    table = Table("schedule", *numbers, box=None, pad_edge=False)
+    numbers = ("stages", "makespan", "bubble", "longest stage bubble", "peak memory", "messages")
+    table = Table(
+        "schedule", *(Column(each, justify="right") for each in numbers), box=None, pad_edge=False
+    )
     # A name that is shortened could be that of another schedule.
     table.columns[0].no_wrap = True
     refusals = []

@@ -120,7 +120,7 @@ class Runner:
         """The number of training steps that have begun."""
         return self._steps
 
-    # ---- exchange of weights, see penstock.weights.exchange
+    # ---- exchange of weights, see penstock.weights.ranks
 
     def gather(self, value: Any) -> list[Any]:
         """The JSON values of all processes, in rank order; all of them call this."""
