@@ -1,7 +1,7 @@
 """Penstock: pipeline parallelism for PyTorch. Any model, any schedule, proven before it runs.
 
-The parts, such as :mod:`penstock.schedule`, and the names below are imported when they are first used:
-``import penstock`` is quick, and what needs no torch does not import it.
+Submodules such as :mod:`penstock.schedule` and the names below are imported on first use, so that
+``import penstock`` is quick, and code that needs no torch does not import it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random numbers: seeded for each call of a unit, so that masks depend neither on schedule nor on cut."""
+"""Random numbers, seeded for each call of a unit so that masks depend neither on schedule nor on cut."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ Seed = int | Literal["off"] | None
 """A seed, ``"off"``, or ``None`` for torch's own seed."""
 
 LOSS = ":loss"
-"""Stands for a unit's path where the loss draws."""
+"""Replaces a unit's path when the loss draws."""
 
 _NUMBERS: dict[tuple[str, int], int] = {}
-"""For each path and number of a call, a number made of them."""
+"""A hash of each path and call number."""
 
 
 def seed_of(seed: int, name: str) -> int:
-    """A seed for what has a name."""
+    """Derive a seed from a name."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1
 
 
 def _mixed(number: int) -> int:
-    """Splitmix64: numbers that are near each other become ones that are not. Vigna, xoshiro.di.unimi.it."""
+    """Splitmix64, which maps nearby numbers to distant ones. Vigna, xoshiro.di.unimi.it."""
     number = (number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
@@ -40,7 +40,7 @@ def _generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
     generators = [torch.default_generator]
     for device in sorted({d for d in devices if d.type not in {"cpu", "meta"}}, key=str):
         module: Any = torch.get_device_module(device)
-        # There are no generators before the backend is initialised.
+        # The generators do not exist until the backend is initialised.
         module.init()
         index = module.current_device() if device.index is None else device.index
         generators.append(module.default_generators[index])
@@ -57,10 +57,10 @@ class Draws:
     """Seeds torch's default generators for one microbatch of one step.
 
     Args:
-        seed: of the training.
+        seed: the seed of the training run.
         step: the number of the step, from 0.
-        microbatch: its index.
-        device: besides the CPU, where the stage is.
+        microbatch: the index of the microbatch.
+        device: the stage's device, seeded besides the CPU.
     """
 
     def __init__(self, seed: int, step: int, microbatch: int, device: torch.device | None) -> None:
@@ -68,11 +68,11 @@ class Draws:
         self._generators = _generators([] if device is None else [device])
 
     def enter(self, path: str, number: int) -> None:
-        """Seed them.
+        """Seed the generators before a call.
 
         Args:
-            path: of the unit that is called, or a name that is no path.
-            number: of the call.
+            path: the path of the unit that is called, or a name that is no path.
+            number: the number of the call.
         """
         place = _NUMBERS.get((path, number))
         if place is None:
@@ -84,7 +84,7 @@ class Draws:
 
 @contextmanager
 def generators_kept(devices: Iterable[torch.device] = ()) -> Iterator[None]:
-    """Leave torch's default generators where they were."""
+    """Restore torch's default generators on exit."""
     generators = _generators(devices)
     states = [generator.get_state() for generator in generators]
     try:
@@ -97,14 +97,14 @@ def generators_kept(devices: Iterable[torch.device] = ()) -> Iterator[None]:
 class Randomness:
     """The seed of a pipeline's random numbers, and the number of its next step.
 
-    After it is saved with a checkpoint and loaded again, steps draw what they would have drawn without the
-    interruption, whatever the ranks, stages and schedule of the new pipeline.
+    After a checkpoint is loaded, steps draw what they would have drawn without the interruption, whatever
+    the ranks, stages and schedule of the new pipeline.
 
     Args:
-        seed: of the training; ``"off"`` leaves torch's generators alone.
+        seed: the seed of the training run; ``"off"`` leaves torch's generators alone.
 
     Raises:
-        UsageError: the seed is something else.
+        UsageError: the seed is neither a whole number nor ``"off"``.
     """
 
     def __init__(self, seed: int | Literal["off"]) -> None:
@@ -112,7 +112,7 @@ class Randomness:
         self.step = 0
 
     def draws(self, step: int, microbatch: int, device: torch.device | None = None) -> Draws | None:
-        """What seeds the generators for a microbatch; ``None`` if they are left alone."""
+        """The draws of a microbatch; ``None`` if the generators are left alone."""
         return None if self.seed == "off" else Draws(self.seed, step, microbatch, device)
 
     def advance(self) -> None:
@@ -120,14 +120,14 @@ class Randomness:
         self.step += 1
 
     def state_dict(self) -> dict[str, int | str]:
-        """What to save."""
+        """The state to save."""
         return {"seed": self.seed, "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
-        """Continue from what was saved, the same on every rank.
+        """Continue from a saved state, which must be the same on every rank.
 
         Raises:
-            UsageError: it is not what :meth:`state_dict` returns.
+            UsageError: the state is not one that :meth:`state_dict` returns.
         """
         if state.keys() != {"seed", "step"}:
             raise UsageError(
@@ -152,7 +152,7 @@ def _checked(seed: object) -> int | Literal["off"]:
 
 
 def own_seed(seed: Seed) -> int | Literal["off"]:
-    """A valid seed; torch's own if it is None."""
+    """Check a seed; None becomes torch's own."""
     return torch.initial_seed() if seed is None else _checked(seed)
 
 

@@ -1,4 +1,4 @@
-"""Find the first thing in a step that is not finite, by running the step once more with hooks."""
+"""Find the first non-finite value in a step, by running the step once more with hooks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.values import tensors_in
 
 @dataclass(frozen=True)
 class NonFiniteFinding:
-    """The first thing in a step that is not finite; the same on every rank.
+    """The first non-finite value in a step; the same on every rank.
 
     Attributes:
         stage: the stage that made it; None for weights.
@@ -29,8 +29,8 @@ class NonFiniteFinding:
         action: the action that made it, such as ``"1F2"``.
         module: the path, in its stage, of the module that made it from finite inputs, if that was in
             forward.
-        weights: the names of weights and buffers that were not finite before the step; then nothing was run.
-        what: all of this in words.
+        weights: the names of weights and buffers that were not finite before the step; it is not run then.
+        what: the finding in words.
     """
 
     stage: int | None
@@ -51,13 +51,13 @@ def find_nonfinite(
     gather: Callable[[Any], list[Any]],
     run: Callable[[Hooks], StepState],
 ) -> NonFiniteFinding | None:
-    """Find the first thing that is not finite, or None.
+    """Find the first non-finite value, or None.
 
     Args:
-        stages: those of this process.
-        schedule: of the step.
+        stages: the stages of this process.
+        schedule: the schedule of the step.
         gather: gathers the JSON values of all processes.
-        run: carries out the training step with some hooks.
+        run: carries out the training step with the hooks that it is passed.
     """
     tensors = [named for stage in stages for named in stage.named_tensors()]
     names = [name for name, tensor in tensors if not _is_finite([tensor])]
@@ -81,11 +81,11 @@ def _as_written() -> AbstractContextManager[Any]:
 
 
 _OUTPUT, _LOSS, _GRADIENT, _WEIGHTS = range(4)
-"""What may not be finite, in the order in which a step makes them."""
+"""The kinds of values, in the order in which a step makes them."""
 
 
 class _Seen:
-    """What is not finite in a step: lists of kind, microbatch, stages before it, stage and module."""
+    """The non-finite values in a step: lists of kind, microbatch, stages before it, stage and module."""
 
     def __init__(self, stages: Sequence[PipelineStage], count: int) -> None:
         self.places: list[list[Any]] = []
@@ -120,7 +120,7 @@ class _Seen:
 
     @contextmanager
     def hooked_modules(self) -> Iterator[None]:
-        """Note, for each stage and microbatch, the first module with non-finite output of finite inputs."""
+        """Note, for each stage and microbatch, the first module with non-finite output from finite inputs."""
         with ExitStack() as stack:
             for stage in self._stages:
                 for path, _, module in stage.parts():

@@ -1,4 +1,4 @@
-"""Pipeline: the class that users hold."""
+"""Pipeline, the class that users work with."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ _HABITS = {
     "buffers": "state_dict() holds them",
     "optimizer_state": "penstock.Checkpoints saves optimizers, optimizer_state_dict() gives their states",
 }
-"""What an nn.Module or an earlier Pipeline has and this one does not, and what to use instead."""
+"""Attributes of nn.Module or an earlier Pipeline that this one lacks, and what to use instead."""
 
 
 class Pipeline:
@@ -118,17 +118,16 @@ class Pipeline:
     Args:
         model: any module; see docs/partition.md for how it is cut.
         schedule: a name (see :func:`penstock.schedule.names`), a ``.csv`` or ``.json`` file, a
-            :class:`~penstock.schedule.Schedule`, or a function of ranks and microbatches that gives one; by
-            default 1F1B. ``"auto"`` measures the model with ``example=`` and takes the fastest plan.
+            :class:`~penstock.schedule.Schedule`, or a function of ranks and microbatches that returns one; by
+            default 1F1B. ``"auto"`` measures the model with ``example=`` and uses the fastest plan.
         ranks: the number of ranks; by default the world size under torchrun, otherwise what the stages need.
         microbatches: the number of parts that a batch is split into; by default two per rank.
         loss_fn: ``(output, target) -> scalar``; without it the pipeline only predicts.
         stages: the number of stages, the module paths to cut before, the paths of each stage's modules, or a
             Partition.
-        example: arguments of the model for one microbatch, as ``(args, kwargs)``. They show in which order
-            and how often the model calls its modules, if its source does not tell. The same on every rank.
-            For ``schedule="auto"`` also ``(args, kwargs, target)``, so that the time of the loss is
-            measured too.
+        example: arguments of the model for one microbatch, as ``(args, kwargs)``, the same on every rank.
+            They show in which order and how often the model calls its modules, if its source does not. For
+            ``schedule="auto"`` also ``(args, kwargs, target)``, so that the time of the loss is measured too.
         rules: how arguments are split, by position or name; by default along dimension 0. The rule for
             ``"target"`` splits the target, and the one for ``"output"`` says along which dimension outputs
             are put together.
@@ -145,23 +144,23 @@ class Pipeline:
         compile: whether to compile each stage, or options of ``torch.compile`` to compile it with; see
             docs/compile.md. By default the stages are compiled if the model is, and parts of the model that
             are compiled stay compiled.
-        seed: of the random numbers that steps draw, such as those of dropout. They depend only on the seed,
+        seed: the seed of the random numbers that steps draw, as for dropout. They depend only on the seed,
             the step, the microbatch and the module's path. By default it is the seed that rank 0 gave
             ``torch.manual_seed``; ``"off"`` draws from torch's generators as they are. See
             docs/randomness.md.
         timeout: seconds without progress, in a step or between steps, after which a rank is reported as
             silent and all ranks stop. By default 300 for the first step, and then the larger of 30 and ten
             times the median step. A pair sets both.
-        rendezvous_timeout: seconds until all ranks must be there, and that one rank may hold up the others
-            while the Pipeline is made.
+        rendezvous_timeout: seconds within which all ranks must arrive, and for which one rank may hold up
+            the others while the Pipeline is made.
         weights: a folder of safetensors files, from which each process reads its own stages. The model may be
             on the meta device; its stages then get memory on ``device``, or on the CPU.
         plan: a plan that :func:`penstock.plan.search` has found, in place of schedule, ranks, microbatches,
             stages and checkpoint.
         checkpoint: activation checkpointing. True for all units of the model, or the paths of modules: these
-            keep only their inputs, and backward computes their forward again. By default there is none.
-        options: of the loss: ``reduction``, ``loss_weight``, ``metrics``, ``accumulate``, ``replicas`` and
-            ``nonfinite``; see :class:`penstock.runtime.LossOptions` and docs/training.md.
+            keep only their inputs, and backward recomputes their forward. By default there is none.
+        options: options of the loss: ``reduction``, ``loss_weight``, ``metrics``, ``accumulate``,
+            ``replicas`` and ``nonfinite``; see :class:`penstock.runtime.LossOptions` and docs/training.md.
 
     Raises:
         UsageError: an argument is wrong; see its subclasses in :mod:`penstock.errors`.
@@ -262,27 +261,26 @@ class Pipeline:
         rendezvous_timeout: float = RENDEZVOUS,
         **options: Unpack[LossOptions],
     ) -> Pipeline:
-        """A pipeline of stages placed by hand.
+        """Make a pipeline of stages placed by hand.
 
         Args:
             stages: in one process, all of them; under torchrun, those of this rank.
             schedule: as for :class:`Pipeline`; it says which stage belongs on which rank.
-            microbatches: as for :class:`Pipeline`, like the arguments that follow, where nothing else is
-                said.
+            microbatches: as for :class:`Pipeline`; so are the arguments that follow, unless noted.
             loss_fn: computes the loss on the last stage.
             rules: how arguments are split.
-            edges: which values travel between the stages; by default each stage feeds the next. A stage
-                that gives several values returns a dict, and one that uses several gets them as keyword
+            edges: the values that travel between the stages; by default each stage feeds the next. A stage
+                that makes several values returns a dict, and one that uses several gets them as keyword
                 arguments.
             shared: the table of weights that stages of different processes share, the same on every rank;
-                see :func:`penstock.partition.find_shared`. By default, what the given stages share by
-                identity.
+                see :func:`penstock.partition.find_shared`. By default, the weights that the given stages
+                share by identity.
             group: the process group of this pipeline's ranks, or a mesh of one dimension.
             mesh: in place of ``group``, a mesh with a dimension ``pp``.
-            seed: of the random numbers that steps draw.
+            seed: the seed of the random numbers that steps draw.
             timeout: seconds without progress after which a rank is reported as silent.
-            rendezvous_timeout: seconds until all ranks must be there.
-            options: of the loss.
+            rendezvous_timeout: seconds within which all ranks must arrive.
+            options: options of the loss.
         """
         loss, replicas = loss_of(loss_fn, options, cls.from_stages)
         check_rules(rules)
@@ -352,7 +350,7 @@ class Pipeline:
     def model(self) -> nn.Module | None:
         """The model that was cut, of which this process holds only its stages; None without one.
 
-        The stages of other processes have tensors on the meta device in it.
+        In it, the stages of other processes have tensors on the meta device.
         """
         return self._model
 
@@ -390,14 +388,14 @@ class Pipeline:
 
     @property
     def rank(self) -> int:
-        """The rank that this process is; 0 if all ranks live in it."""
+        """The rank of this process; 0 if all ranks live in it."""
         return self._runner.rank
 
     @property
     def leads(self) -> bool:
-        """Whether this process is the one that prints and writes for all: it holds rank 0.
+        """Whether this process prints and writes for all, since it holds rank 0.
 
-        Of several pipelines side by side, given by ``mesh=`` or ``replicas=``, it holds rank 0 of the first.
+        Of several pipelines side by side, given by ``mesh=`` or ``replicas=``, rank 0 of the first leads.
         """
         return self.siblings.first and self._runner.rank == 0
 
@@ -459,18 +457,18 @@ class Pipeline:
         Args:
             args: the model's arguments. Under torchrun, ranks whose stages use an argument must be given
                 it; the others may be.
-            target: what ``loss_fn`` compares with, split like the arguments. The rank of the last stage
-                must be given it, unless ``loss_fn`` does not use it.
+            target: the target of ``loss_fn``, split like the arguments. The rank of the last stage must be
+                given it, unless ``loss_fn`` does not use it.
             microbatches: their number in this step; by default that of the Pipeline.
-            loss_weight: for this step, in place of the Pipeline's.
+            loss_weight: replaces the Pipeline's in this step.
             total_weight: what the loss is divided by before backward, in place of the weight of this batch:
                 for a batch that is a part of a larger one.
-            accumulate: for this step, in place of the Pipeline's.
+            accumulate: replaces the Pipeline's in this step.
             scaler: scales the loss for float16.
             outputs: whether to give every rank the model's outputs.
             record: whether to note when each action ran.
-            same_batch: whether every rank must be given the same batch, so that it is an error if their
-                numbers differ.
+            same_batch: whether every rank must be given the same batch; batches that differ are then an
+                error.
             kwargs: the model's keyword arguments; they go to the stages that take them.
 
         Returns:
@@ -576,7 +574,7 @@ class Pipeline:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluation mode, with each module's own mode restored afterwards."""
+        """A context in evaluation mode, which restores each module's own mode."""
         modes = [(m, m.training) for stage in self._stages for m in stage.called_modules()]
         for stage in self._stages:
             stage.module.eval()
@@ -589,9 +587,9 @@ class Pipeline:
     def find_nonfinite(
         self, *args: Any, target: Any = MISSING, **kwargs: Any
     ) -> NonFiniteFinding | None:
-        """Run a batch once more, as the last step ran it, to find the first thing that is not finite.
+        """Run a batch once more, as the last step ran it, to find the first non-finite value.
 
-        Gradients and buffers are left as they are. It takes several times as long as a step.
+        Gradients and buffers stay as they are. The search takes several times as long as a step.
 
         Args:
             args: as for :meth:`step`.
@@ -600,7 +598,7 @@ class Pipeline:
 
         Returns:
             A ``NonFiniteFinding``, which names stage, microbatch, action and module, the same on every rank;
-                or None if everything is finite.
+            or None if everything is finite.
         """
 
         def describe() -> Call:
@@ -610,7 +608,7 @@ class Pipeline:
 
         call = self._described(describe, trains=True)
 
-        # Inside of what keeps the gradients, since shared weights get theirs when the context ends.
+        # Called where gradients are restored afterwards: shared weights get theirs when the context ends.
         def run(hooks: Hooks) -> StepState:
             with self._held.training():
                 return self._run(replace(call, hooks=hooks), kwargs, target)
@@ -668,7 +666,7 @@ class Pipeline:
         outputs: bool = False,
         loss: Loss | None = None,
     ) -> Call:
-        """The call that ``describe`` returns; or, if it raises, one that tells all ranks what is wrong."""
+        """The call that ``describe`` returns; or, if it raises, one that reports the error to all ranks."""
         self._runner.check_usable()
         try:
             self._check_unchanged()
@@ -684,7 +682,7 @@ class Pipeline:
         return Call(Batch(), loss, trains=trains, outputs=outputs, refusal=refusal)
 
     def _run(self, call: Call, kwargs: Mapping[str, Any], target: Any) -> StepState:
-        """Carry a call out; if the model refuses an argument meant for the step, say so."""
+        """Carry out a call; if the model refuses an argument meant for the step, the error says so."""
         try:
             return self._runner.run(call)
         except StageError as error:
@@ -693,7 +691,7 @@ class Pipeline:
     def _explained(
         self, error: StageError, call: Call, kwargs: Mapping[str, Any], target: Any
     ) -> StageError:
-        """The error, which says so if the model refuses an argument meant for the step."""
+        """The error, with a hint if the model refused an argument meant for the step."""
         known = signature(Pipeline.step).parameters
         for name in kwargs:
             near = get_close_matches(name, known, n=1)
@@ -732,7 +730,7 @@ class Pipeline:
         return replace(result, timeline=timeline, timeline_kind=kind, bubble=timeline.bubble)
 
     def _peak(self, autocast: torch.dtype | None) -> float | None:
-        """The operations per second of a device at most, in the type of autocast or of the weights."""
+        """The device's peak operations per second, in the type of autocast or of the weights."""
         types = (p.dtype for stage in self._stages for p in stage.module.parameters())
         return peak_flops(self.device, autocast or next(types, torch.get_default_dtype()))
 
@@ -780,7 +778,7 @@ class Pipeline:
     def grad_norm(self, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> float:
         """The norm of all gradients of the whole model, the same on every rank.
 
-        A weight that several stages share counts once, and of a DTensor the whole.
+        A weight that several stages share counts once, and a DTensor counts whole.
 
         Args:
             norm_type: which norm; ``float("inf")`` is the largest absolute value.
@@ -806,14 +804,14 @@ class Pipeline:
             error_if_nonfinite: as for :meth:`grad_norm`; no gradient is scaled then.
 
         Returns:
-            The norm before, the same on every rank.
+            The norm before scaling, the same on every rank.
         """
         norm = self.grad_norm(norm_type, error_if_nonfinite=error_if_nonfinite)
         scale_gradients(self.parameters(), norm, max_norm)
         return norm
 
     def init_weights(self, seed: int, init: Init | None = None) -> None:
-        """Give all weights their first values, as :func:`penstock.init_weights` does. Every rank calls it."""
+        """Initialise all weights, as :func:`penstock.init_weights` does. Every rank calls it."""
         initialise([(stage.code, stage.device) for stage in self._held.stages], seed, init)
         # A shared weight may have been filled differently in each process.
         self._held.align(logging.DEBUG)
@@ -824,8 +822,8 @@ class Pipeline:
         """Parameters and buffers under their names in the unsplit model.
 
         Args:
-            full: whether to give rank 0 those of all stages, as copies on the CPU, and the other ranks an
-                empty dict; every rank calls it then. By default those that live in this process.
+            full: whether to return the tensors of all stages on rank 0, as copies on the CPU, and an empty
+                dict on the others; every rank then calls it. By default, only the tensors in this process.
 
         Raises:
             UsageError: different stages have different weights of one name.
@@ -840,7 +838,7 @@ class Pipeline:
         Every rank calls it.
 
         Args:
-            state_dict: of the unsplit model.
+            state_dict: the state dict of the unsplit model.
             strict: whether missing and unexpected names are an error. A name is unexpected if no stage of
                 any rank has it.
 
@@ -857,17 +855,17 @@ class Pipeline:
     def optimizer_state_dict(self, optimizer: Optimizer, *, full: bool = False) -> dict[str, Any]:
         """An optimizer's state dict, in which parameters have their names in the unsplit model.
 
-        Its own state dict holds positions, which mean other parameters on each rank. This one can be loaded
-        with any stages and ranks, by :meth:`load_optimizer_state_dict`, and into an optimizer of the unsplit
-        model, by torch's ``set_optimizer_state_dict``.
+        An optimizer's own state dict holds positions, which mean other parameters on each rank. This one can
+        be loaded with any stages and ranks, by :meth:`load_optimizer_state_dict`, and into an optimizer of
+        the unsplit model, by torch's ``set_optimizer_state_dict``.
 
         Args:
-            optimizer: of parameters that live in this process.
-            full: whether to give rank 0 the states of all parameters, as copies on the CPU, and the other
-                ranks an empty dict; every rank calls it then. By default those that live in this process.
+            optimizer: an optimizer of parameters that live in this process.
+            full: whether to return the states of all parameters on rank 0, as copies on the CPU, and an empty
+                dict on the others; every rank then calls it. By default, only the states in this process.
 
         Raises:
-            UsageError: it has parameters that are not this pipeline's, or keeps one state for all.
+            UsageError: the optimizer has parameters that are not this pipeline's, or one state for all.
         """
         held = read_states(optimizer, self._held.names_by_identity(), "the optimizer")
         if not full:
@@ -877,21 +875,21 @@ class Pipeline:
     def load_optimizer_state_dict(
         self, optimizer: Optimizer, state_dict: Mapping[str, Any], strict: bool = True
     ) -> LoadResult:
-        """Load an optimizer's state dict by names: each process picks those of its parameters.
+        """Load an optimizer's state dict by names: each process picks the states of its parameters.
 
         Every rank calls it.
 
         Args:
-            optimizer: of parameters that live in this process.
-            state_dict: as :meth:`optimizer_state_dict` gives it, with ``full=True`` for other stages or
+            optimizer: an optimizer of parameters that live in this process.
+            state_dict: as :meth:`optimizer_state_dict` returns it, with ``full=True`` for other stages or
                 ranks.
-            strict: whether what is missing or unexpected is an error.
+            strict: whether missing and unexpected names are an error.
 
         Returns:
             The names of parameters that were missing and unexpected, over all ranks.
 
         Raises:
-            StateDictError: it does not fit, or holds positions; nothing is changed then.
+            StateDictError: the state does not fit, or holds positions; nothing is changed then.
         """
         names = self._held.names_by_identity()
         return load_optimizer(self._held.ranks, optimizer, names, state_dict, strict=strict)
@@ -901,9 +899,9 @@ class Pipeline:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the weights as safetensors, one file per stage and an index, under the model's names.
 
-        Every rank calls it, of all pipelines that ``mesh=`` and ``replicas=`` tell of; the first writes.
+        Every rank of all pipelines given by ``mesh=`` or ``replicas=`` calls it; the first pipeline writes.
 
-        A weight that has several names or stages is written once. :func:`penstock.read_weights` gives it
+        A weight that has several names or stages is written once. :func:`penstock.read_weights` returns it
         under all its names, so that the unsplit model loads it.
         """
         check_contents(self._held.ranks, self._held.weights)
@@ -924,12 +922,12 @@ class Pipeline:
         """Load weights from safetensors files; each process reads only those of its stages.
 
         Args:
-            folder: one that :meth:`save` wrote, with however many stages, or one of transformers.
-            strict: as for :meth:`load_state_dict`; of a weight's names one is enough.
+            folder: a folder that :meth:`save` wrote, with any number of stages, or one of transformers.
+            strict: as for :meth:`load_state_dict`; one of a weight's names is enough.
 
         Raises:
             InputFileError: there are no such files.
-            StateDictError: they hold another model.
+            StateDictError: the files hold another model.
         """
         with self.patient(LONG):
             return self._held.load(read_weights(folder), strict=strict, any_name=True)
@@ -952,7 +950,7 @@ class Pipeline:
         Args:
             which: an action such as ``"3F0"``, a pattern such as ``"*F*"`` or ``"3*0"`` (see
                 :func:`penstock.schedule.matching`), or a function of an Action.
-            before: called when everything that the action needs is there; for a receive, when it is posted.
+            before: called when all that the action needs has arrived; for a receive, when it is posted.
             after: called when the action is done; for a receive, when its message is taken.
 
         Returns:
@@ -984,11 +982,11 @@ class Pipeline:
         return values * self._schedules.ranks if self._transport is None else values
 
     def share(self, value: Any, rank: int) -> Any:
-        """The value of one rank, made of tensors and plain data, on every rank; all of them call this."""
+        """Send one rank's value, made of tensors and plain data, to every rank; all of them call this."""
         return self._runner.share(value, rank)
 
     def wrap_transport(self, wrap: Callable[[Transport], Any]) -> None:
-        """Put something between this rank and its transport, such as a counter; nothing in one process."""
+        """Wrap this rank's transport, such as by a counter; does nothing in one process."""
         self._runner.wrap_transport(wrap)
 
     def patient(self, seconds: float) -> AbstractContextManager[None]:
@@ -1000,7 +998,7 @@ class Pipeline:
         return nullcontext() if self._transport is None else self._transport.watch.patient(seconds)
 
     def report_failures_to(self, folder: str | os.PathLike[str]) -> None:
-        """Have a report of a failed rank written to ``failure.json`` in a folder."""
+        """Write the report of a failed rank to ``failure.json`` in a folder."""
         if self._transport is not None:
             self._transport.watch.keep_in(Path(folder))
 
@@ -1010,7 +1008,7 @@ class Pipeline:
         Args:
             error: the reason, if it is an error; the other ranks then stop because of it.
         """
-        # An error after close(), in a with block that closes again, is no failure of the pipeline.
+        # An error after close(), in a with block that closes again, is not the pipeline's failure.
         if self._closed or self._transport is None:
             return
         self._closed = True
@@ -1031,7 +1029,7 @@ class Pipeline:
 
 
 def before_first(error: Exception) -> StageError:
-    """What every rank raises for an error in the user's code before the first microbatch."""
+    """The error that every rank raises if the user's code fails before the first microbatch."""
     refusal = StageError(f"before the first microbatch: {type(error).__name__}: {error}")
     refusal.__cause__ = error.with_traceback(without_own_frames(error))
     return refusal

@@ -1,4 +1,4 @@
-"""From what the user asks for to a partition of the model and a proven schedule for it."""
+"""Turns the user's arguments into a partition of the model and a proven schedule for it."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ Stages = int | Sequence[str] | Sequence[Sequence[str]] | Partition | None
 """How to cut: a count, module paths to cut before, paths for each stage, a partition, or None."""
 
 AHEAD = 2
-"""How many receives of a channel are posted ahead. One alone would be late if ranks do not keep step."""
+"""The number of receives posted ahead on a channel. One would be late if ranks do not keep step."""
 
 
 class Asked(NamedTuple):
-    """Those arguments of a Pipeline that a plan can decide instead."""
+    """The arguments of a Pipeline that a plan can decide instead."""
 
     schedule: Source | None
     ranks: int | None
@@ -52,10 +52,10 @@ class Asked(NamedTuple):
     checkpoint: bool | Sequence[str]
 
     def by(self, plan: planning.Plan | None) -> Asked:
-        """The same arguments as a plan decides them.
+        """These arguments, as a plan decides them if there is one.
 
         Raises:
-            UsageError: the plan is not a plan, or an argument was given that the plan decides.
+            UsageError: ``plan`` is not a Plan, or an argument was given that the plan decides.
         """
         if plan is None:
             return self
@@ -74,13 +74,13 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class ProvenSchedules:
-    """Which schedules a pipeline runs.
+    """The proven schedules that a pipeline runs.
 
     Args:
         schedule: a name, a value that is used as it is, or a function of ranks and microbatches.
         ranks: the number of ranks.
         stages: the number of stages.
-        microbatches: the number in a training step, unless the step says otherwise.
+        microbatches: their number in a training step, unless the step says otherwise.
         edges: which values travel between the stages; by default, those of the schedule.
     """
 
@@ -120,7 +120,7 @@ class ProvenSchedules:
         return self._proven[key]
 
     def check_trains(self, microbatches: int | None) -> None:
-        """Check that a step may have this number of microbatches, if it is known.
+        """Check that a step may have this number of microbatches, if known.
 
         Raises:
             ScheduleError: there is no such schedule.
@@ -156,7 +156,7 @@ class ProvenSchedules:
 
 
 def with_edges(schedule: Schedule, edges: Edges) -> Schedule:
-    """A schedule with another edge table. If it spells out messages, they are derived anew from the table."""
+    """A schedule with another edge table, from which messages are derived again if it spells them out."""
     if schedule.edges == edges:
         return schedule
     return (compute_only(schedule) if schedule.communicates else schedule).with_edges(edges)
@@ -202,7 +202,7 @@ def prove(schedule: Schedule) -> Schedule:
     """Add the messages of a schedule and prove that it cannot deadlock.
 
     Raises:
-        ScheduleError: it lists every problem that was found.
+        ScheduleError: the schedule cannot run; the message lists every problem.
     """
     lowered = add_communication(schedule, ahead=AHEAD)
     report = validate(lowered)
@@ -218,13 +218,13 @@ def make_plan(
     microbatches: int | None,
     world: int | None,
 ) -> ProvenSchedules:
-    """Make a plan, with defaults for what was not given.
+    """Choose a pipeline's schedules, with defaults for what was not given.
 
     Args:
         schedule: a name, a file (``.csv``, ``.json``), a value or a function.
         ranks: the number of ranks; None takes that of the processes, the schedule or the stages.
         stages: how the model is cut.
-        microbatches: their number; None takes the schedule's own, or else two per rank.
+        microbatches: their number; None takes the schedule's, or else two per rank.
         world: the number of processes, if each rank is one.
 
     Raises:
@@ -272,7 +272,7 @@ def _read(schedule: Source) -> str | Schedule | Builder:
 
 
 def _ranks_for(schedule: str | Builder, stages: int | None) -> int:
-    """The number of ranks, from the stages in all and the stages that the schedule gives each rank."""
+    """The number of ranks: all stages divided by the stages that the schedule gives each rank."""
     if stages is None or not isinstance(schedule, str):
         raise UsageError(
             "the number of ranks is not known: give ranks= or stages=, or start one process per rank "
@@ -283,7 +283,7 @@ def _ranks_for(schedule: str | Builder, stages: int | None) -> int:
 
 
 def _count(stages: Stages) -> int | None:
-    """The number of stages that is asked for, or None."""
+    """The number of stages asked for, or None."""
     if isinstance(stages, Partition):
         return len(stages.modules)
     if not isinstance(stages, Sequence):
@@ -332,10 +332,10 @@ def planned(
         world: the number of ranks, if each is a process.
         example: arguments for one microbatch, and the target.
         transport: this process's end, if each rank is a process.
-        loss_fn: the loss function, which the last stage computes too.
+        loss_fn: the loss function, which is part of the last stage's work.
 
     Returns:
-        The plan, and the arguments that remain beside it.
+        The plan, and the arguments that remain besides it: none.
 
     Raises:
         UsageError: too little was given, or no plan fits into memory.
@@ -413,7 +413,7 @@ def cut(
     """Cut a model into ``count`` stages.
 
     Raises:
-        PartitionError: it cannot be cut like that; the message says what to give instead.
+        PartitionError: the model cannot be cut like that; the message says what to give instead.
         UsageError: an example or checkpoints were asked for of a model that is already cut.
     """
     if not isinstance(stages, Partition):

@@ -30,7 +30,7 @@ from penstock.transport import Circle, Transport, launched
 
 
 def placed_on(device: torch.device | str | None) -> torch.device | None:
-    """The device that ``device=`` means: ``"cuda"`` is the one of ``LOCAL_RANK``, which torchrun sets.
+    """Resolve ``device=``: ``"cuda"`` is the device of ``LOCAL_RANK``, which torchrun sets.
 
     Raises:
         UsageError: this machine has no such device.
@@ -82,10 +82,10 @@ def modules_in(stage: nn.Module) -> str:
 
 
 def wrap_stages(stages: Sequence[PipelineStage], wrap: Wrap | None) -> None:
-    """Let the user wrap each stage's module.
+    """Wrap each stage's module with the user's function.
 
     Raises:
-        UsageError: what it returned is no module, or no longer contains the stage's module.
+        UsageError: the function returned no module, or one that does not contain the stage's module.
     """
     if wrap is None:
         return
@@ -122,7 +122,7 @@ _INSTEAD = {
     "num_stages": "did you mean stages=?",
     "world_size": "did you mean ranks=?",
 }
-"""What other libraries call an argument, where the nearest name would not lead there."""
+"""Hints for names that are not near the right one, such as those of other libraries."""
 
 
 def loss_of(
@@ -131,12 +131,12 @@ def loss_of(
     """The loss of a Pipeline, if it has a function, and its replicas.
 
     Args:
-        function: what the user gave as ``loss_fn=``.
+        function: the user's ``loss_fn=``.
         options: keyword arguments beyond the caller's own.
-        caller: what the user called.
+        caller: the function that the user called.
 
     Raises:
-        UsageError: there is no such argument, and the message names the nearest one; or its value is wrong.
+        UsageError: an argument is unknown, and the message names the nearest one; or its value is wrong.
     """
     parameters = inspect.signature(caller).parameters.values()
     named = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
@@ -174,7 +174,7 @@ def replicas_of(replicas: Any) -> Replicas:
 def make_equal(
     stages: Sequence[PipelineStage], replicas: Replicas, transport: Transport | None
 ) -> None:
-    """Give the stages here the weights of the first replica, which must not be a rank of this pipeline."""
+    """Copy the first replica's weights to the stages here; no replica may be a rank of this pipeline."""
     if replicas.group is None:
         return
     beside = ranks_in(replicas.group)
@@ -194,7 +194,7 @@ def check_spread(
     *,
     weighted: bool,
 ) -> None:
-    """Refuse wrappers that reduce gradients over other processes than the replicas.
+    """Refuse wrappers that reduce gradients over processes other than the replicas.
 
     ``weighted`` says whether losses are weighted by ``loss_weight``.
     """
@@ -230,7 +230,7 @@ def check_shared(
     replicas: Replicas,
     gather: Callable[[Any], list[Any]],
 ) -> None:
-    """Refuse a shared weight of which ``wrap=`` has wrapped some stages only: each is averaged in its way."""
+    """Refuse a shared weight that ``wrap=`` wrapped in some stages only: its averages would differ."""
     if replicas.group is None:
         return
     plain = {id(p) for stage in stages for p in left_alone(stage.module, replicas.group)}
@@ -242,7 +242,7 @@ def check_shared(
         if (stage.index, name) in one.holders
     ]
     kinds: dict[str, dict[int, bool]] = {}
-    # All ranks gather, as with stages placed by hand each may know of other shared weights.
+    # All ranks gather, since with stages placed by hand each may list other shared weights.
     for weight, index, is_plain in (row for of_rank in gather(rows) for row in of_rank):
         kinds.setdefault(weight, {})[index] = is_plain
     for weight, by_stage in kinds.items():
@@ -255,14 +255,14 @@ def check_shared(
 
 
 def _other_ranks(transport: Transport | None) -> set[int]:
-    """The processes of the pipeline's other ranks, by their ranks among all."""
+    """The pipeline's other ranks, as their ranks among all processes."""
     if transport is None:
         return set()
     return {*transport.global_ranks} - {transport.global_ranks[transport.rank]}
 
 
 def connect(device: torch.device, group: Any, mesh: Any, patience: Patience) -> Transport | None:
-    """This process's end of the pipeline, if each rank is a process; all of them call this together.
+    """Connect this process to the others, if each rank is a process; all of them call this together.
 
     Raises:
         UsageError: this process is not in the group, or its environment is wrong.
@@ -290,9 +290,9 @@ def connect(device: torch.device, group: Any, mesh: Any, patience: Patience) -> 
 
 @contextmanager
 def set_up(transport: Transport | None) -> Iterator[Callable[[str], None]]:
-    """The context in which a pipeline is made: an error in it is told to the other ranks, and ends them.
+    """Make a pipeline in this context: an error in it is reported to the other ranks, and ends them.
 
-    It gives a function that notes what is being done, so that the other ranks can tell.
+    Yields a function that notes what is being done, so that the other ranks can report it.
     """
     if transport is None:
         yield lambda doing: None
@@ -311,7 +311,7 @@ def set_up(transport: Transport | None) -> Iterator[Callable[[str], None]]:
 def check_placed(
     schedule: Schedule, stages: Sequence[PipelineStage], transport: Transport | None
 ) -> None:
-    """Refuse other stages than those that the schedule places in this process."""
+    """Refuse stages other than those that the schedule places in this process."""
     indices = sorted(stage.index for stage in stages)
     rank = None if transport is None else transport.rank
     expected = list(range(schedule.stages) if rank is None else schedule.placement.stages_on(rank))

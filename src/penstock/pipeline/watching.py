@@ -1,4 +1,4 @@
-"""How a user may watch a run: functions that are called at each step, and a writer for TensorBoard."""
+"""Watching a run: the event that hooks on steps get, and a writer for TensorBoard."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StepEvent:
 
     Attributes:
         step: the number of the step, counted from 1; it continues from a loaded checkpoint.
-        leads: whether rank 0 lives in this process: the process that prints and writes for all.
+        leads: whether this process prints and writes for all, see ``Pipeline.leads``.
         device: where the stages of this process live.
         result: what ``pipe.step`` returns; None before the step.
         seconds: how long the step took in this process; 0 before it.
@@ -49,7 +49,7 @@ StepHook = Callable[[StepEvent], object]
 class TensorBoard:
     """Writes the numbers of each step for TensorBoard; pass it to ``pipe.on_step``.
 
-    The leading process writes, and the others do nothing. It needs the package ``tensorboard``.
+    Only the leading process writes. Needs the package ``tensorboard``.
 
     Args:
         folder: the folder to write into.
@@ -108,7 +108,7 @@ class TensorBoard:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """The operations per second that a device can do at most in a type; None if that is not known."""
+    """A device's peak operations per second in a type; None if unknown."""
     if device.type != "cuda":
         return None
     known = device_called(torch.cuda.get_device_name(device))
@@ -119,10 +119,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes of this process so far.
-
-    The most allocated on any one GPU, or resident memory without a GPU.
-    """
+    """The peak bytes of this process so far: allocated on any one GPU, or resident without one."""
     if device.type == "cuda":
         return max(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT

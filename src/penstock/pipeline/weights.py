@@ -1,4 +1,4 @@
-"""The weights of a pipeline in this process, and what they share with those of other stages."""
+"""The weights of a pipeline in this process, and those that they share with other stages."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class HeldWeights:
     """The weights of the stages of this process, and those that they share with other stages.
 
     Args:
-        stages: those of this process.
-        ranks: how this process reaches the others.
+        stages: the stages of this process.
+        ranks: the runner, through which this process reaches the others.
         shared: the table of weights that stages share.
         rank_of: the rank of each stage.
         replicas: the process group over which gradients are averaged, if any.
@@ -55,12 +55,12 @@ class HeldWeights:
         remember_names(self.weights.named_parameters())
 
     def align(self, level: int = logging.WARNING) -> None:
-        """Make copies of weights that ranks share equal, and log where they differed."""
+        """Make the ranks' copies of shared weights equal, and log where they differed."""
         self._sharing.align(level)
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """A context around a training step: gradients are summed over stages, averaged over replicas."""
+        """A context for a training step; its exit sums gradients over stages, averages over replicas."""
         self._sharing.prepare()
         yield
         try:
@@ -69,7 +69,7 @@ class HeldWeights:
             if self._replicas is not None:
                 average_gradients([stage.module for stage in self.stages], self._replicas)
         except BaseException as error:
-            # One rank alone may find a changed buffer, or lose a replica; the others must hear of it.
+            # One rank alone may find a changed buffer, or lose a replica; the others must learn of it.
             raise self.ranks.fail(error) from error.__cause__
 
     @property
@@ -79,7 +79,7 @@ class HeldWeights:
         return StageWeights(self.stages, self.names)
 
     def check_filled(self) -> None:
-        """Check that the stages have memory; their tensors are named only if something is wrong.
+        """Check that the stages have memory; tensors are looked up by name only on failure.
 
         Raises:
             UsageError: a tensor is on the meta device.

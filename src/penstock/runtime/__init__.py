@@ -1,4 +1,4 @@
-"""Runs a step: the interpreter of a program, what the ranks agree on before it, and its result."""
+"""Runs a step: the agreement before it, the interpreter of its program, and its result."""
 
 from penstock.runtime.calls import Call, StepState, check_plans, describe_stages, mark_of
 from penstock.runtime.hooks import ActionEvent, ActionHook, HookHandle, Hooks, Which

@@ -1,9 +1,9 @@
-"""What the ranks agree on before a step: one word from each, and more only when something is new.
+"""The agreement before a step: one word from each rank, and more only when something is new.
 
-The word of a rank is a number made of what it brings: the shapes of its arguments, whether it has a target,
-whether it trains. If all ranks have brought these numbers before, the call is known. If not, they exchange
-descriptions, and all of them number the new kinds of microbatches alike. A rank that refuses what it was
-given says so in its word; then all ranks refuse the call, and nothing has been sent or changed.
+A rank's word is a hash of what it brings: the shapes of its arguments, whether it has a target, whether it
+trains. If all ranks have brought these words before, the call is known. If not, they exchange descriptions,
+and all of them number the new kinds of microbatches alike. A rank that refuses its arguments says so in its
+word; all ranks then refuse the call before anything is sent or changed.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ class Call:
     """One call of the pipeline. Every rank has one; they differ only in what their processes were given.
 
     Args:
-        batch: what this process was given.
+        batch: as much of the batch as this process was given.
         loss: how to compute the loss, if there is one.
         trains: whether gradients are wanted.
         outputs: whether every rank gets the last stage's outputs.
         record: whether to note when each action ran.
-        seed: what random numbers are drawn from, (seed, step); None leaves torch's generators as they are.
+        seed: the (seed, step) of random numbers; None leaves torch's generators as they are.
         keep: whether the rank of the last stage reports its outputs as they are.
-        hooks: what to call before and after actions, if anything.
+        hooks: the hooks on actions, if any.
         finite: whether to check that the loss and the gradients are finite.
-        refusal: what is wrong with what this process was given; all ranks hear of it, and none begins.
-        mark: a number made of the batch itself, where all ranks must be given the same; 0 elsewhere.
+        refusal: the error in this process's arguments, if any; all ranks learn of it, and none begins.
+        mark: a hash of the batch itself, if all ranks must be given the same one; otherwise 0.
     """
 
     batch: Batch
@@ -81,14 +81,14 @@ class Call:
 
     @property
     def mode(self) -> str:
-        """What the values that travel depend on besides arguments."""
+        """The mode of the call; with its arguments, it decides which values travel."""
         doing = "train" if self.trains else "evaluate"
         losses = "with" if self.loss else "without"
         return " ".join([doing, losses, "loss", *autocast_types()])
 
 
 def autocast_types() -> list[str]:
-    """The types that autocast computes in now, by kind of device; empty outside of autocast."""
+    """The types that autocast computes in now, by type of device; empty outside of autocast."""
     return [
         f"{kind}:{torch.get_autocast_dtype(kind)}"
         for kind in ("cpu", "cuda")
@@ -102,16 +102,16 @@ def autocast_types() -> list[str]:
 REFUSED = -1
 """The word of a rank that refuses; all others are at least 0."""
 _REMEMBERED = 1024
-"""How many descriptions are kept for when a microbatch looks the same again."""
+"""The number of descriptions kept for later microbatches that look the same."""
 
 
 def describe_call(call: Call, traits: str, known: dict[Any, Any]) -> dict[str, Any]:
-    """What one rank brings to a call, as JSON data for :func:`merge_offers`.
+    """One rank's offer to a call, as JSON data for :func:`merge_offers`.
 
     Args:
         call: the call, with as much of the batch as this process was given.
-        traits: what else decides what travels: which parameters of this rank's stages learn.
-        known: descriptions of earlier microbatches, by what these looked like.
+        traits: which parameters of this rank's stages learn, and which stages are in training mode.
+        known: a cache of descriptions, by what the microbatches look like.
 
     Raises:
         SpecError: an argument cannot travel.
@@ -139,7 +139,7 @@ def describe_call(call: Call, traits: str, known: dict[Any, Any]) -> dict[str, A
 
 
 def word_of(offer: Mapping[str, Any]) -> int:
-    """A number, at least 0, that differs if anything in a description differs."""
+    """A hash of an offer, at least 0."""
     return int.from_bytes(hashlib.sha256(repr(offer).encode()).digest()[:8]) >> 2
 
 
@@ -168,7 +168,7 @@ def layout_in(value: Any) -> Layout:
 
 
 def _look(part: Microbatch) -> Any:
-    """What tells microbatches of different kinds apart, quickly."""
+    """A key that quickly tells microbatches of different kinds apart."""
     looks: list[Any] = []
     for key, value in _named(part).items():
         leaves, tree = flatten(value)
@@ -180,17 +180,17 @@ def _look(part: Microbatch) -> Any:
 
 
 _LOOKED_AT = 4096
-"""How many numbers of a tensor are looked at to tell batches apart."""
+"""The number of elements that are sampled from a tensor to tell batches apart."""
 
 
 def mark_of(batch: Any) -> int:
-    """A number that differs where batches do, at least 1; of a large tensor a sample is looked at."""
+    """A hash of a batch, at least 1; large tensors are sampled."""
     digest = hashlib.sha256()
     for leaf in flatten(batch)[0]:
         if isinstance(leaf, Tensor):
             digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
             if leaf.layout is torch.strided and not leaf.is_meta and not leaf.is_nested:
-                # An odd stride meets all columns in turn.
+                # An odd stride reaches all columns in turn.
                 stride = leaf.numel() // _LOOKED_AT | 1
                 sample = leaf.detach().reshape(-1)[::stride].contiguous().cpu()
                 digest.update(sample.view(torch.uint8).numpy().tobytes())
@@ -200,10 +200,10 @@ def mark_of(batch: Any) -> int:
 
 
 def check_marks(marks: Sequence[int]) -> None:
-    """Check that ranks which must be given the same batch were.
+    """Check that ranks that need the same batch were given it.
 
     Raises:
-        AgreementError: they were given different ones.
+        AgreementError: they were given different batches.
     """
     if len({*marks}) > 1:
         first: dict[int, int] = {}
@@ -222,12 +222,12 @@ def check_marks(marks: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class ModelCall:
-    """What the model is called with, on all ranks together.
+    """The arguments of the model, from all ranks together.
 
     Args:
-        kinds: of each microbatch, its arguments' layouts, by position or name.
-        descriptions: of each microbatch, the same as a text: equal for microbatches of one kind.
-        samples: how many samples each microbatch holds.
+        kinds: for each microbatch, its arguments' layouts, by position or name.
+        descriptions: for each microbatch, the same as text: equal for microbatches of one kind.
+        samples: the number of samples in each microbatch.
         passed: for each rank, the arguments that it was passed.
         targets: for each rank, whether it was passed the target.
         presplit: whether the user split the batch.
@@ -242,7 +242,7 @@ class ModelCall:
 
     @property
     def count(self) -> int:
-        """How many microbatches there are."""
+        """The number of microbatches."""
         return len(self.kinds)
 
     @cached_property
@@ -282,13 +282,13 @@ def _placeholder(layout: Layout) -> Any:
 
 
 def merge_offers(offers: Sequence[Mapping[str, Any]]) -> ModelCall:
-    """Put together what the ranks brought. The result is the same on every rank, and so are errors.
+    """Merge the ranks' offers. The result is the same on every rank, and so are errors.
 
     Args:
         offers: each rank's :func:`describe_call`, in rank order.
 
     Raises:
-        AgreementError: ranks differ in what more than one was passed.
+        AgreementError: ranks differ in something that several of them were passed.
         UsageError: something is missing on all ranks.
     """
     mode = _check_equal(offers, "mode", "what they do")
@@ -318,7 +318,7 @@ def merge_offers(offers: Sequence[Mapping[str, Any]]) -> ModelCall:
 
 
 _METHODS = {"train": "step", "evaluate with loss": "eval", "evaluate": "predict"}
-"""The method that the user called, by how the mode begins."""
+"""The method that the user called, by the start of the mode."""
 
 
 def _first_kind(offer: Mapping[str, Any]) -> list[Any]:
@@ -327,7 +327,7 @@ def _first_kind(offer: Mapping[str, Any]) -> list[Any]:
 
 
 def _check_equal(offers: Sequence[Mapping[str, Any]], key: str, what: str) -> Any:
-    """The value of those ranks that have one, which must all be equal."""
+    """The value that all ranks with one have in common."""
     values = {rank: offer[key] for rank, offer in enumerate(offers) if offer[key] is not None}
     if len({json.dumps(value) for value in values.values()}) > 1:
         listed = "; ".join(f"rank {rank}: {value}" for rank, value in values.items())
@@ -378,7 +378,7 @@ def raise_refusals(transport: Transport | None, refusal: PenstockError | None) -
     raise error from (None if here is None else here.__cause__)
 
 
-# ---- when a pipeline is made: that all ranks run the same plan
+# ---- a check at set-up: all ranks run the same plan
 
 
 def check_plans(
@@ -387,9 +387,9 @@ def check_plans(
     """Check that all ranks run the same schedule of the same model with the same versions.
 
     Args:
-        transport: the rank's end.
-        schedule: of a training step.
-        details: what else must be the same on every rank, by name.
+        transport: this rank's end.
+        schedule: the schedule of a training step.
+        details: texts that must be the same on every rank too, by name.
 
     Raises:
         AgreementError: they do not; the message lists which rank has what.
@@ -420,7 +420,7 @@ def check_plans(
 
 
 def describe_stages(modules: Sequence[nn.Module]) -> dict[str, str]:
-    """For each stage, a text that is equal exactly if its tensors have the same names, shapes and types."""
+    """A text for each stage, equal if and only if its tensors have the same names, shapes and types."""
     return {f"stage {index}": _described(module) for index, module in enumerate(modules)}
 
 
@@ -439,13 +439,13 @@ def _digest(text: str) -> str:
 
 @dataclass
 class Agreement:
-    """All that was agreed on for calls of which every rank brings the same.
+    """What the ranks agreed on; it holds for every call with the same offers.
 
     Attributes:
-        model_call: what the model is called with.
+        model_call: the arguments of the model.
         kinds: the number of each microbatch's kind, the same on every rank.
-        plans: what the partition planned for each microbatch.
-        program: what this process does.
+        plans: the partition's plan for each microbatch.
+        program: the program of this process.
     """
 
     model_call: ModelCall
@@ -455,26 +455,26 @@ class Agreement:
 
 
 class StepState:
-    """A call that is carried out: what this process works on, and what it knows in the end.
+    """A call that is being carried out: this process's inputs, and its results.
 
     Args:
         call: the call.
-        agreement: what all ranks bring to it.
+        agreement: what the ranks agreed on for it.
         weights: how much each microbatch counts.
         rank: this rank.
-        devices: of the stages here.
+        devices: the devices of the stages here.
 
     Attributes:
-        draws: gives what seeds the generators for a microbatch on a device; None leaves them alone.
-        parts: the arguments of each microbatch, complete with placeholders for what is not here.
-        targets: of the microbatches.
+        draws: returns the draws of a microbatch on a device; None leaves the generators alone.
+        parts: the arguments of each microbatch, with tensors on the meta device for what is not here.
+        targets: the targets of the microbatches.
         tally: adds up losses and metrics.
-        adapters: of replicated and sharded stages.
+        adapters: the adapters of replicated and sharded stages.
         recorder: notes when actions run, if asked for.
-        outputs: the last stage's by microbatch, where they are kept.
-        shared: the same in order on every rank, if asked for.
+        outputs: the last stage's outputs by microbatch, where they are kept.
+        shared: the outputs in order, on every rank, if asked for.
         batch_gradients: the batch's tensors that require grad, with their gradients.
-        result: the loss, losses and metrics, once all is done.
+        result: the loss, losses and metrics, once the call is done.
         flops: counts the model's floating-point operations, see :class:`StepResult`.
     """
 

@@ -1,4 +1,4 @@
-"""What looks on while a step runs: the user's hooks on actions, and a clock."""
+"""Observers of a running step: the user's hooks on actions, and a clock."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from penstock.schedule import Action, Span, matching
 
 @dataclass(frozen=True)
 class ActionEvent:
-    """An action that is about to run, or has run. A hook may look at what it shows, but must not change it.
+    """An action that is about to run, or has run. A hook may read its values, but must not change them.
 
     Attributes:
         action: the action.
         rank: the rank that runs it.
         module: its stage's module.
         inputs: for F, ``(args, kwargs)``, where the first argument of a stage that ``Pipeline`` has cut holds
-            what has arrived for it, by name; for B and I, the gradients of the stage's outputs, one or
+            the values that have arrived, by name; for B and I, the gradients of the stage's outputs, one or
             ``None`` for each tensor; for a send, its tensors; else ``None``.
-        outputs: for F, the module's output: of a stage that ``Pipeline`` has cut, the model's output and
-            what is sent, by name; for B and I, the gradients of the inputs; for a receive, the
+        outputs: for F, the module's output (for a stage that ``Pipeline`` has cut, the model's output and
+            the values sent, by name); for B and I, the gradients of the inputs; for a receive, the
             tensors that arrived. ``None`` before the action, and for all other actions.
     """
 
@@ -40,7 +40,7 @@ class ActionEvent:
 ActionHook = Callable[[ActionEvent], object]
 """A function that is called before or after an action."""
 Which = str | Callable[[Action], bool]
-"""Which actions are meant: a pattern, or a function of an Action."""
+"""The actions to hook: a pattern, or a function of an Action."""
 
 
 class _Hook(NamedTuple):
@@ -51,13 +51,13 @@ class _Hook(NamedTuple):
 
 
 class HookHandle:
-    """Removes what one call of ``on`` or ``on_step`` has added."""
+    """Removes the functions that one call of ``on`` or ``on_step`` added."""
 
     def __init__(self, hooks: dict[HookHandle, Any]) -> None:
         self._hooks = hooks
 
     def remove(self) -> None:
-        """Remove it; a second time does nothing."""
+        """Remove them; a second call does nothing."""
         self._hooks.pop(self, None)
 
     def __enter__(self) -> HookHandle:
@@ -71,7 +71,7 @@ class Hooks:
     """Functions that are called before and after actions, or steps, in the order in which they were added.
 
     Args:
-        event: what the functions take.
+        event: the type of the event that the functions take.
     """
 
     def __init__(self, event: type) -> None:
@@ -87,10 +87,10 @@ class Hooks:
         after: Callable[[Any], object] | None,
         which: Which | None = None,
     ) -> HookHandle:
-        """Call functions before and after steps, or the actions that ``which`` means.
+        """Call functions before and after steps, or the actions that ``which`` selects.
 
         Raises:
-            UsageError: neither function was passed, or something that cannot be called.
+            UsageError: no function was passed, or one that cannot be called, or ``which`` does not fit.
             ScheduleError: ``which`` is a string, but not a valid pattern.
         """
         functions = [function for function in (before, after) if function is not None]
@@ -109,7 +109,7 @@ class Hooks:
         return handle
 
     def call(self, when: Literal["before", "after"], event: Any) -> None:
-        """Something is about to happen, or has happened.
+        """Call the functions for an event that is about to happen, or has happened.
 
         Raises:
             StageError: a hook on an action raised.
@@ -131,7 +131,7 @@ class Hooks:
 
 
 class Recorder:
-    """Notes the start and end of actions, in seconds since it was made.
+    """Records the start and end of actions, in seconds since it was made.
 
     On an accelerator the device is synchronised before each reading, so that a span measures the work
     itself and not its launch. This slows a recorded step down.
@@ -147,11 +147,11 @@ class Recorder:
         self._start = 0.0
 
     def start(self) -> None:
-        """An action begins."""
+        """Note the start of an action."""
         self._start = self._now() - self._origin
 
     def stop(self, rank: int, action: Action) -> None:
-        """The action ends."""
+        """Note the end of the action."""
         self.spans.append(Span(rank, action, self._start, self._now() - self._origin))
 
     def _now(self) -> float:

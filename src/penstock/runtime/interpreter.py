@@ -1,11 +1,11 @@
 """The interpreter of a program: a loop over a rank's actions that calls one short method for each.
 
-What passes between the stages of this process lies in a store, by the edge's name and the microbatch; the
-last use of a value frees it. In one process all ranks' actions run in one order that respects every
-dependency (:func:`penstock.schedule.merged`), and the store is all there is. Between processes, SEND and RECV
-move what lies in the store. The first message of a kind tells its layout; later ones are received ahead.
+Values that pass between stages lie in a store, by the edge's name and the microbatch; the last use of a
+value frees it. A single process runs all ranks' actions in one order that respects every dependency
+(:func:`penstock.schedule.merged`), and needs only the store. Between processes, SEND and RECV move values
+from store to store. The first message of a kind carries its layout; later ones are received ahead.
 
-A *kind* is what a microbatch's arguments look like: all microbatches of a kind send values of one layout.
+Microbatches whose arguments look the same are of one *kind*, and send values of one layout.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from penstock.values import (
 Grads = Sequence[Tensor | None]
 _FORWARD, _BACKWARD = 0, 1
 _FLAGS = "flags"
-"""The first leaf of a message of gradients of which some may be missing."""
+"""The first leaf of a message in which gradients may be missing."""
 
 
 class Wire(NamedTuple):
-    """What the messages of an op, a stage and a peer stage carry, and between which ranks.
+    """What the messages of one op between two stages carry, and between which ranks.
 
     Attributes:
         peer: the rank at the other end.
         channel: (source rank, target rank, direction).
-        number: tells apart all wires of a schedule; a message's tag is made of it and its kind.
-        edges: the edges whose values travel; for gradients each with one stage that owes them.
+        number: identifies the wire within the schedule; number and kind make up a message's tag.
+        edges: the edges whose values travel, each with a stage; for gradients, the stage that owes them.
     """
 
     peer: int
@@ -67,7 +67,7 @@ class Wire(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """An action, and the messages that must be here before it."""
+    """An action, and the messages that must have arrived before it."""
 
     action: Action
     needs: tuple[Action, ...]
@@ -77,8 +77,8 @@ class Program:
     """What this process does in a step: the actions of its rank, or of all ranks in one order.
 
     Args:
-        schedule: with its messages spelled out.
-        rank: which rank this process is; None if it is all of them.
+        schedule: the schedule, with its messages spelled out.
+        rank: this process's rank; None if it runs all of them.
     """
 
     def __init__(self, schedule: Schedule, rank: int | None) -> None:
@@ -97,9 +97,9 @@ class Program:
         self.uses = {edge.value: self._count_uses(edge) for edge in schedule.edges}
         rank_of = schedule.placement.rank_of
         self.local = {e.value for e in schedule.edges if rank is None or rank_of[e.source] == rank}
-        """The values that are made here, whose makers may still use their memory."""
+        """The values made here; their makers may still use the memory."""
         self.proves = {} if rank is None else self._find_proofs(rule, rank)
-        """For each message that arrives, the SENDs whose messages its sender has used by then."""
+        """For each message that arrives, this rank's SENDs that its sender has used by then."""
 
     def _find_proofs(self, rule: Dependencies, rank: int) -> dict[Action, list[Action]]:
         rank_of = self.schedule.placement.rank_of
@@ -147,7 +147,7 @@ class Program:
             if direction == _FORWARD and users:
                 edges.append((edge, carrier))
             elif direction == _BACKWARD and edge.gradient:
-                # One by one rather than summed, so that all gradients of a value are added in one order.
+                # Sent one by one, not summed, so that all gradients of a value are added in one order.
                 edges += [(edge, user) for user in users]
         number = (source * schedule.stages + carrier) * 2 + direction
         channel = (home, peer, direction) if sends else (peer, home, direction)
@@ -169,8 +169,8 @@ class Interpreter:
     """Runs programs for the stages of this process.
 
     Args:
-        stages: by index: all of them, or those of this rank.
-        activity: what this rank is doing, for the watch.
+        stages: the stages by index: all of them, or those of this rank.
+        activity: where this rank notes what it is doing, for the watch.
         takes: which keyword arguments of the model go to which stage.
     """
 
@@ -205,11 +205,11 @@ class Interpreter:
         self.clear()
 
     def replace(self, functions: Mapping[Op, Callable[[Action], None]]) -> None:
-        """Let functions do some kinds of actions; they may call :meth:`perform`."""
+        """Replace the methods of some ops by functions, which may call :meth:`perform`."""
         self._methods = {**self._usual, **functions}
 
     def perform(self, action: Action) -> None:
-        """Do an action as it is done where no function replaces it."""
+        """Run an action by its usual method."""
         self._usual[action.op](action)
 
     def clear(self) -> None:
@@ -226,19 +226,19 @@ class Interpreter:
         """Run a step, or an evaluation.
 
         Args:
-            program: what to do.
-            step: what to do it with; it gets the results.
+            program: the actions to run.
+            step: the state of the call; it receives the results.
             transport: this rank's end; None if all ranks share this process.
 
         Raises:
-            StageError: the code of a stage, of the loss or of a hook raised.
-            MessageError: a message could not be carried.
+            StageError: a stage, the loss or a hook raised.
+            MessageError: a message could not be sent or received.
         """
         self._program, self._step, self._transport = program, step, transport
         self._kinds, self._hooks = step.agreement.kinds, step.call.hooks
         profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # it has no public name
         watched = profiled or step.recorder is not None or self._hooks is not None
-        # In one process only fault injection wants to know what is done.
+        # In one process, only fault injection needs to know which action runs.
         noted = transport is not None or has_probes()
         with self._errors_named(), self._added:
             for action, needs in program.instructions:
@@ -258,7 +258,7 @@ class Interpreter:
 
     @contextmanager
     def _errors_named(self) -> Iterator[None]:
-        """Raise an error again with the action in which it happened, and leave nothing behind."""
+        """Re-raise an error with the action in which it happened, and clear what the step left."""
         self._action = None
         try:
             yield
@@ -269,7 +269,7 @@ class Interpreter:
             self._raise_named(error, self._action)
 
     def _note(self, action: Action, needs: Sequence[Action]) -> None:
-        """Take the messages that an action needs, and tell the watch what this rank does."""
+        """Take the messages that an action needs, and note the action for the watch."""
         if self._transport is None:
             self.activity.rank = self._rank_of(action)
         else:
@@ -277,11 +277,11 @@ class Interpreter:
             for message in needs:
                 if message in self._arriving:
                     self._take(message)
-        # Behind the waits, which it ends.
+        # After the waits, whose end it notes.
         self.activity.act(action)
 
     def _run_watched(self, method: Callable[[Action], None], action: Action) -> None:
-        """Run an action with what looks on: hooks, the clock and the profiler."""
+        """Run an action under hooks, the clock and the profiler."""
         recorder = self._step.recorder
         self._seen: tuple[Any, Any] = (None, None)
         if action.op not in (Op.F, Op.B, Op.I, Op.SEND_F, Op.SEND_B):
@@ -297,7 +297,7 @@ class Interpreter:
         self._seen = (None, None)
 
     def _look(self, action: Action, inputs: Any) -> None:
-        """Show hooks what an action is about to work on."""
+        """Call the hooks before an action with its inputs."""
         self._seen = (inputs, None)
         self._call_hooks("before", action)
 
@@ -313,7 +313,7 @@ class Interpreter:
         return self._program.schedule.placement.rank_of[action.stage]
 
     def _raise_named(self, error: Exception, action: Action | None) -> NoReturn:
-        """Raise an error again with the place where it happened."""
+        """Re-raise an error with the place where it happened."""
         if action is None:
             raise error
         rank = self._rank_of(action)
@@ -325,7 +325,7 @@ class Interpreter:
             error.add_note(f"on {name}, in {action}")
             raise error
         if action.op in MESSAGE_OPS and isinstance(error, RuntimeError):
-            # A process group raises this for a peer that is gone.
+            # A process group raises this for a peer that has gone.
             raise MessageError(f"{name}, {action}: {error}") from error
         module = failing_module(error)
         where = f"{at}, module {module}" if module else at
@@ -338,7 +338,7 @@ class Interpreter:
         index, microbatch = action.stage, action.microbatch or 0
         step, stage = self._step, self.stages[index]
         if self._added.terms:
-            # What a checkpoint has added again while backward ran.
+            # Losses that a checkpoint added again when backward recomputed it.
             self._added.clear()
         leaves: list[Tensor] = []
         args, kwargs = self._arguments(stage, microbatch, leaves)
@@ -358,7 +358,7 @@ class Interpreter:
     def _arguments(
         self, stage: PipelineStage, microbatch: int, leaves: list[Tensor]
     ) -> tuple[Sequence[Any], dict[str, Any]]:
-        """What a stage's module is called with; ``leaves`` gets a leaf for each tensor that requires grad."""
+        """The arguments of a stage's module; ``leaves`` gets a leaf for each tensor that requires grad."""
         edges = self._program.inputs[stage.index]
         values = {}
         self._entered[stage.index, microbatch] = entered = []
@@ -389,7 +389,7 @@ class Interpreter:
         return value if type(value) in stage.spread else (value,), kwargs
 
     def _read(self, name: str, microbatch: int) -> tuple[Any, bool]:
-        """A value of the store, and whether somebody else holds it too; the last read frees it."""
+        """Read a value from the store, and whether something else also holds it; the last read frees it."""
         key = name, microbatch
         left = self._reads[key] - 1
         if left:
@@ -405,7 +405,7 @@ class Interpreter:
             self._reads[name, microbatch] = uses
 
     def _finish_forward(self, stage: PipelineStage, microbatch: int, output: Any) -> list[Tensor]:
-        """Put a stage's values into the store, and give back what its backward starts from."""
+        """Put a stage's values into the store, and return the roots of its backward."""
         index, edges = stage.index, self._program.outputs[stage.index]
         if stage.planned:
             output, values = output
@@ -432,7 +432,7 @@ class Interpreter:
         return roots
 
     def _loss_of(self, stage: int, microbatch: int, output: Any) -> list[Tensor]:
-        """The loss of a microbatch, scaled by its weight when its backward starts."""
+        """The loss of a microbatch; its backward starts from the microbatch's weight."""
         step, function = self._step, self._step.call.loss
         if function is None:
             self._added.clear()
@@ -465,7 +465,7 @@ class Interpreter:
         return self._seeded(stage, microbatch, loss)
 
     def _take_added(self, stage: int, microbatch: int) -> Tensor:
-        """The losses that a stage has added."""
+        """Tally the losses that a stage has added, and return their sum."""
         self._step.tally.add_losses(microbatch, stage, self._added)
         total = self._added.total()
         self._added.clear()
@@ -481,7 +481,7 @@ class Interpreter:
     # ---- backward
 
     def _owed(self, stage: int, microbatch: int) -> list[Tensor | None]:
-        """The gradients of a stage's roots: of its values, each the sum over its users, and of the loss."""
+        """The gradients of a stage's roots: of each value, summed over its users, and of the loss."""
         gradients: list[Tensor | None] = []
         for edge in self._program.learned[stage]:
             key = edge.value, microbatch
@@ -532,7 +532,7 @@ class Interpreter:
             self._keep_batch_gradients(index, microbatch, gradients[start:])
 
     def _keep_batch_gradients(self, stage: int, microbatch: int, gradients: Grads) -> None:
-        """Note the gradients of the batch's own tensors, for those that require grad."""
+        """Keep the gradients of the batch's own tensors that require grad."""
         part = self._step.parts[microbatch]
         plain = not self.stages[stage].planned
         args = () if plain and self._program.inputs[stage] else part.args
@@ -551,7 +551,7 @@ class Interpreter:
         self._end_microbatch(index, microbatch)
 
     def _end_microbatch(self, stage: int, microbatch: int) -> None:
-        """The weights of a stage have a microbatch's gradients."""
+        """Note that a stage's weights have a microbatch's gradients."""
         if self._step.adapters and stage in self._step.adapters:
             self._step.adapters[stage].done(microbatch)
 
@@ -580,9 +580,9 @@ class Interpreter:
         self._send(action, wire, gradients, partial(self._gradient_layout, wire, kind, parts))
 
     def _gradient_layout(self, wire: Wire, kind: int, parts: Sequence[Grads]) -> Layout:
-        """The layout of gradients. If some are missing, flags tell, message by message, which.
+        """The layout of gradients. If some are missing, each message carries flags that say which.
 
-        A missing gradient travels as zeros, as large as the value that came forward.
+        A missing gradient travels as zeros of the forward value's size.
         """
         layouts: list[Any] = []
         for (edge, _), part in zip(wire.edges, parts, strict=True):
@@ -613,7 +613,7 @@ class Interpreter:
         return FIRST_TAG + kind * 2 * self._program.schedule.stages**2 + wire.number
 
     def _receive(self, action: Action) -> None:
-        """Start to receive, if it is known what; otherwise when the first message of the kind has told it."""
+        """Start to receive if the layout is known; otherwise queue the action until it is."""
         wire = self._program.wire(action)
         queue = self._queued[wire.channel]
         known = (wire.number, self._kinds[action.microbatch or 0]) in self._layouts
@@ -634,13 +634,13 @@ class Interpreter:
         )
 
     def _take(self, action: Action) -> None:
-        """Wait for a message, and put what it brings into the store."""
+        """Wait for a message, and put its contents into the store."""
         transport, wire = self._transport, self._program.wire(action)
         assert transport is not None
         microbatch = action.microbatch or 0
         transport.activity.wait(str(action), wire.peer)
         queue = self._queued[wire.channel]
-        # Messages of a channel are posted in their order, also where an earlier one was not known.
+        # A channel's messages are posted in order, even behind one whose layout was not known.
         while action in queue:
             first = queue.popleft()
             first_wire = self._program.wire(first)
@@ -702,8 +702,7 @@ class Takes:
 
     Args:
         named: for each stage, the names of its module's arguments; None for a stage that is called by plan.
-        by_stage: for each stage, the keyword arguments that its rank was passed for it. Where this is set, it
-            decides, and ``named`` does not.
+        by_stage: for each stage, the keyword arguments that its rank was passed for it; overrides ``named``.
     """
 
     def __init__(
@@ -720,16 +719,16 @@ class Takes:
         """The keyword arguments that go to a stage.
 
         Args:
-            stage: which one.
+            stage: the index of the stage.
             passed: the names of all keyword arguments of the call.
-            first: whether the batch enters at this stage: it also gets the arguments that no other stage
-                takes.
+            first: whether the batch enters at this stage, which then also gets the arguments that no other
+                stage takes.
         """
         if self.by_stage is not None:
             return [name for name in passed if name in self.by_stage[stage]]
         mine = self.named.get(stage) or ()
         if not first:
-            # The first of its own arguments is the value that it uses.
+            # Its first argument is the value from another stage.
             return [name for name in passed if name in mine[1:]]
         others = {n for s, names in self.named.items() if s != stage for n in (names or ())[1:]}
         return [name for name in passed if name in mine or name not in others]
@@ -754,7 +753,7 @@ def _values_of(edges: Sequence[Edge], output: Any) -> dict[str, Any]:
 
 
 def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:
-    """The sum of gradients in their order; None if there is none."""
+    """The sum of gradients in order; None if there are none."""
     present = [gradient for gradient in gradients if gradient is not None]
     if len(present) < 2:
         return present[0] if present else None
@@ -769,7 +768,7 @@ def _layout(leaf: Any) -> Any:
         return leaf
     if type(leaf) is Tensor or isinstance(leaf, torch.nn.Parameter):
         return layout_of(leaf)
-    # A result of a collective that is under way does not require grad any more once it is waited for.
+    # A pending collective's result no longer requires grad once it has been waited for.
     learns = leaf.requires_grad
     local, sharding = take_apart(arrived(leaf))
     return layout_of(local)._replace(strides=None, learns=learns, sharding=sharding)
@@ -783,7 +782,7 @@ def _gradient_like(leaf: Any) -> Any:
 def _checked(
     action: Action, leaves: Sequence[Any], layout: Layout, device: torch.device
 ) -> list[Tensor]:
-    """The tensors of a message, after a check against the layout that its receiver knows."""
+    """The tensors of a message, checked against the layout that its receiver expects."""
     if len(leaves) != len(layout.leaves):
         raise _unlike(action, f"{len(leaves)} values", len(layout.leaves))
     tensors = []
@@ -816,7 +815,7 @@ def _shown(leaf: Any) -> str:
 
 
 def _rebuilt(tensor: Tensor, layout: TensorLayout) -> Tensor:
-    """An arrived tensor as its sender had it."""
+    """Give an arrived tensor its sender's strides, sharding and ``requires_grad``."""
     if layout.sharding is not None:
         tensor = put_together(tensor, layout.sharding)
     elif layout.strides is not None:
@@ -825,7 +824,7 @@ def _rebuilt(tensor: Tensor, layout: TensorLayout) -> Tensor:
 
 
 def _saveable(target: Any) -> Any:
-    """A target that autograd can save for backward, which it refuses for tensors made in inference mode."""
+    """A target that autograd can save for backward: tensors made in inference mode are cloned."""
     if torch.is_grad_enabled() and any(tensor.is_inference() for tensor in tensors_in(target)):
         return map_tensors(target, torch.clone)
     return target

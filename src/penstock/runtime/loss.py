@@ -1,7 +1,7 @@
 """The loss of a batch: from the losses of its microbatches, and from losses that the model adds itself.
 
 A model may call :func:`add_loss` anywhere in its forward, such as for a router's balance or for deep
-supervision. A pipeline adds the value to the loss of the microbatch, in whatever stage the call is; in a
+supervision. A pipeline adds the value to the loss of the microbatch, whichever stage makes the call; in a
 plain loop, :func:`collect_losses` does so.
 """
 
@@ -27,7 +27,7 @@ from penstock.values import tensors_in
 
 
 MAIN = "main"
-"""The name under which the loss of ``loss_fn`` is reported, beside the names of added losses."""
+"""The name under which the loss of ``loss_fn`` is reported."""
 
 
 class Term(NamedTuple):
@@ -43,7 +43,7 @@ class Losses:
 
     Attributes:
         differentiable: whether gradients were enabled when the forward began.
-        terms: what was added.
+        terms: the added losses.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Losses:
         self.terms: list[Term] = []
 
     def __enter__(self) -> Losses:
-        """Start to collect, from nothing, what :func:`add_loss` is given."""
+        """Start a new collection of the losses given to :func:`add_loss`."""
         self.differentiable = torch.is_grad_enabled()
         self.terms = []
         self._token = _collected.set(self)
@@ -66,7 +66,7 @@ class Losses:
 
     def total(self) -> Tensor:
         """The weighted sum of all terms; 0 if there are none."""
-        # Multiplied only here: a checkpoint that runs again must save the same tensors as the first time.
+        # Multiplied only here: a recomputed checkpoint must save the same tensors as its first run.
         terms = [term.value.reshape(()) * term.weight for term in self.terms if term.weight]
         return sum(terms[1:], terms[0]) if terms else torch.zeros(())
 
@@ -83,7 +83,7 @@ _collected: ContextVar[Losses | None] = ContextVar("penstock_losses", default=No
 
 
 def collect_losses() -> Losses:
-    """Collect what :func:`add_loss` is given in this context.
+    """Collect the losses given to :func:`add_loss` in this context.
 
     ::
 
@@ -98,7 +98,7 @@ def add_loss(name: str, value: Tensor, weight: float = 1.0) -> None:
     """Add ``weight * value`` to the loss that is being computed.
 
     A model calls this in its forward. In a pipeline's stages and inside :func:`collect_losses` the value is
-    added; elsewhere nothing happens, such as when a checkpoint runs a forward again.
+    added; elsewhere, such as when a checkpoint recomputes a forward, the call does nothing.
 
     Args:
         name: the name under which the value is reported, without its weight; values of one name are added
@@ -185,7 +185,7 @@ class Replicas:
         add: sums a CPU tensor over them; every rank of every pipeline calls it.
         averaged: whether their gradients are averaged, as by DDP and FSDP, rather than added up.
         index: the index of this one.
-        exchange: gives the JSON values of all, in order; needed to save and load checkpoints.
+        exchange: returns the JSON values of all, in order; needed to save and load checkpoints.
         group: the processes at the same place in each, if gradients are to be averaged over them.
     """
 
@@ -260,10 +260,10 @@ class Loss:
     Args:
         function: ``(output, target) -> scalar``.
         total_weight: what the loss is divided by in backward, in place of the weight of the batch.
-        factor: that of a loss scaler.
+        factor: the factor of a loss scaler.
 
     Raises:
-        UsageError: an option has no valid value.
+        UsageError: an option has an invalid value.
     """
 
     function: LossFunction
@@ -301,7 +301,7 @@ class Loss:
         total_weight: float | None = None,
         factor: float = 1.0,
     ) -> Loss:
-        """The loss of one step, with what the step says in place of the Pipeline's options.
+        """The loss of one step, whose arguments replace the Pipeline's options.
 
         Raises:
             UsageError: the arguments are wrong or contradict each other.
@@ -329,11 +329,11 @@ class Loss:
         Without ``loss_weight`` it is the number of samples; a single number is divided in proportion to them.
 
         Args:
-            samples: of each microbatch; all 0 if nothing is split, and then all microbatches count the same.
-            targets: of each microbatch.
+            samples: the samples of each microbatch; if all are 0, nothing is split, and all count the same.
+            targets: the target of each microbatch.
 
         Raises:
-            UsageError: a weight is not a number or below 0, or there is not one for each microbatch.
+            UsageError: a weight is negative or no number, or not every microbatch has one.
         """
         weight = self.loss_weight
         if callable(weight):
@@ -351,10 +351,10 @@ class Loss:
         return _checked_counts([float(weight) * number / sum(counts) for number in counts])
 
     def weigh(self, counts: Sequence[float]) -> Weights:
-        """What each microbatch's loss is multiplied by; all replicas call this together.
+        """The factor of each microbatch's loss; all replicas call this together.
 
-        For a mean, that is its weight divided by the weight of all. A sum is divided only if the user gives
-        weights. If all weights are 0, so are the loss and its gradients.
+        For a mean, it is the microbatch's weight divided by the total. A sum is divided only if the user
+        gives weights. If all weights are 0, so are the loss and its gradients.
         """
         divides = self.reduction == "mean" or self.loss_weight is not None
         parts = counts if self.reduction == "mean" else [1.0] * len(counts)
@@ -367,7 +367,7 @@ class Loss:
         return Weights(counts, _over(parts, total if divides else 1.0), seeds, total)
 
     def of_microbatch(self, output: Any, target: Any) -> Tensor:
-        """The loss of a microbatch, not scaled.
+        """The unscaled loss of a microbatch.
 
         Raises:
             UsageError: the function did not return a scalar tensor, or returned one without a gradient.
@@ -384,7 +384,7 @@ class Loss:
 
 
 def _checked_counts(items: Sequence[Any]) -> list[float]:
-    """Weights as floats; tensors that hold one number are brought to the CPU together."""
+    """Check weights and make them floats; tensors that hold one number move to the CPU together."""
     if items and all(isinstance(item, Tensor) and item.numel() == 1 for item in items):
         items = torch.stack([item.detach().reshape(()) for item in items]).tolist()
     try:

@@ -23,14 +23,14 @@ TimelineKind = Literal["measured", "replayed"]
 
 @dataclass(frozen=True)
 class StepCost:
-    """What a step took in this process, and what it asked of the devices. It is read when somebody asks.
+    """The cost of a step in this process; the functions are called on demand.
 
     Args:
         seconds: how long the step took.
-        devices: how many devices have shared the work.
-        memory: gives the peak bytes of this process.
-        flops: gives the model's floating-point operations, or None.
-        peak: gives the operations per second that a device can do at most, or None.
+        devices: the number of devices that shared the work.
+        memory: returns the peak bytes of this process.
+        flops: returns the model's floating-point operations, or None.
+        peak: returns a device's peak operations per second, or None.
     """
 
     seconds: float
@@ -45,17 +45,17 @@ class StepResult:
     """The result of a step or evaluation; the same on every rank, but for time and memory.
 
     Attributes:
-        loss: of the whole batch, including what the model added by :func:`penstock.add_loss`.
-        losses: that of ``loss_fn`` alone under ``"main"``, and added losses under their names, unweighted.
+        loss: the loss of the whole batch, including losses added by :func:`penstock.add_loss`.
+        losses: the loss of ``loss_fn`` under ``"main"``, then added losses by name, all unweighted.
         metrics: the user's metrics, by name.
         weight: the weight of the batch: its samples, or what ``loss_weight`` says.
         finite: whether the loss and the gradients are finite; if not, the step raises by default.
         outputs: the model's output for the whole batch, if it was asked for.
-        timeline: when each rank did what, in seconds, if it was asked for.
+        timeline: when each rank ran each action, in seconds, if it was asked for.
         timeline_kind: ``"measured"`` on the ranks' own clocks; or ``"replayed"``, if all ranks share a
             process and take turns, so that their measured durations were put on one clock per rank.
         bubble: the fraction of the ranks' time in which they computed nothing, if it was asked for.
-        cost: what it took; the properties below tell it.
+        cost: the time, memory and operations that the properties below report.
     """
 
     loss: float
@@ -76,7 +76,7 @@ class StepResult:
 
     @property
     def throughput(self) -> float:
-        """Samples, or what ``loss_weight`` counts, such as tokens: per second, over all replicas."""
+        """Samples, or what ``loss_weight`` counts such as tokens, per second over all replicas."""
         return self.weight / self.seconds
 
     @property
@@ -88,8 +88,8 @@ class StepResult:
     def tflops(self) -> float | None:
         """The model's own floating-point operations per second and device, in 10^12.
 
-        Products, convolutions and attention count, in one run without data when this is first asked.
-        Backward counts twice as much as forward, and what a checkpoint computes again does not. None where
+        Matrix products, convolutions and attention are counted, in one run without data on first use.
+        Backward counts twice as much as forward, and what a checkpoint recomputes does not count. None if
         the model cannot be run without data.
         """
         flops = None if self.cost is None else self.cost.flops()
@@ -125,7 +125,7 @@ class StepTally:
 
     Args:
         weights: how much each microbatch counts.
-        metrics: what to measure on the last stage, by name.
+        metrics: the metrics by name, for the last stage.
     """
 
     def __init__(self, weights: Weights, metrics: Mapping[str, Metric]) -> None:
@@ -141,7 +141,7 @@ class StepTally:
         self._terms[_MAIN].append(_Term(microbatch, stage, value, share))
 
     def add_losses(self, microbatch: int, stage: int, losses: Losses) -> None:
-        """Note the losses that a stage added to a microbatch's."""
+        """Note the losses that a stage added for a microbatch."""
         share = self._weights.shares[microbatch]
         for name, value in losses.named().items():
             self._terms["loss", name].append(_Term(microbatch, stage, value, share))
@@ -165,10 +165,10 @@ class StepTally:
         return [term.value for term in terms if isinstance(term.value, Tensor)]
 
     def sums(self) -> dict[_Row, float]:
-        """Everything that was noted, added up by stage and microbatch: the same bits in every schedule."""
+        """All that was noted, added up by microbatch and stage: the same bits in every schedule."""
         rows = {row: sorted(terms, key=lambda t: t[:2]) for row, terms in self._terms.items()}
         values = iter(_read([term.value for terms in rows.values() for term in terms]))
-        # What counts for nothing may be nan.
+        # A term with factor 0 may be nan.
         return {
             row: sum([t.factor * v for t, v in zip(terms, values, strict=False) if t.factor], 0.0)
             for row, terms in rows.items()
@@ -176,7 +176,7 @@ class StepTally:
 
 
 def _read(values: Sequence[Number]) -> list[float]:
-    """Numbers as floats; tensors are brought to the CPU in one transfer per device."""
+    """Numbers as floats; tensors move to the CPU in one transfer per device."""
     numbers: dict[int, float] = {}
     for device in {value.device for value in values if isinstance(value, Tensor)}:
         here = [i for i, v in enumerate(values) if isinstance(v, Tensor) and v.device == device]
@@ -186,9 +186,9 @@ def _read(values: Sequence[Number]) -> list[float]:
 
 
 class Numbers:
-    """Adds up the numbers of steps over the ranks: one sum a step, unless one has a new name.
+    """Adds up a step's numbers over the ranks, in one sum unless a number has a new name.
 
-    What is known by name has one place in the sum on every rank, where 0 says that a rank has no such number.
+    Each known name has one place in the sum on every rank, and another for a flag: 0 on ranks without it.
     """
 
     def __init__(self) -> None:
@@ -207,9 +207,9 @@ class Numbers:
 
         Args:
             transport: this rank's end; None if all ranks share this process.
-            tally: what this process has noted.
+            tally: the losses and metrics of this process.
             loss: the loss, if one was computed.
-            weights: of the microbatches.
+            weights: the weights of the microbatches.
             finite: whether all gradients here are finite.
 
         Raises:
@@ -217,7 +217,7 @@ class Numbers:
         """
         sums = tally.sums()
         metrics = list(loss.metrics) if loss is not None else []
-        # Also what no microbatch here has, since a replica may have it.
+        # Also metrics that no microbatch here has, since a replica may have them.
         measured = [(kind, name) for name in metrics for kind in ("over", "under")]
         new = [row for row in {_MAIN, _ADDED, *measured, *sums} if row not in self._rows]
         checks = [float(not finite), float(len(new)), weights.mark, weights.mark**2]
@@ -248,7 +248,7 @@ class Numbers:
         return StepResult(main + added, {MAIN: main, **losses}, ratios, weights.total, is_finite)
 
     def _numbers(self, sums: Mapping[_Row, float]) -> list[float]:
-        """One process's numbers in the order that all ranks know, then which of them it has."""
+        """This process's numbers in the order that all ranks use, then flags of which it has."""
         rows = self._rows
         return [sums.get(row, 0.0) for row in rows] + [float(row in sums) for row in rows]
 

@@ -51,23 +51,23 @@ from penstock.values import (
 
 logger = logging.getLogger("penstock")
 Schedules: TypeAlias = Callable[..., Schedule]
-"""Gives the proven schedule for a number of microbatches, the edges if they depend on the call, and whether
+"""Returns the proven schedule for a number of microbatches, the edges if they depend on the call, and whether
 it trains."""
 _WEIGHTS, _WEIGHTS_TAG = 2, 8
 """The direction and the tag of messages that carry weights."""
 _REMEMBERED = 1024
-"""How many calls are remembered; the oldest are forgotten first, the same ones on every rank."""
+"""The number of agreements kept; the oldest are dropped first, the same ones on every rank."""
 
 
 class Runner:
     """The ranks of a pipeline that live in this process, and the calls that they carry out.
 
     Args:
-        stages: those of this process.
-        schedules: gives the schedule of a call.
+        stages: the stages of this process.
+        schedules: returns the schedule of a call.
         transport: this rank's end, if each rank is a process; None if all ranks share this process.
         by_rank: whether keyword arguments go to all stages of the rank that was passed them and to no
-            others, rather than to the stages that take them.
+            others, instead of to the stages that take them.
 
     Attributes:
         interpreter: runs the programs.
@@ -111,19 +111,19 @@ class Runner:
         return 0 if self.transport is None else self.transport.rank
 
     def wrap_transport(self, wrap: Callable[[Transport], Any]) -> None:
-        """Put something between this rank and its transport; nothing where all ranks share this process."""
+        """Wrap this rank's transport; does nothing where all ranks share this process."""
         if self.transport is not None:
             self.transport = wrap(self.transport)
 
     @property
     def steps(self) -> int:
-        """How many training steps have begun."""
+        """The number of training steps that have begun."""
         return self._steps
 
-    # ---- what weights need of the ranks, see penstock.weights.ranks
+    # ---- exchange of weights, see penstock.weights.ranks
 
     def gather(self, value: Any) -> list[Any]:
-        """The JSON values of all processes, by rank; all of them call this."""
+        """The JSON values of all processes, in rank order; all of them call this."""
         if self.transport is None:
             return [value]
         self.check_usable()
@@ -133,14 +133,14 @@ class Runner:
             raise self.fail(error) from None
 
     def open(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Prepare :meth:`swap` from one rank to another, for some pairs; all processes call this."""
+        """Prepare :meth:`swap` for pairs of ranks (source, target); all processes call this."""
         if self.transport is not None:
             self.transport.open([(source, target, _WEIGHTS) for source, target in pairs])
 
     def swap(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]
     ) -> None:
-        """Send tensors to ranks and fill others with what these send; they call this with the same shapes."""
+        """Send tensors to ranks, and fill others with what ranks send; both ends pass the same shapes."""
         transport = self.transport
         assert transport is not None
         try:
@@ -184,7 +184,7 @@ class Runner:
 
     @property
     def usable(self) -> bool:
-        """Whether no call has failed in the middle, between processes."""
+        """False once a call between processes has failed in the middle."""
         return self._failure is None
 
     def check_usable(self) -> None:
@@ -200,7 +200,7 @@ class Runner:
             ) from self._failure
 
     def fail(self, error: BaseException) -> BaseException:
-        """What to raise for an error in the middle of a call; between processes, the pipeline has ended."""
+        """The error to raise for one in the middle of a call; between processes, the pipeline has ended."""
         if self.transport is None:
             return error
         self._failure = self.transport.watch.failed(error)
@@ -220,7 +220,7 @@ class Runner:
         step.flops = partial(self._count_flops, agreement.model_call, 3 if call.trains else 1)
 
     def _count_flops(self, model_call: ModelCall, times: int) -> float | None:
-        """The model's floating-point operations in a call, a number of times those of its forward."""
+        """The model's floating-point operations in a call: ``times`` those of its forward."""
         if self._planned is None:
             return None
         total = 0.0
@@ -240,7 +240,7 @@ class Runner:
     # ---- the word before the step
 
     def _agree(self, call: Call) -> StepState:
-        """Learn what all ranks bring. If it is wrong, all of them raise ``_Refused``, and none has begun."""
+        """Learn what all ranks bring. If it is wrong, all of them raise ``_Refused`` before they begin."""
         let_cross(stage.module for stage in self.stages.values())
         offer, counts, refusal = {}, None, call.refusal
         try:
@@ -269,7 +269,7 @@ class Runner:
         return StepState(call, agreement, weights, self.rank, self._devices)
 
     def _traits(self) -> str:
-        """Which parameters of this process's stages learn, and in which mode its modules are."""
+        """Which parameters of this process's stages learn, and which stages are in training mode."""
         modules = [stage.module for stage in self.stages.values()]
         flags = [[m.training, *(p.requires_grad for p in m.parameters())] for m in modules]
         return "".join(["01"[flag] for row in flags for flag in row])
@@ -294,14 +294,14 @@ class Runner:
         return Agreement(model_call, kinds, tuple(plans), program)
 
     def _route(self, model_call: ModelCall, schedule: Schedule) -> None:
-        """With ``by_rank``: send keyword arguments to the stages of the ranks that were passed them."""
+        """With ``by_rank``, route keyword arguments to the stages of the ranks that were passed them."""
         if self._by_rank:
             passed = [{key for key in keys if isinstance(key, str)} for keys in model_call.passed]
             rank_of = schedule.placement.rank_of
             self._takes.by_stage = {s: frozenset(passed[rank]) for s, rank in enumerate(rank_of)}
 
     def _plan(self, model_call: ModelCall, microbatch: int) -> Any:
-        """What the partition plans for a microbatch, from its arguments without data."""
+        """The partition's plan for a microbatch, made from its arguments without data."""
         if self._planned is None:
             return None
         key = f"{torch.is_grad_enabled()} {self._traits()} {model_call.descriptions[microbatch]}"
@@ -368,10 +368,9 @@ class Runner:
     def _weigh(
         self, loss: Loss | None, model_call: ModelCall, counts: Sequence[float] | None
     ) -> Weights:
-        """How much each microbatch counts, the same on every rank.
+        """The weights of the microbatches, the same on every rank.
 
-        If that depends on the targets and some ranks have none, the first rank that has them tells the
-        others.
+        If they depend on targets that some ranks lack, the first rank that has them sends the weights.
         """
         if loss is None:
             return Weights()
@@ -392,7 +391,7 @@ class Runner:
 
     @contextmanager
     def _adapted(self, step: StepState) -> Iterator[None]:
-        """Put the adapters of replicated and sharded stages around a call; they reduce gradients then."""
+        """Run a call inside the adapters of replicated and sharded stages, which reduce gradients."""
         step.adapters = adapters = self._find_adapters()
         gathers = Op.UNSHARD not in step.agreement.program.schedule.ops
         for index, adapter in adapters.items():
@@ -421,13 +420,13 @@ class Runner:
                     self._adapters.pop(index, None)
         return self._adapters
 
-    # ---- values of one rank, for all
+    # ---- one rank's value, for all ranks
 
     def share(self, value: Any, source: int) -> Any:
-        """The value of one rank, on every rank; all of them call this.
+        """Send one rank's value to every rank; all of them call this.
 
         Raises:
-            SpecError: it holds something that cannot travel.
+            SpecError: the value holds something that cannot travel.
         """
         if self.transport is None:
             return value
@@ -453,7 +452,7 @@ class Runner:
 
 
 class _Refused(Exception):
-    """A call that no rank has begun."""
+    """Ends a call before any rank begins it."""
 
     def __init__(self, error: PenstockError) -> None:
         super().__init__(str(error))
@@ -461,10 +460,10 @@ class _Refused(Exception):
 
 
 def has_finite_gradients(stages: Any) -> bool:
-    """Whether the norm of the weights' gradients is finite; DTensors are left to what shards them."""
+    """Whether the norm of the weights' gradients is finite, but for DTensors and sparse gradients."""
     gradients: list[Tensor] = []
     for stage in stages:
-        # Gradients of weights that stages share are collected beside .grad, and are in it in this context.
+        # Gradients of shared weights are collected apart from .grad; this context puts them there.
         with stage.shared_context:
             grads = [parameter.grad for parameter in stage.module.parameters()]
         gradients += [grad for grad in grads if type(grad) is Tensor and not grad.is_sparse]
@@ -472,7 +471,7 @@ def has_finite_gradients(stages: Any) -> bool:
 
 
 def _argument_names(stage: PipelineStage) -> list[str] | None:
-    """The names of the arguments of a plain stage's module, in order; None for one that is called by plan."""
+    """The names of a plain stage's arguments, in order; None for a stage that is called by plan."""
     return None if stage.planned else argument_names(unwrapped(stage.module))
 
 
@@ -488,7 +487,7 @@ def argument_names(module: nn.Module) -> list[str]:
 
 
 def _own_counts(loss: Loss | None, batch: Batch) -> list[float] | None:
-    """The weight of each microbatch, if this process can tell it from what it was passed."""
+    """The weight of each microbatch, if this process can compute it from what it was passed."""
     known = batch.targets if loss is not None and callable(loss.loss_weight) else batch.samples
     if loss is None or known is None:
         return None

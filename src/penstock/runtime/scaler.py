@@ -1,4 +1,4 @@
-"""A loss scaler for training in float16, where small gradients would vanish if they were not scaled up."""
+"""A loss scaler for training in float16, where small gradients would underflow without it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LossScaler(torch.amp.GradScaler):
         init_scale: the first scale.
         growth_factor: the factor of the scale after ``growth_interval`` finite steps.
         backoff_factor: the factor of the scale after a step that was not finite.
-        growth_interval: the number of finite steps, one after the other, after which the scale grows.
+        growth_interval: the number of consecutive finite steps after which the scale grows.
         enabled: if False, the scale is 1 and every step is taken.
         device: where the stages live.
     """

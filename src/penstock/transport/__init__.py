@@ -1,4 +1,4 @@
-"""What carries messages between ranks that are processes: gloo, NCCL, and sockets for small messages."""
+"""Messages between ranks that are processes, over gloo, NCCL, and sockets for small ones."""
 
 from penstock.transport.groups import FIRST_TAG, Arrival, Circle, Transport, launched
 

@@ -1,11 +1,10 @@
-"""One rank's end of the pipeline's wires: messages between neighbours, and operations of all ranks.
+"""One rank's end of the pipeline's connections: messages between two ranks, and collectives.
 
 The connections are the pipeline's own, so that a failure breaks neither the user's connections nor those of
-another pipeline. On CPUs messages go over one gloo group, each kind of message under its own tag, so that a
-receive never stands in front of another; small ones between processes of one machine go over sockets. On
-GPUs each ordered pair of ranks and direction has an NCCL communicator of its own, with its own stream. Where
-the ranks' process group has no NCCL, as for two processes on one GPU, messages are copied to the CPU and
-travel from there.
+another pipeline. On CPUs messages go over one gloo group, each kind of message under its own tag, so that no
+receive blocks another; if all ranks share a machine, small messages go over sockets. On GPUs each ordered
+pair of ranks and direction has its own NCCL communicator and stream. Where the ranks' process group has no
+NCCL, as for two processes on one GPU, messages are copied to the CPU and travel from there.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ from penstock.values import TensorLayout
 DAY = 24 * 3600.0
 """Seconds that a wait on a peer may take; the watch notices a silent peer much earlier."""
 _CONTROL = 1
-"""The tag of operations of all ranks."""
+"""The tag of collectives."""
 _DESCRIPTIONS = 1 << 29
-"""Added to the tag of a message for that of its description."""
+"""Added to a message's tag to make that of its description."""
 FIRST_TAG = 16
 """Tags of messages begin here."""
 
 
 def launched() -> bool:
-    """Whether there is a process group, or a launcher such as ``torchrun`` has set the variables for one."""
+    """Whether several processes were launched, by their process group or the variables of ``torchrun``."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size() > 1
-    # RANK without WORLD_SIZE is a mistake of the launcher's, which is reported when the ranks meet.
+    # RANK without WORLD_SIZE is the launcher's mistake, which is reported when the ranks meet.
     return os.environ.get("WORLD_SIZE", "2" if "RANK" in os.environ else "1") != "1"
 
 
@@ -68,11 +67,11 @@ class Circle:
             self._device = bound or torch.accelerator.current_accelerator()
 
     def exchange(self, value: Any) -> list[Any]:
-        """The JSON values of all, in rank order; all processes call this."""
+        """The JSON values of all processes, in rank order; all of them call this."""
         return [value] if self._group is None else exchange_json(value, self._gather)
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum of all CPU tensors, with the same bits on each process; all processes call this."""
+        """The sum of all processes' CPU tensors, the same bits on each; all of them call this."""
         rows = [values] if self._group is None else self._gather(values)
         return torch.stack(rows).sum(0)
 
@@ -88,11 +87,11 @@ _DIFFER = (
     "call the same methods of the pipeline in the same order on every rank"
 )
 _JSON = 0x4A534F4E
-"""Marks the length of JSON bytes, to tell it from what another operation sends."""
+"""Marks the length of JSON bytes, to tell it from another collective's data."""
 
 
 def exchange_json(value: Any, gather: Callable[[Tensor], list[Tensor]]) -> list[Any]:
-    """The JSON values of all processes, by a function that gathers tensors: first lengths, then bytes."""
+    """Exchange JSON values by a function that gathers tensors: first lengths, then bytes."""
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     words = [row.tolist() for row in gather(torch.tensor([_JSON, text.numel()]))]
     if any(mark != _JSON for mark, _ in words):
@@ -105,19 +104,19 @@ def exchange_json(value: Any, gather: Callable[[Tensor], list[Tensor]]) -> list[
 
 
 class Transport:
-    """One rank's end. All ranks make theirs together.
+    """One rank's end of the connections. All ranks make theirs together.
 
     Args:
         meeting: where the ranks have met.
         watch: the watch over all ranks.
+        activity: where this rank notes what it is doing, for the watch.
         device: where this rank's stages live.
+        wait: seconds to wait for all ranks to connect.
 
     Attributes:
         rank: this rank's position in the pipeline.
-        ranks: how many there are.
+        ranks: the number of ranks.
         global_ranks: their ranks among all processes.
-        watch: the watch over all ranks.
-        activity: what this rank is doing, for the watch.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class Transport:
         self.activity = activity
         self._meeting = meeting
         self._device = device
-        # Where a message lies to be sent. NCCL orders its work on streams; sockets and gloo read memory.
+        # The device to send from. NCCL orders its work on streams; sockets and gloo read memory.
         nccl = f"{device.type}:nccl" in dist.get_backend_config(meeting.group).split(",")
         self._carrier = device if nccl else torch.device("cpu")
         self._small = -1 if nccl else SMALL
@@ -140,8 +139,8 @@ class Transport:
         self._lines: dict[int, Line] = {}
         self._lanes: dict[tuple[int, int], Lane] = {}
         self._closed = False
-        # new_group will not do: for a part of the world it uses the name of an earlier, ended group again,
-        # and its members then find the addresses of that group.
+        # Not new_group: for a part of the world it reuses the name of an earlier, ended group, and its
+        # members then find that group's addresses.
         store = PrefixStore("gloo", meeting.store)
         activity.wait("all ranks to connect", None)
         try:
@@ -154,14 +153,14 @@ class Transport:
             ) from error
         self._gloo.set_timeout(timedelta(seconds=DAY))
         watch.protect(self.abort)
-        # Not at exit, when the watch itself tells whether an error was the reason.
+        # Not at exit, when the watch itself reports whether an error was the reason.
         weakref.finalize(self, watch.close).atexit = False
         self._lines = connect_lines(self.rank, self.ranks, self.exchange)
 
     # ---- messages between two ranks
 
     def open(self, channels: Iterable[tuple[int, int, int]]) -> None:
-        """Connect new channels (source, target, direction); all ranks, in one order."""
+        """Connect new channels (source, target, direction); all ranks call this in one order."""
         if self._carrier.type == "cpu":
             return
         for channel in channels:
@@ -172,7 +171,7 @@ class Transport:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=DAY)
             store = PrefixStore(f"nccl/{source}/{target}/{direction}", self._meeting.store)
-            # As for gloo: groups of new_group would share names with those of replicas.
+            # As for gloo: groups of new_group would share names with groups of replicas.
             group: Any = dist.ProcessGroupNCCL(store, int(self.rank > peer), 2, options)
             self._channels[channel] = group
             # The first message connects, and waits for the other end. In a step two ranks might wait for each
@@ -192,7 +191,7 @@ class Transport:
         """Start to send tensors, which must not change until :meth:`settle` or :meth:`let_go`."""
         buffers = [_bytes_of(tensor) for tensor in tensors]
         if self._device.type != "cpu":
-            # Also to the GPU: the zeros that stand for an absent gradient are made on the CPU.
+            # Also to the GPU: a stage on a GPU may send a tensor that is on the CPU.
             buffers = [buffer.to(self._carrier) for buffer in buffers]
         size = sum([buffer.numel() for buffer in buffers])
         if size <= self._small and peer in self._lines:
@@ -208,10 +207,10 @@ class Transport:
             sent.append((works, parcels))
 
     def let_go(self, peer: int, tag: int) -> None:
-        """Let go of the oldest message with a tag, which the peer is known to have used.
+        """Release the oldest message with a tag, which the peer is known to have used.
 
-        gloo does not tell that a message has left unless it is waited for. NCCL tells, and a wait there
-        would hold up the device.
+        Gloo reports that a message has left only to a wait. NCCL reports it unasked, and a wait there would
+        hold up the device.
         """
         sent = self._sent.get((peer, tag))
         if sent and self._carrier.type == "cpu":
@@ -245,7 +244,7 @@ class Transport:
         return self._channels[source, target, direction], int(peer > self.rank)
 
     def describe(self, peer: int, tag: int, description: Any) -> None:
-        """Send what the first message of a kind looks like, as JSON."""
+        """Send the description of a kind's first message, as JSON."""
         text = torch.frombuffer(bytearray(json.dumps(description).encode()), dtype=torch.uint8)
         if peer in self._lines and text.numel() <= SMALL:
             self._lines[peer].send(_DESCRIPTIONS + tag, [text.numpy()], text.numel())
@@ -255,7 +254,7 @@ class Transport:
         self._sent[peer, _DESCRIPTIONS + tag].append((works, (length, text)))
 
     def described(self, peer: int, tag: int) -> Any:
-        """Receive what :meth:`describe` sent; waits for it."""
+        """Wait for what :meth:`describe` sent, and return it."""
         if peer in self._lines:
             return json.loads(bytes(self._lines[peer].receive(_DESCRIPTIONS + tag)))
         length = torch.zeros(1, dtype=torch.int64)
@@ -273,13 +272,13 @@ class Transport:
         self._sent.clear()
         self.activity.go_on()
 
-    # ---- operations of all ranks
+    # ---- collectives
 
     def gather(self, values: Tensor) -> list[Tensor]:
-        """The CPU tensors of all ranks, which have one shape and type, by rank.
+        """The CPU tensors of all ranks, in rank order; all have one shape and type.
 
         Raises:
-            AgreementError: another rank gathers something of another size.
+            AgreementError: another rank gathers a tensor of another size.
         """
         rows = [
             torch.empty_like(values, memory_format=torch.contiguous_format)
@@ -307,7 +306,7 @@ class Transport:
         return reduce(torch.add, self.gather(values))
 
     def exchange(self, value: Any) -> list[Any]:
-        """The JSON values of all ranks, by rank."""
+        """The JSON values of all ranks, in rank order."""
         return exchange_json(value, self.gather)
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
@@ -331,7 +330,7 @@ class Transport:
 
     def close(self) -> None:
         """End the connections, and the process group if this pipeline started it."""
-        # In a forked process, threads that these would wait for do not run.
+        # In a forked process, the threads that this would wait for do not run.
         if self._closed or self.watch.is_child():
             return
         self._closed = True
@@ -340,7 +339,7 @@ class Transport:
         for line in self._lines.values():
             line.close()
         for group in self._channels.values():
-            # Waits for what is under way, which a peer may still need; after abort() there is nothing.
+            # Waits for pending messages, which a peer may still need; after abort() there are none.
             with suppress(Exception):
                 group.shutdown()
         self._channels.clear()
@@ -351,7 +350,7 @@ class Transport:
 
 
 class Lane(NamedTuple):
-    """The messages of one tag from one peer over its socket, and which of them are not here yet, in order."""
+    """The messages of one tag from one peer over its line; those posted but not yet read, in order."""
 
     line: Line
     tag: int
@@ -363,10 +362,10 @@ class Arrival:
 
     Args:
         device: where its tensors are wanted.
-        tensors: what it fills.
-        lane: what it comes by over a socket, or None.
-        works: what to wait for where it comes over process groups.
-        parcels: what arrives for several of the tensors at once.
+        tensors: the tensors that it fills.
+        lane: its lane if it comes over a socket, or None.
+        works: the operations to wait for if it comes over process groups.
+        parcels: the buffers in which several of the tensors arrive together.
     """
 
     __slots__ = ("_device", "_is_here", "_lane", "_parcels", "_tensors", "_works")
@@ -387,15 +386,15 @@ class Arrival:
         self._parcels = parcels
 
     def take(self) -> list[Tensor]:
-        """Wait for the message; its tensors.
+        """Wait for the message, and return its tensors.
 
-        With NCCL it is the device's stream that waits, and the caller goes on.
+        With NCCL the device's stream waits, and the caller goes on.
 
         Raises:
             MessageError: the connection is broken.
         """
         if self._lane is not None:
-            # They are taken in any order, and come in that in which they were posted.
+            # Messages are taken in any order, but arrive in the order in which they were posted.
             while not self._is_here:
                 self._lane.posted.popleft()._read(self._lane)
         else:
@@ -417,7 +416,7 @@ def _wait_for(works: Iterable[Any]) -> None:
         for work in works:
             work.wait()
     except RuntimeError as error:
-        # A process group raises this for a peer that is gone.
+        # A process group raises this for a peer that has gone.
         raise MessageError(f"a connection is closed: {error}") from error
 
 
@@ -427,7 +426,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _packed(buffers: list[Tensor]) -> list[Tensor]:
-    """One parcel for several small tensors; large ones travel by themselves."""
+    """Pack several small tensors into one parcel; large ones travel one by one."""
     full = [buffer for buffer in buffers if buffer.numel()]
     if len(full) > 1 and sum([buffer.numel() for buffer in full]) <= 16 * SMALL:
         return [torch.cat(full)]

@@ -1,10 +1,10 @@
-"""Small messages between processes of one machine, over sockets of the pipeline's own.
+"""Small messages between processes of one machine, over the pipeline's own sockets.
 
 Gloo hands every message to another thread and back, which for a small message costs many times as much as
-the message itself, and tiny stages would spend most of a step on it. Here, the thread that runs the program
-writes a small message straight into the other process's socket and goes on: the system keeps it until it is
-read. If the socket has no room the rest is copied, and a helper thread writes it. So a send never waits for
-the receiver, whatever that waits for, and two ranks that send to each other cannot block one another.
+the message itself; tiny stages would spend most of a step on it. Here, the thread that runs the program
+writes a small message straight into the other process's socket and goes on: the system buffers it until it
+is read. If the socket has no room, the rest is copied, and a helper thread writes it. So a send never waits
+for the receiver, and two ranks that send to each other cannot block one another.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SMALL = 64 * 1024
 """The largest message in bytes that goes over a socket, which has room for a few of them each way."""
 _FRAME = struct.Struct("=qq")  # the tag of a message, and its bytes
 _HELLO = struct.Struct("=q")  # the rank that connects
-_CONNECTING = 30.0  # seconds that a new connection may take to say whose it is
+_CONNECTING = 30.0  # seconds that a new connection may take to send its rank
 _OPEN: weakref.WeakSet[Line] = weakref.WeakSet()
 
 
@@ -57,12 +57,12 @@ class Line:
         """Write a message, or as much as there is room for; the rest is written later.
 
         Args:
-            tag: its tag.
+            tag: the tag of the message.
             parts: its bytes, in buffers.
-            size: how many bytes that are.
+            size: the number of bytes.
 
         Raises:
-            MessageError: the other end is gone.
+            MessageError: the other end has gone.
         """
         message = [_FRAME.pack(tag, size), *parts]
         with self._lock:
@@ -81,9 +81,9 @@ class Line:
                     threading.Thread(target=self._write, name="penstock send", daemon=True).start()
 
     def _write(self) -> None:
-        """Write what there was no room for, in a helper thread, until nothing is left."""
+        """Write the bytes that did not fit, in a helper thread, until none are left."""
         poll = select.poll()
-        with suppress(OSError, ValueError):  # a reader hears that the connection is broken
+        with suppress(OSError, ValueError):  # a reader reports a broken connection
             poll.register(self._connection, select.POLLOUT)
             while self._unsent:
                 poll.poll()
@@ -91,10 +91,10 @@ class Line:
                     del self._unsent[: self._connection.send(self._unsent)]
 
     def receive(self, tag: int) -> bytes | memoryview:
-        """The next message of a tag; waits for it. The bytes are valid until the next call.
+        """Wait for the next message of a tag. The bytes are valid until the next call.
 
         Raises:
-            MessageError: the other end is gone.
+            MessageError: the other end has gone.
         """
         waiting = self._inbox.get(tag)
         if waiting:
@@ -163,19 +163,19 @@ class Line:
 def connect_lines(
     rank: int, ranks: int, exchange: Callable[[Any], list[Any]], most: int = 16
 ) -> dict[int, Line]:
-    """Connect all pairs of ranks that are processes of one machine.
+    """Connect all pairs of ranks, if all are processes of one machine.
 
-    All ranks call this together. Where a connection cannot be made, as between machines or containers that
-    share no folder, there is none at either end; nor where there are more than ``most`` ranks.
+    All ranks call this together. If any pair cannot be connected, as between machines or containers that
+    share no folder, there are no lines at all; nor with more than ``most`` ranks.
 
     Args:
         rank: this rank.
-        ranks: how many there are.
+        ranks: the number of ranks.
         exchange: exchanges JSON values between all ranks.
-        most: up to how many ranks are connected.
+        most: the largest number of ranks that are connected.
 
     Returns:
-        By rank, the lines of this rank.
+        This rank's lines, by the rank at the other end.
     """
     if not 1 < ranks <= most:
         return {}
@@ -193,7 +193,7 @@ def connect_lines(
             listener.close()
             shutil.rmtree(folder, ignore_errors=True)
     if not connected.issuperset(combinations(range(ranks), 2)):
-        # Control operations use lines among all ranks, or none.
+        # Collectives use lines among all ranks, or none.
         for line in lines.values():
             line.close()
         return {}
@@ -218,7 +218,7 @@ def _listen() -> tuple[Any, str]:
 
 
 def _call(folder: str, rank: int, peer: int) -> Line | None:
-    """Make a line from the upper rank's end."""
+    """Make a line from the upper rank's end; None if that fails."""
     connection = None
     try:
         connection = socket.socket(socket.AF_UNIX)
