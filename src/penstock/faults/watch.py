@@ -409,7 +409,7 @@ class Watch:
     def _lost_store(self, why: str) -> Failure:
         place = self.activity.place()
         what = (
-            f"the control store, through which the ranks leave word, is lost: {why}; the process that hosts "
+            f"the control store, which the ranks report to, is lost: {why}; the process that hosts "
             "it, usually that of rank 0 or the launcher, has ended or is stopped, or the network to it is "
             f"cut; this rank {place.words}"
         )
