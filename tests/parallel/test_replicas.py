@@ -216,21 +216,23 @@ def test_what_no_wrapper_reduces_is_averaged(workers: WorkerPool, how: str) -> N
     assert max(workers.run(f"{__name__}:run_wrapped", 4, 60.0, how=how)) < 1e-12
 
 
-def run_nonfinite(group: Any) -> str:
+def run_nonfinite(group: Any, sharded: bool) -> str:
     """A worker's task: the gradients of one replica are not finite, though all losses are."""
     mesh = mesh_of("dp", "pp")
     factor = 1.0 - mesh.get_local_rank("dp")
     loss_fn: Callable[..., Tensor] = lambda o, t: (o * t).abs().sqrt().mean()  # noqa: E731
     pipe = Pipeline(
-        model_of("plain"), mesh=mesh, microbatches=2, replicas=mesh["dp"], loss_fn=loss_fn
-    )
+        model_of("plain"), mesh=mesh, microbatches=2, replicas=mesh["dp"], loss_fn=loss_fn,
+        wrap=(lambda module, _: wrap(module, "fsdp", mesh)) if sharded else None,
+    )  # fmt: skip
     with pipe, pytest.raises(NonFiniteError) as caught:
         pipe.step(X[:8], target=Y[:8] * factor + 1e-3 * factor)
     return str(caught.value)
 
 
-def test_all_replicas_hear_of_one_that_is_not_finite(workers: WorkerPool) -> None:
-    for said in workers.run(f"{__name__}:run_nonfinite", 4, 30.0):
+@pytest.mark.parametrize("sharded", [False, True])
+def test_all_replicas_hear_of_one_that_is_not_finite(workers: WorkerPool, sharded: bool) -> None:
+    for said in workers.run(f"{__name__}:run_nonfinite", 4, 30.0, sharded=sharded):
         assert "gradients are not finite" in said
 
 

@@ -115,6 +115,18 @@ def test_what_is_not_finite_is_found(what: str) -> None:
     assert re.search(says, str(finding)), finding
 
 
+def test_sparse_gradients_are_looked_at() -> None:
+    class Rooted(nn.Embedding):
+        def forward(self, tokens: Tensor) -> Tensor:
+            found = super().forward(tokens)
+            return (found - found.detach()).abs().sqrt() + found.detach()
+
+    model = nn.Sequential(Rooted(4, 3, sparse=True), nn.Identity())
+    made = Pipeline(model, ranks=2, microbatches=2, loss_fn=mean_loss)
+    with pytest.raises(NonFiniteError, match="but gradients are not finite"):
+        made.step(torch.arange(4), target=X)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_finding_changes_nothing(tied: bool) -> None:
     made = pipe(tied=tied)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from penstock.errors import PenstockError, PoisonedError, SpecError, StageError, UsageError
 from penstock.faults import Activity, failing_module, without_own_frames
-from penstock.parallel import Adapter, adapter_of, let_cross, unwrapped
+from penstock.parallel import Adapter, adapter_of, let_cross, local_part, unwrapped
 from penstock.rng import generators_kept
 from penstock.runtime.calls import (
     REFUSED,
@@ -460,13 +460,14 @@ class _Refused(Exception):
 
 
 def has_finite_gradients(stages: Any) -> bool:
-    """Whether the norm of the weights' gradients is finite, but for DTensors and sparse gradients."""
+    """Whether the norm of the weights' gradients is finite; of a DTensor, that of the part here."""
     gradients: list[Tensor] = []
     for stage in stages:
         # Gradients of shared weights are collected apart from .grad; this context puts them there.
         with stage.shared_context:
             grads = [parameter.grad for parameter in stage.module.parameters()]
-        gradients += [grad for grad in grads if type(grad) is Tensor and not grad.is_sparse]
+        parts = [g if type(g) is Tensor else local_part(g) for g in grads if g is not None]
+        gradients += [part._values() if part.is_sparse else part for part in parts]
     return not gradients or bool(nn.utils.get_total_norm(gradients).isfinite())
 
 
