@@ -126,7 +126,7 @@ def parse_action(text: str) -> Entry:
     """Read the text form of an action.
 
     Args:
-        text: the action, such as ``2F0``, ``0SEND_F1``, ``0SEND_F1@5``, ``0UNSHARD`` or ``(0F1;1B2)OVERLAP_F_B``.
+        text: an action: ``2F0``, ``0SEND_F1``, ``0SEND_F1@5``, ``0UNSHARD`` or ``(0F1;1B2)OVERLAP_F_B``.
 
     Raises:
         ScheduleError: the text is not an action; the message shows the form.
