@@ -100,7 +100,7 @@ def validate(schedule: Schedule) -> Report:
     """Prove that a schedule completes, in time linear in its actions.
 
     Args:
-        schedule: the schedule; if its messages are not spelled out, values need none to change ranks.
+        schedule: the schedule; if its messages are not spelled out, values change ranks without them.
 
     Returns:
         A report of all problems.

@@ -215,7 +215,7 @@ def forward_only(ranks: int, microbatches: int, stages: int | Placement = 1) -> 
 #
 # 1. the next F or I runs if what it needs is there and the rank may hold one more,
 # 2. else a W that is due,
-# 3. else the F or I after the next, so that an idle step is used but no action moves by more than one.
+# 3. else the F or I after the next, so that an idle step is used but no action overtakes more than one.
 
 _PERIOD = 6
 """F, I and W of a rank's two stages."""
