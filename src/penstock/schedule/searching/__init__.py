@@ -78,7 +78,7 @@ def search(  # noqa: PLR0913 - the whole task, by name
             the ranks and, if that makes two per rank, also in a V; one stage per rank if it lists none.
         edges: the values that travel between stages; by default the chain.
         seed: the seed of the random moves.
-        seconds: the time limit; the library's schedules are timed in any case.
+        seconds: after which to return the best so far; the library's schedules are timed in any case.
         effort: how much to try; 1 takes a few seconds, 10 ten times as long.
 
     Returns:

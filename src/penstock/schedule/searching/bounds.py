@@ -73,7 +73,7 @@ class Bound:
         self.least = float((start - due).max()) + self._serial
 
     def excludes(self, time: float) -> bool:
-        """Whether no schedule can complete within a time; False if that is not proven."""
+        """Whether it is proven that no schedule completes within a time."""
         start, due = self._windows
         try:
             self._shrunk(start.copy(), due - (self._serial - time))
