@@ -213,7 +213,7 @@ def with_messages(schedule: Schedule) -> Schedule:
 
 
 def check_size(what: str, shape: PlanShape) -> None:
-    """Refuses what would take minutes to build, before it is built.
+    """Refuse a plan that would take minutes to build, before it is built.
 
     Raises:
         UsageError: A number is too large.

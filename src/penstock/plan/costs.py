@@ -1,4 +1,4 @@
-"""Profiles, which hold the costs of units by the size of microbatches, and the costs of stages made of them."""
+"""Profiles, which hold the costs of units by the size of microbatches; and the costs of stages."""
 
 from __future__ import annotations
 
@@ -238,14 +238,14 @@ class UnitCosts:
 
 
 class _Travel:
-    """Which stages hold the values between units, and which values travel; in bytes per stage.
+    """Which stages hold the values between units, and which values travel between stages.
 
     Attributes:
-        inside: Values that a stage's own graphs keep.
-        entering: Values that arrive from other ranks.
-        leaving: Values that a stage sends, and keeps to start backward from.
+        inside: The bytes of values that each stage's own graphs keep.
+        entering: The bytes of values that each stage gets from other ranks.
+        leaving: The bytes of values that each stage sends, and keeps to start backward from.
         returned, sent, left: As in `StageCosts`.
-        pending: During a unit's backward, the gradients that wait for earlier units of its stage; per unit.
+        pending: The bytes of gradients that wait, while a unit runs, for earlier units of its stage.
         busy: The stages that send or receive, in forward and in backward.
         edges: The values that travel.
         bytes: Their sizes.
