@@ -53,7 +53,7 @@ def measure(  # noqa: PLR0913 - the arguments of a step, by name
         rules: How arguments are split, as for a Pipeline.
         stages: The most stages into which the model may be cut, which decides how small its units are.
         repeats: How often each unit runs, after a first run that does not count.
-        memory: Bytes of the device; by default those of a GPU, and for a CPU unknown.
+        memory: Bytes of the device; by default those of the GPU, and unknown for a CPU.
         latency: The latency of a message between ranks, in seconds.
         bandwidth: The bandwidth of a channel between ranks, in bytes per second.
         handling: How long a rank is busy around an action that sends or receives, in seconds.

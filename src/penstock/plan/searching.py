@@ -423,7 +423,7 @@ class _PlanSearch:
     # ---- looking at all candidates
 
     def _look(self) -> int:
-        """Simulate shapes, least bound first, until no other can be among the best; return the count of all."""
+        """Simulate shapes, least bound first, until no other can be among the best; return their number."""
         shapes = sorted(self._wanted.shapes(self.units), key=self._bound_of_shape)
         worst = math.inf
         for shape in shapes:

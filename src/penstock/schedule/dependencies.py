@@ -94,7 +94,7 @@ class Dependencies:
         self._users = _used_by((e for e in schedule.edges if e.gradient), schedule.stages)
         """The stages that use a stage's values and owe it a gradient."""
         self._carriers = [self._first_on_ranks(users) for users in used]
-        """For each stage, by rank, the stage that gives its message to that rank its name."""
+        """For each stage, by rank, the stage after which its message to that rank is named."""
         self._gradient_carriers = [self._first_on_ranks(users) for users in self._users]
         """The same for the messages that return its gradients."""
         self._communicates = schedule.communicates

@@ -43,7 +43,7 @@ class Timeline:
 
     Args:
         spans: the actions with their ranks and times, in any order.
-        ranks: how many ranks there are.
+        ranks: the number of ranks.
         unit: the unit of the times: ``s``, ``ms``, ``us``, or empty for plain numbers.
         pairs: the forwards and backwards that the schedule runs as overlapped pairs.
 

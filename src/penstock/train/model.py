@@ -160,7 +160,7 @@ def next_byte_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def cut(layers: int, stages: int) -> list[list[str]]:
-    """The paths of each stage's modules: blocks are dealt evenly; the outer stages also get the model's ends."""
+    """The paths of each stage's modules: blocks dealt evenly, the ends of the model to the outer stages."""
     bounds = [math.ceil(stage * layers / stages) for stage in range(stages + 1)]
     blocks = [[f"blocks.{i}" for i in range(*ends)] for ends in pairwise(bounds)]
     blocks[0].insert(0, "embed")

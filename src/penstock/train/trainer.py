@@ -210,7 +210,7 @@ def exchange(pipe: Pipeline, value: Any) -> list[Any]:
 
 
 def _claim_folder(pipe: Pipeline, config: TrainConfig) -> tuple[RunFolder, Checkpoints]:
-    """Let the leading process make the run folder, and all processes fail if it cannot."""
+    """Make the run folder on the leading process; if that fails, all processes fail."""
     path = problem = ""
     claimed = None
     if pipe.leads:
