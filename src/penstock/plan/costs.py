@@ -288,14 +288,14 @@ class _Travel:
                 self._give_back(value.bytes, home, there, away=away)
 
     def _let_gradients_wait(self, value: ValueCost) -> None:
-        """Add the wait of a gradient: in each stage from the last user to the source or the first unit."""
+        """Count a gradient while it waits: in each stage from the last user to the source or first unit."""
         latest = {self._stage_of[target]: target for target in value.targets}
         for stage, last in latest.items():
             for number in range(max(value.source, self._runs[stage].start), last):
                 self.pending[number] += value.bytes
 
     def _give_back(self, size: float, home: int, users: Sequence[int], *, away: bool) -> None:
-        """Add the gradients of a value from its users on one rank, which wait there until all are made."""
+        """Count the gradients of a value from its users on one rank, which wait there until all are made."""
         last = users[0] if away else home
         if away:
             self.returned[home] += size

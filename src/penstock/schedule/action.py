@@ -60,7 +60,7 @@ NEIGHBOUR = {
 
 
 class Action(NamedTuple):
-    """One op on one stage, for one microbatch where the op has one.
+    """One op on one stage, for one microbatch if the op has one.
 
     Args:
         stage: index of the stage, from 0.

@@ -38,7 +38,7 @@ class Costs:
         forward: time of F.
         input: time of I.
         weight: time of W.
-        backward: time of B; input + weight where not given.
+        backward: time of B; input + weight if not given.
         latency: time from the moment a message is posted at both ends until it has arrived.
         bandwidth: bytes that a channel carries per unit of time, one message after the other.
         message: bytes of each value by its name in the edge table, or one number for all.
@@ -319,9 +319,9 @@ class Ran(NamedTuple):
 def run(programs: Sequence[Sequence[int]], duration: Sequence[float], waits: Waits) -> Ran:
     """Run programs on simulated clocks: each action starts as soon as its rank and what it waits for allow.
 
-    This is the only loop that runs programs without their work: it finds when each action runs, whether all
-    ranks finish and, if not, which rank waits for which. A rank runs until it needs a time that is not known
-    yet, so the loop is linear in the number of actions.
+    This is the only loop that runs programs without doing their work: it finds when each action runs, whether
+    all ranks finish and, if not, which rank waits for which. A rank runs until it needs a time that is not
+    known yet, so the loop is linear in the number of actions.
 
     Args:
         programs: the numbers of each rank, in order.

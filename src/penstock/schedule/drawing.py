@@ -179,7 +179,7 @@ class _Sheet:
         yield _text(LABELS + self.length + 6, middle, share)
 
     def box(self, span: Span, *, shares: bool) -> Iterator[str]:
-        """Draw the box of a span; if spans overlap, boxes have half the height, forwards on top."""
+        """Draw the box of a span; one that overlaps another has half the height, forwards on top."""
         stage, op, microbatch, _ = span.action
         x, width = self.x(span.start), span.duration * self.scale
         height = (self.row - 4) / (2 if shares else 1)

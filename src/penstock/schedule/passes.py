@@ -83,10 +83,10 @@ def add_communication(schedule: Schedule, *, ahead: int = 1) -> Schedule:
     """Add every SEND and RECV that the edges need, for values that change ranks.
 
     A SEND follows the action that makes its value. A RECV is posted just before the last entry that waits for
-    an earlier message from the same rank. So a message finds its buffer ready, posting takes no compute
-    time, and few buffers wait. Messages from one rank to another are received in the order
-    of their sends, activations and gradients alike: torch's runtime has one queue for both. Stages on one
-    rank hand values over directly.
+    an earlier message from the same rank. So a message finds its buffer ready, posting takes no compute time,
+    and few buffers wait. Messages from one rank to another are received in the order of their sends,
+    activations and gradients alike: torch's runtime has one queue for both. Stages on one rank hand values
+    over directly.
 
     Args:
         schedule: a schedule without messages; one that has messages is returned unchanged.

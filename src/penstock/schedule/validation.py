@@ -166,7 +166,7 @@ def merged(schedule: Schedule) -> list[Action]:
 
 
 def _incomplete(numbered: Numbered) -> Iterator[Problem]:
-    """Each stage must run each microbatch forward and, where the schedule trains, backward once."""
+    """Each stage must run each microbatch forward and, if the schedule trains, backward once."""
     schedule = numbered.schedule
     for stage in range(schedule.stages):
         home = schedule.placement.rank_of[stage]

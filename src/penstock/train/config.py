@@ -172,7 +172,7 @@ class TrainConfig(BaseModel):
             yield "resume='auto' continues in the run folder; name it with out="
 
     def _misfits(self) -> Iterator[str]:
-        """The problems of the schedule; one of a billion actions is refused before it is built."""
+        """The problems with the schedule; one of a billion actions is refused before it is built."""
         stages = ranks_of(self) * (self.stages_per_rank or 1)
         if stages <= self.layers:
             if stages * self.microbatches > LARGEST_SCHEDULE:
@@ -249,7 +249,7 @@ def resolve(flags: Mapping[str, Any], file: Path | None = None) -> TrainConfig:
 
 
 def _complaint(settings: Mapping[str, Any]) -> str:
-    """The problems of settings, in one line; empty if there are none."""
+    """The problems with settings, in one line; empty if there are none."""
     try:
         TrainConfig(**settings)
     except ValidationError as error:

@@ -99,7 +99,7 @@ def eager_1f1b(ranks: int, microbatches: int) -> Schedule:
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
-    """1F1B, a third of its bubble in the same memory; one stage per rank, any ranks and microbatches.
+    """A third of 1F1B's bubble in the same memory; one stage per rank, any ranks and microbatches.
 
     Qi, Wan, Huang, Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.1 and figure 2: backward in
     two halves, the weight half filling the idle end. No rank holds more than ``p`` microbatches, as in 1F1B,

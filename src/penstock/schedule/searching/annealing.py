@@ -22,11 +22,11 @@ from penstock.schedule.searching.task import SLACK, Draft
 CRITICAL = 0.75
 """The share of moves that move an action of the critical path."""
 FUSING = 0.1
-"""The share of moves that fuse a backward into a B or split one, where that can be better."""
+"""The share of moves that fuse a backward into a B or split one, where that may help."""
 REACH = 4.0
 """How far a move goes on average."""
 HOT, COLD = 0.5, 0.02
-"""The first and the last temperature, in mean durations of an action."""
+"""The first and the last temperature, in mean durations of actions."""
 TIMING = 1 / 8
 """The cost of timing a draft, per action; trying a move costs 1."""
 

@@ -9,7 +9,7 @@ Then, until nothing changes, on each rank:
 - an action starts no earlier than all before it can be done, and ends in time for all after it.
 
 An empty window is the proof. Job shops are bounded in this way (Carlier and Pinson, "An algorithm for solving
-the job-shop problem", 1989); here memory is one more scarce resource.
+the job-shop problem", 1989); here memory is one more limited resource.
 """
 
 from __future__ import annotations
