@@ -1,4 +1,4 @@
-"""The ``penstock`` command: its subcommands, and what their errors become: an exit status and a message.
+"""The ``penstock`` command: its subcommands, and the exit status and message of each error.
 
 Nothing here imports torch: the parts of penstock that need it are imported when a command uses them.
 """
@@ -90,21 +90,21 @@ def main(arguments: list[str] | None = None) -> int:
 
 _STATUSES = {UsageError: USAGE, InputFileError: INPUT, NonFiniteError: NON_FINITE}
 PATIENCE = 10.0
-"""How many seconds the other processes of a machine wait for the first one to say what is wrong."""
+"""Seconds that the other processes of a machine wait for the first one to report an error."""
 
 
 @runtime_checkable
 class ParserError(Protocol):
-    """What the parser of the command line raises; typer has no public name for that class."""
+    """An error of the command line's parser; typer has no public name for its class."""
 
     exit_code: int
 
     def format_message(self) -> str:
-        """What is wrong, in a line."""
+        """The error in one line."""
 
 
 def guarded(command: Callable[[], object]) -> int:
-    """Run a command, and turn what it raises into an exit status.
+    """Run a command, and turn its exceptions into an exit status.
 
     A mistake in the call or in a file is reported in one line. Anything else keeps its traceback.
     """
@@ -139,8 +139,8 @@ def _report(error: Exception) -> int:
 def _print_once(message: str) -> None:
     """Print one line, in general only once per machine.
 
-    Under torchrun all processes have the same message. The first one prints it and ends, upon which torchrun
-    ends the others; one that is still alive after a while prints its own.
+    Under torchrun all processes have the same message. The first one prints it and exits, and torchrun then
+    ends the others; a process that is still alive after a while prints its own.
     """
     if not _is_first_of_machine():
         time.sleep(PATIENCE)
@@ -157,7 +157,7 @@ def _is_first_of_machine() -> bool:
 
 @contextmanager
 def leaving_on_signals() -> Iterator[None]:
-    """Leave through the open contexts on SIGTERM, as on Ctrl-C, so that a terminal gets its cursor back.
+    """Unwind the open contexts on SIGTERM, as on Ctrl-C, so that a terminal gets its cursor back.
 
     A second signal, of either kind, ends the process at once.
     """

@@ -71,7 +71,7 @@ Latency = Annotated[float, typer.Option(help="Time of a message.", rich_help_pan
 def _read(
     source: str, ranks: int | None, microbatches: int | None, stages: int | None
 ) -> ps.Schedule:
-    """The schedule of a file, or that of a name in some size."""
+    """Read a schedule from a file, or build a named one in some size."""
     sizes = {"--ranks": ranks, "--microbatches": microbatches, "--stages-per-rank": stages}
     if _is_file(source):
         flags = ", ".join(flag for flag, size in sizes.items() if size is not None)

@@ -19,7 +19,7 @@ def train(config: Path | None, **flags: Any) -> None:
 
     One process does the work of all ranks; under torchrun each rank is a process.
     """
-    # Before the trainer is imported, and torch with it.
+    # Resolve the settings before the trainer is imported, and torch with it.
     settings = trainer.resolve(
         {name: value for name, value in flags.items() if value is not None}, config
     )
@@ -27,7 +27,7 @@ def train(config: Path | None, **flags: Any) -> None:
 
 
 def _parameters() -> Iterator[inspect.Parameter]:
-    """The parameters that typer makes flags of: one for each setting, so that the two cannot drift apart."""
+    """The parameters that typer turns into flags: one per setting, so that the two cannot drift apart."""
     file = typer.Option("--config", help="TOML file with settings; flags win over it.")
     yield _parameter("config", Path, file)
     hints = get_type_hints(TrainConfig)

@@ -1,4 +1,4 @@
-"""Plan a run before it runs: from what the units of a model cost to the fastest ways to run it that fit.
+"""Plan a run before it starts: from the costs of a model's units to the fastest ways to run it that fit.
 
 ::
 

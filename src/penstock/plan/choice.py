@@ -1,4 +1,4 @@
-"""A plan: what it decides, what it costs, how it is written, and how two compare."""
+"""Plans: what they decide and cost, their memory, their files, and how they compare."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class PlanShape:
 
     Args:
         schedule: The name of the schedule.
-        ranks: How many ranks a pipeline has.
-        replicas: How many pipelines share the batch.
-        stages_per_rank: How many stages each rank has.
-        microbatches: Into how many parts a pipeline's share of the batch is split.
-        samples: The samples of a microbatch.
+        ranks: The number of ranks of a pipeline.
+        replicas: The number of pipelines that share the batch.
+        stages_per_rank: The number of stages on each rank.
+        microbatches: The number of parts of a pipeline's share of the batch.
+        samples: The number of samples in a microbatch.
         checkpoint: ``"none"``, ``"needed"`` or ``"all"``: which units keep only their inputs.
     """
 
@@ -64,25 +64,25 @@ class PlanShape:
 
     @property
     def forwards(self) -> int:
-        """How many forwards a step of one pipeline has, over all its stages."""
+        """The number of forwards in a step of one pipeline, over all its stages."""
         return self.ranks * self.stages_per_rank * self.microbatches
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A way to run a model: schedule, cut, microbatches and checkpointing; and what it costs.
+    """A way to run a model (schedule, cut, microbatches and checkpointing), and what it costs.
 
     ``Pipeline(model, plan=plan)`` runs it.
 
     Args:
-        shape: What was decided.
-        stages: For each stage the paths of its modules.
+        shape: What was decided, apart from the cut.
+        stages: The paths of each stage's modules.
         checkpoint: The paths of the modules that backward recomputes.
         seconds: The time of a step, with its messages and the sum of gradients over the replicas.
-        reduce: How much of this time that sum takes.
+        reduce: The part of this time in which gradients are summed.
         memory: The most that each rank holds, in bytes.
-        limit: The most that a rank may hold; 0 if there is no limit.
-        tokens: The tokens of a step, or its samples if the profile does not say how long a sample is.
+        limit: The most that a rank may hold, in bytes; 0 if there is no limit.
+        tokens: The tokens of a step, or its samples if the profile does not give the tokens of a sample.
         stage_costs: The costs that were simulated.
         own: The schedule itself, if it is not one of the library.
     """
@@ -117,12 +117,12 @@ class Plan:
 
     @property
     def replicas(self) -> int:
-        """How many pipelines share the batch."""
+        """The number of pipelines that share the batch."""
         return self.shape.replicas
 
     @property
     def microbatches(self) -> int:
-        """Into how many parts each pipeline splits its batch."""
+        """The number of parts into which each pipeline splits its batch."""
         return self.shape.microbatches
 
     @cached_property
@@ -159,7 +159,7 @@ class Plan:
 
     @property
     def rate(self) -> float:
-        """Tokens per second, or samples if the profile does not say how long a sample is."""
+        """Tokens per second, or samples if the profile does not give the tokens of a sample."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
@@ -180,10 +180,10 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Reads what `to_json` wrote.
+        """Read what `to_json` wrote.
 
         Raises:
-            InputFileError: The text is not that.
+            InputFileError: The text is not a plan.
         """
         return read_json(_PlanFile, text, "a plan", "Plan.to_json").plan
 
@@ -213,7 +213,7 @@ def with_messages(schedule: Schedule) -> Schedule:
 
 
 def check_size(what: str, shape: PlanShape) -> None:
-    """Refuses what would take minutes to build, before it is built.
+    """Refuse a plan that would take minutes to build, before it is built.
 
     Raises:
         UsageError: A number is too large.
@@ -233,7 +233,7 @@ def check_size(what: str, shape: PlanShape) -> None:
 
 
 class Order:
-    """The order in which a schedule's ranks compute, as numbers by which its memory is quickly counted.
+    """The order in which a schedule's ranks compute, in arrays that make counting memory fast.
 
     Args:
         schedule: The schedule, with any edges.
@@ -248,7 +248,7 @@ class Order:
             self._ranks.append((ops, np.array([action.stage for action in actions], dtype=np.intp)))
 
     def held(self, costs: StageCosts) -> list[npt.NDArray[Any]]:
-        """For each rank the most bytes that it holds during each of its actions, in their order."""
+        """The most bytes that each rank holds during each of its actions, in their order."""
         activation, stash, left = map(np.array, (costs.activation, costs.stash, costs.left))
         changes = np.stack([activation, stash - activation + left, -stash, left - activation])
         extra = np.array([costs.extra[op.value] for op in _CODE])
@@ -268,8 +268,8 @@ class Order:
     def _under_way(self, forward: Any, backward: Any, stage: int, costs: StageCosts) -> Any:
         """The bytes of a stage's messages during each action of its rank.
 
-        There is memory for the next messages of a kind from when the first is used. A rank knows that a
-        message of its own has left only when later ones have arrived, and frees it before its next backward.
+        The next messages of a kind have memory from the time when the first is used. A rank learns that its
+        own message has left only when later ones have arrived, and frees it before its next backward.
         """
         done = backward.cumsum()
         arriving = self._next_ones(forward.cumsum()) * costs.taken[stage]
@@ -277,7 +277,7 @@ class Order:
         return arriving + np.minimum(done - backward, AHEAD - backward) * costs.sent[stage]
 
     def _next_ones(self, used: Any) -> Any:
-        """For how many messages there is memory once so many of them were used."""
+        """The number of messages that have memory ready once so many of them were used."""
         return np.where(used > 0, np.minimum(self._microbatches - used, AHEAD), 0)
 
     def peaks(self, costs: StageCosts) -> tuple[float, ...]:
@@ -288,11 +288,11 @@ class Order:
 _CODE = {Op.F: 0, Op.I: 1, Op.W: 2, Op.B: 3}
 
 
-# ---- plans beside each other
+# ---- comparing plans
 
 
 def row_of(plan: Plan, best: Plan) -> list[str]:
-    """A plan as the cells of a table, beside the best one."""
+    """A plan as the cells of a table row, compared with the best one."""
     shape = plan.shape
     again = shape.checkpoint if shape.checkpoint != "needed" else f"{len(plan.checkpoint)} units"
     return [
@@ -317,7 +317,7 @@ COLUMNS = [
 
 
 def why_slower(plan: Plan, best: Plan) -> str:
-    """What makes a plan slower than the best one, most of all."""
+    """The main reason why a plan is slower than the best one."""
     more = plan.seconds - best.seconds
     if plan is best:
         return "the fastest"

@@ -1,4 +1,4 @@
-"""Profiles, which know what units cost by the size of microbatches; and what stages cost by them."""
+"""Profiles, which hold the costs of units by the size of microbatches; and the costs of stages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Cut = tuple[int, ...]
 """The units that stages start with, beginning with unit 0."""
 KINDS = {Op.F: "forward", Op.I: "input", Op.W: "weight", Op.B: "backward"}
 AHEAD = 2
-"""How many messages per channel a rank has memory ready for before they arrive, as in the runtime."""
+"""The number of messages per channel with memory ready before they arrive, as in the runtime."""
 Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Numbers = tuple[Number, ...]
 Rate = Annotated[float, Field(gt=0)]
@@ -29,7 +29,7 @@ FILE = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
 
 def runs_of(cut: Cut, units: int) -> list[range]:
-    """The range of units of each stage, for so many units in all."""
+    """The range of units of each stage; ``units`` is the number of all units."""
     return [range(a, b) for a, b in pairwise((*cut, units))]
 
 
@@ -53,24 +53,24 @@ def cut_of(units: Sequence[str], stages: Sequence[Sequence[str]]) -> Cut:
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What the stages of a cut cost for a microbatch, in seconds and bytes; one number for each stage.
+    """What the stages of a cut cost for a microbatch, in seconds and bytes; one number per stage.
 
     Args:
         forward: The time of F.
         input: The time of I.
         weight: The time of W.
         backward: The time of B.
-        activation: What F leaves until I or B.
-        stash: What I leaves until W.
-        extra: For each op what an action needs while it runs.
-        kinds: The bytes of weights, gradients and optimizer states, by these names.
+        activation: The bytes that F leaves until I or B.
+        stash: The bytes that I leaves until W.
+        extra: The further bytes that an action needs while it runs, by op.
+        kinds: The bytes of ``weights``, ``gradients`` and ``optimizer`` states, by these names.
         taken: The bytes of the values that arrive from other ranks.
         returned: The bytes of the gradients that arrive from other ranks.
         sent: The bytes of the gradients that it sends to other ranks.
         left: The bytes of the gradients that its backward leaves on its rank for other stages there, less
             those that it uses up.
         edges: The values that travel between stages.
-        message: The bytes of each of these.
+        message: The bytes of each of these values.
         latency: The latency of a message.
         bandwidth: The bytes per second of a channel.
     """
@@ -112,7 +112,7 @@ class StageCosts:
 
     @cached_property
     def static(self) -> tuple[float, ...]:
-        """For each stage the bytes that it always holds."""
+        """The bytes that each stage always holds."""
         return tuple(sum(kinds.values()) for kinds in self.kinds)
 
     def messages(self, stage: int) -> float:
@@ -120,7 +120,7 @@ class StageCosts:
         return AHEAD * (self.taken[stage] + self.returned[stage] + self.sent[stage])
 
     def static_on(self, placement: Placement, rank: int) -> float:
-        """What a rank always holds: weights, gradients and optimizer states."""
+        """The bytes that a rank always holds: weights, gradients and optimizer states."""
         return sum(self.static[stage] for stage in placement.stages_on(rank))
 
 
@@ -129,9 +129,9 @@ class UnitCosts:
     """The units of a model, in order, and the values between them, for microbatches of one size.
 
     Args:
-        samples: The samples of a microbatch.
-        units: What each unit costs.
-        values: The values that they hand on.
+        samples: The number of samples in a microbatch.
+        units: The costs of each unit.
+        values: The values that units hand on.
     """
 
     samples: Annotated[int, Field(ge=1)]
@@ -156,7 +156,7 @@ class UnitCosts:
         Args:
             cut: The units that stages start with.
             placement: Which rank holds which stage; nothing travels between stages of one rank.
-            checkpoint: The units that keep only their inputs, and compute the rest again.
+            checkpoint: The units that keep only their inputs, and recompute the rest.
             states: Bytes of optimizer state for each byte of trained weights; 2 for AdamW.
             latency: The latency of a message.
             bandwidth: The bytes per second of a channel.
@@ -209,15 +209,15 @@ class UnitCosts:
         )
 
     def _seconds(self, kind: str, run: range) -> float:
-        """The time of a stage's units; what each spends once counts once."""
+        """The time of a stage's units; time that is spent once per stage counts once."""
         once = [getattr(self.units[number], f"{kind}_once", 0.0) for number in run]
         return float(sum(getattr(self.units[n], kind) for n in run)) - sum(once) + max(once)
 
     def _extra(self, op: Op, run: range, held: Sequence[float], pending: Sequence[float]) -> float:
         """The most that a stage needs in an action beyond what it holds before or after, at any of its units.
 
-        In F the units after that one hold nothing yet. In B they hold nothing any more, but their gradients
-        are there. What is recomputed is there while it is used.
+        In F, later units hold nothing yet. In B, they no longer hold anything, but their gradients exist.
+        Recomputed values exist while they are used.
         """
         kind, backward = f"{KINDS[op]}_extra", op in (Op.I, Op.B)
         most, freed = 0.0, 0.0
@@ -238,14 +238,14 @@ class UnitCosts:
 
 
 class _Travel:
-    """Where the values between units are held, and what of them travels between stages.
+    """Which stages hold the values between units, and which values travel between stages.
 
     Attributes:
-        inside: For each stage the bytes of values that its own graphs keep.
-        entering: The bytes of values that arrive from other ranks.
-        leaving: The bytes of values that it sends, and keeps to start backward from.
+        inside: The bytes of values that each stage's own graphs keep.
+        entering: The bytes of values that each stage gets from other ranks.
+        leaving: The bytes of values that each stage sends, and keeps to start backward from.
         returned, sent, left: As in `StageCosts`.
-        pending: For each unit the bytes of gradients that wait meanwhile for earlier units of its stage.
+        pending: The bytes of gradients that wait, while a unit runs, for earlier units of its stage.
         busy: The stages that send or receive, in forward and in backward.
         edges: The values that travel.
         bytes: Their sizes.
@@ -288,14 +288,14 @@ class _Travel:
                 self._give_back(value.bytes, home, there, away=away)
 
     def _let_gradients_wait(self, value: ValueCost) -> None:
-        """In each stage a gradient waits from the last user to the source, or to the first unit."""
+        """Count a gradient while it waits: in each stage from the last user to the source or first unit."""
         latest = {self._stage_of[target]: target for target in value.targets}
         for stage, last in latest.items():
             for number in range(max(value.source, self._runs[stage].start), last):
                 self.pending[number] += value.bytes
 
     def _give_back(self, size: float, home: int, users: Sequence[int], *, away: bool) -> None:
-        """The gradients of a value from its users on one rank wait there until all are made."""
+        """Count the gradients of a value from its users on one rank, which wait there until all are made."""
         last = users[0] if away else home
         if away:
             self.returned[home] += size
@@ -320,21 +320,21 @@ Coster = Callable[[int], UnitCosts]
 
 @dataclass
 class Profile:
-    """What the units of a model cost, found for each size of a microbatch when it is first asked for.
+    """What the units of a model cost, found for each size of microbatch on its first use.
 
     Args:
-        device: The device: a name of the table of devices, or what it was measured on.
-        known: The costs that are known, by samples.
-        memory: Bytes of the device; 0 if that is not known.
+        device: The device: a name in the table of devices, or the device of the measurement.
+        known: The known costs, by the number of samples in a microbatch.
+        memory: Bytes of the device; 0 if unknown.
         latency: The latency of a message between ranks.
         bandwidth: Bytes per second of a channel between ranks.
         handling: How long a rank is busy around an action that sends or receives.
-        node: For how many devices ``latency`` and ``bandwidth`` hold; 0 for any number.
-        network: The latency and bandwidth where there are more.
-        tokens: Positions in a sample, by which tokens are counted; with 0 samples are counted.
+        node: The most devices for which ``latency`` and ``bandwidth`` hold; 0 for any number.
+        network: The latency and bandwidth for more devices.
+        tokens: Tokens in a sample; 0 to count samples instead of tokens.
         measured: Whether the times were measured.
         model: The name of the model.
-        coster: Finds costs that are not known.
+        coster: A function that finds unknown costs.
     """
 
     device: str
@@ -356,7 +356,7 @@ class Profile:
         """What a microbatch of so many samples costs.
 
         Raises:
-            UsageError: That is not known, and there is no model to find it.
+            UsageError: The costs are unknown, and there is no model to find them with.
         """
         if samples not in self.known:
             if self.coster is None:
@@ -379,10 +379,10 @@ class Profile:
 
     @staticmethod
     def from_json(text: str) -> Profile:
-        """Reads what `to_json` wrote.
+        """Read what `to_json` wrote.
 
         Raises:
-            InputFileError: The text is not that.
+            InputFileError: The text is not a profile.
         """
         return read_json(_ProfileFile, text, "costs", "Profile.to_json").profile
 
@@ -406,10 +406,10 @@ def write_json(value: Any) -> str:
 
 
 def read_json(kind: type[T], text: str, what: str, writer: str) -> T:
-    """Reads what `write_json` wrote.
+    """Read what `write_json` wrote.
 
     Raises:
-        InputFileError: The text is not that; the message names the first thing that is wrong.
+        InputFileError: The text is not of that kind; the message names the first error.
     """
     try:
         return TypeAdapter(kind).validate_json(text)
@@ -422,25 +422,25 @@ def read_json(kind: type[T], text: str, what: str, writer: str) -> T:
         ) from error
 
 
-# ---- the costs that a recorded step shows
+# ---- costs from a recorded step
 
 
 @dataclass(frozen=True)
 class MeasuredStages:
-    """What the actions of a recorded step took.
+    """How long the actions of a recorded step took.
 
     Args:
-        seconds: For each stage its median times, by ``forward``, ``input``, ``weight`` and ``backward``.
+        seconds: The median times of each stage, by ``forward``, ``input``, ``weight`` and ``backward``.
     """
 
     seconds: tuple[Mapping[str, float], ...]
 
     def correct(self, profile: Profile, samples: int, cut: Cut) -> Profile:
-        """Corrects costs of every size: each unit's times are scaled as its stage's are.
+        """Correct the costs of every size: scale each unit's times by the measured ratio of its stage.
 
         Args:
             profile: The costs so far.
-            samples: The samples of a microbatch of the step.
+            samples: The number of samples in a microbatch of the step.
             cut: The units that the step's stages started with.
 
         Raises:
@@ -481,7 +481,7 @@ class MeasuredStages:
         )
 
     def _ratio(self, stages: StageCosts, stage: int, kind: str) -> float:
-        """The measured over the expected time; of a kind that did not run, by those that did."""
+        """The measured over the expected time; for a kind that did not run, from all that did."""
         measured = self.seconds[stage]
         kinds = [kind] if kind in measured else list(measured)
         expected = sum(getattr(stages, each)[stage] for each in kinds)
@@ -489,10 +489,10 @@ class MeasuredStages:
 
 
 def costs_from(result: Any) -> MeasuredStages:
-    """The costs that a recorded step shows.
+    """Read costs from a recorded step.
 
     Args:
-        result: What ``pipe.step(..., record=True)`` returned, or its timeline.
+        result: The result of ``pipe.step(..., record=True)``, or its timeline.
 
     Raises:
         UsageError: The step was not recorded.

@@ -1,8 +1,8 @@
 """The table of devices: what each computes, holds and sends.
 
-Devices are described as their makers do: peak rates, memory and links. The share of a peak that a real
+The table describes devices as their makers do: peak rates, memory and links. The share of a peak that a real
 program reaches is its efficiency; the defaults are what large matrix products and copies commonly reach, and
-a user who knows better can say so.
+users can change them.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ class Device:
     Args:
         name: its name.
         flops: peak dense floating-point operations by dtype, such as ``{"bfloat16": 989.4e12}``.
-        memory: how many bytes it has.
-        bandwidth: how many bytes its memory can read and write.
-        node: how many of these devices a machine has; the link joins these, the network joins machines.
+        memory: the bytes of its memory.
+        bandwidth: the bytes that its memory can read and write.
+        node: the number of such devices in a machine; the link joins these, the network joins machines.
         link_bandwidth: bytes in one direction between two devices of a machine.
-        link_latency: the latency of a message between these.
+        link_latency: the latency of a message between two devices of a machine.
         network_bandwidth: bytes in one direction from a device to another machine.
         network_latency: the latency of a message to another machine.
         launch: the least time that an operation takes.
         compute_efficiency: the share of the peak that matrix products reach.
         memory_efficiency: the share of the bandwidth that other operations reach.
-        sources: where the numbers are from, by their names.
+        sources: the source of each number, by its name.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Device:
                 raise UsageError(f"{name}={getattr(self, name)}: must be above 0, at most 1")
 
     def seconds(self, flops: float, moved: float, dtype: str) -> float:
-        """How long an operation takes: as long as its arithmetic or its memory needs, whichever is longer.
+        """How long an operation takes: the longer of its arithmetic and memory time, at least ``launch``.
 
         Args:
             flops: the floating-point operations of its products and convolutions.
@@ -89,8 +89,8 @@ def _nvidia(
 ) -> Device:
     """A GPU by its data sheet: peaks in teraflops, memory in GB, bandwidth and link in GB/s.
 
-    The peaks are those in half precision, TF32 and float32; PyTorch computes in float32 unless it is told
-    to use TF32. A GPU without TF32 uses float32 in its place.
+    The peaks are for half precision, TF32 and float32; PyTorch computes in float32 unless TF32 is switched
+    on. For a GPU without TF32, its peak is that of float32.
     """
     half, tf32, single = (float(round(peak * 1e12)) for peak in peaks)
     return Device(
@@ -165,7 +165,7 @@ def device_named(device: Device | str, **changes: float) -> Device:
 
 
 def device_called(product: str) -> Device | None:
-    """The device of the table that a driver calls, say, ``"NVIDIA H100 PCIe"``; None if it is not there."""
+    """The device of the table for a driver's name, such as ``"NVIDIA H100 PCIe"``; None if there is none."""
     words = product.lower().replace("-", " ").replace("rtx ", "rtx").split()
     matches = [d for d in DEVICES.values() if set(d.name.split("-")) <= set(words)]
     # "h100-pcie" before "h100".

@@ -1,4 +1,4 @@
-"""Profiles: what the units of a model cost, measured on the device where it is or predicted for another."""
+"""Profiles: what the units of a model cost, measured on the model's device or predicted for another."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.plan.devices import Device, device_named
 from penstock.values import MISSING, Rules, flatten, split_batch
 
 REPEATS = 5
-"""How often times are measured by default, after a first run that does not count."""
+"""The number of timed runs by default, after a first run that does not count."""
 LARGEST = 2**31
 """The most samples of a batch, and tokens of a sample."""
 LossFunction = Callable[..., Any]
@@ -40,24 +40,24 @@ def measure(  # noqa: PLR0913 - the arguments of a step, by name
     tokens: int = 0,
     **kwargs: Any,
 ) -> Profile:
-    """Measures what the units of a model cost on the device where it is.
+    """Measure what the units of a model cost on the device of the model.
 
-    Nothing runs yet: each size of a microbatch is measured when it is first asked for. The model is left as
-    it is, with its gradients, buffers and random states.
+    Nothing runs yet: each size of microbatch is measured on its first use. The model, its gradients, buffers
+    and random states are left unchanged.
 
     Args:
         model: Any module, with data.
-        args: Its arguments for a batch, from which microbatches are taken.
-        target: What the loss compares with.
+        args: The model's arguments for a batch, from which microbatches are taken.
+        target: The target of the loss.
         loss_fn: ``(output, target) -> scalar``, as for a Pipeline.
         rules: How arguments are split, as for a Pipeline.
-        stages: Into how many stages the model may have to be cut: it is taken apart as far as that needs.
+        stages: The most stages into which the model may be cut, which decides how small its units are.
         repeats: How often each unit runs, after a first run that does not count.
-        memory: Bytes of the device; by default those of a GPU, and for a CPU unknown.
+        memory: Bytes of the device; by default those of the GPU, and unknown for a CPU.
         latency: The latency of a message between ranks, in seconds.
         bandwidth: The bandwidth of a channel between ranks, in bytes per second.
         handling: How long a rank is busy around an action that sends or receives, in seconds.
-        tokens: Positions in a sample, by which tokens are counted.
+        tokens: Tokens in a sample; 0 to count samples instead of tokens.
         kwargs: The model's arguments by name.
 
     Raises:
@@ -96,17 +96,17 @@ def predict(  # noqa: PLR0913 - the arguments of a step, by name
     tokens: int = 0,
     **kwargs: Any,
 ) -> Profile:
-    """Predicts what the units of a model cost on a device that need not be present.
+    """Predict what the units of a model cost on a device that need not be present.
 
     Args:
         model: Any module; on the meta device it takes no memory.
-        args: Its arguments for a batch, of which shapes and types count; they may be on the meta device.
-        device: A name of `penstock.plan.DEVICES`, or a `penstock.plan.Device`.
-        target: What the loss compares with.
+        args: The model's arguments for a batch; only shapes and types count, so meta tensors will do.
+        device: A name in `penstock.plan.DEVICES`, or a `penstock.plan.Device`.
+        target: The target of the loss.
         loss_fn: ``(output, target) -> scalar``, as for a Pipeline.
         rules: How arguments are split, as for a Pipeline.
-        stages: Into how many stages the model may have to be cut.
-        tokens: Positions in a sample, by which tokens are counted.
+        stages: The most stages into which the model may be cut.
+        tokens: Tokens in a sample; 0 to count samples instead of tokens.
         kwargs: The model's arguments by name.
 
     Raises:
@@ -135,7 +135,7 @@ def _coster(
     stages: int,
     **how: Any,
 ) -> Coster:
-    """Finds what the units of a model cost for microbatches of a batch, by their samples."""
+    """Make a function that finds what the units of a model cost, by the samples of a microbatch."""
     args, kwargs, target = call
     loss = loss_fn
     if loss_fn is not None and target is MISSING:
@@ -168,11 +168,11 @@ def _coster(
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 LONGEST = 4096
-"""Tokens of a sample by default, if the model takes as many."""
+"""Tokens in a sample by default, if the model takes as many."""
 
 
 def next_token_loss(output: Any, target: Tensor) -> Tensor:
-    """Mean cross-entropy of a language model, in float32; targets are in the places of their tokens."""
+    """Mean cross-entropy of a language model, in float32; the targets are the tokens, not shifted."""
     logits = output.logits.float()
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1), target[:, 1:].flatten())
 
@@ -186,15 +186,15 @@ def predict_hf(
     dtype: str = "bfloat16",
     stages: int = 1,
 ) -> Profile:
-    """Predicts what the units of a causal language model cost.
+    """Predict what the units of a causal language model cost.
 
     Args:
         config: A file such as ``config.json``, or its folder.
-        batch: Samples of a step.
-        device: A name of `penstock.plan.DEVICES`, or a `penstock.plan.Device`.
-        sequence: Tokens of a sample; by default as many as the model takes, at most 4096.
-        dtype: The type of its weights: ``bfloat16``, ``float16`` or ``float32``.
-        stages: Into how many stages the model may have to be cut.
+        batch: Samples in a step.
+        device: A name in `penstock.plan.DEVICES`, or a `penstock.plan.Device`.
+        sequence: Tokens in a sample; by default as many as the model takes, at most 4096.
+        dtype: The type of the weights: ``bfloat16``, ``float16`` or ``float32``.
+        stages: The most stages into which the model may be cut.
 
     Raises:
         UsageError: There is no such file or dtype, a number is not valid, or transformers is not installed.

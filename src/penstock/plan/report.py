@@ -1,4 +1,4 @@
-"""The report: one HTML file that stands alone, with the table, timelines, memory and the cut of each plan."""
+"""The report: one self-contained HTML file with the table, and each plan's timelines, memory and cut."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from penstock.schedule.drawing import COLOURS, NAMES
 
 TEMPLATE = Path(__file__).with_name("report.html")
 MOST_SPANS = 60_000
-"""How many actions are drawn; if that is not enough for all plans, only the first ones have pictures."""
+"""The most actions that are drawn; if that is not enough for all plans, only the first have pictures."""
 HELD = ("weights", "gradients", "optimizer", "messages", "activations", "between I and W")
-"""What is in a rank's memory, from the bottom of the picture up."""
+"""The contents of a rank's memory, from the bottom of the picture up."""
 
 
 def report_of(
@@ -32,11 +32,11 @@ def report_of(
     """The report as the text of an HTML file that needs no other file and no network.
 
     Args:
-        plans: The fastest first.
-        profile: The costs that they were made from, to show those of each unit.
+        plans: The plans, the fastest first.
+        profile: The profile that they were made from, to show the costs of each unit.
         title: The heading.
-        note: A sentence below it.
-        measured: A step that was run by the first plan, to be shown beside its simulation.
+        note: A sentence below the heading.
+        measured: A step that ran the first plan, to show next to its simulation.
     """
     data = {
         "title": title,
@@ -82,7 +82,7 @@ def _simulated(plan: Plan) -> dict[str, Any]:
 
 
 def _measured(plan: Plan, timeline: Timeline) -> dict[str, Any]:
-    """A step that was run. What its gaps waited for was not recorded, so it is taken from the simulation."""
+    """A measured step. A recording lacks the reasons for gaps, so they are taken from the simulation."""
     ran = plan.simulation
     waits = {gap.action: gap.waits_for for rank in range(plan.ranks) for gap in ran.gaps(rank)}
     gaps = [
@@ -146,7 +146,7 @@ def _short(seconds: float) -> float:
 
 
 def _memory(plan: Plan, rank: int, spans: Sequence[Span], origin: float) -> dict[str, Any]:
-    """What a rank holds: always, and from each moment on."""
+    """What a rank holds all the time, and what it holds from each moment on."""
     costs, placement = plan.stage_costs, plan.schedule.placement
     mine = placement.stages_on(rank)
     fixed = [sum(costs.kinds[stage][kind] for stage in mine) for kind in HELD[:3]]

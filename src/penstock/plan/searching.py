@@ -5,7 +5,7 @@ It is cut so that the ranks of its placement have about equal work. It is simula
 messages spelled out, which never takes longer than with them, and then with them. A candidate that is proven
 to be slower than a known one is not simulated:
 
-- with no cut is the step shorter than all work shared out evenly;
+- no cut makes the step shorter than all work shared out evenly;
 - with a given cut, a rank cannot start before the stages ahead of it have run a microbatch, then has all its
   own work to do, and after that a whole backward must still pass the stages ahead.
 """
@@ -44,11 +44,11 @@ from penstock.values import bytes_as_text
 
 KEPT = 10
 POLISHED = 3
-"""How many of the best plans are improved at the end."""
+"""The number of best plans that are improved at the end."""
 LARGEST_SEARCH = 512
-"""Up to which product of stages and microbatches a schedule is searched; beyond it takes too long."""
+"""The most stages times microbatches for which a schedule is searched; more takes too long."""
 MOST_MICROBATCHES = 6
-"""How many numbers of microbatches are tried by default."""
+"""The most numbers of microbatches that are tried by default."""
 LAPS = (2, 3, 4)
 """The numbers of stages per rank that are tried by default, if a schedule takes any number."""
 SEARCHED = "searched"
@@ -57,13 +57,13 @@ SEARCHED = "searched"
 
 @dataclass(frozen=True)
 class Plans:
-    """Plans, the fastest first; as text a table.
+    """Plans, the fastest first; as text, a table.
 
     Args:
         plans: The plans.
-        profile: The costs that they were made from.
-        looked_at: How many candidates there were.
-        simulated: How many of these were simulated; the others were proven to be slower, or too large.
+        profile: The profile that the plans were made from.
+        looked_at: The number of candidates.
+        simulated: The number of simulated candidates; the others were proven to be slower, or too large.
     """
 
     plans: tuple[Plan, ...]
@@ -90,7 +90,7 @@ class Plans:
         return f"costs {kind} {self.profile.device}; {self.looked_at} candidates, {self.simulated} simulated"
 
     def report(self, path: str | Path, *, title: str = "") -> None:
-        """Writes the report: one HTML file that needs no other.
+        """Write the report: one HTML file that needs no other.
 
         Args:
             path: The file.
@@ -116,25 +116,25 @@ def search(  # noqa: PLR0913 - the whole question, by name
     keep: int = KEPT,
     seconds: float = 10.0,
 ) -> Plans:
-    """Finds the fastest ways to run a model.
+    """Find the fastest ways to run a model.
 
     Args:
-        profile: What its units cost, from `measure` or `predict`; or a function that finds it, which is
-            called once all other arguments are known to be valid.
-        ranks: How many devices there are.
+        profile: The profile of the model, from `measure` or `predict`; or a function that makes it, which is
+            called after all other arguments are checked.
+        ranks: The number of devices.
         batch: The samples of a step.
         memory: The bytes that a rank may hold; by default those of the device, if known; 0 for no limit.
         schedules: The names to choose from; by default every schedule of the library that trains.
-        pipeline: How many ranks a pipeline may have; the other ranks are replicas, each with its share of
-            the batch. By default every number that divides ``ranks``.
+        pipeline: The numbers of ranks in a pipeline to try; the other ranks form replicas, each with its
+            share of the batch. By default every number that divides ``ranks``.
         stages_per_rank: Numbers to try for schedules that take any; by default 2, 3 and 4.
         microbatches: Numbers to try for each pipeline; by default several that divide its share of the batch.
         checkpoint: ``"none"``, ``"needed"`` (as few units as fit the memory) or ``"all"``; by default all
             three are tried, or without a limit only ``"none"``.
         states: Bytes of optimizer state for each byte of trained weights: 2 for AdamW, 1 for SGD with
             momentum.
-        keep: How many plans to return.
-        seconds: How long the best may be improved at the end, by moving their cuts and searching schedules.
+        keep: The number of plans to return.
+        seconds: How long to improve the best plans at the end, by moving cuts and searching schedules.
 
     Returns:
         The plans, the fastest first.
@@ -181,12 +181,12 @@ def plan_for(
     batch: int,
     states: float = 2.0,
 ) -> Plan:
-    """The plan of a schedule and a cut that were chosen by hand, to see what it costs.
+    """Make the plan of a schedule and a cut that were chosen by hand, to see what it costs.
 
     Args:
-        profile: What the units cost.
-        schedule: The schedule; its messages are worked out anew.
-        stages: For each stage the paths of its units.
+        profile: The costs of the units.
+        schedule: The schedule; its messages are made anew.
+        stages: The paths of each stage's units.
         batch: The samples of a step.
         states: Bytes of optimizer state for each byte of trained weights.
 
@@ -221,7 +221,7 @@ def plan_for(
     )
 
 
-# ---- what is asked for
+# ---- the arguments of a search
 
 
 def _whole(name: str, number: int, most: int = LARGEST) -> int:
@@ -260,7 +260,7 @@ def _schedules(wanted: str | Iterable[str] | None) -> tuple[str, ...]:
     idle = [name for name in proper if not find(name)[1].trains]
     if idle and wanted is not None:
         raise UsageError(f"schedules={idle[0]!r} has no backward; choose one that trains")
-    # 1F1B first: it holds least where several are as fast.
+    # 1F1B first: it holds least if several are equally fast.
     return tuple(
         sorted(set(proper) - set(idle), key=lambda name: (name != "1F1B", proper.index(name)))
     )
@@ -276,11 +276,11 @@ def _policies(wanted: str | Iterable[str] | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What is planned, and what the user has fixed; names as in `search`.
+    """The run to plan, and what the user has fixed; names as in `search`.
 
     Args:
-        devices: How many devices there are.
-        ranks: The numbers of ranks of a pipeline to try.
+        devices: The number of devices.
+        ranks: The numbers of ranks in a pipeline to try.
     """
 
     devices: int
@@ -320,7 +320,7 @@ class _Wanted:
                     yield PlanShape(name, ranks, replicas, each, count, part // count, policy)  # type: ignore[arg-type]
 
     def _laps(self, name: str) -> tuple[int, ...]:
-        """How many stages per rank a schedule is tried with."""
+        """The numbers of stages per rank to try with a schedule."""
         recipe = find(name)[1]
         if recipe.any_stages:
             return self.stages_per_rank or LAPS
@@ -345,7 +345,7 @@ class _Wanted:
 
 @lru_cache(maxsize=64)
 def _built(shape: PlanShape) -> tuple[Schedule, Order] | None:
-    """A schedule of the library, without edges; None if it has none for such numbers."""
+    """A schedule of the library, without edges; None if there is none for these numbers."""
     try:
         schedule = scheduled(shape)
     except ScheduleError:
@@ -354,7 +354,7 @@ def _built(shape: PlanShape) -> tuple[Schedule, Order] | None:
 
 
 def _schedule_of(shape: PlanShape) -> tuple[Schedule, Order] | None:
-    # What the schedule does not depend on is left out of the key.
+    # The key leaves out what the schedule does not depend on.
     return _built(replace(shape, replicas=1, samples=1, checkpoint="none"))
 
 
@@ -365,7 +365,7 @@ def _even_cut(shares: tuple[float, ...], placement: Placement) -> Cut:
 
 @dataclass
 class _Candidate:
-    """A shape with a cut, and what that costs."""
+    """A shape with a cut, and its costs."""
 
     shape: PlanShape
     schedule: Schedule
@@ -382,7 +382,7 @@ class _Candidate:
         return self.schedule.with_edges(self.costs.edges)
 
     def time(self, worst: float = math.inf) -> None:
-        """Simulates the step, with messages only if it may be faster than the worst known one."""
+        """Simulate the step, with messages only if it may be faster than the worst known one."""
         schedule = self.wired()
         if (
             math.isfinite(worst)
@@ -400,7 +400,7 @@ class _PlanSearch:
         self._wanted = wanted
         self._best: dict[PlanShape, _Candidate] = {}
         self._least: _Candidate | None = None
-        """Of all candidates that do not fit the one that needs the least memory."""
+        """The candidate with the least memory of those that do not fit."""
         self._simulated = 0
 
     def plans(self, seconds: float) -> Plans:
@@ -423,7 +423,7 @@ class _PlanSearch:
     # ---- looking at all candidates
 
     def _look(self) -> int:
-        """Simulates shapes, least bound first, until no other can be among the best; returns their number."""
+        """Simulate shapes, least bound first, until no other can be among the best; return their number."""
         shapes = sorted(self._wanted.shapes(self.units), key=self._bound_of_shape)
         worst = math.inf
         for shape in shapes:
@@ -447,8 +447,8 @@ class _PlanSearch:
 
     @property
     def units(self) -> int:
-        """How many units the model has."""
-        # Any size that is to be planned tells, if none is known yet.
+        """The number of units in the model."""
+        # If the costs of no size are known yet, any size to be planned will do.
         sizes = sorted(self._profile.known or {shape.samples for shape in self._wanted.shapes()})
         if not sizes:
             raise UsageError(
@@ -467,7 +467,7 @@ class _PlanSearch:
                     yield candidate
 
     def _cuts(self, shape: PlanShape, placement: Placement) -> Iterator[Cut]:
-        """Cuts that make the ranks equal: by time, and where memory is limited also by what is held."""
+        """Cuts that balance the ranks: by time and, if memory is limited, also by what they hold."""
         costs = self._profile.at(shape.samples)
         weights = [_works(costs, shape.checkpoint)]
         if self._wanted.memory:
@@ -486,7 +486,7 @@ class _PlanSearch:
     def _fitted(
         self, shape: PlanShape, schedule: Schedule, order: Order, cut: Cut
     ) -> _Candidate | None:
-        """A candidate that keeps to the memory, by computing as much again as that needs."""
+        """A candidate that fits into memory, with as many units recomputed as that needs."""
         units = len(self._profile.at(shape.samples).units)
         again = frozenset(range(units) if shape.checkpoint == "all" else ())
         candidate = self._compose(shape, schedule, order, cut, again)
@@ -528,7 +528,7 @@ class _PlanSearch:
         return fits
 
     def _to_compute_again(self, candidate: _Candidate) -> frozenset[int]:
-        """On each rank that holds too much, the units that free most memory for their time."""
+        """On each rank that holds too much, the units that free the most memory for their time."""
         units = self._profile.at(candidate.shape.samples).units
         runs = runs_of(candidate.cut, len(units))
         alive = min(candidate.shape.ranks, candidate.shape.microbatches)
@@ -580,7 +580,7 @@ class _PlanSearch:
     # ---- improving
 
     def _moved(self, candidate: _Candidate, until: float) -> _Candidate:
-        """Moves single units from stage to stage for as long as that helps."""
+        """Move single units from stage to stage for as long as that helps."""
         units = len(self._profile.at(candidate.shape.samples).units)
         best, tried = candidate, {candidate.cut}
         while monotonic() < until:
@@ -596,7 +596,7 @@ class _PlanSearch:
         return best
 
     def _searched(self, candidate: _Candidate, until: float) -> _Candidate | None:
-        """The candidate with a schedule that is searched for its costs, if that is faster."""
+        """The candidate with a schedule searched for its costs, if that is faster."""
         schedule, costs = candidate.schedule, candidate.costs
         large = schedule.stages * schedule.microbatches > LARGEST_SEARCH
         if large or schedule.ranks == 1 or monotonic() > until:
@@ -657,10 +657,10 @@ class _PlanSearch:
             own=candidate.wired() if shape.schedule == SEARCHED else None,
         )
 
-    # ---- where nothing fits
+    # ---- if nothing fits
 
     def _what_would_do(self) -> str:
-        """The smallest change of each kind with which something fits."""
+        """The smallest change of each kind that makes something fit."""
         wanted, least = self._wanted, self._least
         if least is None:
             return (
@@ -711,7 +711,7 @@ class _PlanSearch:
         )
 
     def _least_memory(self, shape: PlanShape) -> float:
-        """Bytes that some rank holds with any cut: those that the largest unit always needs."""
+        """The bytes that some rank holds with any cut: what the largest unit always needs."""
         units = self._profile.at(shape.samples).units
         return max(unit.parameters + unit.trained * (1 + self._wanted.states) for unit in units)
 
@@ -733,7 +733,7 @@ def _works(costs: UnitCosts, policy: str) -> list[float]:
 
 
 def _seconds_to_reduce(shape: PlanShape, placement: Placement, costs: StageCosts) -> float:
-    """How long the replicas take to sum gradients in a ring, for the rank that has most."""
+    """How long the replicas take to sum gradients in a ring, for the rank with the most."""
     if shape.replicas == 1:
         return 0.0
     most = max(

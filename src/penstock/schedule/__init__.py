@@ -1,6 +1,6 @@
-"""What happens when: schedules as values. Nothing here imports torch.
+"""Schedules as values: what each rank does, and when. Nothing here imports torch.
 
-Its modules are imported when a name is first used, so that commands which only list schedules are quick.
+Modules are imported when a name is first used, so that commands which only list schedules start fast.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Actions: an op on a stage for a microbatch; their text form, and patterns that match it.
+"""Actions (an op on a stage for a microbatch), their text form, and patterns that match it.
 
-An action reads ``<stage><op><microbatch>``: ``2F0``, ``0SEND_F1``, ``3W2``, ``0UNSHARD``. A message that
+An action is written ``<stage><op><microbatch>``: ``2F0``, ``0SEND_F1``, ``3W2``, ``0UNSHARD``. A message that
 does not go to the neighbouring stage names its peer stage after an ``@``: ``0SEND_F1@5``.
 """
 
@@ -38,17 +38,17 @@ class Op(StrEnum):
 
 COMPUTE_OPS = frozenset({Op.F, Op.I, Op.W, Op.B})
 GRADIENT_OPS = frozenset({Op.I, Op.B})
-"""Ops that give the previous stages their gradient."""
+"""Ops that produce the gradient for the previous stages."""
 SEND_OPS = frozenset({Op.SEND_F, Op.SEND_B})
 RECV_OPS = frozenset({Op.RECV_F, Op.RECV_B})
 MESSAGE_OPS = SEND_OPS | RECV_OPS
 WAIT_SEND_OPS = frozenset({Op.WAIT_SEND_F, Op.WAIT_SEND_B})
 PEER_OPS = MESSAGE_OPS | WAIT_SEND_OPS
-"""Ops that have a stage at their other end."""
+"""Ops with a stage at the other end."""
 STAGE_OPS = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
 """Ops on a whole stage, which name no microbatch."""
 
-# The neighbour's distance: an activation goes to the next stage, a gradient to the previous one.
+# Distance to the neighbour: an activation goes to the next stage, a gradient to the previous one.
 NEIGHBOUR = {
     Op.SEND_F: 1,
     Op.RECV_F: -1,
@@ -60,7 +60,7 @@ NEIGHBOUR = {
 
 
 class Action(NamedTuple):
-    """One op on one stage, for one microbatch where the op has one.
+    """One op on one stage, for one microbatch if the op has one.
 
     Args:
         stage: index of the stage, from 0.
@@ -92,7 +92,7 @@ OVERLAPPED = "OVERLAP_F_B"
 class Overlap(NamedTuple):
     """A forward and a backward that run at the same time on one rank (``OVERLAP_F_B``).
 
-    Reads ``(0F1;1B2)OVERLAP_F_B``.
+    Written ``(0F1;1B2)OVERLAP_F_B``.
     """
 
     forward: Action
@@ -109,14 +109,14 @@ Program = tuple[Entry, ...]
 
 
 def message(stage: int, op: Op, microbatch: int | None, peer: int) -> Action:
-    """A message action, with ``peer`` left out where it is the neighbour: one form for one message."""
+    """Make a message action; ``peer`` is left out if it is the neighbour: one form per message."""
     neighbour = peer == stage + NEIGHBOUR[op]
     return Action(stage, op, microbatch, None if neighbour else peer)
 
 
 _OPS = "|".join(sorted((op.value for op in Op), key=len, reverse=True))
 _SHOWN = 60
-"""How many characters of a wrong text an error shows."""
+"""The most characters of an invalid text that an error shows."""
 _NUMBER = "(0|[1-9][0-9]{0,8})"
 _ACTION = re.compile(rf"{_NUMBER}({_OPS}){_NUMBER}?(?:@{_NUMBER})?")
 _OVERLAP = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
@@ -126,7 +126,7 @@ def parse_action(text: str) -> Entry:
     """Read the text form of an action.
 
     Args:
-        text: such as ``2F0``, ``0SEND_F1``, ``0SEND_F1@5``, ``0UNSHARD`` or ``(0F1;1B2)OVERLAP_F_B``.
+        text: an action: ``2F0``, ``0SEND_F1``, ``0SEND_F1@5``, ``0UNSHARD`` or ``(0F1;1B2)OVERLAP_F_B``.
 
     Raises:
         ScheduleError: the text is not an action; the message shows the form.
@@ -159,7 +159,7 @@ def _index(digits: str | None) -> int | None:
 
 
 def misfit(action: Action) -> str | None:
-    """What is wrong with the parts of an action taken together, or ``None``."""
+    """Say why the parts of an action do not fit together, or return ``None``."""
     if action.op in STAGE_OPS:
         return f"{action.op.value} names no microbatch" if action.microbatch is not None else None
     if action.microbatch is None:
@@ -177,16 +177,16 @@ _PATTERN = re.compile(rf"{_PART}(\*|{_OPS}){_PART}?(?:@{_PART})?")
 
 
 def matching(pattern: str) -> Callable[[Action], bool]:
-    """A function that says whether a pattern matches an action.
+    """Make a function that tests whether an action matches a pattern.
 
     Args:
         pattern: ``<stage><op><microbatch>``, each of them as in an action's text or ``*``: ``3F0``, ``*F*``,
-            ``3*0``, ``3B*``. The microbatch may be left out where the op is ``*`` or is one on a whole
-            stage: ``3*`` is all that stage 3 does, ``*UNSHARD`` every unshard, ``*`` everything. A message
-            may name its peer stage, as in ``0SEND_F*@5``; otherwise any peer will do.
+            ``3*0``, ``3B*``. The microbatch may be left out if the op is ``*`` or acts on a whole stage:
+            ``3*`` matches all that stage 3 does, ``*UNSHARD`` every unshard, ``*`` everything. A message
+            may name its peer stage, as in ``0SEND_F*@5``; otherwise any peer matches.
 
     Raises:
-        ScheduleError: it is not a pattern, or no action can match it.
+        ScheduleError: the text is not a pattern, or no action can match it.
     """
     stage, op, microbatch, peer = _parts(pattern)
 

@@ -52,12 +52,12 @@ class Placement:
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return len(self.rank_of)
 
     @cached_property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return max(self.rank_of) + 1
 
     @cached_property
@@ -73,7 +73,7 @@ class Placement:
 
 
 def looped(ranks: int, stages_per_rank: int = 1) -> Placement:
-    """Stage ``s`` on rank ``s % ranks``: the chain, and its laps for interleaved schedules."""
+    """Put stage ``s`` on rank ``s % ranks``: a chain, or laps for interleaved schedules."""
     check_at_least_one(ranks=ranks, stages_per_rank=stages_per_rank)
     return Placement(tuple(stage % ranks for stage in range(ranks * stages_per_rank)))
 
@@ -86,7 +86,7 @@ def v_shaped(ranks: int) -> Placement:
 
 
 def check_at_least_one(**counts: int) -> None:
-    """Refuse counts, given by their names, that are below 1 or not whole numbers."""
+    """Refuse named counts that are below 1 or not whole numbers."""
     for name, count in counts.items():
         if whole_number(name, count) < 1:
             raise ScheduleError(f"{name}={count}: must be at least 1")
@@ -101,14 +101,14 @@ def whole_number(name: str, number: int | None) -> int | None: ...
 
 
 def whole_number(name: str, number: int | None) -> int | None:
-    """A whole number, which may be numpy's, as an ``int``; or ``None``.
+    """Convert a whole number, which may be numpy's, to ``int``; ``None`` stays ``None``.
 
     Args:
         name: the name of the argument, for the message.
-        number: what the user gave.
+        number: the user's number.
 
     Raises:
-        UsageError: it is not a whole number.
+        UsageError: the number is not whole.
     """
     try:
         return None if number is None else index(number)
@@ -118,7 +118,7 @@ def whole_number(name: str, number: int | None) -> int | None:
 
 # ---- which values travel between stages, and over which messages
 # An *edge* is a value, the stage that makes it and the stages that use it; the chain, where each stage
-# feeds the next, is the common table. A value is sent once to each rank that needs it: all values that a
+# feeds the next, is the usual table. A value is sent once to each rank that needs it: all values that a
 # stage makes for one rank travel as one message, named after the lowest stage there that uses any of them.
 # Their gradients come back as one message from that same stage.
 
@@ -128,7 +128,7 @@ class Edge:
     """A value made by one stage and used by later ones.
 
     Args:
-        value: its name, unique in the edge table.
+        value: the name of the value, unique in the edge table.
         source: the stage that makes it.
         targets: the later stages that use it, in ascending order.
         gradient: whether a gradient comes back; false for masks, indices and the like.
@@ -155,14 +155,13 @@ Edges = tuple[Edge, ...]
 
 
 def chain(stages: int) -> Edges:
-    """The table in which every stage feeds the next one."""
+    """The edge table in which every stage feeds the next one."""
     return tuple(Edge(f"stage{stage}", stage, (stage + 1,)) for stage in range(stages - 1))
 
 
 # ---- Python's cyclic garbage collector, kept out of the way of millions of small values
 # Actions are tuples that can never be part of a cycle, yet each full collection visits all of them: with a
-# million actions that takes half of the time. The functions that are decorated make no cycles worth
-# collecting.
+# million actions that takes half of the run time. The decorated functions make no cycles worth collecting.
 
 
 @contextmanager
@@ -184,14 +183,14 @@ def paused_collection() -> Iterator[None]:
 class Schedule:
     """Programs, one per rank, with the placement of stages and the edges between them.
 
-    A schedule is frozen and comparable. One of the wrong *shape* cannot be constructed; whether its
-    *order* is right is what :func:`penstock.schedule.validate` reports.
+    A schedule is frozen and comparable. The constructor refuses a wrong *shape*;
+    :func:`penstock.schedule.validate` reports a wrong *order*.
 
     Args:
-        name: what to call it; not compared.
+        name: the name of the schedule; not compared.
         placement: which rank holds which stages.
-        microbatches: how many there are; every microbatch index is below.
-        programs: for each rank its actions, in the order in which it starts them.
+        microbatches: the number of microbatches; every microbatch index is below it.
+        programs: each rank's actions, in the order in which it starts them.
         edges: the values that travel between stages; by default the chain.
 
     Raises:
@@ -216,12 +215,12 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return self.placement.stages
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.placement.ranks
 
     @cached_property
@@ -248,7 +247,7 @@ class Schedule:
         return tuple(entry for entry in entries if isinstance(entry, Overlap))
 
     def actions(self, rank: int) -> Iterator[Action]:
-        """The actions of ``rank`` in order, an overlapped pair as its forward and then its backward."""
+        """The actions of ``rank`` in order; an overlapped pair gives its forward, then its backward."""
         return flat(self.programs[rank])
 
     def with_programs(self, programs: Iterable[Iterable[Entry]]) -> Schedule:
@@ -256,7 +255,7 @@ class Schedule:
         return replace(self, programs=tuple(map(tuple, programs)))
 
     def with_edges(self, edges: Iterable[Edge]) -> Schedule:
-        """The same schedule for another edge table."""
+        """The same schedule with another edge table."""
         return replace(self, edges=tuple(edges))
 
     def __str__(self) -> str:
@@ -269,7 +268,7 @@ class Schedule:
 
 
 def flat(program: Sequence[Entry]) -> Iterator[Action]:
-    """The actions of a program, an overlapped pair as its forward and then its backward."""
+    """The actions of a program; an overlapped pair gives its forward, then its backward."""
     if Overlap not in set(map(type, program)):
         return iter(cast("Sequence[Action]", program))
     return concatenate.from_iterable(
@@ -297,7 +296,7 @@ def _check_edges(edges: Edges, stages: int) -> None:
 
 
 def _check_program(rank: int, program: Program, stages: int, microbatches: int) -> None:
-    """Check that each action can exist: first by kinds, which are few, and one by one only for an error."""
+    """Check that each action is valid: first by kind, and one by one only to find the error."""
     if _sound(tuple(flat(program)), stages, microbatches):
         return
     for position, action in enumerate(flat(program)):

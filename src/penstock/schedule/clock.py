@@ -32,18 +32,18 @@ Cost = float | Sequence[float]
 
 @dataclass(frozen=True)
 class Costs:
-    """What each action costs, one number for all stages or one per stage.
+    """What each action costs: one number for all stages, or one per stage.
 
     Args:
         forward: time of F.
         input: time of I.
         weight: time of W.
-        backward: time of B; input + weight where not given.
+        backward: time of B; input + weight if not given.
         latency: time from the moment a message is posted at both ends until it has arrived.
-        bandwidth: bytes that a channel carries in a unit of time; its messages go one after the other.
+        bandwidth: bytes that a channel carries per unit of time, one message after the other.
         message: bytes of each value by its name in the edge table, or one number for all.
-        activation: what F of a stage holds until its I or B is done.
-        stash: what I holds until W is done.
+        activation: memory that F of a stage holds until its I or B is done.
+        stash: memory that I holds until W is done.
         overlap: the share of the shorter half that an overlapped pair of F and B hides, from 0 to 1.
         unit: the unit of the times: ``s``, ``ms``, ``us``, or empty for plain numbers.
 
@@ -78,11 +78,11 @@ class Costs:
             raise UsageError(f"overlap={self.overlap}: must be from 0 to 1")
 
     def per_stage(self, name: str, stages: int) -> list[float]:
-        """One of the costs, as a number for each stage.
+        """One of the costs as a list, with a number for each stage.
 
         Args:
             name: ``forward``, ``input``, ``weight``, ``backward``, ``activation`` or ``stash``.
-            stages: how many stages there are.
+            stages: the number of stages.
 
         Raises:
             UsageError: the cost is a list of another length.
@@ -102,7 +102,7 @@ class Costs:
         return list(cost)
 
     def bytes_of(self, value: str) -> float:
-        """The bytes of one message of a value of the edge table."""
+        """The bytes that a value of the edge table takes in a message."""
         return self.message.get(value, 0) if isinstance(self.message, Mapping) else self.message
 
 
@@ -113,34 +113,34 @@ def _check(name: str, cost: Cost) -> None:
 
 
 # ---- a schedule in numbers
-# The validator and the simulator look at millions of actions, and a search runs programs ten thousand times.
-# So each action is a number. The actions of one stage, op and peer, its *lane*, follow each other by
-# microbatch; since the rule of ``dependencies.py`` speaks of lanes, one look at it answers for all of them.
+# The validator and the simulator handle millions of actions, and a search runs programs ten thousand times.
+# So each action is a number. The actions of one stage, op and peer form a *lane*, numbered by microbatch;
+# the rule of ``dependencies.py`` is the same for all microbatches, so it is evaluated once per lane.
 
 
 Lane = tuple[int, Op, int | None]
-"""A stage, an op, and for a message to another than the neighbour its peer."""
+"""A stage, an op, and the peer of a message that does not go to the neighbour."""
 Place = tuple[int, int]
 """A rank and a position in its program."""
 Link = tuple[int, int]
-"""A number, and one that it needs."""
+"""The number of an action, and of one that it needs."""
 _NONE = -1
 """A number that no action has."""
 
 
 class Numbered:
-    """The actions of a schedule by numbers, with their places and what they need.
+    """The actions of a schedule as numbers, with their places and needs.
 
     Args:
         schedule: any schedule.
 
     Attributes:
         rule: what must come before each action.
-        lanes: the lanes in the order of their numbers; that of number ``n`` is ``lanes[n // microbatches]``.
-        programs: for each rank the numbers of its actions, an overlapped pair as its two halves.
-        pairs: the forward and the backward half of each overlapped pair.
+        lanes: the lanes in the order of their numbers; number ``n`` is in ``lanes[n // microbatches]``.
+        programs: the numbers of each rank's actions; an overlapped pair gives its two halves.
+        pairs: the backward half of each overlapped pair, by its forward half.
         place: where each action first occurs.
-        again: actions that occur again, and where.
+        again: further occurrences of actions, and their places.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -190,29 +190,29 @@ class Numbered:
         return number if number in self.place else None
 
     def has(self, stage: int, op: Op) -> list[bool]:
-        """For each microbatch whether the schedule has the action."""
+        """Whether the schedule has the action, for each microbatch."""
         return [number in self.place for number in self.numbers_of(stage, op)]
 
     def action(self, number: int) -> Action:
-        """The action of a number."""
+        """The action that has a number."""
         lane, microbatch = divmod(number, self.schedule.microbatches)
         stage, op, peer = self.lanes[lane]
         return Action(stage, op, None if op in STAGE_OPS else microbatch, peer)
 
     def per_lane(self, figure: Callable[[Lane], T]) -> list[T]:
-        """For each number the figure of its lane."""
+        """A figure of each lane, repeated for all its numbers."""
         m = self.schedule.microbatches
         return [number for lane in self.lanes for number in [figure(lane)] * m]
 
     def priced(self, table: Mapping[Op, Sequence[float]]) -> list[float]:
-        """For each number what a table says for its op and stage; 0 for an op that is not in it."""
+        """A table's entry for each number's op and stage; 0 for an op that it lacks."""
         return self.per_lane(lambda lane: table[lane[1]][lane[0]] if lane[1] in table else 0.0)
 
     @cached_property
     def needs(self) -> list[tuple[Lane, Need, list[Link]]]:
-        """For each lane each of its needs, with every action there and what meets its need.
+        """Each need of each lane, with a link from every action of the lane to the one that meets it.
 
-        What meets it may be in no program; it is then a number at which nothing is placed.
+        The action that meets a need may be in no program; ``place`` then lacks its number.
         """
         return [
             (lane, need, self._links(base, lane, self._meeting(need)))
@@ -225,7 +225,7 @@ class Numbered:
         return range(0, len(self), self.schedule.microbatches)
 
     def _links(self, base: int, lane: Lane, met: Sequence[int]) -> list[Link]:
-        """Each action of a lane with what meets one of its needs."""
+        """Link each action of a lane to the action that meets one of its needs."""
         if lane[1] is Op.REDUCE_GRAD:
             return [(base, number) for number in met]
         if lane[1] in STAGE_OPS:
@@ -234,7 +234,7 @@ class Numbered:
         return [pair for pair in pairs if pair[0] in self.place]
 
     def _meeting(self, need: Need) -> Sequence[int]:
-        """For each microbatch the number of the action that meets a need."""
+        """The number of the action that meets a need, for each microbatch."""
         stage, op, peer = need
         if not isinstance(op, Half):
             return self.numbers_of(stage, op, peer)
@@ -242,7 +242,7 @@ class Numbered:
         return [b if b in self.place else h for b, h in zip(whole, half, strict=True)]
 
     def numbers_of(self, stage: int, op: Op, peer: int | None = None) -> Sequence[int]:
-        """For each microbatch the number of a lane, or one that no action has."""
+        """The number of a lane's action for each microbatch, or one that no action has."""
         m = self.schedule.microbatches
         base = self._first.get((stage, op, peer))
         if base is None:
@@ -251,7 +251,7 @@ class Numbered:
 
     @cached_property
     def partner(self) -> dict[int, int]:
-        """For each SEND and RECV the one at the other end, where there is one."""
+        """The other end of each SEND and RECV that has one."""
         ends: dict[int, int] = {}
         for lane, _, links in self.needs:
             if lane[1] in RECV_OPS:
@@ -269,16 +269,16 @@ NOT_YET = -1.0
 
 @dataclass
 class Waits:
-    """What numbers wait for: actions of other ranks, and messages. Ranks do their own actions in order.
+    """What numbers wait for: actions of other ranks, and messages. Ranks run their own actions in order.
 
     Attributes:
-        awaited: for each number what it waits for, or the length of this list for nothing.
-        lag: for each number how long after its end that arrives.
-        several: all of these and their lags, for numbers that wait for more than one.
-        partner: for each SEND and RECV the one at the other end.
-        transfer: for each SEND and RECV of which it is known how long it keeps which channel busy.
+        awaited: the number that each number waits for; the length of this list if there is none.
+        lag: how long after its end the awaited result arrives, for each number.
+        several: all awaited numbers and their lags, for numbers that wait for more than one.
+        partner: the other end of each SEND and RECV.
+        transfer: the channel of each SEND and RECV, and how long it keeps the channel busy, if known.
         latency: how long after its transfer a message arrives.
-        pairs: the forward and the backward half of each overlapped pair, which waits at its forward for both.
+        pairs: the backward half of each overlapped pair, by its forward half, which waits for both.
         hidden: how long before the end of its forward half a backward half starts.
     """
 
@@ -292,7 +292,7 @@ class Waits:
     hidden: dict[int, float] = field(default_factory=dict)
 
     def add(self, number: int, awaited: int, lag: float) -> None:
-        """Let a number wait for one more."""
+        """Make a number wait for one more."""
         if self.awaited[number] == len(self.awaited):
             self.awaited[number], self.lag[number] = awaited, lag
         else:
@@ -301,14 +301,13 @@ class Waits:
 
 
 class Ran(NamedTuple):
-    """How far programs got.
+    """How far programs got, and when.
 
     Attributes:
-        start: for each number when it started, or ``NOT_YET``.
-        there: for each number when its result was there; of a message, when it had arrived.
+        start: when each number started, or ``NOT_YET``.
+        there: when each number's result was available; for a message, when it arrived.
         order: the numbers in an order in which one process may run them.
-        stuck: for each rank that did not reach its end the number at which it stopped, and what that
-            waits for.
+        stuck: for each rank that did not finish, the number at which it stopped and the awaited number.
     """
 
     start: list[float]
@@ -320,14 +319,14 @@ class Ran(NamedTuple):
 def run(programs: Sequence[Sequence[int]], duration: Sequence[float], waits: Waits) -> Ran:
     """Run programs on simulated clocks: each action starts as soon as its rank and what it waits for allow.
 
-    This is the only place where programs are run without work: it tells when each action runs, whether all
-    ranks come to their ends and, if not, who waits for whom. A rank runs until it must wait for what is not
-    known yet, so that the time taken is linear in the number of actions.
+    This is the only loop that runs programs without doing their work: it finds when each action runs, whether
+    all ranks finish and, if not, which rank waits for which. A rank runs until it needs a time that is not
+    known yet, so the loop is linear in the number of actions.
 
     Args:
-        programs: for each rank its numbers, in order.
-        duration: for each number how long it keeps its rank busy.
-        waits: what they wait for.
+        programs: the numbers of each rank, in order.
+        duration: how long each number keeps its rank busy.
+        waits: what the numbers wait for.
     """
     awaited_by, lag, several = waits.awaited, waits.lag, waits.several
     start = [NOT_YET] * len(awaited_by)
@@ -378,7 +377,7 @@ def run(programs: Sequence[Sequence[int]], duration: Sequence[float], waits: Wai
 
 
 def _latest(needed: list[tuple[int, float]], there: list[float]) -> tuple[int, float]:
-    """Of several awaited numbers one that is not there yet, or else the last to arrive; and when it does."""
+    """Pick an awaited number that has not arrived, or else the last to arrive; with its time."""
     latest, when = needed[0][0], NOT_YET
     for awaited, lag in needed:
         if there[awaited] < 0:
@@ -389,13 +388,13 @@ def _latest(needed: list[tuple[int, float]], there: list[float]) -> tuple[int, f
 
 
 class _Special:
-    """What messages and overlapped pairs do; other actions are there as soon as they end.
+    """Ends messages and overlapped pairs; results of other actions are available as soon as they end.
 
     Args:
-        waits: what there is to wait for.
-        duration: for each number how long it keeps its rank busy.
-        start: for each number when it started.
-        arrive: is called with a number when it is known when its result is there.
+        waits: what the numbers wait for.
+        duration: how long each number keeps its rank busy.
+        start: when each number started.
+        arrive: called with a number and the time at which its result is available.
     """
 
     def __init__(
@@ -411,7 +410,7 @@ class _Special:
         self.numbers = {*waits.partner, *waits.pairs, *self._forward}
 
     def end(self, number: int, now: float) -> float:
-        """End an action; returns when its rank is free."""
+        """End an action; return the time at which its rank is free."""
         if number in self._forward:
             return self._end_pair(self._forward[number], number)
         if number in self._waits.partner:
@@ -429,7 +428,7 @@ class _Special:
             self._arrive(end, when + self._waits.latency)
 
     def _end_pair(self, forward: int, backward: int) -> float:
-        """Both halves' results are there when the pair is done."""
+        """End a pair: the results of both halves are available when both are done."""
         self._start[backward] -= self._waits.hidden.get(backward, 0.0)
         over = max(self._start[half] + self._duration[half] for half in (forward, backward))
         for half in (forward, backward):
@@ -444,19 +443,19 @@ _COST_OF = {Op.F: "forward", Op.I: "input", Op.W: "weight", Op.B: "backward"}
 
 
 def durations(costs: Costs, stages: int) -> dict[Op, list[float]]:
-    """For each op that takes time how long it takes on each stage."""
+    """How long each op that takes time takes on each stage."""
     return {op: costs.per_stage(name, stages) for op, name in _COST_OF.items()}
 
 
 def waits_of(numbered: Numbered, costs: Costs | None = None) -> Waits:
     """What the actions of a schedule wait for.
 
-    Where its messages are not spelled out, a transfer starts when the value is made, and channels carry any
+    If its messages are not spelled out, a transfer starts when the value is made, and channels carry any
     number at once. A need that nothing meets counts as met: ``validation.py`` reports it.
 
     Args:
         numbered: the schedule.
-        costs: what messages and overlapped pairs take; by default nothing.
+        costs: the costs of messages and overlapped pairs; by default messages take no time.
     """
     costs = costs or Costs()
     size = len(numbered)
@@ -486,7 +485,7 @@ def waits_of(numbered: Numbered, costs: Costs | None = None) -> Waits:
 
 
 def block_sends(numbered: Numbered, waits: Waits) -> None:
-    """Let each rank wait after each SEND until the message is taken."""
+    """Make each rank wait after each SEND until the message is received."""
     is_send = numbered.per_lane(lambda lane: lane[1] in SEND_OPS)
     is_free = numbered.per_lane(lambda lane: lane[1] in STAGE_OPS)
     for program in numbered.programs:
@@ -515,7 +514,7 @@ def transfer_of(schedule: Schedule, send: Action, costs: Costs) -> float:
 
 
 def under_way(schedule: Schedule, rule: Dependencies, need: Need, costs: Costs) -> float:
-    """How long a result is under way to another rank where messages are not spelled out."""
+    """How long a result travels to another rank if messages are not spelled out."""
     if not costs.message:
         return costs.latency
     sends = rule.sends(Action(need.stage, need.split_op, 0))
@@ -524,7 +523,7 @@ def under_way(schedule: Schedule, rule: Dependencies, need: Need, costs: Costs) 
 
 
 def _transfers(numbered: Numbered, costs: Costs) -> dict[int, tuple[object, float]]:
-    """For each SEND and RECV its channel, and how long it keeps that busy."""
+    """The channel of each SEND and RECV, and how long it keeps the channel busy."""
     rank_of = numbered.schedule.placement.rank_of
 
     def channel_of(lane: Lane) -> tuple[object, float] | None:

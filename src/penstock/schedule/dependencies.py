@@ -1,6 +1,6 @@
 """The one rule about what must come before an action.
 
-The validator, the passes, the simulator and the runtime all ask here.
+The validator, the passes, the simulator and the runtime all use it.
 
 ====================  =====================================================================
 action                must be complete before it
@@ -9,7 +9,7 @@ F of a stage          the values it uses: F of a source on the same rank, else t
 I or B of a stage     its F; the gradients owed to it: I or B of a user, else the RECV_B
 W of a stage          its I
 SEND_F                the F that makes the values
-SEND_B                I or B of every stage on the rank that owes the gradient
+SEND_B                I or B of each of the rank's stages that owe the gradient
 RECV_F, RECV_B        the SEND at the other end
 WAIT_SEND_F/B         the SEND it waits for
 REDUCE_GRAD           W or B of every microbatch of the stage
@@ -17,11 +17,11 @@ UNSHARD               nothing
 RESHARD               the UNSHARD of the stage
 ====================  =====================================================================
 
-Where the schedule spells out no messages, a value of another rank needs that rank's F, I or B itself.
-Where a stage has an UNSHARD, its F, I, W and B need the stage unsharded: :meth:`Dependencies.shards`.
+If the schedule spells out no messages, a value from another rank needs that rank's F, I or B itself.
+If a stage has an UNSHARD, its F, I, W and B need the stage unsharded: :meth:`Dependencies.shards`.
 
-What an action needs does not depend on its microbatch, so the rule is stated once for a stage, an op and a
-peer (:meth:`Dependencies.needs`), and answers from that for one action (:meth:`Dependencies.before`).
+What an action needs does not depend on its microbatch. So :meth:`Dependencies.needs` states the rule once
+for a stage, an op and a peer, and :meth:`Dependencies.before` applies it to one action.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ COUNTERPART = {
 
 
 class Half(Enum):
-    """An op that may run alone or as part of a B: a need for it is met by the one that the microbatch has."""
+    """An op that may run alone or inside a B; whichever the microbatch has meets the need."""
 
     INPUT = Op.I
     WEIGHT = Op.W
@@ -60,7 +60,7 @@ class Need(NamedTuple):
 
     @property
     def split_op(self) -> Op:
-        """The op that meets it, where each backward is in two halves."""
+        """The op that meets the need if every backward is split in two halves."""
         return self.op.value if isinstance(self.op, Half) else self.op
 
 
@@ -96,7 +96,7 @@ class Dependencies:
         self._carriers = [self._first_on_ranks(users) for users in used]
         """For each stage, by rank, the stage after which its message to that rank is named."""
         self._gradient_carriers = [self._first_on_ranks(users) for users in self._users]
-        """The same for the messages that bring its gradients back."""
+        """The same for the messages that return its gradients."""
         self._communicates = schedule.communicates
         self._full = _full_backwards(schedule)
         self._sharded = _sharded(schedule)
@@ -128,7 +128,7 @@ class Dependencies:
     def needs(self, stage: int, op: Op, peer: int | None = None) -> Needs:
         """What the actions of a stage, an op and a peer need, whatever their microbatch.
 
-        The needs of REDUCE_GRAD are for every microbatch, those of other actions for their own.
+        REDUCE_GRAD needs them for every microbatch, other actions for their own.
         """
         key = (stage, op, peer)
         if key not in self._known:
@@ -145,15 +145,15 @@ class Dependencies:
         return Action(stage, op, None if op in STAGE_OPS else microbatch, peer)
 
     def shards(self, stage: int) -> bool:
-        """Whether the stage's parameters are gathered by an UNSHARD and freed by a RESHARD.
+        """Whether UNSHARD gathers the stage's parameters and RESHARD frees them.
 
-        If so, the last of these two before each of its computing actions, and before a RESHARD, must be an
-        UNSHARD; before an UNSHARD it must not.
+        If so, the stage must be unsharded before each of its computing actions and before a RESHARD, and
+        not unsharded before an UNSHARD.
         """
         return stage in self._sharded
 
     def gradient(self, stage: int, microbatch: int | None) -> Action:
-        """The action that gives a stage's inputs their gradient: its B where it has one, else its I."""
+        """The action that computes the gradient of a stage's inputs: its B if it has one, else its I."""
         full = self._full is None or (stage, microbatch) in self._full
         return Action(stage, Op.B if full else Op.I, microbatch)
 
@@ -161,7 +161,7 @@ class Dependencies:
         """The messages that ``action`` makes possible, as SENDs of its rank.
 
         A gradient message carries the sum over all stages of the rank that use the value. It is listed for
-        each of these, and becomes possible after the last.
+        each of these stages, and becomes possible after the last.
         """
         stage, op, microbatch, _ = action
         home = self._rank_of[stage]
@@ -207,7 +207,7 @@ class Dependencies:
         return (Need(action.stage, Op.F), *local, *self._messages(action))
 
     def _local(self, action: Action, stages: Iterable[int], op: Op | Half) -> Iterator[Need]:
-        """What an action needs of stages that hand it over without a message."""
+        """What an action needs from stages that hand it over without a message."""
         home = self._rank_of[action.stage]
         return (
             Need(stage, op)
@@ -226,7 +226,7 @@ class Dependencies:
 
 
 def _used_by(edges: Iterable[Edge], stages: int) -> list[set[int]]:
-    """For each stage the stages that use its values."""
+    """The stages that use each stage's values."""
     users: list[set[int]] = [set() for _ in range(stages)]
     for edge in edges:
         users[edge.source].update(edge.targets)
@@ -250,7 +250,7 @@ def _sharded(schedule: Schedule) -> frozenset[int]:
 
 
 def _full_backwards(schedule: Schedule) -> set[tuple[int, int | None]] | None:
-    """Which (stage, microbatch) run B rather than I; ``None`` where all do."""
+    """The pairs (stage, microbatch) that run B rather than I; ``None`` if all do."""
     if Op.I not in schedule.ops:
         return None
     if Op.B not in schedule.ops:

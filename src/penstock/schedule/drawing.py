@@ -1,4 +1,4 @@
-"""Timelines drawn: as SVG for a browser, as text for a terminal."""
+"""Drawings of timelines: SVG for a browser, text for a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from penstock.schedule.action import COMPUTE_OPS, Action, Op
 from penstock.schedule.simulation import Span, Timeline
 
-# ---- times for readers: a suitable unit, round ticks, short numbers
+# ---- readable times: a suitable unit, round ticks, short numbers
 
 
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
@@ -18,14 +18,14 @@ _STEPS = (1, 2, 5, 10)
 
 
 class Unit(NamedTuple):
-    """A unit to write times in: its name, and how many of it make up one unit of the timeline."""
+    """A unit for written times: its name, and how many of them make one unit of the timeline."""
 
     name: str
     factor: float
 
 
 def unit_for(timeline: Timeline) -> Unit:
-    """The unit in which the makespan is a number from 1 to 1000; none where times are plain numbers."""
+    """The unit in which the makespan is a number from 1 to 1000; unnamed if times are plain numbers."""
     if timeline.unit not in _SECONDS:
         return Unit("", 1.0)
     seconds = timeline.makespan * _SECONDS[timeline.unit]
@@ -44,7 +44,7 @@ def ticks(length: float, wanted: int) -> list[float]:
 
 
 def short(number: float) -> str:
-    """A number in at most five digits."""
+    """A number with at most five digits."""
     return f"{number:.5g}"
 
 
@@ -54,7 +54,7 @@ def percent(share: float) -> str:
 
 
 def stages_of(timeline: Timeline) -> list[list[int]]:
-    """For each rank the stages that it has spans of, ascending."""
+    """The stages that each rank has spans of, ascending."""
     ranks = range(timeline.ranks)
     return [sorted({span.action.stage for span in timeline.of_rank(rank)}) for rank in ranks]
 
@@ -72,7 +72,7 @@ NAMES = {
 }
 RESET = "\x1b[0m"
 PALEST = 0.6
-"""How far the colour of the last of a rank's stages goes towards white."""
+"""How far the colour of a rank's last stage fades to white."""
 
 
 def colour(op: Op, place: int = 0, places: int = 1) -> str:
@@ -83,7 +83,7 @@ def colour(op: Op, place: int = 0, places: int = 1) -> str:
 
 
 def painted(text: str, op: Op) -> str:
-    """A text on the colour of an op, for a terminal of 256 colours."""
+    """A text on the colour of an op, for a terminal with 256 colours."""
     red, green, blue = (round(int(colour(op)[at : at + 2], 16) / 51) for at in (1, 3, 5))
     return f"\x1b[30;48;5;{16 + 36 * red + 6 * green + blue}m{text}{RESET}"
 
@@ -96,7 +96,7 @@ LABELS, SHARES = 62, 58
 TOP, LEGEND, AXIS, NOTE = 34, 24, 36, 20
 """Height of title, legend, time axis and note."""
 NARROWEST, WIDEST, SCREEN = 640, 12_000, 2000
-"""The least and largest width of the rows, and the width from which one has to scroll."""
+"""The smallest and largest width of the rows, and the width above which the reader must scroll."""
 ROOM = 21
 """Width of a box in which a number of two digits is legible."""
 DIGIT, TIGHT = 6.6, 4.6
@@ -112,24 +112,24 @@ _STYLE = (
 
 
 class _Sheet:
-    """A drawing in the making: where everything is on it, and its parts.
+    """An SVG drawing under construction: its layout and its parts.
 
     Args:
-        timeline: what is drawn.
+        timeline: the timeline to draw.
     """
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
         self.unit = unit_for(timeline)
         self.places = [{stage: i for i, stage in enumerate(held)} for held in stages_of(timeline)]
-        """For each rank its stages and their order there."""
+        """The stages of each rank, with their order on that rank."""
         self.most_places = max(map(len, self.places), default=1)
         makespan = timeline.makespan or 1.0
         durations = sorted(s.duration for s in timeline.spans if s.duration > 0)
         typical = durations[len(durations) // 4] if durations else makespan
         # As many pixels per unit of time as the numbers need, within the bounds on the width.
         self.scale = min(max(ROOM / typical, NARROWEST / makespan), WIDEST / makespan)
-        # With several stages per rank, there is room for the stage below the number.
+        # With several stages per rank, a row has room for the stage below the number.
         self.row = 26 if self.most_places == 1 else 34
         self.length = timeline.makespan * self.scale
         self.top = TOP + LEGEND
@@ -179,7 +179,7 @@ class _Sheet:
         yield _text(LABELS + self.length + 6, middle, share)
 
     def box(self, span: Span, *, shares: bool) -> Iterator[str]:
-        """The box of a span; one that shares its time has half the height, with forwards on top."""
+        """Draw the box of a span; one that overlaps another has half the height, forwards on top."""
         stage, op, microbatch, _ = span.action
         x, width = self.x(span.start), span.duration * self.scale
         height = (self.row - 4) / (2 if shares else 1)
@@ -214,9 +214,9 @@ def draw_svg(timeline: Timeline, *, title: str = "", note: str = "") -> str:
     """Draw a timeline.
 
     Args:
-        timeline: of a simulated or measured step.
+        timeline: the timeline of a simulated or measured step.
         title: the text above it.
-        note: the text below it, such as where the times are from.
+        note: the text below it, such as the source of the times.
 
     Returns:
         An SVG document. All text is escaped; each box names its action and times in a tooltip.
@@ -260,7 +260,7 @@ def _rect(
 
 
 def _at_the_same_time(spans: Iterable[Span]) -> set[int]:
-    """Which spans of a rank, in the order of their starts, run at the same time as another."""
+    """The indices of the spans that overlap another; ``spans`` are one rank's, sorted by start."""
     shared: set[int] = set()
     last, end = -1, float("-inf")
     for i, span in enumerate(spans):
@@ -282,12 +282,12 @@ SHARE = "| 100.0 % idle"
 def draw_text(timeline: Timeline, *, width: int = 100, colour: bool = False) -> str:
     """Draw a timeline in characters.
 
-    There is one line per rank or, where ranks hold several stages, one per stage. A box begins with its op
-    and, if there is room, its microbatch; ``.`` is time in which the rank is idle. There is a legend below.
+    Each rank has one line or, if ranks hold several stages, one per stage. A box starts with its op and, if
+    there is room, its microbatch; ``.`` marks idle time of the rank. A legend follows.
 
     Args:
-        timeline: of a simulated or measured step.
-        width: how many characters a line may have; at least enough for labels and ten columns of time.
+        timeline: the timeline of a simulated or measured step.
+        width: the most characters per line; labels and ten columns of time are always drawn.
         colour: whether to paint the boxes, for a terminal.
     """
     page = _Page(timeline, width, colour)
@@ -296,7 +296,7 @@ def draw_text(timeline: Timeline, *, width: int = 100, colour: bool = False) -> 
 
 
 class _Page:
-    """A drawing in characters in the making."""
+    """A text drawing under construction."""
 
     def __init__(self, timeline: Timeline, width: int, colour: bool) -> None:
         self.timeline, self.colour = timeline, colour
@@ -313,7 +313,7 @@ class _Page:
         self.columns = max(FEWEST, math.ceil(timeline.makespan * self.scale - 1e-9))
 
     def lines(self, rank: int) -> Iterator[str]:
-        """A rank's lines; its idle share is at the end of the first."""
+        """A rank's lines; the first ends with the rank's idle share."""
         spans = self.timeline.of_rank(rank)
         busy = [IDLE] * self.columns
         for span in spans:
@@ -347,7 +347,7 @@ class _Page:
         return "".join(cells)
 
     def ruler(self) -> str:
-        """The time below the lines."""
+        """The time axis below the lines."""
         unit = unit_for(self.timeline)
         line = ""
         for tick in ticks(self.timeline.makespan * unit.factor, self.columns // 12):
@@ -357,7 +357,7 @@ class _Page:
         return (" " * (self.label + 2) + line + unit.name).rstrip()
 
     def legend(self) -> str:
-        """What the letters mean."""
+        """The meaning of the letters."""
         ops = {span.action.op for span in self.timeline.spans}
         names = [(op, f"{op.value} {NAMES.get(op, op.value)}") for op in Op if op in ops]
         shown = [painted(f" {name} ", op) if self.colour else name for op, name in names]
@@ -365,7 +365,7 @@ class _Page:
 
 
 def _cell(action: Action, width: int) -> str:
-    """The name of an action if a space is left before the next box, otherwise its op."""
+    """The name of an action if it leaves a space before the next box, otherwise its op."""
     microbatch = "" if action.microbatch is None else action.microbatch
     name = f"{action.op.value}{microbatch}"
     return (name if len(name) < width else action.op.value)[:width].ljust(width)

@@ -1,6 +1,6 @@
-"""Schedules in files: as CSV, which torch reads and writes too, and as JSON, which holds everything.
+"""Schedules in files: CSV, which torch also reads and writes, and JSON, which holds everything.
 
-A file may come from anyone: reading it always ends, and an error says in one line what is wrong with it.
+Files are not trusted: reading one always ends, and an error says in one line what is wrong with it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Limits:
     """Limits on what a schedule file may hold.
 
     Attributes:
-        size: bytes in the file.
-        ranks: programs in it.
-        actions: actions in all programs, including empty cells.
+        size: the most bytes in the file.
+        ranks: the most programs in the file.
+        actions: the most actions in all programs, including empty cells.
     """
 
     size: int = 256 * 2**20
@@ -40,7 +40,7 @@ class Limits:
 DEFAULT = Limits()
 SUFFIXES = (".csv", ".json")
 _SHOWN, _LONGEST_NAME = 60, 200
-"""How many characters an error shows of a wrong text, and of how many a name may be."""
+"""The most characters that an error shows of an invalid text, and the most of a name."""
 
 
 def save(schedule: Schedule, path: str | Path) -> None:
@@ -56,7 +56,7 @@ def save(schedule: Schedule, path: str | Path) -> None:
 
 
 def load(path: str | Path, *, limits: Limits = DEFAULT) -> Schedule:
-    """Read a schedule from a ``.csv`` or ``.json`` file. Whether it completes is for ``validate`` to say.
+    """Read a schedule from a ``.csv`` or ``.json`` file; ``validate`` reports whether it completes.
 
     Raises:
         UsageError: the name has another ending.
@@ -81,10 +81,10 @@ def _suffix(path: Path) -> str:
 
 
 def read_text(path: Path, limits: Limits) -> str:
-    """The text of a file that is not too large.
+    """Read the text of a file that is not too large.
 
     Raises:
-        InputFileError: there is no such file, it is no regular file, it is too large, or it is not UTF-8.
+        InputFileError: the file does not exist, is not a regular file, is too large, or is not UTF-8.
     """
     try:
         with open(path, "rb", opener=_open_at_once) as file:
@@ -106,18 +106,18 @@ def read_text(path: Path, limits: Limits) -> str:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open without waiting for a writer, in case it is a pipe."""
+    """Open without waiting for a writer, in case the file is a pipe."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _entries(rows: list[list[str]], where: str, first: int, limits: Limits) -> Iterator[Program]:
-    """The program of each row of texts; empty ones are bubbles and are left out.
+    """Parse each row of texts as a program; empty texts are bubbles and are left out.
 
     Args:
         rows: a row for each rank.
-        where: how to name the place of a text: a format of ``row`` and ``column``, counted from ``first``.
+        where: the place of a text in an error: a format of ``row`` and ``column``, counted from ``first``.
         first: the number of the first row and column.
-        limits: limits on their number.
+        limits: limits on the numbers of ranks and actions.
     """
     count = sum(map(len, rows))
     if len(rows) > limits.ranks:
@@ -143,7 +143,7 @@ def _entry(text: str, where: str, row: int, column: int) -> Entry:
 
 
 def _check_microbatches(stages: int, microbatches: int, limits: Limits) -> None:
-    """Refuse a microbatch index so high that the actions missing below it exceed the limits."""
+    """Refuse so many microbatches that their forwards alone exceed the limits."""
     if stages * microbatches > limits.actions:
         raise InputFileError(
             f"{microbatches} microbatches of {stages} stages: more than {limits.actions} forwards, "
@@ -152,12 +152,12 @@ def _check_microbatches(stages: int, microbatches: int, limits: Limits) -> None:
 
 
 # ---- CSV: one row per rank, one cell per action
-# With messages it is what torch calls ``compute_comms``, and without them ``compute_only``. CSV holds neither
+# Torch calls this form ``compute_comms`` with messages, and ``compute_only`` without. CSV holds neither
 # placement nor edges: a stage is on the rank in whose row it computes, and the edges are the chain.
 
 
 _RUNS = ("=", "+", "-", "@", "\t", "\r")
-"""The beginnings of cells that a spreadsheet would take for formulas."""
+"""The starts of cells that a spreadsheet would take for formulas."""
 
 
 def to_csv(schedule: Schedule) -> str:
@@ -183,8 +183,8 @@ def from_csv(text: str, *, name: str = "CSV", limits: Limits = DEFAULT) -> Sched
     """Read a schedule from CSV; empty cells are bubbles and are left out.
 
     Args:
-        text: one row per rank.
-        name: what to call the schedule.
+        text: the CSV, one row per rank.
+        name: the name of the schedule.
         limits: limits on its size.
 
     Raises:
@@ -233,7 +233,7 @@ def _placement(programs: tuple[Program, ...]) -> Placement:
 
 
 Number = Annotated[int, Field(le=10**9)]
-"""More than any number here may be."""
+"""A number with an upper bound that no valid file reaches."""
 
 
 class EdgeJson(BaseModel):
@@ -322,7 +322,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _first_of(error: ValidationError) -> str:
-    """The first thing that is wrong, and where, in one line."""
+    """The first error and its place, in one line."""
     first = error.errors(include_url=False)[0]
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
     wrong = (

@@ -1,7 +1,7 @@
-"""Passes: functions from a schedule to a schedule that leave their argument as it is.
+"""Passes: functions that make a new schedule from a schedule and leave their argument unchanged.
 
-What a rank computes is written by hand or by a function of the library. Passes add the rest: the messages,
-when sharded parameters are gathered and freed, and when gradients are summed over replicas.
+A person or a function of the library writes what a rank computes. Passes add the rest: messages, the
+gathering and freeing of sharded parameters, and the sum of gradients over replicas.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from penstock.schedule.base import Schedule, flat, paused_collection
 from penstock.schedule.dependencies import Dependencies, counterpart
 
 Pass = Callable[[Schedule], Schedule]
-"""A function from a schedule to a schedule that leaves its argument as it is."""
+"""A function that makes a new schedule from a schedule and leaves its argument unchanged."""
 
 
 def compose(*passes: Pass) -> Pass:
-    """The pass that applies ``passes`` from first to last; without any, one that changes nothing."""
+    """Chain ``passes``, first to last, into one pass; without any, it changes nothing."""
     return lambda schedule: reduce(lambda result, apply: apply(result), passes, schedule)
 
 
@@ -44,10 +44,10 @@ def _computes(entry: Entry) -> bool:
 
 
 def merge_backward(schedule: Schedule) -> Schedule:
-    """Replace each I that is directly followed by its own W by a B, which saves a second pass over the graph.
+    """Merge each I and its own W directly after it into a B, which saves a second pass over the graph.
 
-    Apply it before :func:`add_communication`: a message between the two halves keeps them apart, since a
-    merged B would send it later.
+    Apply it before :func:`add_communication`: a message between the two halves prevents the merge, since B
+    would send it later.
     """
     return schedule.with_programs(map(_merge, schedule.programs))
 
@@ -64,7 +64,7 @@ def _merge(program: Program) -> list[Entry]:
 
 
 def _together(first: Entry, second: Entry) -> Action | None:
-    """The B that an I and a W make up, if they are of one stage and microbatch."""
+    """The B that an I and a W make, if they are of one stage and microbatch."""
     if not (isinstance(first, Action) and first.op is Op.I):
         return None
     weight = Action(first.stage, Op.W, first.microbatch)
@@ -83,14 +83,14 @@ def add_communication(schedule: Schedule, *, ahead: int = 1) -> Schedule:
     """Add every SEND and RECV that the edges need, for values that change ranks.
 
     A SEND follows the action that makes its value. A RECV is posted just before the last entry that waits for
-    an earlier message from the same rank. So a message finds its buffer ready, posting takes no time in which
-    the rank could compute, and few buffers wait. Messages from one rank to another are received in the order
-    of their sends, activations and gradients alike: torch's runtime has one queue for both. Stages on one
-    rank hand values over directly.
+    an earlier message from the same rank. So a message finds its buffer ready, posting takes no compute time,
+    and few buffers wait. Messages from one rank to another are received in the order of their sends,
+    activations and gradients alike: torch's runtime has one queue for both. Stages on one rank hand values
+    over directly.
 
     Args:
-        schedule: one without messages; if it has messages already it is returned as it is.
-        ahead: for how many messages of a rank to be ready besides the one that is waited for.
+        schedule: a schedule without messages; one that has messages is returned unchanged.
+        ahead: how many messages from a rank to post ahead of the awaited one.
 
     Raises:
         ScheduleError: an action needs a value that no action makes.
@@ -108,7 +108,7 @@ def add_communication(schedule: Schedule, *, ahead: int = 1) -> Schedule:
 
 
 class _Messages:
-    """The messages of each stage and op, for microbatch 0, and the channels with what is on them."""
+    """The messages of each stage and op, for microbatch 0, and the channels with their pending receives."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._rule = Dependencies(schedule)
@@ -126,7 +126,7 @@ class _Messages:
         return self._channels[ranks]
 
     def with_sends(self, program: Program) -> Iterator[Entry]:
-        """The program with its sends after the entries that make their values; fills the channels."""
+        """Add each send after the entry that makes its value, and fill the channels."""
         done: set[Action] = set()
         for entry in program:
             yield entry
@@ -134,7 +134,7 @@ class _Messages:
                 yield from self._due(action, done)
 
     def _due(self, action: Action, done: set[Action]) -> Iterator[Action]:
-        """The sends that an action makes possible; puts their receives on the channels."""
+        """The sends that an action makes possible; put their receives on the channels."""
         for first, channel in self._sends.get(action[:2], ()):
             send = Action(first.stage, first.op, action.microbatch, first.peer)
             if self._is_due(action, send, done):
@@ -142,14 +142,14 @@ class _Messages:
                 yield send
 
     def _is_due(self, action: Action, send: Action, done: set[Action]) -> bool:
-        """Whether the last of the actions whose gradients a message adds up is done."""
+        """Whether all actions whose gradients a message adds up are done."""
         if len(self._rule.needs(send.stage, send.op, send.peer)) == 1:
             return True
         done.add(action)
         return done.issuperset(self._rule.before(send))
 
     def with_receives(self, rank: int, program: list[Entry], ahead: int) -> Iterator[Entry]:
-        """The program with each receive before an earlier entry that waits for a message of its channel.
+        """Add each receive before an earlier entry that waits for a message of its channel.
 
         The first receives of a channel go before the last entry that waits for any message.
         """
@@ -178,7 +178,7 @@ class _Messages:
 
 
 def _up_to(receive: Action, channel: Channel, rank: int) -> list[Action]:
-    """Take the receives of a channel up to one of them."""
+    """Take the receives off a channel, up to and including a given one."""
     order: list[Action] = []
     while not order or order[-1] != receive:
         if not channel:
@@ -193,12 +193,12 @@ def _up_to(receive: Action, channel: Channel, rank: int) -> list[Action]:
 def prefetch(schedule: Schedule, *, unsharded: int = 3) -> Schedule:
     """Add UNSHARD and RESHARD so that each stage is gathered ahead of its use.
 
-    At any time a rank has the stages gathered that it uses next, up to a bound; other stages are freed. A
-    schedule that has any UNSHARD already is returned as it is.
+    Each rank keeps the stages that it uses next gathered, up to a bound, and frees the others. A schedule
+    that has an UNSHARD is returned unchanged.
 
     Args:
-        schedule: with or without messages.
-        unsharded: how many stages of a rank may be gathered at a time; at least 2 where F and B overlap.
+        schedule: the schedule, with or without messages.
+        unsharded: how many stages of a rank may be gathered at a time; at least 2 if F and B overlap.
 
     Raises:
         ScheduleError: the bound is too small.
@@ -223,7 +223,7 @@ def _prefetch(program: Program, bound: int) -> Iterator[Entry]:
 
 
 def _coming(program: Program, bound: int) -> list[list[int]]:
-    """For each entry the next distinct stages that are used from there on, nearest first."""
+    """The next distinct stages that are used from each entry on, nearest first."""
     coming: list[list[int]] = []
     order: list[int] = []
     for entry in reversed(program):
@@ -245,8 +245,8 @@ _LAST = (Op.W, Op.B)
 def reduce_gradients(schedule: Schedule) -> Schedule:
     """Add a REDUCE_GRAD after the last weight gradient of each stage.
 
-    So it runs while other stages of the rank still compute. A schedule that has any already is returned as
-    it is.
+    The reduction runs while other stages of the rank still compute. A schedule that has a REDUCE_GRAD is
+    returned unchanged.
     """
     if Op.REDUCE_GRAD in schedule.ops:
         return schedule

@@ -20,7 +20,7 @@ from penstock.schedule.validation import completed
 
 
 MICROSECONDS: Mapping[str, float] = {"s": 1e6, "ms": 1e3, "us": 1.0, "": 1e3}
-"""How long a unit of time is in a Chrome trace; a unit without a name is drawn as a millisecond."""
+"""Microseconds in each unit of time; a Chrome trace draws a unit without a name as a millisecond."""
 
 
 class Span(NamedTuple):
@@ -33,7 +33,7 @@ class Span(NamedTuple):
 
     @property
     def duration(self) -> float:
-        """How long it ran."""
+        """How long the action ran."""
         return self.end - self.start
 
 
@@ -43,12 +43,12 @@ class Timeline:
 
     Args:
         spans: the actions with their ranks and times, in any order.
-        ranks: how many ranks there are.
+        ranks: the number of ranks.
         unit: the unit of the times: ``s``, ``ms``, ``us``, or empty for plain numbers.
         pairs: the forwards and backwards that the schedule runs as overlapped pairs.
 
     Raises:
-        UsageError: an unknown unit, or a span that is of no such rank or ends before it starts.
+        UsageError: the unit is unknown, or a span has no valid rank or ends before it starts.
     """
 
     spans: tuple[Span, ...]
@@ -75,17 +75,17 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """From the first start to the last end."""
+        """The time from the first start to the last end."""
         return max((span.end for span in self.spans), default=0.0) - self.start
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """For each rank how long it computed; time in which spans overlap counts once."""
+        """How long each rank computed; time in which spans overlap counts once."""
         return tuple(_covered(self.of_rank(rank)) for rank in range(self.ranks))
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """For each rank the share of the makespan in which it did not compute."""
+        """The share of the makespan in which each rank did not compute."""
         return tuple(1 - busy / self.makespan if self.makespan else 0.0 for busy in self.busy)
 
     @property
@@ -113,7 +113,7 @@ class Timeline:
 
 
 def _covered(spans: Iterable[Span]) -> float:
-    """How long at least one computing span runs; ``spans`` are in the order in which they start."""
+    """How long at least one computing span runs; ``spans`` are sorted by start."""
     covered, end = 0.0, float("-inf")
     for span in spans:
         if span.action.op in COMPUTE_OPS and span.end > end:
@@ -150,14 +150,14 @@ def _event(span: Span, origin: float, scale: float) -> dict[str, object]:
 
 
 class Gap(NamedTuple):
-    """Idle time of a rank between two computing actions, and what it waited for.
+    """Idle time of a rank before a computing action, and what the rank waited for.
 
     Attributes:
         rank: the idle rank.
-        start: when it had nothing to do.
+        start: when the rank became idle.
         end: when ``action`` started.
-        action: the action that it then started.
-        waits_for: the action of another rank that it waited for last.
+        action: the action that the rank then started.
+        waits_for: the action of another rank that the rank waited for last.
     """
 
     rank: int
@@ -201,7 +201,7 @@ class Simulation:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """For each rank how long it computes; time in which a pair overlaps counts once."""
+        """How long each rank computes; time in which a pair overlaps counts once."""
         if self._waits.hidden:
             return self.timeline.busy
         return tuple(sum(map(self._duration.__getitem__, row)) for row in self._rows)
@@ -216,7 +216,7 @@ class Simulation:
     def longest_stage(self) -> float:
         """The longest time that any rank takes from the start of its first action to the end of its last.
 
-        The zero-bubble papers measure a step by it, since the idle ends of two steps overlap.
+        The zero-bubble papers measure a step by it, since the idle ends of successive steps overlap.
         """
         start, end = self._ran.start.__getitem__, self._end.__getitem__
         rows = filter(None, self._rows)
@@ -229,7 +229,7 @@ class Simulation:
 
     @cached_property
     def _held(self) -> list[list[float]]:
-        """For each rank what it holds after each of its computing actions."""
+        """What each rank holds after each of its computing actions."""
         stages = self.schedule.stages
         activation = self.costs.per_stage("activation", stages)
         stash = self.costs.per_stage("stash", stages)
@@ -244,13 +244,13 @@ class Simulation:
 
     @property
     def peak_memory(self) -> tuple[float, ...]:
-        """For each rank the most that it holds at any time, in units of ``activation`` and ``stash``."""
+        """The most that each rank holds at any time, in units of ``activation`` and ``stash``."""
         return tuple(max([0.0, *held]) for held in self._held)
 
     def memory(self, rank: int) -> list[tuple[float, float]]:
         """What a rank holds over time: pairs of a time and what the rank holds from then on.
 
-        An F takes memory when it starts; the others give memory back when they end.
+        F takes memory when it starts; the other ops free memory when they end.
         """
         spans = map(self._span, self._rows[rank])
         when = (span.start if span.action.op is Op.F else span.end for span in spans)
@@ -258,7 +258,7 @@ class Simulation:
 
     @cached_property
     def messages(self) -> int:
-        """How many messages cross between ranks."""
+        """The number of messages between ranks."""
         if self.schedule.communicates:
             return len(self._numbered.partner) // 2
         awaited, several = self._waits.awaited, self._waits.several
@@ -308,7 +308,7 @@ class Simulation:
 
     @cached_property
     def _reasons(self) -> dict[int, int]:
-        """For each action what its rank waited for last or, if for nothing, the computing action before it.
+        """What each action's rank waited for last or, if it did not wait, the computing action before.
 
         Messages and other actions that take no time come between two computing actions; the rank may have
         waited at any of them.
@@ -327,14 +327,14 @@ class Simulation:
         return reasons
 
     def _awaited(self, number: int) -> int:
-        """What arrived last of all that an action waited for."""
+        """The last to arrive of all that an action waited for."""
         one = (self._waits.awaited[number], self._waits.lag[number])
         links = self._waits.several.get(number, [one])
         return max(links, key=lambda link: self._ran.there[link[0]] + link[1])[0]
 
     @cached_property
     def _rows(self) -> list[list[int]]:
-        """For each rank the numbers of its computing actions."""
+        """The numbers of each rank's computing actions."""
         computes = self._computes
         return [[n for n in program if computes[n]] for program in self._numbered.programs]
 
@@ -347,12 +347,12 @@ class Simulation:
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     """Run a schedule on one simulated clock per rank: each action starts as soon as its rank and needs allow.
 
-    Where the messages are spelled out, a transfer starts when both ends have posted it and its channel is
-    free. Where they are not, it starts when the value is made, and channels carry any number at once.
+    If the messages are spelled out, a transfer starts when both ends have posted it and its channel is
+    free. If not, it starts when the value is made, and channels carry any number at once.
 
     Args:
-        schedule: with or without messages.
-        costs: by default 1 for each F, I and W.
+        schedule: the schedule, with or without messages.
+        costs: the costs of its actions; by default 1 for each F, I and W.
 
     Raises:
         ScheduleError: the schedule does not complete.
@@ -369,8 +369,8 @@ def replay(
     If one thread ran all ranks in turn, this is the timeline that separate processes would have had.
 
     Args:
-        schedule: what was run, with its messages or without.
-        durations: seconds of each action; one that is not listed took none.
+        schedule: the schedule that was run, with or without its messages.
+        durations: the seconds of each action; an action that is not listed took none.
         latency: the seconds that a message takes to arrive.
 
     Raises:

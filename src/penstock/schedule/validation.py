@@ -1,12 +1,12 @@
 """Proof that a schedule completes, or everything that is wrong with it.
 
-It is proven for this meaning of the actions: SEND and RECV *post* and return. A message is complete when both
+The proof gives actions this meaning: SEND and RECV *post* and return. A message is complete when both
 ends have posted it and the earlier ones on its channel are complete; there is one first-in first-out channel
 per ordered pair of ranks and kind of message. A compute action waits for what it needs, WAIT_SEND for its
-message. An overlapped pair starts when both its halves may.
+message. An overlapped pair starts when both halves may.
 
-Actions may wait, but what may run now may also run later; so one run of the programs, on simulated clocks,
-tells for all runs whether they complete.
+An action that may run now may also run later. So one run of the programs, on simulated clocks, shows for all
+runs whether they complete.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Problem:
     """One thing that is wrong with a schedule.
 
     Attributes:
-        rank: the rank whose program is wrong; ``None`` where it is not a single one.
-        position: the place in that program, from 0; ``None`` for what is missing.
-        action: the action.
+        rank: the rank whose program is wrong; ``None`` if it is not a single one.
+        position: the place in that program, from 0; ``None`` for a missing action.
+        action: the action at fault.
         what: what is wrong.
         remedy: what to change.
     """
@@ -61,11 +61,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class Report:
-    """What :func:`validate` says about a schedule.
+    """The result of :func:`validate`.
 
     Attributes:
         schedule: the name of the schedule.
-        problems: everything that is wrong; empty for a schedule that is proven to complete.
+        problems: everything that is wrong; empty if the schedule is proven to complete.
         survives_blocking_sends: whether it would also complete if each SEND waited for its RECV.
     """
 
@@ -100,10 +100,10 @@ def validate(schedule: Schedule) -> Report:
     """Prove that a schedule completes, in time linear in its actions.
 
     Args:
-        schedule: with its messages spelled out, or without; then values are simply there when needed.
+        schedule: the schedule; if its messages are not spelled out, values change ranks without them.
 
     Returns:
-        A report with every problem at once.
+        A report of all problems.
     """
     numbered = Numbered(schedule)
     problems = list(_incomplete(numbered))
@@ -122,7 +122,7 @@ def validate(schedule: Schedule) -> Report:
 
 
 def completed(numbered: Numbered, duration: Sequence[float], waits: Waits) -> Ran:
-    """Run a schedule that has to complete on simulated clocks.
+    """Run a schedule on simulated clocks; it must complete.
 
     Raises:
         ScheduleError: an action is on a wrong rank, or needs one that no program has or that comes
@@ -141,17 +141,17 @@ def completed(numbered: Numbered, duration: Sequence[float], waits: Waits) -> Ra
 
 @paused_collection()
 def merged(schedule: Schedule) -> list[Action]:
-    """All ranks' actions in one order that respects every dependency: what a single process runs.
+    """Merge all ranks' actions into one order that respects every dependency, for a single process.
 
-    Each rank's own order is kept. The two halves of an overlapped pair follow each other, the forward first.
-    It takes time linear in the number of actions.
+    Each rank's own order is kept. The backward of an overlapped pair directly follows its forward. The time
+    is linear in the number of actions.
 
     Args:
-        schedule: with or without its messages; these are left out, since one process needs none.
+        schedule: the schedule; its messages are left out, since one process needs none.
 
     Raises:
-        ScheduleError: a deadlock, or an action that needs one which comes later or is in no program; the
-            message says who waits for whom.
+        ScheduleError: there is a deadlock, or an action needs one that comes later or is in no program; the
+            message says which rank waits for which.
     """
     silent = schedule.with_programs(
         (e for e in program if isinstance(e, Overlap) or e.op not in PEER_OPS)
@@ -166,7 +166,7 @@ def merged(schedule: Schedule) -> list[Action]:
 
 
 def _incomplete(numbered: Numbered) -> Iterator[Problem]:
-    """Each stage must run each microbatch forward and, where the schedule trains, backward once."""
+    """Each stage must run each microbatch forward and, if the schedule trains, backward once."""
     schedule = numbered.schedule
     for stage in range(schedule.stages):
         home = schedule.placement.rank_of[stage]
@@ -187,7 +187,7 @@ def _absent(numbered: Numbered, stage: int) -> Iterator[Action]:
 
 
 def _order(numbered: Numbered, absent: Container[Action | None] = ()) -> Iterator[Problem]:
-    """What an action needs comes before it on its own rank, which also posts the messages that it needs.
+    """Everything that an action needs is in a program, and comes first if it is on the same rank.
 
     Args:
         numbered: the schedule.
@@ -215,7 +215,7 @@ Check = Callable[[Numbered], Iterator[Problem]]
 
 
 def _duplicate(numbered: Numbered) -> Iterator[Problem]:
-    """No action occurs twice but UNSHARD and RESHARD; no microbatch has both B and I or W."""
+    """Only UNSHARD and RESHARD may occur twice; no microbatch has both B and I or W."""
     for number, (rank, position) in numbered.again:
         action = numbered.action(number)
         if action.op not in (Op.UNSHARD, Op.RESHARD):
@@ -244,7 +244,7 @@ def _wrong_rank(numbered: Numbered) -> Iterator[Problem]:
 
 
 def _unreceived(numbered: Numbered) -> Iterator[Problem]:
-    """Every message has both its ends."""
+    """Every message has both ends."""
     is_message = numbered.per_lane(lambda lane: lane[1] in MESSAGE_OPS)
     for number, place in numbered.place.items():
         if is_message[number] and number not in numbered.partner:
@@ -290,7 +290,7 @@ def _channels(numbered: Numbered) -> Iterator[Problem]:
 
 
 def _crossed(numbered: Numbered, one: int, two: int) -> Problem:
-    """Two messages of a channel of which the second is received first."""
+    """Report two messages of a channel that are received in the wrong order."""
     first, second = numbered.partner[one], numbered.partner[two]
     (rank, late), (_, early) = numbered.place[first], numbered.place[second]
     what = (
@@ -302,7 +302,7 @@ def _crossed(numbered: Numbered, one: int, two: int) -> Problem:
 
 
 def _shards(numbered: Numbered) -> Iterator[Problem]:
-    """Stages that are gathered and freed are gathered whenever they compute."""
+    """Sharded stages are gathered whenever they compute."""
     if Op.UNSHARD not in numbered.schedule.ops:
         return
     for rank, program in enumerate(numbered.schedule.programs):
@@ -332,13 +332,13 @@ CHECKS: tuple[Check, ...] = (
 
 
 def _deadlock(numbered: Numbered, ran: Ran) -> Problem:
-    """Who waits for whom where programs stopped: a circle of ranks, most often."""
+    """Report which ranks wait for which where programs stopped: most often a cycle."""
     rank, path = min(ran.stuck), dict[int, str]()
     while rank in ran.stuck and rank not in path:
         number, awaited = ran.stuck[rank]
         other = numbered.partner.get(awaited, awaited)
         if ran.start[other] >= 0:
-            other = awaited  # The other end is posted; what lacks is this rank's own.
+            other = awaited  # The other end is posted; this rank's own end is missing.
         stands, holds = numbered.action(number), numbered.place[other][0]
         path[rank] = f"rank {rank} at {stands} waits for {numbered.action(other)} of rank {holds}"
         rank = holds

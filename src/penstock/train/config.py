@@ -172,7 +172,7 @@ class TrainConfig(BaseModel):
             yield "resume='auto' continues in the run folder; name it with out="
 
     def _misfits(self) -> Iterator[str]:
-        """What is wrong with the schedule; one of a billion actions is refused before it is built."""
+        """The problems with the schedule; one of a billion actions is refused before it is built."""
         stages = ranks_of(self) * (self.stages_per_rank or 1)
         if stages <= self.layers:
             if stages * self.microbatches > LARGEST_SCHEDULE:
@@ -192,7 +192,7 @@ class TrainConfig(BaseModel):
 
 
 def ranks_of(config: TrainConfig) -> int:
-    """The ranks of a pipeline: as set, or under ``torchrun`` the world size over the replicas, or else 4."""
+    """The ranks of a pipeline: as set; else, under ``torchrun``, the world size over the replicas; else 4."""
     if config.ranks:
         return config.ranks
     world = world_size()
@@ -200,7 +200,7 @@ def ranks_of(config: TrainConfig) -> int:
 
 
 def world_size() -> int | None:
-    """How many processes torchrun has started; None without it."""
+    """The number of processes that torchrun started; None without torchrun."""
     world = os.environ.get("WORLD_SIZE")
     return None if world is None else int(world)
 
@@ -221,7 +221,7 @@ def group_of(name: str) -> str:
     return str(extra["group"]) if isinstance(extra, Mapping) else ""
 
 
-# ---- flags and a file become settings
+# ---- from flags and a file to settings
 
 
 def resolve(flags: Mapping[str, Any], file: Path | None = None) -> TrainConfig:
@@ -229,7 +229,7 @@ def resolve(flags: Mapping[str, Any], file: Path | None = None) -> TrainConfig:
 
     Args:
         flags: settings by name that win over the file.
-        file: a TOML file with settings; by default that of the run folder that is resumed.
+        file: a TOML file with settings; by default that of the run folder to resume.
 
     Raises:
         ConfigError: the flags are wrong, or contradict the file or the defaults.
@@ -249,7 +249,7 @@ def resolve(flags: Mapping[str, Any], file: Path | None = None) -> TrainConfig:
 
 
 def _complaint(settings: Mapping[str, Any]) -> str:
-    """What is wrong with settings, in one line; nothing if they will do."""
+    """The problems with settings, in one line; empty if there are none."""
     try:
         TrainConfig(**settings)
     except ValidationError as error:
@@ -258,7 +258,7 @@ def _complaint(settings: Mapping[str, Any]) -> str:
 
 
 def _sentence(detail: ErrorDetails) -> str:
-    """A complaint of pydantic's, in our words."""
+    """An error of pydantic, in our words."""
     if detail["type"] == "value_error":
         return str(detail["ctx"]["error"])
     name = str(detail["loc"][0])
@@ -270,7 +270,7 @@ def _sentence(detail: ErrorDetails) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value, unless it is so long that nobody could read it: Python refuses to write giants at all."""
+    """A value as text, cut short if it is too long to read; Python refuses to print huge integers."""
     if isinstance(value, int) and value.bit_length() > 256:
         return f"<a number of {value.bit_length()} bits>"
     text = repr(value)
@@ -282,7 +282,7 @@ def read(file: Path) -> dict[str, Any]:
 
     Raises:
         ConfigError: there is no such file.
-        InputFileError: it cannot be read, or is not TOML in UTF-8.
+        InputFileError: the file cannot be read, or is not TOML in UTF-8.
     """
     if not file.is_file():
         raise ConfigError(
@@ -301,11 +301,11 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def to_toml(config: TrainConfig) -> str:
-    """The settings as a config file that repeats the run, without those of where it is stored."""
+    """The settings as a config file that repeats the run; it leaves out where the run is stored."""
     values = config.model_dump(exclude_none=True, exclude={"out", "resume"})
     return "".join(f"{name} = {_toml(value)}\n" for name, value in values.items())
 
 
 def _toml(value: str | float) -> str:
-    """A value in TOML, which of these types writes all as JSON does, but escapes DEL too."""
+    """A value in TOML, which writes these types as JSON does, but also escapes DEL."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,6 +1,6 @@
 """The text to train on: read, split into a training and a held-out part, and cut into batches.
 
-Everything follows from the text and the seed alone, so every rank makes the same batches without any message.
+Batches depend on the text and the seed alone, so every rank makes the same ones without any message.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.errors import InputFileError, UsageError
 Bytes = npt.NDArray[np.uint8]
 Batch = tuple[Tensor, Tensor]
 HELD_OUT_SHARE = 20
-"""One in how many files is held out, or which fraction of a single file."""
+"""One in this many files is held out; of a single file, one part in this many."""
 LARGEST_FOLDER = 2 << 30
 """Bytes. A folder is read into memory; a larger text must be a single file, which is mapped."""
 NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
@@ -33,8 +33,8 @@ class Corpus:
     """A text in two parts.
 
     Args:
-        name: where it is from, for messages.
-        files: how many files were read.
+        name: the source of the text, for messages.
+        files: the number of files that were read.
         training: the bytes to learn from, one-dimensional.
         held_out: the bytes to measure on.
     """
@@ -57,7 +57,7 @@ class Corpus:
     def held_out_batches(self, count: int, *, batch: int, sequence: int) -> Iterator[Batch]:
         """At most ``count`` full batches of samples spread evenly over the held-out text.
 
-        A text too short for that many samples gives fewer batches, but one at least, in which samples may
+        A text too short for that many samples gives fewer batches, but at least one, whose samples may
         overlap.
         """
         fitting = (len(self.held_out) - 1) // sequence
@@ -77,8 +77,8 @@ def load(data: str | None, sequence: int) -> Corpus:
     """Read a text and split it.
 
     Args:
-        data: a file, or a folder whose text files are taken; None takes the sources of the Python
-            standard library of this machine.
+        data: a file, or a folder of text files; None means the sources of this machine's Python standard
+            library.
         sequence: length of a sample in bytes; each part must hold at least one sample.
 
     Raises:
@@ -141,7 +141,7 @@ def _files(folder: Path, skip: frozenset[str]) -> Iterator[Path]:
 
 
 def _text(path: Path) -> bytes:
-    """The contents of a file; nothing if that is not UTF-8 text."""
+    """The contents of a file; empty if it is not UTF-8 text."""
     try:
         content = path.read_bytes()
         content.decode("utf-8")

@@ -1,4 +1,4 @@
-"""How a run shows on a terminal and in a log."""
+"""What a run prints on a terminal and in a log."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.values import bytes_as_text
 
 
 def summary(metrics: Mapping[str, Any], steps: int) -> str:
-    """The numbers of a step that a person wants to see, in a line; see docs/watching.md for their names."""
+    """The main numbers of a step, in one line; see docs/watching.md for their names."""
     words = [
         f"step {metrics['step']:>{len(str(steps))}}/{steps}",
         f"loss {metrics['loss']:.6f}",

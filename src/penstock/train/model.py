@@ -70,14 +70,14 @@ class FeedForward(nn.Module):
         self.output = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Transform each position alone."""
+        """Transform each position separately."""
         gate, value = self.inputs(x).chunk(2, dim=-1)
         result: Tensor = self.output(functional.silu(gate) * value)
         return result
 
 
 class DecoderBlock(nn.Module):
-    """Attention and feed-forward, each normalised before and added to the stream."""
+    """Attention and feed-forward, each with a norm before it and added to the residual stream."""
 
     def __init__(self, width: int, heads: int, sequence: int) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         initialise(self, seed)
         self.parameter_count = sum(weight.numel() for weight in self.parameters())
-        """How many weights it has."""
+        """The number of weights."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Predict at each position the byte that follows it."""
@@ -135,7 +135,7 @@ def rotations(length: int, features: int) -> tuple[Tensor, Tensor]:
 
 
 def initialise(model: GPT, seed: int) -> None:
-    """Draw every matrix from a generator of its own, seeded from ``seed`` and its name.
+    """Draw every matrix from its own generator, seeded from ``seed`` and the matrix's name.
 
     So a weight depends neither on the cut nor on the weights made before it. Matrices that write to the
     residual stream are scaled down by the number of writers (GPT-2); the head starts at zero, so that the
@@ -160,7 +160,7 @@ def next_byte_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def cut(layers: int, stages: int) -> list[list[str]]:
-    """The paths of each stage's modules: the blocks dealt evenly, the ends of the model at both ends."""
+    """The paths of each stage's modules: blocks dealt evenly, the ends of the model to the outer stages."""
     bounds = [math.ceil(stage * layers / stages) for stage in range(stages + 1)]
     blocks = [[f"blocks.{i}" for i in range(*ends)] for ends in pairwise(bounds)]
     blocks[0].insert(0, "embed")

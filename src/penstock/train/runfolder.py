@@ -1,4 +1,4 @@
-"""The run folder: what a run leaves there, when it stops, and how it is resumed."""
+"""The run folder: the files of a run, and how a run stops and resumes."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class RunFolder:
             (self.path / name).write_text(text, encoding="utf-8")
 
     def log(self, record: dict[str, Any]) -> None:
-        """Append a line to the metrics at once, so that a run that is stopped keeps its measurements."""
+        """Append a line to the metrics at once, so that a stopped run keeps its measurements."""
         if self._writes:
             with (self.path / METRICS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
 
     def rewind(self, step: int) -> None:
-        """Drop what was measured after the step from which the run is resumed."""
+        """Drop the measurements after the step from which the run resumes."""
         if not self._writes:
             return
         path = self.path / METRICS
@@ -50,7 +50,7 @@ class RunFolder:
 
 
 def _until(line: str, step: int) -> bool:
-    """Whether a line of the metrics is of a step up to this one; a kill may have cut off the last line."""
+    """Whether a line of the metrics is for a step up to this one; a kill may have truncated the last line."""
     try:
         return int(json.loads(line)["step"]) <= step
     except (ValueError, KeyError, TypeError):
@@ -88,12 +88,12 @@ AUTO = "auto"
 
 
 class Stop:
-    """Notes why the run is to stop after this step: a signal, or the end of its time.
+    """Records why the run must stop after this step: a signal, or the time limit.
 
-    In its context a first SIGINT or SIGTERM is noted; a second one does what it does without this context.
+    Inside its context, a first SIGINT or SIGTERM is only recorded; a second one acts as it does outside.
 
     Args:
-        limit: how many seconds the run may take from now on; None for any number.
+        limit: the seconds that the run may take from now on; None for no limit.
         say: prints a line when a signal arrives.
     """
 
@@ -105,7 +105,7 @@ class Stop:
 
     @property
     def reason(self) -> str:
-        """The name of the signal, ``"time limit"``, or nothing if the run is to go on."""
+        """The name of the signal, ``"time limit"``, or an empty string if the run goes on."""
         late = self._end is not None and time.monotonic() >= self._end
         return self._signal or ("time limit" if late else "")
 
@@ -131,7 +131,7 @@ class Stop:
 
 
 def source_of(resume: str, out: Path) -> Path:
-    """The folder of the checkpoints from which a run is resumed.
+    """The folder of the checkpoints from which a run resumes.
 
     Raises:
         UsageError: there is none.

@@ -91,7 +91,7 @@ def train(config: TrainConfig, console: Console | None = None) -> Outcome:
         with checkpoints, Stop(config.time_limit, lambda text: say(out, text)) as stop:
             run = Run(config, pipe, corpus, folder, checkpoints, out)
             outcome = run.complete(stop)
-    # Only now, so that no rank takes the end of another for a failure.
+    # Only now, so that no rank mistakes the exit of another for a failure.
     if run.stopped in signal.Signals.__members__:
         signal.raise_signal(signal.Signals[run.stopped])
     return outcome
@@ -101,7 +101,7 @@ def train(config: TrainConfig, console: Console | None = None) -> Outcome:
 
 
 def device_of(config: TrainConfig) -> torch.device:
-    """The device; one that this machine does not have is refused."""
+    """The device of a run; refuses one that this machine does not have."""
     device = torch.device(config.device)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device={config.device!r}: there is no such device here; use cpu")
@@ -131,7 +131,7 @@ def make_model(config: TrainConfig, device: torch.device | str = "cpu") -> GPT:
 def make_pipeline(
     config: TrainConfig, corpus: Corpus, device: torch.device, mesh: Any = None
 ) -> Pipeline:
-    """The pipeline of a run, or this process's one of its replicas."""
+    """The pipeline of a run or, with replicas, this process's replica."""
     model = make_model(config, device if config.plan == AUTO else "cpu")
     options: dict[str, Any] = {"loss_fn": next_byte_loss, "device": device, "seed": config.seed}
     if mesh is not None:
@@ -162,7 +162,7 @@ def _training_batch(config: TrainConfig, corpus: Corpus, step: int) -> Batch:
 
 
 def _read_plan(config: TrainConfig, path: Path) -> Plan:
-    """Read a plan, and check that it is one for this run."""
+    """Read a plan, and check that it suits this run."""
     if not path.is_file():
         raise ConfigError(
             f"plan={str(path)!r}: there is no such file; give auto, or what penstock plan --json has written"
@@ -192,7 +192,7 @@ def profile_of(
 
     Args:
         config: the settings.
-        device: the device for which to predict; by default the costs are measured on that of the run.
+        device: the device to predict for; by default costs are measured on the device of the run.
         repeats: how often to measure.
     """
     tokens = torch.zeros(config.batch, config.sequence, dtype=torch.long)
@@ -210,7 +210,7 @@ def exchange(pipe: Pipeline, value: Any) -> list[Any]:
 
 
 def _claim_folder(pipe: Pipeline, config: TrainConfig) -> tuple[RunFolder, Checkpoints]:
-    """Let the leading process make the run folder, and all processes fail if it cannot."""
+    """Make the run folder on the leading process; if that fails, all processes fail."""
     path = problem = ""
     claimed = None
     if pipe.leads:
@@ -224,7 +224,7 @@ def _claim_folder(pipe: Pipeline, config: TrainConfig) -> tuple[RunFolder, Check
             claimed.claim()
         except (UsageError, CheckpointError) as error:
             problem = str(error)
-    # The process that leads is the first one.
+    # The leading process is the first one.
     path, problem = exchange(pipe, [path, problem])[0]
     if problem:
         raise UsageError(problem)
@@ -240,7 +240,7 @@ def _claim_folder(pipe: Pipeline, config: TrainConfig) -> tuple[RunFolder, Check
 
 @dataclass
 class Run:
-    """The steps of a run, and what comes after them.
+    """The steps of a run, and the work after them.
 
     Attributes:
         stopped: why the run was stopped, if it was: the name of a signal, or ``"time limit"``.
@@ -259,7 +259,7 @@ class Run:
         self._optimizer = make_optimizer(self.pipe.named_parameters(), self.config)
 
     def complete(self, stop: Stop) -> Outcome:
-        """Train, then measure and save; or stop early, where ``stop`` says so."""
+        """Train, then measure and save; or stop early if ``stop`` gives a reason."""
         say(self.console, self._introduction())
         first = self._resume()
         self.folder.write("config.toml", to_toml(self.config))
@@ -277,7 +277,7 @@ class Run:
         return Outcome(losses, held_out_loss, self.folder.path)
 
     def _introduction(self) -> str:
-        """What is trained, how and on which text, in three lines."""
+        """The model, its schedule and its text, in three lines."""
         config, corpus, schedule = self.config, self.corpus, self.pipe.schedule
         sharded = ", weights sharded over them" if config.shard else ""
         replicas = f", {config.replicas} replicas{sharded}" if config.replicas > 1 else ""
@@ -295,7 +295,7 @@ class Run:
     # ---- resume and save
 
     def _resume(self) -> int:
-        """Load a checkpoint, if the settings ask for it; returns its step."""
+        """Load a checkpoint if the settings ask for it; return its step, or 0."""
         resume = self.config.resume
         if resume is None:
             return 0
@@ -317,7 +317,7 @@ class Run:
         return step
 
     def _origin(self) -> dict[str, Any]:
-        """What determines the text on which a step trains."""
+        """The numbers that determine the text on which a step trains."""
         config = self.config
         numbers = {"seed": config.seed, "batch": config.batch, "sequence": config.sequence}
         return {**numbers, "text": len(self.corpus.training)}
@@ -325,7 +325,7 @@ class Run:
     # ---- the steps
 
     def _train(self, first: int, stop: Stop) -> tuple[float, ...]:
-        """Train from the step after ``first``; returns the losses of the steps."""
+        """Train from the step after ``first``; return the losses of the steps."""
         losses, steps, every = [], self.config.steps, self.config.save_every
         with self.console.status("the first step …") as status:
             for step in range(first + 1, steps + 1):
@@ -350,7 +350,7 @@ class Run:
         return tuple(losses)
 
     def _step(self, step: int, stop: Stop, *, record: bool) -> dict[str, Any]:
-        """Train one step; returns its metrics."""
+        """Train one step; return its metrics."""
         started = perf_counter()
         tokens, target = _training_batch(self.config, self.corpus, step)
         try:
@@ -390,7 +390,7 @@ class Run:
         """The samples of this replica."""
         return batch.tensor_split(self.config.replicas)[self.pipe.replicas.index]
 
-    # ---- what comes after them
+    # ---- after the steps
 
     def _measure_held_out(self) -> float:
         """The loss on held-out text, in nats per byte."""
@@ -409,7 +409,7 @@ class Run:
         return loss
 
     def _report(self, step: int, timeline: Timeline, clocks: str) -> None:
-        """Keep a trace, a drawing and a report of a step that was recorded."""
+        """Write a trace, a drawing and a report of a recorded step."""
         schedule, kind = self.pipe.schedule, CLOCKS[clocks]
         size = f"{schedule.ranks} ranks, {schedule.microbatches} microbatches"
         title = f"{schedule.name}: step {step}, {size}"
@@ -420,7 +420,7 @@ class Run:
         say(self.console, f"timeline of step {step}: bubble {timeline.bubble:.1%}, {kind}")
 
     def _plan(self) -> Plan:
-        """The plan of the run, to be shown beside a measured step; without one, what its settings cost."""
+        """The plan to show next to a measured step: the run's or, without one, that of its settings."""
         if self.pipe.plan is not None:
             return self.pipe.plan
         config, schedule = self.config, self.pipe.schedule

@@ -1,4 +1,4 @@
-"""Schedules by name: those of the library, and those that a user registers."""
+"""Schedules by name: the library's, and those that a user registers."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from penstock.schedule.library.schedules import (
 )
 
 SAMPLES = ((1, 2), (2, 4), (4, 8), (8, 16))
-"""Ranks and microbatches of the small schedules that tell what a function builds."""
+"""Ranks and microbatches of the small samples that show what a function builds."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A function that builds schedules, and what is known of all of them.
+    """A function that builds schedules, and the properties that they share.
 
     Args:
         name: the name of the schedule.
-        build: a function of ranks and microbatches; with a third parameter also of the stages on each rank.
+        build: a function of ranks and microbatches and, if it has a third parameter, stages per rank.
         aliases: other names for it.
     """
 
@@ -51,7 +51,7 @@ class Recipe:
 
     @cached_property
     def stages_per_rank(self) -> int:
-        """How many stages it puts on a rank; the default if it takes any number."""
+        """The number of stages on a rank; the default if the function takes any number."""
         return len(self.sample.placement.stages_on(0))
 
     @property
@@ -61,7 +61,7 @@ class Recipe:
 
     @property
     def summary(self) -> str:
-        """What it is, in one line."""
+        """A description in one line."""
         return (self.build.__doc__ or "").partition("\n")[0]
 
     @cached_property
@@ -69,7 +69,7 @@ class Recipe:
         """The first small schedule that the function does not refuse.
 
         Raises:
-            ScheduleError: it refuses them all.
+            ScheduleError: the function refuses them all.
         """
         refusal = None
         for ranks, microbatches in SAMPLES:
@@ -80,10 +80,10 @@ class Recipe:
         raise ScheduleError(f"{self.name} refuses every small size: {refusal}")
 
     def make(self, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
-        """The schedule for some numbers.
+        """Build the schedule for these numbers.
 
         Raises:
-            ScheduleError: there is none for them, or the function returns something else.
+            ScheduleError: there is none, or the function returns something else.
         """
         sizes = [ranks, microbatches]
         if self.any_stages:
@@ -121,13 +121,13 @@ def names() -> tuple[str, ...]:
 def register(name: str, build: Callable[..., Schedule]) -> None:
     """Give a schedule of your own a name, by which ``Pipeline`` and :func:`build` find it in this process.
 
-    Where there are several processes, each must register it.
+    If there are several processes, each must register it.
 
     Args:
         name: a new name.
-        build: a function of ranks and microbatches that returns the schedule; with a third parameter it
-            takes any number of stages on each rank, and that parameter's default is the usual number. Where
-            there is no schedule for some numbers it raises a ScheduleError.
+        build: a function of ranks and microbatches that returns the schedule. A third parameter, if any, is
+            the number of stages on each rank, with the usual number as its default. The function raises a
+            ScheduleError for numbers without a schedule.
 
     Raises:
         ScheduleError: the name is taken, or looks like that of a file.
@@ -142,10 +142,10 @@ def register(name: str, build: Callable[..., Schedule]) -> None:
 
 
 def unregister(name: str) -> None:
-    """Forget a name that was registered, for instance to register a changed function.
+    """Remove a registered name, for instance to register a changed function.
 
     Raises:
-        ScheduleError: an unknown name.
+        ScheduleError: the name is unknown.
     """
     del RECIPES[find(name)[0]]
 
@@ -158,10 +158,10 @@ def _known() -> dict[str, str]:
 
 
 def find(name: str) -> tuple[str, Recipe]:
-    """The proper name and the recipe for a name or alias, in upper or lower case.
+    """Find the proper name and the recipe for a name or alias, in upper or lower case.
 
     Raises:
-        ScheduleError: an unknown name; the message gives the nearest one, and all.
+        ScheduleError: the name is unknown; the message gives the nearest one, and all names.
     """
     known = _known()
     proper = known.get(name.lower())
@@ -180,12 +180,12 @@ def build(
 
     Args:
         name: one of :func:`names` or torch's name for it, in upper or lower case.
-        ranks: how many ranks share the model.
-        microbatches: into how many parts a batch is split.
-        stages_per_rank: for schedules that take any number of stages per rank; others have their own.
+        ranks: the number of ranks that share the model.
+        microbatches: the number of parts of a batch.
+        stages_per_rank: the number of stages per rank, for schedules that take any; others have their own.
 
     Raises:
-        ScheduleError: an unknown name, or numbers that the schedule cannot take.
+        ScheduleError: the name is unknown, or the schedule does not exist for these numbers.
     """
     check_at_least_one(ranks=ranks, microbatches=microbatches)
     if stages_per_rank is not None:
@@ -203,10 +203,10 @@ def build(
 
 
 def built(make: Callable[[], object], who: str, ranks: int, microbatches: int) -> Schedule:
-    """The schedule that a function, which may be the user's, makes for some numbers.
+    """Make a schedule with a function, which may be the user's, and check the result.
 
     Raises:
-        ScheduleError: it is not a schedule, or is one for other numbers.
+        ScheduleError: the result is not a schedule, or is one for other numbers.
     """
     result = make()
     if not isinstance(result, Schedule):

@@ -15,8 +15,8 @@ from penstock.schedule.dependencies import Dependencies
 
 # ---- stages in one direction: one per rank, or several in laps over all ranks
 # These schedules share a shape, `_in_turn`: some forwards ahead, then a forward and a backward in turn. 1F1B,
-# Eager-1F1B, ZB-H1 and ZB-H2 differ only in how many forwards are ahead, and in how far the weights' half of
-# backward lags behind. If the stages of a rank are taken in laps, they become the interleaved schedules.
+# Eager-1F1B, ZB-H1 and ZB-H2 differ only in how many forwards are ahead, and in how far the weight half of
+# backward lags behind. With the stages of a rank taken in laps, they become the interleaved schedules.
 
 
 def _in_turn(
@@ -28,15 +28,15 @@ def _in_turn(
     *,
     stages: int = 1,
 ) -> Schedule:
-    """On every rank some forwards ahead, then one forward and one backward in turn, then the other backwards.
+    """Run some forwards ahead, then one forward and one backward in turn, then the other backwards.
 
     Args:
         name: the name of the schedule.
-        ranks: how many ranks there are.
-        microbatches: how many microbatches there are.
-        ahead: tells for a rank how many forwards of its last stage are ahead.
-        lag: tells for a rank how many backwards a W is behind its I; without it backwards are full.
-        stages: how many stages each rank has. It takes them in laps, a round of microbatches each.
+        ranks: the number of ranks.
+        microbatches: the number of microbatches.
+        ahead: how many forwards a rank's last stage is ahead, by rank.
+        lag: how many backwards a W is behind its I, by rank; without it backwards are full.
+        stages: the number of stages on each rank, which takes them in laps of a round of microbatches.
     """
     placement = looped(ranks, stages)
     rounds = _rounds(ranks, microbatches)
@@ -90,16 +90,16 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
 def eager_1f1b(ranks: int, microbatches: int) -> Schedule:
     """1F1B that hides latency for more memory; one stage per rank, any number of ranks and microbatches.
 
-    Zhuang et al., "On Optimizing the Communication of Model Parallelism", MLSys 2023. Twice the forwards
-    ahead, so that messages travel while both ends compute. Rank ``r`` of ``p`` holds at most
+    Zhuang et al., "On Optimizing the Communication of Model Parallelism", MLSys 2023. It runs twice the
+    forwards ahead, so messages travel while both ends compute. Rank ``r`` of ``p`` holds at most
     ``2 * (p - r) - 1`` microbatches. Without latency it takes as long as 1F1B; with latency, 1F1B waits for a
-    round trip at every pair and this one does not.
+    round trip at every pair and this schedule does not.
     """
     return _in_turn("Eager-1F1B", ranks, microbatches, lambda rank: 2 * (ranks - 1 - rank))
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
-    """1F1B, a third of its bubble in the same memory; one stage per rank, any ranks and microbatches.
+    """A third of 1F1B's bubble in the same memory; one stage per rank, any ranks and microbatches.
 
     Qi, Wan, Huang, Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.1 and figure 2: backward in
     two halves, the weight half filling the idle end. No rank holds more than ``p`` microbatches, as in 1F1B,
@@ -113,9 +113,9 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
     """No bubble within a rank for twice the memory; one stage per rank, any ranks and microbatches.
 
     Qi, Wan, Huang, Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.2 and figure 3. Forwards
-    fill the time until the first gradient comes back; weight halves put off for as long fill the end. No rank
-    holds more than ``2 * p - 1`` microbatches. Rank ``r`` starts and ends ``r`` late, so that the next step
-    can start where this one has not ended.
+    fill the time until the first gradient comes back; weight halves deferred for as long fill the end. No
+    rank holds more than ``2 * p - 1`` microbatches. Rank ``r`` starts and ends ``r`` units late, so the first
+    ranks can start the next step before the last ranks end this one.
     """
     ahead, lag = lambda rank: 2 * (ranks - 1 - rank), lambda rank: 2 * rank
     return _in_turn("ZB-H2", ranks, microbatches, ahead, lag)
@@ -143,7 +143,7 @@ def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int 
     """ZB-H1 in laps over several stages per rank; any number of ranks, microbatches and stages.
 
     Qi, Wan, Huang, Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024: ZB-H1's idea (section 2.1) on the laps
-    of interleaved 1F1B. What is left of the bubble is the start, ``p - 1`` forwards of one stage.
+    of interleaved 1F1B. Only the start of the bubble remains, ``p - 1`` forwards of one stage.
     """
     ahead, lag = lambda rank: ranks - 1 - rank, lambda rank: rank
     return _in_turn(
@@ -154,8 +154,8 @@ def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int 
 def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """GPipe in laps over several stages per rank; any number of ranks, microbatches and stages.
 
-    Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023: each stage runs for all microbatches
-    before the next. The bubble is that of GPipe divided by the number of stages per rank; each stage's
+    Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023: each stage runs all microbatches before
+    the next. The bubble is that of GPipe divided by the number of stages per rank; each stage's
     parameters are needed in one stretch forward and one backward, which suits sharded parameters. A rank
     holds the activations of all microbatches.
     """
@@ -185,9 +185,9 @@ def forward_only(ranks: int, microbatches: int, stages: int | Placement = 1) -> 
     For evaluation and prediction.
 
     Args:
-        ranks: how many ranks.
-        microbatches: how many microbatches.
-        stages: how many stages per rank, or where the stages are.
+        ranks: the number of ranks.
+        microbatches: the number of microbatches.
+        stages: the number of stages per rank, or the placement of the stages.
     """
     placement = looped(ranks, stages) if isinstance(stages, int) else stages
     programs = tuple(
@@ -201,10 +201,10 @@ def forward_only(ranks: int, microbatches: int, stages: int | Placement = 1) -> 
     return Schedule("forward-only", placement, microbatches, programs)
 
 
-# ---- the V placement: each microbatch passes the ranks on the way down, and again on the way back up
-# Rank ``r`` of ``p`` holds stages ``r`` and ``2p - 1 - r``, so the loss is on the rank that began. ZB-V,
+# ---- the V placement: each microbatch goes down the ranks and back up
+# Rank ``r`` of ``p`` holds stages ``r`` and ``2p - 1 - r``, so the first rank computes the loss. ZB-V,
 # V-Half and V-Min are one idea with different times, a *building block* that repeats; DualPipeV is written
-# phase by phase, and so is ZB-V where there are microbatches enough for all its phases.
+# phase by phase, and so is ZB-V if there are enough microbatches for all its phases.
 
 
 # ---- from a building block that repeats
@@ -215,7 +215,7 @@ def forward_only(ranks: int, microbatches: int, stages: int | Placement = 1) -> 
 #
 # 1. the next F or I runs if what it needs is there and the rank may hold one more,
 # 2. else a W that is due,
-# 3. else the F or I after the next, so that an idle step is used but no order changes by more than one.
+# 3. else the F or I after the next, so that an idle step is used but no action overtakes more than one.
 
 _PERIOD = 6
 """F, I and W of a rank's two stages."""
@@ -223,7 +223,7 @@ _PERIOD = 6
 
 @dataclass(frozen=True)
 class _Block:
-    """When one microbatch runs where, given by the time from each rank to the next.
+    """When one microbatch runs on each rank, given as the time from a rank to the next.
 
     Attributes:
         forward: the times of the forwards, on the way down the ranks and on the way back up.
@@ -254,10 +254,10 @@ def _squeezed(name: str, ranks: int, microbatches: int, block: _Block, held: int
 
     Args:
         name: the name of the schedule.
-        ranks: how many ranks there are.
-        microbatches: how many microbatches there are.
+        ranks: the number of ranks.
+        microbatches: the number of microbatches.
         block: the steady state.
-        held: of how many microbatches a rank may hold the activations, counting both of its stages.
+        held: the most microbatches whose activations both stages of a rank may hold.
     """
     empty = Schedule(name, v_shaped(ranks), microbatches, ((),) * ranks)
     rule = Dependencies(empty)
@@ -299,7 +299,7 @@ def _squeezed(name: str, ranks: int, microbatches: int, block: _Block, held: int
 
 
 def _order(rank: int, ranks: int, microbatches: int, block: _Block) -> list[Action]:
-    """A rank's Fs and Is by their times in the repeated block."""
+    """A rank's Fs and Is, sorted by their times in the repeated block."""
     down, up = rank, 2 * ranks - 1 - rank
     kinds = ((down, Op.F), (up, Op.F), (up, Op.I), (down, Op.I))
     timed = [
@@ -313,8 +313,8 @@ def _order(rank: int, ranks: int, microbatches: int, block: _Block) -> list[Acti
 def v_half(ranks: int, microbatches: int) -> Schedule:
     """Half of 1F1B's memory; two stages per rank in a V, any number of ranks and microbatches.
 
-    Its bubble is as large as 1F1B's. With an even number of ranks two actions of a block would fall on the
-    same time of the period; waiting at the loss moves them apart.
+    Its bubble is as large as 1F1B's. With an even number of ranks, two actions of a block would fall on the
+    same time of the period; a wait at the loss moves them apart.
     """
     turn = 1 if ranks % 2 else 4
     block = _Block(forward=(1, 2), backward=(1, 2), turn=turn)
@@ -325,7 +325,7 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
     """A third of 1F1B's memory; two stages per rank in a V, any number of ranks and microbatches.
 
     Its bubble is larger; each microbatch goes down and up the ranks without a pause. If the number of ranks
-    is a multiple of three, two actions of a block would fall on the same time of the period; waiting at the
+    is a multiple of three, two actions of a block would fall on the same time of the period; a wait at the
     loss moves them apart.
     """
     turn = 0 if ranks % 3 else 2
@@ -340,13 +340,13 @@ class _ProgramWriter:
     """Writes the program of a rank: each op on one of its two stages takes the stage's next microbatch.
 
     Args:
-        rank: which rank.
-        ranks: how many there are.
+        rank: the index of the rank.
+        ranks: the number of ranks.
 
     Attributes:
         down: the stage that microbatches pass on the way from the first rank to the last.
         up: the stage that they pass on the way back.
-        below: how many ranks come after this one.
+        below: the number of ranks after this one.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
@@ -396,8 +396,8 @@ _ZB_V = _Block(forward=(3, 3), backward=(3, 3))
 def zb_v(ranks: int, microbatches: int) -> Schedule:
     """No bubble within a rank in 1F1B's memory; two stages per rank in a V, any ranks and microbatches.
 
-    Qi, Wan, Huang, Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 6. A microbatch's activations
-    are held for as long on each rank. Rank ``r`` starts and ends ``r`` late, as in ZB-H2.
+    Qi, Wan, Huang, Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 6. Every rank holds a
+    microbatch's activations equally long. Rank ``r`` starts and ends ``r`` units late, as in ZB-H2.
     """
     if microbatches < 2 * ranks - 1:
         # Too few for the phases below: squeeze the building block of their steady state.
@@ -473,7 +473,7 @@ def _steady(rank: _ProgramWriter, turns: int) -> Iterator[Entry]:
 
 
 def _end(rank: _ProgramWriter) -> Iterator[Entry]:
-    """The last backwards: the first half of them whole, the rest split, their W filling the end."""
+    """The last backwards: the first half whole, the rest split; their Ws fill the end."""
     for turn in range(2 * (rank.rank + 1)):
         stage = rank.down if turn % 2 else rank.up
         yield rank.input(stage) if turn > rank.rank else rank.full(stage)

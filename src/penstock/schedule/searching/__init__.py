@@ -1,7 +1,7 @@
 """Search for a schedule for stages of unequal cost under a memory limit.
 
-``task`` puts the step into numbers, ``drafting`` makes drafts of its schedule, ``annealing`` improves them,
-and ``bounds`` proves what none can beat.
+``task`` describes the step in numbers, ``drafting`` makes drafts of its schedule, ``annealing`` improves
+them, and ``bounds`` proves a time that no schedule can beat.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from penstock.schedule.searching.task import SLACK, Draft, Task
 from penstock.schedule.simulation import simulate
 
 Memory = float | Sequence[float]
-"""What each rank may hold: one number for all, or one for each."""
+"""The most that a rank may hold: one number for all ranks, or one for each."""
 EFFORT = 1_200_000
-"""How many moves are tried by default, as the annealer counts them: a few seconds of work."""
+"""The number of moves tried by default, as the annealer counts them: a few seconds of work."""
 MAKESPAN = attrgetter("makespan")
 STARTS = 24
-"""How many drafts set off in the first round."""
+"""The number of drafts in the first round."""
 
 
 def search(  # noqa: PLR0913 - the whole task, by name
@@ -60,8 +60,8 @@ def search(  # noqa: PLR0913 - the whole task, by name
     and the gradients owed to it, W its I; a value arrives a transfer and a latency after it was made, and
     channels carry any number of values at once. The search chooses the order of actions, and which backwards
     are whole (B) and which are split into I and W. No rank holds more than its memory at any time. Overlapped
-    pairs are not searched; but if ``costs.overlap`` makes a schedule of the library that has them the best,
-    that is the result.
+    pairs are not searched; but if ``costs.overlap`` makes a library schedule with such pairs the best, the
+    search returns it.
 
     The candidates are the library's schedules for this placement that keep to the memory, and drafts of a
     list scheduler that simulated annealing improves; so the result is never longer than the best of the
@@ -70,15 +70,15 @@ def search(  # noqa: PLR0913 - the whole task, by name
 
     Args:
         costs: the costs of each stage.
-        ranks: how many ranks share the model.
-        microbatches: into how many parts the batch is split.
+        ranks: the number of ranks that share the model.
+        microbatches: the number of parts of the batch.
         memory: the most that a rank may hold, in the units of ``costs.activation`` and ``costs.stash``: one
             number for all ranks, or one for each. By default there is no limit.
         placement: which rank holds which stages. By default as many stages as ``costs`` lists, in laps over
-            the ranks and, where that makes two per rank, also in a V; one stage per rank where it lists none.
+            the ranks and, if that makes two per rank, also in a V; one stage per rank if it lists none.
         edges: the values that travel between stages; by default the chain.
         seed: the seed of the random moves.
-        seconds: after which to stop with the best so far, but not before the library's schedules are timed.
+        seconds: after which to return the best so far; the library's schedules are timed in any case.
         effort: how much to try; 1 takes a few seconds, 10 ten times as long.
 
     Returns:
@@ -128,7 +128,7 @@ def _race(
 ) -> Draft:
     """The best draft after rounds of annealing, each with half as many drafts and twice the effort.
 
-    Annealing mends details, but hardly changes how far which rank runs ahead; so many drafts set off.
+    Annealing improves details, but hardly changes how far each rank runs ahead; so the race starts with many.
     """
     rounds = STARTS.bit_length()
     share = EFFORT * effort / (2**rounds - 1)
@@ -145,7 +145,7 @@ def _race(
 
 
 def _distinct(drafts: Iterable[Draft]) -> list[Draft]:
-    """The drafts by makespan, the shortest first, one of each."""
+    """One draft for each makespan, the shortest first."""
     kept: list[Draft] = []
     for draft in sorted(drafts, key=MAKESPAN):
         if not kept or draft.makespan > kept[-1].makespan * (1 + SLACK):
@@ -162,9 +162,9 @@ def lower_bound(
     placement: Placement | None = None,
     edges: Iterable[Edge] | None = None,
 ) -> float:
-    """A makespan that is proven to be a lower bound for every schedule of such a step.
+    """A proven lower bound on the makespan of every schedule of such a step.
 
-    The arguments, and the errors that they cause, are those of :func:`search`.
+    Arguments and errors are those of :func:`search`.
     """
     bounds = []
     for task in _tasks(costs, ranks, microbatches, memory, placement, edges):
@@ -222,7 +222,7 @@ def _limits(memory: Memory | None, ranks: int) -> list[float]:
 
 
 def _placements(costs: Costs, ranks: int) -> list[Placement]:
-    """The placements to choose from where none is given."""
+    """The placements to choose from if none is given."""
     kinds = (
         costs.forward,
         costs.input,

@@ -1,9 +1,9 @@
-"""Simulated annealing: drafts are improved by moves along their critical path.
+"""Simulated annealing: moves along the critical path improve drafts.
 
 A move puts one action elsewhere in its rank's program. It shortens the step only if it breaks the critical
 path, so most moves start from there, as in job shops (van Laarhoven, Aarts and Lenstra, "Job shop scheduling
-by simulated annealing", 1992). The times before and after the stretch that a move changes tell first about
-how long the step will be (Balas and Vazacopoulos, "Guided local search with shifting bottleneck for job shop
+by simulated annealing", 1992). The times before and after the stretch that a move changes first give an
+estimate of the makespan (Balas and Vazacopoulos, "Guided local search with shifting bottleneck for job shop
 scheduling", 1998); only moves that pass are timed.
 """
 
@@ -22,21 +22,21 @@ from penstock.schedule.searching.task import SLACK, Draft
 CRITICAL = 0.75
 """The share of moves that move an action of the critical path."""
 FUSING = 0.1
-"""The share of moves that make a backward a B or take one apart, where that can be better."""
+"""The share of moves that fuse a backward into a B or split one, where that may help."""
 REACH = 4.0
 """How far a move goes on average."""
 HOT, COLD = 0.5, 0.02
-"""The first and the last temperature, in durations of a mean action."""
+"""The first and the last temperature, in mean durations of actions."""
 TIMING = 1 / 8
-"""The cost of timing a draft, for each of its actions; to try a move costs 1."""
+"""The cost of timing a draft, per action; trying a move costs 1."""
 
 
 class Annealer:
-    """Changes a draft, and keeps the best that it meets.
+    """Changes a draft, and keeps the best one found.
 
     Args:
-        draft: where to start.
-        random: makes all random choices.
+        draft: the draft to start from.
+        random: the source of all random choices.
 
     Attributes:
         best: the best draft so far.
@@ -52,12 +52,12 @@ class Annealer:
         self._is_timed(self._programs, inf)
 
     def run(self, effort: float, until: float, target: float) -> None:
-        """Try moves while it cools down.
+        """Try moves while the temperature falls.
 
         Args:
-            effort: how much to try.
+            effort: the cost of all moves to try.
             until: when to stop early, on the monotonic clock.
-            target: a makespan that cannot be bettered.
+            target: a makespan that cannot be beaten.
         """
         mean = sum(self._task.duration) / len(self._task.duration)
         while self._spent < effort and self.best.makespan > target and monotonic() <= until:
@@ -97,7 +97,7 @@ class Annealer:
             self._is_timed(programs, bound)
 
     def _fuse(self, bound: float) -> None:
-        """Make a backward a B, or take a B apart, if the makespan stays within a bound."""
+        """Fuse a backward into a B, or split a B, if the makespan stays within a bound."""
         self._spent += 1
         task, before = self._task, (self._wholes, self._duration, self._growth)
         stage = task.fusible[int(self._random() * len(task.fusible))]
@@ -110,7 +110,7 @@ class Annealer:
             self._wholes, self._duration, self._growth = before
 
     def _is_allowed(self, rank: int, first: int, window: Sequence[int]) -> bool:
-        """Whether a rank may do a stretch of its program in another order: what it needs, and its memory."""
+        """Whether needs and memory allow a rank to run a stretch of its program in another order."""
         growth, before, most = self._growth, self._links.before, self._task.limit[rank]
         held = sum(map(growth.__getitem__, self._programs[rank][:first]))
         later = set(window)

@@ -1,15 +1,15 @@
 """Lower bounds: proof that no schedule can complete a step within a given time.
 
-Each action gets a window, from the earliest time at which it can start to the time by which it must have
-ended. Then, until nothing changes, on each rank:
+Each action gets a window, from the earliest time at which it can start to the time by which it must end.
+Then, until nothing changes, on each rank:
 
-- what cannot end before another must start comes after it;
+- an action that cannot end before another must start comes after it;
 - memory gives more order: before a forward come the gradients and Ws without which it would not fit, and
   after it the forwards that would leave it no room;
 - an action starts no earlier than all before it can be done, and ends in time for all after it.
 
 An empty window is the proof. Job shops are bounded in this way (Carlier and Pinson, "An algorithm for solving
-the job-shop problem", 1989); here memory is one more resource to run out of.
+the job-shop problem", 1989); here memory is one more limited resource.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ Windows = tuple[Numbers, Numbers]
 PRECISION = 1e-4
 """The share by which two times must differ to count as different."""
 ROUNDS = 200
-"""After how many rounds to give up: windows may go on shrinking by less and less."""
+"""The most rounds, since windows may go on shrinking by less and less."""
 LARGEST = 600_000
-"""The number of ranks times the square of a rank's actions, above which only needs are considered."""
+"""The most ranks times the square of a rank's actions; beyond it, only needs are considered."""
 
 
 class TooShort(Exception):
-    """The time is too short."""
+    """No schedule completes in the given time."""
 
 
 class Bound:
     """Proofs for one task.
 
-    No action counts for longer than it may take: a gradient for the shorter of I and B, a W for what is left
-    of a B if that is shorter, and a forward for what an overlap cannot hide.
+    Each action counts with the shortest time that it may take: a gradient with the shorter of I and B, a W
+    with the rest of a B if that is shorter, and a forward with the part that an overlap cannot hide.
 
     Args:
-        task: what is to be scheduled.
+        task: the step to schedule.
         until: when to stop and keep what is proven, on the monotonic clock.
 
     Attributes:
@@ -60,7 +60,7 @@ class Bound:
         self._late = np.outer(self._duration, np.arange(m))
         lags = sum(lag for needs in task.needs for _, lag in needs)
         self._serial = (float(self._duration.sum()) + lags) * m
-        """The time of all actions one after the other, which nothing excludes."""
+        """The time of all actions one after the other, which is always enough."""
         self._ranks: list[_RankBound] = []
         if task.ranks * (m * max(map(len, task.lanes))) ** 2 <= LARGEST:
             reach = _reach(task)
@@ -73,7 +73,7 @@ class Bound:
         self.least = float((start - due).max()) + self._serial
 
     def excludes(self, time: float) -> bool:
-        """Whether it is proven that no schedule is done by a time."""
+        """Whether it is proven that no schedule completes within a time."""
         start, due = self._windows
         try:
             self._shrunk(start.copy(), due - (self._serial - time))
@@ -82,7 +82,7 @@ class Bound:
         return False
 
     def lowest(self, makespan: float) -> float:
-        """A time before which no schedule is done, given the makespan of one."""
+        """A time before which no schedule completes, given the makespan of one."""
         low, high = self.least, makespan
         if self.excludes(high * (1 - PRECISION)):
             return high
@@ -126,7 +126,7 @@ class Bound:
 
 
 class _RankBound:
-    """The actions of one rank, lane after lane; ``always`` says which come before which in any schedule."""
+    """The actions of one rank, by lane; ``always`` holds which come before which in any schedule."""
 
     def __init__(self, task: Task, rank: int, duration: Numbers, reach: Mask) -> None:
         m = self._microbatches = task.microbatches
@@ -147,7 +147,7 @@ class _RankBound:
         self._followers = [
             [b for b, other in enumerate(held[1::3]) if reach[lane, other]] for lane in held[1::3]
         ]
-        """For each stage the stages whose gradients come after its own."""
+        """The stages whose gradients come after each stage's own."""
         self._forwards = np.concatenate([self._of(3 * i + FORWARD) for i in range(len(stages))])
 
     def _of(self, lane: int) -> Counts:
@@ -172,10 +172,10 @@ class _RankBound:
         )
 
     def _with_memory(self, first: Numbers, before: Mask) -> Numbers:
-        """Order what must come before and after each forward so that it fits; returns when these can start.
+        """Order what must come before and after each forward so that it fits; return the new earliest starts.
 
-        How many actions of each lane come before a forward, at least and at most, gives the least that each
-        stage holds then. What the other stages leave bounds what it may hold, and so these numbers.
+        The least and the most actions of each lane before a forward give the least that each stage holds
+        then. What the other stages leave bounds what a stage may hold, and so these numbers.
         """
         m, at = self._microbatches, self._forwards
         least = before[:, at].reshape(-1, m, len(at)).sum(axis=1)
@@ -191,8 +191,7 @@ class _RankBound:
         for stage in stages:
             room = spare + held[stage]
             self._forwards_after(stage, most, room, before)
-            # With fewer gradients of a stage there are also fewer of those after them, which leaves less
-            # room.
+            # Fewer gradients of a stage mean fewer of those that follow them, which leaves less room.
             count = np.arange(m + 1)[:, None]
             for other in self._followers[stage]:
                 fewer = np.minimum(most[3 * other + GRADIENT], count)
@@ -204,7 +203,7 @@ class _RankBound:
     def _holds(
         self, stage: int, forwards: Counts, most: Counts, gradients: Counts | None = None
     ) -> Numbers:
-        """The least that a stage holds after some forwards, and at most so many gradients and Ws."""
+        """The least that a stage holds after these forwards and at most so many gradients and Ws."""
         gradients = most[3 * stage + GRADIENT] if gradients is None else gradients
         gradients = np.minimum(gradients, forwards)
         weights = np.minimum(most[3 * stage + WEIGHT], gradients)
@@ -213,7 +212,7 @@ class _RankBound:
         return held
 
     def _forwards_after(self, stage: int, most: Counts, room: Numbers, before: Mask) -> None:
-        """Put the forwards of a stage for which there is no room after the others."""
+        """Put the forwards of a stage that have no room after the others."""
         count = np.arange(self._microbatches + 1)[:, None]
         fitting = (self._holds(stage, count, most) <= room).sum(axis=0) - 1
         before[np.ix_(self._forwards, self._of(3 * stage))] |= self._turn >= fitting[:, None]
@@ -227,9 +226,9 @@ class _RankBound:
         first: Numbers,
         before: Mask,
     ) -> Numbers:
-        """Put the gradients and Ws that make room for a stage first; returns when they are done.
+        """Put the gradients and Ws that make room for a stage first; return when they are done.
 
-        There is a choice: the more gradients, the fewer Ws are needed.
+        They trade off: more gradients need fewer Ws.
         """
         m, at, turn = self._microbatches, self._forwards, self._turn[:, None]
         gradient, weight = self._of(3 * stage + GRADIENT), self._of(3 * stage + WEIGHT)
@@ -268,7 +267,7 @@ def _least_durations(task: Task) -> Numbers:
 
 
 def _reach(task: Task) -> Mask:
-    """For each lane which lanes come before it in every microbatch, directly or not."""
+    """Which lanes (rows) come before each lane (columns) in every microbatch, directly or not."""
     reach = np.zeros((len(task.duration),) * 2, bool)
     for lane in task.order:
         for source, _ in task.needs[lane]:

@@ -13,12 +13,12 @@ NEVER = math.inf
 
 
 class Rule(NamedTuple):
-    """What holds a list scheduler back.
+    """The rule by which a list scheduler holds actions back.
 
     Attributes:
         ahead: the most microbatches of a stage that may be between their F and their gradient.
-        patience: for what share of its duration a W waits for another action.
-        whole: whether backwards that may be a B are.
+        patience: the share of its duration for which a W waits for another action.
+        whole: whether every backward that may be a B is one.
     """
 
     ahead: int
@@ -34,8 +34,8 @@ class Dispatcher:
     that the oldest may still need to get through.
 
     Args:
-        task: what is to be scheduled.
-        rule: what holds it back.
+        task: the step to schedule.
+        rule: when to hold actions back.
     """
 
     def __init__(self, task: Task, rule: Rule) -> None:
@@ -50,7 +50,7 @@ class Dispatcher:
         self._done = [0] * len(task.duration)
         self._end = [NEVER] * len(self._duration)
         self._through = 0
-        """How many microbatches have passed all forwards."""
+        """The number of microbatches that have passed all forwards."""
 
     def run(self) -> Draft:
         """Start one action after the other until none is left."""
@@ -73,7 +73,7 @@ class Dispatcher:
         return Draft(max(self._clock), task, programs, self._wholes)
 
     def _choose(self, rank: int) -> tuple[float, int, int]:
-        """What a rank would start next: when, with which priority, and of which lane."""
+        """The action that a rank would start next: its time, priority and lane."""
         task, done, m = self._task, self._done, self._task.microbatches
         best, best_when = (NEVER, 0, -1), (NEVER, 0)
         for lane in task.lanes[rank]:
@@ -105,7 +105,7 @@ class Dispatcher:
 
 
 def rules(task: Task) -> Iterator[Rule]:
-    """Several depths and kinds of patience."""
+    """Rules of several depths and degrees of patience."""
     wholes = (False, True) if task.fusible else (False,)
     return starmap(Rule, product(_depths(task), (0.5, 1e6, 1.0), wholes))
 

@@ -1,7 +1,7 @@
-"""A step to be scheduled, in numbers.
+"""The step to schedule, in numbers.
 
 The microbatches of a step are alike, so each stage may as well take them in order: any schedule can be
-relabelled so that its stages do, and is then as long as before. What is left to decide is in which order a
+relabelled so that its stages do, without a change in length. The search only decides the order in which a
 rank takes its *lanes*, the ops of its stages. A lane is numbered ``3 * stage`` plus 0 for F, 1 for the
 gradient (I, or B as a whole) and 2 for W; its action for microbatch ``k`` of ``m`` has the number
 ``lane * m + k``. A B is a gradient that takes longer, and a W that takes no time and holds nothing.
@@ -24,33 +24,33 @@ from penstock.schedule.dependencies import Dependencies
 PARTS = (Op.F, Op.I, Op.W)
 FORWARD, GRADIENT, WEIGHT = range(3)
 Link = tuple[int, float]
-"""Another lane or number, and how long the way to or from it takes."""
+"""Another lane or number, and how long a value takes to or from it."""
 SLACK = 1e-9
 """The share by which sums of the same numbers may differ when they are added in another order."""
 
 
 class Task:
-    """What has to be done on which rank, what it needs, how long it takes and what it holds.
+    """The work of each rank: what it needs, how long it takes and what it holds.
 
     Args:
         placement: which rank holds which stages.
         edges: the values that travel between stages.
-        microbatches: how many there are.
+        microbatches: the number of microbatches.
         costs: the costs of each stage.
         memory: the most that each rank may hold.
 
     Attributes:
-        lanes: for each rank its lanes.
-        rank: for each lane its rank.
-        duration: for each lane how long an action of it takes, its gradient as I.
-        growth: for each lane by how much an action changes what the rank holds, its gradient as I.
-        whole: for each stage the duration of B.
-        needs: for each lane the lanes whose results for the same microbatch it needs, and how long after
-            their end these arrive.
+        lanes: the lanes of each rank.
+        rank: the rank of each lane.
+        duration: how long an action of each lane takes, a gradient as I.
+        growth: by how much an action of each lane changes what the rank holds, a gradient as I.
+        whole: the duration of B on each stage.
+        needs: the lanes whose results each lane needs for the same microbatch, and how long after their
+            end these results arrive.
         feeds: the same in the other direction.
         order: the lanes, each after those that it needs.
-        limit: for each rank the most that it may hold.
-        is_whole: for each stage whether its backwards have to be B, since I would take memory.
+        limit: the most that each rank may hold.
+        is_whole: whether each stage's backwards must be B, since I would take memory.
         fusible: the other stages for which B may be better than I and W.
     """
 
@@ -86,7 +86,7 @@ class Task:
         self.fusible = [stage for stage in range(stages) if self._may_fuse(stage)]
 
     def _wire(self) -> None:
-        """Ask `Dependencies` what each lane needs, and the simulator how long that is under way."""
+        """Get the needs of each lane from `Dependencies`, and their lags from the simulator."""
         stages = range(self.empty.stages)
         halves = [[Action(lane // 3, PARTS[lane % 3], 0) for lane in lanes] for lanes in self.lanes]
         rule = Dependencies(self.empty.with_programs(halves))
@@ -114,10 +114,10 @@ class Task:
         return Links(self)
 
     def per_action(self, wholes: frozenset[int]) -> tuple[list[float], list[float]]:
-        """For each number how long it takes, and by how much it changes what its rank holds.
+        """How long each number takes, and by how much it changes what its rank holds.
 
         Args:
-            wholes: the backwards that are a B, by ``stage * microbatches + microbatch``.
+            wholes: the backwards that are a B, as ``stage * microbatches + microbatch``.
         """
         m = self.microbatches
         duration = [takes for takes in self.duration for _ in range(m)]
@@ -130,7 +130,7 @@ class Task:
         return duration, growth
 
     def held_by_one(self, rank: int) -> float:
-        """What a rank holds of one microbatch between forward and backward: the least that it needs."""
+        """What a rank holds of one microbatch between forward and backward: its least memory."""
         return math.fsum(self.activation[stage] for stage in self.empty.placement.stages_on(rank))
 
 
@@ -138,10 +138,10 @@ class Links:
     """What the actions of a task need and feed, by number.
 
     Attributes:
-        before: for each number those on its rank that it needs.
-        needs: for each number those on other ranks that it needs, and how long their results are under way.
+        before: the numbers on its own rank that each number needs.
+        needs: the numbers on other ranks that each number needs, and how long their results travel.
         feeds: the same in the other direction.
-        waits: what the loop of all ranks has to wait for.
+        waits: the needs on other ranks, in the form for ``run``.
     """
 
     def __init__(self, task: Task) -> None:
@@ -162,13 +162,13 @@ class Links:
 
 
 class Draft(NamedTuple):
-    """A schedule in the making.
+    """A schedule under construction.
 
     Attributes:
         makespan: when the last action ends.
-        task: what it is for.
-        programs: for each rank its actions, by number.
-        wholes: the backwards that are a B, by ``stage * microbatches + microbatch``.
+        task: the task that the schedule solves.
+        programs: the numbers of each rank's actions, in order.
+        wholes: the backwards that are a B, as ``stage * microbatches + microbatch``.
     """
 
     makespan: float
@@ -183,7 +183,7 @@ class Draft(NamedTuple):
         )
 
     def _action(self, number: int) -> Action | None:
-        """The action of a number, unless that is the W inside a B."""
+        """The action that has a number; ``None`` for the W inside a B."""
         m = self.task.microbatches
         lane, microbatch = divmod(number, m)
         stage, part = divmod(lane, 3)
