@@ -191,6 +191,9 @@ def test_garbage_in_the_store_kills_nobody_and_is_not_printed(tmp_path: Path) ->
         beats: dict[str, set[int]] = {key: set() for key in keys if "/beat/" in key}
         # Until each rank has written, and read what the others are said to write, several times.
         while min(map(len, beats.values())) < 4:
+            time.sleep(
+                0.2
+            )  # They write once a second, and what they write must be there to be read.
             for key, numbers in beats.items():
                 with suppress(ValueError, TypeError, KeyError):
                     numbers.add(json.loads(store.get(key))["number"])

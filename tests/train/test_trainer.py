@@ -117,7 +117,10 @@ def test_what_cannot_be_had_here(settings: dict[str, Any], gist: str, text: Path
         train(config_for(text, **settings), Console(quiet=True))
 
 
-def test_on_a_terminal_the_latest_step_is_shown_meanwhile(text: Path, tmp_path: Path) -> None:
+def test_on_a_terminal_the_latest_step_is_shown_meanwhile(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
     out = io.StringIO()
     config = config_for(text, steps=2, log_every=9, out=str(tmp_path))
     train(config, Console(file=out, force_terminal=True, width=200))
