@@ -106,7 +106,7 @@ class PipelineStage(StageBase, engine.PipelineStage):
         dw_builder: for weights whose gradients autograd does not compute. It is called after each
             microbatch's backward, and returns a function that is called when the weights' half is due.
         get_mesh: ``(dimension names, layout) -> DeviceMesh``, for DTensors that arrive on a mesh that none
-            of this process's parameters uses.
+            of this process's parameters uses; the layout is always None.
 
     Raises:
         UsageError: the index is out of range.
