@@ -31,6 +31,8 @@ from penstock.values import TensorLayout
 
 DAY = 24 * 3600.0
 """Seconds that a wait on a peer may take; the watch notices a silent peer much earlier."""
+PACKED = 4 * SMALL
+"""The most bytes of several tensors in one message, which takes their memory again while it waits."""
 _CONTROL = 1
 """The tag of collectives."""
 _DESCRIPTIONS = 1 << 29
@@ -428,7 +430,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 def _packed(buffers: list[Tensor]) -> list[Tensor]:
     """Pack several small tensors into one parcel; large ones travel one by one."""
     full = [buffer for buffer in buffers if buffer.numel()]
-    if len(full) > 1 and sum([buffer.numel() for buffer in full]) <= 16 * SMALL:
+    if len(full) > 1 and sum([buffer.numel() for buffer in full]) <= PACKED:
         return [torch.cat(full)]
     return full
 
@@ -436,7 +438,7 @@ def _packed(buffers: list[Tensor]) -> list[Tensor]:
 def _parcels_for(buffers: list[Tensor]) -> list[Tensor]:
     full = [buffer for buffer in buffers if buffer.numel()]
     size = sum([buffer.numel() for buffer in full])
-    if len(full) > 1 and size <= 16 * SMALL:
+    if len(full) > 1 and size <= PACKED:
         return [torch.empty(size, dtype=torch.uint8, device=full[0].device)]
     return full
 
