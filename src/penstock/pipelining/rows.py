@@ -209,8 +209,8 @@ def check_computes(order: Order) -> None:
         for place, action in enumerate(row):
             if action is not None and not action.is_compute_op:
                 raise PlacementError(
-                    f"{action} at rank {rank}, position {place}: a 'compute_only' schedule has no messages and no "
-                    "UNSHARD, RESHARD or REDUCE_GRAD; leave them out, or say format='compute_comms'"
+                    f"{action} at rank {rank}, position {place}: a 'compute_only' schedule has no messages "
+                    "and no UNSHARD, RESHARD or REDUCE_GRAD; leave them out, or say format='compute_comms'"
                 )
 
 
