@@ -121,11 +121,13 @@ def test_on_a_terminal_the_latest_step_is_shown_meanwhile(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    out = io.StringIO()
-    config = config_for(text, steps=2, log_every=9, out=str(tmp_path))
-    train(config, Console(file=out, force_terminal=True, width=200))
-    assert "the first step …" in out.getvalue()
-    assert "\x1b[" in out.getvalue()
+    for terminal in (False, True):
+        out = io.StringIO()
+        config = config_for(text, steps=2, log_every=9, out=str(tmp_path / str(terminal)))
+        train(config, Console(file=out, force_terminal=terminal, width=200))
+        # The line that refreshes is drawn once more before the lasting line takes its place.
+        assert (out.getvalue().count("step 2/2") > 1) == terminal
+        assert ("\x1b[" in out.getvalue()) == terminal
 
 
 def test_a_line_has_the_numbers_of_a_step_and_is_printed_as_it_is() -> None:
