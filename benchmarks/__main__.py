@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import backward, buffers, checkpoints, cut, inside, plan, steps
+from benchmarks import backward, buffers, checkpoints, cut, inside, plan, replicas, steps
 
 BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "steps": steps.compare,
@@ -21,6 +21,7 @@ BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "plan": plan.compare,
     "buffers": buffers.compare,
     "checkpoints": checkpoints.compare,
+    "replicas": replicas.compare,
 }
 
 

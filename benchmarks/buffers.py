@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.work import RANKS, SCHEDULES, Peer, ours, tiny
-from penstock.testing import WorkerPool, count_messages
+from penstock.testing import WorkerPool, record_messages
 
 MICROBATCHES = (8, 64, 512)
 
@@ -15,7 +15,7 @@ def measure(group: Any, schedule: str, microbatches: int) -> dict[str, int]:
     work = tiny(SCHEDULES[schedule], microbatches)
     peer = Peer(work, schedule, group)
     with ours(work, schedule, group) as pipe:
-        counter = count_messages(pipe)
+        counter = record_messages(pipe)
         for _ in range(2):
             pipe.step(work.batch, target=work.target)
     peer.step()

@@ -17,7 +17,7 @@ from benchmarks.pairs import Ratios, take_turns
 from benchmarks.work import RANKS, SCHEDULES, WORKS, Peer, Work, ours
 from penstock import Pipeline
 from penstock.testing import WorkerPool
-from penstock.transport import groups
+from penstock.transport import gloo
 
 REPEATS = {"gpt": 1, "tiny": 5}
 AIMS: dict[tuple[str, str], dict[str, float]] = {
@@ -96,7 +96,7 @@ class ByHand:
 
 def without_sockets(work: Work, schedule: str, group: Any) -> Pipeline:
     """Like :func:`ours`, but all messages travel over gloo."""
-    with patch.object(groups, "connect_lines", lambda *_: {}):
+    with patch.object(gloo, "connect_lines", lambda *_: {}):
         return ours(work, schedule, group)
 
 

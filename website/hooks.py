@@ -1,4 +1,4 @@
-"""What mkdocs calls while it builds the site: puts in what is made from the code, and the changelog."""
+"""What mkdocs calls as it builds the site: adds pages made from the code, the README and the changelog."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mkdocs.structure.files import File, Files
 
 from website import reference
 
-CHANGELOG = Path(__file__).parents[1] / "CHANGELOG.md"
+ROOT = Path(__file__).parents[1]
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -30,8 +30,19 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what is made from the code."""
-    changelog = {"changelog.md": CHANGELOG.read_text(encoding="utf-8")}
-    for path, text in (reference.pages() | reference.examples() | changelog).items():
+    """Add what is made from the code, the front page and the changelog."""
+    fixed = {
+        "index.md": _front(),
+        "changelog.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
+    }
+    for path, text in (reference.pages() | reference.examples() | fixed).items():
         files.append(File.generated(config, path, content=text))
     return files
+
+
+def _front() -> str:
+    """The README as the front page: its links lead to pages; those to files outside of the site are text."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"\]\(examples/(\w+)\.py\)", r"](examples/\1.md)", text)
+    text = text.replace("](docs/", "](").replace("](CHANGELOG.md)", "](changelog.md)")
+    return re.sub(r"\[([^\]]+)\]\((?:[A-Z]+\.md|LICENSE)\)", r"\1", text)

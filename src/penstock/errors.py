@@ -13,9 +13,11 @@
     ├── InputFileError (ValueError)      what a file holds is wrong: a text, a schedule, a config
     ├── SpecError (ValueError)           a value that crosses stages is not what was agreed
     ├── StageError (RuntimeError)        the user's code raised inside an action
+    │   └── PlanError                    a module did not do what was planned; also a PartitionError
     ├── NonFiniteError (RuntimeError)    a number that is infinite or none, where that is an error
     ├── MessageError (RuntimeError)      a message was expected that nobody sends, or the reverse
     ├── CheckpointError (RuntimeError)   a checkpoint that could not be written
+    │   └── StorageError (OSError)       a file system that fails, in reading or writing
     ├── AgreementError (RuntimeError)    ranks that must agree do not
     ├── PeerFailed (RuntimeError)        another rank failed, and this one stops because of it
     ├── PoisonedError (RuntimeError)     the Pipeline failed before and must be rebuilt
@@ -85,6 +87,13 @@ class StageError(PenstockError, RuntimeError):
     """The user's code raised inside an action; the cause is chained as ``__cause__``."""
 
 
+class PlanError(PartitionError, StageError):
+    """In a step, a module or the code between modules did something else than in the run without data.
+
+    The plan of the step is dropped, and the next step is planned anew.
+    """
+
+
 class NonFiniteError(PenstockError, RuntimeError):
     """A loss or a norm is infinite or no number, where the user asked that this be an error."""
 
@@ -95,6 +104,13 @@ class MessageError(PenstockError, RuntimeError):
 
 class CheckpointError(PenstockError, RuntimeError):
     """A checkpoint could not be written; those that were written before are as they were."""
+
+
+class StorageError(CheckpointError, OSError):
+    """A file system failed: the message names the path, the host and the error, which ``errno`` holds.
+
+    What a file holds may be right: a file that is damaged is an :class:`InputFileError`.
+    """
 
 
 class AgreementError(PenstockError, RuntimeError):

@@ -85,13 +85,24 @@ class Draws:
 @contextmanager
 def generators_kept(devices: Iterable[torch.device] = ()) -> Iterator[None]:
     """Restore torch's default generators on exit."""
-    generators = _generators(devices)
-    states = [generator.get_state() for generator in generators]
+    states = generator_states(devices)
     try:
         yield
     finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+        set_generator_states(states, devices)
+
+
+def generator_states(devices: Iterable[torch.device] = ()) -> list[torch.Tensor]:
+    """The states of torch's default generators of the CPU and of some devices."""
+    return [generator.get_state() for generator in _generators(devices)]
+
+
+def set_generator_states(
+    states: Iterable[torch.Tensor], devices: Iterable[torch.device] = ()
+) -> None:
+    """Set the states that :func:`generator_states` returned for the same devices."""
+    for generator, state in zip(_generators(devices), states, strict=True):
+        generator.set_state(state)
 
 
 class Randomness:

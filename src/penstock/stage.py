@@ -12,7 +12,8 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from penstock import compiled, parallel
 from penstock.backward import SharedGradients, SplitBackward
 from penstock.errors import UsageError, check_known
-from penstock.values import flatten, restrided, unflatten
+from penstock.values import map_tensors, restrided, tensors_in
 
 if TYPE_CHECKING:
     from penstock.rng import Draws
@@ -35,6 +36,7 @@ WITHDRAWN = {
     ),
 }
 """What earlier versions took, and what holds now."""
+_LEARNS = attrgetter("requires_grad")
 _untied_view: Any = torch.ops.aten._unsafe_view.default
 """Gives a leaf's memory as a tensor that is neither a leaf nor a view, so that it may be changed in place."""
 
@@ -46,13 +48,21 @@ class StageCall:
         plan: what the partition's ``plan`` returned for calls of this kind.
         microbatch: which microbatch it is.
         draws: seeds the random numbers of the step and microbatch; None leaves the generators alone.
+        may_cast: whether wrappers may change types, which a plan does not know; by default, none do.
     """
 
     # Neither a tuple nor a dataclass, which wrappers would look into for tensors.
-    __slots__ = ("draws", "microbatch", "plan")
+    __slots__ = ("draws", "may_cast", "microbatch", "plan")
 
-    def __init__(self, plan: Any, microbatch: int, draws: Draws | None = None) -> None:
+    def __init__(
+        self,
+        plan: Any,
+        microbatch: int,
+        draws: Draws | None = None,
+        may_cast: Callable[[], bool] = bool,
+    ) -> None:
         self.plan, self.microbatch, self.draws = plan, microbatch, draws
+        self.may_cast = may_cast
 
 
 class StageModule(nn.Module):
@@ -65,8 +75,30 @@ class StageModule(nn.Module):
     index: int
 
     @abstractmethod
-    def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What all stages of the model do in a call with arguments like these.
+    def state(self) -> Any:
+        """What a plan depends on in this stage and in the author's code around its units.
+
+        Those are the modes of modules, their hooks, which weights learn, and plain attributes. While the
+        states of all stages are equal, a plan holds. It is quick enough for every step.
+
+        Returns:
+            Nested tuples of plain values.
+        """
+
+    @abstractmethod
+    def plan(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        states: Mapping[int, Any] | None = None,
+    ) -> Any:
+        """What all stages of the model do in a call with arguments like these; a new plan at every call.
+
+        Args:
+            args: the model's arguments for a microbatch; only shapes, types and plain values count.
+            kwargs: its keyword arguments, likewise.
+            states: by index, what :meth:`state` gave for the stages, where they are in other processes: the
+                plan is made for these.
 
         Returns:
             Something with ``edges``, the values that travel; ``with_output(function, counts)``, which calls
@@ -233,6 +265,10 @@ class PipelineStage:
         names = parallel.names_without_wrappers(self._module, self.code, keys).items()
         self._module.load_state_dict({k: state[n] for k, n in names if n in state}, strict=False)
 
+    def may_cast(self) -> bool:
+        """Whether wrappers may change the types of what the stage is given and gives."""
+        return parallel.may_cast(self._module, self.code)
+
     def parts(self) -> Iterator[parallel.Part]:
         """All modules of the stage, with their paths in the slice."""
         return parallel.parts_of(self._module, self.code)
@@ -322,9 +358,8 @@ class PipelineStage:
         if torch.is_grad_enabled():
             if isinstance(root, Tensor):
                 root = [root]
-            roots = root if type(root) is list else flatten(root)[0]
-            learning = [x for x in roots if isinstance(x, Tensor) and x.requires_grad]
-            self._forwards[microbatch] = learning, leaves
+            roots = root if loss is not None and type(root) is list else tensors_in(root)
+            self._forwards[microbatch] = list(filter(_LEARNS, roots)), leaves
         return output
 
     def _run_compiled(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -352,9 +387,10 @@ class PipelineStage:
             microbatch: its index.
             root: a nested value, such as a loss.
         """
-        _, leaves = self._take(self._forwards, microbatch, "forward")
-        learning = [x for x in flatten(root)[0] if isinstance(x, Tensor) and x.requires_grad]
-        self._forwards[microbatch] = learning, leaves
+        if microbatch not in self._forwards:
+            self._lacks(microbatch, "forward")
+        _, leaves = self._forwards.pop(microbatch)
+        self._forwards[microbatch] = list(filter(_LEARNS, tensors_in(root))), leaves
 
     def backward(self, microbatch: int, output_grads: Gradients | None) -> Gradients:
         """Full backward of a microbatch: weights get ``.grad``.
@@ -367,13 +403,17 @@ class PipelineStage:
         Returns:
             A gradient or ``None`` for each tensor that requires grad among forward's arguments, in order.
         """
-        roots, leaves = self._take(self._forwards, microbatch, "forward")
+        if microbatch not in self._forwards:
+            self._lacks(microbatch, "forward")
+        roots, leaves = self._forwards.pop(microbatch)
         with self.shared_context:
             return self._engine.full(roots, output_grads, leaves)
 
     def backward_input(self, microbatch: int, output_grads: Gradients | None) -> Gradients:
         """The inputs' half of backward; arguments and result as :meth:`backward`."""
-        roots, leaves = self._take(self._forwards, microbatch, "forward")
+        if microbatch not in self._forwards:
+            self._lacks(microbatch, "forward")
+        roots, leaves = self._forwards.pop(microbatch)
         with self.shared_context:
             gradients, self._pending[microbatch] = self._engine.input_half(
                 roots, output_grads, leaves
@@ -382,18 +422,17 @@ class PipelineStage:
 
     def backward_weight(self, microbatch: int) -> None:
         """The weights' half of backward, after :meth:`backward_input` of the same microbatch."""
-        pending = self._take(self._pending, microbatch, "backward_input")
+        if microbatch not in self._pending:
+            self._lacks(microbatch, "backward_input")
+        pending = self._pending.pop(microbatch)
         with self.shared_context:
             self._engine.weight_half(pending)
 
-    def _take(self, left: dict[int, Any], microbatch: int, by: str) -> Any:
-        try:
-            return left.pop(microbatch)
-        except KeyError:
-            raise UsageError(
-                f"stage {self.index}: microbatch {microbatch} has no {by} that is still to be used; "
-                f"{by} with gradients enabled comes first, and once for each backward"
-            ) from None
+    def _lacks(self, microbatch: int, what: str) -> NoReturn:
+        raise UsageError(
+            f"stage {self.index}: microbatch {microbatch} has no {what} that is still to be used; "
+            f"{what} with gradients enabled comes first, and once for each backward"
+        )
 
     def clear(self) -> None:
         """Drop whatever microbatches have left here."""
@@ -415,12 +454,9 @@ def enter(value: Any, leaves: list[Tensor], *, copies: bool) -> Any:
         The value with tensors that may be changed in place.
     """
     if not isinstance(value, Tensor):
-        items, tree = flatten(value)
-        if not any(isinstance(item, Tensor) for item in items):
+        if not tensors_in(value):
             return value
-        return unflatten(
-            [enter(x, leaves, copies=copies) if isinstance(x, Tensor) else x for x in items], tree
-        )
+        return map_tensors(value, lambda tensor: enter(tensor, leaves, copies=copies))
     data = value.detach()
     if copies and not value.is_meta:
         # torch's clone of a DTensor would carry out a sum that is pending.

@@ -1,140 +1,367 @@
 """Values that travel between stages, and batches that are split into microbatches.
 
-A value is a pytree (``torch.utils._pytree``) of tensors and plain values. Dataclasses, named tuples and
-mappings that nobody has registered are registered when they are first seen. What a value looks like without
-its tensors' data is its :class:`Layout`, which travels once, as JSON; afterwards only bytes travel.
+A value is tensors and plain values in containers, nested in any way. One walker takes containers apart, one
+level at a time, and puts them together again; everything else here stands on it. What a value looks like
+without its tensors' data is its :class:`Layout`, which travels once, as JSON; afterwards only bytes travel.
 """
 
 from __future__ import annotations
 
+import copy
+import json
 import sys
-from collections import Counter, namedtuple
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
+from itertools import accumulate, count
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+from torch.utils import (
+    _pytree as pytree,
+)  # knows the classes that users register; it has no public name
 
 from penstock.errors import MicrobatchError, SpecError
 
-# ---- pytrees
+# ---- the walker: one level of a value
 
-_LEAF = pytree.tree_flatten(0)[1]
-_PLAIN = (bool, int, float, str, type(None))
+PLAIN = frozenset({bool, int, float, str, type(None)})
+"""The types of leaves that can travel beside tensors."""
+_ATOMS = PLAIN | {complex, bytes, torch.dtype, torch.device, slice}
 Leaves = list[Any]
+Place: TypeAlias = tuple[Any, ...]
+"""The path to a leaf inside a value: indices of sequences, keys of mappings, names of attributes."""
 
 
-def flatten(value: Any) -> tuple[Leaves, Any]:
+def _apart(value: Any, kind: type) -> tuple[Any, Any] | None:
+    """What a container holds besides its children, and the children; None for a leaf.
+
+    Sequences, mappings, dataclasses and what is registered with ``torch.utils._pytree`` are containers.
+    """
+    if kind is tuple or kind is list:
+        return None, value
+    if kind is dict:
+        return tuple(value), value.values()
+    if kind in _ATOMS:
+        return None
+    if kind in pytree.SUPPORTED_NODES:
+        children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(value)
+        return context, children
+    if isinstance(value, tuple | list):
+        return None, value
+    if isinstance(value, Mapping):
+        return tuple(value.keys()), list(value.values())
+    if is_dataclass(kind):
+        attributes = vars(value) if hasattr(value, "__dict__") else ()
+        names = tuple(dict.fromkeys([*(f.name for f in fields(kind)), *attributes]))
+        return names, [getattr(value, name, None) for name in names]
+    return None
+
+
+def _together(kind: Any, context: Any, children: list[Any]) -> Any:
+    """A container of a class with these children."""
+    if kind is list:
+        return children
+    if kind is tuple:
+        return tuple(children)
+    if kind is dict:
+        return dict(zip(context, children, strict=True))
+    if kind in pytree.SUPPORTED_NODES:
+        return pytree.SUPPORTED_NODES[kind].unflatten_fn(children, context)
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        # This way also for a subclass such as PackedSequence, whose constructor does other things.
+        return tuple.__new__(kind, children)
+    if issubclass(kind, tuple | list):
+        return kind(children)
+    if issubclass(kind, Mapping):
+        make: Any = kind
+        return make(dict(zip(context, children, strict=True)))
+    # Its ``__init__`` does not run, as the fields may be set otherwise.
+    filled: Any = object.__new__(kind)
+    for name, child in zip(context, children, strict=True):
+        object.__setattr__(filled, name, child)
+    return filled
+
+
+def _like(value: Any, kind: Any, context: Any, children: list[Any]) -> Any:
+    """A container like ``value`` with other children; what else the object holds is the same."""
+    if kind is tuple or kind is list or kind is dict:
+        return _together(kind, context, children)
+    is_mapping = isinstance(value, MutableMapping)
+    if not is_mapping and not isinstance(value, list):
+        return _together(kind, context, children)
+    twin: Any = copy.copy(value)
+    if is_mapping:
+        for key, child in zip(tuple(value.keys()), children, strict=True):
+            twin[key] = child
+    else:
+        twin[:] = children
+    return twin
+
+
+class _Name(str):
+    """The key of an attribute."""
+
+    __slots__ = ()
+
+
+def _keys(value: Any, kind: Any, context: Any) -> Iterable[Any]:
+    """The keys of a container's children."""
+    if kind is tuple or kind is list:
+        return count()
+    if isinstance(value, Mapping):
+        return tuple(value.keys())
+    if not hasattr(kind, "_fields"):
+        if isinstance(value, tuple | list) or kind in pytree.SUPPORTED_NODES:
+            return count()
+        return map(_Name, context)
+    return map(_Name, kind._fields)
+
+
+def _at(key: Any) -> str:
+    return f".{key}" if type(key) is _Name else f"[{key!r}]"
+
+
+# ---- whole values
+
+
+class Structure(NamedTuple):
+    """A value without its leaves.
+
+    Args:
+        kind: the class of the container; None for a leaf.
+        context: what it holds besides its children, such as the keys of a dict.
+        children: their structures.
+    """
+
+    kind: Any
+    context: Any
+    children: tuple[Any, ...]
+
+    def __hash__(self) -> int:
+        # A context need not be hashable.
+        return hash((self.kind, self.children))
+
+    def is_leaf(self) -> bool:
+        """Whether the value is one leaf."""
+        return self.kind is None
+
+    def describe(self, what: str) -> Any:
+        """The structure as JSON data.
+
+        Raises:
+            SpecError: there is no name for a class, or for something that it holds, in JSON.
+        """
+        if self.kind is None:
+            return None
+        children = [child.describe(what) for child in self.children]
+        return [
+            _class_name(self.kind, what),
+            _context_as_json(self.kind, self.context, what),
+            children,
+        ]
+
+    @staticmethod
+    def read(text: Any) -> Structure:
+        """The structure that :meth:`describe` told.
+
+        Raises:
+            SpecError: a class in it is not known in this process.
+        """
+        if text is None:
+            return LEAF
+        name, context, children = text
+        kind = _find_class(name)
+        return Structure(kind, _context_of(kind, context), tuple(map(Structure.read, children)))
+
+
+LEAF = Structure(None, None, ())
+"""The structure of a value that is one leaf."""
+
+
+def flatten(value: Any) -> tuple[Leaves, Structure]:
     """The leaves of a value, and its structure."""
-    if isinstance(value, Tensor):
-        return [value], _LEAF
-    leaves, tree = pytree.tree_flatten(value)
-    while any([_register(type(leaf), leaf) for leaf in leaves if type(leaf) not in _PLAIN]):
-        leaves, tree = pytree.tree_flatten(value)
-    return leaves, tree
+    leaves: Leaves = []
+    return leaves, _flatten(value, leaves.append)
 
 
-def unflatten(leaves: Leaves, tree: Any) -> Any:
+def _flatten(value: Any, add: Callable[[Any], None]) -> Structure:
+    if not isinstance(value, Tensor):
+        kind = type(value)
+        apart = _apart(value, kind)
+        if apart is not None:
+            context, children = apart
+            return Structure(kind, context, tuple([_flatten(child, add) for child in children]))
+    add(value)
+    return LEAF
+
+
+def unflatten(leaves: Leaves, structure: Structure) -> Any:
     """The value with these leaves."""
-    return leaves[0] if tree is _LEAF else pytree.tree_unflatten(leaves, tree)
+    return leaves[0] if structure is LEAF else _unflatten(iter(leaves), structure)
 
 
-def named_leaves(value: Any, name: str = "") -> list[tuple[str, Any]]:
-    """The leaves of a value, each with its path, which begins with ``name``."""
-    flatten(value)
-    try:
-        pairs, _ = pytree.tree_flatten_with_path(value)
-    except ValueError:
-        # A class was registered without names for what is in it.
-        return [(f"{name}, leaf {i}", leaf) for i, leaf in enumerate(flatten(value)[0])]
-    return [(name + pytree.keystr(path), leaf) for path, leaf in pairs]
+def _unflatten(leaves: Iterator[Any], structure: Structure) -> Any:
+    kind, context, children = structure
+    if kind is None:
+        return next(leaves)
+    return _together(kind, context, [_unflatten(leaves, child) for child in children])
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """The value with ``function`` applied to each tensor: new containers, all else is the same object."""
+    if isinstance(value, Tensor):
+        return function(value)
+    kind = type(value)
+    apart = _apart(value, kind)
+    if apart is None:
+        return value
+    context, children = apart
+    return _like(value, kind, context, [map_tensors(child, function) for child in children])
 
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors of a value, in order."""
     if isinstance(value, Tensor):
         return [value]
-    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
+    tensors: list[Tensor] = []
+    _collect(value, tensors.append)
+    return tensors
 
 
-def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """The value with ``function`` applied to each of its tensors."""
-    leaves, tree = flatten(value)
-    return unflatten([function(x) if isinstance(x, Tensor) else x for x in leaves], tree)
+def _collect(value: Any, add: Callable[[Tensor], None]) -> None:
+    if isinstance(value, Tensor):
+        add(value)
+    elif (apart := _apart(value, type(value))) is not None:
+        for child in apart[1]:
+            _collect(child, add)
 
 
-def _register(kind: type, leaf: Any) -> bool:
-    """Make the class of a leaf a node of pytrees, if it is a dataclass, a named tuple or a mapping."""
-    if isinstance(leaf, Tensor | type) or kind in pytree.SUPPORTED_NODES:
-        return False
-    if is_dataclass(kind):
-        names = tuple(entry.name for entry in fields(kind))
+def leaves_in(value: Any) -> list[tuple[Place, Any]]:
+    """The leaves of a value with their places, in order."""
+    leaves: list[tuple[Place, Any]] = []
+    _place(value, (), leaves.append)
+    return leaves
 
-        def items(value: Any) -> list[Any]:
-            return [getattr(value, name, None) for name in names]
 
-        pytree.register_pytree_node(
-            kind,
-            lambda x: (items(x), None),
-            lambda values, _: _fill_dataclass(kind, names, list(values)),
-            serialized_type_name=_class_name(kind),
-            to_dumpable_context=lambda _: None,
-            from_dumpable_context=lambda _: None,
-            flatten_with_keys_fn=lambda x: (
-                [(pytree.GetAttrKey(n), item) for n, item in zip(names, items(x), strict=True)],
-                None,
-            ),
+def _place(value: Any, at: Place, add: Callable[[tuple[Place, Any]], None]) -> None:
+    if not isinstance(value, Tensor):
+        kind = type(value)
+        apart = _apart(value, kind)
+        if apart is not None:
+            for key, child in zip(_keys(value, kind, apart[0]), apart[1], strict=False):
+                _place(child, (*at, key), add)
+            return
+    add((at, value))
+
+
+def located(value: Any) -> dict[Place, Tensor]:
+    """The tensors of a value by their places, in order."""
+    return {place: leaf for place, leaf in leaves_in(value) if isinstance(leaf, Tensor)}
+
+
+def plain_in(value: Any) -> list[bool | float | str]:
+    """The plain values of a value, in order."""
+    return [leaf for _, leaf in leaves_in(value) if type(leaf) in (bool, int, float, str)]
+
+
+def opaque_in(value: Any) -> dict[Place, Any]:
+    """The objects in a value that are not taken apart, such as caches, by their places."""
+    return {
+        place: leaf
+        for place, leaf in leaves_in(value)
+        if not isinstance(leaf, Tensor) and type(leaf) not in _ATOMS
+    }
+
+
+def without(value: Any, keys: set[Any]) -> Any:
+    """A mapping or sequence with ``None`` under some keys."""
+    kind = type(value)
+    apart = _apart(value, kind)
+    if apart is None or not isinstance(value, Mapping | tuple | list):
+        return value
+    context, children = apart
+    pairs = zip(_keys(value, kind, context), children, strict=False)
+    return _like(value, kind, context, [None if key in keys else child for key, child in pairs])
+
+
+def named_leaves(value: Any, name: str = "") -> list[tuple[str, Any]]:
+    """The leaves of a value, each with its path as text, which begins with ``name``."""
+    return [(name + "".join(map(_at, place)), leaf) for place, leaf in leaves_in(value)]
+
+
+# ---- structures as JSON
+
+
+def _class_name(kind: type, what: str) -> str:
+    entry = pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
+    if entry is not None and entry.serialized_type_name != pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
+        return entry.serialized_type_name
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    if not _is_container(kind):
+        raise SpecError(
+            f"in {what} is a {kind.__module__}.{kind.__qualname__}, which cannot travel between stages: it "
+            "is registered with torch.utils._pytree without serialized_type_name=; pass that, or a tuple"
         )
-    elif isinstance(leaf, Mapping):
-        pytree.register_pytree_node(
-            kind,
-            lambda x: (list(x.values()), list(x)),
-            lambda values, keys: kind(dict(zip(keys, values, strict=True))),
-            serialized_type_name=_class_name(kind),
-            flatten_with_keys_fn=lambda x: (
-                [(pytree.MappingKey(key), item) for key, item in x.items()],
-                list(x),
-            ),
-        )
-    else:
-        return False
-    return True
+    return name
 
 
-def _fill_dataclass(kind: type, names: tuple[str, ...], values: list[Any]) -> Any:
-    """An object with these fields; its ``__init__`` does not run, as the fields may be set otherwise."""
-    filled: Any = object.__new__(kind)
-    for name, value in zip(names, values, strict=True):
-        object.__setattr__(filled, name, value)
-    return filled
+def _is_container(kind: Any) -> bool:
+    """Whether objects of a class are taken apart although nobody has registered it."""
+    return isinstance(kind, type) and (
+        issubclass(kind, tuple | list | Mapping) or is_dataclass(kind)
+    )
 
 
-def _class_name(kind: type) -> str:
-    return f"{kind.__module__}:{kind.__qualname__}"
-
-
-def _find_class(name: str) -> None:
-    """Register the class that a description names, if this process has imported its module.
+def _find_class(name: str) -> type:
+    """The class that a description names, if this process has imported its module.
 
     A message never makes a rank import a module.
     """
-    if name in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE or ":" not in name:
-        return
+    if name in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE:
+        return pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE[name]
     module, _, path = name.partition(":")
     kind: Any = sys.modules.get(module)
     for step in path.split("."):
         kind = getattr(kind, step, None)
-    if isinstance(kind, type) and is_dataclass(kind):
-        _register(kind, None)
-    elif isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        pytree._register_namedtuple(kind, serialized_type_name=name)
-    elif isinstance(kind, type) and issubclass(kind, Mapping):
-        make: Any = kind
-        _register(kind, make({}))
+    if not _is_container(kind):
+        raise SpecError(
+            f"a value of another rank has a class that this one does not know ({name}); define it at "
+            "the top level of a module that every rank imports"
+        )
+    found: type = kind
+    return found
+
+
+def _context_as_json(kind: type, context: Any, what: str) -> Any:
+    entry = pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
+    if entry is not None and entry.to_dumpable_context is not None:
+        return entry.to_dumpable_context(context)
+    try:
+        text = json.dumps(context)
+    except (TypeError, ValueError):
+        text = ""
+    if not text or (_is_ours(kind) and _context_of(kind, json.loads(text)) != context):
+        raise SpecError(
+            f"in {what} is a {kind.__qualname__} with {context!r}, which cannot travel between stages; use "
+            "texts and numbers as keys"
+        )
+    return json.loads(text)
+
+
+def _context_of(kind: type, context: Any) -> Any:
+    entry = pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
+    if entry is not None and entry.from_dumpable_context is not None:
+        return entry.from_dumpable_context(context)
+    return tuple(context) if context is not None and _is_ours(kind) else context
+
+
+def _is_ours(kind: type) -> bool:
+    """Whether what containers of a class hold besides their children are keys or names."""
+    return kind is dict or kind not in pytree.SUPPORTED_NODES
 
 
 # ---- what a value looks like
@@ -207,15 +434,13 @@ def restrided(tensor: Tensor, strides: Sequence[int] | None) -> Tensor:
 class Layout:
     """What a value looks like: its structure, and for each leaf a tensor's layout or a plain value."""
 
-    tree: Any
+    tree: Structure
     leaves: tuple[Any, ...]
 
     def describe(self) -> list[Any]:
         """The layout as JSON data."""
-        return [
-            pytree.treespec_dumps(self.tree),
-            [["t", *x] if isinstance(x, TensorLayout) else ["p", x] for x in self.leaves],
-        ]
+        leaves = [["t", *x] if isinstance(x, TensorLayout) else ["p", x] for x in self.leaves]
+        return [self.tree.describe("a value"), leaves]
 
     @staticmethod
     def read(text: list[Any]) -> Layout:
@@ -225,16 +450,7 @@ class Layout:
             SpecError: a class in it is not known in this process.
         """
         tree, leaves = text
-        for name in _names_in(tree):
-            _find_class(name)
-        try:
-            structure = pytree.treespec_loads(tree)
-        except NotImplementedError as error:
-            raise SpecError(
-                f"a value of another rank has a class that this one does not know ({error}); define it at "
-                "the top level of a module that every rank imports"
-            ) from error
-        return Layout(structure, tuple(map(_leaf_of, leaves)))
+        return Layout(Structure.read(tree), tuple(map(_leaf_of, leaves)))
 
     @cached_property
     def tensors(self) -> list[TensorLayout]:
@@ -251,11 +467,6 @@ def _leaf_of(entry: list[Any]) -> Any:
     )
 
 
-def _names_in(tree: str) -> Iterator[str]:
-    """The names of classes in a dumped structure: all its texts that look like one."""
-    return (text for text in tree.split('"') if ":" in text)
-
-
 def check_plain(value: Any, what: str) -> None:
     """Check that everything in a value can travel.
 
@@ -263,35 +474,16 @@ def check_plain(value: Any, what: str) -> None:
         SpecError: a leaf is neither a tensor nor a plain value, and the message gives its path; or a class
             has no name that other ranks know.
     """
-    _check_names(flatten(value)[1], what)
+    flatten(value)[1].describe(what)
     for path, leaf in named_leaves(value, what):
         if isinstance(leaf, Tensor):
             check_tensor(leaf, path)
-        elif type(leaf) not in _PLAIN:
+        elif type(leaf) not in PLAIN:
             raise SpecError(
                 f"{path} is a {type(leaf).__name__}, which cannot travel between stages; give tensors, "
                 "numbers, texts and None, in tuples, lists, dicts, dataclasses and named tuples, or register "
                 "the class with torch.utils._pytree.register_pytree_node on every rank"
             )
-
-
-def _check_names(tree: Any, what: str) -> None:
-    """Check that all classes in a structure can be named in JSON; named tuples get their name here."""
-    if tree.is_leaf():
-        return
-    is_named_tuple = tree.type is namedtuple
-    kind = tree.context if is_named_tuple else tree.type
-    entry = pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
-    if entry is None and is_named_tuple:
-        # It has no public name. As of torch 2.13.
-        pytree._register_namedtuple(kind, serialized_type_name=_class_name(kind))
-    elif entry is None or entry.serialized_type_name == pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
-        raise SpecError(
-            f"in {what} is a {kind.__module__}.{kind.__qualname__}, which cannot travel between stages: it "
-            "is registered with torch.utils._pytree without serialized_type_name=; pass that, or a tuple"
-        )
-    for child in tree.children():
-        _check_names(child, what)
 
 
 def check_tensor(tensor: Tensor, path: str) -> None:
@@ -376,7 +568,7 @@ class Microbatches:
         calls: the arguments of each microbatch: a tuple, a dict by name, or the only argument itself.
         targets: what the loss compares with in each microbatch; may be passed as ``target=`` instead.
         samples: the number of samples of each, which is its weight in a mean; by default, the size of its
-            first tensor in dimension 0.
+            target's first tensor in dimension 0, or of its own where there is none in the target.
 
     Raises:
         MicrobatchError: there are no microbatches, or the lists have different lengths.
@@ -399,6 +591,7 @@ class Microbatches:
         self.targets = targets
         split = [_arguments(call) for call in calls]
         counts = samples or [_count_samples(pair) for pair in split]
+        self._counted = not samples
         self.parts = tuple(
             Microbatch(args, kwargs, count)
             for (args, kwargs), count in zip(split, counts, strict=True)
@@ -428,6 +621,9 @@ class Microbatches:
             raise MicrobatchError(
                 f"{len(self)} microbatches, but target={what}; give a list of one target for each"
             )
+        # Arguments may be larger than what they are about: a graph has one target, and many nodes.
+        of_targets = [_count_samples(one) for one in targets] if self._counted else []
+        samples = of_targets if all(of_targets) and of_targets else samples
         return Batch(self.parts, targets, samples, len(self), presplit=True)
 
 
@@ -448,9 +644,13 @@ def _count_samples(value: Any) -> int:
 
 @dataclass(frozen=True)
 class Split:
-    """Split every tensor of an argument along a dimension."""
+    """Split every tensor of an argument along a dimension.
 
-    dim: int = 0
+    Args:
+        dim: the dimension; None splits a list or tuple by its entries, each of which is one sample.
+    """
+
+    dim: int | None = 0
 
 
 @dataclass(frozen=True)
@@ -458,11 +658,13 @@ class Replicate:
     """Give every microbatch the whole argument."""
 
 
+_BY_ENTRY = Split(None)
 REPLICATE = Replicate()
 """Give every microbatch the whole argument: a rule for ``Pipeline(rules=...)``."""
 Splitter = Callable[[Any, Sequence[int]], Sequence[Any]]
 """``(value, sizes)`` -> the value's part in each microbatch, from the number of samples of each."""
-Rule: TypeAlias = "Split | Replicate | Splitter | Mapping[Any, Rule]"
+ItemRule: TypeAlias = Split | Replicate | Splitter
+Rule: TypeAlias = ItemRule | Mapping[Any, ItemRule]
 """How an argument is split. A mapping gives the rules of its items, fields or positions one by one."""
 CallSplitter = Callable[[tuple[Any, ...], dict[str, Any], Any, int], Microbatches]
 """``(args, kwargs, target, count)`` -> that number of microbatches, or fewer."""
@@ -493,13 +695,14 @@ def check_rules(rules: Any) -> None:
             "or a function that splits the whole call"
         )
     for name, rule in rules.items():
-        if isinstance(rule, Mapping):
-            check_rules(rule)
-        elif isinstance(rule, type) or not (isinstance(rule, Split | Replicate) or callable(rule)):
-            raise MicrobatchError(
-                f"rules={{{name!r}: {rule!r}}}: must be Split(dim), REPLICATE, a function "
-                "(value, sizes) -> parts, or a mapping of these"
-            )
+        for item in rule.values() if isinstance(rule, Mapping) else (rule,):
+            if isinstance(item, type) or not (
+                isinstance(item, Split | Replicate) or callable(item)
+            ):
+                raise MicrobatchError(
+                    f"rules={{{name!r}: {rule!r}}}: must be Split(dim), REPLICATE, a function "
+                    "(value, sizes) -> parts, or a mapping of these by item"
+                )
 
 
 # ---- split a batch into microbatches
@@ -527,14 +730,19 @@ class _SplitPart:
     @property
     def samples(self) -> int | None:
         """How many samples it has, if it is split along a dimension."""
-        return self.value.shape[self.rule.dim] if isinstance(self.rule, Split) else None
+        if not isinstance(self.rule, Split):
+            return None
+        return len(self.value) if self.rule.dim is None else self.value.shape[self.rule.dim]
 
     def cut(self, sizes: list[int]) -> Sequence[Any]:
         """Its part in each microbatch."""
         if isinstance(self.rule, Replicate):
             return [self.value] * len(sizes)
+        if self.rule == _BY_ENTRY:
+            ends = [*accumulate(sizes)]
+            return [self.value[end - size : end] for end, size in zip(ends, sizes, strict=True)]
         if isinstance(self.rule, Split):
-            return _cut_tensor(self.value, self.rule.dim, sizes, self.path)
+            return _cut_tensor(self.value, self.rule.dim or 0, sizes, self.path)
         parts = self.rule(self.value, sizes)
         if len(parts) != len(sizes):
             raise MicrobatchError(
@@ -544,6 +752,8 @@ class _SplitPart:
 
     def __str__(self) -> str:
         dim = self.rule.dim if isinstance(self.rule, Split) else None
+        if dim is None:
+            return f"{self.path} has {self.samples} entries"
         return (
             f"{self.path} of shape {list(self.value.shape)} has {self.samples} in dimension {dim}"
         )
@@ -575,7 +785,7 @@ def split_batch(
         MicrobatchError: a rule is for no argument, a tensor lacks the dimension to split, tensors disagree
             about the number of samples, there are fewer samples than microbatches, or ``count`` is below 1.
     """
-    if any(isinstance(value, Microbatches) for value in (*args, *kwargs.values(), target)):
+    if any([isinstance(value, Microbatches) for value in (*args, *kwargs.values(), target)]):
         return _presplit(args, kwargs, target)
     if count < 1:
         raise MicrobatchError(f"a batch cannot be split into {count} microbatches; use at least 1")
@@ -622,10 +832,15 @@ def _ruled(
 
 
 def _split_arguments(positional: int, arguments: _Arguments, count: int, fewer: bool) -> Batch:
-    pieces = {key: _parts_of(*argument, _shown(key)) for key, argument in arguments.items()}
+    pieces = {
+        key: _parts_of(*argument, _shown(key)) for key, argument in _settled(arguments).items()
+    }
     every = [piece for of_one, _ in pieces.values() for piece in of_one]
     samples = _agreed_samples(every)
-    by_function = any(callable(piece.rule) for piece in every)
+    rules = [piece.rule for piece in every]
+    by_function = any(map(callable, rules))
+    # Parts with as many samples differ only in their data, unless each entry has a shape of its own.
+    has_kind = not by_function and _BY_ENTRY not in rules
     if samples == 0:
         raise MicrobatchError("the batch is empty; give it at least one sample per microbatch")
     if fewer:
@@ -649,7 +864,7 @@ def _split_arguments(positional: int, arguments: _Arguments, count: int, fewer: 
             tuple(columns[position][index] for position in range(positional)),
             {name: columns[name][index] for name in names},
             sizes[index],
-            kind=None if by_function else sizes[index],
+            kind=sizes[index] if has_kind else None,
         )
         for index in range(count)
     ]
@@ -660,6 +875,44 @@ def _shown(key: int | str) -> str:
     return "the target" if key == _TARGET_KEY else f"argument {key!r}"
 
 
+def _settled(arguments: _Arguments) -> _Arguments:
+    """The arguments, with a rule for each list of samples."""
+    lists = {}
+    for key, (value, rule) in arguments.items():
+        if rule is None and type(value) is list and tensors_in(value):
+            lists[key] = value
+    if not lists:
+        return arguments
+    others = [
+        piece
+        for key, argument in arguments.items()
+        if key not in lists
+        for piece in _parts_of(*argument, _shown(key))[0]
+    ]
+    samples = _agreed_samples(others)
+    settled = dict(arguments)
+    for key, value in lists.items():
+        sizes = {tensor.shape[0] for tensor in tensors_in(value) if tensor.dim()}
+        may_be = _are_alike(value) if samples is None else len(value) == samples
+        if may_be and sizes and (samples is None or sizes == {samples}):
+            name = TARGET if key == _TARGET_KEY else key
+            raise MicrobatchError(
+                f"{_shown(key)} is a list of {len(value)}, which may be as many samples, or tensors that "
+                f"hold all samples in dimension 0; say which: rules={{{name!r}: Split(None)}} splits the "
+                f"list by its entries, rules={{{name!r}: Split(0)}} each tensor in it"
+            )
+        if may_be and samples is not None:
+            settled[key] = value, _BY_ENTRY
+    return settled
+
+
+def _are_alike(values: Sequence[Any]) -> bool:
+    """Whether values may be samples of one kind."""
+    return (
+        len({(v.dim(), v.dtype) if isinstance(v, Tensor) else (type(v), None) for v in values}) == 1
+    )
+
+
 def _agreed_samples(pieces: Sequence[_SplitPart]) -> int | None:
     """The size that all split tensors share, or ``None`` if none is split."""
     tensors = [piece for piece in pieces if piece.samples is not None]
@@ -667,7 +920,7 @@ def _agreed_samples(pieces: Sequence[_SplitPart]) -> int | None:
         return None
     # Tensors with a rule are right; without rules, the size of most tensors, or of the first one.
     trusted = [tensor for tensor in tensors if tensor.by_rule] or tensors
-    samples = Counter(tensor.samples for tensor in trusted).most_common(1)[0][0]
+    samples = Counter([tensor.samples for tensor in trusted]).most_common(1)[0][0]
     unlike = [tensor for tensor in tensors if tensor.samples != samples]
     if unlike:
         example = next(tensor for tensor in trusted if tensor.samples == samples)
@@ -685,14 +938,33 @@ _Build: TypeAlias = Callable[[Iterator[Any]], Any]
 
 def _parts_of(value: Any, rule: Rule | None, path: str) -> tuple[list[_SplitPart], _Build]:
     """The pieces of an argument, and what builds it again from their parts."""
-    if isinstance(rule, Mapping):
-        items, tree = _items(value, rule, path)
-        inner = [_parts_of(item, item_rule, at) for at, item, item_rule in items]
-        pieces = [piece for of_item, _ in inner for piece in of_item]
-        return pieces, lambda parts: pytree.tree_unflatten(
-            [build(parts) for _, build in inner], tree
+    if not isinstance(rule, Mapping):
+        return _pieces_of(value, rule, path)
+    kind = type(value)
+    apart = None if isinstance(value, Tensor) else _apart(value, kind)
+    if apart is None:
+        raise MicrobatchError(
+            f"{path} is a {kind.__name__} without items, but its rule is {dict(rule)}"
         )
+    context, children = apart
+    items = dict(zip(_keys(value, kind, context), children, strict=False))
+    unknown = [key for key in rule if key not in items]
+    if unknown:
+        raise MicrobatchError(f"rules for {unknown} of {path}, which has {[*items]}")
+    inner = [_pieces_of(item, rule.get(key), path + _at(key)) for key, item in items.items()]
+    return [piece for of_item, _ in inner for piece in of_item], lambda parts: _together(
+        kind, context, [build(parts) for _, build in inner]
+    )
+
+
+def _pieces_of(value: Any, rule: ItemRule | None, path: str) -> tuple[list[_SplitPart], _Build]:
     if not isinstance(rule, Split | None):
+        return [_SplitPart(path, value, rule, by_rule=True)], next
+    if rule is not None and rule.dim is None:
+        if not isinstance(value, list | tuple):
+            raise MicrobatchError(
+                f"{path} is a {type(value).__name__}, but its rule Split(None) is for a list or tuple"
+            )
         return [_SplitPart(path, value, rule, by_rule=True)], next
     if isinstance(value, Tensor):
         return [_part_of(value, rule, path, alone=True)], next
@@ -712,39 +984,12 @@ def _part_of(leaf: Any, rule: Split | None, path: str, *, alone: bool = False) -
     if not isinstance(leaf, Tensor) or not (leaf.dim() or (by_rule and alone)):
         return _SplitPart(path, leaf, REPLICATE, by_rule)
     rule = rule or Split()
-    if not -leaf.dim() <= rule.dim < leaf.dim():
+    if rule.dim is None or not -leaf.dim() <= rule.dim < leaf.dim():
         raise MicrobatchError(
             f"{path} of shape {list(leaf.shape)} has no dimension {rule.dim} to split; "
             "keep it whole with REPLICATE"
         )
     return _SplitPart(path, leaf, rule, by_rule)
-
-
-def _items(
-    value: Any, rules: Mapping[Any, Rule], path: str
-) -> tuple[list[tuple[str, Any, Rule | None]], Any]:
-    """The items of an argument, each with its path and its rule; and the structure around them."""
-    flatten(value)
-    pairs, tree = pytree.tree_flatten_with_path(value, is_leaf=lambda x: x is not value)
-    if tree.is_leaf():
-        raise MicrobatchError(
-            f"{path} is a {type(value).__name__} without items, but its rule is {dict(rules)}"
-        )
-    keys = [_key(entries[0]) for entries, _ in pairs]
-    unknown = [key for key in rules if key not in keys]
-    if unknown:
-        raise MicrobatchError(f"rules for {unknown} of {path}, which has {keys}")
-    items = [
-        (path + pytree.keystr(entries), item, rules.get(key))
-        for key, (entries, item) in zip(keys, pairs, strict=True)
-    ]
-    return items, tree
-
-
-def _key(entry: Any) -> Any:
-    if isinstance(entry, pytree.SequenceKey):
-        return entry.idx
-    return entry.key if isinstance(entry, pytree.MappingKey) else entry.name
 
 
 def _cut_tensor(value: Tensor, dim: int, sizes: list[int], path: str) -> Sequence[Tensor]:
@@ -774,13 +1019,13 @@ def output_dim(rules: Rules | None) -> int:
     if not isinstance(rules, Mapping):
         return 0
     rule = rules.get(OUTPUT)
-    if isinstance(rule, Split):
+    if isinstance(rule, Split) and rule.dim is not None:
         return rule.dim
     if rule is not None:
         raise MicrobatchError(
             f"rules={{'output': {rule!r}}}: the rule for outputs must be Split(dim)"
         )
-    dims = sorted({entry.dim for entry in rules.values() if isinstance(entry, Split)} - {0})
+    dims = sorted({entry.dim or 0 for entry in rules.values() if isinstance(entry, Split)} - {0})
     if dims:
         raise MicrobatchError(
             f"arguments are split along dimension {dims[0]}; say along which dimension to merge outputs: "

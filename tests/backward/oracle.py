@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from penstock.backward import (
-    SplitBackward,
+from penstock.backward import SplitBackward
+from penstock.pipelining._backward import (
     stage_backward,
     stage_backward_input,
     stage_backward_weight,
@@ -46,15 +46,22 @@ def plain(stage: Stage, forwards: list[Forward]) -> list[Gradients]:
     return [tuple(getattr(value, "grad", None) for value in one.inputs) for one in forwards]
 
 
+def flat(forward: Forward) -> tuple[list[Tensor], list[Tensor | None], list[Any]]:
+    """A microbatch with its tensors in lists, as `SplitBackward` takes them."""
+    pairs = zip(tensors_in(forward.output), tensors_in(forward.grads), strict=True)
+    used = [(output, grad) for output, grad in pairs if output is not None]
+    return [output for output, _ in used], [grad for _, grad in used], forward.inputs
+
+
 def full(stage: Stage, forwards: list[Forward]) -> list[Gradients]:
     split = SplitBackward(stage)
-    return [split.full(*forwards.pop(0)) for _ in (*forwards,)]
+    return [split.full(*flat(forwards.pop(0))) for _ in (*forwards,)]
 
 
 def halves(stage: Stage, forwards: list[Forward], *, last_first: bool = False) -> list[Gradients]:
     """Runs the inputs' half of each microbatch, then the weights'."""
     split = SplitBackward(stage)
-    results = [split.input_half(*forwards.pop(0)) for _ in (*forwards,)]
+    results = [split.input_half(*flat(forwards.pop(0))) for _ in (*forwards,)]
     for _, pending in reversed(results) if last_first else results:
         if stage.waits is not None:
             assert len(pending) == stage.waits

@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.backward import SplitBackward, stage_backward_input, stage_backward_weight
+from penstock.backward import SplitBackward
 from penstock.compiled import graphs_kept
+from penstock.pipelining._backward import stage_backward_input, stage_backward_weight
 from tests.backward.graphs import linear, x
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]

@@ -53,7 +53,7 @@ def run_rank(rank: int, folder: Path, trial: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     run = run_of_ranks()
     checkpoints = Checkpoints(folder / "checkpoints", keep=2, asynchronous=bool(trial % 2))
-    run.step = checkpoints.load(**run.states) or 0
+    run.step = checkpoints.load(resume="auto", **run.states) or 0
     note(folder, rank, "resumed", run.step)
     while True:
         note(folder, rank, "loss", run.step, *run.train(1))
@@ -226,7 +226,7 @@ def flips(count: int, seed: int = 0) -> dict[str, Any]:
             changed[place] ^= 1 << chance.randrange(8)
             file.write_bytes(content[:place] if chance.random() < 0.2 else changed)
             named += f"DAMAGED: {file}" in describe(folder, check=True)
-            before += checkpoints.load(**job.states) == 1
+            before += checkpoints.load(resume="auto", **job.states) == 1
             file.write_bytes(content)
     return {"damaged": count, "named": named, "the one before was taken": before}
 

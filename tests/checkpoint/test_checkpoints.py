@@ -286,7 +286,11 @@ def test_random_numbers_follow_the_step_of_a_plain_loop(tmp_path: Path, caplog: 
 # ---- the folder
 
 
-def test_the_latest_is_the_one_written_last_and_old_ones_go(tmp_path: Path) -> None:
+def spoil(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def test_the_latest_is_the_one_written_last_and_old_ones_go(tmp_path: Path, caplog: Any) -> None:
     with pytest.raises(UsageError, match="keep=0: must be how many"):
         Checkpoints(tmp_path, keep=0)
     checkpoints, model = Checkpoints(tmp_path, keep=2), linear()
@@ -301,16 +305,23 @@ def test_the_latest_is_the_one_written_last_and_old_ones_go(tmp_path: Path) -> N
     checkpoints.save(3, model=model)
     assert checkpoints.steps() == [3, 5]
     paths = sorted(tmp_path.glob("step-*"))
-    assert [path.name for path in paths] == ["step-00000003-2", "step-00000005"]
+    assert [path.name for path in paths] == ["step-00000003-3", "step-00000005"]
     with pytest.raises(UsageError, match="has no checkpoint of it; it has those of steps 3, 5"):
         checkpoints.load(2, model=model)
-    # The campaign flips bytes anywhere, and takes the one before; when none is whole, all are named.
-    for path in paths:
-        (path / "states-00001.safetensors").unlink()
-    with pytest.raises(
-        InputFileError, match=r"no checkpoint in .* is whole: .*3-2/states.*; .*5/states"
-    ):
+    # Nothing older is taken silently; the campaign flips bytes anywhere, and asks for the one before.
+    spoil(paths[0] / "states-00001.safetensors")
+    with pytest.raises(InputFileError, match=r"3-3/states.*is damaged.*load\(step=5\) takes that"):
         Checkpoints(tmp_path).load(model=model)
+    auto = Checkpoints(tmp_path)
+    assert auto.load(model=model, resume="auto") == 5
+    assert "resumes from step 5, not from the newest, step 3: " in caplog.text
+    assert "3-3/states-00001.safetensors is damaged" in auto.skipped[0]
+    # When none is whole, all are named.
+    spoil(paths[1] / "states-00001.safetensors")
+    with pytest.raises(
+        InputFileError, match=r"no checkpoint in .* is whole: .*3-3/states.*; .*5/states"
+    ):
+        Checkpoints(tmp_path).load(model=model, resume="auto")
 
 
 def test_what_is_written_beside_the_training_is_as_it_was(

@@ -38,7 +38,7 @@ def test_a_flag_for_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith(f"penstock {penstock.__version__}, torch 2.")
+    assert capsys.readouterr().out.startswith(f"penstock-pipeline {penstock.__version__}, torch 2.")
 
 
 def test_an_unknown_command_or_none(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Jobs of three ranks over gloo that fail as they are told.
+"""Jobs of three ranks, or of two replicas of two, over gloo, that fail as they are told.
 
 The processes are forked from one that has imported everything, so that a job takes a second or two.
 """
@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,9 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from penstock import Pipeline
+from penstock.errors import AgreementError, UsageError
 from penstock.faults import status_of
 from penstock.testing import Fault, fail_at
 from tests.scripts import forked
@@ -93,12 +97,13 @@ def run_job(
         frozen: a rank that does not end by itself, as it is stopped or holds the GIL.
         case: ``fault``: arguments of :func:`fail_at`; ``first``, ``timeout``, ``meeting``, ``steps``;
             ``forks``: an action in which a stage forks; ``spaces``: for each rank its network namespace and
-            the device there.
+            the device there; ``replicas``: so many pipelines of two ranks, side by side;
+            ``refuses``, ``raises``: the replica, rank and step with a wrong batch, or with a TimeoutError.
     """
     with started(folder, **case) as processes:
         deadline = time.monotonic() + LIMIT
         if meddle is not None:
-            while not all((folder / f"trains-{rank}").exists() for rank in range(RANKS)):
+            while not all((folder / f"trains-{rank}").exists() for rank in range(len(processes))):
                 assert time.monotonic() < deadline
                 assert all(p.is_alive() for p in processes)
                 time.sleep(0.02)
@@ -120,7 +125,8 @@ def started(folder: Path, **case: Any) -> Iterator[list[Any]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     (folder / "port").write_text(str(port))
-    with forked(_main, ((rank, port, str(folder), case) for rank in range(RANKS))) as processes:
+    count = 2 * case["replicas"] if "replicas" in case else RANKS
+    with forked(_main, ((rank, port, str(folder), case) for rank in range(count))) as processes:
         yield processes
 
 
@@ -136,7 +142,7 @@ def _main(rank: int, port: int, folder: str, case: dict[str, Any]) -> None:
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(RANKS),
+        "WORLD_SIZE": str(2 * case["replicas"] if "replicas" in case else RANKS),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_ERROR_FILE": str(Path(folder, f"torchrun-{rank}")),
@@ -157,6 +163,9 @@ def _enter(space: str, device: str) -> None:
     # Of a network that is this test's own: nobody else can hold the port.
     os.environ |= {"MASTER_ADDR": "10.213.0.1", "MASTER_PORT": "29533"}
     os.environ["GLOO_SOCKET_IFNAME"] = device
+    # Sockets in folders would lead around the network: no path here is short enough for one.
+    tempfile.tempdir = f"/tmp/{'machine' * 16}-{os.getpid()}"
+    Path(tempfile.tempdir).mkdir()
     logging.basicConfig(level=logging.DEBUG)
 
 
@@ -188,26 +197,44 @@ def mean_loss(output: Tensor, target: Tensor) -> Tensor:
 def make_pipeline(case: dict[str, Any]) -> Pipeline:
     """A pipeline of a stage per rank."""
     torch.manual_seed(0)
+    ranks, options = RANKS, dict[str, Any]()
+    if "replicas" in case:
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", (case["replicas"], 2), mesh_dim_names=("dp", "pp"))
+        ranks, options = 2, {"mesh": mesh, "replicas": mesh["dp"]}
     return Pipeline(
-        nn.Sequential(*(nn.Linear(4, 4) for _ in range(RANKS))),
+        nn.Sequential(*(nn.Linear(4, 4) for _ in range(ranks))),
         schedule=case.get("schedule", "1F1B"),
         microbatches=4,
         loss_fn=mean_loss,
         timeout=(case.get("first", 60.0), case.get("timeout", 60.0)),
         rendezvous_timeout=case.get("meeting", 60.0),
+        **options,
     )
 
 
 def train(rank: int, folder: Path, fault: Fault, case: dict[str, Any]) -> None:
     """Some steps of training, with whatever fault there is."""
     x = torch.arange(32.0).reshape(8, 4) / 32
+    refusals: tuple[type[Exception], ...] = ()
+    if "refuses" in case:
+        refusals = UsageError, AgreementError
     with make_pipeline(case) as pipe:
         pipe.report_failures_to(folder)
         if "forks" in case:
             pipe.on(case["forks"], before=lambda event: fork(folder))
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-        for step in fault.over(range(1, case.get("steps", 4) + 1), rank):
-            pipe.step(x, target=x)
+        replica = pipe.replicas.index
+        for step in fault.over(range(1, case.get("steps", 4) + 1), pipe.rank, replica):
+            batch = x[:, :3] if case.get("refuses") == [replica, pipe.rank, step] else x
+            try:
+                pipe.step(batch, target=x)
+            except refusals as error:
+                (folder / f"refused-{rank}").write_text(str(error))
+                continue
+            if case.get("raises") == [replica, pipe.rank, step]:
+                (folder / "fired").write_text(str(time.monotonic()))
+                raise TimeoutError("s3 read timed out")
             optimizer.step()
             optimizer.zero_grad()
             if step == 2:

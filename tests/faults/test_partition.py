@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,12 +67,8 @@ def test_all_sides_of_a_cut_network_stop(
     spaces: list[tuple[str, str]], tmp_path: Path, ways: str
 ) -> None:
     (near, here), (far, there) = spaces
-    seen = {0: "10.213.0.2", 1: "10.213.0.1", 2: "10.213.0.1"}
 
     def cut() -> None:
-        for rank, other in seen.items():
-            while f"{other} answers: True" not in (tmp_path / f"out-{rank}").read_text():
-                time.sleep(0.02)
         if ways == "link":
             assert ip("-n", near, "link", "set", here, "down")
         if ways in ("both", "to the far side"):
@@ -93,4 +88,5 @@ def test_all_sides_of_a_cut_network_stop(
     assert [ended.error for ended in job.ranks] == ["PeerFailed"] * 3, job.ranks[0].output
     assert [ended.status for ended in job.ranks] == [75] * 3
     assert all("or the network to it is cut" in ended.text for ended in job.ranks)
-    assert job.heard() < 3.0 * SLACK
+    # Ten seconds on a quiet machine.
+    assert job.heard() < 10.0 + SLACK

@@ -10,64 +10,125 @@ from typing import Any
 import pytest
 
 from penstock.errors import NonFiniteError, StageError, UsageError, printable
-from penstock.faults import Activity, Failure, Patience, Place, find_silent, status_of
+from penstock.faults import Activity, Failure, Patience, Place, Search, ranges, status_of
 from penstock.faults.failure import FILE, of_exception, write_report
-from penstock.faults.places import read_record
+from penstock.faults.places import in_ranges, read_record
 from penstock.schedule import parse_action
 
 
-def waits(rank: int, peer: int | None, age: float = 9.0, **more: Any) -> Place:
-    return Place(rank, waits="a message", peer=peer, age=age, **more)
+def waits(process: int, awaited: str, age: float = 9.0, **more: Any) -> Place:
+    return Place(process, process, waits="a message", awaited=awaited, age=age, **more)
 
 
-def works(rank: int, age: float = 9.0, **more: Any) -> Place:
-    return Place(rank, action="1F2", age=age, **more)
+def works(process: int, age: float = 9.0, **more: Any) -> Place:
+    return Place(process, process, action="1F2", age=age, **more)
+
+
+def comes(process: int, to: int, age: float = 9.0) -> Place:
+    """Waits for the others in a collective."""
+    return waits(process, "0-2/1", age, collective=to, arrived=f"0-2/1={to}")
+
+
+def found(
+    places: list[Place], *, broken: bool = False, moves: bool = True
+) -> tuple[int, str] | None:
+    """Who is the culprit, and of what kind, by two looks that are three seconds apart."""
+    search, failure = Search([place.process for place in places]), None
+    for clock in (0.0, 3.0):
+        number = int(clock) if moves else 0
+        table = {place.process: replace(place, number=number) for place in places}
+        seen = search.look(
+            places[0],
+            lambda keys, t=table: {k: t[k] for k in keys},  # type: ignore[misc]
+            lambda now=clock: now,  # type: ignore[misc]
+        )
+        failure = search.judge(seen, 2.0, broken=broken)
+    return None if failure is None else (failure.process, failure.kind)
+
+
+LEFT = works(1, status="left", calls=1)
 
 
 @pytest.mark.parametrize(
-    ("places", "culprits"),
+    ("places", "culprit"),
     [
-        pytest.param([waits(0, 1), waits(1, 2), works(2)], (2,), id="the end of the chain"),
-        pytest.param([waits(0, 1), waits(1, 2), works(2, age=0.5)], (), id="who makes progress"),
+        pytest.param([waits(0, "1"), waits(1, "2"), works(2)], (2, "silent"), id="the end"),
+        pytest.param([waits(0, "1"), waits(1, "2"), works(2, 0.5)], None, id="who makes progress"),
         pytest.param(
-            [waits(0, None), waits(1, None), works(2)], (2,), id="not in the operation of all"
+            [comes(0, 4), comes(1, 4), works(2, arrived="0-2/1=3")], (2, "silent"), id="who is late"
         ),
-        pytest.param([waits(0, None), waits(1, 2), works(2)], (2,), id="and who waits for it"),
-        pytest.param([waits(0, 1), waits(1, 2, stale=8.0), waits(2, 1)], (1,), id="no threads"),
-        pytest.param([waits(0, 1), works(1, 0.1, stale=2.3)], (), id="no heartbeat yet"),
-        pytest.param([waits(0, 1), waits(1, 0), works(2, age=0.1)], (0, 1), id="a circle"),
-        pytest.param([waits(0, 1), waits(1, 0, age=0.1, stale=2.0)], (), id="no circle yet"),
-        pytest.param([waits(0, 1), works(1, slack=60.0)], (), id="who asked for more time"),
+        pytest.param(
+            [comes(0, 4), comes(1, 3), works(2)], (2, "silent"), id="and who it waits for"
+        ),
+        pytest.param([comes(0, 4), waits(1, "2"), works(2)], (2, "silent"), id="a message before"),
+        pytest.param([waits(0, "0-2/1"), waits(1, "0-2/1"), works(2)], (2, "silent"), id="device"),
+        pytest.param([waits(0, "1"), waits(1, "0")], (0, "lost"), id="a circle"),
+        pytest.param([comes(0, 4), comes(1, 4), comes(2, 4)], (0, "lost"), id="all have come"),
+        pytest.param([waits(0, "1"), waits(1, "0", age=0.1)], None, id="no circle yet"),
+        pytest.param([waits(0, "1"), works(1, slack=60.0)], None, id="who asked for more time"),
+        pytest.param([waits(0, "1", calls=2), LEFT], (1, "left"), id="who has left"),
     ],
 )
-def test_the_silent_rank_is_where_the_waits_end(
-    places: list[Place], culprits: tuple[int, ...]
+def test_the_culprit_is_where_the_waits_end(
+    places: list[Place], culprit: tuple[int, str] | None
 ) -> None:
-    assert find_silent({place.rank: place for place in places}, 0, 2.0) == culprits
+    assert found(places) == culprit
 
 
-def test_a_place_says_what_the_rank_does_and_what_to_do() -> None:
-    outside = Place(1, inside=False, step=4, age=9.0)
+def test_who_writes_nothing_is_dead_if_a_connection_broke_and_silent_at_the_limit() -> None:
+    places = [waits(0, "1"), waits(1, "2", age=0.1), works(2)]
+    assert found(places, broken=True, moves=False) == (1, "died")
+    assert found(places, moves=False) == (1, "silent")
+    assert found([waits(0, "1", age=0.5), *places[1:]], moves=False) is None
+    assert found([works(0), works(1, 0.1)], broken=True, moves=False) == (1, "died"), "not noted"
+
+
+@pytest.mark.parametrize("ranks", [(0,), (5,), (0, 4, 8), (3, 4), (2, 0), (0, 1, 5)])
+def test_groups_are_short_texts(ranks: tuple[int, ...]) -> None:
+    assert in_ranges(ranges(ranks), range(10)) == sorted(ranks)
+    assert ranges(range(0, 1024, 8)) == "0-1016/8"
+    for text in ("", "0-9/0", "x", "9" * 5000, "0-999999999999/1,"):
+        assert in_ranges(text, range(3)) == []
+
+
+def test_collectives_are_counted_by_group() -> None:
+    activity = Activity(1, (2, 3), replica=1)
+    for expected in (1, 2):
+        assert activity.arrive() == ("2-3/1", expected)
+    activity.come("an average", (1, 3))
+    place = activity.place()
+    assert (place.waits, place.awaited, place.collective) == ("an average", "1-3/2", 1)
+    assert place.arrived == "2-3/1=2 1-3/2=1"
+    assert place.name == "replica 1, rank 1, global rank 3"
+
+
+def test_a_place_says_what_the_rank_does() -> None:
+    outside = Place(1, 1, inside=False, step=4, age=9.0)
     assert str(outside) == "rank 1 is between steps, after step 4, in its own code for 9.0 s"
-    assert "pipe.patient()" in outside.advice
     setting_up = replace(outside, setup="loads its weights")
-    assert setting_up.words == "is making its pipeline (loads its weights) for 9.0 s"
-    assert "rendezvous_timeout=" in setting_up.advice
-    waiting = Place(1, waits="1RECV_B2", peer=2, global_rank=3)
-    assert str(waiting) == "rank 1 (global rank 3) waits for 1RECV_B2 from rank 2 for 0.0 s"
+    assert setting_up.doing == "is making its pipeline (loads its weights)"
+    waiting = Place(1, 3, waits="1RECV_B2", awaited="4")
+    assert str(waiting) == "rank 1, global rank 3 waits for 1RECV_B2 from global rank 4 for 0.0 s"
 
 
-def test_patience_is_learned_or_fixed() -> None:
-    assert Patience().limit([]) == 300.0
-    assert Patience().limit([1.0, 5.0, 6.0]) == 50.0
-    assert Patience().limit([0.1]) == 30.0
-    assert Patience((7, None)).limit([]) == 7.0
+def test_limits_are_in_minutes_or_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Patience().limit([]) == Patience().limit([1.0, 5.0, 6.0]) == 600.0
+    assert Patience().rendezvous == 300.0
+    assert (Patience().slow([0.1]), Patience().slow([4.0, 5.0, 6.0])) == (30.0, 50.0)
+    assert (Patience((7, None)).limit([]), Patience((7, None)).limit([1.0])) == (7.0, 600.0)
     assert Patience(8).limit([1.0]) == Patience((None, 8)).limit([1.0]) == 8.0
     for wrong in (0, -1.0, "1", (1, 2, 3), (0, 1)):
         with pytest.raises(UsageError, match="timeout="):
             Patience(wrong)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="rendezvous_timeout="):
         Patience(rendezvous_timeout=0)
+    monkeypatch.setenv("PENSTOCK_TIMEOUT", "40")
+    monkeypatch.setenv("PENSTOCK_RENDEZVOUS_TIMEOUT", "50")
+    assert (Patience().limit([]), Patience().rendezvous) == (40.0, 50.0)
+    assert (Patience(8).limit([]), Patience(None, 9).rendezvous) == (8.0, 9.0)
+    monkeypatch.setenv("PENSTOCK_TIMEOUT", "soon")
+    with pytest.raises(UsageError, match="PENSTOCK_TIMEOUT='soon'; it must be more than 0"):
+        Patience()
 
 
 # ---- what travels, and what is written down
@@ -100,7 +161,9 @@ def test_texts_cannot_steer_a_terminal() -> None:
     foreign = read_record(Failure, data_of({"what": "\x1b[2J" * 1000}))
     assert foreign is not None
     assert "\x1b" not in foreign.what
-    assert len(foreign.what) < 1000
+    assert len(foreign.what) <= 1000
+    long = of_exception(ValueError("\U0001f525" * 30_000), Activity(1).place())
+    assert read_record(Failure, json.dumps(asdict(long)).encode()) == long, "cut, and not dropped"
     assert printable("déjà vu\t…") == "déjà vu\t…"
 
 

@@ -49,7 +49,9 @@ def check(
     assert 0 < job.heard(culprit) < within
     if reported:
         assert job.report["failures"][0]["rank"] == culprit
-        assert [place["rank"] for place in job.report["ranks"]] == list(range(RANKS))
+        # Where the store has ended with its host, only the place of who reports is known.
+        places = [place["rank"] for place in job.report["ranks"]]
+        assert places == ([job.report["failures"][0]["by"]] if "store" in says else [0, 1, 2])
 
 
 @pytest.mark.parametrize(
@@ -103,13 +105,13 @@ def test_an_exception_is_told_once_and_named_everywhere(
 def test_a_death_is_named(injected: dict[str, Any], tmp_path: Path) -> None:
     job = run_job(tmp_path, fault=injected)
     rank, reported = injected["rank"], injected["step"] > 0
-    says = "its process ended without a word" if rank else "the control store, "
+    says = "its process died without reporting an error" if rank else "the control store, "
     check(job, rank, says, 75, PROMPT, reported=reported)
     assert not reported or job.report["failures"][0]["kind"] == ("died" if rank else "lost")
 
 
 MUTE = "its process has ended or is stopped by a signal, its interpreter is held by code"
-HOST = "the process that hosts it, usually that of rank 0 or the launcher, has ended or is stopped"
+HOST = "the control store, .* the process that hosts it, usually that of rank 0"
 
 
 @pytest.mark.parametrize(
@@ -177,6 +179,7 @@ GARBAGE = [
     b"[" * 90_000,
     b"x" * 1_000_000,
     b'{"rank": "\\u001b[2J"}',
+    b'{"rank": 1, "status": "stops"}',
     json.dumps({"kind": "\x1b[2J", "rank": 1, "what": "\x1b]0;gone\x07"}).encode(),
 ]
 
@@ -186,37 +189,36 @@ def test_garbage_in_the_store_kills_nobody_and_is_not_printed(tmp_path: Path) ->
 
     def write() -> None:
         store = TCPStore("127.0.0.1", int((tmp_path / "port").read_text()), wait_for_workers=False)
-        keys = [key for key in store.list_keys() if "/beat/" in key or key.endswith("/failure")]
-        assert len(keys) == RANKS + 1
-        beats: dict[str, set[int]] = {key: set() for key in keys if "/beat/" in key}
-        # Until each rank has written, and read what the others are said to write, several times.
-        while min(map(len, beats.values())) < 4:
-            time.sleep(
-                0.2
-            )  # They write once a second, and what they write must be there to be read.
-            for key, numbers in beats.items():
+        places = [key for key in store.list_keys() if "/place/" in key]
+        assert len(places) == RANKS
+        keys = [*places, f"{places[0].rpartition('/place/')[0]}/failure"]
+        numbers: dict[str, set[int]] = {key: set() for key in places}
+        # Until each rank has written, and has read what another wrote, several times.
+        while min(map(len, numbers.values())) < 4:
+            time.sleep(0.2)  # They write once a second, and that must be there to be read.
+            for key in places:
                 with suppress(ValueError, TypeError, KeyError):
-                    numbers.add(json.loads(store.get(key))["number"])
+                    numbers[key].add(json.loads(store.get(key))["number"])
             for garbage, key in product(GARBAGE, keys):
                 store.set(key, garbage)  # type: ignore[arg-type] # torch takes bytes too
-        # With a number of this process, which must live on.
-        for key in beats:
-            store.set(key, json.dumps({"rank": 1, "pid": os.getpid(), "status": "stops"}))
-        store.get(keys[0])
         (tmp_path / "fired").write_text(str(time.monotonic()))
         os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGINT)
 
     never = fault("sleep", rank=9)
     job = run_job(tmp_path, fault=never, steps=10**9, timeout=60.0, meddle=write)
-    check(job, 1, "was interrupted by Ctrl-C", 130, PROMPT)
+    check(job, 1, "was interrupted by Ctrl-C", 130, PROMPT, reported=False)
+    assert job.report["failures"][0]["rank"] == 1
+    # Of the others' places there is garbage, unless they have written since.
+    assert {1} <= {place["rank"] for place in job.report["ranks"]} <= {0, 1, 2}
     assert not any("\x1b" in ended.output for ended in job.ranks)
 
 
-@pytest.mark.parametrize(("how", "status"), [("dtype", 70), ("shape", 2)])
-def test_a_value_that_changed_is_not_sent(how: How, status: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["dtype", "shape"])
+def test_a_value_that_changed_is_not_sent(how: How, tmp_path: Path) -> None:
+    """What a stage gives is held against the plan before it is sent."""
     job = run_job(tmp_path, fault=fault(how))
-    check(job, 1, "stage 1, microbatch 2, action 1", status, PROMPT)
-    assert job.ranks[1].status == status
+    check(job, 1, "stage 1, microbatch 2, action 1F2: PlanError: ", 2, PROMPT)
+    assert (job.ranks[1].error, job.ranks[1].status) == ("PlanError", 2)
 
 
 def test_what_is_not_finite_stops_all_ranks_alike(tmp_path: Path) -> None:

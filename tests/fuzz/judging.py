@@ -32,6 +32,7 @@ from penstock.errors import (
     PartitionError,
     PeerFailed,
     PenstockError,
+    PlanError,
     StageError,
 )
 from penstock.partition import unit_paths
@@ -198,7 +199,7 @@ def update(
     run: Mapping[str, Any], owner: Any, report: Report, step: int, optimizers: list[Any]
 ) -> None:
     """Report the gradients, and take a step with them; with the same optimizer for another Pipeline."""
-    for name, weight in owner.named_parameters():
+    for name, weight in getattr(owner, "held_weights", owner).named_parameters():
         grad = None if weight.grad is None else weight.grad.detach().to_dense().clone()
         report[f"gradient of {name}, step {step}"] = grad
     if step % run["accumulate"] < run["accumulate"] - 1:
@@ -307,8 +308,9 @@ def outcome_of(error: Exception) -> Outcome:
     root: BaseException = error
     while isinstance(root, StageError) and root.__cause__ is not None:
         root = root.__cause__
-    refuses = isinstance(root, PenstockError) and not isinstance(
-        root, (InternalError, NonFiniteError, StageError)
+    refuses = isinstance(root, PlanError) or (
+        isinstance(root, PenstockError)
+        and not isinstance(root, (InternalError, NonFiniteError, StageError))
     )
     message = re.sub(r"\d+(\.\d+)?", "n", str(root).strip().split("\n")[0])[:150]
     reason = f"{type(root).__name__}: {message}"

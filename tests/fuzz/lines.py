@@ -32,7 +32,9 @@ class Form(NamedTuple):
     only_in_units: bool
 
 
-HEAVY = r"Linear|Keeps|Conv|Embedding|LSTM|GRU|Attention|coder|Norm|PReLU"
+HEAVY = (
+    r"Linear|Keeps|Scales|Switch|Counts|Leaves|Conv|Embedding|LSTM|GRU|Attention|coder|Norm|PReLU"
+)
 """What stands in ``make`` where a module has weights."""
 TABLE = r"""
 # layers
@@ -112,6 +114,23 @@ state [*->*] self.m{n} = itertools.cycle((1.0, 0.5)) :: {0} * next({m})
 state [*->*] self.m{n} = None :: {m} = torch.ones_like({0}) ; {out} = {0} * {m} ; {m} = None | {m} = {0} ;
     {out} = {0} * 1 | {out} = {0} if {m} is None else {0} + {m}.mean() ; {m} = {0}.detach()
 kept values [*->*] Keeps(4, 4) :: {m}({0}) + {m}.kept | {m}({0}) * {m}.calls
+given buffers [*->**] Scales(4, 4) :: {out}, {out}b = {m}({0})
+given buffers [*->*] Scales(4, 4) :: {out}, _ = {m}({0}) ; {out} = {out} * {m}.scale | {out}, _ = {m}({0}) ;
+    {out} = {out} + {m}.codes
+switches [*->*] Switch(4, 4, 'freezes') | Switch(4, 4, 'skips') | Switch(4, 4, 'writes')
+switches [*->*] self.on = False :: {out} = {0} * 2 if self.on else {0} | {out} = {0} if self.on else
+    {0}.tanh()
+own counts [*->*] Switch(4, 4, 'freezes', 3) | Switch(4, 4, 'skips', 4)
+objects [*->*] nn.ModuleList([Counts(4, 4), Counts(4, 4)]) :: {out}, c = {0}, [] ; for layer in {m}: {out} =
+    layer({out}, c) | {out}, c = {0}, dict(n=0) ; for layer in {m}: {out} = layer({out}, c) | {out}, c = {0},
+    itertools.count(1) ; for layer in {m}: {out} = layer({out}, c) | {out}, c = {0}, dict(h=0.0) ; for layer
+    in {m}: {out} = layer({out}, c) | {out}, c = {0}, Bag() ; for layer in {m}: {out} = layer({out}, c)
+objects [*->*] nn.ModuleList([Counts(4, 4), Counts(4, 4)]) :: {out}, c = {0}, [] ; for layer in {m}: {out} =
+    layer({out}, c) ; {out} = {out} * len(c) | {out}, c = {0}, dict(h=0.0) ; for layer in {m}: {out} =
+    layer({out}, c) ; {out} = {out} + c['h'] | {out}, c = {0}, dict(x={0}, n=0) ; for layer in {m}: {out} =
+    layer({out}, c) + c['x']
+global numbers [*->*] Leaves(4, 4)
+written [*->*] :: self.w{n} = {0}.mean() ; {out} = {0} * 1
 strides [*->*] :: {0}.transpose(0, -1).contiguous().mul_(2).transpose(0, -1) | {0}[...,
     1:].contiguous().add_(1).sum(-1, keepdim=True) + {0} | {0}.reshape(-1).mul_(0.5).view_as({0})
 control flow [*->*] :: {0} * 2 if {0}.size(0) > 1 else {0} + 1 | {out} = {0} ; while {out} is {0}: {out} =
@@ -193,6 +212,8 @@ EVENTS = (
     "    for name, buffer in list(part.named_buffers(recurse=False)):\n"
     "        setattr(part, name, buffer * 2)",
     "model.load_state_dict(model.state_dict(), assign=True)",
+    "for part in model.modules():\n    part.on = True",
+    "for part in model.modules():\n    part.on = step % 2 == 1",
 )
 
 # ---- what stands above the model where it is used
@@ -226,6 +247,71 @@ class Keeps(nn.Linear):
     def forward(self, x):
         self.calls, self.kept = self.calls % 2 + 1, x.mean()
         return super().forward(x)
+""",
+    "Scales": """
+class Scales(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer('scale', torch.ones(4))
+        self.codes = torch.ones(4)
+
+    def forward(self, x):
+        h = super().forward(x)
+        self.scale.mul_(0.9).add_(h.detach().mean() * 0.1)
+        self.codes.add_(0.1)
+        return h, self.scale.expand_as(h)
+""",
+    "Switch": """
+class Switch(nn.Linear):
+    def __init__(self, ins, outs, how, after=None):
+        super().__init__(ins, outs)
+        self.how, self.after, self.on, self.calls = how, after, False, 0
+
+    def forward(self, x):
+        self.calls += 1
+        on = self.on if self.after is None else self.calls > self.after
+        if self.how == 'writes':
+            return super().forward(x.mul_(0.5) if on else x * 0.5)
+        if self.how == 'skips' and not on:
+            return x
+        with torch.set_grad_enabled(torch.is_grad_enabled() and (on or self.how != 'freezes')):
+            return super().forward(x)
+""",
+    "Counts": """
+class Bag:
+    n = 1
+
+
+class Counts(nn.Linear):
+    def forward(self, x, c):
+        h = super().forward(x)
+        if isinstance(c, list):
+            c.append(1)
+            return h * len(c)
+        if isinstance(c, dict) and 'h' in c:
+            h = h + c['h']
+            c['h'] = h * 0.5
+            return h
+        if isinstance(c, dict):
+            c['n'] += 1
+            return h * c['n']
+        if isinstance(c, Bag):
+            c.n += 1
+            return h * c.n
+        return h * next(c)
+""",
+    "Leaves": """
+SHARED = {}
+
+
+class Leaves(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        SHARED.clear()
+
+    def forward(self, x):
+        SHARED['n'] = SHARED.get('n', 0) + 1
+        return super().forward(x) * (1 + SHARED['n'] % 2)
 """,
     "Scale": """
 class Scale(torch.autograd.Function):

@@ -15,7 +15,9 @@ from tests.fuzz.lines import CALLS, FAMILIES, FORMS, HEAVY, Form
 T = TypeVar("T")
 STEADY = ("linear", "pointwise", "views", "skips")
 """Families that every program may have; each has a few others, so that it has much of a few things."""
-ORDERED = ("batch norm", "buffers", "state", "kept values")
+ORDERED = (
+    "batch norm", "buffers", "state", "kept values", "given buffers", "own counts", "global numbers"
+)  # fmt: skip
 """Families whose numbers depend on the order of the microbatches, and change once more in a checkpoint."""
 
 

@@ -234,6 +234,10 @@ def pipeline_of(
         before += f"parts = [{parts}]\n    stages = [{made}]\n    "
         text = f"{before}return penstock.Pipeline.from_stages(stages, {options})"
         return text, ranks, microbatches, None
+    # What a unit was given must not change before the unit runs again.
+    if "in place" not in author.used and author.chance(6):
+        author.used.add("recomputation")
+        options += ", checkpoint=True"
     lists = [body.modules[a:b] for a, b in slices]
     cut = author.pick((stages, [body.units[start] for start in starts] or stages, lists))
     where = "group=group, timeout=60.0" if gloo else f"ranks={ranks}"

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(400)  # a few CPU seconds each, also where the 
 @pytest.mark.slow
 def test_fixed_programs_in_one_process_do_what_a_plain_loop_does() -> None:
     campaign = Campaign(lambda program: judge(program.source))
-    campaign.explore(seed=0, most=100)  # about 60, and others that are the same
+    campaign.explore(seed=0, most=130)  # about 75, and others that are the same
     assert campaign.faults == {}, campaign.report()
     assert campaign.kinds["same"] > 40
 

@@ -62,7 +62,8 @@ def plain(device: str, microbatches: int = 8) -> Numbers:
     return {"loss": total, "gradients": gradients(model)}
 
 
-def gradients(module: Any) -> dict[str, Any]:
+def gradients(of: Any) -> dict[str, Any]:
+    module = of.held_weights if isinstance(of, Pipeline) else of
     return {
         name: weight.grad.tolist()
         for name, weight in module.named_parameters()

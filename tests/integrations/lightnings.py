@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torchmetrics import Accuracy, F1Score, MeanMetric, MetricCollection
 
 from penstock.errors import AgreementError
 from penstock.integrations.lightning import FabricPipelineStrategy, PipelineStrategy
@@ -70,6 +71,47 @@ class Classifier(LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Measured(Classifier):
+    """It keeps metrics and lists, returns more than the loss, and asks for epochs and batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = Accuracy(task="multiclass", num_classes=5)
+        f1 = F1Score("multiclass", num_classes=5)
+        self.measures = MetricCollection({"f1": f1}, prefix="val_")
+        self.size, self.right, self.seen = MeanMetric(), list[Any](), list[Any]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        images, labels = batch
+        logits = self(images)
+        loss = cross_entropy(logits, labels)
+        if self.current_epoch >= 1:
+            loss = loss * 1.5
+        if batch_idx % 2:
+            loss = loss * 0.9
+            self.log("odd", loss)
+        self.accuracy(logits, labels)
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        return {"loss": loss, "logits": logits.detach(), "mean": logits.mean(), "by": "hand"}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        values = (outputs["loss"], outputs["logits"].square().sum(), outputs["mean"])
+        self.seen += [float(value) for value in values]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        images, labels = batch
+        logits = self(images)
+        self.measures.update(logits, labels)
+        self.log_dict(self.measures)
+        self.size.update(cross_entropy(logits, labels))
+        self.log("size", self.size)
+        self.right.append(logits.argmax(-1) == labels)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("right", torch.cat(self.right).float().mean())
+        self.right.clear()
 
 
 class Block(nn.Module):
@@ -176,6 +218,16 @@ def classify(strategy: Any = "auto", resume: Any = None, **options: Any) -> dict
     }
 
 
+def measure(strategy: Any = "auto", batch: int = 8, **options: Any) -> dict[str, float]:
+    """What metrics, lists and hooks saw in two epochs."""
+    torch.manual_seed(0)
+    module = Measured()
+    trainer = trainer_of(strategy, max_epochs=2, **{"max_steps": -1} | options)
+    trainer.fit(module, images(batch=batch), images(11, 6))
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return metrics | {f"seen {place}": value for place, value in enumerate(module.seen)}
+
+
 def model_language(
     strategy: Any = "auto", load: Any = None, save: Any = None, batch: int = 8
 ) -> dict[str, Any]:
@@ -218,13 +270,15 @@ def report(folder: Path) -> dict[str, Any]:
     tokens = model_language(strategy, save=folder / "tokens.ckpt", load=folder / "plain.ckpt")
     halves = FabricPipelineStrategy(ranks=PROCESSES // 2, microbatches=2, loss_weight=count_labels)
     replicas = model_language(halves, batch=4)
+    measured = measure(PipelineStrategy(**options))
     message = ""
     try:
         others = images(seed=trainer.global_rank)
         trainer_of(PipelineStrategy(**options)).fit(Classifier(), others)
     except AgreementError as error:
         message = str(error)
-    return {"images": plain, "tokens": tokens, "replicas": replicas, "refusal": message}
+    return {"images": plain, "tokens": tokens, "replicas": replicas,
+            "measured": measured, "refusal": message}  # fmt: skip
 
 
 if __name__ == "__main__":

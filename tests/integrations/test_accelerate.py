@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,12 +14,14 @@ from torch import nn
 
 pytest.importorskip("accelerate")
 
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from safetensors.torch import load_file
 
 from penstock import Pipeline, PipelineModule
 from penstock.errors import UsageError
-from penstock.integrations.accelerate import PipelineAccelerator
-from tests.integrations.accelerated import make, run
+from penstock.integrations.accelerate import PipelineAccelerator, share_batches
+from tests.integrations.accelerated import data, make, run
 from tests.scripts import run_script
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -53,6 +56,55 @@ def test_between_processes(tmp_path: Path) -> None:
     assert_equal(found["whole"], plain()["rows"])
     assert_equal(found["resumed"], plain()["rows"][4:])
     assert_equal(run(load=tmp_path / "two", schedule="1F1B", ranks=4), plain()["rows"][4:])
+
+
+def tied() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    model[2].weight = model[0].weight
+    return model
+
+
+def test_a_tied_weight_is_saved_once_and_the_plain_loop_runs(tmp_path: Path) -> None:
+    """Without loss_fn= the loop computes the loss, as the plain one does."""
+    x, target = data().tensors
+    losses: list[list[float]] = []
+    for cut in (False, True):
+        model: Any = tied()
+        accelerator: Any = Accelerator(cpu=True)
+        if cut:
+            pipe = Pipeline(model, ranks=2, microbatches=4)
+            accelerator, model = PipelineAccelerator(pipe, cpu=True), PipelineModule(pipe)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        losses.append([])
+        for _ in range(3):
+            loss = nn.functional.cross_entropy(model(x), target, weight=torch.arange(1.0, 4.0))
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(float(loss.detach()))
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    accelerator.save_state(tmp_path / "state")
+    assert "2.weight" not in load_file(tmp_path / "state/model.safetensors")
+    with torch.no_grad():
+        model.get_parameter("0.weight").zero_()
+    accelerator.load_state(tmp_path / "state")
+    assert model.get_parameter("0.weight").any()
+
+
+@pytest.mark.parametrize("option", [{"dispatch_batches": True}, {"even_batches": False}])
+def test_replicas_that_would_share_batches_or_wait_are_refused(option: Any) -> None:
+    several = SimpleNamespace(
+        replicas=SimpleNamespace(number=2),
+        schedule=SimpleNamespace(ranks=2),
+        device=torch.device("cpu"),
+    )
+    accelerator: Any = SimpleNamespace(
+        state=SimpleNamespace(), dataloader_config=DataLoaderConfiguration(**option)
+    )
+    with pytest.raises(UsageError, match=next(iter(option))):
+        share_batches(accelerator, cast("Any", several))
 
 
 def accelerated() -> tuple[Any, Any]:

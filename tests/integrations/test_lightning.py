@@ -19,6 +19,7 @@ from torch.nn.functional import mse_loss
 pytest.importorskip("lightning")
 
 from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import BaseFinetuning
 from torchmetrics import MeanMetric
 
 from penstock import Pipeline, PipelineModule
@@ -32,6 +33,7 @@ from tests.integrations.lightnings import (
     classify,
     count_labels,
     images,
+    measure,
     model_language,
     trainer_of,
 )
@@ -156,6 +158,7 @@ def test_between_processes(tmp_path: Path) -> None:
     assert_equal(report["tokens"], {**plain_tokens(), **rest})
     whole = {key: plain_tokens()[key] for key in ("losses", "norms", "evaluated")}
     assert_equal(report["replicas"], whole)
+    assert report["measured"] == pytest.approx(measure(), abs=1e-5)
     assert "different batches" in report["refusal"]
     file = torch.load(tmp_path / "trained.ckpt", weights_only=False)
     Classifier().load_state_dict(file["state_dict"])
@@ -257,13 +260,61 @@ def test_wrong_use_is_named(name: str) -> None:
         dist.destroy_process_group()
 
 
-def test_what_a_step_keeps_is_refused() -> None:
-    with pytest.raises(PartitionError, match="seen"):
-        fit(Odd(lambda module, batch, loss: module.seen.append(loss.detach()) or loss))
+def test_a_number_of_a_tensor_is_refused_and_the_tensor_recommended() -> None:
+    with pytest.raises(PartitionError, match=r'self.log\("loss", loss\), without item'):
+        fit(Odd(lambda module, batch, loss: module.log("loss", loss.item()) or loss))
+
+
+def test_a_metric_is_given_rows_of_samples() -> None:
+    def change(module: Any, batch: Any, loss: Any) -> Any:
+        module.seen.append(torch.ones(3, 3))
+        return loss
+
+    with pytest.raises(Exception, match="have the samples in their first dimension"):
+        fit(Odd(change))
+
+
+# ---- metrics, lists, hooks, and the way of a step
+
+
+def test_metrics_lists_and_hooks_see_the_whole_batch() -> None:
+    """A step that does something else in odd batches and later epochs is planned anew for these."""
+    for schedule in ("1F1B", "ZB-V"):
+        found = measure(PipelineStrategy(schedule=schedule, ranks=2, microbatches=4))
+        assert found == pytest.approx(measure(), abs=1e-5)
+
+
+class Thaw(BaseFinetuning):
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.features)
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.features, optimizer)
+
+
+def test_groups_that_an_optimizer_gets_later_are_saved(tmp_path: Path) -> None:
+    files = []
+    for strategy in ("auto", PipelineStrategy(ranks=2, microbatches=4)):
+        module = Classifier()
+        torch.manual_seed(0)
+        module.configure_optimizers = lambda module=module: torch.optim.AdamW(  # type: ignore[method-assign,misc]
+            [p for p in module.parameters() if p.requires_grad]
+        )
+        trainer = trainer_of(strategy, callbacks=[Thaw()], max_epochs=2, max_steps=-1)
+        torch.manual_seed(0)
+        for parameter in module.parameters():
+            nn.init.uniform_(parameter, -0.3, 0.3)
+        trainer.fit(module, images())
+        trainer.save_checkpoint(tmp_path / "file")
+        files.append(torch.load(tmp_path / "file", weights_only=False))
+    plain, cut = (file["optimizer_states"][0] for file in files)
+    assert cut["param_groups"][1]["params"] == plain["param_groups"][1]["params"]
+    torch.testing.assert_close(cut["state"], plain["state"], atol=1e-5, rtol=1e-4)
 
 
 def test_without_lightning_the_import_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lightning.fabric.strategies.ddp", None)
     monkeypatch.delitem(sys.modules, "penstock.integrations.lightning")
-    with pytest.raises(ImportError, match=r"penstock\[lightning\]"):
+    with pytest.raises(ImportError, match=r"penstock-pipeline\[lightning\]"):
         __import__("penstock.integrations.lightning")

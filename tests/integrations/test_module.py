@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import PipelineModule
+from penstock.elsewhere import is_elsewhere
 from penstock.errors import AgreementError, UsageError
 from penstock.testing import WorkerPool
 from tests.pipeline.models import X, Y, assert_same, chain, gradients, make, mean_loss, restless
@@ -123,14 +124,17 @@ def test_weights_have_the_names_of_the_unsplit_model() -> None:
     assert_same(model.state_dict(), zeros)
 
 
-def regularised() -> Any:
-    loss, output = as_module()(X, target=Y, outputs=True)
-    (loss + output.square().mean()).backward()
-
-
 def twice() -> Any:
     loss = as_module()(X, target=Y)
     loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def change_a_weight() -> Any:
+    model = as_module()
+    loss = model(X, target=Y)
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
     loss.backward()
 
 
@@ -140,7 +144,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         "create_graph",
     ),
     "backward twice": (twice, "second time"),
-    "a loss of the outputs": (regularised, "Put the change into loss_fn"),
+    "a changed weight": (change_a_weight, "0.0.weight was changed in place"),
     "no target": (lambda: as_module()(X), "no target was given"),
     "to": (lambda: as_module().float(), "Pipeline\\(device="),
     "accumulate": (lambda: as_module()(X, target=Y, accumulate=2), "divide or scale the loss"),
@@ -152,6 +156,90 @@ def test_wrong_use_is_named(name: str) -> None:
     call, message = WRONG[name]
     with pytest.raises(UsageError, match=message):
         call()
+
+
+# ---- gradients through outputs, and those of weights that the user looks at
+
+
+def mixed(model: Any, x: Tensor) -> Tensor:
+    """Of two outputs, and no mean over samples."""
+    first, second = model(x), model(x * 2)
+    similar = (first @ second.T).logsumexp(0).sum()
+    loss: Tensor = similar * (first - Y).square().mean().sqrt()
+    return loss
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1"])
+def test_gradients_flow_through_outputs(schedule: str) -> None:
+    model = PipelineModule(
+        make(restless(), schedule=schedule, loss_fn=None, microbatches=1, seed=3)
+    )
+    plain = restless()
+    x, z = X.clone().requires_grad_(), X.clone().requires_grad_()
+    for one in (model, plain):
+        one.get_submodule("0.2").p = 0.0  # type: ignore[assignment]
+    found, expected = mixed(model, x), mixed(plain, z)
+    found.backward()
+    expected.backward()
+    torch.testing.assert_close(found, expected)
+    assert_same(gradients(model), gradients(plain))
+    torch.testing.assert_close(x.grad, z.grad)
+    # The second forward, for the backward, leaves no trace.
+    assert_same(dict(model.named_buffers()), dict(plain.named_buffers()))
+
+
+def test_the_forward_that_runs_again_draws_what_the_first_drew() -> None:
+    for seed in (3, "off"):
+        model = PipelineModule(make(restless(), loss_fn=None, seed=seed))
+        kept = model(torch.ones_like(X).requires_grad_())
+        other = model(X)
+        grad = torch.autograd.grad(kept.sum(), list(model.parameters()), allow_unused=True)
+        weight, bias = grad[-2:]
+        assert not torch.equal(kept, other)
+        # Behind the dropout lies one linear layer.
+        hidden = (kept - model.get_parameter("1.bias")) @ model.get_parameter(
+            "1.weight"
+        ).inverse().T
+        torch.testing.assert_close(weight, hidden.sum(0).expand(4, 4).detach())
+        torch.testing.assert_close(bias, torch.full_like(bias, 8.0))
+
+
+def test_a_loss_and_a_term_of_its_outputs() -> None:
+    model, plain = as_module(), chain()
+    loss, output = model(X, target=Y, outputs=True)
+    (loss + output.square().mean()).backward()
+    expected = plain(X)
+    (mean_loss(expected, Y) + expected.square().mean()).backward()
+    assert_same(gradients(model), gradients(plain))
+
+
+def test_hooks_of_weights_run_once_on_the_scaled_gradient() -> None:
+    model, plain = as_module(schedule="ZB-H1"), chain()
+    seen: list[list[float]] = []
+    for one in (model, plain):
+        norms: list[float] = []
+        for parameter in one.parameters():
+            parameter.register_hook(lambda g: g.clamp(-0.01, 0.01))
+            parameter.register_post_accumulate_grad_hook(
+                lambda p, norms=norms: norms.append(float(p.grad.norm()))
+            )
+        seen.append(norms)
+    (called(model)(X) * 5).backward()
+    (mean_loss(plain(X), Y) * 5).backward()
+    assert_same(gradients(model), gradients(plain))
+    assert sorted(seen[0]) == pytest.approx(sorted(seen[1]))
+
+
+def test_a_weight_that_is_frozen_before_backward_gets_no_gradient() -> None:
+    model = as_module()
+    loss = called(model)(X)
+    name, weight = next(model.named_parameters())
+    weight.requires_grad_(False)
+    loss.backward()
+    assert weight.grad is None
+    assert gradients(model).keys() == {n for n, _ in model.named_parameters()} - {name}
+    model.requires_grad_(False)
+    assert not called(model)(X).requires_grad
 
 
 # ---- float16
@@ -246,7 +334,8 @@ def overflow(group: Any) -> Any:
     model = PipelineModule(make(Two(), group=group, microbatches=1, loss_fn=overflowing))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = [p.clone() for p in model.parameters()]
+    held = [p for p in model.parameters() if not is_elsewhere(p)]
+    before = [p.clone() for p in held]
     rows = []
     for _ in range(3):
         with torch.autocast("cpu", torch.float16):
@@ -255,7 +344,7 @@ def overflow(group: Any) -> Any:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        moved = not all(map(torch.equal, model.parameters(), before))
+        moved = not all(map(torch.equal, held, before))
         rows.append([float(scaler.get_scale()), moved])
     return rows
 

@@ -57,12 +57,18 @@ def test_the_output_class_is_the_models() -> None:
 
 def test_wrong_use_is_named() -> None:
     module = as_module(make_model("llama")).train()
-    with pytest.raises(UsageError, match="no target was given"):
-        module(input_ids=BATCH["input_ids"])
-    with pytest.raises(UsageError, match="Put the change into loss_fn"):
-        module(**BATCH, outputs=True).logits.sum().backward()
     with pytest.raises(AttributeError, match="resize_token_embeddings"):
         module.resize_token_embeddings(60)
+
+
+def test_a_loss_of_the_logits() -> None:
+    module, plain = as_module(make_model("llama")).train(), make_model("llama").train()
+    for model in (module, plain):
+        logits = model(input_ids=BATCH["input_ids"]).logits
+        (logits.logsumexp(0).mean() + logits.std()).backward()
+    named = dict(plain.named_parameters())
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter.grad, named[name].grad)
 
 
 HOW: list[dict[str, Any]] = [

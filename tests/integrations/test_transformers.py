@@ -16,11 +16,29 @@ import torch
 pytest.importorskip("accelerate")
 
 import tokenizers
-from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback
+import transformers
+from safetensors.torch import load_file
+from transformers import (
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
 from penstock.errors import UsageError
 from penstock.integrations.transformers import PipelineTrainer
-from tests.integrations.trainers import FAMILIES, Examples, make, make_model, report, saved
+from tests.integrations.trainers import (
+    FAMILIES,
+    SIZES,
+    STILL,
+    WORDS,
+    Examples,
+    make,
+    make_model,
+    report,
+    saved,
+)
 from tests.scripts import run_script
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -172,37 +190,169 @@ def test_a_checkpoint_of_another_trainer_is_refused(tmp_path: Path) -> None:
 def test_without_accelerate_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "accelerate.utils", None)
     monkeypatch.delitem(sys.modules, "penstock.integrations.transformers")
-    with pytest.raises(ImportError, match=r"pip install 'penstock\[transformers\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'penstock-pipeline\[transformers\]'"):
         import_module("penstock.integrations.transformers")
 
 
+# ---- trainers with a loss of their own
+
+
+class Weighted(Trainer):
+    """Of the documentation of transformers: no mean over samples."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        weight = torch.tensor([1.0, 2.0, 3.0])
+        loss = torch.nn.functional.cross_entropy(outputs.logits, labels, weight=weight)
+        return (loss, outputs) if return_outputs else loss
+
+
+class Distilled(Trainer):
+    """A teacher, and the model's own loss."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        with torch.no_grad():
+            hints = make_model("llama", seed=5)(input_ids=inputs["input_ids"]).logits
+        hints, found = hints.softmax(-1), outputs.logits.log_softmax(-1)
+        loss = loss + torch.nn.functional.kl_div(found, hints, reduction="batchmean")
+        return (loss, outputs) if return_outputs else loss
+
+
+class PipelineWeighted(PipelineTrainer, Weighted):
+    pass
+
+
+class PipelineDistilled(PipelineTrainer, Distilled):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("family", "plain_kind", "kind"),
+    [("bert", Weighted, PipelineWeighted), ("llama", Distilled, PipelineDistilled)],
+)
+def test_a_loss_of_another_trainer_runs_as_it_is_written(
+    family: str, plain_kind: Any, kind: Any, tmp_path: Path
+) -> None:
+    found = report(make(kind, family, tmp_path, 3, pipeline={"ranks": 2}), tmp_path)
+    assert_equal(found, report(make(plain_kind, family, tmp_path, 3), tmp_path))
+
+
+def test_answers_to_questions_have_other_labels(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {**SIZES, **STILL, "vocab_size": WORDS, "num_attention_heads": 2}
+    rows = [
+        {"input_ids": row, "start_positions": row[0] % 10, "end_positions": row[1] % 10}
+        for row in Examples("text", 21, 1).tokens
+    ]
+    reports = []
+    kinds: list[tuple[Any, dict[str, Any]]]
+    kinds = [(Trainer, {}), (PipelineTrainer, {"pipeline": {"ranks": 2}})]
+    for kind, options in kinds:
+        set_seed(0)
+        model = transformers.BertForQuestionAnswering(transformers.BertConfig(**sizes))
+        arguments = TrainingArguments(
+            str(tmp_path), max_steps=3, logging_steps=1, report_to=[], use_cpu=True,
+            per_device_eval_batch_size=8, save_strategy="no",
+        )  # fmt: skip
+        trainer: Any = kind(
+            model=model, args=arguments, train_dataset=rows, eval_dataset=rows, **options
+        )
+        trainer.train()
+        losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        reports.append([*losses, trainer.evaluate()["eval_loss"]])
+    assert reports[0] == pytest.approx(reports[1], abs=1e-5)
+
+
+# ---- adapters of PEFT
+
+
 @pytest.mark.slow
-def test_supervised_fine_tuning_by_trl(tmp_path: Path) -> None:
+def test_adapters_are_trained_and_saved_as_peft_does(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    made: dict[str, Any] = {
+        "lora": peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"]),
+        "dora": peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], use_dora=True),
+        "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    }
+    for name, config in made.items():
+        reports, states = [], []
+        kinds: list[tuple[Any, dict[str, Any]]]
+        kinds = [(Trainer, {}), (PipelineTrainer, {"pipeline": {"ranks": 2}})]
+        for kind, options in kinds:
+            torch.manual_seed(1)
+            model = peft.get_peft_model(make_model("llama"), config)
+            trainer = make(kind, "llama", tmp_path, 3, model=model, measures=False, **options)
+            trainer.train()
+            evaluated = trainer.evaluate()["eval_loss"]
+            losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+            reports.append([*losses, evaluated])
+            folder = tmp_path / f"{name} {kind.__name__}"
+            trainer.save_model(str(folder))
+            states.append(load_file(folder / "adapter_model.safetensors"))
+            learned = trainer.optimizer.state_dict()["state"]
+            assert len(learned) == sum(p.requires_grad for p in model.parameters())
+        assert reports[0] == pytest.approx(reports[1], abs=1e-5), name
+        torch.testing.assert_close(states[1], states[0], atol=1e-5, rtol=1e-4)
+        loaded = peft.PeftModel.from_pretrained(make_model("llama"), folder)
+        assert peft.get_peft_model_state_dict(loaded).keys() == states[0].keys()
+
+
+# ---- trainers of TRL
+
+
+def texts(rows: Any) -> list[str]:
+    return [" ".join(f"w{token}" for token in row) for row in rows.tolist()]
+
+
+TOKENS = Examples("text", 32, 1).tokens
+TRL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "sft": ("SFT", {"input_ids": TOKENS.tolist()}, {}),
+    "packed": ("SFT", {"input_ids": TOKENS.tolist()}, {"packing": True, "max_length": 16}),
+    "dpo": (
+        "DPO",
+        {"prompt": texts(TOKENS[:, :4]), "chosen": texts(TOKENS[:, 4:7]),
+         "rejected": texts(TOKENS[:, 7:])},
+        {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(TRL))
+def test_trainers_of_trl(name: str, tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
-
-    class PipelineSFTTrainer(PipelineTrainer, trl.SFTTrainer):  # type: ignore[misc, name-defined]
-        pass
-
-    rows = [{"input_ids": row} for row in Examples("text", 32, 1).tokens.tolist()]
-    tokenizer = words()
-    losses = []
-    for kind, options in (
-        (trl.SFTTrainer, {}),
-        (PipelineSFTTrainer, {"pipeline": {"schedule": "ZB-V", "ranks": 2}}),
-    ):
-        config = trl.SFTConfig(
-            str(tmp_path), max_steps=3, per_device_train_batch_size=8, logging_steps=1,
+    kind, columns, options = TRL[name]
+    plain_kind, config = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
+    both = type("Both", (PipelineTrainer, plain_kind), {})
+    data, logs = datasets.Dataset.from_dict(columns), []
+    for trainer_kind, more in ((plain_kind, {}), (both, {"pipeline": {"ranks": 2}})):
+        args = config(
+            str(tmp_path), max_steps=2, per_device_train_batch_size=8, logging_steps=1,
             report_to=[], use_cpu=True, save_strategy="no", bf16=False,
-            gradient_checkpointing=False, disable_tqdm=True,
+            gradient_checkpointing=False, disable_tqdm=True, **options,
         )  # fmt: skip
-        trainer = kind(
-            make_model("llama"), args=config, train_dataset=datasets.Dataset.from_list(rows),
-            processing_class=tokenizer, **options,
+        if kind == "DPO":
+            more = {**more, "ref_model": make_model("llama", seed=3)}
+        trainer = trainer_kind(
+            make_model("llama"), args=args, train_dataset=data, eval_dataset=data.select(range(8)),
+            processing_class=words(), **more,
         )  # fmt: skip
         trainer.train()
-        losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
-    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+        trainer.evaluate()
+        rows = trainer.state.log_history
+        logs.append({
+            f"{place} {key}": value
+            for place, row in enumerate(rows)
+            for key, value in row.items()
+            if not key.endswith(("runtime", "per_second", "total_flos"))
+        })  # fmt: skip
+    assert logs[0] == pytest.approx(logs[1], abs=1e-4)
 
 
 def words() -> Any:

@@ -99,8 +99,8 @@ FAMILIES: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-def make_model(family: str) -> Any:
-    set_seed(0)
+def make_model(family: str, seed: int = 0) -> Any:
+    set_seed(seed)
     return FAMILIES[family][0]()
 
 
@@ -133,12 +133,13 @@ def make(
         "disable_tqdm": True,
     }
     given |= options.pop("arguments", {})
+    model = options.pop("model", None)
     return kind(
-        model=make_model(family),
+        model=make_model(family) if model is None else model,
         args=TrainingArguments(output_dir=str(folder), **given),
         train_dataset=Examples(data, 64, 1),
         eval_dataset=Examples(data, 20, 2),
-        compute_metrics=measure,
+        compute_metrics=measure if options.pop("measures", True) else None,
         **options,
     )
 

@@ -52,9 +52,10 @@ def forwards(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     draws: Draws | None = None,
+    plan: CallPlan | None = None,
 ) -> Forwarded:
     named = dict(kwargs or {})
-    plan = cut.plan(args, named)
+    plan = cut.plan(args, named) if plan is None else plan
     done = Forwarded(plan)
     values: dict[str, Tensor] = {}
     gradients = {edge.value: edge.gradient for edge in plan.edges}

@@ -210,7 +210,16 @@ def test_each_run_of_a_unit_finds_its_cache_as_it_was(repeats: int) -> None:
     assert [unit.flops for unit in units] == [2 * 3 * 4 * 4] * 2
 
 
-FREED: list[bool] = []
+class Notes:
+    """Whether something was freed, each time."""
+
+    freed: tuple[bool, ...] = ()
+
+    def note(self, freed: bool) -> None:
+        self.freed = (*self.freed, freed)
+
+
+NOTES = Notes()
 
 
 class Drops(nn.Module):
@@ -225,7 +234,7 @@ class Drops(nn.Module):
         there = weakref.ref(doubled)
         more = doubled + 1
         del doubled
-        FREED.append(there() is None)
+        NOTES.note(there() is None)
         second: Tensor = self.second(more)
         return second
 
@@ -236,4 +245,4 @@ def test_a_stage_holds_nothing_that_the_code_between_units_has_dropped() -> None
     with Pipeline(Drops(), stages=stages, ranks=2, loss_fn=nn.functional.mse_loss) as pipe:
         pipe.step(x, target=x)
     # The other stage has a placeholder, which it keeps.
-    assert any(FREED)
+    assert any(NOTES.freed)

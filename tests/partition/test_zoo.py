@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections import UserDict
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from penstock.errors import PartitionError, UsageError
 from penstock.partition import Partition, partition, unit_paths
 from penstock.schedule import Placement
-from penstock.stage import StageCall
+from penstock.stage import StageCall, StageModule
 from tests.partition import zoo
 from tests.partition.driver import check_equal, forwards
 from tests.partition.zoo import WIDTH
@@ -139,7 +140,7 @@ def test_what_is_recomputed_is_not_held() -> None:
             *(nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 8)) for _ in range(4))
         )
         cut, x = partition(model, 2, checkpoint=checkpoint), torch.randn(64, 8)
-        cut.plan((x,), {})
+        plan = cut.plan((x,), {})
         saved: list[int] = []
 
         def pack(tensor: Tensor, saved: list[int] = saved) -> Tensor:
@@ -147,7 +148,7 @@ def test_what_is_recomputed_is_not_held() -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            forwards(cut, (x,))
+            forwards(cut, (x,), plan=plan)
         held.append(sum(saved))
     assert held[1] < held[0] / 10
 
@@ -289,7 +290,7 @@ def test_a_process_lets_go_of_other_stages() -> None:
     expected = copy.deepcopy(model)(*args)
     cut = partition(model, 2)
     values = forwards(cut, args)
-    cut.keep([1])
+    cut.keep([1], [0, 1], torch.device("cpu"))
     kept = {name for name, parameter in cut.modules[1].named_parameters() if not parameter.is_meta}
     assert kept == {name for name, parameter in model.named_parameters() if not parameter.is_meta}
     assert kept
@@ -423,6 +424,40 @@ def test_modules_without_a_forward_are_called_one_after_the_other() -> None:
         partition(model, 2)
 
 
+class Features(nn.ModuleDict):
+    """A dict of modules with a forward of its own, as backbones of vision models are."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name, layer in self.items():
+            x = torch.relu(layer(x)) + 1
+            found[name] = x
+        return {name: found[name] for name in ("a", "c")}
+
+
+class OnFeatures(nn.Module):
+    """Uses such a dict as a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = {name: nn.Linear(WIDTH, WIDTH).double() for name in "abcd"}
+        self.body, self.head = Features(layers), nn.Linear(WIDTH, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.body(x)
+        output: Tensor = self.head(features["a"] * features["c"])
+        return output
+
+
+@pytest.mark.parametrize("stages", [2, 3, [["body"], ["head"]], ["head"]])
+def test_a_dict_of_modules_with_a_forward_of_its_own_runs_it(stages: Any) -> None:
+    model, x = OnFeatures(), rows()
+    check_equal(model, lambda whole: partition(whole, stages), (x,))
+    inner = model.body
+    done = forwards(partition(copy.deepcopy(inner), 2), (x,))
+    assert all(torch.equal(done.output[name], value) for name, value in inner(x).items())
+
+
 # ---- what is left alone
 
 
@@ -437,16 +472,23 @@ def test_a_plan_leaves_no_trace() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_plan_is_made_once_for_each_kind_of_call() -> None:
+def test_equal_calls_get_equal_plans_and_what_a_plan_depends_on_is_described() -> None:
     model, args, _ = make("residual")
     cut = partition(model, 2)
-    first = cut.plan(args, {})
-    assert cut.plan((args[0] + 1,), {}) is first
-    other = cut.plan((args[0][:2],), {})
-    assert other is not first
-    assert other.edges == first.edges
-    model.eval()
-    assert cut.plan(args, {}) is not first
+    states = [stage.state() for stage in cut.modules if isinstance(stage, StageModule)]
+    assert cut.plan(args, {}).edges == cut.plan((args[0][:2] + 1,), {}).edges
+    assert [stage.state() for stage in cut.modules if isinstance(stage, StageModule)] == states
+    assert json.loads(json.dumps(states)) == json.loads(json.dumps(states))
+    for change in (
+        model.eval,
+        lambda: next(model.parameters()).requires_grad_(False),
+        lambda: next(iter(model.children())).register_forward_hook(lambda *_: None),
+        lambda: setattr(model, "setting", 1),
+    ):
+        change()
+        now = [stage.state() for stage in cut.modules if isinstance(stage, StageModule)]
+        assert now != states
+        states = now
 
 
 class Scaled(nn.Module):

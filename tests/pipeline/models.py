@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock import Pipeline
+from penstock.elsewhere import is_elsewhere
 
 WIDTH = 4
 X = torch.linspace(-1, 1, 8 * WIDTH, dtype=torch.float64).reshape(8, WIDTH)
@@ -80,8 +81,10 @@ def make(model: nn.Module | None = None, **options: Any) -> Pipeline:
     return Pipeline(model or chain(), **(defaults | options))
 
 
-def gradients(module: nn.Module | Pipeline) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+def gradients(of: nn.Module | Pipeline) -> dict[str, Tensor]:
+    """The gradients that are in this process, by name."""
+    named = of.named_parameters()
+    return {name: p.grad for name, p in named if p.grad is not None and not is_elsewhere(p)}
 
 
 def assert_same(actual: Mapping[str, Tensor], expected: Mapping[str, Any]) -> None:

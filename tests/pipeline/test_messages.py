@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 from penstock import Pipeline, PipelineStage
 from penstock.errors import UsageError
-from penstock.schedule import Edge
-from penstock.testing import WorkerPool, count_messages
-from tests.pipeline.models import X, Y, chain, make, mean_loss
+from penstock.schedule import Edge, from_csv, validate
+from penstock.testing import WorkerPool, record_messages
+from tests.pipeline.models import X, Y, chain, gradients, make, mean_loss
 
 ROWS, WIDTH, DOUBLE = 3, 4, 8
 ACTIVATION = ROWS * WIDTH * DOUBLE
@@ -76,7 +76,7 @@ def count(group: Any, what: str, schedule: str) -> list[list[int]]:
             model[0].requires_grad_(requires_grad=False)
         pipe, batch, target = make(model, schedule=schedule, ranks=3, group=group), X, Y
     with pipe:
-        counter = count_messages(pipe)
+        counter = record_messages(pipe)
         pipe.predict(batch) if what == "predict" else pipe.step(batch, target=target)
         sent = counter.sent
         return [[*c, sent.messages[c], sent.bytes[c]] for c in sent.messages]
@@ -130,7 +130,7 @@ def test_what_a_rank_needs_travels_to_it_once(
 
 def test_in_one_process_nothing_travels() -> None:
     with pytest.raises(UsageError, match="all ranks share this process"):
-        count_messages(make(ranks=3))
+        record_messages(make(ranks=3))
 
 
 # ---- nothing grows
@@ -140,7 +140,7 @@ def calls(group: Any, schedule: str) -> list[dict[str, Any]]:
     """A worker's task: of four rounds of a step and an evaluation, what this rank counted in each."""
     rounds = []
     with make(chain(4), schedule=schedule, ranks=2, microbatches=4, group=group) as pipe:
-        counter = count_messages(pipe)
+        counter = record_messages(pipe)
         for _ in range(4):
             counter.reset()
             pipe.step(X, target=Y)
@@ -149,7 +149,7 @@ def calls(group: Any, schedule: str) -> list[dict[str, Any]]:
             rounds.append(
                 {
                     "step": control,
-                    "described": counter.descriptions,
+                    "described": counter.words,
                     "bytes": sum(counter.sent.bytes.values()),
                     "messages": sum(counter.sent.messages.values()),
                     "pending": counter.received.pending,
@@ -165,7 +165,7 @@ def test_a_word_before_and_a_sum_after_a_step_are_all(workers: WorkerPool, sched
         assert first["bytes"] == later[0]["bytes"]
         for found in later:
             assert found == later[0]
-            assert found["step"] == {"gather": 2}
+            assert found["step"] == {"gather": 1, "sum": 1}
             assert found["described"] == found["pending"] == 0
 
 
@@ -204,7 +204,7 @@ def held(group: Any, schedule: str, microbatches: int, rows: int) -> tuple[int, 
     with make(chain(4), schedule=schedule, **options) as pipe:
         batch = torch.ones(rows * microbatches, X.shape[1], dtype=X.dtype)
         pipe.step(batch, target=batch)
-        counter = count_messages(pipe)
+        counter = record_messages(pipe)
         with PeakBytes(batch) as probe:
             pipe.step(batch, target=batch)
     return int(probe.most), counter.received.most
@@ -226,6 +226,44 @@ def test_what_is_held_does_not_grow_with_the_microbatches(
         assert posted == posted_too
 
 
+# ---- a WAIT_SEND waits for its own message
+
+
+ROWS_OF_RANK = (
+    "0F0 0SEND_F0 3RECV_F0 3F0 3B0 3SEND_B0 0WAIT_SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 3RECV_F1 3F1 3B1 "
+    "3SEND_B1 0RECV_B1 0B1",
+    "1RECV_F0 1F0 2F0 2SEND_F0 1RECV_F1 1F1 2F1 2SEND_F1 2RECV_B0 2B0 1B0 1SEND_B0 2RECV_B1 2B1 1B1 1SEND_B1",
+)
+"""Rank 1 takes the gradient that rank 0 has sent before 0WAIT_SEND_F0 only when it has 0SEND_F1's value."""
+
+
+def wait_for_one(group: Any) -> float:
+    """A worker's task: how far gradients are from a plain loop, with messages beyond what sockets carry."""
+    text = "\n".join(",".join(row.split()) for row in ROWS_OF_RANK)
+    schedule = from_csv(text, name="waits")
+    assert validate(schedule).ok
+    plain, batch = chain(4), torch.randn(2 * 4096, 4, dtype=torch.float64)
+    here = schedule.placement.stages_on(group.rank())
+    stages = [PipelineStage(chain(4)[index], index, 4) for index in here]
+    pipe = Pipeline.from_stages(
+        stages, schedule=schedule, microbatches=2, loss_fn=mean_loss, group=group, timeout=20.0
+    )
+    with pipe:
+        for _ in range(2):
+            pipe.step(batch, target=batch)
+            mean_loss(plain(batch), batch).backward()
+    pairs = [
+        (stage.module, plain.get_submodule(str(index)))
+        for index, stage in zip(here, stages, strict=True)
+    ]
+    gaps = [gradients(a)[n] - g for a, b in pairs for n, g in gradients(b).items()]
+    return max(float(gap.abs().max()) for gap in gaps)
+
+
+def test_a_wait_for_one_message_waits_for_no_other(workers: WorkerPool) -> None:
+    assert max(workers.run(f"{__name__}:wait_for_one", 2, 60.0)) < 1e-12
+
+
 # ---- what stages share
 
 
@@ -235,7 +273,7 @@ def run_shared(group: Any, uses: list[int], frozen: bool) -> list[list[int]]:
     one = nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64).requires_grad_(not frozen)
     layers = [one if i in uses else nn.Linear(WIDTH, WIDTH).double() for i in range(3)]
     with make(nn.Sequential(*layers), ranks=3, group=group) as pipe:
-        counter = count_messages(pipe)
+        counter = record_messages(pipe)
         pipe.step(X, target=Y)
         sent = counter.sent
         weights = [channel for channel in sent.messages if channel.direction == WEIGHTS]

@@ -159,7 +159,8 @@ def outputs(model: nn.Module, **options: Any) -> list[Tensor]:
         seen.append(output.detach())
         return output.sum()
 
-    with Pipeline(model, microbatches=2, loss_fn=loss, seed=1, **options) as pipe:
+    options |= {"loss_fn": loss, "reduction": "sum"}
+    with Pipeline(model, microbatches=2, seed=1, **options) as pipe:
         pipe.step(BATCH, target=BATCH)
     return seen[-2:]
 

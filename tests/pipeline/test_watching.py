@@ -60,7 +60,7 @@ def test_only_the_leading_process_writes(tmp_path: Path) -> None:
 
 def test_tensorboard_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(UsageError, match=r"pip install 'penstock\[tensorboard\]'"):
+    with pytest.raises(UsageError, match=r"pip install 'penstock-pipeline\[tensorboard\]'"):
         TensorBoard("logs")
 
 

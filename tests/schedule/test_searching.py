@@ -1,4 +1,4 @@
-"""The search: against optima, bounds and the library; what it promises and what it refuses."""
+"""The search: against optima and the library; what it promises and what it refuses."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_equal_costs_take_no_longer_than_the_schedule_made_for_them(name: str, l
     step = step_of(known.placement, 8, memory)
     assert simulate(known).makespan == least
     assert simulate(search(Costs(), **step, effort=FEW, seconds=math.inf)).makespan == least
-    assert lower_bound(Costs(), **step) == pytest.approx(least, rel=0.02)
+    assert lower_bound(Costs(), **step) <= least
 
 
 def drawn(random: Random, stages: int) -> Costs:
@@ -298,14 +298,13 @@ def test_skips_are_waited_for() -> None:
     bound = lower_bound(costs, ranks=2, microbatches=4, memory=40, edges=edges)
     chained = search(costs, ranks=2, microbatches=4, memory=40, effort=FEW)
     assert bound <= simulate(found, costs).makespan * (1 + 1e-9)
-    assert bound >= lower_bound(costs, ranks=2, microbatches=4, memory=40)
+    assert bound >= lower_bound(costs, ranks=2, microbatches=4)
     assert chained.edges == chain(4)
 
 
 def test_ranks_have_memory_of_their_own() -> None:
     step = step_of(looped(3), 6, [3, 1, 2])
     assert fits(simulate(search(Costs(), **step, effort=FEW)), [3, 1, 2])
-    assert lower_bound(Costs(), **step) > lower_bound(Costs(), ranks=3, microbatches=6)
 
 
 def test_a_backward_stays_whole_where_halves_do_not_fit() -> None:
@@ -324,23 +323,35 @@ def test_of_loops_and_a_v_only_what_fits_is_searched() -> None:
 
 
 @pytest.mark.parametrize(
-    ("costs", "ranks", "microbatches"),
+    ("costs", "ranks", "microbatches", "least"),
     [
-        *((Costs(), *size) for size in ((1, 1), (1, 5), (4, 1), (5, 2))),
-        (Costs(forward=0, input=0, weight=0), 2, 3),
-        (Costs(activation=0, stash=0), 2, 3),
-        (Costs(weight=0), 2, 3),
-        (Costs(stash=0), 2, 3),
-        (Costs(forward=[0, 5], activation=[0, 1]), 2, 3),
+        (Costs(), 1, 1, 3),
+        (Costs(), 1, 5, 15),
+        (Costs(), 4, 1, 9),
+        (Costs(), 5, 2, None),
+        (Costs(forward=0, input=0, weight=0), 2, 3, 0),
+        (Costs(activation=0, stash=0), 2, 3, 10),
+        (Costs(weight=0), 2, 3, None),
+        (Costs(stash=0), 2, 3, None),
+        (Costs(forward=[0, 5], activation=[0, 1]), 2, 3, None),
     ],
 )
 def test_few_ranks_and_microbatches_and_costs_of_nothing(
-    costs: Costs, ranks: int, microbatches: int
+    costs: Costs, ranks: int, microbatches: int, least: float | None
 ) -> None:
     found = search(costs, ranks=ranks, microbatches=microbatches, memory=1, effort=FEW)
-    bound = lower_bound(costs, ranks=ranks, microbatches=microbatches, memory=1)
+    bound = lower_bound(costs, ranks=ranks, microbatches=microbatches)
     assert validate(found).ok
-    assert simulate(found, costs).makespan == pytest.approx(bound, rel=0.02)
+    assert bound <= simulate(found, costs).makespan
+    assert least is None or bound == simulate(found, costs).makespan == least
+
+
+def test_the_bound_is_the_busiest_rank_and_what_must_come_before_and_after_it() -> None:
+    whole = Costs(backward=2, stash=2)  # halves do not fit, so the gradients' way back counts, too
+    assert lower_bound(Costs(), ranks=4, microbatches=8) == 8 * 3 + 3
+    assert lower_bound(Costs(latency=0.5), ranks=4, microbatches=8) == 8 * 3 + 3 * 1.5
+    assert lower_bound(Costs(forward=[1, 9, 1]), ranks=3, microbatches=4) == 1 + 4 * 11
+    assert lower_bound(whole, ranks=2, microbatches=1) == 1 + 1 + 2 + 2
 
 
 LACKING = r"memory=2 is too little .* hold \[1.0, 3.0\]: .* or 3 to all, make microbatches smaller"

@@ -116,6 +116,8 @@ def test_sends_that_cross_survive_only_if_they_do_not_block() -> None:
     report = validate(schedule(sends, other, microbatches=2))
     assert report.ok
     assert str(report) == "test: valid; not with blocking sends"
+    blocking = validate(schedule(sends, other, microbatches=2), blocking_sends=True)
+    assert "rank 0 at 0RECV_B0 waits for 1RECV_F1 of rank 1" in str(blocking)
 
 
 def test_an_overlapped_pair_starts_when_both_halves_may() -> None:

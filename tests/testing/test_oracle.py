@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Microbatches
+from penstock.errors import UsageError
 from penstock.testing import Case, Verdict, compare, plain_loop
 from tests.pipeline.models import X, Y, chain, gradients, mean_loss, sum_loss
 
@@ -70,8 +71,11 @@ def test_it_is_loud_where_something_is_wrong(name: str) -> None:
 
 
 def test_the_wrong_reduction_is_found() -> None:
-    with pytest.raises(AssertionError):
-        run(case(loss_fn=sum_loss)).check(1e-12)
+    # The pipeline asks the loss before any numbers could be compared.
+    with pytest.raises(UsageError, match='It looks like a sum: reduction="sum"'):
+        run(case(loss_fn=sum_loss))
+    with pytest.raises(UsageError, match='It looks like a mean: reduction="mean"'):
+        run(case(reduction="sum"))
     run(case(loss_fn=sum_loss, reduction="sum")).check(1e-12)
 
 
@@ -140,7 +144,9 @@ def test_microbatches_are_run_one_by_one_and_weighed() -> None:
     run(split).check(1e-12)
     one_counts = replace(split, loss_weight=lambda target: float(len(target) == 3))
     assert plain_loop(one_counts)[0] == plain_loop(replace(whole, args=[X[:3]], target=Y[:3]))[0]
-    # Its weights are not those of the plain loop.
-    assert run(replace(whole, loss_weight=[1, 2, 3, 1])).differences()["loss"] > 1e-3
+    # Its weights are not those of the plain loop. Where the pipeline splits the batch, it sees that itself.
+    assert run(replace(split, loss_weight=[1, 2, 3, 1])).differences()["loss"] > 1e-3
+    with pytest.raises(UsageError, match="as a mean weighted by 1 and 2"):
+        run(replace(whole, loss_weight=[1, 2, 3, 1]))
     noisy = Case(nn.Sequential(chain(1), nn.Dropout(0.5)), [parts], split.target, mean_loss)
     run(noisy, steps=2).check(1e-12)

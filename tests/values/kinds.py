@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from penstock import Pipeline, PipelineStage
@@ -70,6 +71,27 @@ pytree.register_pytree_node(
 )
 
 
+class Nameless(Cache):
+    """Registered, but under no name that another rank could look up."""
+
+    def __init__(self, keys: Tensor) -> None:
+        super().__init__(keys, 1)
+
+
+pytree.register_pytree_node(Nameless, lambda x: ([x.keys], None), lambda items, _: Nameless(*items))
+
+
+class Rows(list[Any]):
+    """A list of a class of its own."""
+
+    def total(self) -> Any:
+        return self[0]
+
+
+class Table(dict[str, Any]):
+    """A dict of a class of its own."""
+
+
 class Unregistered:
     def __init__(self, x: Tensor) -> None:
         self.x = x
@@ -104,6 +126,12 @@ def untyped(value: dict[str, Tensor]) -> Tensor:
     for tensor in value.values():
         h = h + (tensor.imag if tensor.is_complex() else tensor.double()) * 0.1
     return h
+
+
+def noted(h: Tensor) -> Any:
+    state: Any = State(h)
+    state.more = h * 2
+    return state
 
 
 KINDS: dict[str, Kind] = {
@@ -142,6 +170,16 @@ KINDS: dict[str, Kind] = {
         lambda v: v["h"] * v["two"] * v["n"],
     ),
     "one tensor twice": Kind(lambda h: [h, {"again": h}], lambda v: v[0] * v[1]["again"]),
+    "what max gives": Kind(
+        lambda h: {"max": h.max(1, keepdim=True)}, lambda v: v["max"].values + v["max"].indices
+    ),
+    "packed": Kind(
+        lambda h: {"packed": PackedSequence(h, torch.tensor([len(h)]))}, lambda v: v["packed"].data
+    ),
+    "list and dict of classes of their own": Kind(
+        lambda h: Rows([h, Table(h=h * 2)]), lambda v: v.total() + v[1]["h"] * (type(v) is Rows)
+    ),
+    "an attribute that is no field": Kind(noted, lambda v: v.hidden + v.more),
     "changed in place": Kind(
         lambda h: {"h": h * 1, "mask": h.detach() > 0},
         lambda v: v["h"].mul_(v["mask"].logical_not_()),
@@ -158,7 +196,6 @@ ONLY_CUT: dict[str, Kind] = {
         },
         lambda v: v["h"][:, v["cut"]].to(v["dtype"]).reshape(v["size"]) * (v["mode"] is Mode.FAST),
     ),
-    "what max gives": Kind(lambda h: h.max(1, keepdim=True), lambda v: v.values + v.indices),
 }
 """These cannot travel; where the author's forward is cut, only tensors do, and each stage has the rest."""
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
@@ -167,7 +204,8 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "complex number": (lambda h: [h, 1j], "[1] is a complex"),
     "constant": (lambda h: {"h": h, "dtype": torch.float32}, "['dtype'] is a dtype"),
     "sparse tensor": (lambda h: [h.to_sparse()], "[0] is a sparse_coo tensor"),
-    "what max gives": (lambda h: h.max(1), " is a torch.return_types.max"),
+    "class without a name": (lambda h: {"h": Nameless(h)}, " is a tests.values.kinds.Nameless"),
+    "key": (lambda h: {(1, 2): h}, " is a dict with ((1, 2),)"),
     "bytes": (lambda h: {"h": h, "bytes": b"a"}, "['bytes'] is a bytes"),
 }
 

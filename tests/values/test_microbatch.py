@@ -109,6 +109,22 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "items of a tensor": (error_of(TOKENS, rules={0: {"mask": REPLICATE}}),
         "argument 0 is a Tensor without items"),
+    "a list of nobody knows what": (
+        error_of([TOKENS[:3], TOKENS[:3]]), r"argument 0 is a list of 2, .* rules={0: Split\(None\)} splits"
+    ),
+    "a list of either": (
+        error_of([torch.zeros(2, 3)] * 2, target=torch.zeros(2)), "is a list of 2, which may be as many"
+    ),
+    "a target of either": (
+        error_of(TOKENS, target=[torch.zeros(5)] * 5), r"the target is a list .* rules={'target': Split\(0\)}"
+    ),
+    "entries of a tensor": (
+        error_of(TOKENS, rules={0: Split(None)}), r"is a Tensor, but its rule Split\(None\) is for a list"
+    ),
+    "lists of different lengths": (
+        error_of([TOKENS], target=[TOKENS] * 2, rules={0: Split(None), "target": Split(None)}),
+        "the batch has 1 samples .argument 0 has 1 entries., but the target has 2 entries",
+    ),
     "a function that gives too few": (
         error_of(TOKENS, count=2, rules={0: lambda value, sizes: [value]}),
         "argument 0 gave 1 parts for 2 microbatches"
@@ -252,6 +268,31 @@ def test_items_fields_and_positions_have_rules_of_their_own() -> None:
         assert len(part.kwargs["batch"]["tokens"]) == rows
         assert part.kwargs["batch"]["table"] is batch["table"]
         assert part.args[0].mask.shape == part.args[1][1].shape == (3, rows, 4)
+
+
+IMAGES = [torch.full((3, 2, 2 + i), float(i)) for i in range(4)]
+"""Of different widths."""
+
+
+def test_a_list_of_samples_is_split_by_its_entries() -> None:
+    boxes = [{"boxes": torch.zeros(2 + i, 4)} for i in range(4)]
+    batch = split_batch((IMAGES,), {"ids": torch.arange(4)}, boxes, None, 2)
+    assert batch.parts is not None
+    assert batch.targets is not None
+    assert [part.args for part in batch.parts] == [(IMAGES[:2],), (IMAGES[2:],)]
+    assert [*batch.targets] == [boxes[:2], boxes[2:]]
+    # Entries may have any shapes.
+    assert [(part.samples, part.kind) for part in batch.parts] == [(2, None)] * 2
+
+
+def test_a_rule_says_what_a_list_is() -> None:
+    by_entry = split(([TOKENS, TOKENS],), {}, 2, {0: Split(None)})
+    assert [len(part.args[0]) for part in by_entry] == [1, 1]
+    by_row = split(([TOKENS, TOKENS],), {}, 2, {0: Split(0)})
+    assert [[len(t) for t in part.args[0]] for part in by_row] == [[3, 3], [2, 2]]
+    # Where something else tells the number of samples, a list of another length holds tensors of all.
+    beside = split(([TOKENS, TOKENS],), {"x": TOKENS}, 2)
+    assert [[len(t) for t in part.args[0]] for part in beside] == [[3, 3], [2, 2]]
 
 
 # ---- functions

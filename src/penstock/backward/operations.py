@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -38,6 +39,7 @@ class Operation:
     Attributes:
         raw: The name of the attribute that shows hooks on ``value``.
         rest: The names of all attributes that are read besides ``value``.
+        read: Reads those of a node.
     """
 
     weights: tuple[int, ...]
@@ -49,11 +51,16 @@ class Operation:
     applies: Callable[[Any], bool] | None = None
     raw: str = field(init=False)
     rest: tuple[str, ...] = field(init=False)
+    read: Callable[[Any], tuple[Any, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
         forms = () if self.form is None else (self.form,)
         object.__setattr__(self, "raw", f"_raw{self.value}")
-        object.__setattr__(self, "rest", (*self.others, *forms, *self.options))
+        rest = *self.others, *forms, *self.options
+        object.__setattr__(self, "rest", rest)
+        several = len(rest) > 1
+        read = attrgetter(*rest) if several else lambda node: tuple(getattr(node, n) for n in rest)
+        object.__setattr__(self, "read", read)
 
 
 # ---- products

@@ -1,9 +1,9 @@
-"""One pass of autograd through a stage whose outputs may be nested; errors show their shapes."""
+"""One pass of autograd through a stage; errors show the shapes of what it was given."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 from typing import Any, NoReturn, TypeAlias
 
@@ -15,17 +15,45 @@ from penstock.errors import PenstockError, StageError, UsageError
 
 Gradients: TypeAlias = tuple[Tensor | None, ...]
 
-Pair: TypeAlias = tuple[Tensor, Tensor | None]
-"""An output and its gradient; None for that stands for 1, for a scalar."""
+
+def seeds_of(outputs: Any, grads: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Returns the outputs that have a gradient, and their gradients; None for one stands for 1.
+
+    Args:
+        outputs: A tensor, or a list or tuple of tensors. Those that need no gradient are skipped.
+        grads: A gradient or None for each of them; None in place of it all says that every output is a
+            scalar, whose gradient is one.
+    """
+    if isinstance(outputs, Tensor):
+        outputs, grads = (outputs,), None if grads is None else (grads,)
+    if grads is None:
+        roots = [output for output in outputs if output.requires_grad]
+        return roots, list(map(_one, roots))
+    roots, seeds = [], []
+    for output, grad in zip(outputs, grads, strict=True):
+        if grad is not None and output.requires_grad:
+            roots.append(output)
+            seeds.append(grad)
+    return roots, seeds
+
+
+def _one(output: Tensor) -> Tensor | None:
+    """Returns the gradient of a loss by itself; None for what autograd refuses as a loss."""
+    is_loss = output.numel() == 1 and not output.is_complex()
+    return torch.ones_like(output) if is_loss else None
 
 
 def backward_to(
-    pairs: Sequence[Pair], input_values: Sequence[Any], ends: Sequence[GradientEdge] = ()
+    roots: Sequence[Any],
+    seeds: Sequence[Tensor | None],
+    input_values: Sequence[Any],
+    ends: Sequence[GradientEdge] = (),
 ) -> Gradients:
     """Runs backward once, and adds to the ``.grad`` of the weights on the way.
 
     Args:
-        pairs: The outputs with their gradients.
+        roots: The outputs that have a gradient.
+        seeds: Their gradients.
         input_values: The inputs of the stage; they need not be leaves, nor tensors.
         ends: The only edges to go to; everywhere by default.
 
@@ -41,112 +69,46 @@ def backward_to(
             if not value.is_leaf:
                 value.retain_grad()
     try:
-        run_backward(pairs, ends)
-        gradients: list[Tensor | None] = []
-        for value in input_values:
-            is_wanted = isinstance(value, Tensor) and value.requires_grad
-            gradients.append(value.grad if is_wanted else None)
-        return tuple(gradients)
+        run_backward(roots, seeds, ends)
+        if len(inputs) == len(input_values):
+            return tuple([value.grad for value in inputs])
+        return tuple(
+            [
+                value.grad if isinstance(value, Tensor) and value.requires_grad else None
+                for value in input_values
+            ]
+        )
     finally:
         for value in inputs:
             value.grad = None
 
 
-def run_backward(pairs: Sequence[tuple[Any, Any]], ends: Sequence[GradientEdge] = ()) -> None:
+def run_backward(
+    roots: Sequence[Any], seeds: Sequence[Tensor | None], ends: Sequence[GradientEdge] = ()
+) -> None:
     """Runs one pass of autograd that adds to ``.grad``.
 
     Args:
-        pairs: Tensors or edges with their gradients; None stands for 1, for a scalar.
+        roots: Tensors or edges.
+        seeds: Their gradients; None stands for 1, for a scalar.
         ends: The only edges to go to; everywhere by default.
     """
-    if not pairs:
+    if not roots:
         return
-    outputs, grads = zip(*pairs, strict=True)
-    if any(map(operator.is_, grads, repeat(None))):
-        torch.autograd.backward(outputs, grads, inputs=ends or None)
+    if any(map(operator.is_, seeds, repeat(None))):
+        torch.autograd.backward(roots, seeds, inputs=ends or None)
         return
     # What `backward` checks before it calls this takes a quarter of a tiny stage's backward pass, and the
     # engine checks the gradients' shapes and types itself. Seen in torch 2.13.
     _engine_run_backward(
-        outputs, grads, False, False, tuple(ends), allow_unreachable=True, accumulate_grad=True
+        tuple(roots),
+        tuple(seeds),
+        False,
+        False,
+        tuple(ends),
+        allow_unreachable=True,
+        accumulate_grad=True,
     )
-
-
-# ---- nested outputs and their gradients
-
-
-def seeds_of(outputs: Any, grads: Any) -> list[Pair]:
-    """Returns the outputs that have a gradient, with it.
-
-    Args:
-        outputs: A tensor, or nested tuples, lists and dicts of tensors and other values. Tensors that need no
-            gradient are skipped.
-        grads: The gradients, in the same structure, where tuples and lists may stand for each other. None for
-            an output or a container says that it has no gradient. None in place of it all says that every
-            output is a scalar, whose gradient is one.
-
-    Raises:
-        UsageError: ``grads`` has another structure than ``outputs``.
-    """
-    if grads is None:
-        return [(output, _one(output)) for output in tensors_in(outputs)]
-    if type(outputs) is list and type(grads) in (list, tuple) and len(outputs) == len(grads):
-        # The fast way for flat lists, which is what a pipeline's stages pass.
-        pairs: list[Pair] = []
-        for output, grad in zip(outputs, grads, strict=True):
-            if not isinstance(output, Tensor) or not isinstance(grad, Tensor | None):
-                break
-            if grad is not None and output.requires_grad:
-                pairs.append((output, grad))
-        else:
-            return pairs
-    return [pair for pair in _pairs(outputs, grads) if pair[1] is not None]
-
-
-def _one(output: Tensor) -> Tensor | None:
-    """Returns the gradient of a loss by itself; None for what autograd refuses as a loss."""
-    is_loss = output.numel() == 1 and not output.is_complex()
-    return torch.ones_like(output) if is_loss else None
-
-
-def _pairs(output: Any, gradient: Any, path: str = "output") -> Iterator[Pair]:
-    """Yields each tensor in ``output`` that requires a gradient, with the gradient at its place."""
-    if isinstance(output, Tensor):
-        if not output.requires_grad:
-            return
-        if not isinstance(gradient, Tensor | None):
-            raise UsageError(
-                f"{path} is a tensor, but its gradient is a {type(gradient).__name__}; "
-                "give a tensor, or None where no gradient flows"
-            )
-        yield output, gradient
-    elif gradient is not None and isinstance(output, Mapping | tuple | list):
-        kind = Mapping if isinstance(output, Mapping) else (tuple, list)
-        if not isinstance(gradient, kind):
-            raise UsageError(
-                f"{path} is a {type(output).__name__}, but its gradient is a {type(gradient).__name__}"
-            )
-        items, gradients = _items(output), _items(gradient)
-        if items.keys() != gradients.keys():
-            raise UsageError(
-                f"{path} has the entries {sorted(map(str, items))}, "
-                f"but its gradient has {sorted(map(str, gradients))}"
-            )
-        for key, value in items.items():
-            yield from _pairs(value, gradients[key], f"{path}[{key!r}]")
-
-
-def _items(value: Any) -> dict[Any, Any]:
-    return dict(value) if isinstance(value, Mapping) else dict(enumerate(value))
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Returns the tensors that require a gradient from a nested value, in order."""
-    if isinstance(value, Tensor):
-        return [value] if value.requires_grad else []
-    if isinstance(value, Mapping | tuple | list):
-        return [tensor for item in _items(value).values() for tensor in tensors_in(item)]
-    return []
 
 
 # ---- errors
@@ -166,6 +128,8 @@ def raise_from(
     """
     if isinstance(error, PenstockError):
         raise error
+    if outputs is not None:
+        _check_seeds(outputs, grads)
     if names := list(_changed_in_place(module, str(error))):
         raise UsageError(
             f"{call} needs {' or '.join(names)} as forward left it, but it was changed in place since, as by "
@@ -177,6 +141,32 @@ def raise_from(
     hint = _CHANGED if "modified by an inplace operation" in str(error) else ""
     raise StageError(f"{call} failed{values}: {error}{hint}") from error
 
+
+def _check_seeds(outputs: Any, grads: Any) -> None:
+    """Checks that outputs are flat, and that the gradients are one for each of them.
+
+    Raises:
+        UsageError: They are not.
+    """
+    values = {"outputs": outputs} if grads is None else {"outputs": outputs, "gradients": grads}
+    if isinstance(outputs, Tensor):
+        values = {name: [value] for name, value in values.items()}
+    for what, listed in values.items():
+        kinds = Tensor if what == "outputs" else (Tensor, type(None))
+        if not isinstance(listed, list | tuple):
+            raise UsageError(f"{what}: a {type(listed).__name__}; give a tensor, {_FLAT}")
+        for place, value in enumerate(listed):
+            if not isinstance(value, kinds):
+                raise UsageError(
+                    f"{what}[{place}] is a {type(value).__name__}; give a tensor, {_FLAT}"
+                )
+    if len({*map(len, values.values())}) > 1:
+        raise UsageError(
+            f"{len(outputs)} outputs, but {len(grads)} gradients; give one, or None, for each"
+        )
+
+
+_FLAT = "or a flat list of tensors: of a nested value, list the tensors in it"
 
 _CHANGED = (
     " In a pipeline the forward of a later microbatch may run before this backward. If a module changes a "
@@ -197,12 +187,10 @@ def _changed_in_place(module: nn.Module, message: str) -> Iterator[str]:
 
 
 def describe(value: Any) -> str:
-    """Returns a short text for a nested value that shows shapes instead of numbers."""
+    """Returns a short text for a value that shows shapes instead of numbers."""
     if isinstance(value, Tensor):
         grad = ", requires_grad" if value.requires_grad else ""
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{grad}"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {describe(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (tuple, list)):
         return "(" + ", ".join(map(describe, value)) + ")"
     return type(value).__name__

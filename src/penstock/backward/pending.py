@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import repeat, starmap
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -13,7 +12,7 @@ from torch._subclasses import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock import compiled
-from penstock.backward.nodes import LEAF, is_recomputed, read_early
+from penstock.backward.nodes import LEAF, edge_to, is_recomputed, read_early
 from penstock.backward.operations import Operation
 from penstock.backward.passes import Gradients, run_backward
 from penstock.errors import StageError
@@ -41,6 +40,7 @@ class WeightUse:
     Args:
         node: The autograd node that uses the weights.
         place: Where it is, and what it does.
+        edges: All edges of the node.
 
     Attributes:
         position: The position of the node in its graph.
@@ -57,11 +57,10 @@ class WeightUse:
     value: Tensor | None = None
     compute: Any = None
 
-    def __init__(self, node: Any, place: UsePlace) -> None:
+    def __init__(self, node: Any, place: UsePlace, edges: Sequence[Any]) -> None:
         self.position, operation, positions, self.batch = place
         self.node, self.operation = node, operation
-        edges = node.next_functions
-        self.edges = list(starmap(GradientEdge, map(edges.__getitem__, positions)))
+        self.edges = [edge_to((*edges[position], None)) for position in positions]
         if operation is None:
             return
         raw = getattr(node, operation.raw)
@@ -75,7 +74,7 @@ class WeightUse:
             self.can_wait = type(value) in PLAIN and value.layout is torch.strided
             self.value = value.detach()
             self.version = value._version
-            self.arguments = tuple(map(getattr, repeat(node), operation.rest))
+            self.arguments = operation.read(node)
             if operation.form is not None:
                 self._keep_form(operation)
 
@@ -183,29 +182,22 @@ class PendingGradients:
 
 
 def _deliver(uses: Iterable[WeightUse]) -> None:
-    """Runs one backward pass for some uses."""
-    sums = _summed(uses)
-    first: list[Any] = []
-    for edge in cast("dict[Any, Tensor]", sums):
-        if type(edge[0]) is LEAF and edge[0].variable.grad is None:
-            first += (edge,)
+    """Runs one backward pass for some uses, whose gradients are summed in their order."""
+    sums: dict[Any, Tensor] = {}
+    for use in uses:
+        for edge, gradient in zip(use.edges, use.gradients(), strict=True):
+            if gradient is not None:
+                sums[edge] = _plus(sums.pop(edge), gradient) if edge in sums else gradient
+    # Nothing else may refer to a first gradient, or it is copied.
+    gradient = None
+    first = [edge for edge in sums if type(edge[0]) is LEAF and edge[0].variable.grad is None]
     if first:
         weights = [edge.node.variable for edge in first]
         gradients = [sums.pop(edge) for edge in first]
         with torch.enable_grad():
             root = cast("Any", _Handover).apply(gradients, *weights)
         sums[get_gradient_edge(root)] = root.detach()
-    run_backward(list(sums.items()))
-
-
-def _summed(uses: Iterable[WeightUse]) -> dict[GradientEdge, Tensor]:
-    """Returns the gradient at each edge, summed in the order of the uses. Nothing else may refer to them."""
-    sums: dict[GradientEdge, Tensor] = {}
-    for use in uses:
-        for edge, gradient in zip(use.edges, use.gradients(), strict=True):
-            if gradient is not None:
-                sums[edge] = _plus(sums.pop(edge), gradient) if edge in sums else gradient
-    return sums
+    run_backward([*sums], [*sums.values()])
 
 
 def _plus(before: Tensor, gradient: Tensor) -> Tensor:

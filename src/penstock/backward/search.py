@@ -19,7 +19,6 @@ from torch.autograd.graph import Node
 from penstock import compiled
 from penstock.backward.nodes import LEAF, has_hooks, node_of, saved_names
 from penstock.backward.operations import OPERATIONS, PRODUCTS, Operation
-from penstock.backward.passes import Pair
 from penstock.backward.pending import PLAIN, UsePlace, WeightUse
 
 # An expression of more nodes is taken for an activation, not for a weight.
@@ -34,35 +33,36 @@ class MicrobatchGraph:
 
     Attributes:
         nodes: The outputs' nodes first, then in a fixed order.
+        edges: For each node, its edges: the node below, or None, and which of its inputs.
         roots: How many of them are outputs' nodes.
         others: Where those of inputs are that might pass for weights.
         shape: The kinds of the nodes and where their edges lead, as one flat tuple; equal for equal graphs.
     """
 
-    def __init__(self, pairs: Iterable[Pair], inputs: Iterable[Any]) -> None:
+    def __init__(self, outputs: Iterable[Tensor], inputs: Iterable[Any]) -> None:
         # Edges that lead nowhere have None for a node.
         positions: dict[Any, int] = {None: -1}
         nodes: list[Any] = []
-        for output, _ in pairs:
+        for output in outputs:
             node = output.grad_fn or node_of(output)
             if positions.setdefault(node, len(nodes)) == len(nodes):
                 nodes.append(node)
-        self.nodes, self.positions = nodes, positions
-        self.roots = count = len(nodes)
+        edges: list[Any] = []
+        self.nodes, self.edges, self.positions = nodes, edges, positions
+        self.roots = total = len(nodes)
         # This loop is most of what a small stage's halves cost beyond a full backward pass.
         shape: list[Any] = []
-        note, place, add = shape.append, positions.setdefault, nodes.append
+        note, place, add, keep = shape.append, positions.setdefault, nodes.append, edges.append
         for node in nodes:
             kind = type(node)
-            if kind is LEAF:
-                note(type(node.variable))
-                continue
-            note(kind)
-            for successor, _ in node.next_functions:
-                position = place(successor, count)
+            below = node.next_functions
+            keep(below)
+            note(type(node.variable) if kind is LEAF else kind)
+            for successor, _ in below:
+                position = place(successor, total)
                 note(position)
-                if position == count:
-                    count += 1
+                if position == total:
+                    total += 1
                     add(successor)
         self.others: list[int | None] = []
         for value in inputs:
@@ -90,11 +90,11 @@ class SplitPlan(NamedTuple):
     keeps_outputs: bool = False
     refusal: str | None = None
 
-    def uses_in(self, nodes: Sequence[Node]) -> list[WeightUse] | None:
+    def uses_in(self, graph: MicrobatchGraph) -> list[WeightUse] | None:
         """Returns the uses in a graph; None if some of them cannot wait there."""
-        uses = []
+        uses, nodes = [], graph.nodes
         for place in self.places:
-            use = WeightUse(nodes[place[0]], place)
+            use = WeightUse(nodes[place[0]], place, graph.edges[place[0]])
             if not use.can_wait:
                 return None
             uses.append(use)
@@ -180,7 +180,7 @@ class UseSearch:
             below = self._all_below([edges[position][0] for position in positions])
             if not below:
                 continue
-            if WeightUse(node, UsePlace(0, operation, positions)).can_wait:
+            if WeightUse(node, UsePlace(0, operation, positions), edges).can_wait:
                 self._below[candidate] = below
                 return {*positions}
             self.met_hooks = True

@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.backward.passes import Gradients, Pair, backward_to, raise_from, seeds_of
+from penstock.backward.nodes import edge_to
+from penstock.backward.passes import Gradients, backward_to, raise_from, seeds_of
 from penstock.backward.pending import PendingGradients
 from penstock.backward.search import MicrobatchGraph, SplitPlan, UseSearch
 
@@ -62,9 +62,8 @@ class SplitBackward:
 
     def full(self, outputs: Any, output_grads: Any, inputs: Sequence[Any]) -> Gradients:
         """Runs both halves as one backward pass; arguments, result and errors as of `input_half`."""
-        pairs = seeds_of(outputs, output_grads)
         try:
-            return backward_to(pairs, inputs)
+            return backward_to(*seeds_of(outputs, output_grads), inputs)
         except Exception as error:
             raise_from(error, "backward", self._module, outputs, output_grads)
 
@@ -74,9 +73,9 @@ class SplitBackward:
         """Computes the inputs' gradients, and those of the weights that cannot wait.
 
         Args:
-            outputs: What forward returned, or its loss: a list of tensors, or a nested value.
-            output_grads: The gradients, in the same structure, None where there is none. They must stay as
-                they are until the other half. None in place of it all says that each output is a loss.
+            outputs: What forward returned, or its loss: a tensor, or a flat list of tensors.
+            output_grads: A gradient or None for each. They must stay as they are until the other half. None
+                in place of it all says that each output is a loss.
             inputs: The inputs of the stage. They need not be leaves, nor tensors.
 
         Returns:
@@ -84,15 +83,15 @@ class SplitBackward:
             needs.
 
         Raises:
-            UsageError: ``output_grads`` has another structure than the outputs.
+            UsageError: The outputs are nested, or the gradients are not one for each of them.
             UsageError: A tensor of the module was changed in place that backward needs.
             StageError: Autograd failed; the cause is chained.
         """
-        pairs = seeds_of(outputs, output_grads)
         pending = PendingGradients()
         try:
-            ends = self._prepare(pairs, inputs, pending)
-            grads = backward_to(pairs, inputs, ends)
+            roots, seeds = seeds_of(outputs, output_grads)
+            ends = self._prepare(roots, inputs, pending)
+            grads = backward_to(roots, seeds, inputs, ends)
         except Exception as error:
             raise_from(error, "the inputs' half of backward", self._module, outputs, output_grads)
         finally:
@@ -112,7 +111,7 @@ class SplitBackward:
             raise_from(error, "the weights' half of backward", self._module)
 
     def _prepare(
-        self, pairs: Sequence[Pair], inputs: Sequence[Any], pending: PendingGradients
+        self, roots: Sequence[Tensor], inputs: Sequence[Any], pending: PendingGradients
     ) -> list[GradientEdge]:
         """Lets ``pending`` watch the uses that wait; returns where the inputs' half goes.
 
@@ -124,14 +123,14 @@ class SplitBackward:
             self._log(reason)
         if self._is_whole:
             return []
-        graph = MicrobatchGraph(pairs, inputs)
+        graph = MicrobatchGraph(roots, inputs)
         plan = self._plans.get(graph.shape)
-        uses = None if plan is None else plan.uses_in(graph.nodes)
+        uses = None if plan is None else plan.uses_in(graph)
         if plan is None or uses is None:
             # A graph of the same shape may still differ in what its nodes have saved.
             search = UseSearch(graph)
             plan = search.plan()
-            uses = plan.uses_in(graph.nodes)
+            uses = plan.uses_in(graph)
             if not search.met_hooks:
                 self._remember(graph, plan)
             self._log(plan.refusal)
@@ -139,8 +138,8 @@ class SplitBackward:
             return []
         pending.watch(uses)
         if plan.keeps_outputs:
-            pending.owners = [get_gradient_edge(output) for output, _ in pairs]
-        return list(map(GradientEdge, map(graph.nodes.__getitem__, plan.ends), repeat(0)))
+            pending.owners = list(map(get_gradient_edge, roots))
+        return [edge_to((graph.nodes[end], 0, None)) for end in plan.ends]
 
     def _remember(self, graph: MicrobatchGraph, plan: SplitPlan) -> None:
         if len(self._plans) >= MOST_PLANS:

@@ -9,17 +9,27 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from penstock.checkpoint.contents import Targets
 from penstock.checkpoint.folder import Writer, find
 from penstock.checkpoint.loading import Loading
-from penstock.checkpoint.saving import Job, Preparing, Saved, Writing, settle, snapshots
+from penstock.checkpoint.saving import (
+    Job,
+    Preparing,
+    Saved,
+    Writing,
+    check_seen,
+    settle,
+    snapshots,
+)
 from penstock.checkpoint.table import CheckpointTable
-from penstock.checkpoint.team import ProcessTeam
 from penstock.errors import InputFileError, UsageError
+from penstock.pipeline import Pipeline
+from penstock.transport import Circle
+from penstock.weights.team import Level, Team
 
 log = logging.getLogger("penstock")
 _PATIENCE = 300.0
@@ -75,19 +85,28 @@ class Checkpoints:
         self._pending: Writing | None = None
         self._last: Job | None = None
         self._extra: Any = None
+        self._skipped: list[str] = []
 
     # ---- saving
 
     def claim(self) -> None:
-        """Lock the folder before the first checkpoint is saved; the leading process calls this.
+        """Take the folder before the first checkpoint is saved; the leading process calls this.
 
-        The lock lasts until :meth:`close`, or until nothing refers to this object.
+        It is this run's until :meth:`close`, or until nothing refers to this object.
 
         Raises:
             UsageError: another run writes into the folder.
-            CheckpointError: the folder cannot be written to.
+            StorageError: the folder cannot be written to.
         """
         self._writer.hold()
+
+    def check_shared(self, pipe: Pipeline) -> None:
+        """Check that all processes of a pipeline and its siblings see the same folder; all of them call this.
+
+        Raises:
+            CheckpointError: some host does not see what the leader writes there.
+        """
+        check_seen(_team(pipe, self._group), self.folder)
 
     def save(self, step: int, *, extra: Any = None, **states: Any) -> Saved:
         """Save a run between two steps; all its processes must call this.
@@ -109,7 +128,7 @@ class Checkpoints:
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise UsageError(f"step={step!r}: must be the number of steps made, from 0")
         targets = Targets(states)
-        team = ProcessTeam(targets.pipe, self._group)
+        team = _team(targets.pipe, self._group)
         with team.patient(_PATIENCE):
             job = self._preparing.job(team, targets, step, extra, self._writer)
         size = sum(tensor.nbytes for tensor in job.tensors.values())
@@ -145,17 +164,25 @@ class Checkpoints:
 
     # ---- loading
 
-    def load(self, step: int | None = None, *, strict: bool = True, **states: Any) -> int | None:
-        """Load the latest complete checkpoint, or that of a step; all processes of the run must call this.
+    def load(
+        self,
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        resume: Literal["newest", "auto"] = "newest",
+        **states: Any,
+    ) -> int | None:
+        """Load the checkpoint that was written last, or that of a step; all processes of the run call this.
 
         Each process reads what it needs, after checking that the data is present, fits and is undamaged.
 
         Args:
-            step: the step of the checkpoint; by default the one written last. If that is damaged, a warning
-                names it, and the one before it is loaded.
+            step: the step of the checkpoint; by default the one written last.
             strict: whether anything missing, unexpected or of another type is an error. Otherwise a warning
                 lists it, and what fits is loaded; weights, and optimizer states of a weight's type, are
                 cast to the type that the weight has here.
+            resume: what to do if the checkpoint that was written last is damaged: ``"newest"`` is an error,
+                ``"auto"`` takes the newest one that is whole, and a warning says so.
             states: what to load, by the names under which it was saved. Nothing else is loaded.
 
         Returns:
@@ -163,43 +190,62 @@ class Checkpoints:
 
         Raises:
             StateDictError: the checkpoint does not fit; the message lists all mismatches; nothing is changed.
-            InputFileError: all checkpoints, or the one of the step, are damaged; nothing is changed.
+            InputFileError: the checkpoint is damaged; nothing is changed.
+            StorageError: a file system fails, or a file is not there; nothing is changed.
         """
         self.wait()
         targets = Targets(states)
-        team = ProcessTeam(targets.pipe, self._group)
+        if resume not in ("newest", "auto"):
+            raise UsageError(f"resume={resume!r}: must be 'newest' or 'auto'")
+        team = _team(targets.pipe, self._group)
         with team.patient(10 * _PATIENCE):
-            names = team.together("load", lambda: self._candidates(step) if team.leads else [])[0]
+            names = team.meet(
+                "load",
+                lambda: self._candidates(step) if team.leads else None,
+                lambda of_all: [of_all[0]] * team.size,
+            )
             damaged = list[str]()
-            for name in names:
-                path = self.folder / name
-                loading, replies = _compare(path, targets, team, strict=strict)
-                damage = list(dict.fromkeys(text for text, _ in replies if text))
+            for name, _ in names:
+                loading, damage = _compare(self.folder / name, targets, team, strict=strict)
                 if loading is not None and not damage:
-                    loading.check([report for _, report in replies])
-                    team.together("load", loading.read)
-                    team.together("load", loading.fill)
-                    self._extra = loading.extra
-                    return loading.step
-                damaged += ["; ".join(damage)]
-                log.warning("%s; the checkpoint before it is tried", damaged[-1])
-        if damaged:
-            raise InputFileError(f"no checkpoint in {self.folder} is whole: {'; '.join(damaged)}")
-        return None
+                    break
+                damaged.append("; ".join(damage))
+                if step is not None or resume != "auto":
+                    raise InputFileError(
+                        damaged[-1] if step is not None else _older(damaged[-1], names)
+                    )
+            else:
+                if not damaged:
+                    return None
+                text = f"no checkpoint in {self.folder} is whole: {'; '.join(damaged)}"
+                raise InputFileError(text)
+            if damaged and team.leads:
+                log.warning(
+                    "%s: resumes from step %d, not from the newest, step %d: %s",
+                    self.folder, loading.step, names[0][1], "; ".join(damaged),
+                )  # fmt: skip
+            team.meet("load", loading.read)
+            team.meet("load", loading.fill)
+        self._extra, self._skipped = loading.extra, damaged
+        return loading.step
 
-    def _candidates(self, step: int | None) -> list[str]:
-        """The names of the checkpoints to try, in order."""
+    def _candidates(self, step: int | None) -> list[tuple[str, int]]:
+        """The names and steps of the checkpoints to try, in order."""
         checkpoints = find(self.folder)
         if step is None:
-            # Those with damaged tables come first, so that a warning names them.
-            return [one.path.name for one in sorted(checkpoints, key=lambda one: one.serial >= 0)]
-        chosen = [one.path.name for one in checkpoints if one.step == step]
+            return [(one.path.name, one.step) for one in checkpoints]
+        chosen = [(one.path.name, one.step) for one in checkpoints if one.step == step]
         if not chosen:
             raise UsageError(
                 f"step={step}: {self.folder} has no checkpoint of it; it has those of steps "
                 f"{', '.join(str(one.step) for one in checkpoints) or 'none'}"
             )
         return chosen[:1]
+
+    @property
+    def skipped(self) -> Sequence[str]:
+        """Why newer checkpoints were not loaded, where ``resume="auto"`` took an older one."""
+        return tuple(self._skipped)
 
     @property
     def extra(self) -> Any:
@@ -233,10 +279,19 @@ class Checkpoints:
             self._writer.close()
 
 
+def _team(pipe: Pipeline | None, group: Any) -> Team:
+    """All processes of a run: those of a pipeline and its siblings, or of a process group."""
+    if pipe is not None and group is None:
+        return pipe.team()
+    circle = Circle(group)
+    level = Level(circle.rank, circle.size, circle.to_first, circle.from_first)
+    return Team([level], (1, circle.size), *([] if pipe is None else [pipe.patient]))
+
+
 def _compare(
-    path: Path, targets: Targets, team: ProcessTeam, *, strict: bool
-) -> tuple[Loading | None, Sequence[Any]]:
-    """Check on all processes whether a checkpoint is damaged, and what does not fit."""
+    path: Path, targets: Targets, team: Team, *, strict: bool
+) -> tuple[Loading | None, list[str]]:
+    """Check on all processes whether a checkpoint is damaged, and whether it fits; return the damage."""
     loading: Loading | None = None
 
     def match() -> list[Any]:
@@ -250,5 +305,21 @@ def _compare(
             text = str(error)
             return [text if str(path) in text else f"{path}: {text}", None]
 
-    replies = team.together("load", match)
-    return loading, replies
+    def judge(reports: list[Any]) -> list[list[str]]:
+        damage = list(dict.fromkeys(text for text, _ in reports if text))
+        if loading is not None and not damage:
+            loading.check([report for _, report in reports])
+        return [damage] * len(reports)
+
+    damage = team.meet("load", match, judge)
+    return loading, damage
+
+
+def _older(damage: str, names: Sequence[Any]) -> str:
+    """The message for a checkpoint that is damaged."""
+    if len(names) < 2:
+        return f"{damage}; nothing was loaded, and there is no other checkpoint"
+    return (
+        f"{damage}; nothing was loaded. The one before it is of step {names[1][1]}: load(step={names[1][1]}) "
+        'takes that, and resume="auto" the newest one that is whole'
+    )

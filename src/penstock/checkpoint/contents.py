@@ -8,21 +8,22 @@ state have the key ``label/name``, a state its label.
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from hashlib import sha256
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from penstock.checkpoint.planning import describe_part
+from penstock.checkpoint.planning import HeldTensors
+from penstock.checkpoint.table import ITSELF, replaced
 from penstock.errors import UsageError
 from penstock.parallel import local_part, path_without_wrappers, region_of, whole
 from penstock.partition import find_shared
 from penstock.pipeline import Pipeline
-from penstock.weights.files import digest
+from penstock.weights.files import NAMES, digest
 from penstock.weights.optimizers import check_kept_per_parameter, read_states
 from penstock.weights.states import Names, StageWeights, WholeModel
 from penstock.weights.trees import encode
@@ -62,8 +63,8 @@ class Targets:
             self.states.setdefault(RANDOMNESS, self.pipe.randomness)
 
     def _add(self, label: str, value: Any) -> None:
-        if "/" in label:
-            raise UsageError(f"{label!r} cannot be the name of what is saved: leave out the '/'")
+        if "/" in label or label == ITSELF:
+            raise UsageError(f"{label!r} cannot be the name of what is saved: use a plain name")
         if isinstance(value, Pipeline):
             if self.pipe is not None:
                 raise UsageError(
@@ -101,12 +102,31 @@ class Targets:
             yield first, list(keys), value
 
     @property
-    def alone(self) -> tuple[int, list[str]]:
-        """This process's first rank, and the model's weights that no other stage is known to have."""
+    def alone(self) -> list[str]:
+        """The names of the model's weights that no other stage is known to have."""
         weights = self.weights.get(MODEL)
-        held = [] if weights is None else weights.held()
-        alone = [one for one in held if weights is not None and not weights.names.is_shared(one)]
-        return (0 if self.pipe is None else self.pipe.ranks[0]), alone
+        if weights is None:
+            return []
+        return [
+            path_without_wrappers(one) for one in weights.held() if not weights.names.is_shared(one)
+        ]
+
+    @property
+    def rank(self) -> int:
+        """The first rank of the pipeline that lives in this process."""
+        return 0 if self.pipe is None else self.pipe.ranks[0]
+
+
+class Parts(NamedTuple):
+    """What a process tells the leader: JSON data by digest, most of it the same for many processes and saves.
+
+    Attributes:
+        digests: the digest of each part, by its name.
+        data: the JSON text of each part, by its digest.
+    """
+
+    digests: dict[str, str]
+    data: dict[str, str]
 
 
 @dataclass
@@ -115,22 +135,23 @@ class Flat:
 
     Args:
         tensors: the tensors by key; DTensors as they are.
-        parts: JSON data that rarely changes between saves: ``kinds`` of labels, ``values`` by key that are
-            not tensors, ``tied`` keys, names of the parameters in each of an optimizer's ``groups``,
-            names of weights that are ``alone``, and the descriptions of all ``tensors``.
+        names: ``kinds`` of labels, ``tied`` keys, names of the parameters in each of an optimizer's
+            ``groups``, and the names of weights that are ``alone``.
+        values: JSON data by key: what an optimizer keeps for each parameter, and weights that are no tensors.
         settings: the settings of each optimizer's groups.
         states: each other object's JSON data, and the digests of its tensors.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    parts: dict[str, Any] = field(default_factory=dict)
+    names: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     states: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def of(targets: Targets) -> Flat:
         """Collect what this process must save."""
-        flat = Flat(parts={"kinds": {}, "values": {}, "tied": {}, "groups": {}})
+        flat = Flat(names={"kinds": {}, "tied": {}, "groups": {}})
         for label in targets.weights:
             flat._add_weights(label, targets)
         for label, optimizer in targets.optimizers.items():
@@ -138,7 +159,7 @@ class Flat:
         for label, value in targets.states.items():
             tensors: dict[str, Tensor] = {}
             tree = encode(value.state_dict(), label, tensors)
-            flat.parts["kinds"][label] = STATE
+            flat.names["kinds"][label] = STATE
             flat.states[label] = [
                 tree,
                 {key: digest(local_part(one)) for key, one in tensors.items()},
@@ -149,29 +170,68 @@ class Flat:
             key: tensor if region_of(tensor) is not None else whole(tensor)
             for key, tensor in flat.tensors.items()
         }
-        flat.parts["tensors"] = {key: describe_part(of) for key, of in flat.tensors.items()}
-        flat.parts["alone"] = targets.alone
+        flat.names |= {"alone": targets.alone, "rank": targets.rank}
         return flat
 
     def _add_weights(self, label: str, targets: Targets) -> None:
-        self.parts["kinds"][label] = WEIGHTS
+        self.names["kinds"][label] = WEIGHTS
         for _, (key, *others), value in targets.held(label):
             if isinstance(value, Tensor):
                 self.tensors[key] = value
-                self.parts["tied"] |= dict.fromkeys(others, key)
+                self.names["tied"] |= dict.fromkeys(others, key)
             else:
-                self.parts["values"][key] = encode(value, key, self.tensors)
+                self.values[key] = encode(value, key, self.tensors)
 
     def _add_optimizer(self, label: str, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         kind, groups, states = read_states(optimizer, names, f"{label}=")
-        self.parts["kinds"][label] = kind
-        self.parts["groups"][label] = [members for _, members in groups]
+        self.names["kinds"][label] = kind
+        self.names["groups"][label] = [members for _, members in groups]
         self.settings[label] = [encode(settings, label, None) for settings, _ in groups]
         for name, state in states.items():
             key = f"{label}/{name}"
-            self.parts["values"][key] = encode(state, key, self.tensors)
+            self.values[key] = encode(state, key, self.tensors)
 
-    @property
-    def digest(self) -> str:
-        """The digest of the parts."""
-        return hashlib.sha256(json.dumps(self.parts).encode()).hexdigest()
+    def parts(self) -> Parts:
+        """What the leader must know of it."""
+        held = held_of((key, *describe_part(of)) for key, of in self.tensors.items())
+        data: dict[str, Any] = {
+            "tensors": [held.types, held.tensors],
+            "boxes": [held.boxes, held.box_of],
+            "names": self.names,
+            "values": alike(self.values),
+            "settings": self.settings,
+        }
+        return parts_of(data | {f"state {label}": state for label, state in self.states.items()})
+
+
+def parts_of(data: Mapping[str, Any]) -> Parts:
+    """The digests of parts, and their JSON texts by digest."""
+    texts = {name: json.dumps(value) for name, value in data.items()}
+    digests = {name: sha256(text.encode()).hexdigest()[:32] for name, text in texts.items()}
+    return Parts(digests, {digests[name]: text for name, text in texts.items()})
+
+
+def describe_part(tensor: Tensor) -> tuple[str | None, list[int], list[int], list[int]]:
+    """The type and shape of a tensor, and the offsets and sizes of the part that this process holds."""
+    offsets, sizes = region_of(tensor) or ((0,) * tensor.dim(), tensor.shape)
+    return NAMES.get(tensor.dtype), list(tensor.shape), list(offsets), list(sizes)
+
+
+def held_of(described: Iterable[tuple[Any, ...]]) -> HeldTensors:
+    """Collect tensors that are described by key, type, shape, offsets and sizes."""
+    types: dict[Any, int] = {}
+    boxes: dict[Any, int] = {}
+    tensors, box_of = {}, []
+    for key, dtype, shape, offsets, sizes in described:
+        tensors[key] = types.setdefault((dtype, tuple(shape)), len(types))
+        box = (tuple(offsets), tuple(sizes))
+        box_of.append(-1 if sizes == shape else boxes.setdefault(box, len(boxes)))
+    return HeldTensors([*types], tensors, [*boxes], box_of)
+
+
+def alike(values: Mapping[str, Any]) -> list[Any]:
+    """JSON data by key, with what several keys have in common once."""
+    found: dict[str, list[str]] = {}
+    for key, value in values.items():
+        found.setdefault(json.dumps(replaced(value, key, ITSELF)), []).append(key)
+    return [[json.loads(text), keys] for text, keys in found.items()]

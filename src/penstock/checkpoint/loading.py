@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
@@ -64,7 +65,8 @@ class Loading:
         """Compare the targets here with the checkpoint; nothing is changed.
 
         Returns:
-            A report for all processes: mismatches, saved names not used here, labels, and lone weights.
+            A report for the leader: mismatches, labels, those of weights and optimizers that were saved, the
+            rank, and two bits for each saved name: whether it is used, and whether no other stage has it.
         """
         targets = self._targets
         for label in targets.weights:
@@ -75,7 +77,10 @@ class Loading:
                 self._groups[label] = self._match_groups(label)
         self._states = [label for label in targets.states if self._is_saved(label, STATE)]
         labels = [*targets.weights, *targets.optimizers, *targets.states]
-        return [self._problems, sorted(self._names() - self._used), labels, targets.alone]
+        names = self.names()
+        alone = {f"{MODEL}/{name}" for name in targets.alone}
+        bits = [bits_of(names, self._used), bits_of(names, alone)]
+        return [self._problems, labels, [*self._weights, *self._groups], targets.rank, bits]
 
     def _is_saved(self, label: str, kind: str) -> bool:
         saved = self._saved.kinds.get(label)
@@ -134,26 +139,37 @@ class Loading:
             ]
         return numbers
 
-    def _names(self) -> set[str]:
-        """Return the keys saved for the targets' weights and optimizers."""
+    def names(self) -> list[str]:
+        """Return the keys saved for weights and optimizers, the same in every process."""
         keys = {*self._saved.tensors, *self._saved.values}
         inner = {key for value in self._saved.values.values() for key in keys_of(value)}
-        names = {key for key in keys - inner if key.partition("/")[0] in self._targets.weights}
-        for label in self._targets.optimizers:
-            for group in self._saved.groups.get(label, ()):
+        weights = {label for label, kind in self._saved.kinds.items() if kind == WEIGHTS}
+        names = {key for key in keys - inner if key.partition("/")[0] in weights}
+        for label, groups in self._saved.groups.items():
+            for group in groups:
                 names.update(f"{label}/{name}" for name in group.parameters)
-        return names
+        return sorted(names)
 
     # ---- check the reports of all processes
 
     def check(self, reports: Sequence[Any]) -> None:
-        """Check the reports of all processes; one error lists every mismatch."""
+        """Check the reports of all processes, in the leader; one error lists every mismatch."""
         lines, missing, loose = (
             list(dict.fromkeys(text for one in reports for text in one[0][kind]))
             for kind in ("hard", "missing", "loose")
         )
-        check_one_rank_each(alone for *_, alone in reports)
-        unexpected = sorted(set[str].intersection(*({*one[1]} for one in reports)))
+        names = self.names()
+        here = {label for one in reports for label in one[1]} | {RANDOMNESS}
+        matched = {label for one in reports for label in one[2]}
+        alone = {(rank, bits[1]) for *_, rank, bits in reports}
+        check_one_rank_each(
+            (rank, (name.partition("/")[2] for name in _chosen(names, bits)))
+            for rank, bits in alone
+        )
+        used = {name for bits in {one[-1][0] for one in reports} for name in _chosen(names, bits)}
+        # What belongs to no object that was given is told below.
+        asked = {name for name in names if name.partition("/")[0] in matched}
+        unexpected = sorted(asked - used)
         loose += [f"missing in it: {listed(missing)}"] if missing else []
         loose += [f"in it, but not here: {listed(unexpected)}"] if unexpected else []
         path = self._table.path
@@ -162,13 +178,12 @@ class Loading:
         elif loose:
             log.warning("%s fits in part:\n\t%s", path, "\n\t".join(loose))
         if lines:
-            other = self._names() == {*unexpected} != set()
+            other = asked == {*unexpected} != set()
             fits = "is of another model" if other else "does not fit"
             hint = "; strict=False loads what fits of it" if self._strict else ""
             raise StateDictError(
                 f"{path} {fits}, and nothing was loaded{hint}:\n\t" + "\n\t".join(lines)
             )
-        here = {label for one in reports for label in one[2]} | {RANDOMNESS}
         left = [label for label in self._saved.kinds if label not in here]
         if left and here - self._targets.weights.keys() - {RANDOMNESS}:
             log.warning("%s also holds %s, which load() was not given", path, ", ".join(left))
@@ -199,7 +214,7 @@ class Loading:
         known = {name for group in saved for name in group.parameters}
         states = {}
         for parameter in (one for group in optimizer.param_groups for one in group["params"]):
-            name = names[id(parameter)]
+            name = names.get(id(parameter), "")  # none for those of other ranks
             if name in known:
                 tree = self._saved.values.get(f"{label}/{name}", {})
                 state = decode(tree, partial(self._read_state, parameter, name))
@@ -259,3 +274,15 @@ class Loading:
                 local_part(tensor).copy_(self._table.read(key, region))
         if others:
             weights.load(others)
+
+
+def bits_of(names: Sequence[str], chosen: Set[str]) -> str:
+    """A bit for each of some names that is chosen, in hexadecimal digits."""
+    bits = np.fromiter((name in chosen for name in names), dtype=bool, count=len(names))
+    return np.packbits(bits).tobytes().hex()
+
+
+def _chosen(names: Sequence[str], bits: str) -> list[str]:
+    """The names whose bits are set."""
+    row = np.unpackbits(np.frombuffer(bytes.fromhex(bits), dtype=np.uint8))
+    return [names[place] for place in np.flatnonzero(row).tolist()]

@@ -1,37 +1,57 @@
-"""Plan who writes and reads which parts, with the planners of ``torch.distributed.checkpoint``.
+"""Plan who writes which parts of tensors, and check that parts make up whole tensors.
 
-The rest of that package is not used: its driver sends plans between processes as pickles, its metadata file
-is a pickle, its storages keep no checksums, and their files are visible before all are complete.
+Work and memory grow with the number of parts alone: those of sharded tensors are compared by their corners,
+and tensors that are divided alike share one division.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
-
-from torch import Size, Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple
 
 from penstock.errors import CheckpointError
-from penstock.parallel import region_of
-from penstock.weights.files import DTYPES, NAMES, Box
+from penstock.weights.files import DTYPES, Box
 
-Description = list[Any]
-"""A process's part of a tensor, as JSON data: the tensor's type and shape, the part's offsets and sizes."""
+Holder = tuple[int, int]
+"""A process, and a tensor's place among those of the process."""
+_MOST_DIMS = 8
+"""The most dimensions along which one tensor may be divided."""
 
 
-def describe_part(tensor: Tensor) -> Description:
-    """Describe the part of a tensor that this process holds."""
-    offsets, sizes = region_of(tensor) or ((0,) * tensor.dim(), tensor.shape)
-    return [NAMES.get(tensor.dtype), list(tensor.shape), list(offsets), list(sizes)]
+class HeldTensors(NamedTuple):
+    """The tensors of a process, or its parts of them.
+
+    Attributes:
+        types: the types and shapes of its tensors, each once.
+        tensors: for each key, the number of its type.
+        boxes: parts of tensors, each once: the offsets and sizes.
+        box_of: for each tensor in order, the number of its part; -1 if it is whole.
+    """
+
+    types: Sequence[Any]
+    tensors: Mapping[str, int]
+    boxes: Sequence[Any]
+    box_of: Sequence[int]
+
+
+class WritePlan(NamedTuple):
+    """Who writes what, and the table of it.
+
+    Attributes:
+        shares: for each process, the places of the tensors of which it writes what it holds.
+        types: the type and shape of tensors, each once.
+        divisions: the divisions of tensors: for each part, the process that writes it, offsets and sizes.
+        tensors: for each key, the number of its type, and the process that writes it whole; or -1 minus
+            the number of its division.
+    """
+
+    shares: list[list[int]]
+    types: list[Any]
+    divisions: list[list[Any]]
+    tensors: dict[str, tuple[int, int]]
 
 
 def file_of(process: int) -> str:
@@ -44,75 +64,135 @@ def part_name(key: str, shape: Sequence[int], box: Box) -> str:
     return key if list(box[1]) == list(shape) else f"{key}@{','.join(map(str, box[0]))}"
 
 
-Shares = list[list[tuple[str, str]]]
-"""For each process, the parts that it writes: the tensor's key, and the part's name in the file."""
-
-
-def plan_writes(
-    descriptions: Sequence[Mapping[str, Description]], names: Sequence[str]
-) -> tuple[Shares, dict[str, Any]]:
+def plan_writes(held: Sequence[HeldTensors], names: Sequence[str]) -> WritePlan:
     """Assign each part to one process that writes it, so that all write about equally much.
 
     Args:
-        descriptions: each process's parts of tensors, by key.
+        held: what each process has.
         names: the names of the processes, for messages.
 
-    Returns:
-        The shares of the processes, and the table's entry for each tensor; the same in every process.
+    Raises:
+        CheckpointError: the parts do not make up the tensors, or a type cannot be written.
     """
-    tensors: dict[str, Any] = {}
-    plans = []
-    for parts, process in zip(descriptions, names, strict=True):
-        items = []
-        for key, (dtype, shape, offsets, sizes) in parts.items():
-            if dtype is None:
-                raise CheckpointError(f"{key} has a type that safetensors files cannot hold")
-            about = tensors.setdefault(key, {"dtype": dtype, "shape": shape, "pieces": []})
-            if [about["dtype"], about["shape"]] != [dtype, shape]:
+    types, types_of, holders = _collect(held, names)
+    shares: list[list[int]] = [[] for _ in held]
+    writers = _Writers(len(held))
+    tensors: dict[str, tuple[int, int]] = {}
+    divisions: dict[Any, int] = {}
+    checked: set[Any] = set()
+    # What only one process has is settled first, and then what is large, so that the rest evens out.
+    for key in sorted(holders, key=lambda key: writers.order(types[types_of[key]], holders[key])):
+        dtype, shape = types[types_of[key]]
+        parts = []
+        for box, having in holders[key].items():
+            process, place = writers.choose(having, dtype, box[1])
+            shares[process].append(place)
+            parts.append((process, box))
+        division = tuple(sorted(parts, key=lambda part: part[1]))
+        boxes = tuple(box for _, box in division)
+        if (types_of[key], boxes) not in checked:
+            if not tiles(shape, boxes):
                 raise CheckpointError(
-                    f"{key} is {dtype} {shape} on {process} and {about['dtype']} {about['shape']} on "
-                    "another; one name must mean one tensor"
+                    f"the processes that save do not hold all parts of {key}, or hold some twice; give "
+                    "penstock.Checkpoints(group=...) the process group of all processes that hold a part"
                 )
-            if 0 not in sizes or 0 in shape:
-                chunk = ChunkStorageMetadata(Size(offsets), Size(sizes))
-                data = TensorWriteData(chunk, TensorProperties(DTYPES[dtype]), Size(shape))
-                index = MetadataIndex(key, chunk.offsets)
-                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-        plans.append(SavePlan(items))
-    try:
-        # The planner checks completeness only if there are several plans.
-        planner = DefaultSavePlanner(flatten_state_dict=False)
-        plans, _ = planner.create_global_plan([*plans, SavePlan([])])
-    except ValueError as error:
-        raise CheckpointError(
-            f"the processes that save do not hold all parts of the tensors ({error}); give "
-            "penstock.Checkpoints(group=...) the process group of all processes that hold a part"
-        ) from error
-    shares: Shares = []
-    for number, plan in enumerate(plans[:-1]):
-        shares.append([])
-        for item in plan.items:
-            assert item.tensor_data is not None  # only tensors are planned
-            key, chunk = item.index.fqn, item.tensor_data.chunk
-            box = tuple(chunk.offsets), tuple(chunk.sizes)
-            shares[-1].append((key, part_name(key, item.tensor_data.size, box)))
-            piece = {"file": file_of(number), "offsets": box[0], "sizes": box[1]}
-            tensors[key]["pieces"].append(piece)
-    return shares, tensors
+            checked.add((types_of[key], boxes))
+        if len(division) == 1:
+            tensors[key] = types_of[key], division[0][0]
+        else:
+            tensors[key] = types_of[key], -1 - divisions.setdefault(division, len(divisions))
+    listed = [[[process, *map(list, box)] for process, box in one] for one in divisions]
+    ordered = {key: tensors[key] for key in holders}
+    return WritePlan(
+        [sorted(share) for share in shares], [list(one) for one in types], listed, ordered
+    )
 
 
-def plan_reads(
-    shape: Sequence[int], pieces: Sequence[Box], wanted: Box
-) -> Iterator[tuple[int, Box, Box]]:
-    """Plan the reads for a part of a tensor that is stored in pieces.
+def _collect(
+    held: Sequence[HeldTensors], names: Sequence[str]
+) -> tuple[list[Any], dict[str, int], dict[str, dict[Box, list[Holder]]]]:
+    """The types of all tensors, the number of each tensor's type, and who holds which parts of it."""
+    numbers: dict[Any, int] = {}
+    types_of: dict[str, int] = {}
+    holders: dict[str, dict[Box, list[Holder]]] = {}
+    for process, of in enumerate(held):
+        types = [(dtype, tuple(shape)) for dtype, shape in of.types]
+        boxes: list[Box] = [(tuple(offsets), tuple(sizes)) for offsets, sizes in of.boxes]
+        whole: list[Box] = [((0,) * len(shape), shape) for _, shape in types]
+        here = [numbers.setdefault(one, len(numbers)) for one in types]
+        for place, (key, kind) in enumerate(of.tensors.items()):
+            number = of.box_of[place]
+            box = whole[kind] if number < 0 else boxes[number]
+            if 0 in box[1] and 0 not in types[kind][1]:
+                continue  # a process may have nothing of a sharded tensor
+            if types_of.setdefault(key, here[kind]) != here[kind]:
+                other = list(numbers)[types_of[key]]
+                raise CheckpointError(
+                    f"{key} is {types[kind][0]} {list(types[kind][1])} on {names[process]} and {other[0]} "
+                    f"{list(other[1])} on another; one name must mean one tensor"
+                )
+            holders.setdefault(key, {}).setdefault(box, []).append((process, place))
+    if untyped := [key for key, kind in types_of.items() if list(numbers)[kind][0] not in DTYPES]:
+        raise CheckpointError(f"{untyped[0]} has a type that safetensors files cannot hold")
+    return list(numbers), types_of, holders
 
-    Yields:
-        The index of a piece, a box in it, and the place of that box in the wanted part.
+
+class _Writers:
+    """Chooses who writes a part: of those that hold it, the one with the least to write so far."""
+
+    def __init__(self, count: int) -> None:
+        self._bytes = [0] * count
+
+    def order(self, kind: Any, holders: Mapping[Box, Sequence[Holder]]) -> tuple[int, int]:
+        alone = max(map(len, holders.values())) == 1
+        return not alone, -math.prod(kind[1]) * DTYPES[kind[0]].itemsize
+
+    def choose(self, holders: Sequence[Holder], dtype: str, sizes: Sequence[int]) -> Holder:
+        loads = self._bytes
+        chosen = holders[0]
+        if len(holders) > 1:
+            chosen = min(holders, key=lambda holder: loads[holder[0]])
+        # One more, so that tensors without data are spread too.
+        loads[chosen[0]] += math.prod(sizes) * DTYPES[dtype].itemsize + 1
+        return chosen
+
+
+def tiles(shape: Sequence[int], boxes: Iterable[Box]) -> bool:
+    """Whether boxes make up a tensor: each of its elements lies in exactly one.
+
+    A sum of boxes is determined by its corners: counted with alternating signs along each dimension, those
+    that lie inside cancel out. This takes one look at each box; comparing pairs would take squares.
     """
-    chunks = [ChunkStorageMetadata(Size(offsets), Size(sizes)) for offsets, sizes in pieces]
-    stored = TensorStorageMetadata(TensorProperties(), Size(shape), chunks)
-    part = ChunkStorageMetadata(Size(wanted[0]), Size(wanted[1]))
-    for item in create_read_items_for_chunk_list("", stored, [part]):
-        index, sizes = item.storage_index.index, tuple(item.lengths)
-        assert index is not None  # torch sets it
-        yield index, (tuple(item.storage_offsets), sizes), (tuple(item.dest_offsets), sizes)
+    dims = len(shape)
+    corners: Counter[tuple[int, ...]] = Counter()
+    whole: Box = ((0,) * dims, tuple(shape))
+    listed = list(boxes)
+    if any(not len(offsets) == len(sizes) == dims for offsets, sizes in listed):
+        return False
+    if any(min((0, *offsets, *sizes)) < 0 for offsets, sizes in listed):
+        return False
+    divided = [
+        dim
+        for dim in range(dims)
+        if any((offsets[dim], sizes[dim]) != (0, shape[dim]) for offsets, sizes in listed)
+    ]
+    if len(divided) > _MOST_DIMS:
+        return False
+    if 0 in shape:
+        return all(0 in sizes for _, sizes in listed)
+    for sign, (offsets, sizes) in [(-1, whole), *((1, box) for box in listed)]:
+        ends = [(offsets[dim], offsets[dim] + sizes[dim]) for dim in divided]
+        for sides in product((0, 1), repeat=len(divided)):
+            corner = tuple(end[side] for end, side in zip(ends, sides, strict=True))
+            corners[corner] += -sign if sum(sides) % 2 else sign
+    return not any(corners.values())
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """The box that two boxes share; None if they share none."""
+    begins = tuple(max(a, b) for a, b in zip(one[0], other[0], strict=True))
+    ends = (
+        min(a + s, b + t) for a, s, b, t in zip(one[0], one[1], other[0], other[1], strict=True)
+    )
+    sizes = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
+    return None if min(sizes, default=1) <= 0 else (begins, sizes)

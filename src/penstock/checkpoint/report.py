@@ -14,7 +14,8 @@ from penstock.checkpoint.folder import find
 from penstock.checkpoint.table import TABLE, CheckpointTable
 from penstock.errors import InputFileError, UsageError, printable
 from penstock.values import bytes_as_text
-from penstock.weights.folders import save_index, save_stage
+from penstock.weights.folders import INDEX, WeightFolder, save_stage
+from penstock.weights.storage import is_there
 
 LARGEST = 2 << 30
 """The size limit of an exported file, in bytes; a whole file is in memory at once."""
@@ -53,7 +54,7 @@ def describe(folder: str | os.PathLike[str], *, check: bool = False) -> str:
             lines.append(f"{path.name}  DAMAGED: {error}")
             continue
         latest = latest or table
-        size = sum(file.bytes for file in table.contents.files.values())
+        size = sum(file.bytes for file in table.contents.files)
         checked = "  all bytes are those that were written" if check else ""
         lines.append(f"{path.name}  {table.contents.written}  {bytes_as_text(size)}{checked}")
     return printable("\n".join([*lines, *(["", *_contents(latest)] if latest else [])]), "\n")
@@ -112,7 +113,7 @@ def export(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> list[
     table, path = CheckpointTable(_checkpoints(folder)[0]), Path(out)
     if table.contents.kinds.get(MODEL) != WEIGHTS:
         raise UsageError(f"{table.path} holds no weights of a pipeline or of model=")
-    if path.exists() and any(path.glob("*.safetensors*")):
+    if any(is_there(path / name) for name in (INDEX, "model.safetensors")):
         raise UsageError(f"{str(path)!r} holds weights already; choose another folder")
     table.verify()
     files, size = [list[str]()], 0
@@ -123,13 +124,16 @@ def export(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> list[
             size = 0
         files[-1].append(key)
         size += nbytes
-    sizes = {
-        number: save_stage({_name(key): table.read(key) for key in keys}, path, number, len(files))
-        for number, keys in enumerate(files)
-    }
     tied = table.contents.tied.items()
-    save_index(path, sizes, {_name(k): _name(v) for k, v in tied if k.startswith(f"{MODEL}/")})
-    return sorted(path.glob("*.safetensors"))
+    sizes: dict[int, tuple[dict[str, int], list[Any]]] = {}
+    with WeightFolder(path) as target:
+        for number, keys in enumerate(files):
+            state = {_name(key): table.read(key) for key in keys}
+            file = save_stage(state, path, number, len(files), target.save)
+            sizes[number] = {name: one.nbytes for name, one in state.items()}, file
+        return target.publish(
+            sizes, {_name(k): _name(v) for k, v in tied if k.startswith(f"{MODEL}/")}
+        )
 
 
 def _name(key: str) -> str:

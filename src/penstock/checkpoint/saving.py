@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import shutil
+import socket
 import sys
 import threading
 import time
@@ -15,22 +16,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.contents import Flat, Targets
+from penstock.checkpoint.contents import Flat, Parts, Targets
 from penstock.checkpoint.folder import Writer
-from penstock.checkpoint.planning import Shares, file_of, plan_writes
-from penstock.checkpoint.team import ProcessTeam
-from penstock.errors import FAILURE, CheckpointError, UsageError
-from penstock.parallel import local_part
+from penstock.checkpoint.planning import HeldTensors, WritePlan, file_of, part_name, plan_writes
+from penstock.checkpoint.table import table_text
+from penstock.errors import FAILURE, CheckpointError, StorageError, UsageError
+from penstock.parallel import local_part, region_of
 from penstock.values import bytes_as_text
 from penstock.weights.files import write_file
+from penstock.weights.folders import check_arrived
 from penstock.weights.optimizers import merge_groups
 from penstock.weights.states import check_one_rank_each
+from penstock.weights.storage import NO_SUCH_FILE, patiently, write_bytes
+from penstock.weights.team import Team
 from penstock.weights.trees import encode
 
 _POLL = 0.02
@@ -75,6 +80,7 @@ class Job:
     Args:
         step: the step of the run.
         folder: the folder to write into.
+        save: the identifier that the table and all files carry.
         contents: the contents of its table, except the files.
         tensors: what this process writes, by name.
         stall: the seconds for which it has held up training.
@@ -83,6 +89,7 @@ class Job:
 
     step: int
     folder: Path
+    save: str
     contents: dict[str, Any]
     tensors: dict[str, Tensor]
     stall: float = 0.0
@@ -96,92 +103,199 @@ class Job:
 
 
 class Preparing:
-    """Makes a :class:`Job` of the user's objects; what does not change between saves is agreed on once."""
+    """Makes a :class:`Job` of the user's objects.
+
+    Each process tells the leader the digests of what it has. The leader asks for what it has not seen, plans,
+    and tells each process what to write; what does not change between saves is told once.
+    """
 
     def __init__(self) -> None:
-        self._digests: Sequence[str] = ()
-        self._parts: list[Any] = []
-        self._shares: Shares = []
-        self._tensors: dict[str, Any] = {}
+        self._leader = Leader()
+        self._share: list[int] = []
 
-    def job(
-        self, team: ProcessTeam, targets: Targets, step: int, extra: Any, writer: Writer
-    ) -> Job:
+    def job(self, team: Team, targets: Targets, step: int, extra: Any, writer: Writer) -> Job:
         """Agree with the other processes on who writes what."""
-        flat, folder = Flat(), ""
+        leader, flat = self._leader, Flat()
+        parts, folder = Parts({}, {}), ""
 
         def collect() -> list[Any]:
-            nonlocal flat, folder
+            nonlocal flat, parts
             flat = Flat.of(targets)
+            parts = flat.parts()
             encoded = encode(extra, "extra=", None)
-            folder = str(writer.begin(step)) if team.leads else ""
-            return [folder, step, encoded, flat.digest, flat.settings, flat.states]
+            return [step, parts.digests, encoded if team.leads else None]
+
+        def begin(heads: list[Any]) -> list[Any]:
+            nonlocal folder
+            names = [team.name(process) for process in range(team.size)]
+            wanted = leader.wanted(heads, names)
+            save = os.urandom(6).hex()
+            folder = str(writer.begin(step, save))
+            return [[folder, save, asked] for asked in wanted]
+
+        def tell() -> list[Any]:
+            _look(Path(folder))
+            return [[name, parts.data[name]] for name in asked]
 
         try:
-            replies = team.together("save", collect)
-            folders, steps, extras, digests, settings, states = zip(*replies, strict=True)
-            if len({*steps}) > 1:
-                raise CheckpointError(
-                    f"the ranks save different steps: {list(steps)}, by rank; save the same"
-                )
-            trees = _same_states(states, team)
-            if digests != self._digests:
-                self._agree(team, flat)
-                self._digests = digests
-            contents = {
-                "torch": str(torch.__version__),
-                "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-                "layout": _layout(team, targets),
-                "kinds": self._merged("kinds"),
-                "tensors": self._tensors,
-                "values": self._merged("values") | trees,
-                "tied": self._merged("tied"),
-                "groups": _merge_optimizers(self._parts, settings),
-                "extra": extras[0],
-            }
-            mine = {name: local_part(flat.tensors[key]) for key, name in self._shares[team.rank]}
-            return Job(step, Path(folders[0]), contents, mine)
+            folder, save, asked = team.meet("save", collect, begin)
+            share = team.meet("save", tell, leader.plan)
+            if share is not None:
+                self._share = share
+            contents = leader.contents | {"layout": _layout(team, targets)} if team.leads else {}
+            return Job(step, Path(folder), save, contents, self._written(flat))
         except BaseException:
-            if folder:
+            if folder and team.leads:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
 
-    def _agree(self, team: ProcessTeam, flat: Flat) -> None:
-        parts = team.agree(flat.parts)
-        check_one_rank_each(part["alone"] for part in parts)
-        names = [team.name(process) for process in range(team.size)]
-        self._shares, self._tensors = plan_writes([part["tensors"] for part in parts], names)
-        self._parts = parts
+    def _written(self, flat: Flat) -> dict[str, Tensor]:
+        """What this process writes, by its name in the file."""
+        keys, written = list(flat.tensors), {}
+        for place in self._share:
+            tensor = flat.tensors[keys[place]]
+            box = region_of(tensor) or ((0,) * tensor.dim(), tuple(tensor.shape))
+            written[part_name(keys[place], tensor.shape, box)] = local_part(tensor)
+        return written
 
-    def _merged(self, part: str) -> dict[str, Any]:
-        return {key: of for one in self._parts for key, of in one[part].items()}
+
+class Leader:
+    """What the leader knows of all processes, and the plan that it makes of it.
+
+    Attributes:
+        contents: the contents of the table, except the files' sizes and the layout.
+        writers: the processes that write a file, in the order of the table's files.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, Any] = {}
+        self._heads: list[Any] = []
+        self._names: Sequence[str] = ()
+        self._planned: Any = None
+        self._plan = WritePlan([], [], [], {})
+        self.contents: dict[str, Any] = {}
+        self.writers: list[int] = []
+
+    def wanted(self, heads: list[Any], names: Sequence[str]) -> list[list[str]]:
+        """The digests of the parts to ask each process for.
+
+        Args:
+            heads: for each process, the step, the digests of its parts, and the user's data.
+            names: the names of the processes, for messages.
+
+        Raises:
+            CheckpointError: the processes do not save the same.
+        """
+        steps = [step for step, *_ in heads]
+        if len({*steps}) > 1:
+            raise CheckpointError(
+                f"the ranks save different steps: {list(steps)}, by rank; save the same"
+            )
+        self._heads, self._names = heads, names
+        self._check_states()
+        asked: set[str] = set()
+        wanted: list[list[str]] = []
+        for _, digests, _ in heads:
+            new = [one for one in digests.values() if one not in self._known and one not in asked]
+            wanted.append(list(dict.fromkeys(new)))
+            asked.update(new)
+        return wanted
+
+    def _check_states(self) -> None:
+        """Check that each state is the same on all processes that have it."""
+        firsts: dict[str, int] = {}
+        for process, (_, digests, _) in enumerate(self._heads):
+            for part, digest in digests.items():
+                if not part.startswith("state "):
+                    continue
+                first, label = firsts.setdefault(part, process), part.removeprefix("state ")
+                if self._heads[first][1][part] != digest:
+                    raise UsageError(
+                        f"{label}= has another state on {self._names[process]} than on "
+                        f"{self._names[first]}; give what differs between processes a name of its own on "
+                        f"each, such as **{{f'{label}_{{replica}}': ...}}, or leave it out. A scheduler "
+                        "needs the same groups of its optimizer on all ranks"
+                    )
+
+    def plan(self, told: list[Any]) -> list[list[int] | None]:
+        """Plan from what all processes have told.
+
+        Args:
+            told: for each process, pairs of a digest and the JSON text that was asked for.
+
+        Returns:
+            For each process, the places of the tensors that it writes; None: those of the last save.
+        """
+        for pairs in told:
+            self._known.update((name, json.loads(text)) for name, text in pairs)
+        digests = [head[1] for head in self._heads]
+        # Processes that have the same parts need one look.
+        names = [self._known[one] for one in dict.fromkeys(of["names"] for of in digests)]
+        check_one_rank_each((one["rank"], one["alone"]) for one in names)
+        kept = {one for of in digests for one in of.values()}
+        self._known = {name: part for name, part in self._known.items() if name in kept}
+        planned = [(of["tensors"], of["boxes"]) for of in digests]
+        shares: list[Any] = [None] * len(planned)
+        if planned != self._planned:
+            held = [
+                HeldTensors(*self._known[tensors], *self._known[boxes])
+                for tensors, boxes in planned
+            ]
+            self._plan = plan_writes(held, self._names)
+            shares, self._planned = self._plan.shares, planned
+        self._fill()
+        return shares
+
+    def _fill(self) -> None:
+        """Make the contents of the table."""
+        digests = [head[1] for head in self._heads]
+        of_names = [self._known[one] for one in dict.fromkeys(of["names"] for of in digests)]
+        states = {
+            part.removeprefix("state "): self._known[digest][0]
+            for of in digests
+            for part, digest in of.items()
+            if part.startswith("state ")
+        }
+        self.writers = [process for process, share in enumerate(self._plan.shares) if share]
+        number_of = {process: number for number, process in enumerate(self.writers)}
+        groups = {(of["names"], of["settings"]): None for of in digests}
+        self.contents = {
+            "torch": str(torch.__version__),
+            "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "kinds": {label: kind for one in of_names for label, kind in one["kinds"].items()},
+            "types": [{"dtype": dtype, "shape": shape} for dtype, shape in self._plan.types],
+            "divisions": [
+                [{"file": number_of[process], "offsets": o, "sizes": s} for process, o, s in one]
+                for one in self._plan.divisions
+            ],
+            "tensors": {
+                key: [kind, place if place < 0 else number_of[place]]
+                for key, (kind, place) in self._plan.tensors.items()
+            },
+            "alike": self._values(dict.fromkeys(of["values"] for of in digests), states),
+            "tied": {key: first for one in of_names for key, first in one["tied"].items()},
+            "groups": _merge_optimizers(
+                [self._known[of] for of, _ in groups], [self._known[of] for _, of in groups]
+            ),
+            "extra": self._heads[0][2],
+        }
+
+    def _values(self, parts: Iterable[str], states: Mapping[str, Any]) -> list[Any]:
+        merged: dict[str, dict[str, None]] = {}
+        for part in parts:
+            for value, keys in self._known[part]:
+                merged.setdefault(json.dumps(value), {}).update(dict.fromkeys(keys))
+        found = [{"value": json.loads(text), "keys": list(keys)} for text, keys in merged.items()]
+        return found + [{"value": tree, "keys": [label]} for label, tree in states.items()]
 
 
-def _layout(team: ProcessTeam, targets: Targets) -> dict[str, Any]:
+def _layout(team: Team, targets: Targets) -> dict[str, Any]:
     replicas, processes = team.layout
     layout = {"replicas": replicas, "processes": processes}
     if targets.pipe is None:
         return layout
     schedule = targets.pipe.schedule
     return layout | {"schedule": schedule.name, "ranks": schedule.ranks, "stages": schedule.stages}
-
-
-def _same_states(states: Sequence[Mapping[str, Any]], team: ProcessTeam) -> dict[str, Any]:
-    """Return each state's JSON data, which must be equal on all processes that have it."""
-    trees: dict[str, Any] = {}
-    firsts: dict[str, int] = {}
-    for process, of_process in enumerate(states):
-        for label, state in of_process.items():
-            first = firsts.setdefault(label, process)
-            if states[first][label] != state:
-                raise UsageError(
-                    f"{label}= has another state on {team.name(process)} than on {team.name(first)}; give "
-                    f"what differs between processes a name of its own on each, such as **{{f'{label}_"
-                    "{replica}': ...}, or leave it out. A scheduler needs the same groups of its "
-                    "optimizer on all ranks"
-                )
-            trees[label] = state[0]
-    return trees
 
 
 def _merge_optimizers(
@@ -203,6 +317,40 @@ def _merge_optimizers(
         )
         merged[label] = [{"settings": of, "parameters": names} for of, names in groups]
     return merged
+
+
+def check_seen(team: Team, folder: Path) -> None:
+    """Check that all processes see what the leader writes into a folder; all of them call this.
+
+    Raises:
+        CheckpointError: some process does not.
+    """
+    token = f".shared-{os.urandom(6).hex()}"
+
+    def write() -> None:
+        if team.leads:
+            write_bytes(folder / token, token.encode())
+
+    try:
+        name = team.meet("write", write, lambda of_all: [token] * len(of_all))
+        team.meet("see the files of the run", lambda: _look(folder / name))
+    finally:
+        if team.leads:
+            with suppress(OSError):
+                (folder / token).unlink(missing_ok=True)
+
+
+def _look(path: Path) -> None:
+    """Look whether what the leader has made is here too."""
+    try:
+        patiently("read", path, path.stat)
+    except StorageError as error:
+        if error.errno not in NO_SUCH_FILE:
+            raise
+        raise CheckpointError(
+            f"the host {socket.gethostname()} does not see {path}, which the leader has written: "
+            f"{path.parent.absolute()} must lie where all processes see the same files"
+        ) from error
 
 
 # ---- write, while training continues or waits
@@ -233,7 +381,7 @@ class Writing:
     is on disk. Processes that wait exchange the notes instead.
     """
 
-    def __init__(self, job: Job, team: ProcessTeam, writer: Writer) -> None:
+    def __init__(self, job: Job, team: Team, writer: Writer) -> None:
         self.job = job
         self.process = os.getpid()
         self._team = team
@@ -261,14 +409,10 @@ class Writing:
         folder, note = self.job.folder, list[Any]()
         if self.job.tensors:
             name = file_of(self._team.rank)
-            note = [name, *write_file(folder / name, self.job.tensors)]
+            note = [name, *write_file(folder / name, self.job.tensors, self.job.save)]
         if self._handed.is_set():  # abandoned: the tensors may have changed meanwhile
             raise CheckpointError("the saving was interrupted")
-        try:
-            self._note_of(self._team.rank).write_text(json.dumps(note))
-        except OSError as error:
-            text = f"{folder} cannot be written: {error.strerror or error}"
-            raise CheckpointError(text) from error
+        write_bytes(self._note_of(self._team.rank), json.dumps(note).encode())
         return note
 
     def _note_of(self, process: int) -> Path:
@@ -284,23 +428,20 @@ class Writing:
                 return notes
             except (OSError, ValueError):  # the note is missing or incomplete so far
                 self._handed.wait(_POLL)
+        # Abandoned, unless all have told theirs.
         return self._notes
 
     def _publish(self, notes: Sequence[Sequence[Any]]) -> None:
-        job, files = self.job, {}
-        for name, size, summed in notes:
-            with suppress(OSError):
-                if (job.folder / name).stat().st_size == size:
-                    files[name] = {"bytes": size, "crc32": summed}
-            if name not in files:
-                raise CheckpointError(
-                    f"{job.folder / name} is not there as its process has written it: the folder must lie "
-                    "where all processes see the same files"
-                )
-        for note in job.folder.glob(".done-*"):
-            note.unlink(missing_ok=True)
-        path = self._writer.publish(job.folder, job.step, {**job.contents, "files": files})
-        size = sum(about["bytes"] for about in files.values())
+        job = self.job
+        for name, size, _ in notes:
+            check_arrived(job.folder / name, size)
+        for process in range(self._team.size):
+            note = self._note_of(process)
+            patiently("removed", note, partial(note.unlink, missing_ok=True))
+        files = [{"name": name, "bytes": size, "crc32": summed} for name, size, summed in notes]
+        table = table_text({**job.contents, "files": files}, job.save, job.step)
+        path = self._writer.publish(job.folder, job.step, table)
+        size = sum(size for _, size, _ in notes)
         job.complete = path, size, time.perf_counter() - job.started
 
     def is_settled(self) -> bool:
@@ -312,12 +453,17 @@ class Writing:
     def wait(self) -> None:
         """Wait until the checkpoint is visible, or raise any process's error; all processes call this."""
         _UNFINISHED.discard(self)
-        try:
-            self._notes = self._team.together("save", self._file.result)
+
+        def publish(notes: list[Any]) -> list[None]:
+            self._notes = notes
             self._handed.set()
-            self._team.together("save", self._end.result)
+            self._end.result()
+            return [None] * len(notes)
+
+        try:
+            self._team.meet("save", self._file.result, publish)
+            self._handed.set()
         except BaseException:
-            self._notes = None
             self._handed.set()
             if self._team.leads:
                 # If the thread hangs, the next run removes its folder.

@@ -1,13 +1,15 @@
-"""The table of a checkpoint: what its files hold, and everything that is not a tensor."""
+"""The table of a checkpoint: what its files hold, and everything that is not a tensor.
+
+What many tensors have in common stands in it once: types with shapes, the divisions of sharded tensors, and
+the states that an optimizer keeps alike for many parameters.
+"""
 
 from __future__ import annotations
 
 import json
-import math
-import os
 import re
-from collections.abc import Mapping
-from itertools import combinations
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 from zlib import crc32
@@ -16,25 +18,22 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
-from penstock.checkpoint.planning import part_name, plan_reads
-from penstock.errors import InputFileError, printable, quoted
-from penstock.weights.files import (
-    DTYPES,
-    LONGEST_JSON,
-    Box,
-    Entry,
-    entries,
-    parse_json,
-    read_bytes,
-    size_and_checksum,
-)
+from penstock.checkpoint.planning import overlap, part_name, tiles
+from penstock.errors import CheckpointError, InputFileError, printable, quoted
+from penstock.weights.files import DTYPES, Box, Entry, entries, save_of, size_and_checksum
+from penstock.weights.storage import LONGEST_JSON, parse_json, read_bytes
+from penstock.weights.trees import MARK
 
 TABLE = "checkpoint.json"
-FORMAT = 3
+FORMAT = 4
 _HEAD = re.compile(
-    rb'\{"crc32": (\d{1,10}), "format": (\d{1,9}), "serial": (\d{1,18}), "step": (\d{1,18})\}\n'
+    rb'\{"crc32": (\d{1,10}), "format": (\d{1,9}), "save": "([0-9a-f]{12})", "step": (\d{1,18})\}\n'
 )
 """The first line of a table. The checksum covers all bytes from the number of the format on."""
+_OLDER = re.compile(rb'\{"crc32": \d{1,10}, "format": (\d{1,9}), ')
+_FILE = r"^states-\d{5,9}\.safetensors$"
+ITSELF = "~"
+"""Stands for the key of a value in the keys of its tensors."""
 
 # ---- the contents of a table
 
@@ -44,21 +43,29 @@ class _Part(BaseModel):
 
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+_Number = Annotated[int, Field(gt=-(1 << 62), lt=1 << 62)]
 _Shape = Annotated[list[_Count], Field(max_length=64)]
-_Type = Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
 
 
 class _File(_Part):
-    """The size and the checksum of a file of tensors."""
+    """A file of tensors: its size and its checksum."""
 
+    name: Annotated[str, Field(pattern=_FILE)]
     bytes: _Count
     crc32: _Count
 
 
-class _Piece(_Part):
-    """A part of a tensor: its file, and its place in the tensor."""
+class _Type(_Part):
+    """The type and shape of tensors."""
 
-    file: str
+    dtype: Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
+    shape: _Shape
+
+
+class _Piece(_Part):
+    """A part of a tensor: the number of its file, and its place in the tensor."""
+
+    file: _Count
     offsets: _Shape
     sizes: _Shape
 
@@ -67,17 +74,16 @@ class _Piece(_Part):
         return tuple(self.offsets), tuple(self.sizes)
 
 
-class _Stored(_Part):
-    """A tensor, and the pieces that make it up."""
-
-    dtype: _Type
-    shape: _Shape
-    pieces: list[_Piece]
-
-
 class _Group(_Part):
     settings: dict[str, Any]
     parameters: list[str]
+
+
+class _Alike(_Part):
+    """JSON data that several keys have in common."""
+
+    value: Any
+    keys: list[str]
 
 
 class _Layout(_Part):
@@ -98,9 +104,12 @@ class TableContents(_Part):
         written: the time of writing.
         layout: the layout of the run that wrote it.
         kinds: by label, ``"weights"``, ``"a state"``, or the class of an optimizer.
-        files: the files of tensors, by name.
-        tensors: the tensors, by key.
-        values: the JSON data of states, of parameters' optimizer states, and of weights that are not tensors.
+        files: the files of tensors.
+        types: the types and shapes of tensors, each once.
+        divisions: how tensors are divided into pieces, each division once.
+        tensors: the tensors by key: the number of the type, and of the file that holds it whole; or -1 minus
+            the number of its division.
+        alike: the JSON data of states, of parameters' optimizer states, and of weights that are not tensors.
         tied: further keys of tied weights, each mapped to the first key.
         groups: the groups of each optimizer.
         extra: the user's JSON data.
@@ -110,51 +119,85 @@ class TableContents(_Part):
     written: str
     layout: _Layout
     kinds: dict[str, str]
-    files: dict[str, _File]
-    tensors: dict[str, _Stored]
-    values: dict[str, Any]
+    files: list[_File]
+    types: list[_Type]
+    divisions: list[list[_Piece]]
+    tensors: dict[str, Annotated[list[_Number], Field(min_length=2, max_length=2)]]
+    alike: list[_Alike]
     tied: dict[str, str]
     groups: dict[str, list[_Group]]
     extra: Any
 
     @model_validator(mode="after")
     def _check(self) -> TableContents:
-        for name in self.files:
-            if Path(name).name != name:
-                raise ValueError(f"it names {name!r}, which is outside of its folder")
-        pieces = (piece for stored in self.tensors.values() for piece in stored.pieces)
-        if lost := {piece.file for piece in pieces} - self.files.keys():
-            raise ValueError(f"it does not list the file {min(lost)!r}")
+        files, divided = len(self.files), set[tuple[int, int]]()
+        for key, (kind, place) in self.tensors.items():
+            if not 0 <= kind < len(self.types) or not -len(self.divisions) <= place < files:
+                raise ValueError(f"the tensor {key!r} has a type or place that it does not list")
+            if place < 0:
+                divided.add((kind, -1 - place))
+        if any(piece.file >= files for one in self.divisions for piece in one):
+            raise ValueError("a piece is in a file that it does not list")
+        for kind, number in divided:
+            if not tiles(self.types[kind].shape, (one.box for one in self.divisions[number])):
+                raise ValueError("the pieces of a tensor do not make it up")
         return self
+
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """The JSON data by key."""
+        return {key: replaced(one.value, ITSELF, key) for one in self.alike for key in one.keys}
+
+
+def replaced(tree: Any, old: str, new: str) -> Any:
+    """An encoded state in whose keys of tensors a prefix is replaced."""
+    if isinstance(tree, list):
+        return [replaced(one, old, new) for one in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if tree.get(MARK) == "tensor":
+        key = tree.get("of")
+        if isinstance(key, str) and (key == old or key.startswith(f"{old}/")):
+            return {**tree, "of": new + key[len(old) :]}
+        return tree
+    return {name: replaced(one, old, new) for name, one in tree.items()}
 
 
 # ---- the file
 
 
-def read_head(path: Path) -> tuple[int, int, bytes]:
-    """Read a checkpoint's serial number, step and JSON text from its table."""
+def read_head(path: Path) -> tuple[str, int, bytes]:
+    """Read the identifier of a checkpoint's save, its step, and its JSON text from its table."""
     content = read_bytes(path, LONGEST_JSON)
     head = _HEAD.match(content)
-    if head is None:
-        raise InputFileError(f"{path} is damaged: it does not begin as a checkpoint's table does")
-    if int(head[2]) != FORMAT:
+    older = _OLDER.match(content)
+    if older is not None and int(older[1]) != FORMAT:
         raise InputFileError(
-            f"{path} is of format {int(head[2])}, this version of Penstock reads format {FORMAT}; use the "
+            f"{path} is of format {int(older[1])}, this version of Penstock reads format {FORMAT}; use the "
             "version that wrote it"
         )
+    if head is None:
+        raise InputFileError(f"{path} is damaged: it does not begin as a checkpoint's table does")
     if crc32(memoryview(content)[head.start(2) :]) != int(head[1]):
         raise InputFileError(f"{path} is damaged: it is not what was written")
-    return int(head[3]), int(head[4]), content[head.end() :]
+    return head[3].decode(), int(head[4]), content[head.end() :]
 
 
-def write_table(path: Path, contents: Mapping[str, Any], serial: int, step: int) -> None:
-    """Write a table, and flush it to disk."""
+def table_text(contents: Mapping[str, Any], save: str, step: int) -> bytes:
+    """The content of a table's file.
+
+    Raises:
+        CheckpointError: it would be too long to be read.
+    """
     body = json.dumps(contents, allow_nan=False)
-    summed = f'{FORMAT}, "serial": {serial}, "step": {step}}}\n{body}'.encode()
-    with path.open("xb") as file:
-        file.write(b'{"crc32": %d, "format": ' % crc32(summed) + summed)
-        file.flush()
-        os.fsync(file.fileno())
+    summed = f'{FORMAT}, "save": "{save}", "step": {step}}}\n{body}'.encode()
+    text = b'{"crc32": %d, "format": ' % crc32(summed) + summed
+    if len(text) > LONGEST_JSON:
+        raise CheckpointError(
+            f"the table of the checkpoint would have {len(text):,} bytes, and {LONGEST_JSON:,} are the most "
+            "that can be read; save fewer objects, or states of fewer parts"
+        )
+    return text
 
 
 class CheckpointTable:
@@ -163,7 +206,7 @@ class CheckpointTable:
     def __init__(self, path: Path) -> None:
         self.path = path
         file = path / TABLE
-        _, self.step, text = read_head(file)
+        self._save, self.step, text = read_head(file)
         try:
             self.contents = TableContents.model_validate(parse_json(text, file))
         except ValidationError as error:
@@ -179,9 +222,13 @@ class CheckpointTable:
 
     def verify(self, process: int = 0, processes: int = 1) -> None:
         """Check the sizes and checksums of the files; of several processes, each reads some files."""
-        for name, about in list(self.contents.files.items())[process::processes]:
-            path = self.path / name
+        for about in self.contents.files[process::processes]:
+            path = self.path / about.name
             size, summed = size_and_checksum(path)
+            if summed != about.crc32 and save_of(path) not in (None, self._save):
+                raise InputFileError(
+                    f"{path} is of another save than its table: copy the whole checkpoint again"
+                )
             if size != about.bytes:
                 raise InputFileError(
                     f"{path} is damaged: it has {size:,} bytes, {about.bytes:,} were written"
@@ -191,41 +238,43 @@ class CheckpointTable:
                     f"{path} is damaged: its bytes are not those that were written"
                 )
 
-    def _stored(self, key: str) -> _Stored:
+    def _stored(self, key: str) -> tuple[_Type, int]:
         if key not in self.contents.tensors:
             raise InputFileError(
                 f"{self.path / TABLE} names the tensor {quoted([str(key)])}, which it does not have"
             )
-        return self.contents.tensors[key]
+        kind, place = self.contents.tensors[key]
+        return self.contents.types[kind], place
 
     def shape(self, key: str) -> tuple[int, ...]:
         """The shape of a tensor."""
-        return tuple(self._stored(key).shape)
+        return tuple(self._stored(key)[0].shape)
 
     def dtype(self, key: str) -> torch.dtype:
         """Return the dtype of a tensor."""
-        return DTYPES[self._stored(key).dtype]
+        return DTYPES[self._stored(key)[0].dtype]
+
+    def _pieces(self, key: str) -> Sequence[_Piece]:
+        kind, place = self._stored(key)
+        if place < 0:
+            return self.contents.divisions[-1 - place]
+        return [_Piece(file=place, offsets=[0] * len(kind.shape), sizes=kind.shape)]
 
     def reads(self, key: str, box: Box) -> list[tuple[Entry, Box, Box]]:
         """Plan the reads for a part of a tensor: entries, boxes in them, and their places in the part."""
-        shape, pieces = self.shape(key), self._stored(key).pieces
-        wrong = f"{self.path / TABLE}: the pieces of {quoted([key])} do not make it up"
-        if any(not len(one.offsets) == len(one.sizes) == len(shape) for one in pieces):
-            raise InputFileError(wrong)
-        reads = []
-        for index, source, target in plan_reads(shape, [one.box for one in pieces], box):
-            piece = pieces[index]
-            path = self.path / piece.file
-            if piece.file not in self._entries:
-                self._entries[piece.file] = entries(path)
-            entry = self._entries[piece.file].get(part_name(key, shape, piece.box))
-            if entry is None or (entry.dtype, entry.shape) != (self.dtype(key), piece.box[1]):
+        shape, dtype, reads = self.shape(key), self.dtype(key), []
+        for piece in self._pieces(key):
+            shared = overlap(piece.box, box)
+            if shared is None:
+                continue
+            name = self.contents.files[piece.file].name
+            path = self.path / name
+            if name not in self._entries:
+                self._entries[name] = entries(path, self._save)
+            entry = self._entries[name].get(part_name(key, shape, piece.box))
+            if entry is None or (entry.dtype, entry.shape) != (dtype, piece.box[1]):
                 raise InputFileError(f"{path} does not hold {quoted([key])}, as the table says")
-            reads.append((entry, source, target))
-        targets = [target for _, _, target in reads]
-        covered = sum(math.prod(sizes) for _, sizes in targets)
-        if covered != math.prod(box[1]) or any(_overlap(*two) for two in combinations(targets, 2)):
-            raise InputFileError(wrong)
+            reads.append((entry, _within(shared, piece.box), _within(shared, box)))
         return reads
 
     def read(self, key: str, box: Box | None = None) -> Tensor:
@@ -239,5 +288,6 @@ class CheckpointTable:
         return part
 
 
-def _overlap(one: Box, other: Box) -> bool:
-    return all(a < b + t and b < a + s for a, s, b, t in zip(*one, *other, strict=True))
+def _within(box: Box, outer: Box) -> Box:
+    """The place of a box in another one."""
+    return tuple(a - b for a, b in zip(box[0], outer[0], strict=True)), box[1]

@@ -40,7 +40,7 @@ app = typer.Typer()
 def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(
-            f"{_installed('penstock')}, {_installed('torch')}, Python {platform.python_version()}"
+            f"{_installed('penstock-pipeline')}, {_installed('torch')}, Python {platform.python_version()}"
         )
         raise typer.Exit
 

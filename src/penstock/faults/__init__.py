@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from penstock.lazily import lazily
 
 if TYPE_CHECKING:
-    from penstock.faults.activity import RENDEZVOUS as RENDEZVOUS
     from penstock.faults.activity import Activity as Activity
+    from penstock.faults.activity import Collective as Collective
     from penstock.faults.activity import Patience as Patience
     from penstock.faults.activity import Timeout as Timeout
     from penstock.faults.activity import add_probe as add_probe
@@ -19,10 +19,13 @@ if TYPE_CHECKING:
     from penstock.faults.failure import versions as versions
     from penstock.faults.failure import without_own_frames as without_own_frames
     from penstock.faults.meeting import Meeting as Meeting
+    from penstock.faults.meeting import Members as Members
     from penstock.faults.meeting import end_waits as end_waits
     from penstock.faults.meeting import meet as meet
+    from penstock.faults.meeting import noticing_gone_machines as noticing_gone_machines
     from penstock.faults.places import Place as Place
-    from penstock.faults.places import find_silent as find_silent
+    from penstock.faults.places import ranges as ranges
+    from penstock.faults.search import Search as Search
     from penstock.faults.watch import Watch as Watch
 
 __all__, __getattr__, __dir__ = lazily(__name__)

@@ -7,14 +7,28 @@ threads read it. A reader may see parts of two moments, but verdicts wait for se
 from __future__ import annotations
 
 import itertools
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import median
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.errors import UsageError
-from penstock.faults.places import Place, name_of
+from penstock.faults.places import Place, name_of, ranges
+
+
+class Collective(NamedTuple):
+    """An operation to which each process of a group comes.
+
+    Args:
+        members: the group's processes, as the text that :func:`ranges` makes of their global ranks.
+        number: how many operations of this group this process has come to, with this one.
+    """
+
+    members: str
+    number: int
+
 
 Probe = Callable[["Activity", Any], object]
 _PROBES: list[Probe] = []
@@ -43,7 +57,8 @@ class Activity:
 
     Args:
         rank: the rank in the pipeline.
-        global_rank: its rank among all processes.
+        pipeline: the global ranks of the pipeline, in order; by default of this rank alone.
+        replica: the number of the pipeline, where the job has several.
 
     Attributes:
         since: when it last made progress, on this process's monotonic clock.
@@ -53,9 +68,13 @@ class Activity:
     The other attributes are those of :class:`~penstock.faults.Place`.
     """
 
-    def __init__(self, rank: int, global_rank: int | None = None) -> None:
+    def __init__(self, rank: int, pipeline: Sequence[int] = (), replica: int | None = None) -> None:
         self.rank = rank
-        self._global_rank = None if global_rank == rank else global_rank
+        self.replica = replica
+        self.pipeline = tuple(pipeline) or (rank,)
+        self.process = self.pipeline[rank] if pipeline else rank
+        self._arrived: dict[str, int] = {}
+        self._texts: dict[tuple[int, ...], str] = {}
         self.calls = 0
         self.step = 0
         self.inside = False
@@ -63,6 +82,7 @@ class Activity:
         self.action: Any = None
         self.waits: str | None = None
         self.peer: int | None = None
+        self.collective: Collective | None = None
         self.since = monotonic()
         self.slack = 0.0
         self.durations: deque[float] = deque(maxlen=50)
@@ -72,7 +92,7 @@ class Activity:
     @property
     def name(self) -> str:
         """The rank's name in messages."""
-        return name_of(self.rank, self._global_rank)
+        return name_of(self.rank, self.process, self.replica)
 
     def prepare(self, what: str) -> None:
         """Note that a part of the set-up begins, such as ``"cuts the model"``; this counts as progress."""
@@ -100,16 +120,44 @@ class Activity:
             for probe in tuple(_PROBES):
                 probe(self, action)
 
-    def wait(self, what: str, peer: int | None = None) -> None:
+    def wait(
+        self, what: str, peer: int | None = None, collective: Collective | None = None
+    ) -> None:
         """Note that a wait begins; :meth:`go_on`, :meth:`act`, :meth:`prepare` or :meth:`rest` ends it.
 
+        Whatever is about to hold this process until another one does something calls this, or :meth:`come`,
+        first: also what waits for the device, where messages of others may be queued.
+
         Args:
-            what: a message, such as ``"1RECV_F0"``, or an operation of all ranks.
-            peer: the rank that is waited for; ``None`` for an operation of all ranks.
+            what: a message, such as ``"1RECV_F0"``, a collective, or the device.
+            peer: the rank of this pipeline that is waited for.
+            collective: the collective that is waited for, which this process has come to by :meth:`arrive`.
+                With neither, any other rank of this pipeline may be the one that is waited for.
         """
         self._move(self.action)
         self.peer = peer
+        self.collective = collective
         self.waits = what
+
+    def arrive(self, members: Sequence[int] | None = None) -> Collective:
+        """Count that this process has come to the next collective of a group; call it as that is started.
+
+        Args:
+            members: the group's global ranks; by default those of this pipeline.
+
+        Returns:
+            What to pass to :meth:`wait` before the process waits for it, now or later.
+        """
+        key = self.pipeline if members is None else tuple(members)
+        text = self._texts.get(key)
+        if text is None:
+            text = self._texts[key] = ranges(key)
+        number = self._arrived[text] = self._arrived.get(text, 0) + 1
+        return Collective(text, number)
+
+    def come(self, what: str, members: Sequence[int] | None = None) -> None:
+        """Come to a collective and wait for it, as by :meth:`arrive` and :meth:`wait`."""
+        self.wait(what, collective=self.arrive(members))
 
     def go_on(self) -> None:
         """Note that a wait is over and the rank works again."""
@@ -127,16 +175,25 @@ class Activity:
         self.action = action
         self.since = monotonic()
 
-    def place(self, status: str = "runs", address: str = "") -> Place:
-        """A numbered snapshot to send to the other ranks.
+    def place(self, status: str = "runs") -> Place:
+        """A numbered snapshot for the other processes.
 
         Args:
             status: the rank's status.
-            address: the address of its machine.
         """
-        action, waits = self.action, self.waits
+        action, waits, peer, collective = self.action, self.waits, self.peer, self.collective
+        if waits is None:
+            awaited, collective = "", None
+        elif collective is not None:
+            awaited = collective.members
+        elif peer is not None and peer < len(self.pipeline):
+            awaited = str(self.pipeline[peer])
+        else:
+            awaited = ranges(self.pipeline)
         return Place(
             self.rank,
+            self.process,
+            self.replica,
             number=next(self._beats),
             status=status,
             calls=self.calls,
@@ -147,52 +204,56 @@ class Activity:
             microbatch=getattr(action, "microbatch", None),
             action=None if action is None else str(action),
             waits=waits,
-            peer=None if waits is None else self.peer,
-            age=max(0.0, monotonic() - self.since),
+            awaited=awaited,
+            collective=None if collective is None else collective.number,
+            arrived=" ".join([f"{group}={n}" for group, n in self._arrived.copy().items()]),
+            age=round(max(0.0, monotonic() - self.since), 1),
             slack=self.slack,
-            address=address,
-            global_rank=self._global_rank,
         )
 
 
 # ---- limits on the time without progress
 
-RENDEZVOUS = 30.0
-"""Seconds within which all ranks must arrive; also the limit without progress during the set-up."""
-FIRST_STEP = 300.0
-"""Seconds for the first step, in which much is compiled, allocated and connected."""
-FLOOR = 30.0
+STEP = 600.0
+"""Seconds without progress in a step or between steps, after which a rank is silent."""
+MEETING = 300.0
+"""Seconds within which all processes must arrive; also the limit for each part of the set-up."""
+SLOW = 30.0
+"""Seconds without progress, or ten median steps if that is more, after which a rank is named as slow."""
 FACTOR = 10.0
+_VARIABLES = "PENSTOCK_TIMEOUT", "PENSTOCK_RENDEZVOUS_TIMEOUT"
 
 Timeout = float | tuple[float | None, float | None] | None
-"""Seconds; or a pair for the first step and for later ones; or ``None`` for the defaults."""
+"""Seconds; or a pair for the first step and for later ones; or ``None`` for the default."""
 
 
 class Patience:
     """How long a rank may make no progress while others wait for it.
 
     Args:
-        timeout: seconds; or a pair for the first step and for later ones. ``None`` stands for 300 s in the
-            first step, and then the larger of 30 s and ten times the median step.
-        rendezvous_timeout: seconds within which all ranks must arrive, and for each part of the set-up.
+        timeout: seconds; or a pair for the first step and for later ones. ``None`` stands for the environment
+            variable ``PENSTOCK_TIMEOUT``, or else for 600 s.
+        rendezvous_timeout: seconds within which all processes must arrive, and for each part of the set-up.
+            ``None`` stands for ``PENSTOCK_RENDEZVOUS_TIMEOUT``, or else for 300 s.
 
     Raises:
         UsageError: a timeout is not above 0.
     """
 
-    def __init__(self, timeout: Timeout = None, rendezvous_timeout: float = RENDEZVOUS) -> None:
+    def __init__(self, timeout: Timeout = None, rendezvous_timeout: float | None = None) -> None:
         pair = timeout if isinstance(timeout, tuple) else (timeout, timeout)
         if len(pair) != 2 or not all(seconds is None or _is_positive(seconds) for seconds in pair):
             raise UsageError(
                 f"timeout={timeout!r}: must be more than 0 seconds, None, or a pair of these for the first "
                 "step and the later ones"
             )
-        if not _is_positive(rendezvous_timeout):
+        if rendezvous_timeout is not None and not _is_positive(rendezvous_timeout):
             raise UsageError(
                 f"rendezvous_timeout={rendezvous_timeout!r}: must be more than 0 seconds"
             )
-        self.rendezvous = float(rendezvous_timeout)
-        self._first, self._later = pair
+        default, meeting = map(_from_environment, _VARIABLES, (STEP, MEETING))
+        self.rendezvous = float(rendezvous_timeout or meeting)
+        self._first, self._later = (float(seconds or default) for seconds in pair)
 
     def limit(self, durations: Sequence[float]) -> float:
         """The limit in seconds.
@@ -200,12 +261,25 @@ class Patience:
         Args:
             durations: how long the latest steps took, in seconds; empty before the first one ends.
         """
-        if not durations:
-            return FIRST_STEP if self._first is None else float(self._first)
-        if self._later is not None:
-            return float(self._later)
-        return max(FLOOR, FACTOR * median(durations))
+        return self._later if durations else self._first
+
+    def slow(self, durations: Sequence[float]) -> float:
+        """Seconds without progress after which a rank is named as slow."""
+        return max(SLOW, FACTOR * median(durations)) if durations else SLOW
 
 
 def _is_positive(seconds: object) -> bool:
     return isinstance(seconds, int | float) and seconds > 0
+
+
+def _from_environment(name: str, default: float) -> float:
+    text = os.environ.get(name)
+    if not text:
+        return default
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not _is_positive(seconds):
+        raise UsageError(f"the environment has {name}={text!r}; it must be more than 0 seconds")
+    return seconds

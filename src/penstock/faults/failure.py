@@ -11,7 +11,7 @@ import platform
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -38,7 +38,7 @@ from penstock.errors import (
     UsageError,
     printable,
 )
-from penstock.faults.places import LONGEST_LINE, LONGEST_TRACE, Place, name_of
+from penstock.faults.places import Place, cut, name_of
 
 FILE = "failure.json"
 
@@ -64,9 +64,10 @@ class Failure:
         module: the path and type of the module that raised, if a module did.
         status: the exit status for this failure.
         time: when it was noticed, in seconds since the epoch, on the clock of rank ``by``.
-        by: the rank that noticed it.
+        by: the global rank of the process that noticed it.
         everywhere: whether every rank finds the same error on its own, as when ranks disagree.
-        global_rank: the rank's number among all processes, where that differs.
+        process: the failed rank's number among all processes.
+        replica: the number of its pipeline, where the job has several.
     """
 
     kind: str
@@ -83,10 +84,11 @@ class Failure:
     time: float = field(default_factory=time.time)
     by: int = -1
     everywhere: bool = False
-    global_rank: int | None = None
+    process: int = 0
+    replica: int | None = None
 
     def __str__(self) -> str:
-        parts = [name_of(self.rank, self.global_rank)]
+        parts = [self.name]
         if self.step:
             parts.append(f"step {self.step}")
         for name in ("stage", "microbatch", "action", "module"):
@@ -94,6 +96,11 @@ class Failure:
                 parts.append(f"{name} {getattr(self, name)}")
         said = f"{self.error}: {self.what}" if self.error else self.what
         return f"{', '.join(parts)}: {said}"
+
+    @property
+    def name(self) -> str:
+        """The failed rank's name in messages."""
+        return name_of(self.rank, self.process, self.replica)
 
     @property
     def is_raised(self) -> bool:
@@ -113,10 +120,10 @@ def of_exception(error: BaseException, place: Place) -> Failure:
         "interrupted" if signal else "raised",
         signal or (str(root).strip().splitlines() or [""])[0],
         error="" if signal else type(root).__name__,
-        trace=printable("".join(traceback.format_exception(error)))[-LONGEST_TRACE:],
-        module=printable(failing_module(root))[:LONGEST_LINE] if is_placed else "",
+        trace=cut("".join(traceback.format_exception(error)), "trace"),
+        module=cut(failing_module(root)) if is_placed else "",
         status=status,
-        by=place.rank,
+        by=place.process,
         everywhere=isinstance(error, PenstockError)
         and (error.rank is not None or isinstance(error, AgreementError | NonFiniteError)),
     )
@@ -131,24 +138,51 @@ def at_place(place: Place, kind: str, what: str, **more: Any) -> Failure:
         place.stage,
         place.microbatch,
         place.action,
-        what=printable(what)[:LONGEST_LINE],
-        global_rank=place.global_rank,
+        what=cut(what),
+        process=place.process,
+        replica=place.replica,
         **more,
     )
 
 
-def of_silence(culprits: Sequence[int], places: Mapping[int, Place], by: int) -> Failure:
-    """The failure of the ranks that :func:`find_silent` returns."""
-    place = places[culprits[0]]
-    if len(culprits) == 1:
-        return at_place(
-            place, "silent", f"makes no progress: it {place.words}{place.advice}", by=by
+MUTE = (
+    "its process has ended or is stopped by a signal, its interpreter is held by code that does not let "
+    "other threads run, its machine is down, or the network to it is cut"
+)
+
+
+def of_silence(place: Place, stale: float, by: int) -> Failure:
+    """The failure of a rank that waits for nobody and makes no progress, or is not heard of."""
+    if stale:
+        what = (
+            f"makes no progress: it {place.doing}, by its last heartbeat {stale:.1f} s ago; {MUTE}"
         )
+    else:
+        what = f"makes no progress: it {place.doing} for {place.age:.1f} s, and waits for nobody"
+        if place.setup is not None:
+            what += "; if it needs that long, raise rendezvous_timeout="
+        elif not place.inside:
+            what += "; if it needs that long, say so by pipe.patient() or timeout="
+    return at_place(place, "silent", what, by=by)
+
+
+def of_death(place: Place, stale: float, by: int) -> Failure:
+    """The failure of a rank whose connections broke, and which has not been heard of since."""
     what = (
-        f"ranks {', '.join(map(str, culprits))} wait for each other, although each has sent what the others "
-        "wait for: the network between them is cut, or messages were lost"
+        "its process died without reporting an error, its machine is down, or the network to it is cut; "
+        f"it {place.doing}, by its last heartbeat at least {stale:.1f} s ago"
     )
-    return at_place(place, "lost", what, by=by)
+    return at_place(place, "died", what, by=by)
+
+
+def of_circle(places: Sequence[Place], by: int) -> Failure:
+    """The failure of ranks that wait for each other."""
+    listed = "; ".join(map(str, places[:4]))
+    what = (
+        f"{len(places)} ranks wait for each other: {listed}: they call different things, the network "
+        "between them is cut, or messages were lost"
+    )
+    return at_place(places[0], "lost", what, by=by)
 
 
 def of_leaving(place: Place, by: int) -> Failure:
@@ -157,7 +191,8 @@ def of_leaving(place: Place, by: int) -> Failure:
         f"left after {place.step} training step{'' if place.step == 1 else 's'}, while others go on; every "
         "rank must make the same calls of the pipeline: look for a loop that ends earlier there"
     )
-    return Failure("left", place.rank, place.step, what=what, by=by, global_rank=place.global_rank)
+    alone = Place(place.rank, place.process, place.replica, step=place.step)
+    return at_place(alone, "left", what, by=by)
 
 
 # ---- Python exceptions
@@ -224,10 +259,14 @@ _SIGNALS = {
 def versions() -> dict[str, str]:
     """The versions of Penstock, torch and Python."""
     try:
-        penstock = version("penstock")
+        penstock = version("penstock-pipeline")
     except PackageNotFoundError:
         penstock = "unknown"
-    return {"penstock": penstock, "torch": torch.__version__, "python": platform.python_version()}
+    return {
+        "penstock": penstock,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def write_report(folder: Path | None, failure: Failure, places: Iterable[Place]) -> None:
@@ -311,5 +350,5 @@ def _tell_of_last() -> None:
             return
         error = error.__cause__ or error.__context__
     if last is not None:
-        trace = printable("".join(traceback.format_exception(last)))[-LONGEST_TRACE:]
+        trace = cut("".join(traceback.format_exception(last)), "trace")
         _write_error_file(f"{type(last).__name__}: {printable(str(last))}", trace, int(time.time()))

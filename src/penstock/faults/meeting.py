@@ -1,4 +1,4 @@
-"""The rendezvous of a pipeline's ranks: in bounded time, with an error that names absent ranks."""
+"""The rendezvous of a job's processes: in bounded time, with an error that names the absent ones."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import logging
 import os
 import platform
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from threading import Thread
-from time import monotonic, sleep
+from time import sleep
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -21,13 +22,16 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, but not marked so
 from torch.distributed.distributed_c10d import PrefixStore
 
-from penstock.errors import AgreementError, UsageError, printable
+from penstock.errors import AgreementError, UsageError, listed, printable
 from penstock.faults.activity import Patience
+from penstock.faults.places import ranges
 
 T = TypeVar("T")
 
 DAY = timedelta(days=1)
 """The limit for an operation of a group; the watch finds a silent rank much earlier."""
+LATE = 10.0
+"""Seconds after which it is logged who has not come yet."""
 SLACK = 1.0
 """Seconds to wait for the store's answer beyond the rendezvous timeout."""
 _HERE = "all are here"
@@ -37,29 +41,61 @@ _NOBODY = 0x7FFF
 logger = logging.getLogger("penstock")
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """The ranks of a pipeline, once they have met.
+class Members(NamedTuple):
+    """The processes of a job, as global ranks: pipelines side by side, of which this process is in one.
 
     Args:
-        rank: this process's rank in the pipeline.
-        ranks: the number of ranks.
-        global_ranks: their ranks in the default process group.
-        group: their process group.
-        store: their part of the group's store.
+        members: all of them.
+        pipeline: those of this process's pipeline, in the order of its ranks.
+        beside: those at this process's place in each pipeline of the job, in order; this one alone where
+            there is one pipeline.
+    """
+
+    members: tuple[int, ...]
+    pipeline: tuple[int, ...]
+    beside: tuple[int, ...]
+
+    def replica_of(self, process: int) -> int | None:
+        """The number of this process's pipeline; None where there is one."""
+        return self.beside.index(process) if len(self.beside) > 1 else None
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The processes of a job, once they have met.
+
+    Args:
+        rank: this process's rank in its pipeline.
+        ranks: the number of ranks of the pipeline.
+        job: the processes of the job.
+        group: the pipeline's process group.
+        room: the job's part of the store.
         created: whether :func:`meet` started the default process group, which ``close`` then ends.
         hosts: whether the store ends with this process.
-        host: the address and port of the store, if known.
     """
 
     rank: int
     ranks: int
-    global_ranks: tuple[int, ...]
+    job: Members
     group: Any
-    store: Any
+    room: Any
     created: bool
     hosts: bool
-    host: tuple[str, int] | None
+
+    @property
+    def global_ranks(self) -> tuple[int, ...]:
+        """The pipeline's ranks among all processes."""
+        return self.job.pipeline
+
+    @property
+    def process(self) -> int:
+        """This process's rank among all processes."""
+        return self.job.pipeline[self.rank]
+
+    @property
+    def store(self) -> Any:
+        """The pipeline's own part of the store."""
+        return PrefixStore(f"pipeline/{ranges(self.job.pipeline)}", self.room)
 
     def close(self) -> None:
         """End the default process group, if :func:`meet` started it."""
@@ -71,88 +107,105 @@ def meet(
     group: dist.ProcessGroup | None = None,
     patience: Patience | None = None,
     device: torch.device | None = None,
+    beside: Members | None = None,
 ) -> Meeting:
-    """Meet the other ranks; all of them call this together.
+    """Meet the other processes of the job; all of them call this together.
 
     An existing process group is used. Otherwise the default one is started from the launcher's environment:
     gloo, and also NCCL if the device is a GPU.
 
     Args:
-        group: the ranks of the pipeline, in order; by default all.
-        patience: its ``rendezvous_timeout`` is the time within which all ranks must arrive.
+        group: the ranks of the pipeline, in order; by default all processes.
+        patience: its ``rendezvous_timeout`` is the time within which all must arrive.
         device: where this rank's stages live.
+        beside: the processes of the job; by default those of the group.
 
     Raises:
         UsageError: this process is not in the group, or the launcher's environment is wrong.
-        AgreementError: a rank is absent; the message says which.
+        AgreementError: a process is absent; the message says which.
     """
     seconds = (patience or Patience()).rendezvous
     created = not dist.is_initialized()
     if not created:
         chosen = _group_of(group)
         members = tuple(dist.get_process_group_ranks(chosen))
-        rank, place = chosen.rank(), "make their pipeline"
+        rank, place = dist.get_rank(), "make their pipeline"
     elif group is not None:
         raise UsageError("group= was given, but torch.distributed is not initialized")
     else:
         launch = read_environment()
         _stay_local(launch)
         rank, members, place = launch.rank, tuple(range(launch.ranks)), launch.place
+    job = beside or Members(members, members, (rank,))
 
     def come() -> Any:
-        own = None if created else PrefixStore("penstock", chosen.get_group_store())
-        store = own or _reach_store(launch, seconds)
-        return rendezvous(store, rank, len(members), seconds, place, launched=created)
+        if created:
+            store = _reach_store(launch, seconds)
+        else:
+            world: Any = dist.group.WORLD
+            store = PrefixStore(f"penstock/{ranges(job.members)}", world.get_group_store())
+        return rendezvous(store, rank, job.members, seconds, place, launched=created)
 
     room = _within(seconds, rank, place, come)
     if created:
         chosen = _start_world(launch, room, device, seconds)
     hosts = dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    address, port = (os.environ.get(f"MASTER_{name}", "") for name in ("ADDR", "PORT"))
-    host = (address, int(port)) if address and port.isdecimal() else None
-    return Meeting(rank, len(members), members, chosen, room, created, hosts, host)
+    own = job.pipeline.index(rank)
+    return Meeting(own, len(job.pipeline), job, chosen, room, created, hosts)
 
 
 def rendezvous(
-    store: Any, rank: int, ranks: int, seconds: float, place: str, *, launched: bool = False
+    store: Any,
+    rank: int,
+    members: Sequence[int],
+    seconds: float,
+    place: str,
+    *,
+    launched: bool = False,
 ) -> Any:
-    """Wait until every rank has arrived.
+    """Wait until every process has arrived.
 
-    The ranks count themselves in a room, a part of the store. Its key ``end`` is written once: by the last
-    rank to arrive, or by the first that runs out of time or has another number of ranks. So all ranks read
-    the same outcome. A room that has ended is not used again; the next attempt takes a new one.
+    They count themselves in a room, a part of the store. Its key ``end`` is written once: by the last one to
+    arrive, or by the first that runs out of time or has another number of processes. So all read the same
+    outcome. A room that has ended is not used again; the next attempt takes a new one.
 
     Args:
-        store: a store that all ranks reach.
-        rank: this process's rank.
-        ranks: the number of ranks.
+        store: a store that all reach.
+        rank: this process's global rank.
+        members: the global ranks of all.
         seconds: the time within which all must arrive.
         place: where or for what they meet, in words.
         launched: whether a launcher gave each process its rank.
 
     Returns:
-        The room, which will also hold the heartbeats.
+        The room, which will also hold their places.
 
     Raises:
-        AgreementError: a rank is absent, comes twice, or has another number of ranks.
+        AgreementError: a process is absent, comes twice, or counts other processes.
     """
-    deadline = monotonic() + seconds
     room = _enter(store, rank, launched)
-    size = int(room.compare_set("size", "", str(ranks)))
-    end = ""
-    if size != ranks:
+    size = int(room.compare_set("size", "", str(len(members))))
+    end, arrived = "", 0
+    if size != len(members):
         end = (
-            f"ranks differ in WORLD_SIZE: rank {rank} has {ranks}, and another has {size}; start all of them "
-            "with the same"
+            f"ranks differ in WORLD_SIZE: rank {rank} has {len(members)}, and another has {size}; start all "
+            "of them with the same"
         )
-    elif room.add("count", 1) == ranks:
+    else:
+        arrived = room.add("count", 1)
+    if arrived == len(members):
         end = _HERE
-    pause = 0.002
-    while not end and not room.check(["end"]):
-        if monotonic() > deadline:
-            end = _absent(store, room, ranks, seconds, place)
-        sleep(pause)
-        pause = min(0.05, 1.3 * pause)
+    # The store answers when the key is there: nobody asks again and again, however many wait.
+    if not end and not _has(room, min(LATE, seconds)):
+        if arrived == 1 and seconds > LATE:
+            logger.warning(
+                "penstock: %s; waiting for them", _absent(store, room, members, LATE, place)
+            )
+        if seconds <= LATE or not _has(room, seconds - LATE):
+            end = (
+                f"{_absent(store, room, members, seconds, place)}; start them, or wait longer with "
+                "rendezvous_timeout="
+            )
     end = room.compare_set("end", "", end or "-").decode()
     if end == _HERE:
         return room
@@ -160,6 +213,15 @@ def rendezvous(
         # The store may end with this process: let the others read the reason first.
         sleep(SLACK)
     raise AgreementError(printable(end))
+
+
+def _has(room: Any, seconds: float) -> bool:
+    """Whether the meeting ends within this time."""
+    try:
+        room.wait(["end"], timedelta(seconds=seconds))
+    except dist.DistStoreError:
+        return bool(room.check(["end"]))
+    return True
 
 
 def _enter(store: Any, rank: int, launched: bool) -> Any:
@@ -175,24 +237,23 @@ def _enter(store: Any, rank: int, launched: bool) -> Any:
         room = PrefixStore(f"meeting-{store.add(f'attempts/{rank}', 1)}", store)
         if not room.check(["end"]):
             break
-    # Each rank's watch reads these keys from its start.
-    for key in ("failure", f"beat/{rank}", f"here/{rank}"):
-        room.set(key, "-")
+    # A place must be there before somebody reads it, since the store lets who reads wait for it.
+    room.set(f"place/{rank}", "-")
     return room
 
 
-def _absent(store: Any, room: Any, ranks: int, seconds: float, place: str) -> str:
-    """The message that names the absent ranks."""
-    absent = [rank for rank in range(ranks) if not room.check([f"here/{rank}"])]
-    known = [rank for rank in absent if store.check([f"process/{rank}"])]
+def _absent(store: Any, room: Any, members: Sequence[int], seconds: float, place: str) -> str:
+    """The message that names the absent processes."""
+    absent = [rank for rank in members if not room.check([f"place/{rank}"])]
+    known = [rank for rank in absent[:4] if store.check([f"process/{rank}"])]
     words = "".join(
         f"; rank {rank} was here before, as {store.get(f'process/{rank}').decode()}: it is elsewhere in its "
         "code, or has ended"
         for rank in known
     )
     return (
-        f"after {seconds:g} s ranks {absent} of {ranks} have not come to {place}{words}; start them, or wait "
-        "longer with rendezvous_timeout="
+        f"after {seconds:g} s ranks [{listed(map(str, absent))}] of {len(members)} have not come to "
+        f"{place}{words}"
     )
 
 
@@ -213,7 +274,7 @@ def _within(seconds: float, rank: int, place: str, run: Callable[[], T]) -> T:
     except TimeoutError:
         raise AgreementError(
             f"rank {rank}, on the way to {place}, has had no answer from the store there for {seconds:g} s: "
-            "what listens is no store of torch, or its process is stopped, or the network to it is cut; "
+            "the listener is not a torch TCPStore, or its process is stopped, or the network to it is cut; "
             "where another program has the port, choose another MASTER_PORT"
         ) from None
     except dist.DistError as error:
@@ -259,6 +320,38 @@ def end_waits(group: Any) -> None:
             # From every peer, since a receive from one that has gone closes nothing.
             with suppress(RuntimeError):
                 group.recv([torch.zeros(1)], peer, _NOBODY).wait(timedelta(milliseconds=1))
+
+
+GONE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 4000}
+"""After how long the system takes a machine that answers nothing for gone: about 5 s."""
+
+
+@contextmanager
+def noticing_gone_machines() -> Iterator[None]:
+    """Connections to other machines that are opened in this context break when the machine is gone.
+
+    Otherwise a wait on a machine that lost its power, or whose network was cut, would not end: TCP is silent
+    while nothing is sent. The system asks the other machine's system, so that a process there that is
+    stopped or busy breaks nothing. Only Linux tells which connections a process has.
+    """
+    before = _open_files()
+    yield
+    for number in _open_files() - before:
+        with suppress(OSError), socket.socket(fileno=os.dup(number)) as end:
+            _notice_if_gone(end)
+
+
+def _open_files() -> set[int]:
+    folder = Path("/proc/self/fd")
+    return {int(name) for name in os.listdir(folder)} if folder.exists() else set()
+
+
+def _notice_if_gone(end: socket.socket) -> None:
+    internet = end.family in (socket.AF_INET, socket.AF_INET6)
+    if internet and not _is_loopback(end.getpeername()[0].removeprefix("::ffff:")):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in GONE.items():
+            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _group_of(group: Any) -> Any:
@@ -365,17 +458,6 @@ def _reach_store(launch: Launch, seconds: float) -> Any:
             "has the port, choose another MASTER_PORT"
         ) from error
     return PrefixStore(f"penstock/{launch.attempt}", store)
-
-
-def own_address(host: tuple[str, int] | None) -> str:
-    """The address under which the host of the store sees this machine; empty if unknown."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(host or ("", 0))  # sends nothing
-            address: str = probe.getsockname()[0]
-            return "" if _is_loopback(address) else address
-    except OSError:
-        return ""
 
 
 def _is_loopback(address: str) -> bool:

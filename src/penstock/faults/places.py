@@ -1,9 +1,9 @@
-"""Where each rank is, by its heartbeats, and which rank holds up the others."""
+"""Where each process is, by what it wrote last, and for whom it waits."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -11,26 +11,51 @@ from penstock.errors import printable
 
 T = TypeVar("T")
 
-LARGEST = 100_000
-"""The largest record of another rank that is read, in bytes."""
-LONGEST_LINE = 500
+LARGEST = 400_000
+"""The largest record of another process that is read, in bytes."""
+LONGEST_LINE = 1000
 LONGEST_TRACE = 20_000
-STALE = 2.5
-"""Seconds without a heartbeat, sent once a second, after which a rank's threads count as stopped."""
+LONGEST_GROUPS = 20_000
 
 
-def name_of(rank: int, global_rank: int | None) -> str:
-    """A rank's name in messages; pipelines side by side each have a rank of the same number."""
-    return f"rank {rank}" + ("" if global_rank is None else f" (global rank {global_rank})")
+def name_of(rank: int, process: int, replica: int | None) -> str:
+    """A process's name in messages: its rank, and what tells it from ranks of the same number."""
+    if replica is not None:
+        return f"replica {replica}, rank {rank}, global rank {process}"
+    return f"rank {rank}" + ("" if rank == process else f", global rank {process}")
+
+
+def ranges(ranks: Sequence[int]) -> str:
+    """Global ranks as a short text, such as ``"0-12/4"`` for 0, 4, 8 and 12, or ``"0,1,5"``."""
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    if step > 0 and list(ranks) == list(range(ranks[0], ranks[-1] + 1, step)):
+        return f"{ranks[0]}-{ranks[-1]}/{step}"
+    return ",".join(map(str, ranks))
+
+
+def in_ranges(text: str, known: Iterable[int]) -> list[int]:
+    """The global ranks of a text that :func:`ranges` made, as far as they are known ones."""
+    try:
+        if "/" not in text:
+            ranks: Sequence[int] | set[int] = {int(one) for one in text.split(",") if one}
+        else:
+            bounds, _, step = text.partition("/")
+            first, _, last = bounds.partition("-")
+            ranks = range(int(first), int(last) + 1, int(step))
+    except ValueError:
+        return []
+    return [one for one in known if one in ranks]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is: its last heartbeat, and the heartbeat's age.
+    """Where a process is: what it writes into the store once a second.
 
     Args:
-        rank: the rank.
-        number: the number of the heartbeat.
+        rank: its rank in its pipeline.
+        process: its rank among all processes.
+        replica: the number of its pipeline, where the job has several.
+        number: how many places it has written.
         status: ``runs``, ``stops`` (with an error) or ``left`` (it is done).
         calls: how many steps and evaluations it has begun.
         step: the current training step, or the last one.
@@ -40,15 +65,16 @@ class Place:
         microbatch: the microbatch of the current action.
         action: the current action, or the last one.
         waits: what it waits for; ``None`` while it works.
-        peer: the rank that it waits for; ``None`` for all that are not in the same operation.
-        age: seconds from its last progress to this heartbeat.
+        awaited: the global ranks that it waits for, as :func:`ranges` writes them.
+        collective: the number of the collective of these that it waits for; ``None`` for another wait.
+        arrived: for each group of processes, to how many of its collectives this one has come.
+        age: seconds from its last progress until it wrote this.
         slack: seconds without progress that it has asked for.
-        address: its machine's address, as the host of the store sees it; empty if unknown.
-        global_rank: its rank among all processes, where that differs.
-        stale: seconds since the reader received this heartbeat.
     """
 
     rank: int
+    process: int = 0
+    replica: int | None = None
     number: int = 0
     status: str = "runs"
     calls: int = 0
@@ -59,55 +85,27 @@ class Place:
     microbatch: int | None = None
     action: str | None = None
     waits: str | None = None
-    peer: int | None = None
+    awaited: str = ""
+    collective: int | None = None
+    arrived: str = ""
     age: float = 0.0
     slack: float = 0.0
-    address: str = ""
-    global_rank: int | None = None
-    stale: float = 0.0
 
     def __str__(self) -> str:
-        return f"{name_of(self.rank, self.global_rank)} {self.words}"
+        return f"{self.name} {self.doing} for {self.age:.1f} s"
 
     @property
-    def is_mute(self) -> bool:
-        """Whether none of its threads run, or its heartbeats do not arrive."""
-        return self.stale >= STALE
-
-    @property
-    def idle(self) -> float:
-        """Seconds without progress."""
-        return self.age + self.stale
-
-    @property
-    def words(self) -> str:
-        """A description of what the rank is doing, and for how long."""
-        if not self.is_mute:
-            return f"{self.doing} for {self.idle:.1f} s"
-        return (
-            f"{self.doing}, by its last heartbeat {self.stale:.1f} s ago; its process has ended or is "
-            "stopped by a signal, its interpreter is held by code that does not let other threads run, its "
-            "machine is down, or the network to it is cut"
-        )
-
-    @property
-    def advice(self) -> str:
-        """What to do about a silent rank."""
-        if self.is_mute:
-            return ""
-        if self.inside and self.setup is None:
-            return ", and waits for nobody"
-        remedy = "raise rendezvous_timeout=" if self.setup else "say so by pipe.patient()"
-        return f", and waits for nobody; if it needs that long, {remedy}"
+    def name(self) -> str:
+        """The process's name in messages."""
+        return name_of(self.rank, self.process, self.replica)
 
     @property
     def doing(self) -> str:
-        """A description of what the rank is doing."""
+        """A description of what the process is doing."""
         if self.setup is not None:
             return f"is making its pipeline ({self.waits or self.setup})"
         if self.waits is not None:
-            source = "" if self.peer is None else f" from rank {self.peer}"
-            return f"waits for {self.waits}{source}"
+            return f"waits for {self.waits}{self._source}"
         if not self.inside:
             steps = (
                 f"between steps, after step {self.step}" if self.step else "before its first step"
@@ -115,12 +113,24 @@ class Place:
             return f"is {steps}, in its own code"
         return f"is in {self.action}" if self.action else "prepares a step"
 
+    @property
+    def _source(self) -> str:
+        if self.collective is not None:
+            return f" of global ranks {self.awaited} (number {self.collective})"
+        return f" from global rank {self.awaited}" if self.awaited.isdecimal() else ""
+
+    def has_come_to(self, group: str, number: int) -> bool:
+        """Whether it has come to a collective of a group."""
+        counts = dict(entry.split("=", 1) for entry in self.arrived.split() if "=" in entry)
+        count = counts.get(group, "0")
+        return count.isdecimal() and int(count) >= number
+
 
 def read_record(kind: type[T], data: bytes) -> T | None:
     """Read a dataclass from JSON that another process wrote; ``None`` if it is anything else.
 
     Any process that reaches the store may have written it, so its size, its depth and the type of each field
-    are checked, and texts are escaped, so that they cannot control a terminal.
+    are checked, and texts are cut and escaped, so that they cannot control a terminal.
     """
     if len(data) > LARGEST:
         return None
@@ -132,61 +142,24 @@ def read_record(kind: type[T], data: bytes) -> T | None:
     return kind(**values)
 
 
+_LONGEST = {"trace": LONGEST_TRACE, "awaited": LONGEST_GROUPS, "arrived": LONGEST_GROUPS}
+
+
+def cut(text: str, name: str = "") -> str:
+    """A text of a record, escaped and cut: the record is told whatever its texts hold."""
+    most = _LONGEST.get(name, LONGEST_LINE)
+    # A traceback says most at its end.
+    return printable(text)[-most:] if name == "trace" else printable(text)[:most]
+
+
 def _checked(value: Any, kinds: str, name: str) -> Any:
     kind = type(value).__name__
     if value is None and "None" in kinds:
         return None
     if kind == "str" and kinds.startswith("str"):
-        return printable(value)[: LONGEST_TRACE if name == "trace" else LONGEST_LINE]
+        return cut(value, name)
     if kind == "int" and kinds.startswith(("int", "float")) and abs(value) < 2**53:
         return value
     if kind == kinds and kind in ("bool", "float"):
         return value
     raise TypeError(name)
-
-
-# ---- which rank is silent
-
-
-def find_silent(places: Mapping[int, Place], start: int, limit: float) -> tuple[int, ...]:
-    """Follow the waits from a rank to where they end.
-
-    Args:
-        places: the place of every rank.
-        start: the rank that has waited too long.
-        limit: seconds for which a rank may make no progress, unless it has asked for more.
-
-    Returns:
-        The rank that waits for no other and makes no progress; several if ranks wait in a circle; none while
-        the ranks at the end still make progress, or while it is too early to know.
-    """
-    order = [start]
-    for rank in order:
-        order += [peer for peer in awaited(places, rank) if peer not in order]
-
-    def is_late(place: Place, seconds: float) -> bool:
-        return seconds >= max(limit, place.slack)
-
-    chain = [places[rank] for rank in order]
-    ends = [place for place in chain if place.waits is None or place.is_mute]
-    late = [p for p in ends if is_late(p, p.idle if p.is_mute else p.age)]
-    if late:
-        return (max(late, key=lambda place: place.idle).rank,)
-    # A rank may have gone on since its heartbeat: in a circle, only its age at the heartbeat counts.
-    circle = not ends and all(is_late(place, place.age) for place in chain)
-    return tuple(sorted(order)) if circle else ()
-
-
-def awaited(places: Mapping[int, Place], rank: int) -> Sequence[int]:
-    """The ranks that a rank waits for.
-
-    In an operation of all ranks: those that are not in it, or else all others.
-    """
-    place = places[rank]
-    if place.waits is None or place.is_mute:
-        return ()
-    if place.peer is not None:
-        return [place.peer] if place.peer in places and place.peer != rank else []
-    others = [other for other in places.values() if other.rank != rank]
-    absent = [other.rank for other in others if other.waits is None or other.peer is not None]
-    return absent or [other.rank for other in others]

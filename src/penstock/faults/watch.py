@@ -1,4 +1,4 @@
-"""One process's watch over its rank: it reports failures here, and learns of failures elsewhere."""
+"""One process's watch over the job: it tells the others of failures here, and raises theirs here."""
 
 from __future__ import annotations
 
@@ -8,51 +8,50 @@ import gc
 import logging
 import multiprocessing
 import os
-import socket
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from multiprocessing.util import Finalize
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic
+from typing import Any
 
 import torch.distributed as dist
 
 from penstock.errors import TEMPORARY, MessageError, PeerFailed, PenstockError, UsageError
 from penstock.faults.activity import Activity, Patience
+from penstock.faults.desk import PERIOD, Desk
 from penstock.faults.failure import (
     Failure,
     at_place,
     of_exception,
     of_leaving,
-    of_silence,
     status_of,
     tell_torchrun,
     write_report,
 )
-from penstock.faults.heartbeats import Heartbeats
-from penstock.faults.meeting import Meeting, own_address
-from penstock.faults.places import STALE, Place, find_silent
+from penstock.faults.meeting import Meeting, end_waits
+from penstock.faults.places import Place
+from penstock.faults.search import STALE, Search
 
 TICK = 0.1
 """Seconds between two checks by the monitor."""
-LOOK = 5
-"""Ticks between two checks of all ranks, while nothing is wrong here."""
-CAUSE = 2.0
-"""Seconds to wait for the cause of a broken connection; a rank that is silent for longer is the cause."""
-LINGER = 1.0
+UNKNOWN = 4.0
+"""Seconds to look for the cause of a broken connection."""
+LINGER = 1.5
 """Seconds that a failed rank gives the others to learn the reason, before a launcher ends them."""
 BOW = 0.5
 """Seconds that the other ranks wait, so that the failed one ends first."""
 LAST = 4.0
 """Seconds after a failure until a rank that still hangs ends its own process."""
-DOUBT = 1.5
-"""Seconds of silence from a machine after which the monitor checks that it can be reached."""
-PROBE = 1.0
-"""Seconds within which a reachable machine answers."""
+LOST = 2.0
+"""Seconds without the store after which a step in progress is given up."""
+LOOKERS = 2
+"""How many processes look for a culprit once a second; others look more rarely, since each reads places."""
+REPEAT = 60.0
+"""Seconds from one line about a slow rank to the next."""
 
 logger = logging.getLogger("penstock")
 
@@ -70,35 +69,40 @@ if hasattr(os, "register_at_fork"):
 
 
 class Watch:
-    """Turns a failure on any rank into a named error in this process, and ends waits that would never end.
+    """Turns a failure anywhere in the job into a named error in this process, and ends waits for it.
 
-    One thread sends heartbeats. Another, the monitor, looks for failures, deaths and silence, even if this
-    rank's own thread and the store are blocked. A watch never kills any process but its own.
+    One thread, the desk, uses the store: it writes this process's place and reads the key ``failure``.
+    Another, the monitor, ends this rank's waits when there is a failure. Only when this rank's own wait is
+    broken or overdue does it follow the waits from place to place to the rank that all wait for. A watch
+    ends no process but its own.
 
     Args:
         activity: the activity of this process's rank.
-        meeting: the ranks that have met.
+        meeting: the processes that have met.
         patience: how long a rank may make no progress.
     """
 
     def __init__(self, activity: Activity, meeting: Meeting, patience: Patience) -> None:
         self.activity = activity
         self._meeting = meeting
+        self._members = meeting.job.members
         self._patience = patience
-        self._address = own_address(meeting.host)
         self._pid = _pid
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-        self._abort: Callable[[], Callable[[], None] | None] = lambda: None
+        self._aborts: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._groups: tuple[Any, ...] = ()
         self._folder: Path | None = None
+        self._places: dict[int, Place] = {}
         self._status = "runs"
         self._alarm = False
         self._failure: Failure | None = None
         self._since_failure = self._aborted = 0.0
         self._broken: float | None = None
-        self._reachable: dict[str, bool] = {}
+        self._search = Search(self._members)
+        self._named = 0.0
         self._ending = threading.Event()
         self._closed = False
-        self._heartbeats = Heartbeats(meeting, self._own_place)
+        self._desk = Desk(meeting, lambda: self.activity.place(self._status))
         self._monitor = threading.Thread(target=self._run, name="penstock monitor", daemon=True)
         self._monitor.start()
         atexit.register(self._leave)
@@ -107,36 +111,24 @@ class Watch:
             Finalize(None, self._leave, exitpriority=10)
 
     def protect(self, abort: Callable[[], None]) -> None:
-        """Register the method that ends this rank's waits.
+        """Register a method that ends waits of this rank.
 
         Args:
-            abort: a bound method that ends all waits of this rank and closes its connections, so that the
+            abort: a bound method that ends waits of this rank and closes its connections, so that the
                 others' waits end too. It is called from any thread, and again while a wait goes on. Its
                 object is held weakly.
         """
-        self._abort = weakref.WeakMethod(abort)
+        self._aborts.append(weakref.WeakMethod(abort))
+
+    def protect_groups(self, groups: Sequence[Any]) -> None:
+        """Register process groups of the user's, which end if a failure finds this rank waiting there."""
+        self._groups = tuple(groups)
 
     def made(self) -> None:
         """Note that the pipeline is set up: from now on the limits for steps apply."""
         self.activity.setup = None
         self.activity.rest()
-        self._heartbeats.now()
-
-    def await_all(self, what: str) -> None:
-        """Wait until all ranks arrive, before a call that blocks in torch and cannot be ended.
-
-        Args:
-            what: what the ranks come for, in words; each text serves once.
-
-        Raises:
-            PeerFailed: another rank has failed.
-        """
-        store, ranks = self._meeting.store, range(self._meeting.ranks)
-        self.activity.wait(what, None)
-        store.set(f"{what}/{self.activity.rank}", "")
-        while not store.check([f"{what}/{rank}" for rank in ranks]):
-            self.check()
-            sleep(TICK / 10)
+        self._desk.now()
 
     def keep_in(self, folder: Path | None) -> None:
         """Write reports of failures to this folder."""
@@ -147,12 +139,12 @@ class Watch:
         """Give this rank at least this many seconds for its work in this context."""
         before = self.activity.slack
         self.activity.slack = max(before, seconds)
-        self._heartbeats.now()
+        self._desk.now()
         try:
             yield
         finally:
             self.activity.slack = before
-            self._heartbeats.now()
+            self._desk.now()
 
     def check(self) -> None:
         """Raise if this rank must stop; called before every action.
@@ -182,22 +174,22 @@ class Watch:
             return error
         if _is_broken_wait(error):
             return self._peer_failed(self._find_cause(error))
-        rank = self.activity.rank
-        culprit = error.rank if isinstance(error, PenstockError) else None
         failure = of_exception(error, self.activity.place())
+        own = not isinstance(error, PenstockError) or error.rank in (None, self.activity.rank)
         self._stop()
-        tell_torchrun(failure, error, own=culprit in (None, rank))
-        if culprit not in (None, rank):
+        tell_torchrun(failure, error, own=own)
+        if not own:
             # All ranks raise this error because of one rank, which reports it.
-            self._heartbeats.wait_for(lambda: self._has_stopped(culprit), BOW)
+            self._desk.wait_for(lambda: self._desk.failure, BOW)
             return error
-        self._heartbeats.report(failure)
-        self._heartbeats.wait_for(lambda: self._heartbeats.failure is not None, LINGER)
+        self._note_places()
+        self._desk.report(failure)
+        self._desk.wait_for(lambda: self._desk.failure, LINGER)
         if not failure.everywhere:
             self._end_waits()
         self._await_others()
-        first = self._heartbeats.failure or failure
-        if first.rank == rank:
+        first = self._desk.failure or failure
+        if first.process == self.activity.process:
             self._report(first)
         return error
 
@@ -211,26 +203,28 @@ class Watch:
             return
         self._ending.set()
         if self._monitor is not threading.current_thread():
-            self._monitor.join(2 * PROBE)
+            self._monitor.join(2 * PERIOD)
         self._status = "left"
-        self._heartbeats.close(LINGER)
+        self._desk.close(LINGER)
 
     # ---- in the thread that runs the program
 
     def _find_cause(self, error: BaseException) -> Failure:
         """The failure of another rank that broke a wait; it may become known a little later."""
         self._broken = monotonic()
-        self._heartbeats.wait_for(lambda: self._failure is not None, CAUSE)
-        # The monitor may need a moment more: it also looks for ranks that have gone silent.
-        deadline = self._broken + CAUSE + STALE
-        while self._failure is None and monotonic() < deadline:
-            self._ending.wait(TICK)
+        # A store that gives no answer either is on the machine that is gone.
+        self._desk.wait_for(lambda: self._failure or self._desk.unanswered > LOST, UNKNOWN)
+        if self._failure is None and (self._desk.lost or self._desk.unanswered > LOST):
+            self._learn(self._lost_store())
         if self._failure is None:
-            peer = self.activity.peer
-            place = self._places()[self.activity.rank if peer is None else peer]
-            what = f"the connection broke, and no rank says why ({type(error).__name__}: {error})"
-            self._accuse(at_place(place, "lost", what, by=self.activity.rank))
-        return self._failure or of_exception(error, self.activity.place())
+            place = self.activity.place(self._status)
+            what = (
+                f"its connection broke while it {place.doing} ({type(error).__name__}: {error}), and no rank "
+                "reports why; the network between it and that rank is cut, or a library closed the connection"
+            )
+            self._tell(at_place(place, "lost", what, by=place.process))
+        assert self._failure is not None
+        return self._failure
 
     def _peer_failed(self, failure: Failure) -> PeerFailed:
         """The error with which this rank must stop."""
@@ -239,19 +233,23 @@ class Watch:
         tell_torchrun(failure, own=False)
         self._report(failure)
         text = str(failure)
-        if failure.rank != self.activity.rank:
+        if failure.process != self.activity.process:
             if failure.is_raised:
-                self._heartbeats.wait_for(lambda: self._has_stopped(failure.rank, "left"), BOW)
+                self._desk.wait_for(lambda: self._has_ended(failure.process), BOW)
             if self._meeting.hosts:
                 # The store ends with this process.
                 self._await_others()
             text = f"{self.activity.name} stopped because {text}"
         return PeerFailed(text, (failure,), failure.status)
 
+    def _has_ended(self, process: int) -> bool:
+        places = self._desk.places([process], BOW) or {}
+        return process in places and places[process].status != "runs"
+
     def _stop(self) -> None:
         """Note that this rank stops with an error."""
         self._status = "stops"
-        self._heartbeats.now()
+        self._desk.now()
         # At exit the interpreter would search all objects of torch and the model for cycles, which takes
         # seconds while the other ranks wait. Frozen objects are not searched; finalizers still run.
         atexit.register(gc.freeze)
@@ -269,168 +267,159 @@ class Watch:
         """Whether this process is a fork of the rank's, which has the threads and connections."""
         return _pid != self._pid
 
-    # ---- the state of the ranks
-
-    def _has_stopped(self, rank: int, *statuses: str) -> bool:
-        return self._heartbeats.places[rank].status in (statuses or ("stops", "left"))
-
     def _await_others(self) -> None:
-        """Wait a moment until all reachable ranks have learned of the failure."""
+        """Wait a moment until all other processes have read of the failure."""
+        failure = self._desk.failure or self._failure
+        # Who has died or left reads nothing.
+        gone = failure is not None and failure.kind in ("died", "left")
+        count = len(self._members) - gone
+        self._desk.wait_for(
+            lambda: (self._desk.ask(lambda store: store.add("heard", 0)) or 0) >= count, LINGER
+        )
 
-        def have_heard() -> bool:
-            others = [p for p in self._places().values() if p.rank != self.activity.rank]
-            return all(place.is_mute or self._has_stopped(place.rank) for place in others)
-
-        self._heartbeats.wait_for(have_heard, LINGER)
-
-    def _own_place(self) -> Place:
-        return self.activity.place(self._status, self._address)
-
-    def _places(self) -> dict[int, Place]:
-        """Where every rank is."""
-        places = {self.activity.rank: self._own_place()}
-        for rank in list(self._heartbeats.places):
-            # The time first, as the other thread may replace both. Time in which the store does not answer
-            # does not count.
-            stale = monotonic() - self._heartbeats.heard[rank] - self._heartbeats.unanswered
-            places[rank] = replace(self._heartbeats.places[rank], stale=max(0.0, stale))
-        return dict(sorted(places.items()))
-
-    @property
-    def _limit(self) -> float:
-        if self.activity.setup is not None:
-            return self._patience.rendezvous
-        return self._patience.limit(self.activity.durations)
-
-    def _is_overdue(self) -> bool:
-        return monotonic() - self.activity.since > max(self._limit, self.activity.slack)
-
-    def _accuse(self, failure: Failure) -> None:
-        """Report the failure of another rank, unless a failure is known already."""
-        self._heartbeats.report(failure)
-        if self._heartbeats.unanswered < DOUBT:
-            self._heartbeats.wait_for(lambda: self._heartbeats.failure is not None, LINGER)
-        self._learn(self._heartbeats.failure or failure)
+    def _tell(self, failure: Failure) -> None:
+        """Report a failure that this rank has found, unless one is known already."""
+        self._note_places()
+        self._desk.report(failure)
+        if not self._desk.lost and self._desk.unanswered < LOST:
+            self._desk.wait_for(lambda: self._desk.failure, LINGER)
+        self._learn(self._desk.failure or failure)
 
     def _learn(self, failure: Failure) -> None:
         if self._failure is None:
             self._failure, self._since_failure = failure, monotonic()
 
+    def _note_places(self) -> None:
+        """Read where everybody is, for the report, before the others learn of the failure and leave."""
+        if self._folder is not None and not self._desk.lost:
+            self._places = self._desk.places(self._members) or {}
+
     def _report(self, failure: Failure) -> None:
         """Write the report, if this is the rank that noticed the failure."""
-        if failure.by == self.activity.rank:
-            write_report(self._folder, failure, self._places().values())
+        if failure.by == self.activity.process:
+            own = self.activity.place(self._status)
+            places = self._places | {own.process: own}
+            write_report(self._folder, failure, [places[one] for one in sorted(places)])
 
     # ---- in the monitor's thread
 
     def _run(self) -> None:
-        ticks = 0
         while not self._ending.wait(TICK):
-            ticks += 1
             if self._launcher is not None and os.getppid() != self._launcher:
                 self._end_process("its launcher has ended", TEMPORARY)
-            known = self._heartbeats.failure
-            if known is not None and not (known.is_raised and known.rank == self.activity.rank):
+            known = self._desk.failure
+            if known is not None and not (
+                known.is_raised and known.process == self.activity.process
+            ):
                 self._learn(known)
             if self._failure is not None:
                 self._react(self._failure)
             elif known is None and self._status == "runs":
-                self._look(ticks)
+                self._look()
 
     def _react(self, failure: Failure) -> None:
-        """Another rank has failed, or others say that this one has: end the waits here."""
+        """There is a failure elsewhere: end the waits here, and this process if that does not help."""
         seconds = monotonic() - self._since_failure
         if self._status != "runs" or (failure.everywhere and seconds < LINGER):
             return
         self._alarm = True
         waits = self.activity.waits is not None
-        if waits and monotonic() - self._aborted > 1.0:
-            self._end_waits()
-        # By another rank; a rank that has itself lost the store still runs.
-        is_accused = failure.rank == self.activity.rank != failure.by
-        is_busy = self.activity.inside or self.activity.setup is not None
-        if (is_accused and seconds > CAUSE) or (
-            seconds > LAST and (waits or (is_busy and self._is_overdue()))
-        ):
+        if (waits or self.activity.inside) and monotonic() - self._aborted > 1.0:
+            self._end_waits(groups=seconds > 1.0)
+        # Whatever the store says of this rank: it ends because it hangs, by its own clock.
+        if seconds > LAST and (waits or self._idle > self._limit):
             self._end_process(str(failure), failure.status)
 
-    def _look(self, ticks: int) -> None:
-        """Accuse a rank that does not report its own failure: it has left, has died, or is silent."""
-        overdue = self.activity.waits is not None and self._is_overdue()
-        if ticks % LOOK and not overdue and self._broken is None:
-            return
-        places, unanswered = self._places(), self._heartbeats.unanswered
-        failure = self._find_gone(places)
-        if failure is None and overdue and self._broken is None:
-            culprits = find_silent(places, self.activity.rank, self._limit)
-            failure = of_silence(culprits, places, self.activity.rank) if culprits else None
-        host = self._meeting.host
-        if failure is None and (
-            (host is not None and self._is_cut_off(host[0], unanswered))
-            or (overdue and unanswered > STALE)
-        ):
-            failure = self._lost_store(f"it has not answered for {unanswered:.1f} s")
-        if failure is None:
-            return
-        self._accuse(failure)
-        if overdue and failure.by == (self._failure or failure).by:
-            self._report(failure)
-            waits = "\n".join(f"  {place}" for place in places.values())
-            logger.error("penstock: %s\nwhat waits for what:\n%s", failure, waits)
+    def _look(self) -> None:
+        """Look for the rank that this one waits for, if its wait is broken or lasts too long."""
+        idle, waits = self._idle, self.activity.waits is not None
+        overdue = waits and idle > self._limit
+        if self._desk.lost or self._desk.unanswered > LOST:
+            self._look_at_store(overdue=overdue)
+        elif self._broken is not None or overdue:
+            self._search_for_culprit()
+        elif idle > self._patience.slow(self.activity.durations):
+            self._name_the_slow(idle)
 
-    def _find_gone(self, places: dict[int, Place]) -> Failure | None:
-        """The failure of a rank that has left, has died or is out of reach, or of the store's host."""
-        rank = self.activity.rank
-        others = [place for place in places.values() if place.rank != rank]
-        others.sort(key=lambda place: (place.rank != self.activity.peer, -place.stale))
-        for place in others:
-            is_behind = place.calls < self.activity.calls or self.activity.setup is not None
-            if place.status == "left" and (is_behind or self._broken is not None):
-                return of_leaving(place, rank)
-        if self._heartbeats.lost:
-            # If another rank is done, the store's host and this rank may be done too.
-            is_over = any(place.status == "left" for place in others)
-            return None if is_over else self._lost_store(self._heartbeats.lost)
-        for place in others:
-            if place.stale > CAUSE and self._broken and monotonic() - self._broken > LINGER:
-                what = (
-                    "its process ended without a word, its machine is down, or the network to it is cut; "
-                    f"it {place.doing}, by its last heartbeat {place.stale:.1f} s ago"
-                )
-                return at_place(place, "died", what, by=rank)
-            if self._is_cut_off(place.address, place.stale):
-                what = (
-                    f"not heard of for {place.stale:.1f} s: its machine is down, or the network to it is "
-                    "cut"
-                )
-                return at_place(place, "lost", what, by=rank)
-        return None
+    def _look_at_store(self, *, overdue: bool) -> None:
+        # A store that was closed may be that of a job that is done, unless this rank is in a step.
+        busy = self.activity.inside or self.activity.waits is not None
+        lost = self._desk.lost and busy and self._idle > LOST
+        if lost or (overdue and self._desk.unanswered > STALE):
+            self._learn(self._lost_store())
 
-    def _lost_store(self, why: str) -> Failure:
-        place = self.activity.place()
+    def _search_for_culprit(self) -> None:
+        if monotonic() < self._search.next:
+            return
+        calls = self.activity.calls
+        if self._search.calls != calls:
+            order = self._desk.ask(lambda store: store.add(f"look/{calls}", 1))
+            self._search = Search(self._members, calls, order or 1)
+        broken, order = self._broken is not None, self._search.order
+        # Most wait for the same rank: not all of them need to read places.
+        pause = float(order) if order > LOOKERS else 0.3 if broken else PERIOD
+        self._search.next = monotonic() + pause
+        places = self._places_on_the_way()
+        failure = self._search.judge(places, self._limit, broken=broken)
+        if failure is None or self._desk.failure is not None:
+            return
+        self._tell(failure)
+        if not broken and self._failure is failure:
+            listing = "\n".join(f"  {place}" for place in places)
+            logger.error("penstock: %s\nwhat waits for what:\n%s", failure, listing)
+
+    def _places_on_the_way(self) -> list[Place]:
+        own = self.activity.place(self._status)
+        return self._search.look(own, self._desk.places, lambda: self._desk.clock)
+
+    def _name_the_slow(self, idle: float) -> None:
+        """The first process of the job, or the second if the first is slow, logs who is waited for."""
+        position = self._members.index(self.activity.process)
+        if position > 1 or self.activity.waits is None or monotonic() - self._named < REPEAT:
+            return
+        self._named = monotonic()
+        ends = [place for place in self._places_on_the_way() if place.waits is None]
+        if position == 1 and all(place.process != self._members[0] for place in ends):
+            return
+        calls = self.activity.calls
+        if left := [one for one in ends if one.status == "left" and one.calls < calls]:
+            self._tell(of_leaving(left[0], self.activity.process))
+        elif ends:
+            logger.warning(
+                "penstock: %s has waited for %.0f s, because %s; the job ends after %g s without progress",
+                *(self.activity.name, idle, "; ".join(map(str, ends[:4])), self._limit),
+            )
+
+    @property
+    def _idle(self) -> float:
+        return monotonic() - self.activity.since
+
+    @property
+    def _limit(self) -> float:
+        if self.activity.setup is not None:
+            limit = self._patience.rendezvous
+        else:
+            limit = self._patience.limit(self.activity.durations)
+        return max(limit, self.activity.slack)
+
+    def _lost_store(self) -> Failure:
+        place = self.activity.place(self._status)
+        why = self._desk.lost or f"it has not answered for {self._desk.unanswered:.1f} s"
         what = (
             f"the control store, which the ranks report to, is lost: {why}; the process that hosts "
             "it, usually that of rank 0 or the launcher, has ended or is stopped, or the network to it is "
-            f"cut; this rank {place.words}"
+            f"cut; {place}"
         )
-        return Failure("lost", 0, what=what, by=place.rank)
+        return Failure("lost", 0, what=what, by=place.process)
 
-    def _is_cut_off(self, address: str, seconds: float) -> bool:
-        """Whether a machine that could be reached has been silent for a while and no longer answers."""
-        if not address or address == self._address:
-            return False
-        port = self._meeting.host[1] if self._meeting.host else 9
-        if address not in self._reachable:
-            # A machine that never answers, as behind a firewall, may still be well.
-            self._reachable[address] = _answers(address, port)
-            logger.debug("penstock: %s answers: %s", address, self._reachable[address])
-        return seconds > DOUBT and self._reachable[address] and not _answers(address, port)
-
-    def _end_waits(self) -> None:
+    def _end_waits(self, *, groups: bool = False) -> None:
         self._aborted = monotonic()
-        abort = self._abort()
-        if abort is not None:
-            abort()
+        for method in self._aborts:
+            abort = method()
+            if abort is not None:
+                abort()
+        for group in self._groups if groups else ():
+            end_waits(group)
 
     def _end_process(self, why: str, status: int) -> None:
         if self._ending.is_set() or self._status != "runs":
@@ -444,18 +433,11 @@ class Watch:
 
 
 def _is_broken_wait(error: BaseException) -> bool:
-    if isinstance(error, MessageError | dist.DistError | ConnectionError | TimeoutError):
+    """Whether a connection of Penstock's or of torch.distributed's broke; the user's own errors are not."""
+    if isinstance(error, MessageError | dist.DistError):
         return True
     # Gloo's errors have no class of their own; ``end_waits`` makes a wait raise the second.
-    return type(error) is RuntimeError and ("/gloo/" in str(error) or "pair closure" in str(error))
-
-
-def _answers(address: str, port: int) -> bool:
-    """Whether a machine can be reached: it accepts a connection, or refuses it."""
-    try:
-        socket.create_connection((address, port), timeout=PROBE).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
-    return True
+    root = error.__cause__ or error
+    return isinstance(root, dist.DistError) or (
+        type(root) is RuntimeError and ("/gloo/" in str(root) or "pair closure" in str(root))
+    )

@@ -15,21 +15,39 @@ try:
     from accelerate.scheduler import AcceleratedScheduler
 except ImportError as error:
     raise ImportError(
-        "penstock.integrations.accelerate needs Accelerate: pip install 'penstock[transformers]'"
+        "penstock.integrations.accelerate needs Accelerate: pip install 'penstock-pipeline[transformers]'"
     ) from error
 
 from penstock.errors import UsageError
 from penstock.integrations.module import PipelineModule, clip_whole
 from penstock.parallel import replicated_mesh
 from penstock.pipeline import Pipeline
-from penstock.values import map_tensors
+from penstock.values import flatten, map_tensors
 
 
-def share_batches(state: Any, pipe: Pipeline) -> None:
-    """Tell Accelerate that the ranks of a pipeline share a batch, and replicas do not."""
+def share_batches(accelerator: Any, pipe: Pipeline) -> None:
+    """Tell Accelerate that the ranks of a pipeline share a batch, and replicas do not.
+
+    Raises:
+        UsageError: batches are read by one process for all, or replicas may get different numbers of them.
+    """
     replicas, ranks = pipe.replicas.number, pipe.schedule.ranks
+    loaders = accelerator.dataloader_config
+    if loaders.dispatch_batches and replicas > 1:
+        raise UsageError(
+            "dispatch_batches=True sends the batches that one process reads to all, and so all replicas of a "
+            "pipeline would train on the same ones; leave it out, so that each reads its own share"
+        )
+    if not loaders.even_batches and replicas > 1:
+        raise UsageError(
+            "even_batches=False lets one replica of a pipeline have a batch more than another, which would "
+            "wait for its gradients for ever; leave it out, or drop_last=True in the DataLoader"
+        )
+    if replicas > 1:
+        loaders.dispatch_batches = False
     names = ("dp_replicate", "tp")
-    state.device_mesh = replicated_mesh(pipe.device.type, replicas, ranks, names=names)
+    mesh = replicated_mesh(pipe.device.type, replicas, ranks, names=names)
+    accelerator.state.device_mesh = mesh
 
 
 def one_of_each(gathered: Any, ranks: int) -> Any:
@@ -65,7 +83,7 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has n
         self.pipe = pipe
         self._ranks = pipe.schedule.ranks if self.num_processes > 1 else 1
         if self._ranks > 1:
-            share_batches(self.state, pipe)
+            share_batches(self, pipe)
         self.register_for_checkpointing(pipe.randomness)
 
     def prepare_model(
@@ -114,8 +132,15 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has n
         return clip_whole(self.pipe, parameters, max_norm, norm_type=norm_type)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The state dict of the unsplit model on rank 0, an empty one on the others; every rank calls it."""
-        return self.pipe.state_dict(full=True)
+        """The state dict of the unsplit model on rank 0, an empty one on the others; every rank calls it.
+
+        A tied weight has the first of its names.
+        """
+        kept: dict[int, str] = {}
+        for name, value in (state := self.pipe.state_dict(full=True)).items():
+            # Files of safetensors have one name for one memory.
+            kept.setdefault(value.data_ptr() if isinstance(value, Tensor) else id(value), name)
+        return {name: state[name] for name in kept.values()}
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Load what :meth:`save_state` wrote, with any layout."""
@@ -127,6 +152,17 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has n
     def gather(self, tensor: Any) -> Any:
         """Gather tensors of all pipelines, each pipeline's once."""
         return one_of_each(super().gather(tensor), self._ranks)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather values of all pipelines, each pipeline's once, without those that only fill a batch up."""
+        tensors = not use_gather_object and all(
+            isinstance(leaf, Tensor) for leaf in flatten(input_data)[0]
+        )
+        if not tensors and self._ranks > 1:
+            return super().gather_for_metrics(
+                input_data if self.pipe.rank == 0 else [], use_gather_object=True
+            )
+        return super().gather_for_metrics(input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum or mean over all pipelines."""

@@ -33,7 +33,7 @@ def generate(pipe: Pipeline, args: Any, kwargs: Mapping[str, Any]) -> Any:
         AgreementError: the ranks were given different arguments.
     """
     model: Any = pipe.model
-    if any(is_sharded(parameter) for parameter in pipe.parameters()):
+    if any(is_sharded(parameter) for _, parameter in pipe.held_weights.named_parameters()):
         raise UsageError(
             "generate needs whole weights, and those of a stage are sharded; save them with save(), and "
             "generate with the model that from_pretrained makes of them"

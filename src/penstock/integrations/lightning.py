@@ -10,151 +10,63 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from penstock.errors import UsageError
+from penstock.errors import PartitionError, UsageError
 from penstock.integrations.module import PipelineModule, clip_whole
 from penstock.parallel import pipelines_in, side_by_side
 from penstock.pipeline import Pipeline
-from penstock.runtime import StepResult, add_loss
 
 try:
     from lightning.fabric.strategies.ddp import DDPStrategy as FabricProcesses
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.strategies.ddp import DDPStrategy as TrainerProcesses
     from lightning.pytorch.trainer.states import TrainerFn
 except ImportError as error:
     raise ImportError(
-        "penstock.integrations.lightning needs Lightning: pip install 'penstock[lightning]'"
+        "penstock.integrations.lightning needs Lightning: pip install 'penstock-pipeline[lightning]'"
     ) from error
 
-_LOGGED = "log "
-"""The prefix of the names of logged values among the losses that a step reports."""
+from penstock.integrations.steps import (
+    PREDICT,
+    LightningStep,
+    StepLog,
+    choices_of,
+    counters_of,
+    loss_in,
+)
+
 _OURS = {"loss_fn", "reduction", "device", "group", "mesh", "replicas"}
 """Arguments of a Pipeline that the step and Lightning's arguments determine."""
-_PREDICT = ("forward", "predict_step")
-"""The steps whose result, without gradients, is a prediction."""
-
-
-# ---- the forward that is cut
-
-
-class _Log:
-    """Stands in for ``self.log`` while a step runs in stages."""
-
-    # To the pipeline, a value is a loss of weight 0: the stage that computes it adds it, the microbatches'
-    # values are averaged, and every rank gets the mean. Options are kept here, since every rank runs the
-    # module's code. Modules hold methods of this object, which is not itself state of the model.
-
-    def __init__(self) -> None:
-        self.step_name = ""
-        self.returns: dict[str, type | None] = {}
-        self._options: dict[tuple[str, str], dict[str, Any]] = {}
-        self._signature = inspect.signature(LightningModule.log)
-
-    def take(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Add a value to the losses of a step, in place of ``self.log``."""
-        options = dict(self._signature.bind(None, name, value, *args, **kwargs).arguments)
-        if not isinstance(value, Tensor | int | float) or torch.as_tensor(value).numel() != 1:
-            raise UsageError(
-                f"self.log({name!r}, ...) was given a {type(value).__name__}; in a pipeline it takes numbers "
-                "and scalar tensors, since an object such as a torchmetrics.Metric keeps what one stage sees"
-            )
-        if options.get("reduce_fx", "mean") not in ("mean", torch.mean):
-            raise UsageError(
-                f"self.log({name!r}, ...) has reduce_fx={options['reduce_fx']!r}; a pipeline averages the "
-                "values of microbatches by their samples, so log a mean"
-            )
-        kept = options.keys() - {"self", "name", "value", "sync_dist", "batch_size"}
-        self._options[self.step_name, name] = {key: options[key] for key in kept}
-        number = torch.as_tensor(value, dtype=torch.get_default_dtype()).detach()
-        add_loss(_LOGGED + name, number, 0.0)
-
-    @contextmanager
-    def instead(self, module: nn.Module, step_name: str) -> Iterator[None]:
-        """A context in which :meth:`take` replaces a module's ``self.log``."""
-        self.step_name = step_name
-        if not isinstance(module, LightningModule):
-            yield
-            return
-        vars(module)["log"] = self.take
-        try:
-            yield
-        finally:
-            del vars(module)["log"]
-
-    def note_loss(self, step_name: str, kind: type | None) -> None:
-        """Note the type that a step returned; None if it returned no loss."""
-        self.returns[step_name] = kind
-
-    def pass_on(self, module: Any, result: StepResult) -> None:
-        """Log a step's values with Lightning."""
-        for (step_name, name), options in self._options.items():
-            value = result.losses.get(_LOGGED + name)
-            if step_name == self.step_name and value is not None:
-                # So an epoch's value is the mean over all its samples, also those of replicas.
-                module.log(name, value, **options, batch_size=round(result.weight))
-
-
-class _Step(nn.Module):
-    """Calls a step of a module."""
-
-    def __init__(self, module: nn.Module, log: _Log) -> None:
-        super().__init__()
-        self.module, self.note_loss = module, log.note_loss
-        # Arguments that are plain numbers, such as ``batch_idx``: they change with every call, and each value
-        # would make a new kind.
-        self.numbers: dict[int | str, int] = {}
-        self.training = module.training
-
-    def forward(self, *args: Any, step_name: str, **kwargs: Any) -> Any:
-        """Run a step; return its loss, or, where it predicts, its result."""
-        call = self.module if step_name == "forward" else getattr(self.module, step_name)
-        passed = [self.numbers.get(place, value) for place, value in enumerate(args)]
-        named = {name: self.numbers.get(name, value) for name, value in kwargs.items()}
-        output = call(*passed, **named)
-        trains = torch.is_grad_enabled()
-        if not trains and step_name in _PREDICT:
-            return output
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        is_loss = isinstance(loss, Tensor) and loss.numel() == 1
-        if trains and not (is_loss and cast("Tensor", loss).requires_grad):
-            raise UsageError(
-                f"{type(self.module).__name__}.{step_name} returned {_shown(loss)}; in training it "
-                "returns the loss, a scalar tensor that requires grad, or a dict with it under 'loss'. In a "
-                "pipeline no batch is skipped by returning None, and no loss is computed outside of the step"
-            )
-        self.note_loss(step_name, type(output) if is_loss else None)
-        return loss if is_loss else None
-
-
-def _shown(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return "None" if value is None else f"a {type(value).__name__}"
-    graph = "" if value.requires_grad else " that requires no grad"
-    return f"a tensor of shape {tuple(value.shape)}{graph}"
-
-
-def _loss_of(output: Any, _: Any) -> Tensor:
-    """The loss that the step returned; 0 if an evaluation returned none."""
-    loss: Tensor = torch.zeros(()) if output is None else output
-    return loss
 
 
 # ---- the module on its pipeline
+
+
+@contextmanager
+def _numbers_explained() -> Iterator[None]:
+    """A context that says what to do where a step reads a number off a tensor."""
+    try:
+        yield
+    except PartitionError as error:
+        if "needs numbers of a tensor" in str(error):
+            error.args = (
+                f"{error}. To log a value or to keep it in a list, pass the tensor itself, as in "
+                'self.log("loss", loss), without item() or float()',
+            )
+        raise
 
 
 class _OnPipeline(nn.Module):
     """A module whose steps run on a pipeline, with the names and numbers of the plain module."""
 
     module: nn.Module
-    _step: _Step
     _inner: PipelineModule
 
     def __init__(
@@ -170,9 +82,12 @@ class _OnPipeline(nn.Module):
         vars(self)["module"] = module
         names = [self._names_in(optimizer) for optimizer in optimizers]
         self._weighs = callable(options.get("loss_weight"))
-        self._log = _Log()
-        self.pipe = Pipeline(_Step(module, self._log), loss_fn=_loss_of, **options)
-        vars(self).update(_step=self.pipe.model, _inner=PipelineModule(self.pipe))
+        self._log = StepLog(module)
+        self._quiet: set[Any] = set()
+        with self._log.without_metrics():
+            self.pipe = Pipeline(LightningStep(module, self._log), loss_fn=loss_in, **options)
+            vars(self)["_inner"] = PipelineModule(self.pipe)
+        self._log.place(self.pipe)
         for optimizer, of_groups in zip(optimizers, names, strict=True):
             self.adopt(optimizer, of_groups)
 
@@ -190,31 +105,42 @@ class _OnPipeline(nn.Module):
     def run(self, step_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a step; return a loss whose backward adds the gradients, a plain loss, or a prediction."""
         arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-        numbers = {key: value for key, value in arguments if isinstance(value, int)}
-        args = [None if place in numbers else value for place, value in enumerate(args)]
-        kwargs = {name: None if name in numbers else value for name, value in kwargs.items()}
-        self._step.numbers = numbers
+        places = {key for key, value in arguments if isinstance(value, int)}
+        numbers = {str(key): value for key, value in arguments if key in places}
+        args = [None if place in places else value for place, value in enumerate(args)]
+        kwargs = {name: None if name in places else value for name, value in kwargs.items()}
+        numbers = numbers | counters_of(self.module)
         trains = torch.is_grad_enabled() and (step_name != "forward" or self.training)
+        choices = choices_of(numbers, self._log.asked)
+        kwargs = {**kwargs, "step_name": step_name, "choices": choices}
         with (
-            self._log.instead(self.module, step_name),
+            _numbers_explained(),
+            self._log.instead(step_name, numbers),
             # Lightning evaluates in inference mode, in which no code can be traced.
             torch.inference_mode(False),
             torch.set_grad_enabled(trains),
         ):
-            if not trains and step_name in _PREDICT:
-                return self.pipe.predict(*args, same_batch=True, step_name=step_name, **kwargs)
+            if not trains and step_name in PREDICT:
+                return self.pipe.predict(*args, same_batch=True, **kwargs)
+            kind = trains, step_name, choices
+            kwargs["outputs"] = kind not in self._quiet
             if self._weighs:
                 kwargs["target"] = args[0]
             if trains:
-                result, loss = self._inner.run_step(*args, step_name=step_name, **kwargs)
+                result, loss, _ = self._inner.run_step(*args, **kwargs)
             else:
-                result = self.pipe.eval(*args, same_batch=True, step_name=step_name, **kwargs)
+                result = self.pipe.eval(*args, same_batch=True, **kwargs)
                 loss = self._inner.loss_of(result)
-        self._log.pass_on(self.module, result)
-        kind = self._log.returns[step_name]
-        if kind is None:
-            return None
-        return {"loss": loss} if issubclass(kind, Mapping) else loss
+        with torch.set_grad_enabled(trains):
+            # Where only numbers leave a step, no other rank needs its outputs.
+            outputs = result.outputs["rest"] if kwargs["outputs"] else None
+            if kwargs["outputs"] and not self._log.keeps(outputs, choices):
+                self._quiet.add(kind)
+            returned = self._log.pass_on(outputs, result, choices)
+        returns = self._log.returns[step_name]
+        if returns is None:
+            return returned
+        return {"loss": loss, **(returned or {})} if issubclass(returns, Mapping) else loss
 
     # ---- weights, and the states of optimizers
 
@@ -230,7 +156,7 @@ class _OnPipeline(nn.Module):
     def adopt(self, optimizer: Optimizer, names: list[list[str]] | None = None) -> None:
         """Limit an optimizer to the parameters of this process, and let it load the plain module's state."""
         self._names[optimizer] = self._names_in(optimizer) if names is None else names
-        held = {id(parameter) for parameter in self.pipe.parameters()}
+        held = {id(parameter) for _, parameter in self.pipe.held_weights.named_parameters()}
         for group in optimizer.param_groups:
             group["params"] = [one for one in group["params"] if id(one) in held]
         optimizer.register_load_state_dict_pre_hook(self._held_part)
@@ -249,14 +175,30 @@ class _OnPipeline(nn.Module):
         # A shared weight that no stage here holds may be several tensors.
         return [list(dict.fromkeys(names[id(one)] for one in group)) for group in groups]
 
+    def _names_of(self, optimizer: Optimizer) -> list[list[str]]:
+        """The names of an optimizer's parameters, those of groups that were added later included."""
+        names = self._names[optimizer]
+        later = optimizer.param_groups[len(names) :]
+        if later:
+            known = {
+                id(tensor): name
+                for name, tensor in self.module.named_parameters(remove_duplicate=False)
+            }
+            held = {id(one) for _, one in self.pipe.held_weights.named_parameters()}
+            for group in later:
+                paths = [self._first_names[known[id(one)]] for one in group["params"]]
+                names.append(list(dict.fromkeys(paths)))
+                group["params"] = [one for one in group["params"] if id(one) in held]
+        return names
+
     def _first_name(self, name: str) -> str:
         return self._first_names[name.removeprefix("module.")]
 
     def _held_part(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """The part of the plain module's optimizer state that belongs to this process."""
-        held = {self._first_name(name) for name, _ in self.pipe.named_parameters()}
+        held = {self._first_name(name) for name, _ in self.pipe.held_weights.named_parameters()}
         groups = []
-        for group, names in zip(state["param_groups"], self._names[optimizer], strict=True):
+        for group, names in zip(state["param_groups"], self._names_of(optimizer), strict=True):
             places = zip(group["params"], names, strict=True)
             groups.append({**group, "params": [place for place, name in places if name in held]})
         kept = {place for group in groups for place in group["params"]}
@@ -265,10 +207,10 @@ class _OnPipeline(nn.Module):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The plain module's optimizer state on rank 0, an empty one on the others; every rank calls it."""
+        names = self._names_of(optimizer)
         state = self.pipe.optimizer_state_dict(optimizer, full=True)
         if not state:
             return {}
-        names = self._names[optimizer]
         place = {name: at for at, name in enumerate(name for group in names for name in group)}
         states = {place[self._first_name(name)]: of for name, of in state["state"].items()}
         groups = [

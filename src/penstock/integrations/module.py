@@ -1,15 +1,17 @@
 """A pipeline as an ``nn.Module``, for loops that call a model and then ``loss.backward()``.
 
-A training forward runs a whole step of the pipeline, backward included. The step's gradients are held with
-the loss; its ``backward()`` multiplies them by the gradient that arrives, and adds them to ``.grad``. So, by
-the chain rule, a loop may do anything with the loss.
+A pipeline with a ``loss_fn`` returns the loss: a training forward runs a whole step, backward included. The
+step's gradients are held with the loss; its ``backward()`` multiplies them by the gradient that arrives. A
+pipeline without one returns outputs, and so does a model of transformers that is given no labels: a forward
+keeps nothing, and ``backward()`` runs forward and backward for the gradients that arrive at the outputs. So,
+by the chain rule, a loop may do anything with either.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn, TypedDict, cast, get_args, get_type_hints
 
 import torch
@@ -17,11 +19,13 @@ from torch import Tensor, nn
 
 from penstock.errors import UsageError
 from penstock.integrations.generation import generate
-from penstock.parallel import local_part
+from penstock.integrations.passes import Pass
 from penstock.pipeline import Pipeline
 from penstock.runtime import LossFunction, LossScaler, LossWeight, StepResult
-from penstock.values import map_tensors, tensors_in
+from penstock.values import Microbatches, flatten, unflatten
 
+_OF_STEP = {"target", "microbatches", "loss_weight", "total_weight", "record"}
+"""Arguments of a step that are not the model's."""
 _FIRST_SCALE = 2.0**16
 """The factor of the first loss in float16: the one that ``torch.amp.GradScaler`` begins with."""
 
@@ -41,15 +45,15 @@ class PipelineModule(nn.Module):
 
     In training mode ``model(*args, target=target, **kwargs)`` takes the arguments of :meth:`Pipeline.step`,
     runs a step and returns the loss, a scalar tensor, the same on every rank; with ``outputs=True`` also the
-    model's outputs, through which no gradient flows. In evaluation mode and without gradients it returns the
-    loss likewise, or, without a target, the model's output.
+    model's outputs. In evaluation mode and without gradients it returns the loss likewise, or, without a
+    target, the model's output. A pipeline without ``loss_fn`` returns outputs in training too. Gradients flow
+    through all outputs: for them, ``backward`` runs forward and backward of the batch once more.
 
     For a transformers model it takes that model's arguments and returns its output class; see
     :class:`penstock.integrations.PipelineModel`.
 
-    Parameters, modules and the state dict are those of the stages that live in this process, under their
-    names in the unsplit model. ``torch.nn.utils.clip_grad_norm_`` measures the gradients of this process
-    alone; :meth:`Pipeline.clip_grad_norm_` measures those of all ranks.
+    Parameters are those of the whole model, see :meth:`Pipeline.named_parameters`; modules and the state dict
+    are those of the stages that live in this process, under their names in the unsplit model.
 
     In float16, under autocast or with float16 weights, the step scales its loss by the factor of the last
     backward, so that gradients do not vanish in the step although ``torch.amp.GradScaler`` scales the loss
@@ -62,13 +66,17 @@ class PipelineModule(nn.Module):
 
     def __new__(cls, pipe: Pipeline) -> PipelineModule:
         """A module of the class that suits the pipeline's model."""
-        known = cls is PipelineModule and _is_named(type(pipe.model), "PreTrainedModel")
+        kind = type(pipe.model)
+        if cls is PipelineModule and _is_named(kind, "PeftModel"):
+            # Others ask isinstance(model, PeftModel), and then switch adapters on and off.
+            inner = {"base_model": property(lambda self: self.pipe.model.base_model)}
+            return super().__new__(type("PipelinePeftModel", (PipelineModel, kind), inner))
+        known = cls is PipelineModule and _is_named(kind, "PreTrainedModel")
         return super().__new__(PipelineModel if known else cls)
 
     def __init__(self, pipe: Pipeline) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.pipe = pipe
-        self.__dict__["_anchor"] = torch.zeros((), requires_grad=True)
         self._factor = _FIRST_SCALE
         dtypes = {parameter.dtype for parameter in pipe.parameters()}
         self._has_half_weights = any(pipe.agree(torch.float16 in dtypes))
@@ -86,61 +94,68 @@ class PipelineModule(nn.Module):
             UsageError: the call is wrong, see :meth:`Pipeline.step`.
             AgreementError: the ranks of the pipeline were given different batches.
         """
-        if self.training and torch.is_grad_enabled():
-            result, loss = self.run_step(*args, **kwargs)
-        elif "target" not in kwargs:
-            return self.pipe.predict(*args, same_batch=True, **kwargs)
+        trains = self.training and torch.is_grad_enabled()
+        if "target" not in kwargs and not (trains and self.pipe.computes_loss):
+            return self.outputs_of(*args, **kwargs)
+        outputs = kwargs.pop("outputs", False)
+        if trains:
+            _, loss, output = self.run_step(*args, outputs=outputs, **kwargs)
         else:
-            result = self.pipe.eval(*args, same_batch=True, **kwargs)
-            loss = self.loss_of(result)
-        return (loss, self.guarded(result.outputs)) if kwargs.get("outputs") else loss
+            result = self.pipe.eval(*args, same_batch=True, outputs=outputs, **kwargs)
+            loss, output = self.loss_of(result), result.outputs
+        return (loss, output) if outputs else loss
 
-    def run_step(self, *args: Any, **kwargs: Any) -> tuple[StepResult, Tensor]:
-        """Run a step; return its result, and its loss, whose backward adds the gradients to ``.grad``."""
+    def run_step(
+        self, *args: Any, outputs: bool = False, **kwargs: Any
+    ) -> tuple[StepResult, Tensor, Any]:
+        """Run a step; return its result, and its loss and outputs, whose backward adds to ``.grad``."""
         for name in kwargs.keys() & {"accumulate", "scaler"}:
             raise UsageError(f"{name}= belongs to Pipeline.step; here, divide or scale the loss")
-        parameters = list(self.pipe.parameters())
-        inputs = {id(t): t for t in tensors_in((args, kwargs)) if t.requires_grad}
-        copies = {key: tensor.detach().requires_grad_() for key, tensor in inputs.items()}
-        if inputs:
-            args, kwargs = map_tensors((args, kwargs), lambda t: copies.get(id(t), t))
-        scale = self._factor if self._computes_in_half() else 1.0
+        of_model = {name: value for name, value in kwargs.items() if name not in _OF_STEP}
+        run = self._pass(args, of_model, again=outputs)
+        args, kwargs = run.args, {**kwargs, **run.kwargs}
+        scale = self._factor if self._computes_in_half else 1.0
         checks = scale != 1.0
         if checks:  # on every rank alike, so that all ask for the norm
             kwargs["scaler"] = LossScaler(scale, device=self.pipe.device.type)
-        before = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-        try:
-            result = self.pipe.step(*args, accumulate=1, same_batch=True, **kwargs)
+        with run.collecting():
+            result = self.pipe.step(*args, accumulate=1, same_batch=True, outputs=outputs, **kwargs)
             if checks and not math.isfinite(self.pipe.grad_norm()):
                 scale = math.nan
-            gradients = [(p, p.grad) for p in parameters if p.grad is not None]
-        finally:
-            for parameter, gradient in zip(parameters, before, strict=True):
-                parameter.grad = gradient
-        pending = _Pending(gradients, list(copies.values()), scale, self._note_factor)
-        anchor = self.__dict__["_anchor"]
-        value, of_inputs = self.loss_of(result, kwargs.get("total_weight")), inputs.values()
-        loss: Tensor = cast("Any", _Loss).apply(pending, value, anchor, *of_inputs)
-        return result, loss
+        run.scale = scale
+        loss, output = run.applied(self.loss_of(result, kwargs.get("total_weight")), result.outputs)
+        return result, loss, output
+
+    def outputs_of(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output, through which gradients flow if they are enabled.
+
+        The pipeline keeps nothing for the backward: it runs the forward again when gradients arrive.
+        """
+        if not self.training and not torch.is_grad_enabled():
+            return self.pipe.predict(*args, same_batch=True, **kwargs)
+        run = self._pass(args, kwargs, again=torch.is_grad_enabled())
+        with torch.no_grad():
+            output = self.pipe.run_forward(*run.args, same_batch=True, **run.kwargs)
+        if self.training:
+            self.pipe.randomness.advance()
+        return run.applied(None, output)[1]
+
+    def _pass(self, args: Any, kwargs: dict[str, Any], *, again: bool) -> Pass:
+        return Pass(
+            self.pipe, args, kwargs,
+            again=again, in_half=self._computes_in_half, note=self._note_factor,
+        )  # fmt: skip
 
     def loss_of(self, result: StepResult, total: float | None = None) -> Tensor:
         """The loss of a result on the stages' device, divided by a total in place of its weight."""
         value = result.loss if not total else result.loss * result.weight / total
         return torch.tensor(value, dtype=self._dtype, device=self.pipe.device)
 
-    def guarded(self, outputs: Any) -> Any:
-        """Outputs of a step; the backward of a loss that is made of them is refused."""
-        anchor = self.__dict__["_anchor"]
-        return map_tensors(
-            outputs, lambda t: cast("Any", _Output).apply(t, anchor) if t.is_floating_point() else t
-        )
-
     def _note_factor(self, factor: float) -> None:
         if math.isfinite(factor) and factor > 0:
             self._factor = factor
 
+    @property
     def _computes_in_half(self) -> bool:
         """Whether gradients are computed in float16, where small ones vanish if they are not scaled."""
         kind = self.pipe.device.type
@@ -160,7 +175,7 @@ class PipelineModule(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that live in this process, each once, under their names in the unsplit model."""
+        """The parameters of the whole model, see :meth:`Pipeline.named_parameters`."""
         for name, parameter in self.pipe.named_parameters() if recurse else ():
             yield _below(prefix, name), parameter
 
@@ -190,13 +205,14 @@ class PipelineModule(nn.Module):
         Raises:
             UsageError: the call would move or convert the stages.
         """
-        for name, parameter in self.pipe.named_parameters():
+        for name, parameter in self.pipe.held_weights.named_parameters():
             with torch.no_grad():
                 changed = fn(parameter) is not parameter
             if changed:
                 raise UsageError(
                     f"to(), half() and the like would change {name}, and the pipeline's stages stay as they "
-                    "are: say where they live with Pipeline(device=), and convert the model before it is cut"
+                    "are: say where they live with Pipeline(device=), and convert the model before the cut. "
+                    "With Accelerate, use penstock.integrations.accelerate.PipelineAccelerator(pipe)"
                 )
         return self
 
@@ -206,7 +222,8 @@ class PipelineModule(nn.Module):
         raise UsageError(
             "DistributedDataParallel around a PipelineModule: its hooks would wait for gradients that come "
             "from the pipeline's step. Give Pipeline(mesh=, replicas=) for replicas of the pipeline, or wrap "
-            "each stage with Pipeline(wrap=)"
+            "each stage with Pipeline(wrap=). With Accelerate, use "
+            "penstock.integrations.accelerate.PipelineAccelerator(pipe)"
         )
 
 
@@ -219,7 +236,7 @@ def clip_whole(
         UsageError: a parameter that has a gradient is not among ``parameters``.
     """
     some = {id(parameter) for parameter in parameters}
-    for name, parameter in pipe.named_parameters():
+    for name, parameter in pipe.held_weights.named_parameters():
         if parameter.grad is not None and id(parameter) not in some:
             raise UsageError(
                 f"{name.removeprefix('module.')} has a gradient, but is not among the parameters to be "
@@ -257,6 +274,8 @@ def own_loss(model: nn.Module) -> OwnLoss:
 
     def weight(labels: Any) -> Any:
         """The number of labels that the loss averages over."""
+        if isinstance(labels, Mapping):
+            labels = labels.get("labels", next(iter(labels.values())))
         if not isinstance(labels, Tensor) or labels.is_floating_point():
             return len(labels)
         return ((labels[..., 1:] if shifts and labels.dim() > 1 else labels) != -100).sum()
@@ -266,15 +285,25 @@ def own_loss(model: nn.Module) -> OwnLoss:
 
 def _shifts_labels(model: Any) -> bool:
     """Whether the model predicts each label from the tokens before it, and so never the first."""
-    function = getattr(model, "loss_function", None)
+    base = author_of(model)
+    function = getattr(base, "loss_function", None)
     causal = getattr(function, "__name__", "") == "ForCausalLMLoss"
-    return causal and not getattr(model.config, "is_encoder_decoder", False)
+    # Virtual tokens in front of a prompt predict its first token.
+    configs = getattr(model, "peft_config", None) or {}
+    prompts = {"PROMPT_TUNING", "P_TUNING"}
+    virtual = any(getattr(c, "peft_type", "") in prompts for c in configs.values())
+    return causal and not virtual and not getattr(base.config, "is_encoder_decoder", False)
+
+
+def author_of(model: Any) -> Any:
+    """The transformers model, which may be inside a model of PEFT."""
+    return model.get_base_model() if _is_named(type(model), "PeftModel") else model
 
 
 def _is_named(kind: type, name: str) -> bool:
-    """Whether a class is or extends transformers' class of this name; this does not import transformers."""
+    """Whether a class is or extends transformers' or PEFT's class of this name; this imports neither."""
     return any(
-        base.__name__ == name and base.__module__.startswith("transformers.")
+        base.__name__ == name and base.__module__.partition(".")[0] in ("transformers", "peft")
         for base in kind.__mro__
     )
 
@@ -295,26 +324,35 @@ class PipelineModel(PipelineModule):
     def __init__(self, pipe: Pipeline) -> None:
         super().__init__(pipe)
         assert pipe.model is not None
+        author = author_of(pipe.model)
         self.__dict__["_author"] = pipe.model
-        self._takes_cache = "use_cache" in inspect.signature(pipe.model.forward).parameters
-        hint = get_type_hints(type(pipe.model).forward).get("return")
+        forward = type(author).forward
+        self._takes_cache = "use_cache" in inspect.signature(forward).parameters
+        self._labels = [
+            name
+            for name in inspect.signature(forward).parameters
+            if "label" in name or name in ("start_positions", "end_positions")
+        ]
+        # Some models take num_items_in_batch and ignore it.
+        self.divides = "loss_function" in inspect.unwrap(forward).__code__.co_names
+        self.follows = False
+        hint = get_type_hints(forward).get("return")
         kinds = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type)]
         outputs = [kind for kind in kinds if _is_named(kind, "ModelOutput")]
         self._output_class = outputs[0] if outputs else dict
 
     def __getattr__(self, name: str) -> Any:
         try:
-            return super().__getattr__(name)
+            return nn.Module.__getattr__(self, name)
         except AttributeError:
             value = getattr(self.__dict__.get("_author"), name, None)
-            if value is None or callable(value):
+            if value is None or (callable(value) and not isinstance(value, nn.Module)):
                 raise
             return value
 
     def forward(
         self,
         *args: Any,
-        labels: Any = None,
         num_items_in_batch: float | Tensor | None = None,
         outputs: bool | None = None,
         **kwargs: Any,
@@ -323,39 +361,93 @@ class PipelineModel(PipelineModule):
 
         Args:
             args: the model's arguments, for the whole batch on every rank.
-            labels: the labels that the model is to predict.
             num_items_in_batch: the divisor of the sum of the labels' losses, in place of the number of labels
                 of this batch: for a batch that is part of a larger one.
-            outputs: whether every rank gets the logits; by default only in evaluation.
-            kwargs: the model's arguments by name.
+            outputs: whether every rank gets the logits beside a loss; by default only in evaluation.
+            kwargs: the model's arguments by name, labels among them. Without labels, the output is that of
+                the model, and gradients flow through it.
 
         Raises:
-            UsageError: the call is wrong, such as one without labels.
+            UsageError: the call is wrong.
             AgreementError: the ranks of the pipeline were given different batches.
         """
         trains = self.training and torch.is_grad_enabled()
         outputs = not trains if outputs is None else outputs
-        if labels is not None:
-            kwargs = {"target": labels, **kwargs, "labels": labels}
         if self._takes_cache:
             kwargs.setdefault("use_cache", False)
+        labels = {name: kwargs[name] for name in self._labels if kwargs.get(name) is not None}
+        if "target" in kwargs:
+            labels = kwargs.pop("target")
+        elif [*labels] == ["labels"]:
+            labels = labels["labels"]
+        calls = [] if args else _packed(kwargs, self.pipe.schedule.microbatches)
+        if calls:
+            args, kwargs = (Microbatches(calls),), {}
+            labels = [call["labels"] for call in calls] if isinstance(labels, Tensor) else labels
+        if self.follows or labels is None or len(labels) == 0:
+            return self._followed(args, kwargs, labels, num_items_in_batch)
         total = None if num_items_in_batch is None else float(num_items_in_batch)
+        options: dict[str, Any] = {"target": labels, "outputs": outputs}
         if trains:
-            result, loss = self.run_step(*args, total_weight=total, outputs=outputs, **kwargs)
-        elif "target" not in kwargs:
-            return self.pipe.predict(*args, same_batch=True, **kwargs)
+            _, loss, output = self.run_step(*args, total_weight=total, **options, **kwargs)
         else:
-            result = self.pipe.eval(*args, outputs=outputs, same_batch=True, **kwargs)
-            loss = self.loss_of(result, total)
+            result = self.pipe.eval(*args, same_batch=True, **options, **kwargs)
+            loss, output = self.loss_of(result, total), result.outputs
         if not outputs:
             return self._output_class(loss=loss)
-        output = self.guarded(result.outputs) if trains else result.outputs
+        output = _joined(output) if calls else output
         output["loss"] = loss
         return output
+
+    def _followed(self, args: Any, kwargs: Any, labels: Any, items: Any) -> Any:
+        """The model's output, whose loss is that of the whole batch; gradients flow through all of it."""
+        divided = items is not None and self.divides
+        if divided:
+            calls = args[0].calls if args and isinstance(args[0], Microbatches) else [kwargs]
+            for call in calls:
+                call["num_items_in_batch"] = items
+        output = self.outputs_of(*args, **kwargs)
+        output = _joined(output) if isinstance(output, list) else output
+        if not isinstance(output, MutableMapping):
+            return output
+        for name, value in output.items():
+            if isinstance(value, Tensor) and name.endswith("loss") and value.dim() == 1:
+                adds_up = divided and name == "loss"
+                output[name] = value.sum() if adds_up else value @ self._shares(labels, value)
+        return output
+
+    def _shares(self, labels: Any, losses: Tensor) -> Tensor:
+        """How much the loss of each microbatch counts in that of the batch."""
+        count = len(losses)
+        if labels is None or len(labels) == 0:
+            return losses.new_full((count,), 1 / count)
+        weight = cast("Any", own_loss(self._author)["loss_weight"])
+        parts: Sequence[Any] = labels
+        if isinstance(labels, Mapping):
+            split = {name: value.tensor_split(count) for name, value in labels.items()}
+            parts = [{name: of_one[at] for name, of_one in split.items()} for at in range(count)]
+        elif isinstance(labels, Tensor):
+            parts = labels.tensor_split(count)
+        counts = [float(weight(part)) for part in parts]
+        return losses.new_tensor(counts) / max(sum(counts), 1.0)
 
     def activation_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
         """Recompute layers in backward, as the model's own method does."""
         self._author.activation_checkpointing_enable(*args, **kwargs)
+
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
+        """The model's ``save_pretrained``, with the weights of all ranks; every rank calls it.
+
+        Args:
+            save_directory: the folder, which the rank that leads writes.
+            kwargs: the arguments of the model's method; ``is_main_process``, ``state_dict`` and
+                ``save_function`` have no effect, since the pipeline knows.
+        """
+        state = self.pipe.state_dict(full=True)
+        if self.pipe.leads:
+            for name in ("is_main_process", "state_dict", "save_function"):
+                kwargs.pop(name, None)
+            self._author.save_pretrained(save_directory, state_dict=state, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's ``generate``: the tokens that the unsplit model gives, on every rank.
@@ -374,6 +466,54 @@ class PipelineModel(PipelineModule):
         return generate(self.pipe, args, kwargs)
 
 
+# ---- sequences that are packed into one row
+
+
+def _packed(kwargs: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """Up to ``count`` calls with some of the sequences of a row each; none if the row is no such row."""
+    tokens, positions = kwargs.get("input_ids"), kwargs.get("position_ids")
+    rows = [
+        t for t in (tokens, positions) if isinstance(t, Tensor) and t.dim() == 2 and len(t) == 1
+    ]
+    if len(rows) < 2 or kwargs.get("attention_mask") is not None:
+        return []
+    length = rows[1].shape[1]
+    starts = (rows[1][0] == 0).nonzero().flatten().tolist()
+    if len(starts) < 2 or starts[0]:
+        return []
+    groups = [
+        group.tolist() for group in torch.tensor(starts).tensor_split(min(count, len(starts)))
+    ]
+    calls = []
+    for first, after in zip(groups, [*groups[1:], [length]], strict=True):
+        begin, end = first[0], after[0]
+        call = {}
+        for name, value in kwargs.items():
+            if name.startswith("cu_seq_lens"):
+                value = value[(value >= begin) & (value <= end)] - begin
+            elif name.startswith("max_length"):
+                # An upper bound; each other number would be traced anew.
+                value = 1 << (int(value) - 1).bit_length()
+            elif isinstance(value, Tensor) and value.shape[:2] == (1, length):
+                value = value[:, begin:end]
+            call[name] = value
+        calls.append(call)
+    return calls
+
+
+def _joined(outputs: Sequence[Any]) -> Any:
+    """The output for a row from those for its sequences."""
+    leaves, trees = zip(*map(flatten, outputs), strict=True)
+    columns = [
+        torch.cat(column, 1) if column[0].dim() > 1 else torch.stack(column)
+        for column in zip(*leaves, strict=True)
+        if isinstance(column[0], Tensor)
+    ]
+    values = iter(columns)
+    mixed = [next(values) if isinstance(leaf, Tensor) else leaf for leaf in leaves[0]]
+    return unflatten(mixed, trees[0])
+
+
 # ---- the modules of several stages as one tree
 
 
@@ -381,92 +521,15 @@ def _graft(root: nn.Module, module: nn.Module) -> None:
     """Put a module's submodules under the same paths in the root; plain containers are copied."""
     for name, child in module.named_children():
         if type(child) is not nn.Module:
-            root.add_module(name, child)
+            root._modules[name] = child
             continue
         if name not in root._modules:
-            root.add_module(name, nn.Module())
-        holder = root.get_submodule(name)
+            root._modules[name] = nn.Module()
+        holder = root._modules[name]
+        assert holder is not None
         holder._parameters.update(child._parameters)
         _graft(holder, child)
 
 
 def _below(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
-
-
-# ---- gradients that wait for the backward of their loss
-
-
-class _Pending:
-    """A step's gradients, held until the backward of its loss; a scale of nan makes all of them nan."""
-
-    def __init__(
-        self,
-        gradients: list[tuple[nn.Parameter, Tensor]],
-        inputs: list[Tensor],
-        scale: float,
-        note: Callable[[float], None],
-    ) -> None:
-        self._gradients: list[tuple[nn.Parameter, Tensor]] | None = gradients
-        self._inputs, self._scale, self._note = inputs, scale, note
-
-    def release(self, arriving: Tensor) -> list[Tensor | None]:
-        """Add the gradients to ``.grad``, and return those of the arguments.
-
-        Raises:
-            UsageError: this is the second backward, or a derivative of the gradients is asked for.
-        """
-        if torch.is_grad_enabled():
-            raise UsageError(
-                "backward with create_graph=True of a pipeline's loss: its gradients were computed by the "
-                "step, and have no derivative; put the term that needs one into loss_fn"
-            )
-        if self._gradients is None:
-            raise UsageError(
-                "backward was called a second time for one forward of a pipeline; its gradients have been "
-                "added to .grad already. Call the model again, or add up the losses before one backward"
-            )
-        gradients, self._gradients = self._gradients, None
-        factor = float(arriving) / self._scale
-        # If gradients are not finite, a scaler is about to halve its factor too.
-        self._note(float(arriving) / (2.0 if math.isnan(self._scale) else 1.0))
-        while gradients:
-            _add(*gradients.pop(), factor)
-        return [None if t.grad is None else t.grad * factor for t in self._inputs]
-
-
-def _add(parameter: nn.Parameter, gradient: Tensor, factor: float) -> None:
-    """Scale a gradient in place, and add it to a parameter's; a first one becomes ``.grad`` itself."""
-    if factor != 1.0:
-        local_part(gradient).mul_(factor)
-    if parameter.grad is None:
-        parameter.grad = gradient
-    elif parameter.grad.is_sparse or gradient.is_sparse:
-        parameter.grad = parameter.grad + gradient
-    else:
-        local_part(parameter.grad).add_(local_part(gradient))
-
-
-class _Loss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, pending: _Pending, loss: Tensor, *inputs: Tensor) -> Tensor:
-        ctx.pending = pending
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, *arriving: Any) -> Any:
-        # The anchor gets no gradient; it only makes autograd come here.
-        return None, None, None, *ctx.pending.release(arriving[0])
-
-
-class _Output(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
-        return output.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *arriving: Any) -> Any:
-        raise UsageError(
-            "a loss was made of the outputs of a pipeline, and no gradient flows through these: the "
-            "pipeline's loss_fn computes the gradients while the step runs. Put the change into loss_fn"
-        )

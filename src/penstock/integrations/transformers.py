@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 try:
-    from accelerate.utils import gather
+    from accelerate.utils import convert_to_fp32, gather
     from transformers import Trainer
 except ImportError as error:
     raise ImportError(
         "penstock.integrations.transformers needs transformers and accelerate: "
-        "pip install 'penstock[transformers]'"
+        "pip install 'penstock-pipeline[transformers]'"
     ) from error
 
 from penstock.checkpoint import Checkpoints
@@ -25,6 +24,7 @@ from penstock.integrations.accelerate import one_of_each, share_batches
 from penstock.integrations.module import PipelineModel, PipelineModule, own_loss
 from penstock.parallel import side_by_side
 from penstock.pipeline import Pipeline
+from penstock.values import tensors_in
 
 _FOLDER = "penstock"
 """The folder in a Trainer's checkpoint that holds the whole run, for any layout."""
@@ -67,10 +67,7 @@ class PipelineTrainer(Trainer):
         super().__init__(*args, **kwargs)
         _refuse(self)
         model: Any = self.model
-        # Some models take num_items_in_batch and ignore it; then so does the pipeline.
-        names = inspect.unwrap(type(model).forward).__code__.co_names
-        own = self.compute_loss_func is None and self.label_smoother is None
-        self._divides = not own or (self.model_accepts_loss_kwargs and "loss_function" in names)
+        self._foreign = _foreign_loss(type(self))
         # These need the whole model.
         self._decays = super().get_decay_parameter_names(model)
         self._set_signature_columns_if_needed()
@@ -86,9 +83,13 @@ class PipelineTrainer(Trainer):
         self.model = self.model_wrapped = self.callback_handler.model = module
         # The Trainer then leaves placement, replicas and the gathering of weights to the model.
         self.is_distributed_loading_by_transformers = True
+        module.follows = self._foreign is not None
+        # Some models take num_items_in_batch and ignore it; then so does the pipeline.
+        own = self.compute_loss_func is None and self.label_smoother is None
+        self._divides = not own or (self.model_accepts_loss_kwargs and module.divides)
         self._loss_only = False
         if self.args.world_size > 1:
-            share_batches(self.accelerator.state, self.pipe)
+            share_batches(self.accelerator, self.pipe)
             self.accelerator.gather = self._gather
 
     def _options(self, model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
@@ -106,26 +107,34 @@ class PipelineTrainer(Trainer):
         weight = options["loss_weight"]
         if self.compute_loss_func is not None:
             function = self.compute_loss_func
-            options["loss_fn"] = lambda output, labels: function(
-                output, labels, num_items_in_batch=weight(labels)
+            options["loss_fn"] = _outside(
+                lambda output, labels: function(output, labels, num_items_in_batch=weight(labels))
             )
         elif self.label_smoother is not None:
             smoother, shifts = self.label_smoother, self._loss_shifts_labels
-            options["loss_fn"] = lambda output, labels: smoother(
-                output, labels, shift_labels=shifts
+            options["loss_fn"] = _outside(
+                lambda output, labels: smoother(output, labels, shift_labels=shifts)
             )
         return options
 
     # ---- a step
 
     def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """The loss of a batch over all replicas; its outputs too, if asked for."""
+        if self._foreign is not None:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        return self._own_loss(model, inputs, *args, **kwargs)
+
+    def _own_loss(
         self,
         model: nn.Module,
         inputs: dict[str, Any],
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The loss of a batch over all replicas; its outputs too, if asked for."""
+        """The loss that the pipeline's stages compute while they run."""
         outputs = model(
             **inputs,
             num_items_in_batch=num_items_in_batch if self._divides else None,
@@ -146,7 +155,8 @@ class PipelineTrainer(Trainer):
 
     def _without_repeated(self, inputs: Any) -> Any:
         """Remove the labels of rows that only fill the last batch of an evaluation up for all replicas."""
-        state, labels = self.accelerator.gradient_state, inputs.get("labels")
+        state = self.accelerator.gradient_state
+        labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
         if not state.end_of_dataloader or state.remainder <= 0 or not isinstance(labels, Tensor):
             return inputs
         rows = max(0, state.remainder - self.pipe.replicas.index * len(labels))
@@ -173,15 +183,21 @@ class PipelineTrainer(Trainer):
         """The names of the whole model's parameters that decay."""
         return self._decays
 
-    def get_total_train_batch_size(self, args: Any) -> int:
-        """The number of samples in an optimizer step."""
-        batch: int = self._train_batch_size * args.gradient_accumulation_steps
-        return batch * self.pipe.replicas.number
+    def get_tp_size(self) -> int:
+        """The number of processes that share a batch: those of one pipeline."""
+        pipe = vars(self).get("pipe")
+        return 1 if pipe is None else pipe.schedule.ranks // len(pipe.ranks)
+
+    def _get_num_items_in_batch(self, *args: Any) -> Any:
+        """The number of labels over all replicas, each counted once."""
+        items = super()._get_num_items_in_batch(*args)
+        # Transformers divides by the processes that share a batch, and gather counts one of them.
+        return items * self.get_tp_size() if isinstance(items, Tensor) else items
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """This rank's share of a batch's floating-point operations."""
         model: Any = self.model
-        main = inputs.get(model.main_input_name)
+        main = inputs.get(model.main_input_name) if isinstance(inputs, Mapping) else None
         if main is None:
             return 0
         here = len(self.pipe.ranks) / self.pipe.schedule.ranks
@@ -239,6 +255,25 @@ class PipelineTrainer(Trainer):
                 checkpoints.load(pipe=self.pipe)
 
 
+def _foreign_loss(kind: type) -> type | None:
+    """The first class with a ``compute_loss`` that is neither this module's nor the Trainer's."""
+    classes = (base for base in kind.__mro__ if "compute_loss" in vars(base))
+    return next((base for base in classes if base not in (PipelineTrainer, Trainer)), None)
+
+
+def _outside(loss_fn: Any) -> Any:
+    """A loss as the Trainer computes it: outside of autocast, of outputs in float32."""
+
+    def computed(output: Any, labels: Any) -> Any:
+        kind = next((t.device.type for t in tensors_in(output)), "cpu")
+        if not torch.is_autocast_enabled(kind):
+            return loss_fn(output, labels)
+        with torch.autocast(kind, enabled=False):
+            return loss_fn(convert_to_fp32(output), labels)
+
+    return computed
+
+
 def _refuse(trainer: Trainer) -> None:
     """Refuse options that a pipeline cannot honour."""
     args = trainer.args
@@ -263,7 +298,6 @@ def _refuse(trainer: Trainer) -> None:
             not args.average_tokens_across_devices,
             "the loss is that of all replicas",
         ),
-        "loss_type": (getattr(args, "loss_type", "nll") != "nll", "give pipeline={'loss_fn': ...}"),
     }
     for name, (given, instead) in wrong.items():
         if given:

@@ -11,17 +11,19 @@ from penstock.lazily import lazily
 
 if TYPE_CHECKING:
     from penstock.parallel.adapters import Adapter as Adapter
+    from penstock.parallel.adapters import Adapters as Adapters
+    from penstock.parallel.adapters import ReplicatedStage as ReplicatedStage
     from penstock.parallel.adapters import adapter_of as adapter_of
     from penstock.parallel.groups import Siblings as Siblings
     from penstock.parallel.groups import group_across as group_across
     from penstock.parallel.groups import group_of as group_of
+    from penstock.parallel.groups import members_of as members_of
     from penstock.parallel.groups import pipelines_in as pipelines_in
     from penstock.parallel.groups import ranks_in as ranks_in
     from penstock.parallel.groups import replicated_mesh as replicated_mesh
     from penstock.parallel.groups import seat as seat
     from penstock.parallel.groups import siblings_of as siblings_of
     from penstock.parallel.groups import side_by_side as side_by_side
-    from penstock.parallel.replicas import average_gradients as average_gradients
     from penstock.parallel.replicas import begin_equal as begin_equal
     from penstock.parallel.replicas import left_alone as left_alone
     from penstock.parallel.tensors import arrived as arrived
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from penstock.parallel.tensors import with_local as with_local
     from penstock.parallel.wrapping import Part as Part
     from penstock.parallel.wrapping import alone as alone
+    from penstock.parallel.wrapping import may_cast as may_cast
     from penstock.parallel.wrapping import named_buffers as named_buffers
     from penstock.parallel.wrapping import named_parameters as named_parameters
     from penstock.parallel.wrapping import names_without_wrappers as names_without_wrappers

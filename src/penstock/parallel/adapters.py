@@ -1,17 +1,22 @@
-"""Adapters for replicated and sharded stages: gradients are reduced once a call, not per microbatch."""
+"""Adapters for replicated and sharded stages: gradients are reduced once a call, not per microbatch.
+
+This is the one place where gradients are averaged over replicas or reduced over shards: each stage's when its
+last backward ends, while other stages still compute.
+"""
 
 from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.parallel.replicas import GradientAverage, copy_from_first
+from penstock.faults import Activity
+from penstock.parallel.replicas import GradientAverage, copy_from_first, unreduced
 from penstock.parallel.wrapping import Spread, spread_parts
 
 if TYPE_CHECKING:
@@ -65,66 +70,110 @@ class Adapter:
         """Clean up after an interrupted call."""
 
 
-def adapter_of(module: nn.Module, apart: Apart = nullcontext) -> Adapter | None:
-    """The adapter of a stage's module; None if no part of it is replicated or sharded.
+def adapter_of(
+    module: nn.Module, apart: Apart = nullcontext, activity: Activity | None = None
+) -> Adapter | None:
+    """The adapter of a stage's module; None if no wrapper replicates or shards a part of it.
 
     Args:
         module: the stage's module, in its wrapper.
         apart: a context that puts gradients that the stage collects elsewhere into ``.grad``.
+        activity: where this process notes what it waits for.
     """
     if isinstance(module, DistributedDataParallel):
-        return ReplicatedStage(module, apart)
+        return DataParallelStage(module, apart, activity)
     # FSDP2 takes long to import; until it is imported, nothing is sharded.
     sharded = _sharded_parts(module) if "torch.distributed.fsdp" in sys.modules else []
     return Sharded(sharded, apart) if sharded else None
 
 
-class ReplicatedStage(Adapter):
-    """A stage in ``DistributedDataParallel``: gradients are averaged over its replicas once per step.
+class Averaging(Adapter):
+    """A stage of which each replica has whole weights, whose gradients are averaged once per step.
 
-    DDP's own reducer expects a single backward that reaches every parameter. A step has many, so the reducer
-    is switched off, and all-reduces run once the last gradient is complete.
+    Args:
+        module: the stage's module, in its wrapper.
+        apart: a context that puts gradients that the stage collects elsewhere into ``.grad``.
+        group: the process group of the replicas.
+        activity: where this process notes what it waits for.
     """
 
-    def __init__(self, module: DistributedDataParallel, apart: Apart) -> None:
+    def __init__(self, module: Any, apart: Apart, group: Any, activity: Activity | None) -> None:
         self._module = module
-        self._average = GradientAverage(module.process_group)
+        self._group = group
+        self._average = GradientAverage(group, activity)
         self._apart = apart
-        self._stack = ExitStack()
         self._reduced = True
+        self._buffers: Iterable[Tensor] = ()
 
     def fits(self, module: nn.Module) -> bool:
         """Whether this is the adapter of the module."""
         return module is self._module
 
+    def _tensors(self) -> tuple[Iterable[nn.Parameter], Iterable[Tensor]]:
+        """The parameters whose gradients are averaged, and the buffers that are copied."""
+        raise NotImplementedError
+
     def begin(self, microbatches: int, *, trains: bool = True, gathers: bool = True) -> None:
-        """Switch the module's own reduction off."""
-        self._trains = trains
+        """Prepare for a call."""
         self._reduced = not trains
-        self._stack.enter_context(self._module.no_sync())
+        self._buffers = ()
 
     def reduce(self) -> None:
         """Start the all-reduces, once."""
         if not self._reduced:
             self._reduced = True
+            parameters, self._buffers = self._tensors()
             with self._apart():
-                self._average.start(Spread("", "", self._module).parameters)
+                self._average.start(parameters)
 
     def finish(self) -> None:
-        """Wait for the all-reduces, and copy buffers from the first replica, as the module itself would."""
+        """Wait for the all-reduces, and copy buffers from the first replica."""
         self.reduce()
         with self._apart():
             self._average.finish()
-        if self._trains and self._module.broadcast_buffers:
-            ignored = self._module.parameters_to_ignore
-            named = self._module.module.named_buffers()
-            buffers = [buffer for name, buffer in named if name not in ignored]
-            copy_from_first(buffers, self._module.process_group)
+        # A step that changes buffers is known by their versions, and this is no such change.
+        copy_from_first([buffer.data for buffer in self._buffers], self._group)
         self.abandon()
 
     def abandon(self) -> None:
-        """Switch the module's own reduction on again."""
+        """Forget what an interrupted call has started."""
         self._average.forget()
+
+
+class ReplicatedStage(Averaging):
+    """A stage under ``replicas=``; what its wrappers reduce is left to them."""
+
+    def _tensors(self) -> tuple[Iterable[nn.Parameter], Iterable[Tensor]]:
+        return unreduced(self._module, self._group)
+
+
+class DataParallelStage(Averaging):
+    """A stage in ``DistributedDataParallel``.
+
+    DDP's own reducer expects a single backward that reaches every parameter. A step has many, so the reducer
+    is switched off, and all-reduces run once the last gradient is complete.
+    """
+
+    def __init__(
+        self, module: DistributedDataParallel, apart: Apart, activity: Activity | None
+    ) -> None:
+        super().__init__(module, apart, module.process_group, activity)
+        self._stack = ExitStack()
+
+    def begin(self, microbatches: int, *, trains: bool = True, gathers: bool = True) -> None:
+        """Switch the module's own reduction off."""
+        super().begin(microbatches, trains=trains)
+        self._stack.enter_context(self._module.no_sync())
+
+    def _tensors(self) -> tuple[Iterable[nn.Parameter], Iterable[Tensor]]:
+        ignored = self._module.parameters_to_ignore
+        named = self._module.module.named_buffers() if self._module.broadcast_buffers else ()
+        buffers = [buffer for name, buffer in named if name not in ignored]
+        return Spread("", "", self._module).parameters, buffers
+
+    def abandon(self) -> None:
+        """Switch the module's own reduction on again."""
+        super().abandon()
         self._stack.close()
 
 
@@ -150,7 +199,6 @@ class Sharded(Adapter):
         self._held = [module for module in modules if _may_be_held(module)]
         for module in self._held:
             module.set_reshard_after_forward(False, recurse=False)
-        self._left: set[int] = set()
         self._reduced = True
         self._has_run = False
 
@@ -161,7 +209,6 @@ class Sharded(Adapter):
 
     def begin(self, microbatches: int, *, trains: bool = True, gathers: bool = True) -> None:
         """Postpone the reduction, and start to gather parameters."""
-        self._left = set(range(microbatches))
         self._reduced = not trains
         if trains:
             self._reduce_next(False)
@@ -173,15 +220,9 @@ class Sharded(Adapter):
         self._has_run = True
 
     def done(self, microbatch: int) -> None:
-        """After the last microbatch, reduce gradients and free the gathered parameters.
-
-        Not module by module within a backward: torch would prefetch modules that other microbatches need.
-        """
-        self._left.discard(microbatch)
+        """Add up a microbatch's gradients, if the wrapper casts them."""
         if self.casts:
             self._add_up()
-        if not self._left:
-            self.reduce()
 
     def _add_up(self) -> None:
         """Add up a microbatch's gradients in the type of the reduction."""
@@ -192,7 +233,10 @@ class Sharded(Adapter):
                     parameter.to_accumulated_grad_if_needed()
 
     def reduce(self) -> None:
-        """Reduce the gradients, once."""
+        """Reduce the gradients, once, and free the gathered parameters.
+
+        Not module by module within a backward: torch would prefetch modules that other microbatches need.
+        """
         if self._reduced:
             return
         self._reduced = True
@@ -252,3 +296,60 @@ def _may_be_held(module: FSDPModule) -> bool:
         return False
     asked = any(group.post_forward_mesh_info for group in state._fsdp_param_groups)
     return state._auto_reshard_after_forward is not False or not asked
+
+
+class Adapters:
+    """The adapters of the stages of this process during one call.
+
+    A stage's gradients are reduced when its last backward has ended. Collectives must start in one order on
+    all replicas, whose batches may have different numbers of microbatches; so a stage also waits for its
+    turn, and the last stage comes first.
+
+    Args:
+        of_stage: the adapters of each stage.
+        microbatches: the number of microbatches.
+        trains: whether the call runs backward.
+    """
+
+    def __init__(
+        self, of_stage: Mapping[int, Sequence[Adapter]], microbatches: int, *, trains: bool
+    ) -> None:
+        self._of_stage = of_stage
+        self._turns = sorted(of_stage)
+        self._left = dict.fromkeys(of_stage, microbatches)
+        self._count, self._trains = microbatches, trains
+
+    def begin(self, *, gathers: bool) -> None:
+        """Begin the call; see :meth:`Adapter.begin`."""
+        for adapters in self._of_stage.values():
+            for adapter in adapters:
+                adapter.begin(self._count, trains=self._trains, gathers=gathers)
+
+    def done(self, stage: int, microbatch: int) -> None:
+        """Note that a microbatch's backward through a stage is over."""
+        if stage not in self._left:
+            return
+        for adapter in self._of_stage[stage]:
+            adapter.done(microbatch)
+        self._left[stage] -= 1
+        while self._turns and not self._left[self._turns[-1]]:
+            self.tell(self._turns.pop(), "reduce")
+
+    def tell(self, stage: int, method: Literal["unshard", "reshard", "reduce"]) -> None:
+        """Call a method of a stage's adapters."""
+        for adapter in self._of_stage.get(stage, ()):
+            getattr(adapter, method)()
+
+    def finish(self) -> None:
+        """End the call; when this returns, all gradients are reduced."""
+        stages = sorted(self._of_stage, reverse=True)
+        for stage in stages if self._trains else ():
+            self.tell(stage, "reduce")
+        for adapter in [adapter for stage in stages for adapter in self._of_stage[stage]]:
+            adapter.finish()
+
+    def abandon(self) -> None:
+        """Clean up after an interrupted call."""
+        for adapters in self._of_stage.values():
+            for adapter in adapters:
+                adapter.abandon()

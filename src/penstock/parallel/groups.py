@@ -63,6 +63,45 @@ def group_across(mesh: Any) -> Any:
     return mesh.get_group()
 
 
+def members_of(
+    group: Any, mesh: Any, replicas: Any
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
+    """The global ranks of the job, of this process's pipeline, and of those at its place in each pipeline.
+
+    Those of the whole mesh that ``group=``, ``mesh=`` or ``replicas=`` is a part of; without a mesh, those of
+    the group, or the default group if there are replicas.
+
+    Args:
+        group: a process group, or a mesh, as for :func:`group_of`.
+        mesh: a mesh with a dimension for the pipeline, in place of a group.
+        replicas: the process group of the ranks at this place in each pipeline, if any.
+
+    Returns:
+        None if there are no process groups yet, or this process is not in the one that was given.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    along = mesh if isinstance(mesh, DeviceMesh) else group
+    chosen = group_of(group, mesh)
+    if chosen == dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    pipeline = tuple(dist.get_process_group_ranks(chosen))
+    if isinstance(along, DeviceMesh):
+        # Only this private name leads from a part to the mesh that it was taken from (torch 2.13).
+        whole = along._get_root_mesh()
+        names = whole.mesh_dim_names or ()
+        name = DIMENSION if along.ndim > 1 else (along.mesh_dim_names or ("",))[0]
+        if name in names:
+            rows = whole.mesh.movedim(names.index(name), -1).flatten(0, -2).tolist()
+            place = pipeline.index(dist.get_rank())
+            every = sorted(rank for row in rows for rank in row)
+            return (tuple(every), pipeline, tuple(row[place] for row in rows))
+    beside = (dist.get_rank(),) if replicas is None else tuple(sorted(ranks_in(replicas)))
+    if len(beside) > 1 and {*beside}.isdisjoint({*pipeline} - {dist.get_rank()}):
+        return (tuple(range(dist.get_world_size())), pipeline, beside)
+    return (pipeline, pipeline, (dist.get_rank(),))
+
+
 def ranks_in(group: Any) -> set[int]:
     """The processes of a group, as global ranks."""
     return {*dist.get_process_group_ranks(group)}

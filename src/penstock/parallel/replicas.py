@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from penstock.faults import Activity
 from penstock.parallel.groups import ranks_in
 from penstock.parallel.tensors import is_sharded, local_part, with_local
 from penstock.parallel.wrapping import mesh_ranks, spread_parts
@@ -24,11 +26,14 @@ class GradientAverage:
 
     Args:
         group: the process group of the replicas.
+        activity: where this process notes what it waits for.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, activity: Activity | None = None) -> None:
         self._group = group
-        self._under_way: list[tuple[Any, Tensor, list[nn.Parameter]]] = []
+        self._activity = activity
+        self._members = dist.get_process_group_ranks(group)
+        self._under_way: deque[tuple[Any, Tensor, list[nn.Parameter], Any]] = deque()
 
     def start(self, parameters: Iterable[nn.Parameter]) -> None:
         """Start the all-reduces; each replica has the same parameters in the same order."""
@@ -37,12 +42,20 @@ class GradientAverage:
             parts = [_flat_gradient(parameter) for parameter in bucket]
             present = parts[0].new_tensor([parameter.grad is not None for parameter in bucket])
             flat = torch.cat([*parts, present]).div_(self._group.size())
+            come = None if self._activity is None else self._activity.arrive(self._members)
             work = dist.all_reduce(flat, group=self._group, async_op=True)
-            self._under_way.append((work, flat, bucket))
+            self._under_way.append((work, flat, bucket, come))
 
-    def finish(self) -> None:
-        """Wait for the all-reduces, and replace each ``.grad`` by the average."""
-        for work, flat, bucket in self._under_way:
+    def finish(self, what: str = "the average of gradients") -> None:
+        """Wait for the all-reduces, and replace each ``.grad`` by the average.
+
+        Args:
+            what: what is waited for, in words.
+        """
+        while self._under_way:
+            work, flat, bucket, come = self._under_way.popleft()
+            if self._activity is not None:
+                self._activity.wait(what, collective=come)
             work.wait()
             sizes = [local_part(parameter).numel() for parameter in bucket]
             *parts, present = flat.split([*sizes, len(bucket)])
@@ -53,7 +66,8 @@ class GradientAverage:
             for parameter, part, has_gradient in zip(bucket, parts, somewhere, strict=True):
                 if has_gradient:
                     _replace_gradient(parameter, part)
-        self._under_way.clear()
+        if self._activity is not None:
+            self._activity.go_on()
 
     def forget(self) -> None:
         """Forget the all-reduces of a call that was interrupted."""
@@ -117,23 +131,8 @@ def begin_equal(modules: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
     Tensors that a wrapper replicates or shards, and those on the meta device, are left alone.
     """
     for module in modules:
-        parameters, buffers = _alone(module, group)
+        parameters, buffers = unreduced(module, group)
         copy_from_first([*parameters, *buffers], group)
-
-
-def average_gradients(modules: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
-    """Average the gradients that no wrapper reduces; buffers become those of the first replica.
-
-    Args:
-        modules: the stages' modules, in their wrappers.
-        group: the process group of the replicas, which call this together.
-    """
-    tensors = [_alone(module, group) for module in modules]
-    average = GradientAverage(group)
-    # A weight that stages share counts once.
-    average.start({id(p): p for parameters, _ in tensors for p in parameters}.values())
-    average.finish()
-    copy_from_first([buffer for _, buffers in tensors for buffer in buffers], group)
 
 
 def left_alone(module: nn.Module, group: dist.ProcessGroup) -> list[nn.Parameter]:
@@ -143,11 +142,13 @@ def left_alone(module: nn.Module, group: dist.ProcessGroup) -> list[nn.Parameter
         module: the stage's module, in its wrapper.
         group: the process group of the replicas.
     """
-    return _alone(module, group)[0]
+    return unreduced(module, group)[0]
 
 
-def _alone(module: nn.Module, group: dist.ProcessGroup) -> tuple[list[nn.Parameter], list[Tensor]]:
-    """These parameters, and the buffers that no wrapper copies."""
+def unreduced(
+    module: nn.Module, group: dist.ProcessGroup
+) -> tuple[list[nn.Parameter], list[Tensor]]:
+    """The parameters as :func:`left_alone` has them, and the buffers that no wrapper copies."""
     parts, replicas = spread_parts(module), ranks_in(group)
     reduced = {id(p) for part in parts for p in part.parameters}
     parameters = [

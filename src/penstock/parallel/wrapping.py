@@ -78,6 +78,30 @@ def alone(module: nn.Module) -> nn.Module:
     return module.get_submodule("module") if replicated else module
 
 
+def may_cast(module: nn.Module, own: nn.Module) -> bool:
+    """Whether wrappers may change the types of what a stage is given and gives.
+
+    Mixed precision does, and a module of the user's around the stage may.
+
+    Args:
+        module: the outermost module.
+        own: the stage's own module inside it.
+    """
+    around = module
+    while around is not own and (inside := _kind_of(around).inside):
+        around = around.get_submodule(inside)
+    return around is not own or any(_casts(part.module) for part in spread_parts(module))
+
+
+def _casts(module: Any) -> bool:
+    """Whether a module that is spread over processes computes with mixed precision."""
+    if isinstance(module, DistributedDataParallel):
+        return module.mixed_precision is not None
+    # There is no public way to read a module's policy (torch 2.13).
+    policy = module._get_fsdp_state()._mp_policy
+    return policy.param_dtype is not None or policy.output_dtype is not None
+
+
 def parts_of(module: nn.Module, own: nn.Module) -> Iterator[Part]:
     """A module and all modules inside it, once for every path.
 

@@ -1,8 +1,9 @@
-"""A model that was cut: the forward that all stages run, and the plans of the calls seen so far."""
+"""A model that was cut: the forward that all stages run, and what a plan of it depends on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -10,16 +11,16 @@ from torch import Tensor, nn
 
 from penstock.errors import PartitionError, UsageError
 from penstock.partition.base import Example
+from penstock.partition.held import put
 from penstock.partition.meter import Meter
-from penstock.partition.nested import tensors_in
-from penstock.partition.plan import CallPlan, Homes, assign, empty_plan
+from penstock.partition.plan import CallPlan, assign, empty_plan
 from penstock.partition.seen import Door
-from penstock.partition.trace import Trace, record
+from penstock.partition.settings import Settings
+from penstock.partition.trace import Homes, Trace, record
+from penstock.values import tensors_in
 
 _NOTHING = empty_plan()
 """The plan of a model in one stage, whose forward runs as it is."""
-_REMEMBERED = 256
-"""How many kinds of calls to remember; beyond that, the oldest is dropped."""
 
 
 class Author:
@@ -51,7 +52,6 @@ class Author:
         self.model, self.doors, self.forward = model, doors, forward
         self.recomputes, self.homes, self.stages = frozenset(recomputes), homes, stages
         self._example = example
-        self._plans: dict[Any, CallPlan] = {}
         self._held: dict[str, tuple[Any, str, Tensor | None]] = {}
         inside = {id(part) for door in doors for part in door.module.modules()}
         self.outside = [module for module in model.modules() if id(module) not in inside]
@@ -64,26 +64,57 @@ class Author:
         self._opened = [m for m in self.outside if any(id(part) in units for part in m.modules())]
         self._loose = [m for m in self.outside if not any(m is other for other in self._opened)]
         self._form = _form_of(model)
+        self._around = Settings(self.outside)
+        self.to_set: list[tuple[Any, str, Any]] = []
+        self._settings = [self._settings_of(stage) for stage in range(stages)]
         if stages > 1:
             self._check_not_compiled()
 
     # ---- what happens in a call
 
-    def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallPlan:
+    def plan(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        states: Mapping[int, Any] | None = None,
+    ) -> CallPlan:
         """The plan of a call; see :meth:`Partition.plan`."""
         if self.stages == 1 and not self.recomputes:
             return _NOTHING
-        call = (tuple(args), dict(kwargs))
-        doors = [*self.doors, *self._hooked()] if self.stages > 1 else self.doors
-        key = (_kind(call), self._state(), tuple(door.path for door in doors))
-        plan = self._plans.get(key)
-        if plan is None:
+        with ExitStack() as stack:
+            for stage, (_, rows) in (states or {}).items():
+                stack.enter_context(self._settings[int(stage)].taken_over(rows))
             self._check_hooks()
-            plan = assign(self._record(doors, call), self.homes, self.stages)
-            if len(self._plans) >= _REMEMBERED:
-                self._plans.pop(next(iter(self._plans)))
-            self._plans[key] = plan
-        return plan
+            doors = [*self.doors, *self._hooked()] if self.stages > 1 else self.doors
+            trace = self._record(doors, (tuple(args), dict(kwargs)))
+            return assign(trace, self.homes, self.stages)
+
+    def state(self, stage: int) -> tuple[Any, ...]:
+        """The settings on which plans depend; see :meth:`penstock.stage.StageModule.state`."""
+        # All stages come to have what only the last one's code sets, before the next call.
+        for thing, name, value in self.to_set:
+            put(thing, name, value)
+        self.to_set = []
+        around = self._around.look() if self.stages > 1 else ()
+        return around, self._settings[stage].look()
+
+    def refresh(self) -> None:
+        """Let the next plan take counters as they are then."""
+        for settings in (self._around, *self._settings):
+            settings.refresh()
+
+    def _settings_of(self, stage: int) -> Settings:
+        """The settings of a stage's units, and of its parameters outside of units."""
+        units = [door.module for door in self.doors if stage in self.homes[door.path]]
+        loose = {
+            id(p): p
+            for module in self.outside
+            for p in module._parameters.values()
+            if p is not None
+        }
+        homes = [(name, p) for name, p in self.model.named_parameters() if id(p) in loose]
+        mine = [p for name, p in homes if stage in self.homes.get(name, ())]
+        return Settings((part for unit in units for part in unit.modules()), mine)
 
     def flops(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
         """The floating-point operations of the whole model's forward; see :meth:`StageModule.flops`."""
@@ -93,19 +124,8 @@ class Author:
 
     def _record(self, doors: Sequence[Door], call: Example) -> Trace:
         fits = self._example is not None and _kind(self._example) == _kind(call)
-        return record(self.model, self.forward, doors, call, self._example if fits else None)
-
-    def _state(self) -> tuple[Any, ...]:
-        """The state of the model and of PyTorch on which values may depend."""
-        return (
-            tuple(module.training for module in self.model.modules()),
-            tuple(parameter.requires_grad for parameter in self.model.parameters()),
-            torch.is_grad_enabled(),
-            tuple(
-                torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-                for kind in ("cpu", "cuda")
-            ),
-        )
+        example = self._example if fits else None
+        return record(self.model, self.forward, doors, call, example, self.homes)
 
     def _hooked(self) -> list[Door]:
         """Doors of the modules between units that have hooks: each call is in one stage, like a unit's."""
@@ -172,7 +192,7 @@ def _hooks_of(module: nn.Module) -> bool:
 def _form_of(model: nn.Module) -> dict[str, Any]:
     modules = {path: id(module) for path, module in model.named_modules(remove_duplicate=False)}
     return modules | dict.fromkeys(
-        (name for name, _ in model.named_parameters(remove_duplicate=False)), "parameter"
+        [name for name, _ in model.named_parameters(remove_duplicate=False)], "parameter"
     )
 
 

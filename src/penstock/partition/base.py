@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
+from penstock.elsewhere import Whereabouts, put_elsewhere
 from penstock.errors import PartitionError, listed
 
 Example = tuple[Sequence[Any], Mapping[str, Any]]
@@ -37,8 +40,8 @@ class Shared(NamedTuple):
 class Releases(Protocol):
     """A stage that can free its data."""
 
-    def release(self, kept: Collection[Tensor]) -> None:
-        """Free all data except that of the tensors in ``kept``."""
+    def release(self, put: Callable[[str, Tensor], Tensor]) -> None:
+        """Replace each tensor by what ``put`` makes of it and its name."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class Partition:
 
     def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Plan a call from one run without data: what the stages do, and the values that travel.
+
+        Each call makes a new plan.
 
         Args:
             args: positional arguments for one microbatch. Only shapes, types and plain values count;
@@ -90,15 +95,28 @@ class Partition:
                 f"in no stage: {listed(missing, 5)}; name the modules that hold them in stages="
             )
 
-    def keep(self, stages: Collection[int]) -> None:
+    def keep(self, stages: Collection[int], rank_of: Sequence[int], device: torch.device) -> None:
         """Free the data of all other stages, where the stages share a model that would keep it alive.
 
-        The model then has tensors on the meta device in its place.
+        The model then has stand-ins in its place, see :class:`penstock.elsewhere.Elsewhere`.
+
+        Args:
+            stages: the stages to keep.
+            rank_of: the rank of each stage.
+            device: where the stages of this process live.
         """
         kept = [tensor for index in stages for _, tensor in named_tensors(self.modules[index])]
+        known = {id(tensor): (tensor, tensor) for tensor in kept}
+
+        def put(rank: int, name: str, tensor: Tensor) -> Tensor:
+            if id(tensor) not in known:
+                # The tensor itself is kept too: its id must not be used again.
+                known[id(tensor)] = put_elsewhere(tensor, Whereabouts(name, rank, device)), tensor
+            return known[id(tensor)][0]
+
         for index, module in enumerate(self.modules):
             if index not in stages and isinstance(module, Releases):
-                module.release(kept)
+                module.release(partial(put, rank_of[index]))
 
 
 def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

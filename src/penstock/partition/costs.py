@@ -30,12 +30,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from penstock.backward import SplitBackward
 from penstock.errors import InternalError, PartitionError, UsageError
 from penstock.partition.base import count_parameters
+from penstock.partition.held import Held, look_at_call
 from penstock.partition.meter import FusedAttention, Meter, Rate
-from penstock.partition.nested import located, plain_in, replaced, tensors_in
 from penstock.partition.seen import Door
-from penstock.partition.state import Snapshot
 from penstock.partition.trace import Event, Trace, Value, as_written, home_of, record
 from penstock.partition.units import once
+from penstock.values import located, map_tensors, plain_in, tensors_in
 
 Measure = Literal["time", "flops", "parameters", "memory"]
 REPEATS = 3
@@ -190,7 +190,7 @@ def _predicted(
         return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
 
     for event in [event for unit in units for event in unit.events]:
-        event.call = replaced(event.call, fake)
+        event.call = map_tensors(event.call, fake)
     with as_written(), mode, FusedAttention():
         return _probes(units, replay, rate, None)
 
@@ -288,7 +288,7 @@ def weigh_units(
 @contextmanager
 def _left_as_it_was(model: nn.Module) -> Iterator[None]:
     """Removes the model's hooks; afterwards restores everything."""
-    snapshot = Snapshot(model, {})
+    snapshot = Held(model, {})
     try:
         tables = [entry for module in model.modules() for entry in vars(module).items()]
         for name, value in tables:
@@ -312,9 +312,9 @@ def _put_in(model: nn.Module, stand_in: Callable[[Tensor], Tensor]) -> None:
         state = vars(module)
         for name, value in list(state.items()):
             if name in ("_parameters", "_buffers"):
-                value.update(replaced(dict(value), put))
+                value.update(map_tensors(dict(value), put))
             elif name != "_modules" and tensors_in(value):
-                state[name] = replaced(value, put)
+                state[name] = map_tensors(value, put)
 
 
 def _check_not_scripted(model: nn.Module) -> None:
@@ -328,7 +328,7 @@ def _check_not_scripted(model: nn.Module) -> None:
 
 def _on(device: torch.device, value: Any) -> Any:
     """A value with its tensors on a device; meta tensors become ones."""
-    return replaced(
+    return map_tensors(
         value,
         lambda t: torch.ones(t.shape, dtype=t.dtype, device=device) if t.is_meta else t.to(device),
     )
@@ -506,7 +506,7 @@ class _Replay:
         self._trace, self._model = trace, model
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self.values = {
-            number: value.tensor if value.parameter is None else named[value.parameter]
+            number: named.get(trace.values[value.root].parameter or "", value.tensor)
             for number, value in enumerate(trace.values)
         }
 
@@ -527,14 +527,18 @@ class _Replay:
             event.objects.restore()
         places = located(event.call)
         put = {id(places[place]): now[number] for place, number in event.inputs}
-        args, kwargs = replaced(event.call, lambda tensor: put.get(id(tensor), tensor))
+        args, kwargs = map_tensors(event.call, lambda tensor: put.get(id(tensor), tensor))
         run = event.what
         if event.is_unit:
             module = self._model.get_submodule(event.what)
             run = getattr(module, "_orig_mod", module)._call_impl
         elif isinstance(run, type) and issubclass(run, Function):
             run = run.apply
+        things = look_at_call(args, kwargs) if event.left else None
         results = tensors_in(run(*args, **kwargs))
+        if things is not None:
+            changes = {thing.place: thing.change() for thing in things.changed()}
+            results += tensors_in([changes.get(place) for place in event.left])
         for slot, tensor in zip(event.slots, results, strict=True):
             if isinstance(slot, int):
                 now[slot] = tensor

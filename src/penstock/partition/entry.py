@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.errors import PartitionError, UsageError
+from penstock.errors import PartitionError, PenstockError, StageError, UsageError
 from penstock.partition.author import Author, has_compiled_forward
 from penstock.partition.balance import choose_cuts, use_up_to
 from penstock.partition.base import Example, Partition, find_shared
@@ -126,10 +126,16 @@ def _shown(model: nn.Module, units: Sequence[str], example: Example | None) -> T
         return None
     try:
         return record(model, model, _doors(model, units), call, call)
-    except Exception:
+    except PenstockError:
         if example is not None:
             raise
-        return None
+    except Exception as error:
+        if example is not None:
+            raise StageError(
+                f"the {type(model).__name__} failed in a run with example=, on tensors without data where it "
+                f"is possible: {type(error).__name__}: {error}"
+            ) from error
+    return None
 
 
 def _check_compiled(model: nn.Module) -> None:

@@ -12,18 +12,11 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from penstock.errors import PartitionError
-from penstock.partition.kept import hidden
-from penstock.partition.nested import Place, opaque_in
+from penstock.partition.held import hidden, restored
 from penstock.partition.seen import may_draw
-from penstock.partition.state import restored
-from penstock.partition.trace import Event, Trace, Value, is_ours
+from penstock.partition.trace import Event, Homes, Trace, Value, is_ours
 from penstock.schedule import Edge
-
-Homes = Mapping[str, Sequence[int]]
-"""The stages of each unit by path, and of each parameter and each unit's buffer by name.
-
-If a unit is in several stages, its first calls are in the first of them, and so on.
-"""
+from penstock.values import Place, opaque_in
 
 
 class Step(NamedTuple):
@@ -77,6 +70,8 @@ class CallPlan:
         lost: the names in the output of objects that no stage has in full, such as caches.
         regions: for each of the author's checkpoints, the stages of its events.
         buffers: the names of the units' buffers that are used between units.
+        copied: the roots of values whose memory belongs to modules, and the names of parameters and buffers
+            that travel and may change before they have arrived.
         attributes: the modules, names and units of the attributes set in stages before the last.
     """
 
@@ -91,6 +86,7 @@ class CallPlan:
     lost: set[Any] = field(default_factory=set)
     regions: list[set[int]] = field(default_factory=list)
     buffers: list[str] = field(default_factory=list)
+    copied: set[int | str] = field(default_factory=set)
     attributes: list[tuple[nn.Module, str, str]] = field(default_factory=list)
     _quick: dict[int, list[Quick | None]] = field(default_factory=dict, repr=False)
 
@@ -171,7 +167,8 @@ def assign(trace: Trace, homes: Homes, stages: int) -> CallPlan:
         if len({stage for path in changed.units for stage in homes[path]}) > 1:
             raise PartitionError(
                 f"the model's forward changes {changed.what}, which are in several stages, and each has "
-                "its own; return what the later one needs and pass it on, or put both into one stage"
+                "its own; return what the later one needs and pass it on (a loss: penstock.add_loss), or put "
+                "both into one stage"
             )
     owners = _Owners(trace, homes)
     for event in trace.events:
@@ -209,7 +206,7 @@ class _Owners:
         if value.event is not None:
             return (self.stages[value.event],)
         assert value.parameter is not None
-        known = self.homes.get(value.parameter)
+        known = self.homes.get(value.parameter, self.homes.get(value.unit))
         if known is None and value.parameter in self.loose_homes:
             return (self.loose_homes[value.parameter],)
         return () if known is None else known
@@ -237,6 +234,16 @@ class _Owners:
         mine = stages[min(event.number * len(stages) // self._calls[event.what], len(stages) - 1)]
         return max(mine, next((stage for stage in stages if stage >= earliest), mine))
 
+    def _check_shared(self, event: Event, owner: int, weight: Value) -> None:
+        """Refuse a change of a weight that several stages hold."""
+        holders = self.holders(weight) if weight.parameter and not weight.is_buffer else ()
+        if len(holders) > 1:
+            raise PartitionError(
+                f"{event.where}: {event.name} in stage {owner} changes {weight.parameter} in place, which "
+                f"stages {', '.join(map(str, holders))} share, each with its own copy; put all of its "
+                "modules into one stage"
+            )
+
     def _check(self, event: Event, owner: int) -> None:
         for _, number in event.inputs:
             value = self.trace.values[number]
@@ -254,6 +261,7 @@ class _Owners:
             if change.old is not None:
                 holders = self.holders(self.trace.values[change.old])
                 old = self.trace.values[change.old]
+                self._check_shared(event, owner, self.trace.values[old.root])
                 if old.parameter is not None and owner not in holders:
                     raise PartitionError(
                         f"{event.where}: {event.name} in stage {owner} changes {old.parameter} of stage "
@@ -340,6 +348,7 @@ class _Planner:
             self._lost(),
             [set(owner_of[r.first : r.stop]) for r in trace.regions],
             self._buffers(),
+            self._copied(),
             [
                 (one.module, one.name, trace.events[one.event].name)
                 for one in trace.kept
@@ -351,7 +360,7 @@ class _Planner:
         for index, event in enumerate(self._trace.events):
             for _, number in event.inputs:
                 self._use(number, self._owners.stages[index])
-        for slot in self._trace.slots:
+        for slot in (*self._trace.slots, *self._trace.inner):
             if slot is not None:
                 self._use(slot, self._stages - 1)
 
@@ -419,7 +428,7 @@ class _Planner:
     def _reached(self) -> set[int]:
         """The values that lead to the output or an added loss: a gradient may come back to them."""
         trace = self._trace
-        reached = {number for number in trace.slots if number is not None}
+        reached = {number for number in (*trace.slots, *trace.inner) if number is not None}
         for event in reversed(trace.events):
             results = [slot for slot in event.slots if isinstance(slot, int)]
             results += [change.new for change in event.changes]
@@ -446,7 +455,13 @@ class _Planner:
     def _buffers(self) -> list[str]:
         values = self._trace.values
         events = [event for event in self._trace.events if not event.is_unit]
-        used = {number for event in events for _, number in event.inputs}
-        return [
-            values[number].parameter or "" for number in sorted(used) if values[number].is_buffer
-        ]
+        roots = {values[number].root for event in events for _, number in event.inputs}
+        return [values[n].parameter or "" for n in sorted(roots) if values[n].is_buffer]
+
+    def _copied(self) -> set[int | str]:
+        """What belongs to modules; a parameter only if an event changes it."""
+        values = self._trace.values
+        copied: set[int | str] = {v.root for v in values if v.belongs}
+        roots = [v for v in values if v.is_buffer]
+        roots += [values[v.root] for v in values if v.event is not None]
+        return copied | {v.parameter for v in roots if v.parameter is not None}

@@ -7,7 +7,6 @@ they are intercepted here.
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
 import inspect
 from collections import Counter
@@ -20,6 +19,8 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as checkpointing
 
+from penstock.errors import PartitionError
+from penstock.partition.recomputing import checkpointed
 from penstock.rng import Draws
 
 Run = Callable[..., Any]
@@ -45,6 +46,7 @@ class Door:
         self.module, self.path = module, path
         self._state = vars(module)
         self._saved: dict[str, Any] = {}
+        self._call: Callable[[Door, Run, Any, Any], Any] | None = None
 
     def open(self, call: Callable[[Door, Run, Any, Any], Any], *, direct: bool) -> None:
         """Let ``call(door, run, args, kwargs)`` answer for calls of the module.
@@ -55,15 +57,18 @@ class Door:
         """
         state = self._state
         self._saved = {name: state[name] for name in (_CALL, "forward") if name in state}
-        run = state.get(_CALL) or self.module._call_impl
-        state[_CALL] = lambda *args, **kwargs: call(self, run, args, kwargs)
+        self._call = call
+        state[_CALL] = functools.partial(self._answer, state.get(_CALL) or self.module._call_impl)
         if direct and not isinstance(self.module, torch.jit.ScriptModule):
-            forward = self.module.forward
-            state["forward"] = lambda *args, **kwargs: call(self, forward, args, kwargs)
+            state["forward"] = functools.partial(self._answer, self.module.forward)
+
+    def _answer(self, run: Run, *args: Any, **kwargs: Any) -> Any:
+        # A checkpoint may have kept this, and calls it again when the door is closed, or open for others.
+        return run(*args, **kwargs) if self._call is None else self._call(self, run, args, kwargs)
 
     def close(self) -> None:
         """Restore the module."""
-        state = self._state
+        state, self._call = self._state, None
         for name in (_CALL, "forward"):
             if name in self._saved:
                 state[name] = self._saved[name]
@@ -88,48 +93,29 @@ def opened(
 # ---- hooks, in a run without data
 
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+def hooks_without_data(units: Sequence[nn.Module]) -> None:
+    """Let hooks of units that cannot run without data do nothing, and leave out those that gather weights.
 
-
-@contextlib.contextmanager
-def observers_left_out(units: Sequence[nn.Module]) -> Iterator[None]:
-    """Leave out hooks that only record something, and hooks with which PyTorch gathers weights."""
-    before: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+    Whoever calls this restores the hooks.
+    """
     parts = {id(part): part for unit in units for part in unit.modules()}.values()
-    for hooks in [vars(part).get(kind) for part in parts for kind in _HOOKS]:
-        if hooks:
-            before.append((hooks, dict(hooks)))
-            for key in [key for key, hook in hooks.items() if _only_observes(hook)]:
-                del hooks[key]
+    tables = [table for p in parts for table in (p._forward_pre_hooks, p._forward_hooks)]
+    for hooks, key, hook in [(table, key, hook) for table in tables for key, hook in table.items()]:
+        function = hook.func if isinstance(hook, functools.partial) else hook
+        if str(getattr(function, "__module__", "")).startswith("torch.distributed"):
+            del hooks[key]
+        else:
+            hooks[key] = functools.partial(_try_hook, hook)
+
+
+def _try_hook(hook: Run, *args: Any, **kwargs: Any) -> Any:
     try:
-        yield
-    finally:
-        for hooks, all_hooks in before:
-            hooks.clear()
-            hooks.update(all_hooks)
-
-
-def _only_observes(hook: Any) -> bool:
-    """Whether a hook can change neither arguments nor results, as far as its code shows."""
-    function = hook.func if isinstance(hook, functools.partial) else hook
-    if str(getattr(function, "__module__", "")).startswith("torch.distributed"):
-        return True
-    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
-    if code is None:
-        return inspect.isbuiltin(function)
-    if any(name.endswith("_") and not name.endswith("__") for name in code.co_names):
-        return False
-    steps = list(dis.get_instructions(code))
-    return all(
-        step.opname != "STORE_SUBSCR"
-        and not (step.opname == "RETURN_CONST" and step.argval is not None)
-        and not (step.opname == "RETURN_VALUE" and not _is_none(before))
-        for before, step in zip([None, *steps], steps, strict=False)
-    )
-
-
-def _is_none(step: dis.Instruction | None) -> bool:
-    return step is not None and step.opname == "LOAD_CONST" and step.argval is None
+        return hook(*args, **kwargs)
+    except PartitionError:
+        raise
+    except Exception:
+        # It only looks at numbers, such as one that writes them to a file.
+        return None
 
 
 # ---- functions that draw random numbers
@@ -280,7 +266,7 @@ class Seeded(TorchFunctionMode):
         if self._draws is not None:
             self._draws.enter(door.path, number)
         if door.path in self._recomputes:
-            run = checkpointed(run, {"use_reentrant": False})
+            run = checkpointed(run, {"use_reentrant": False}, door.module, door.path)
         self._inside = True
         try:
             with left(self):
@@ -305,12 +291,6 @@ class Seeded(TorchFunctionMode):
         function, *rest = args
         again = recomputed(function, self._doors, self._draws, self._calls, self._drawn)
         return run(again, *rest, **kwargs, **options)
-
-
-def checkpointed(run: Run, options: Mapping[str, Any]) -> Run:
-    """A call as a checkpoint; recomputing draws the same, since torch keeps the generators' states."""
-    kept = {**options, "preserve_rng_state": True}
-    return lambda *args, **kwargs: checkpointing.checkpoint(run, *args, **kept, **kwargs)
 
 
 @contextlib.contextmanager

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +17,25 @@ from torch._subclasses import FakeTensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-from penstock.errors import PartitionError, StageError
+from penstock.errors import PartitionError, PlanError, StageError
 from penstock.partition.author import Author
-from penstock.partition.nested import Place, located, plain_in, replaced, tensors_in, without
+from penstock.partition.held import (
+    MISSING,
+    NotHere,
+    Things,
+    at,
+    change_to,
+    is_equal,
+    look_at_call,
+    put,
+)
 from penstock.partition.plan import CallPlan, Quick, Step
+from penstock.partition.recomputing import checkpointed
 from penstock.partition.seen import (
     BETWEEN,
     Door,
     Run,
     Seeded,
-    checkpointed,
     is_checkpoint,
     may_draw,
     opened,
@@ -32,9 +43,19 @@ from penstock.partition.seen import (
     recomputed,
     uncheckpointed,
 )
-from penstock.partition.trace import OVERWRITTEN, is_ours, storage_of, takes_gradient, where
+from penstock.partition.trace import (
+    OVERWRITTEN,
+    Event,
+    Trace,
+    Value,
+    is_ours,
+    storage_of,
+    takes_gradient,
+    where,
+)
 from penstock.rng import Draws
 from penstock.stage import StageCall, StageModule
+from penstock.values import Place, located, map_tensors, plain_in, tensors_in, without
 
 _ITERATE: Any = Tensor.__iter__
 
@@ -58,12 +79,22 @@ class CutStage(StageModule):
         self.index = index
         self.training = author.model.training
         self.__dict__["_loose"] = _fill(self, author, index)
-        self._chains: dict[CallPlan, _Chain | None] = {}
+        self._chains: WeakKeyDictionary[CallPlan, _Chain | None] = WeakKeyDictionary()
 
-    def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallPlan:
+    def plan(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        states: Mapping[int, Any] | None = None,
+    ) -> CallPlan:
         """The plan of a call; see :meth:`Partition.plan`."""
-        plan: CallPlan = self.__dict__["_author"].plan(args, kwargs)
+        plan: CallPlan = self.__dict__["_author"].plan(args, kwargs, states)
         return plan
+
+    def state(self) -> tuple[Any, ...]:
+        """What plans depend on in this stage; see :meth:`StageModule.state`."""
+        state: tuple[Any, ...] = self.__dict__["_author"].state(self.index)
+        return state
 
     def flops(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
         """The floating-point operations of the whole model's forward; see :meth:`StageModule.flops`."""
@@ -117,16 +148,21 @@ class CutStage(StageModule):
             hidden = argument if chain.arrives is None else values[chain.arrives]
             if isinstance(hidden, Tensor) and not hidden.is_meta:
                 hidden = chain.run(hidden, call.draws)
-                return (None, chain.sent(hidden, self.index)) if chain.edge else (hidden, {})
-        with _attributes_kept(author.around, call.plan.trace.settled):
-            return _Runner(self.index, author, call, values).run(args, kwargs)
+                return (None, chain.sent(hidden, self.index, call)) if chain.edge else (hidden, {})
+        try:
+            with _attributes_kept(author, call.plan.trace):
+                return _Runner(self.index, author, call, values).run(args, kwargs)
+        except PlanError:
+            author.refresh()
+            raise
 
     def _whole(self, author: Author, call: StageCall, args: Any, kwargs: Any) -> Any:
         if call.draws is None and not author.recomputes:
             return author.forward(*args, **kwargs)
         # A unit that changes its arguments would change them again when it is recomputed.
         events = call.plan.trace.events
-        recomputes = author.recomputes - {event.what for event in events if event.changes}
+        changing = {event.what for event in events if _leaves_something(event)}
+        recomputes = author.recomputes - changing - call.plan.trace.outer
         seeded = Seeded(author.doors, call.draws, {}, recomputes=recomputes)
         return seeded.run(author.forward, args, kwargs)
 
@@ -137,20 +173,14 @@ class CutStage(StageModule):
                 table[name] = mine[name]
                 self.__dict__["_author"].hold(path, table, name)
 
-    def release(self, kept: Collection[Tensor]) -> None:
-        """Free all data except that of the tensors in ``kept``."""
-        others = {id(tensor) for tensor in kept}
-        metas: dict[int, Tensor] = {}
-        tables: list[Any] = [t for m in self.modules() for t in (m._parameters, m._buffers)]
-        for table, name, tensor in [(t, name, x) for t in tables for name, x in t.items()]:
-            if tensor is None or id(tensor) in others or tensor.is_meta:
-                continue
-            if id(tensor) not in metas:
-                bare: Tensor = torch.empty_like(tensor, device="meta")
-                if isinstance(tensor, nn.Parameter):
-                    bare = nn.Parameter(bare, tensor.requires_grad)
-                metas[id(tensor)] = bare
-            table[name] = metas[id(tensor)]
+    def release(self, put: Callable[[str, Tensor], Tensor]) -> None:
+        """Replace each parameter and buffer by what ``put`` makes of it and its name."""
+        for path, module in list(self.named_modules(remove_duplicate=False)):
+            tables: list[Any] = [module._parameters, module._buffers]
+            places = [(table, name, x) for table in tables for name, x in table.items()]
+            for table, name, tensor in places:
+                if tensor is not None:
+                    table[name] = put(f"{path}.{name}" if path else name, tensor)
         self._follow()
 
 
@@ -221,12 +251,14 @@ class _Chain(NamedTuple):
         steps: the calls of the units.
         units: the modules.
         edge: the edge of the last unit's result, if it travels.
+        value: that result in the run without data.
     """
 
     arrives: str | None
     steps: list[Step]
     units: list[nn.Module]
     edge: str | None
+    value: Value
 
     def run(self, hidden: Any, draws: Draws | None) -> Any:
         """Call the units."""
@@ -236,17 +268,11 @@ class _Chain(NamedTuple):
             hidden = unit(hidden)
         return hidden
 
-    def sent(self, tensor: Any, stage: int) -> dict[str, Tensor]:
+    def sent(self, tensor: Any, stage: int, call: StageCall) -> dict[str, Tensor]:
         """The value that travels, after a check against the run without data."""
         assert self.edge is not None
-        planned = self.steps[-1].event.result.shape
-        if not isinstance(tensor, Tensor) or tensor.shape != planned:
-            is_tensor = isinstance(tensor, Tensor)
-            shown = f"a tensor of shape {tuple(tensor.shape)}" if is_tensor else repr(tensor)
-            raise _different(
-                self.steps[-1], stage, f"gave {shown}", f"gave one of shape {tuple(planned)}"
-            )
-        return {self.edge: _to_send(tensor)}
+        _check_tensor(self.steps[-1], stage, tensor, self.value, call)
+        return {self.edge: _to_send(tensor, copies=self.value.belongs)}
 
 
 def _chain_of(plan: CallPlan, author: Author, stage: int) -> _Chain | None:
@@ -265,7 +291,7 @@ def _chain_of(plan: CallPlan, author: Author, stage: int) -> _Chain | None:
         or plan.lends[stage]
         or not mine
         or mine != list(range(mine[0], mine[-1] + 1))
-        or any(plan.steps[at].event.changes for at in mine)
+        or any(_leaves_something(plan.steps[at].event) for at in mine)
     ):
         return None
     before = plan.steps[mine[0] - 1] if mine[0] else None
@@ -282,23 +308,74 @@ def _chain_of(plan: CallPlan, author: Author, stage: int) -> _Chain | None:
         steps,
         [doors[step.what] for step in steps],
         next(iter(plan.sends[stage].values()), None),
+        plan.trace.values[next(iter(plan.sends[stage]), 0)],
     )
 
 
+def _leaves_something(event: Event) -> bool:
+    return event.changes_arguments or bool(event.left)
+
+
 @contextlib.contextmanager
-def _attributes_kept(
-    modules: Sequence[nn.Module], settled: Collection[tuple[int, str]]
-) -> Iterator[None]:
-    """Restore the attributes of the modules around the units, except those that are set once."""
-    states = [(module, vars(module), dict(vars(module))) for module in modules]
+def _attributes_kept(author: Author, trace: Trace) -> Iterator[None]:
+    """Restore the attributes of the modules around the units, except those that are set once.
+
+    Those that are made from data in every call may not be read before they are made.
+    """
+    states = [(module, vars(module), dict(vars(module))) for module in author.around]
+    objects = [getattr(thing, name, MISSING) for thing, name, _ in trace.set_in]
+    author.to_set = trace.set_in
+    ended = False
+    for module, name in trace.written:
+        vars(module)[name] = NotHere(functools.partial(_from_before, author, module, name))
     try:
         yield
+        ended = True
     finally:
+        _put_back_in_objects(trace, objects, check=ended)
         for module, state, before in states:
             if len(state) != len(before) or any(state.get(n) is not v for n, v in before.items()):
-                stay = {n: v for n, v in state.items() if (id(module), n) in settled}
+                stay = {n: v for n, v in state.items() if (id(module), n) in trace.settled}
                 state.clear()
                 state.update({**before, **stay})
+                _check_set_once(author, module, trace.settled, stay)
+
+
+def _from_before(author: Author, module: nn.Module, name: str) -> PartitionError:
+    owner = author.paths[id(module)] or f"the {type(module).__name__}"
+    return PartitionError(
+        f"{where(author.paths)}: the model uses the attribute {name!r} of {owner} as an earlier call has "
+        "left it, made from that call's data; keep it in a module that is in one stage"
+    )
+
+
+def _check_set_once(
+    author: Author, module: nn.Module, planned: Mapping[Any, Any], now: Mapping[str, Any]
+) -> None:
+    """Check that attributes around the units are set to what they were in the run without data."""
+    for name, value in now.items():
+        once = planned[id(module), name]
+        if once is not MISSING and not is_equal(once, value):
+            owner = author.paths[id(module)] or f"the {type(module).__name__}"
+            raise PlanError(
+                f"the model's forward changes the attribute {name!r} of {owner} again and again, in code "
+                "that every stage runs; move it into a module that is in one stage"
+            )
+
+
+def _put_back_in_objects(trace: Trace, before: Sequence[Any], *, check: bool) -> None:
+    """Put back what the author's code has set in objects, such as a config, until the next call."""
+    for (thing, name, once), old in zip(trace.set_in, before, strict=True):
+        now = getattr(thing, name, MISSING)
+        if old is not MISSING:
+            put(thing, name, old)
+        elif now is not MISSING:
+            delattr(thing, name)
+        if check and not is_equal(now, once) and not is_equal(now, old):
+            raise PlanError(
+                f"the model's forward changes the attribute {name!r} of a {type(thing).__name__} again and "
+                "again, in code that every stage runs; move it into a module that is in one stage"
+            )
 
 
 class _Runner(TorchFunctionMode):
@@ -310,7 +387,7 @@ class _Runner(TorchFunctionMode):
         super().__init__()
         plan: CallPlan = call.plan
         self._stage, self._author, self._plan, self._values = stage, author, plan, values
-        self._draws = call.draws
+        self._call, self._draws = call, call.draws
         self._at, self._last = -1, plan.last[stage]
         self._sends, self._arrives = plan.sends[stage], plan.arrives[stage]
         self._quick, self._metadata = plan.quick(stage), plan.trace.metadata
@@ -364,16 +441,22 @@ class _Runner(TorchFunctionMode):
                     )
             return tensor.clone() if places[id(tensor)] in trace.changed_arguments else tensor
 
-        return replaced((args, kwargs), put)
+        return map_tensors((args, kwargs), put)
 
     def _sent(self) -> dict[str, Any]:
-        """The values that travel, as the stage's last event leaves them."""
-        named = {
-            edge: _tensor(self._author.model, n)
-            for n, edge in self._plan.lends[self._stage].items()
-        }
-        sent = {edge: tensor.view_as(tensor) for edge, tensor in named.items()}
-        return sent | {edge: _to_send(self._outgoing[n]) for n, edge in self._sends.items()}
+        """The values that travel, as the stage's last event leaves them.
+
+        What belongs to a module is copied, since the next microbatch may change it before this one's value
+        has arrived.
+        """
+        copied = self._plan.copied
+        sent = {}
+        for name, edge in self._plan.lends[self._stage].items():
+            tensor = _tensor(self._author.model, name)
+            sent[edge] = tensor.clone() if name in copied else tensor.view_as(tensor)
+        for number, edge in self._sends.items():
+            sent[edge] = _to_send(self._outgoing[number], copies=number in copied)
+        return sent
 
     def _output(self, output: Any) -> Any:
         plan = self._plan
@@ -388,7 +471,7 @@ class _Runner(TorchFunctionMode):
                 "return them from the units, or leave out the option that asks for them. If numbers decide "
                 "what the model returns, put that code into a module that is placed as a whole"
             )
-        output = replaced(output, self._stand_in) if self._lent else output
+        output = map_tensors(output, self._stand_in) if self._lent else output
         return without(output, plan.lost) if plan.lost else output
 
     def _is_value(self, tensor: Tensor, root: int | None) -> bool:
@@ -441,9 +524,11 @@ class _Runner(TorchFunctionMode):
         recomputes = door.path in self._author.recomputes or self._recomputes is not None
         # A region that is recomputed as a whole is not recomputed in parts. A unit that changes its
         # arguments would change them again.
-        if recomputes and not self._region_runs and not step.event.changes:
+        moves = _leaves_something(step.event) or door.path in self._plan.trace.outer
+        if recomputes and not self._region_runs and not moves:
             options = {**(self._recomputes or {}), "use_reentrant": False}
-            run = checkpointed(run, options)
+            # A checkpoint of the author's own moves the unit's state as it does without a pipeline.
+            run = checkpointed(run, options, None if self._recomputes else door.module, door.path)
         top = torch._C._len_torch_function_stack() - 1
         alone = top >= 0 and torch._C._get_function_stack_at(top) is self
         self._busy = True
@@ -527,49 +612,117 @@ class _Runner(TorchFunctionMode):
         if self._plan.trace.decides or self._claimed:
             self._check_inputs(step, args, kwargs)
         if step.borrows:
-            args, kwargs = replaced((args, kwargs), self._stand_in)
+            args, kwargs = map_tensors((args, kwargs), self._stand_in)
         if self._lacks and any(map(_is_placeholder, tensors_in((args, kwargs)))):
             raise self._absent(step)
-        decides = event.needs_data and event.is_unit
-        output = self._watched(step, run, args, kwargs) if decides else run(*args, **kwargs)
+        output, left = (
+            self._watched(step, run, args, kwargs) if event.is_unit else (run(*args, **kwargs), ())
+        )
         placed = located((args, kwargs)) if step.claims else {}
         for place, number in step.claims.items():
             self._follow(placed[place], number)
-        return self._checked(step, output)
+        return self._checked(step, output, left)
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         return self._lent.get(id(tensor), tensor)
 
-    def _checked(self, step: Step, output: Any) -> Any:
+    def _checked(self, step: Step, output: Any, left: Sequence[Any] = ()) -> Any:
         """Check that the result of an event looks like that in the run without data."""
         event = step.event
-        results = tensors_in(output)
-        if len(results) != len(event.slots):
+        results, slots = tensors_in((output, left)) if left else tensors_in(output), event.slots
+        if event.left and not left:
+            # In the last stage, nobody else needs what it has left.
+            slots = slots[: len(tensors_in(event.result))]
+        if len(results) != len(slots):
             raise _different(
-                step, self._stage, f"gave {len(results)} tensors", f"gave {len(event.slots)}"
+                step, self._stage, f"gave {len(results)} tensors", f"gave {len(slots)}"
             )
         if not isinstance(output, Tensor) and self._stage < self._author.stages - 1:
             self._check_plain(step, output)
-        for tensor, slot in zip(results, event.slots, strict=True):
-            if isinstance(slot, int):
+        values = self._plan.trace.values
+        for tensor, slot in zip(results, slots, strict=True):
+            if not isinstance(slot, int):
+                if slot in step.inputs:
+                    # The argument itself, or what a checkpoint has made of it.
+                    self._follow(tensor, step.inputs[slot])
+            elif values[slot].parameter is None:
                 self._keep(step, tensor, slot)
-            elif slot in step.inputs:
-                # The argument itself, or what a checkpoint has made of it.
-                self._follow(tensor, step.inputs[slot])
+            else:
+                self._follow(tensor)
         return output
 
-    def _watched(self, step: Step, run: Run, args: Any, kwargs: Any) -> Any:
-        """Run a unit that decides by numbers; refuse unplanned changes that other stages would miss."""
-        before = {place: (t, t._version) for place, t in located((args, kwargs)).items()}
+    def _watched(self, step: Step, run: Run, args: Any, kwargs: Any) -> tuple[Any, Sequence[Any]]:
+        """Run a unit, and check what it does with its arguments.
+
+        Returns:
+            What it gives, and what it has left in lists, dictionaries and objects among its arguments.
+        """
+        event = step.event
+        mine = tensors_in((args, kwargs))
+        # Tensors of inference mode have no versions.
+        has_versions = not torch.is_inference_mode_enabled()
+        versions = [tensor._version for tensor in mine] if has_versions else []
+        things = None
+        if event.mutable and self._stage < self._author.stages - 1:
+            things = look_at_call(args, kwargs)
         output = run(*args, **kwargs)
-        for place in before.keys() - {change.argument for change in step.event.changes}:
-            tensor, version = before[place]
-            number = self._number(tensor)
-            if tensor._version != version and (number is None or number in self._sends):
+        if has_versions and (event.changes or [t._version for t in mine] != versions):
+            self._check_changes(step, mine, versions, args, kwargs)
+        self._check_is_new(step, output, mine)
+        return output, () if things is None else self._left_in(step, things)
+
+    def _check_changes(
+        self, step: Step, mine: Sequence[Tensor], versions: Sequence[int], args: Any, kwargs: Any
+    ) -> None:
+        """Refuse a unit that changes other arguments than planned, if anything else uses them."""
+        changed = {
+            id(t) for t, version in zip(mine, versions, strict=True) if t._version != version
+        }
+        planned = {change.argument for change in step.event.changes if change.argument is not None}
+        for place, tensor in located((args, kwargs)).items():
+            if (id(tensor) in changed) != (place in planned):
+                did = "changed" if id(tensor) in changed else "did not change"
+                name = f"its argument {place[-1]!r}"
+                raise _different(step, self._stage, f"{did} {name}", f"{_OPPOSITE[did]} it")
+
+    def _check_is_new(self, step: Step, output: Any, mine: Sequence[Tensor]) -> None:
+        """Refuse a unit that gives an argument itself where it made something new, or the reverse."""
+        slots = step.event.slots
+        results = [output] if isinstance(output, Tensor) else tensors_in(output)
+        arguments = {id(tensor) for tensor in mine}
+        for tensor, slot in zip(results, slots, strict=False):
+            is_argument = id(tensor) in arguments
+            if is_argument is isinstance(slot, int) and not (
+                is_argument and self._plan.trace.values[slot].parameter is not None  # type: ignore[index]
+            ):
+                what = ("something new", "an argument itself")
+                did, planned = what[is_argument], what[not is_argument]
+                if is_argument or self._recomputes is None:
+                    raise _different(step, self._stage, f"gave {did}", f"gave {planned}")
+
+    def _left_in(self, step: Step, things: Things) -> list[Any]:
+        """What a unit has left in its arguments, in the order of the plan."""
+        changes = {thing.place: thing.change() for thing in things.changed()}
+        planned = {
+            place: change
+            for place, change in step.event.left.items()
+            if not isinstance(change, int)
+        }
+        if changes.keys() != planned.keys():
+            place = next(iter(changes.keys() ^ planned.keys()))
+            did = "changed" if place in changes else "did not change"
+            raise _different(
+                step, self._stage, f"{did} its argument {place[1]!r}", f"{_OPPOSITE[did]} it"
+            )
+        for place, change in planned.items():
+            if plain_in(changes[place]) != plain_in(change):
                 raise _different(
-                    step, self._stage, f"changed its argument {place[-1]!r}", "changed nothing"
+                    step,
+                    self._stage,
+                    f"left {plain_in(changes[place])} in its argument {place[1]!r}",
+                    f"left {plain_in(change)}",
                 )
-        return output
+        return [changes[place] for place in planned]
 
     def _check_plain(self, step: Step, output: Any) -> None:
         """Check that plain values equal those of the run without data, which other stages have."""
@@ -580,15 +733,12 @@ class _Runner(TorchFunctionMode):
     def _keep(self, step: Step, tensor: Tensor, number: int) -> None:
         """Follow a result, and send it if others use it."""
         value = self._plan.trace.values[number]
-        if tensor.shape != value.tensor.shape and not (
-            step.event.needs_data and self._stage == self._author.stages - 1
-        ):
-            shape, planned = tuple(tensor.shape), tuple(value.tensor.shape)
-            raise _different(
-                step, self._stage, f"gave a tensor of shape {shape}", f"gave one of shape {planned}"
-            )
         if isinstance(tensor, FakeTensor):
             raise self._absent(step)
+        if self._stage < self._author.stages - 1 or not step.event.needs_data:
+            # A reentrant checkpoint runs its function without gradients at first.
+            learns = not self._region_runs
+            _check_tensor(step, self._stage, tensor, value, self._call, learns=learns)
         self._follow(tensor, number)
 
     def _follow(self, tensor: Tensor, number: int | None = None) -> None:
@@ -615,14 +765,22 @@ class _Runner(TorchFunctionMode):
             if not isinstance(slot, int):
                 # An argument that the run without data had may be missing here, such as a mask.
                 return placed.get(slot)
+            parameter = values[values[slot].root].parameter
+            if parameter is not None:
+                tensor = _tensor(self._author.model, parameter)
+                self._follow(tensor)
+                return tensor
             name = self._arrives.get(slot)
             if name is None:
                 return values[slot].tensor
-            tensor: Tensor = self._values[name]
+            tensor = self._values[name]
             self._follow(tensor, slot)
             return tensor
 
-        return replaced(event.result, put)
+        result = map_tensors(event.result, put)
+        for place, change in event.left.items():
+            change_to(at((args, kwargs), place), map_tensors(change, put))
+        return result
 
     def _claim(self, tensor: Tensor, number: int) -> None:
         """Copy what has arrived into a tensor that this stage made and another stage writes into."""
@@ -680,21 +838,22 @@ class _Runner(TorchFunctionMode):
         for tensor, slot in zip(
             tensors_in(output), self._plan.trace.regions[number].slots, strict=False
         ):
-            self._follow(tensor, slot)
+            if slot is not None:  # not one of the model's arguments, which is given back as it is
+                self._follow(tensor, slot)
 
     # ---- errors
 
-    def _diverged(self, what: Any, at: int, how: str = "") -> PartitionError:
+    def _diverged(self, what: Any, at: int, how: str = "") -> PlanError:
         steps = self._plan.steps
         name = what if isinstance(what, str) else getattr(what, "__name__", str(what))
         event = steps[at].event if at < len(steps) else None
         planned = f"{event.name} {event.where}" if event is not None else "its end"
-        return PartitionError(
+        return PlanError(
             f"{where(self._author.paths)}: the model's forward went another way in stage {self._stage} "
             f"({name}{how}) than in the run without data ({planned}): what it does "
-            "between its units depends on numbers, on chance or on something that has changed since. Put "
-            "that code into a module that is placed as a whole, or give example=(args, kwargs) with typical "
-            "numbers"
+            "between its units depends on numbers, on chance or on something that has changed since; it is "
+            "planned anew at the next step. If that does not help, put that code into a module that is "
+            "placed as a whole, or give example=(args, kwargs) with typical numbers"
         )
 
     def _absent(self, step: Step) -> StageError:
@@ -704,17 +863,46 @@ class _Runner(TorchFunctionMode):
         )
 
 
-def _different(step: Step, stage: int, did: str, planned: str) -> PartitionError:
-    return PartitionError(
+def _different(step: Step, stage: int, did: str, planned: str) -> PlanError:
+    return PlanError(
         f"{step.event.where}: {step.event.name} in stage {stage} {did} where the run without data "
         f"{planned}: what it does depends on the numbers in its tensors, or on something that has changed "
-        "since. Place what uses it in the same module, or give example=(args, kwargs) with typical numbers"
+        "since; it is planned anew at the next step. If that does not help, place what uses it in the same "
+        "module, or give example=(args, kwargs) with typical numbers"
     )
 
 
-def _to_send(tensor: Tensor) -> Tensor:
-    """The tensor, detached if no gradient can come back to it."""
-    return tensor.detach() if tensor.requires_grad and not takes_gradient(tensor) else tensor
+def _check_tensor(
+    step: Step, stage: int, tensor: Any, value: Value, call: StageCall, *, learns: bool = True
+) -> None:
+    """Check that a tensor looks like that of the run without data."""
+    planned = value.tensor
+    if not isinstance(tensor, Tensor):
+        raise _different(step, stage, f"gave a {type(tensor).__name__}", "gave a tensor")
+    if tensor.shape != planned.shape:
+        did = f"gave a tensor of shape {tuple(tensor.shape)}"
+        raise _different(step, stage, did, f"gave one of shape {tuple(planned.shape)}")
+    floats = tensor.dtype.is_floating_point and planned.dtype.is_floating_point
+    if tensor.dtype != planned.dtype and not (floats and call.may_cast()):
+        raise _different(step, stage, f"gave a tensor of {tensor.dtype}", f"gave {planned.dtype}")
+    if (
+        learns
+        and tensor.requires_grad is not value.requires_grad
+        and takes_gradient(tensor) is not (value.requires_grad)
+    ):
+        what = ("requires no gradient", "requires a gradient")
+        did, other = what[not value.requires_grad], what[value.requires_grad]
+        raise _different(step, stage, f"gave a tensor that {did}", f"gave one that {other}")
+
+
+_OPPOSITE = {"changed": "did not change", "did not change": "changed"}
+
+
+def _to_send(tensor: Tensor, *, copies: bool = False) -> Tensor:
+    """The tensor, detached if no gradient can come back to it, and copied if something else owns it."""
+    if tensor.requires_grad and not takes_gradient(tensor):
+        tensor = tensor.detach()
+    return tensor.clone() if copies else tensor
 
 
 def _tensor(model: nn.Module, name: str) -> Tensor:

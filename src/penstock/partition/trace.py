@@ -32,21 +32,40 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from penstock.errors import PartitionError
-from penstock.partition.base import Example
-from penstock.partition.kept import Attribute, Kept
-from penstock.partition.nested import Place, located, opaque_in, replaced, tensors_in
+from penstock.partition.base import Example, named_tensors
+from penstock.partition.held import (
+    CONTAINERS,
+    MISSING,
+    Attribute,
+    Changed,
+    Held,
+    NotHere,
+    Private,
+    Things,
+    is_iterator,
+    line_of,
+    may_be_set,
+    put_back,
+    swapped,
+)
 from penstock.partition.seen import (
     Door,
     Run,
+    hooks_without_data,
     is_checkpoint,
     left,
-    observers_left_out,
     opened,
     others_seen,
     uncheckpointed,
 )
-from penstock.partition.state import CONTAINERS, Changed, Snapshot, line_of
-from penstock.values import check_tensor
+from penstock.values import (
+    Place,
+    check_tensor,
+    located,
+    map_tensors,
+    opaque_in,
+    tensors_in,
+)
 
 _TENSOR: Any = Tensor
 _GIVE_TENSORS = {"T", "mT", "H", "mH", "real", "imag", "data", "grad", "_grad", "grad_fn", "_base"}
@@ -79,6 +98,8 @@ _READS = frozenset(
     | {"item", "masked_select", "nonzero", "numpy", "tolist", "unique"}
 )
 """The names of functions that read a tensor's numbers, on which the author's code may then depend."""
+MOST_CACHED = 20_000
+"""The operations without data that torch may remember; it forgets none by itself, as of torch 2.13."""
 OVERWRITTEN = (
     "what units gave was written into a tensor, and is read through another that was made of it before and "
     "shares its memory; write into a clone"
@@ -106,7 +127,9 @@ class Value:
         tensor: the fake tensor, without its graph: the placeholder in stages without the value.
         requires_grad: whether it requires a gradient.
         parameter: its name in the model, if it is a parameter or buffer.
-        is_buffer: whether it is a unit's buffer.
+        is_buffer: whether it is a unit's buffer, or a tensor in an attribute of a unit.
+        unit: the unit that has it in an attribute.
+        belongs: whether its memory belongs to a module, which may write into it later.
     """
 
     name: str
@@ -116,6 +139,8 @@ class Value:
     requires_grad: bool
     parameter: str | None = None
     is_buffer: bool = False
+    unit: str = ""
+    belongs: bool = False
 
 
 @dataclass(eq=False)
@@ -140,7 +165,9 @@ class Event:
         number: for a unit, the number of its call.
         inputs: the values among its arguments, each with its place in ``(args, kwargs)``.
         result: what it returned, with fake tensors.
-        slots: for each tensor of the result, its value, or the place of the argument that it is.
+        left: what its arguments (lists, dictionaries and objects) held after a unit changed them, by place.
+        slots: for each tensor of the result and of ``left``, its value, or the place of the argument that it
+            is.
         changes: the tensors that it changed in place.
         reads: the events whose tensors it used, though they were not arguments.
         generators: the model's generators from which it draws.
@@ -148,6 +175,8 @@ class Event:
         where: the module and line of the author's code.
         call: its arguments, ``(args, kwargs)``.
         objects: what caches and other objects among a unit's arguments held before the call.
+        mutable: whether there are lists, dictionaries or objects among a unit's arguments.
+        shares: whether a tensor of the result shares memory with an argument.
     """
 
     what: Any
@@ -162,12 +191,20 @@ class Event:
     generators: list[torch.Generator] = field(default_factory=list)
     needs_data: bool = False
     call: tuple[Any, Any] = ((), {})
-    objects: Snapshot | None = None
+    objects: Things | None = None
+    mutable: bool = False
+    left: dict[Place, Any] = field(default_factory=dict)
+    shares: bool = False
 
     @property
     def sets_hook(self) -> bool:
         """Whether it sets a hook on a tensor, or may set one on the tensor's node."""
         return self.what in _EFFECTS
+
+    @property
+    def changes_arguments(self) -> bool:
+        """Whether it writes into tensors among its arguments."""
+        return any(change.argument is not None for change in self.changes)
 
     @property
     def is_unit(self) -> bool:
@@ -200,7 +237,11 @@ class Trace:
         changed_arguments: the positions of the model's arguments that its code changed.
         mode: the mode of the fake tensors.
         state: the changes that the run made outside of units, or to objects that several units have.
-        settled: the attributes that are set once, by the identity of the module and by name.
+        settled: the attributes around units that are set once, by module and name, with their values.
+        set_in: the attributes that code around units sets once in objects, with the object and the value.
+        written: the attributes around units that are made from data in every call.
+        inner: the values inside an object that the model returned.
+        outer: the units that change containers outside of the model, which cannot run twice.
         has_custom: whether a custom function was applied between units.
         foreign: parameters of other models, such as a frozen teacher's, by their identity.
         kept: the attributes that units have set.
@@ -219,7 +260,11 @@ class Trace:
     direct: set[str] = field(default_factory=set)
     changed_arguments: set[int] = field(default_factory=set)
     state: list[Changed] = field(default_factory=list)
-    settled: set[tuple[int, str]] = field(default_factory=set)
+    settled: dict[tuple[int, str], Any] = field(default_factory=dict)
+    set_in: list[tuple[Any, str, Any]] = field(default_factory=list)
+    written: list[tuple[nn.Module, str]] = field(default_factory=list)
+    inner: list[int] = field(default_factory=list)
+    outer: set[str] = field(default_factory=set)
     has_custom: bool = False
     foreign: dict[int, Tensor] = field(default_factory=dict)
     kept: list[Attribute] = field(default_factory=list)
@@ -246,12 +291,20 @@ def home_of(model: nn.Module) -> torch.device:
     return next((t.device for t in tensors if t.device.type != "meta"), torch.device("cpu"))
 
 
+Homes = Mapping[str, Sequence[int]]
+"""The stages of each unit by path, and of each parameter and each unit's buffer by name.
+
+If a unit is in several stages, its first calls are in the first of them, and so on.
+"""
+
+
 def record(
     model: nn.Module,
     forward: Callable[..., Any],
     doors: Sequence[Door],
     call: Example,
     numbers: Example | None = None,
+    homes: Homes | None = None,
 ) -> Trace:
     """Run a model's forward without data.
 
@@ -261,22 +314,22 @@ def record(
         doors: the doors of its units.
         call: ``(args, kwargs)``; of their tensors only shapes and types count.
         numbers: other arguments of the same kind, whose numbers the run uses.
+        homes: the stages of the units, if they are known.
     """
-    units = {door.path: door.module for door in doors}
-    snapshot = Snapshot(model, units)
+    learns = torch.is_grad_enabled()
+    held = Held(model, {door.path: door.module for door in doors})
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     silent, logger.disabled = logger.disabled, True
     try:
-        recorder = _Recorder(model, doors)
-        trace = recorder.run(forward, call, numbers, snapshot)
-        if trace.state and not snapshot.has_new_tensors(recorder.depends):
-            # An attribute may be set once: a setting that is detected, a table made in the first call.
-            again = _Recorder(model, doors).run(forward, call, numbers, Snapshot(model, units))
-            trace.settled = {changed.attribute for changed in trace.state if changed.attribute}
-            trace.state = again.state
+        recorder = _Recorder(model, doors, homes or {})
+        # Outside of inference mode, whose tensors have no versions; that alone would enable gradients.
+        with torch.inference_mode(False), torch.set_grad_enabled(learns):
+            trace = recorder.run(forward, call, numbers, held)
     finally:
         logger.disabled = silent
-        snapshot.restore()
+        held.restore()
+        if FakeTensorMode.cache_info().size > MOST_CACHED:
+            FakeTensorMode.cache_clear()
     recorder.check_nothing_left()
     return trace
 
@@ -293,9 +346,9 @@ def as_written() -> contextlib.AbstractContextManager[Any]:
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self, model: nn.Module, doors: Sequence[Door]) -> None:
+    def __init__(self, model: nn.Module, doors: Sequence[Door], homes: Homes) -> None:
         super().__init__()
-        self.model, self.doors = model, doors
+        self.model, self.doors, self._homes = model, doors, homes
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.trace = Trace(self.mode, home_of(model), doors)
         self.current: Event | None = None
@@ -308,6 +361,11 @@ class _Recorder(TorchFunctionMode):
         self._calls: Counter[str] = Counter()
         self._names: Counter[str] = Counter()
         self._latest = ""
+        self._near: set[int] = set()
+        self._real: Mapping[int, Tensor] = {}
+        self._refused: list[Exception] = []
+        self._owned: dict[str, list[tuple[Any, str]]] = {}
+        self._promoted: dict[int, list[int]] = {}
         self._written: tuple[Any, Any] = ((), {})
         self._paths = {id(module): path for path, module in model.named_modules()}
 
@@ -322,35 +380,38 @@ class _Recorder(TorchFunctionMode):
             return other.requires_grad_(tensor.requires_grad)
 
         args, kwargs = call if numbers is None else numbers
-        args, kwargs = replaced((tuple(args), dict(kwargs)), put)
+        args, kwargs = map_tensors((tuple(args), dict(kwargs)), put)
         return args, kwargs
 
     @contextlib.contextmanager
     def _without_data(self) -> Iterator[None]:
         """Put fake parameters into the model, and copies of the buffers outside of its units."""
-        inside = {id(m) for door in self.doors for m in door.module.modules()}
-        named = [*self.model.named_parameters(), *self.model.named_buffers()]
-        names = {id(tensor): name for name, tensor in named}
+        unit_of = {id(m): door.path for door in self.doors for m in door.module.modules()}
+        names = {id(tensor): name for name, tensor in named_tensors(self.model)[::-1]}
         fakes: dict[int, Tensor] = {}
         before: list[tuple[Any, str, Tensor]] = []
 
-        def put_fake(table: Any, name: str, *, real: bool) -> None:
+        def put_fake(table: Any, name: str, full: str, *, real: bool) -> None:
             tensor = table[name]
-            if tensor is None:
-                return
             if id(tensor) not in fakes:
-                fakes[id(tensor)] = self._twin(tensor, names[id(tensor)], real=real)
+                fakes[id(tensor)] = self._twin(tensor, names.get(id(tensor), full), real=real)
             before.append((table, name, tensor))
             table[name] = fakes[id(tensor)]
 
+        def put_fakes(path: str, module: nn.Module, unit: str | None) -> None:
+            for table in (module._parameters, module._buffers):
+                for name in [name for name, tensor in table.items() if tensor is not None]:
+                    put_fake(table, name, "", real=unit is None and table is module._buffers)
+            held = vars(module) if unit is not None else {}
+            for name in _plain_tensors(held):
+                put_fake(held, name, f"{path}.{name}", real=False)
+                self.trace.values[self._numbers[id(held[name])]].unit = unit or ""
+
         try:
-            for module in self.model.modules():
-                if isinstance(module, torch.jit.ScriptModule):
-                    continue
-                for name in module._parameters:
-                    put_fake(module._parameters, name, real=False)
-                for name in module._buffers:
-                    put_fake(module._buffers, name, real=id(module) not in inside)
+            for path, module in self.model.named_modules():
+                if not isinstance(module, torch.jit.ScriptModule):
+                    put_fakes(path, module, unit_of.get(id(module)))
+            self._owned = {door.path: _owned_tensors(door.module) for door in self.doors}
             yield
         finally:
             for table, name, tensor in reversed(before):
@@ -383,7 +444,7 @@ class _Recorder(TorchFunctionMode):
         forward: Callable[..., Any],
         call: Example,
         numbers: Example | None,
-        snapshot: Snapshot,
+        held: Held,
     ) -> Trace:
         trace = self.trace
         args, kwargs = self._arguments_of(call, numbers)
@@ -394,36 +455,33 @@ class _Recorder(TorchFunctionMode):
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=[], enabled=True))
             stack.enter_context(self._without_data())
-            outside = [module for module in self.model.modules() if snapshot.owner(module)]
-            buffers = _buffers_of(outside)
-            stack.enter_context(observers_left_out([door.module for door in self.doors]))
+            buffers = _buffers_of(held.outside)
+            hooks_without_data([door.module for door in self.doors])
             paths = {door.path for door in self.doors}
             stack.enter_context(opened(self.doors, self._unit, paths))
             stack.enter_context(others_seen(self))
             stack.enter_context(self._encoders_watched())
             units = {door.path: door.module for door in self.doors}
-            self._kept = Kept(units, self._read_kept, self._set_again)
+            self._before = held
+            self._private = Private(units, self._together, self._used_elsewhere)
             try:
                 with self:
                     output = forward(*args, **kwargs)
             except Exception as error:
-                if type(error).__module__.startswith("torch._dynamo"):
-                    after = f"after {self._latest}, " if self._latest else ""
-                    raise PartitionError(
-                        f"{after}the {type(self.model).__name__} runs code that torch.compile has "
-                        "compiled between its units, which cannot be cut; compile modules "
-                        "that are placed as a whole"
-                    ) from error
-                raise
-            finally:
-                trace.kept = self._kept.close()
+                if self._refused:
+                    raise self._refused[0] from None
+                raise self._told(error) from error
+            trace.kept, trace.outer = self._private.left, held.outer()
+            trace.set_in = held.set_once()
             trace.state = [
-                *snapshot.changes(),
-                *_changed_buffers(buffers, _buffers_of(outside), snapshot),
-                *self._kept.between,
+                *held.changes(),
+                *_changed_buffers(buffers, _buffers_of(held.outside)),
+                *self._private.between,
+                *self._changed_attributes(held),
             ]
-            del self._kept
-        trace.output = replaced(output, self._bare)
+            del self._private, self._before
+        self._check_output(output)
+        trace.output = map_tensors(output, self._bare)
         trace.slots = [self._output_slot(t) for t in tensors_in(output)]
         changed = (i for i, t in enumerate(tensors) if t._version != versions[i])
         trace.changed_arguments.update(changed)
@@ -458,20 +516,71 @@ class _Recorder(TorchFunctionMode):
             for hook in hooks:
                 hook.remove()
 
-    def _read_kept(self, attribute: Attribute, value: Any) -> None:
-        """Note that an event reads an attribute that a unit has set; refuse reads between events."""
-        if self.current is None:
-            raise PartitionError(
-                f"{self._where()}: the model uses the attribute {attribute.name!r} of "
-                f"{self.trace.events[attribute.event].name}, which is set there and which other stages do "
-                "not have; return it from there (a loss: penstock.add_loss)"
-            )
-        self.current.reads.add(attribute.event)
-        # Whichever event made these tensors, the stage of the unit that set the attribute has them.
-        self._given |= {storage_of(self._fake_of(t)) for t in tensors_in(value)}
+    def _told(self, error: Exception) -> Exception:
+        """What to raise for an error of the author's code."""
+        by = "torch.compile" if type(error).__module__.startswith("torch._dynamo") else ""
+        if isinstance(error, RuntimeError) and not str(error).strip():
+            # A scripted function says nothing on tensors without data.
+            by = "torch.jit"
+        if not by:
+            return error
+        after = f"after {self._latest}, " if self._latest else ""
+        return PartitionError(
+            f"{after}the {type(self.model).__name__} runs code that {by} has compiled between its units, "
+            "which cannot be cut; compile modules that are placed as a whole"
+        )
 
-    def _set_again(self, before: int, after: int) -> None:
-        self.trace.events[after].reads.add(before)
+    # ---- what units and the code around them keep
+
+    def _together(self, one: str, other: str) -> bool:
+        """Whether two units may be in one stage."""
+        homes = [self._homes.get(path) for path in (one, other)]
+        return None in homes or not {*homes[0]}.isdisjoint(homes[1])  # type: ignore[misc, arg-type]
+
+    def _used_elsewhere(self, attribute: Attribute) -> Exception:
+        """The error for an attribute that a unit has set, and that another stage uses."""
+        name = f"the attribute {attribute.name!r} of {attribute.unit}"
+        if self.current is None:
+            text = (
+                f"{self._where()}: the model uses {name}, which is set there and which other stages do not "
+                "have; return it from there (a loss: penstock.add_loss)"
+            )
+        else:
+            text = (
+                f"{self.current.where}: {self.current.name} uses {name}, which is in another stage; return "
+                "it from there and pass it on as an argument, or put both into one stage"
+            )
+        self._refused.append(PartitionError(text))
+        return self._refused[-1]
+
+    def _changed_attributes(self, held: Held) -> Iterator[Changed]:
+        """The attributes around units that may not change; notes those that may.
+
+        An attribute that is made from data in every call may be used in that call alone. Any other one may be
+        set once, such as a table.
+        """
+        for module, owner, name, old, new in held.attributes():
+            if any(map(self.depends, tensors_in(new))):
+                self.trace.written.append((module, name))
+            elif may_be_set(old, new):
+                self.trace.settled[id(module), name] = new if type(new) in (bool, str) else MISSING
+            else:
+                yield Changed(f"the attribute {name!r} of {owner}{line_of(module)}")
+
+    def _check_output(self, output: Any) -> None:
+        """Refuse an output that runs later; note the tensors that an object of the author's holds."""
+        for place, thing in opaque_in(output).items():
+            if hasattr(type(thing), "__next__"):
+                kind = type(thing).__name__
+                raise PartitionError(
+                    f"the {type(self.model).__name__}'s forward{line_of(self.model)} returns a {kind}, which "
+                    "would run after the stages have ended; return a tuple or list of what it gives"
+                )
+            if not place:
+                things = Things()
+                things.look(thing)
+                numbers = [self._numbers.get(id(tensor)) for tensor in things.tensors()]
+                self.trace.inner = [number for number in numbers if number is not None]
 
     def check_nothing_left(self) -> None:
         """Check that units have left no tensor where the run without data cannot take it back."""
@@ -557,11 +666,17 @@ class _Recorder(TorchFunctionMode):
         path, number = door.path, self._calls[door.path]
         self._calls[path] += 1
         event = Event(path, path, where(self._paths, path), number)
-        self._kept.enter(path)
+        shown = self._private.enter(path)
         # Functions inside the unit are not events: leave the mode while it runs.
         with left(self), as_written():
+            # The stage of the units that have set these has them, whichever event made the tensors.
+            self._near = {storage_of(self._fake_of(t)) for t in tensors_in(shown)}
             output = self._event(event, path, run, args, kwargs)
-        self._kept.leave(path, len(self.trace.events) - 1)
+        self._near = set()
+        self.current = event
+        self._private.leave(path, len(self.trace.events) - 1)
+        self._before.after_unit()
+        self.current = None
         self._latest = path
         return output
 
@@ -570,6 +685,9 @@ class _Recorder(TorchFunctionMode):
         if self.current is not None or func in self.trace.metadata:
             return func(*args, **kwargs)
         tensors = tensors_in((args, kwargs))
+        for value in args:
+            if isinstance(value, NotHere):
+                raise value.refuse()
         if not is_ours(func) and not _any(map(self._is_followed, tensors)):
             output = func(*args, **kwargs)
             self.trace.decides |= getattr(func, "__name__", "") in _READS
@@ -623,46 +741,98 @@ class _Recorder(TorchFunctionMode):
         placed = located((args, kwargs))
         originals = list(placed.values())
         self._note_inputs(event, placed)
-        twins = {id(t): t for t in originals}
         self._written = args, kwargs
         # With containers of its own, which the author's code cannot empty.
-        event.call = replaced(self._written, self._bare)
-        if event.is_unit and (objects := opaque_in(event.call)):
-            event.objects = Snapshot(nn.Module(), {})
-            for thing in objects.values():
-                event.objects.look(thing)
-        if any(not isinstance(t, FakeTensor) for t in originals):
-            fakes = {id(t): self._fake_of(t) for t in originals}
-            twins = {id(fake): t for t in originals for fake in (fakes[id(t)],)}
-            args, kwargs = replaced((args, kwargs), lambda t: fakes[id(t)])
+        event.call = map_tensors(self._written, self._bare)
+        undo: list[tuple[Any, Any, Any]] = []
+        args, kwargs, self._real = self._on_fakes(originals, args, kwargs, undo)
+        twins = self._real
+        if event.is_unit:
+            args, kwargs = self._look_at_objects(event, args, kwargs)
         shown = tensors_in((args, kwargs))
         before = [_looks(t) for t in shown]
-        aliases = self._aliases(shown)
+        owned = [table[name] for table, name in self._owned.get(event.what, ()) if event.is_unit]
+        aliases = self._aliases([*shown, *owned])
         alias_looks = [_looks(self._fake_of(t)) for t, _ in aliases]
-        self._given = {storage_of(t) for t in shown}
+        self._given = {storage_of(t) for t in shown if storage_of(t) not in self._promoted}
         output = self._run(event, index, run, args, kwargs)
+        self._real = {}
+        self._note_left(event, twins)
+        put_back(undo)
         forced = event.what is _SET_DATA
         for position, (place, original) in enumerate(placed.items()):
             if _looks(shown[position]) != before[position] or (forced and position == 0):
                 self._note_change(event, index, place, original)
         mine = {id(t) for t in originals}
-        for (tensor, old), look in zip(aliases, alias_looks, strict=True):
-            if id(tensor) not in mine and _looks(self._fake_of(tensor)) != look:
-                new = self._new_value(tensor, f"{self.trace.values[old].name}!", index)
-                event.changes.append(Change(old, new, None))
+        changed = [
+            one
+            for one, look in zip(aliases, alias_looks, strict=True)
+            if _looks(self._fake_of(one[0])) != look
+        ]
+        for tensor, old in (one for one in changed if id(one[0]) not in mine):
+            new = self._new_value(tensor, f"{self.trace.values[old].name}!", index)
+            event.changes.append(Change(old, new, None))
         if event.changes:
             self._claim_hidden(shown, before)
         if _is_metadata(event, output):
             self.trace.metadata.add(event.what)
             return output
-        output = replaced(output, lambda t: twins.get(id(t), t))
+        output = map_tensors(output, lambda t: twins.get(id(t), t))
         self._note_results(event, index, label, output, placed)
         self.trace.events.append(event)
         return output
 
+    def _on_fakes(
+        self, originals: Sequence[Tensor], args: Any, kwargs: Any, undo: list[Any]
+    ) -> tuple[Any, Any, dict[int, Tensor]]:
+        """The arguments without data, and the tensors that they were by the identity of these."""
+        fakes = {id(t): self._fake_of(t) for t in originals}
+        if any(not isinstance(t, FakeTensor) for t in originals):
+
+            def put(tensor: Tensor) -> Tensor:
+                return fakes[id(tensor)]
+
+            args = tuple([swapped(value, put, undo) for value in args])
+            kwargs = {name: swapped(value, put, undo) for name, value in kwargs.items()}
+        return args, kwargs, {id(fakes[id(t)]): t for t in originals}
+
+    def _look_at_objects(self, event: Event, args: Any, kwargs: Any) -> Any:
+        """Note the lists, dictionaries and objects among a unit's arguments; watch how far iterators come."""
+        call = [[*args], {**kwargs}]
+        things = Things()
+        for part in call:
+            for key, value in list(part.items() if isinstance(part, dict) else enumerate(part)):
+                if is_iterator(value):
+                    value = things.replay(part, key, value)
+                things.look(value, place=(int(part is call[1]), key))
+        event.objects, event.mutable = things, bool(things)
+        return call
+
+    def _note_left(self, event: Event, twins: Mapping[int, Tensor]) -> None:
+        """Note what a unit has changed in its arguments: lists, dictionaries, objects, iterators."""
+        things = event.objects
+        if things is None:
+            return
+        for thing in things.changed():
+            change = map_tensors(thing.change(), lambda t: twins.get(id(t), t))
+            if change is not None:
+                event.left[thing.place] = change
+            elif len({stage for stages in self._homes.values() for stage in stages}) > 1:
+                raise PartitionError(
+                    f"{event.where}: {event.name} changes numbers in an object (of type "
+                    f"{type(thing.value).__name__}) among its arguments, which other stages would not see; "
+                    "return what it makes of them"
+                )
+        things.give_back()
+        # All others are new objects in the event's call.
+        event.objects = things.within(opaque_in(event.call).values())
+
     def _note_inputs(self, event: Event, placed: Mapping[Place, Tensor]) -> None:
         for place, tensor in placed.items():
             number = self._numbers.get(id(tensor))
+            if number is not None and len(place) > 2 and storage_of(tensor) in self._promoted:
+                # A unit has put it there; it is an input if the event reads it.
+                continue
             if number is not None:
                 event.inputs.append((place, number))
                 self._check_known(event, tensor, number)
@@ -675,8 +845,9 @@ class _Recorder(TorchFunctionMode):
         if value.event is not None and takes_gradient(self._fake_of(tensor)) != value.requires_grad:
             raise PartitionError(
                 f"{event.where}: something that is no function of PyTorch has acted on {value.name} between "
-                "units, such as the apply of a custom function that was given another name; call it as "
-                "Function.apply, or put it into a module that is placed as a whole"
+                "units, such as a function compiled by torch.jit, or the apply of a custom function that was "
+                "given another name; call it as Function.apply, or put it into a module that is placed as a "
+                "whole"
             )
 
     def _claim_hidden(self, shown: Sequence[Tensor], before: Sequence[Any]) -> None:
@@ -714,34 +885,64 @@ class _Recorder(TorchFunctionMode):
         self, event: Event, index: int, label: str, output: Any, placed: dict[Place, Tensor]
     ) -> None:
         arguments = {id(t): place for place, t in reversed(placed.items())}
-        results = tensors_in(output)
+        own = tensors_in(output)
+        results = tensors_in((output, list(event.left.values())))
         slots: dict[int, int] = {}
         for place, tensor in enumerate(results):
             if id(tensor) in arguments:
                 event.slots.append(arguments[id(tensor)])
                 continue
-            if id(tensor) in slots:
-                event.slots.append(slots[id(tensor)])
-                continue
-            check_tensor(tensor, f"{event.where}: what {event.name} returned")
-            maker = self._made.get(storage_of(self._fake_of(tensor)))
-            self._note_read(event, index, maker, storage_of(self._fake_of(tensor)))
-            name = label if len(results) == 1 else f"{label}[{place}]"
-            number = self._new_value(tensor, name, index)
-            event.slots.append(number)
-            slots[id(tensor)] = number
+            known = self._numbers.get(id(tensor))
+            is_model = known is not None and self.trace.values[known].parameter is not None
+            if not is_model:
+                # First of all, as sparse tensors have no storage.
+                check_tensor(tensor, f"{event.where}: what {event.name} returned")
+            key = storage_of(self._fake_of(tensor))
+            if id(tensor) not in slots:
+                if known is not None and is_model:
+                    # A parameter or buffer: every stage has it, or gets it.
+                    slots[id(tensor)] = known
+                else:
+                    self._note_read(event, index, self._made.get(key), key)
+                    name = label if len(own) == 1 and place == 0 else f"{label}[{place}]"
+                    slots[id(tensor)] = number = self._new_value(tensor, name, index)
+                    self.trace.values[number].belongs = self._belongs(event, key)
+            event.slots.append(slots[id(tensor)])
+            event.shares |= place < len(own) and key in self._given
+            if place >= len(own):
+                self._promoted.setdefault(key, []).append(slots[id(tensor)])
         # With containers of its own, since the code that gets the output may empty the output's.
-        event.result = replaced(output, self._bare)
+        event.result = map_tensors(output, self._bare)
+        event.left = {
+            place: map_tensors(change, self._bare) for place, change in event.left.items()
+        }
+
+    def _belongs(self, event: Event, storage: int) -> bool:
+        """Whether memory belongs to the model or to an attribute of a unit, which may write into it."""
+        if self._made.get(storage) == _MODEL:
+            return True
+        parts = self.model.get_submodule(event.what).modules() if event.is_unit else ()
+        held = [value for part in parts for value in vars(part).values()]
+        return any(isinstance(t, Tensor) and storage_of(self._fake_of(t)) == storage for t in held)
 
     def _note_read(self, event: Event, index: int, maker: int | None, storage: int) -> None:
-        if maker is not None and maker not in (_MODEL, index) and storage not in self._given:
+        if maker is None or maker in (_MODEL, index) or storage in self._given | self._near:
+            return
+        if storage not in self._promoted:
             event.reads.add(maker)
+            return
+        latest = [n for t, n in self._by_storage[storage] if self._numbers[id(t)] == n]
+        known = {number for _, number in event.inputs}
+        event.inputs += [(("read", number), number) for number in latest if number not in known]
 
     def _run(self, event: Event, index: int, run: Run, args: Any, kwargs: Any) -> Any:
         self.current, self._index = event, index
         try:
             with self.mode, _MadeUp(self):
-                return run(*args, **kwargs)
+                output = run(*args, **kwargs)
+            if self._refused:
+                raise self._refused[0]
+            return output
         except PartitionError:
             raise
         except Exception as error:
@@ -756,7 +957,8 @@ class _Recorder(TorchFunctionMode):
         module = self.model.get_submodule(event.what) if event.is_unit else nn.Module()
         originals: dict[int, Tensor] = {}
 
-        def filled(number: int, tensor: Tensor) -> Tensor:
+        def filled(number: int, given: Tensor) -> Tensor:
+            tensor = self._real.get(id(given), given)
             if isinstance(tensor, FakeTensor):
                 twin = _filled(1, tensor)
             else:
@@ -776,8 +978,8 @@ class _Recorder(TorchFunctionMode):
         for number in (1, 0):
             try:
                 with _filled_with_ones(module):
-                    args, kwargs = replaced(self._written, functools.partial(filled, number))
-                    return replaced(run(*args, **kwargs), back)
+                    args, kwargs = map_tensors(self._written, functools.partial(filled, number))
+                    return map_tensors(run(*args, **kwargs), back)
             except Exception as error:
                 failure = failure or error
         assert failure is not None
@@ -820,23 +1022,38 @@ class _Recorder(TorchFunctionMode):
         return where(self._paths)
 
 
-_Buffers = dict[tuple[nn.Module, str], tuple[int, int] | None]
+_Buffers = dict[tuple[int, str], tuple[Changed, tuple[int, int] | None]]
 
 
-def _buffers_of(modules: Iterable[nn.Module]) -> _Buffers:
-    """The identity and the version of each buffer."""
+def _buffers_of(modules: Iterable[tuple[nn.Module, str]]) -> _Buffers:
+    """The identity and the version of each buffer, and words for messages."""
     return {
-        (module, name): None if buffer is None else (id(buffer), buffer._version)
-        for module in modules
+        (id(module), name): (
+            Changed(f"the buffer {name!r} of {owner}{line_of(module)}"),
+            None if buffer is None else (id(buffer), buffer._version),
+        )
+        for module, owner in modules
         for name, buffer in module._buffers.items()
     }
 
 
-def _changed_buffers(before: _Buffers, after: _Buffers, snapshot: Snapshot) -> Iterator[Changed]:
-    for module, name in {**before, **after}:
-        if before.get((module, name)) != after.get((module, name)):
-            owner = snapshot.owner(module)
-            yield Changed(f"the buffer {name!r} of {owner}{line_of(module, name)}")
+def _changed_buffers(before: _Buffers, after: _Buffers) -> Iterator[Changed]:
+    for key, (words, look) in {**before, **after}.items():
+        if key not in before or before[key][1] != look:
+            yield words
+
+
+def _plain_tensors(table: Mapping[str, Any]) -> list[str]:
+    return [n for n, t in table.items() if type(t) is Tensor and t.layout is torch.strided]
+
+
+def _owned_tensors(unit: nn.Module) -> list[tuple[Any, str]]:
+    """The parameters, buffers and tensors in attributes of a unit: where, and by which name."""
+    parts = [part for part in unit.modules() if not isinstance(part, torch.jit.ScriptModule)]
+    tables = [table for part in parts for table in (part._parameters, part._buffers, vars(part))]
+    return [
+        (table, name) for table in tables for name, t in table.items() if isinstance(t, FakeTensor)
+    ]
 
 
 class _MadeUp(TorchDispatchMode):
@@ -884,9 +1101,9 @@ class _MadeUp(TorchDispatchMode):
         # Code that draws until a condition holds may need zeros to get out.
         for number in (1, 0) if self._answers < _PATIENCE else (0, 1):
             with contextlib.suppress(Exception), _disable_current_modes():
-                filled, named = replaced((args, kwargs), functools.partial(_filled, number))
+                filled, named = map_tensors((args, kwargs), functools.partial(_filled, number))
                 output = func(*filled, **named)
-                return replaced(output, lambda t: mode.from_tensor(t.detach()))
+                return map_tensors(output, lambda t: mode.from_tensor(t.detach()))
         raise reason
 
 

@@ -12,8 +12,6 @@ from torch import nn
 from penstock.errors import PartitionError
 from penstock.partition.base import check_lists, check_paths, count_parameters
 
-LISTS = nn.ModuleList | nn.ModuleDict
-
 
 def worthy(module: nn.Module) -> bool:
     """Whether a module holds something that must be in one stage: parameters, or buffers that are saved."""
@@ -21,9 +19,7 @@ def worthy(module: nn.Module) -> bool:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called at all."""
-    if isinstance(module, LISTS):
-        return False
+    """Whether a module can be called at all; a list or dict of modules can if its class defines a forward."""
     return "forward" in vars(module) or forward_of(module) is not nn.Module.forward
 
 
@@ -209,7 +205,8 @@ def _uncovered(model: nn.Module, paths: Sequence[str]) -> list[str]:
 
 def _units_at(model: nn.Module, path: str) -> list[str]:
     module = model.get_submodule(path)
-    return list(parts(module, path)) if isinstance(module, LISTS) else [path]
+    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict) and not has_forward(module)
+    return list(parts(module, path)) if is_list else [path]
 
 
 def loose_parameters(model: nn.Module, units: Iterable[str]) -> dict[str, list[str]]:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 from inspect import signature
+from math import prod
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -21,10 +22,11 @@ from torch.optim import Optimizer
 
 from penstock import plan as planning
 from penstock.errors import NonFiniteError, PenstockError, StageError, UsageError
-from penstock.faults import RENDEZVOUS, Patience, Timeout, without_own_frames
-from penstock.parallel import Siblings, siblings_of, whole
+from penstock.faults import Patience, Timeout, without_own_frames
+from penstock.parallel import Siblings, siblings_of
 from penstock.partition import Example, Shared, find_shared_between
 from penstock.pipeline.nonfinite import NonFiniteFinding, find_nonfinite
+from penstock.pipeline.outputs import gradients_by_part, product
 from penstock.pipeline.plan import (
     Asked,
     ProvenSchedules,
@@ -38,6 +40,7 @@ from penstock.pipeline.plan import (
 )
 from penstock.pipeline.setup import (
     Wrap,
+    check_loss,
     check_placed,
     check_shared,
     check_spread,
@@ -47,6 +50,7 @@ from penstock.pipeline.setup import (
     modules_in,
     placed_on,
     set_up,
+    warn_of_batch_norms,
     wrap_stages,
 )
 from penstock.pipeline.watching import StepEvent, StepHook, peak_flops, peak_memory
@@ -77,21 +81,21 @@ from penstock.runtime import (
 from penstock.schedule import Action, Edge, Schedule, Span, Timeline, parse_action, replay
 from penstock.schedule.base import flat, whole_number
 from penstock.stage import Compilation, PipelineStage, device_of, without_compilation
-from penstock.transport import Transport
+from penstock.transport import Circle, Transport
 from penstock.values import MISSING, Batch, Rules, check_rules, merge, output_dim, split_batch
 from penstock.weights import Init, load_partition, read_weights
-from penstock.weights.folders import save_index, save_stage
+from penstock.weights.folders import save_weights
 from penstock.weights.initialise import initialise
 from penstock.weights.norms import all_norms, scale_gradients, total_norm
 from penstock.weights.optimizers import named_state_dict, read_states
 from penstock.weights.states import (
     LoadResult,
     StageWeights,
-    check_contents,
     gather_optimizer,
     gather_state,
     load_optimizer,
 )
+from penstock.weights.team import Level, Team, exchanging
 
 logger = logging.getLogger("penstock")
 LONG = 300.0
@@ -149,10 +153,10 @@ class Pipeline:
             ``torch.manual_seed``; ``"off"`` draws from torch's generators as they are. See
             docs/randomness.md.
         timeout: seconds without progress, in a step or between steps, after which a rank is reported as
-            silent and all ranks stop. By default 300 for the first step, and then the larger of 30 and ten
-            times the median step. A pair sets both.
-        rendezvous_timeout: seconds within which all ranks must arrive, and for which one rank may hold up
-            the others while the Pipeline is made.
+            silent and all ranks stop; a pair sets one for the first step and one for later ones. By default
+            the environment's PENSTOCK_TIMEOUT, or 600.
+        rendezvous_timeout: seconds within which all processes must arrive, and for which one rank may hold
+            up the others while the Pipeline is made. By default PENSTOCK_RENDEZVOUS_TIMEOUT, or 300.
         weights: a folder of safetensors files, from which each process reads its own stages. The model may be
             on the meta device; its stages then get memory on ``device``, or on the CPU.
         plan: a plan that :func:`penstock.plan.search` has found, in place of schedule, ranks, microbatches,
@@ -160,6 +164,7 @@ class Pipeline:
         checkpoint: activation checkpointing. True for all units of the model, or the paths of modules: these
             keep only their inputs, and backward recomputes their forward. By default there is none.
         options: options of the loss: ``reduction``, ``loss_weight``, ``metrics``, ``accumulate``,
+            ``loss_over``,
             ``replicas`` and ``nonfinite``; see :class:`penstock.runtime.LossOptions` and docs/training.md.
 
     Raises:
@@ -187,7 +192,7 @@ class Pipeline:
         compile: Compilation = None,
         seed: Seed = None,
         timeout: Timeout = None,
-        rendezvous_timeout: float = RENDEZVOUS,
+        rendezvous_timeout: float | None = None,
         weights: str | os.PathLike[str] | None = None,
         plan: planning.Plan | None = None,
         checkpoint: bool | Sequence[str] = False,
@@ -203,7 +208,9 @@ class Pipeline:
         if device is None and weights is not None and device_of(model).type == "meta":
             device = torch.device("cpu")
         patience = Patience(timeout, rendezvous_timeout)
-        transport = connect(device or device_of(model), group, mesh, patience)
+        transport, loss, replicas = connect(
+            device or device_of(model), group, mesh, patience, loss, replicas
+        )
         with set_up(transport) as prepare:
             prepare("cuts the model")
             asked = Asked(schedule, ranks, microbatches, stages, checkpoint)
@@ -219,7 +226,8 @@ class Pipeline:
             rank = None if transport is None else transport.rank
             here = range(placement.stages) if rank is None else placement.stages_on(rank)
             # Only these stages are moved to the device, where the others may not fit.
-            partition.keep(here)
+            home = device or device_of(model)
+            partition.keep(here, placement.rank_of, home)
             if weights is not None:
                 load_partition(
                     partition, list(here), weights, device=device or device_of(model), seen=prepare
@@ -239,8 +247,10 @@ class Pipeline:
             self._assemble(
                 schedules, Runner(held, schedules.proven, transport), partition.shared,
                 loss, replicas, rules, seed, dict(enumerate(modules)), details,
+                None if partition.planner is None else list(model.named_parameters()),
             )  # fmt: skip
-        self._siblings, self._chosen = siblings_of(mesh, replicas), plan
+        self._chosen = plan
+        self._stand_beside(siblings_of(mesh, replicas))
         self._model: nn.Module | None = model if partition.planner is not None else None
 
     @classmethod
@@ -258,7 +268,7 @@ class Pipeline:
         mesh: Any = None,
         seed: Seed = None,
         timeout: Timeout = None,
-        rendezvous_timeout: float = RENDEZVOUS,
+        rendezvous_timeout: float | None = None,
         **options: Unpack[LossOptions],
     ) -> Pipeline:
         """Make a pipeline of stages placed by hand.
@@ -291,7 +301,7 @@ class Pipeline:
                 "each made by PipelineStage(module, index, count)"
             )
         patience = Patience(timeout, rendezvous_timeout)
-        transport = connect(stages[0].device, group, mesh, patience)
+        transport, loss, replicas = connect(stages[0].device, group, mesh, patience, loss, replicas)
         pipe = cls.__new__(cls)
         with set_up(transport) as prepare:
             prepare("plans its stages")
@@ -307,7 +317,7 @@ class Pipeline:
                 schedules, Runner(stages, schedules.proven, transport), table,
                 loss, replicas, rules, seed, modules,
             )  # fmt: skip
-        pipe._siblings = siblings_of(mesh, replicas)
+        pipe._stand_beside(siblings_of(mesh, replicas))
         pipe._chosen = None
         pipe._model = None
         return pipe
@@ -323,13 +333,14 @@ class Pipeline:
         seed: Seed,
         modules: Mapping[int, nn.Module],
         details: Mapping[str, str] | None = None,
+        named: Sequence[tuple[str, nn.Parameter]] | None = None,
     ) -> None:
         """Put the parts together, and check that all ranks have the same."""
         self._schedules = schedules
         self._runner = runner
         self._transport = runner.transport
         self._stages = tuple(runner.stages[index] for index in sorted(runner.stages))
-        self._loss = loss
+        self._loss = None if loss is None else replace(loss, rules=rules)
         self._rules = rules
         self._hooks, self._step_hooks = Hooks(ActionEvent), Hooks(StepEvent)
         self._closed = False
@@ -337,12 +348,18 @@ class Pipeline:
         self._contents = {index: modules_in(module) for index, module in modules.items()}
         if runner.transport is not None:
             check_plans(runner.transport, schedules.training, details)
+        check_loss(loss, schedules.training)
         self._check_spread(weighted=loss is not None and loss.loss_weight is not None)
         check_shared(self._stages, shared, replicas, runner.gather)
         rank_of = schedules.training.placement.rank_of
-        self._held = HeldWeights(self._stages, runner, shared, rank_of, replicas.group)
+        self._held = HeldWeights(self._stages, runner, shared, rank_of, named)
         self._randomness = Randomness(runner.gather(own_seed(seed))[0])
         self._last_seed: tuple[int, int] | None = None
+
+    def _stand_beside(self, siblings: Siblings) -> None:
+        self._siblings = siblings
+        if self._transport is not None:
+            self._transport.watch.protect_groups(siblings.groups)
 
     # ---- what a pipeline is
 
@@ -350,7 +367,7 @@ class Pipeline:
     def model(self) -> nn.Module | None:
         """The model that was cut, of which this process holds only its stages; None without one.
 
-        In it, the stages of other processes have tensors on the meta device.
+        In it, stand-ins that say where they lie take the place of the weights of other processes.
         """
         return self._model
 
@@ -379,6 +396,11 @@ class Pipeline:
         """The pipelines side by side with this one, given by ``mesh=`` or ``replicas=``."""
         return self._siblings
 
+    def circles(self) -> list[Circle]:
+        """For each dimension of pipelines side by side, the processes at this place in them."""
+        watch = None if self._transport is None else self._transport.watch
+        return [Circle(group, watch) for group in self._siblings.groups]
+
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that live in this process: all of them, or one."""
@@ -390,6 +412,11 @@ class Pipeline:
     def rank(self) -> int:
         """The rank of this process; 0 if all ranks live in it."""
         return self._runner.rank
+
+    @property
+    def computes_loss(self) -> bool:
+        """Whether the pipeline was given a ``loss_fn``, so that it can train by :meth:`step`."""
+        return self._loss is not None
 
     @property
     def leads(self) -> bool:
@@ -455,8 +482,8 @@ class Pipeline:
         Arguments that require grad get gradients too, on the ranks whose stages use them.
 
         Args:
-            args: the model's arguments. Under torchrun, ranks whose stages use an argument must be given
-                it; the others may be.
+            args: the model's arguments. Under torchrun, a rank is given all of them or none; ranks whose
+                stages use some need them, and so does the rank of the first stage.
             target: the target of ``loss_fn``, split like the arguments. The rank of the last stage must be
                 given it, unless ``loss_fn`` does not use it.
             microbatches: their number in this step; by default that of the Pipeline.
@@ -495,6 +522,8 @@ class Pipeline:
                 self._check_spread(weighted=True)
             batch = self._split(args, kwargs, target, microbatches)
             self._schedules.check_trains(batch.count)
+            if not number and self.siblings.first:
+                warn_of_batch_norms(self._stages, batch.count)
             # A loss scaler lets gradients become infinite on purpose, and checks them itself.
             return Call(
                 batch, loss, True, outputs, record, draws, hooks=self._hooks or None,
@@ -511,6 +540,7 @@ class Pipeline:
             # In one pass: the tensors may share parts of the caller's graph, which a backward frees.
             tensors, gradients = zip(*step.batch_gradients, strict=True)
             torch.autograd.backward(tensors, gradients)
+        self._held.leave_gradients()
         self._last_seed = draws
         self._randomness.advance()
         seconds = perf_counter() - started
@@ -549,6 +579,59 @@ class Pipeline:
         """The model's output for a batch in evaluation mode, on every rank."""
         result = self._evaluate(args, kwargs, MISSING, None, outputs=True, same=same_batch)
         return result.outputs
+
+    def run_forward(self, *args: Any, same_batch: bool = False, **kwargs: Any) -> Any:
+        """The output for a batch as a training step computes it, on every rank.
+
+        Modules run in their own modes, and draw the random numbers of the next step. :meth:`run_backward`
+        computes the gradients.
+        """
+        seed, number = self._randomness.seed, self._randomness.step
+        draws = None if seed == "off" else (seed, number)
+
+        def describe() -> Call:
+            batch = self._split(args, kwargs, MISSING, None)
+            mark = mark_of(batch.values) if same_batch else 0
+            hooks = self._hooks or None
+            return Call(batch, None, False, outputs=True, seed=draws, hooks=hooks, mark=mark)
+
+        started = perf_counter()
+        step = self._run(self._described(describe, trains=False, outputs=True), kwargs, MISSING)
+        return self._result(step, perf_counter() - started).outputs
+
+    def run_backward(
+        self, gradients: Any, *args: Any, number: int | None = None, **kwargs: Any
+    ) -> None:
+        """Add to ``.grad`` what gradients of a batch's outputs make of it, by a whole step.
+
+        Args:
+            gradients: a list of the gradients of the tensors in the output that :meth:`run_forward`
+                returned, in order, the same on every rank; None where there is none.
+            args: the arguments of :meth:`run_forward`.
+            number: the number of the step whose random numbers the forward drew.
+            kwargs: the arguments by name.
+
+        Raises:
+            UsageError: an output's first dimension does not count the samples of the batch.
+        """
+        seed = self._randomness.seed
+        draws = None if seed == "off" or number is None else (seed, number)
+        share = 1.0 / self._replicas.number if self._replicas.averaged else 1.0
+        loss = Loss(product, "sum", replicas=self._replicas, factor=share, loss_over="microbatch")
+
+        @torch.enable_grad()  # autograd calls this without, and parts of inputs need a graph
+        def describe() -> Call:
+            batch = self._split(args, kwargs, MISSING, None)
+            self._schedules.check_trains(batch.count)
+            targets = gradients_by_part(gradients, batch, output_dim(self._rules))
+            return Call(replace(batch, targets=targets), loss, True, seed=draws)
+
+        call = self._described(describe, trains=True)
+        with self._held.training():
+            step = self._run(call, kwargs, MISSING)
+        if step.batch_gradients:
+            tensors, arrived = zip(*step.batch_gradients, strict=True)
+            torch.autograd.backward(tensors, arrived)
 
     def _evaluate(
         self,
@@ -751,9 +834,7 @@ class Pipeline:
             skipped = ", its gradients are dropped" if nonfinite == "skip" else ""
             logger.warning("penstock: step %d is not finite%s: %s", step, skipped, what)
         if nonfinite == "skip":
-            for stage in self._stages:
-                for parameter in stage.module.parameters():
-                    parameter.grad = None
+            self.zero_grad()
 
     # ---- parameters
 
@@ -763,15 +844,19 @@ class Pipeline:
         return self._held.weights
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that live in this process, each once, under their names in the unsplit model."""
-        return self._held.weights.named_parameters()
+        """The parameters of the whole model, each once, under their names in it and in its order.
+
+        In a process of several, those of other ranks are stand-ins, which optimizers leave out. What needs
+        the numbers of one is an error that names it and its rank; see docs/weights.md.
+        """
+        return self._held.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters that live in this process, each once."""
+        """The parameters of the whole model, each once; see :meth:`named_parameters`."""
         return (parameter for _, parameter in self.named_parameters())
 
     def zero_grad(self) -> None:
-        """Drop the gradients of the parameters that live in this process."""
+        """Drop all gradients."""
         for parameter in self.parameters():
             parameter.grad = None
 
@@ -807,7 +892,8 @@ class Pipeline:
             The norm before scaling, the same on every rank.
         """
         norm = self.grad_norm(norm_type, error_if_nonfinite=error_if_nonfinite)
-        scale_gradients(self.parameters(), norm, max_norm)
+        held = [parameter for _, parameter in self._held.weights.named_parameters()]
+        scale_gradients(held, norm, max_norm)
         return norm
 
     def init_weights(self, seed: int, init: Init | None = None) -> None:
@@ -860,7 +946,7 @@ class Pipeline:
         the unsplit model, by torch's ``set_optimizer_state_dict``.
 
         Args:
-            optimizer: an optimizer of parameters that live in this process.
+            optimizer: an optimizer of this pipeline's parameters.
             full: whether to return the states of all parameters on rank 0, as copies on the CPU, and an empty
                 dict on the others; every rank then calls it. By default, only the states in this process.
 
@@ -880,7 +966,7 @@ class Pipeline:
         Every rank calls it.
 
         Args:
-            optimizer: an optimizer of parameters that live in this process.
+            optimizer: an optimizer of this pipeline's parameters.
             state_dict: as :meth:`optimizer_state_dict` returns it, with ``full=True`` for other stages or
                 ranks.
             strict: whether missing and unexpected names are an error.
@@ -900,23 +986,17 @@ class Pipeline:
         """Write the weights as safetensors, one file per stage and an index, under the model's names.
 
         Every rank of all pipelines given by ``mesh=`` or ``replicas=`` calls it; the first pipeline writes.
+        The folder holds the weights that it held before until all new files are there: it is never between
+        two saves, whenever a process is killed.
 
         A weight that has several names or stages is written once. :func:`penstock.read_weights` returns it
         under all its names, so that the unsplit model loads it.
         """
-        check_contents(self._held.ranks, self._held.weights)
-        path, count, sizes = Path(folder), self._held.stage_count, list[Any]()
         with self.patient(LONG):
-            for index, held in self._held.weights.files().items():
-                state = {name: whole(tensor) for name, tensor in held.items()}
-                if self.siblings.first:
-                    sizes.append([index, save_stage(state, path, index, count)])
-            of_ranks = self._held.ranks.gather(sizes)
-        if self.leads:
-            of_stages = {index: size for of_rank in of_ranks for index, size in of_rank}
-            save_index(path, of_stages, self._held.names.tied)
-        with self.patient(LONG):
-            self.siblings.wait()
+            save_weights(
+                self.team(), Path(folder), self._held.weights, self._held.stage_count,
+                writes=self.siblings.first,
+            )  # fmt: skip
 
     def load(self, folder: str | os.PathLike[str], strict: bool = True) -> LoadResult:
         """Load weights from safetensors files; each process reads only those of its stages.
@@ -980,6 +1060,26 @@ class Pipeline:
         """Exchange JSON values: every rank gets the values of all ranks, in rank order."""
         values = self._runner.gather(value)
         return values * self._schedules.ranks if self._transport is None else values
+
+    def team(self) -> Team:
+        """All processes that save and load together: the ranks of this pipeline and of its siblings.
+
+        Raises:
+            UsageError: the replicas cannot be reached.
+        """
+        own = 1 if self._transport is None else self._transport.ranks
+        levels = [Level(self.rank, own, self._runner.to_first, self._runner.from_first)]
+        circles = self.circles()
+        levels += [Level(one.rank, one.size, one.to_first, one.from_first) for one in circles]
+        replicas = self.replicas
+        if not circles and replicas.number > 1:
+            if replicas.exchange is None:
+                raise UsageError(
+                    "the Pipeline was given replicas that can only add up numbers; give "
+                    "penstock.Checkpoints(group=...) the process group of all ranks of all replicas"
+                )
+            levels.append(exchanging(replicas.index, replicas.number, replicas.exchange))
+        return Team(levels, (prod(level.size for level in levels[1:]), own), self.patient)
 
     def share(self, value: Any, rank: int) -> Any:
         """Send one rank's value, made of tensors and plain data, to every rank; all of them call this."""

@@ -3,30 +3,42 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from penstock.errors import UsageError, check_known
-from penstock.faults import Activity, Patience, Watch, meet
+from penstock.errors import PenstockError, ScheduleError, UsageError, check_known, listed
+from penstock.faults import Activity, Members, Patience, Watch, meet, noticing_gone_machines
 from penstock.parallel import (
     begin_equal,
     group_across,
     group_of,
     left_alone,
+    members_of,
     ranks_in,
     spread_parts,
 )
 from penstock.partition import Shared
 from penstock.pipeline.plan import REMEDIES
-from penstock.runtime import Loss, LossFunction, LossOptions, Replicas, check_function
-from penstock.schedule import Schedule
+from penstock.runtime import (
+    Loss,
+    LossFunction,
+    LossOptions,
+    Replicas,
+    check_function,
+    forwards_first,
+)
+from penstock.schedule import Schedule, build, names
 from penstock.stage import WITHDRAWN, PipelineStage, StageModule
-from penstock.transport import Circle, Transport, launched
+from penstock.transport import Circle, Transport, join, launched
+
+log = logging.getLogger("penstock")
 
 
 def placed_on(device: torch.device | str | None) -> torch.device | None:
@@ -154,6 +166,47 @@ def loss_of(
     return Loss(function, **checked), replicas
 
 
+def check_loss(loss: Loss | None, schedule: Schedule) -> None:
+    """Refuse ``loss_over="batch"`` with a schedule whose last stage begins backward before its last forward.
+
+    Raises:
+        ScheduleError: the message names the schedules that do not.
+    """
+    if loss is None or loss.loss_over != "batch" or not schedule.trains or forwards_first(schedule):
+        return
+    numbers = {"ranks": schedule.ranks, "microbatches": schedule.microbatches}
+    fitting = []
+    for name in names():
+        with suppress(PenstockError):
+            other = build(name, **numbers)
+            if other.trains and forwards_first(other):
+                fitting.append(name)
+    raise ScheduleError(
+        f'loss_over="batch" needs the outputs of all microbatches before the first backward, and in '
+        f"{schedule.name} the last stage begins backward earlier; use {' or '.join(fitting)}"
+    )
+
+
+def warn_of_batch_norms(stages: Sequence[PipelineStage], microbatches: int | None) -> None:
+    """Log once that batch norms normalise by each microbatch's statistics, not by those of the batch."""
+    trained = [
+        part.name
+        for stage in stages
+        for part in stage.parts()
+        if isinstance(part.module, nn.modules.batchnorm._BatchNorm)
+        and part.module.training
+        and (part.module.track_running_stats or part.module.running_mean is None)
+    ]
+    if trained and (microbatches or 1) > 1:
+        log.warning(
+            "penstock: %s normalises each of the %d microbatches by its own statistics, not by those of the "
+            "batch, as a plain loop over the microbatches does; use a norm of each sample, such as LayerNorm "
+            "or GroupNorm, or evaluation mode, for results that do not depend on their number",
+            listed(trained, 3),
+            microbatches,
+        )
+
+
 def replicas_of(replicas: Any) -> Replicas:
     """The replicas of this pipeline, from a group or mesh of the ranks at the same place in each."""
     if replicas is None or isinstance(replicas, Replicas):
@@ -184,7 +237,11 @@ def make_equal(
             f"{sorted(others)} of them; replicas are the processes at the same place in other pipelines: "
             'give the dimension of the mesh that lies across this pipeline, as in mesh["dp"]'
         )
+    if transport is not None:
+        transport.activity.come("the weights of the first replica", sorted(beside))
     begin_equal([stage.module for stage in stages], replicas.group)
+    if transport is not None:
+        transport.activity.go_on()
 
 
 def check_spread(
@@ -261,24 +318,39 @@ def _other_ranks(transport: Transport | None) -> set[int]:
     return {*transport.global_ranks} - {transport.global_ranks[transport.rank]}
 
 
-def connect(device: torch.device, group: Any, mesh: Any, patience: Patience) -> Transport | None:
+def connect(
+    device: torch.device,
+    group: Any,
+    mesh: Any,
+    patience: Patience,
+    loss: Loss | None = None,
+    replicas: Replicas | None = None,
+) -> tuple[Transport | None, Loss | None, Replicas]:
     """Connect this process to the others, if each rank is a process; all of them call this together.
+
+    Returns:
+        The transport, if each rank is a process; and loss and replicas, whose sums note what they wait for.
 
     Raises:
         UsageError: this process is not in the group, or its environment is wrong.
-        AgreementError: not all ranks came in time.
+        AgreementError: not all processes of the job came in time.
         PeerFailed: another rank has failed, or is silent.
     """
-    members = group_of(group, mesh)
-    if members is None and not launched():
-        return None
-    meeting = meet(members, patience, device)
-    activity = Activity(meeting.rank, meeting.global_ranks[meeting.rank])
+    chosen, replicas = group_of(group, mesh), replicas or Replicas()
+    if chosen is None and not launched():
+        return None, loss, replicas
+    if device.type == "cuda" and device.index is not None:
+        # What names no GPU, such as collectives of torch, would use the first one in every process.
+        torch.cuda.set_device(device)
+    members = members_of(group, mesh, replicas.group)
+    meeting = meet(chosen, patience, device, None if members is None else Members(*members))
+    job = meeting.job
+    activity = Activity(meeting.rank, job.pipeline, job.replica_of(meeting.process))
     watch = Watch(activity, meeting, patience)
     try:
         activity.prepare("connects with the others")
-        watch.await_all("all ranks to connect")
-        return Transport(meeting, watch, activity, device, patience.rendezvous)
+        with noticing_gone_machines():
+            transport = join(meeting, watch, activity, device, patience.rendezvous)
     except BaseException as error:
         cause = watch.failed(error)
         watch.close()
@@ -286,6 +358,11 @@ def connect(device: torch.device, group: Any, mesh: Any, patience: Patience) -> 
         if cause is error:
             raise
         raise cause from None
+    if replicas.group is not None:
+        circle = Circle(replicas.group, watch)
+        replicas = replace(replicas, add=circle.sum, exchange=circle.exchange)
+        loss = None if loss is None else replace(loss, replicas=replicas)
+    return transport, loss, replicas
 
 
 @contextmanager

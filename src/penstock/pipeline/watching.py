@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +10,11 @@ from importlib import import_module
 from typing import Any
 
 import torch
+
+try:
+    import resource
+except ModuleNotFoundError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 from penstock.errors import UsageError
 from penstock.plan import device_called
@@ -64,7 +68,7 @@ class TensorBoard:
         except ImportError as error:
             raise UsageError(
                 f"TensorBoard({os.fspath(folder)!r}): the package tensorboard is not installed; "
-                "pip install 'penstock[tensorboard]'"
+                "pip install 'penstock-pipeline[tensorboard]'"
             ) from error
         self._folder = os.fspath(folder)
         self._writer: Any = None
@@ -119,7 +123,12 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The peak bytes of this process so far: allocated on any one GPU, or resident without one."""
+    """The peak bytes of this process so far: allocated on any one GPU, or resident without one.
+
+    0 where the system does not tell, as on Windows.
+    """
     if device.type == "cuda":
         return max(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
+    if resource is None:
+        return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT

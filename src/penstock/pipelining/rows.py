@@ -28,7 +28,7 @@ from penstock.schedule import (
 )
 from penstock.schedule.action import OVERLAPPED, STAGE_OPS, Entry
 from penstock.schedule.base import flat
-from penstock.schedule.clock import Numbered, waits_of
+from penstock.schedule.clock import Numbered
 from penstock.schedule.files import read_text
 from penstock.schedule.validation import completed
 
@@ -277,8 +277,8 @@ def spaced(
     halved = dict(enumerate(map(_halved, rows)))
     numbered = Numbered(schedule_on(halved, rank_of, microbatches_of(order)))
     takes = numbered.per_lane(lambda lane: widths.get(lane[1].value, 1))
-    ran = completed(numbered, takes, waits_of(numbered))
-    end = round(max(map(sum, zip(ran.start, takes, strict=True)), default=0))
+    ran = completed(numbered, takes)
+    end = round(max(ran.end, default=0))
     steps: dict[int, list[ActionTuple | None]] = {}
     for rank, row in enumerate(rows):
         steps[rank], now = [], 0

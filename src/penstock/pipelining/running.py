@@ -17,7 +17,7 @@ from torch import Tensor
 # Unlike other pytrees, it includes the types that users register.
 from torch.utils import _pytree as pytree
 
-from penstock.errors import MicrobatchError, PenstockError, SpecError, UsageError
+from penstock.errors import MicrobatchError, PenstockError, UsageError
 from penstock.faults import Patience
 from penstock.pipeline.pipeline import before_first
 from penstock.pipeline.plan import ProvenSchedules, prove
@@ -43,7 +43,7 @@ from penstock.pipelining.rows import (
     to_tuple,
 )
 from penstock.pipelining.stage import StageBase
-from penstock.runtime import Call, Loss, Runner, StepState
+from penstock.runtime import Call, Loss, Reduction, Runner, StepState
 from penstock.schedule import (
     Action,
     Op,
@@ -57,7 +57,7 @@ from penstock.schedule import (
 )
 from penstock.schedule.action import OVERLAPPED
 from penstock.transport import Transport
-from penstock.values import Batch, Microbatch, check_plain, tensors_in
+from penstock.values import Batch, Microbatch, tensors_in
 
 Custom = Callable[[ActionTuple, Any], None]
 CUSTOM_OPS = frozenset(
@@ -65,8 +65,6 @@ CUSTOM_OPS = frozenset(
     | {OVERLAPPED}
 )
 """The kinds of work that a custom function may replace."""
-MEETING = 300.0
-"""Seconds that a rank in its first step waits for the others; before it, no limit applies."""
 
 
 # ---- the engine under a schedule
@@ -93,7 +91,7 @@ class Engine:
             schedule, schedule.ranks, schedule.stages, schedule.microbatches, edges
         )
         with set_up(transport):
-            self._runner = Runner(stages, self._plan.proven, transport, by_rank=True)
+            self._runner = Runner(stages, self._plan.proven, transport)
             shared = next((stage.shared for stage in stages if stage.shared), ())
             rank_of = schedule.placement.rank_of
             self._weights = HeldWeights(stages, self._runner, shared, rank_of)
@@ -160,18 +158,8 @@ def batch_of(arg_mbs: list[Any], kwarg_mbs: list[Any], targets: list[Any] | None
 
 
 def _part(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Microbatch:
-    """Make a microbatch; arguments that cannot cross ranks, such as block masks, stay local."""
-    local = {name: value for name, value in kwargs.items() if not _describable(value)}
-    others = {name: value for name, value in kwargs.items() if name not in local}
-    return Microbatch(tuple(args), others, 0, local=local)
-
-
-def _describable(value: Any) -> bool:
-    try:
-        check_plain(value, "")
-    except SpecError:
-        return False
-    return True
+    """Make a microbatch; keyword arguments go to the stages of the rank that was passed them."""
+    return Microbatch(tuple(args), {}, 0, local=dict(kwargs))
 
 
 def _sizes(parts: Sequence[Any]) -> list[int]:
@@ -551,7 +539,8 @@ class PipelineSchedule:
 
     def _loss(self, more: dict[str, Any] | None) -> Loss:
         function = partial(self._compute_loss, loss_kwargs=more) if more else self._compute_loss
-        return Loss(function, "mean" if self.scale_grads else "sum")
+        reduction: Reduction = "mean" if self.scale_grads else "sum"
+        return Loss(function, reduction, loss_over="microbatch")
 
     def _current_engine(self) -> Engine:
         """Return the engine that runs the steps; a new one if the schedule was replaced."""
@@ -559,8 +548,8 @@ class PipelineSchedule:
         if self._engine is None or self._engine.schedule is not schedule:
             if self.pp_group_size > 1 and self._transport is None:
                 stage: Any = self._stages[0]
-                patience = Patience(rendezvous_timeout=MEETING)
-                self._transport = connect(stage.device, stage.group, None, patience)
+                patience = Patience()
+                self._transport, _, _ = connect(stage.device, stage.group, None, patience)
             self._engine = Engine(schedule, self._stages, self._transport)
         return self._engine
 

@@ -10,10 +10,14 @@ from torch import Tensor, nn
 from torch.distributed import P2POp
 
 from penstock import stage as engine
-from penstock.backward import stage_backward, stage_backward_input, stage_backward_weight
 from penstock.errors import UsageError
 from penstock.parallel import adapter_of, gathered, group_of, let_cross, seat
 from penstock.partition import Shared
+from penstock.pipelining._backward import (
+    stage_backward,
+    stage_backward_input,
+    stage_backward_weight,
+)
 from penstock.pipelining._utils import (
     CallError,
     GetMeshCallback,

@@ -230,7 +230,9 @@ def _causal_model(path: Path) -> nn.Module:
     try:
         library = import_module("transformers")
     except ImportError:
-        raise UsageError("hf= needs transformers: pip install 'penstock[transformers]'") from None
+        raise UsageError(
+            "hf= needs transformers: pip install 'penstock-pipeline[transformers]'"
+        ) from None
     try:
         config = library.AutoConfig.from_pretrained(str(path), local_files_only=True)
         config.use_cache = False

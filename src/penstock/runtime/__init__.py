@@ -17,6 +17,7 @@ from penstock.runtime.loss import (
 from penstock.runtime.result import StepCost, StepResult, TimelineKind
 from penstock.runtime.runner import Runner
 from penstock.runtime.scaler import LossScaler
+from penstock.runtime.whole import forwards_first
 
 __all__ = [
     "ActionEvent",
@@ -43,5 +44,6 @@ __all__ = [
     "check_plans",
     "collect_losses",
     "describe_stages",
+    "forwards_first",
     "mark_of",
 ]

@@ -20,18 +20,34 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from penstock.errors import MessageError, PenstockError, SpecError, StageError
+from penstock.errors import (
+    MessageError,
+    MicrobatchError,
+    PenstockError,
+    SpecError,
+    StageError,
+    UsageError,
+)
 from penstock.faults import Activity, failing_module, has_probes
 from penstock.parallel import arrived, gathered, put_together, replicated, take_apart
 from penstock.rng import LOSS
 from penstock.runtime.calls import StepState
 from penstock.runtime.hooks import ActionEvent
-from penstock.runtime.loss import Losses, zero_loss
+from penstock.runtime.kinds import Kind
+from penstock.runtime.loss import Loss, Losses, zero_loss
+from penstock.runtime.whole import (
+    BatchOutputs,
+    Differentiations,
+    Evaluate,
+    Inquiry,
+    Joins,
+    Question,
+)
 from penstock.schedule import Action, Dependencies, Edge, Op, Schedule, merged
 from penstock.schedule.action import MESSAGE_OPS, RECV_OPS, SEND_OPS
 from penstock.schedule.dependencies import counterpart
 from penstock.stage import PipelineStage, StageCall, enter
-from penstock.transport import FIRST_TAG, Arrival, Transport
+from penstock.transport import FIRST_TAG, LEFT, Arrival, Sending, Transport
 from penstock.values import (
     Layout,
     TensorLayout,
@@ -154,15 +170,14 @@ class Program:
         return Wire(peer, channel, number, tuple(edges))
 
     @property
-    def channels(self) -> list[tuple[int, int, int]]:
-        """The channels that this schedule's messages use on any rank, in an order all ranks share."""
-        wires = (
+    def channels(self) -> Iterator[tuple[int, int, int]]:
+        """The channels that this schedule's messages use on any rank."""
+        return (
             self.wire(action).channel
             for rank in range(self.schedule.ranks)
             for action in self.schedule.actions(rank)
             if action.op in MESSAGE_OPS
         )
-        return sorted(set(wires))
 
 
 class Interpreter:
@@ -171,20 +186,16 @@ class Interpreter:
     Args:
         stages: the stages by index: all of them, or those of this rank.
         activity: where this rank notes what it is doing, for the watch.
-        takes: which keyword arguments of the model go to which stage.
     """
 
-    def __init__(
-        self, stages: Mapping[int, PipelineStage], activity: Activity, takes: Takes
-    ) -> None:
+    def __init__(self, stages: Mapping[int, PipelineStage], activity: Activity) -> None:
         self.stages = stages
         self.activity = activity
         self._transport: Transport | None = None
-        self._takes = takes
-        self._layouts: dict[tuple[int, int], Layout] = {}
-        self._missing: dict[tuple[str, int], list[TensorLayout]] = {}
-        self._plain: set[tuple[str, int]] = set()
         self._added = Losses()
+        self._inquiry = Inquiry()
+        self._question: Question | None = None
+        self._batch: BatchOutputs | None = None
         self._usual: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -214,12 +225,15 @@ class Interpreter:
 
     def clear(self) -> None:
         """Empty the store; an interrupted step leaves values in it."""
-        self._values: dict[tuple[str, int], Any] = {}
-        self._reads: dict[tuple[str, int], int] = {}
+        self._values: dict[tuple[str, int], list[Any]] = {}
+        """Each value, with the number of times that it is still read."""
         self._gradients: defaultdict[tuple[str, int], dict[int, Grads]] = defaultdict(dict)
+        self._seeds: dict[tuple[int, int], list[Tensor | None]] = {}
         self._learners: dict[tuple[str, int], int] = {}
         self._entered: dict[tuple[int, int], list[list[Tensor]]] = {}
         self._arriving: dict[Action, Arrival | None] = {}
+        self._leaving: dict[Action, Sending] = {}
+        self._described: list[Sending] = []
         self._queued: defaultdict[tuple[int, int, int], deque[Action]] = defaultdict(deque)
 
     def run(self, program: Program, step: StepState, transport: Transport | None) -> None:
@@ -236,6 +250,7 @@ class Interpreter:
         """
         self._program, self._step, self._transport = program, step, transport
         self._kinds, self._hooks = step.agreement.kinds, step.call.hooks
+        self._prepare_loss(step)
         profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # it has no public name
         watched = profiled or step.recorder is not None or self._hooks is not None
         # In one process, only fault injection needs to know which action runs.
@@ -251,7 +266,7 @@ class Interpreter:
                     self._methods[action.op](action)
             self._action = None
             if transport is not None:
-                transport.settle()
+                self._let_leave(transport)
                 if self._arriving:
                     unused = ", ".join(map(str, self._arriving))
                     raise MessageError(f"no action used what arrived with {unused}")
@@ -320,7 +335,7 @@ class Interpreter:
         name = f"rank {rank}" if self._transport is None else self.activity.name
         at = f"{name}, stage {action.stage}, microbatch {action.microbatch}, action {action}"
         if isinstance(error, StageError):
-            raise _of_rank(StageError(f"{at}: {error}"), rank) from error.__cause__
+            raise _of_rank(type(error)(f"{at}: {error}"), rank) from error.__cause__
         if isinstance(error, PenstockError):
             error.add_note(f"on {name}, in {action}")
             raise error
@@ -345,12 +360,12 @@ class Interpreter:
         draws = step.draws(microbatch, stage.device)
         call = None
         if stage.planned:
-            call = StageCall(step.agreement.plans[microbatch], microbatch, draws)
+            call = StageCall(self._kinds[microbatch].plan, microbatch, draws, stage.may_cast)
         elif draws is not None:
             draws.enter(f"stage {index}", 0)
         if self._hooks is not None:
             self._look(action, (args, kwargs))
-        finish = partial(self._finish_forward, stage, microbatch)
+        finish = partial(self._finish_forward, stage, microbatch, leaves)
         output = stage.run(microbatch, args, kwargs, leaves, finish, call)
         if self._hooks is not None:
             self._seen = (self._seen[0], output)
@@ -364,9 +379,9 @@ class Interpreter:
         self._entered[stage.index, microbatch] = entered = []
         for edge in edges:
             value, copies = self._read(edge.value, microbatch)
-            entered.append(list[Tensor]())
-            values[edge.value] = enter(value, entered[-1], copies=copies)
-            leaves += entered[-1]
+            first = len(leaves)
+            values[edge.value] = enter(value, leaves, copies=copies)
+            entered.append(leaves[first:])
         part = self._step.parts[microbatch]
         kwargs = {}
         if stage.planned:
@@ -376,11 +391,10 @@ class Interpreter:
             for name, value in part.kwargs.items():
                 kwargs[name] = enter(value, leaves, copies=True)
             return args, {**kwargs, **part.local} if part.local else kwargs
-        if part.kwargs:
-            names = self._takes.names(stage.index, part.kwargs, first=not edges)
-            kwargs = {name: enter(part.kwargs[name], leaves, copies=True) for name in names}
-        if part.local:
-            kwargs |= part.local
+        for name in self._kinds[microbatch].keywords[stage.index]:
+            kwargs[name] = enter(part.kwargs[name], leaves, copies=True)
+        for name, value in part.local.items():
+            kwargs[name] = enter(value, leaves, copies=True)
         if not edges:
             return [enter(value, leaves, copies=True) for value in part.args], kwargs
         if len(edges) > 1:
@@ -390,21 +404,21 @@ class Interpreter:
 
     def _read(self, name: str, microbatch: int) -> tuple[Any, bool]:
         """Read a value from the store, and whether something else also holds it; the last read frees it."""
-        key = name, microbatch
-        left = self._reads[key] - 1
-        if left:
-            self._reads[key] = left
-            return self._values[key], True
-        del self._reads[key]
-        return self._values.pop(key), name in self._program.local
+        held = self._values[name, microbatch]
+        held[1] -= 1
+        if held[1]:
+            return held[0], True
+        del self._values[name, microbatch]
+        return held[0], name in self._program.local
 
     def _store(self, name: str, microbatch: int, value: Any) -> None:
         uses = self._program.uses[name]
         if uses:
-            self._values[name, microbatch] = value
-            self._reads[name, microbatch] = uses
+            self._values[name, microbatch] = [value, uses]
 
-    def _finish_forward(self, stage: PipelineStage, microbatch: int, output: Any) -> list[Tensor]:
+    def _finish_forward(
+        self, stage: PipelineStage, microbatch: int, leaves: list[Tensor], output: Any
+    ) -> list[Tensor]:
         """Put a stage's values into the store, and return the roots of its backward."""
         index, edges = stage.index, self._program.outputs[stage.index]
         if stage.planned:
@@ -412,46 +426,74 @@ class Interpreter:
         else:
             values = _values_of(edges, output) if edges else {}
         roots: list[Tensor] = []
+        plain = self._kinds[microbatch].plain
         for edge in edges:
             value = values[edge.value]
-            kind = edge.value, self._kinds[microbatch]
-            if kind not in self._plain:
+            if edge.value not in plain:
                 check_plain(value, f"what stage {index} returned")
-                self._plain.add(kind)
+                plain.add(edge.value)
             self._store(edge.value, microbatch, value)
             if edge.gradient and self._step.call.trains:
-                learners = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
-                self._learners[edge.value, microbatch] = len(learners)
-                roots += learners
+                before = len(roots)
+                if not isinstance(value, Tensor):
+                    roots += [tensor for tensor in tensors_in(value) if tensor.requires_grad]
+                elif value.requires_grad:
+                    roots.append(value)
+                self._learners[edge.value, microbatch] = len(roots) - before
         if stage.is_last:
             if self._step.call.outputs or self._step.call.keep:
                 self._step.outputs[microbatch] = map_tensors(output, Tensor.detach)
-            roots += self._loss_of(index, microbatch, output)
+            roots += self._loss_of(index, microbatch, output, leaves)
         elif self._added.terms and self._step.call.loss is not None:
             roots += self._seeded(index, microbatch, self._take_added(index, microbatch))
         return roots
 
-    def _loss_of(self, stage: int, microbatch: int, output: Any) -> list[Tensor]:
+    def _prepare_loss(self, step: StepState) -> None:
+        """Find out whether to ask the loss what it is, or to compute it once for the batch."""
+        loss, call = step.call.loss, step.agreement.model_call
+        self._question, self._batch = None, None
+        if loss is None or max(self.stages) + 1 < self._program.schedule.stages:
+            return
+        joins = partial(Joins, loss, call.samples, presplit=call.presplit)
+        if loss.loss_over == "batch":
+            try:
+                self._batch = BatchOutputs(call.count, joins())
+            except MicrobatchError as error:
+                raise UsageError(
+                    f'loss_over="batch" puts the outputs of microbatches together, and {error}; let the '
+                    "pipeline split the batch, along one dimension of each tensor"
+                ) from None
+            return
+        self._question = self._inquiry.question(
+            loss,
+            step.weights,
+            tuple(kind.text for kind in self._kinds),
+            joins,
+            trains=step.call.trains,
+        )
+
+    def _loss_of(
+        self, stage: int, microbatch: int, output: Any, leaves: list[Tensor]
+    ) -> list[Tensor]:
         """The loss of a microbatch; its backward starts from the microbatch's weight."""
         step, function = self._step, self._step.call.loss
         if function is None:
             self._added.clear()
             return []
+        if self._batch is not None:
+            return self._add_to_batch(self._batch, function, stage, microbatch, output)
         if step.weights.shares[microbatch]:
-            draws = step.draws(microbatch, self.stages[stage].device)
-            if draws is not None:
-                draws.enter(LOSS, 0)
-            target = _saveable(step.targets[microbatch])
-            plan, compute = step.agreement.plans[microbatch], function.of_microbatch
-            try:
-                whole = (
-                    compute(output, target) if plan is None else plan.apart(compute, output, target)
-                )
-            except Exception as error:
-                if target is None:
-                    error.add_note("loss_fn was called without a target; pass target= to the step")
-                raise
+            target, device = step.targets[microbatch], self.stages[stage].device
+            if step.call.trains:
+                target = _entered(target, leaves)
+            if self._question is not None:
+                self._question.look(microbatch, output, target)
+            whole = self._evaluate(function, stage, microbatch, output, target)
             loss = replicated(whole)
+            if self._question is not None:
+                self._question.check(
+                    microbatch, loss, partial(self._call_loss, function, microbatch), device
+                )
             if function.metrics:
                 step.tally.measure(microbatch, stage, output, target)
         else:
@@ -464,6 +506,52 @@ class Interpreter:
             loss = loss + self._take_added(stage, microbatch)
         return self._seeded(stage, microbatch, loss)
 
+    def _evaluate(
+        self, function: Loss, stage: int, microbatch: int, output: Any, target: Any
+    ) -> Tensor:
+        """The loss of an output, with the random numbers of a microbatch."""
+        draws = self._step.draws(microbatch, self.stages[stage].device)
+        if draws is not None:
+            draws.enter(LOSS, 0)
+        try:
+            if self._question is None:
+                return self._call_loss(function, microbatch, output, target)
+            arrived = [leaf for of in self._entered.get((stage, microbatch), ()) for leaf in of]
+            with Differentiations(output, arrived):
+                return self._call_loss(function, microbatch, output, target)
+        except Exception as error:
+            if target is None:
+                error.add_note("loss_fn was called without a target; pass target= to the step")
+            raise
+
+    def _call_loss(self, function: Loss, microbatch: int, output: Any, target: Any) -> Tensor:
+        plan = self._kinds[microbatch].plan
+        compute = function.of_microbatch
+        return compute(output, target) if plan is None else plan.apart(compute, output, target)
+
+    def _add_to_batch(
+        self, batch: BatchOutputs, function: Loss, stage: int, microbatch: int, output: Any
+    ) -> list[Tensor]:
+        """Add an output to those of the batch; with the last one, compute the loss and its gradients."""
+        step, roots = self._step, list[Tensor]()
+        if self._added.terms:
+            roots = self._seeded(stage, microbatch, self._take_added(stage, microbatch))
+        if function.metrics:
+            step.tally.measure(microbatch, stage, output, step.targets[microbatch])
+        share, seed = step.weights.whole
+        if batch.add(microbatch, output):
+            evaluate: Evaluate = partial(self._evaluate, function, stage, microbatch)
+            if not share:
+                evaluate = zero_loss
+            targets = [_without_gradient(target) for target in step.targets]
+            # The loss may use weights of this stage, also those that other stages share.
+            with self.stages[stage].shared_context:
+                loss, gradients = batch.differentiate(targets, evaluate, seed)
+            step.tally.add_main(0, stage, replicated(loss), share)
+            for index, of in gradients.items():
+                self._seeds.setdefault((stage, index), []).extend(of)
+        return roots + [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+
     def _take_added(self, stage: int, microbatch: int) -> Tensor:
         """Tally the losses that a stage has added, and return their sum."""
         self._step.tally.add_losses(microbatch, stage, self._added)
@@ -475,7 +563,7 @@ class Interpreter:
         if not loss.requires_grad:
             return []
         seed = torch.full_like(loss.detach(), self._step.weights.seeds[microbatch])
-        self._gradients[f"loss of {stage}", microbatch][stage] = (seed,)
+        self._seeds[stage, microbatch] = [seed]
         return [loss]
 
     # ---- backward
@@ -496,15 +584,12 @@ class Interpreter:
                 gradients += [
                     _sum(column) for column in zip(*[by_user[u] for u in users], strict=True)
                 ]
-        loss = self._gradients.pop((f"loss of {stage}", microbatch), None)
-        if loss is not None:
-            gradients += loss[stage]
-        return gradients
+        return [*gradients, *self._seeds.pop((stage, microbatch), ())]
 
     def _backward(self, action: Action) -> None:
-        index, microbatch = action.stage, action.microbatch or 0
-        self._run_backward(action, self.stages[index].backward)
-        self._end_microbatch(index, microbatch)
+        self._run_backward(action, self.stages[action.stage].backward)
+        if self._step.adapters is not None:
+            self._step.adapters.done(action.stage, action.microbatch or 0)
 
     def _backward_input(self, action: Action) -> None:
         self._run_backward(action, self.stages[action.stage].backward_input)
@@ -525,8 +610,8 @@ class Interpreter:
                 part = gradients[start:end]
                 self._gradients[edge.value, microbatch][index] = part
                 if self._transport is not None and any(g is None for g in part):
-                    layouts = [_gradient_like(leaf) for leaf in leaves]
-                    self._missing[edge.value, self._kinds[microbatch]] = layouts
+                    missing = self._kinds[microbatch].missing
+                    missing[edge.value] = [_gradient_like(leaf) for leaf in leaves]
             start = end
         if start < len(gradients):
             self._keep_batch_gradients(index, microbatch, gradients[start:])
@@ -534,26 +619,22 @@ class Interpreter:
     def _keep_batch_gradients(self, stage: int, microbatch: int, gradients: Grads) -> None:
         """Keep the gradients of the batch's own tensors that require grad."""
         part = self._step.parts[microbatch]
-        plain = not self.stages[stage].planned
-        args = () if plain and self._program.inputs[stage] else part.args
-        names: Sequence[str] = list(part.kwargs)
-        if plain:
-            names = self._takes.names(stage, part.kwargs, first=not self._program.inputs[stage])
-        passed = [*args, *(part.kwargs[name] for name in names)]
+        placed = not self.stages[stage].planned
+        args = () if placed and self._program.inputs[stage] else part.args
+        names = self._kinds[microbatch].keywords[stage] if placed else part.kwargs
+        passed = [*args, *(part.kwargs[name] for name in names), *part.local.values()]
+        if self.stages[stage].is_last:
+            passed.append(self._step.targets[microbatch])
         learners = [tensor for tensor in tensors_in(passed) if tensor.requires_grad]
-        for tensor, gradient in zip(learners, gradients, strict=True):
+        # A microbatch of weight 0 has not used its target.
+        for tensor, gradient in zip(learners, gradients, strict=False):
             if gradient is not None:
                 self._step.batch_gradients.append((tensor, gradient))
 
     def _backward_weight(self, action: Action) -> None:
-        index, microbatch = action.stage, action.microbatch or 0
-        self.stages[index].backward_weight(microbatch)
-        self._end_microbatch(index, microbatch)
-
-    def _end_microbatch(self, stage: int, microbatch: int) -> None:
-        """Note that a stage's weights have a microbatch's gradients."""
-        if self._step.adapters and stage in self._step.adapters:
-            self._step.adapters[stage].done(microbatch)
+        self.stages[action.stage].backward_weight(action.microbatch or 0)
+        if self._step.adapters is not None:
+            self._step.adapters.done(action.stage, action.microbatch or 0)
 
     # ---- messages
 
@@ -577,46 +658,35 @@ class Interpreter:
         if self._hooks is not None:
             self._look(action, gradients)
         kind = self._kinds[microbatch]
-        self._send(action, wire, gradients, partial(self._gradient_layout, wire, kind, parts))
-
-    def _gradient_layout(self, wire: Wire, kind: int, parts: Sequence[Grads]) -> Layout:
-        """The layout of gradients. If some are missing, each message carries flags that say which.
-
-        A missing gradient travels as zeros of the forward value's size.
-        """
-        layouts: list[Any] = []
-        for (edge, _), part in zip(wire.edges, parts, strict=True):
-            layouts += self._missing.get((edge.value, kind)) or map(_gradient_like, part)
-        if any(gradient is None for part in parts for gradient in part):
-            flags = torch.empty(len(layouts), dtype=torch.uint8)
-            layouts = [_FLAGS, layout_of(flags), *layouts]
-        return Layout(flatten([0])[1], tuple(layouts))
+        self._send(action, wire, gradients, partial(_gradient_layout, wire, kind, parts))
 
     def _send(
         self, action: Action, wire: Wire, leaves: Sequence[Any], describe: Callable[[], Layout]
     ) -> None:
         assert self._transport is not None
         kind = self._kinds[action.microbatch or 0]
-        layout, tag = self._layouts.get((wire.number, kind)), self._tag(wire, kind)
+        layout, tag = kind.layouts.get(wire.number), self._tag(wire, kind)
         device = self.stages[action.stage].device
         if layout is None:
-            layout = self._layouts[wire.number, kind] = describe()
-            self._transport.describe(wire.peer, tag, layout.describe())
+            layout = kind.layouts[wire.number] = describe()
+            self._described += self._transport.describe(wire.peer, tag, layout.describe())
         if layout.leaves[:1] == (_FLAGS,):
             flags = torch.tensor([leaf is not None for leaf in leaves], dtype=torch.uint8)
             leaves = [_FLAGS, flags.to(device), *leaves]
         tensors = _checked(action, leaves, layout, device)
         if tensors:
-            self._transport.send(wire.peer, tag, tensors, wire.channel[2])
+            sending = self._transport.send(wire.peer, tag, tensors, wire.channel[2])
+            if sending is not LEFT:
+                self._leaving[action] = sending
 
-    def _tag(self, wire: Wire, kind: int) -> int:
-        return FIRST_TAG + kind * 2 * self._program.schedule.stages**2 + wire.number
+    def _tag(self, wire: Wire, kind: Kind) -> int:
+        return FIRST_TAG + kind.number * 2 * self._program.schedule.stages**2 + wire.number
 
     def _receive(self, action: Action) -> None:
         """Start to receive if the layout is known; otherwise queue the action until it is."""
         wire = self._program.wire(action)
         queue = self._queued[wire.channel]
-        known = (wire.number, self._kinds[action.microbatch or 0]) in self._layouts
+        known = wire.number in self._kinds[action.microbatch or 0].layouts
         self._arriving[action] = None
         if known and not queue:
             self._post(action, wire)
@@ -626,7 +696,7 @@ class Interpreter:
     def _post(self, action: Action, wire: Wire) -> None:
         assert self._transport is not None
         kind = self._kinds[action.microbatch or 0]
-        layout = self._layouts[wire.number, kind]
+        layout = kind.layouts[wire.number]
         self._arriving[action] = (
             self._transport.post(wire.peer, self._tag(wire, kind), layout.tensors, wire.channel[2])
             if layout.tensors
@@ -645,21 +715,19 @@ class Interpreter:
             first = queue.popleft()
             first_wire = self._program.wire(first)
             kind = self._kinds[first.microbatch or 0]
-            if (first_wire.number, kind) not in self._layouts:
+            if first_wire.number not in kind.layouts:
                 text = transport.described(first_wire.peer, self._tag(first_wire, kind))
-                self._layouts[first_wire.number, kind] = Layout.read(text)
+                kind.layouts[first_wire.number] = Layout.read(text)
             self._post(first, first_wire)
         arrival = self._arriving.pop(action)
-        layout = self._layouts[wire.number, self._kinds[microbatch]]
+        layout = self._kinds[microbatch].layouts[wire.number]
         arrived = iter(arrival.take() if arrival is not None else ())
         leaves = [
             _rebuilt(next(arrived), leaf) if isinstance(leaf, TensorLayout) else leaf
             for leaf in layout.leaves
         ]
         for send in self._program.proves.get(action, ()):
-            kind = self._kinds[send.microbatch or 0]
-            left = self._program.wire(send)
-            transport.let_go(left.peer, self._tag(left, kind))
+            self._leaving.pop(send, LEFT).used()
         if action.op is Op.RECV_F:
             self._store_arrived(wire, microbatch, unflatten(leaves, layout.tree))
         else:
@@ -687,51 +755,25 @@ class Interpreter:
 
     def _wait_send(self, action: Action) -> None:
         assert self._transport is not None
-        self._transport.settle()
+        self._transport.activity.wait(str(action), self._program.wire(counterpart(action)).peer)
+        self._leaving.pop(counterpart(action), LEFT).wait()
+
+    def _let_leave(self, transport: Transport) -> None:
+        """At the end of a step, wait until everything that was sent has left."""
+        for action, sending in self._leaving.items():
+            transport.activity.wait(f"{action} to leave", self._program.wire(action).peer)
+            sending.wait()
+        for sending in self._described:
+            sending.wait()
+        self._leaving.clear()
+        self._described.clear()
+        transport.settle()
 
     # ---- sharded stages
 
-    def _adapt(self, action: Action, method: str) -> None:
-        adapter = self._step.adapters.get(action.stage)
-        if adapter is not None:
-            getattr(adapter, method)()
-
-
-class Takes:
-    """Which keyword arguments of the model go to which plain stage.
-
-    Args:
-        named: for each stage, the names of its module's arguments; None for a stage that is called by plan.
-        by_stage: for each stage, the keyword arguments that its rank was passed for it; overrides ``named``.
-    """
-
-    def __init__(
-        self,
-        named: Mapping[int, Sequence[str] | None],
-        by_stage: Mapping[int, frozenset[str]] | None = None,
-    ) -> None:
-        self.named = named
-        self.by_stage = by_stage
-
-    def names(
-        self, stage: int, passed: Iterator[str] | Mapping[str, Any], *, first: bool
-    ) -> list[str]:
-        """The keyword arguments that go to a stage.
-
-        Args:
-            stage: the index of the stage.
-            passed: the names of all keyword arguments of the call.
-            first: whether the batch enters at this stage, which then also gets the arguments that no other
-                stage takes.
-        """
-        if self.by_stage is not None:
-            return [name for name in passed if name in self.by_stage[stage]]
-        mine = self.named.get(stage) or ()
-        if not first:
-            # Its first argument is the value from another stage.
-            return [name for name in passed if name in mine[1:]]
-        others = {n for s, names in self.named.items() if s != stage for n in (names or ())[1:]}
-        return [name for name in passed if name in mine or name not in others]
+    def _adapt(self, action: Action, method: Literal["unshard", "reshard", "reduce"]) -> None:
+        if self._step.adapters is not None:
+            self._step.adapters.tell(action.stage, method)
 
 
 def _of_rank(error: StageError, rank: int) -> StageError:
@@ -779,6 +821,20 @@ def _gradient_like(leaf: Any) -> Any:
     return _layout(leaf)._replace(strides=None, learns=False)
 
 
+def _gradient_layout(wire: Wire, kind: Kind, parts: Sequence[Grads]) -> Layout:
+    """The layout of gradients. If some are missing, each message carries flags that say which.
+
+    A missing gradient travels as zeros of the forward value's size.
+    """
+    layouts: list[Any] = []
+    for (edge, _), part in zip(wire.edges, parts, strict=True):
+        layouts += kind.missing.get(edge.value) or map(_gradient_like, part)
+    if any(gradient is None for part in parts for gradient in part):
+        flags = torch.empty(len(layouts), dtype=torch.uint8)
+        layouts = [_FLAGS, layout_of(flags), *layouts]
+    return Layout(flatten([0])[1], tuple(layouts))
+
+
 def _checked(
     action: Action, leaves: Sequence[Any], layout: Layout, device: torch.device
 ) -> list[Tensor]:
@@ -793,11 +849,12 @@ def _checked(
             continue
         if leaf is None and action.op is Op.SEND_B:
             leaf = expected.empty(device).zero_()
-        elif isinstance(leaf, Tensor) and type(leaf) is not Tensor:
+        learns = action.op is Op.SEND_F and isinstance(leaf, Tensor) and leaf.requires_grad
+        if isinstance(leaf, Tensor) and type(leaf) is not Tensor:
             leaf = take_apart(arrived(leaf), expected.sharding)[0]
         if not isinstance(leaf, Tensor) or leaf.shape != expected.shape:
             raise _unlike(action, _shown(leaf), expected)
-        if leaf.dtype != expected.torch_dtype:
+        if leaf.dtype != expected.torch_dtype or learns is not expected.learns:
             raise _unlike(action, _shown(leaf), expected)
         tensors.append(leaf)
     return tensors
@@ -823,8 +880,26 @@ def _rebuilt(tensor: Tensor, layout: TensorLayout) -> Tensor:
     return tensor.requires_grad_() if layout.learns and torch.is_grad_enabled() else tensor
 
 
-def _saveable(target: Any) -> Any:
-    """A target that autograd can save for backward: tensors made in inference mode are cloned."""
-    if torch.is_grad_enabled() and any(tensor.is_inference() for tensor in tensors_in(target)):
-        return map_tensors(target, torch.clone)
-    return target
+def _without_gradient(target: Any) -> Any:
+    """A target for a loss over the batch.
+
+    Raises:
+        UsageError: a tensor in it requires grad.
+    """
+    if any(tensor.requires_grad for tensor in tensors_in(target)):
+        raise UsageError(
+            'loss_over="batch" gives no gradients to targets; detach the target, or pass what requires grad '
+            "to the model"
+        )
+    return _entered(target, [])
+
+
+def _entered(target: Any, leaves: list[Tensor]) -> Any:
+    """A target for a loss with gradients; of tensors that require grad, ``leaves`` gets a leaf each."""
+    learns = False
+    for tensor in (target,) if isinstance(target, Tensor) else tensors_in(target):
+        learns |= tensor.requires_grad
+        if tensor.is_inference():
+            # Autograd cannot save such tensors for backward.
+            return map_tensors(target, torch.clone)
+    return enter(target, leaves, copies=True) if learns else target

@@ -21,7 +21,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from penstock.errors import UsageError
 from penstock.parallel import gathered
 from penstock.schedule.base import whole_number
-from penstock.values import tensors_in
+from penstock.values import Rules, tensors_in
 
 # ---- losses that a model adds in its forward
 
@@ -168,6 +168,8 @@ def _shown(value: Any) -> Any:
 
 Reduction = Literal["mean", "sum"]
 """Whether the loss of a microbatch is a mean or a sum over its items."""
+LossOver = Literal["samples", "batch", "microbatch"]
+"""What a loss is computed over: samples, so that microbatches give that of the batch; or one or the other."""
 LossFunction = Callable[[Any, Any], Tensor]
 """``(output, target)`` of a microbatch -> its loss, a scalar tensor."""
 LossWeight = float | Sequence[float] | Callable[[Any], Any]
@@ -218,9 +220,14 @@ class LossOptions(TypedDict, total=False):
             :class:`Replicas`. They begin with the weights of the first, and gradients are averaged over them.
         nonfinite: what to do about a step whose loss or gradients are not finite: ``"stop"``, the default,
             raises; ``"skip"`` drops its gradients; ``"warn"`` only logs it.
+        loss_over: ``"samples"``, the default: ``loss_fn`` is a mean or a sum over samples, which the first
+            step checks. ``"batch"``: it compares samples with each other, as contrastive losses do, and is
+            computed once on the outputs of all microbatches. ``"microbatch"``: the loss of each microbatch
+            by itself, whatever it is.
     """
 
     reduction: Reduction
+    loss_over: LossOver
     loss_weight: LossWeight | None
     metrics: Mapping[str, Metric] | None
     accumulate: int
@@ -237,17 +244,19 @@ class Weights:
         shares: the factor of each microbatch's loss in the loss of the batch.
         seeds: the factor of each microbatch's loss in backward.
         total: the sum of all weights, over all replicas.
+        whole: the share and the seed of a loss that is computed once for the batch.
     """
 
     counts: Sequence[float] = ()
     shares: Sequence[float] = ()
     seeds: Sequence[float] = ()
     total: float = 0.0
+    whole: tuple[float, float] = (0.0, 0.0)
 
     @property
     def mark(self) -> float:
         """A number that differs if gradients are scaled differently."""
-        return sum(place * seed for place, seed in enumerate(self.seeds, start=1))
+        return sum([place * seed for place, seed in enumerate(self.seeds, start=1)])
 
 
 @dataclass(frozen=True)
@@ -261,6 +270,7 @@ class Loss:
         function: ``(output, target) -> scalar``.
         total_weight: what the loss is divided by in backward, in place of the weight of the batch.
         factor: the factor of a loss scaler.
+        rules: the rules by which batches are split.
 
     Raises:
         UsageError: an option has an invalid value.
@@ -275,8 +285,14 @@ class Loss:
     nonfinite: NonFinite = "stop"
     total_weight: float | None = None
     factor: float = 1.0
+    loss_over: LossOver = "samples"
+    rules: Rules | None = None
 
     def __post_init__(self) -> None:
+        if self.loss_over not in get_args(LossOver):
+            raise UsageError(
+                f"loss_over={self.loss_over!r}: must be 'samples', 'batch' or 'microbatch'"
+            )
         if self.reduction not in get_args(Reduction):
             raise UsageError(f"reduction={self.reduction!r}: must be 'mean' or 'sum'")
         if self.nonfinite not in get_args(NonFinite):
@@ -363,8 +379,11 @@ class Loss:
         if divisor is None:
             divisor = total * self.accumulate if divides else 1.0
         factor = self.factor * (self.replicas.number if self.replicas.averaged else 1)
+        shown = total if divides else 1.0
         seeds = [factor * part for part in _over(parts, divisor)]
-        return Weights(counts, _over(parts, total if divides else 1.0), seeds, total)
+        batch = [sum(counts) if self.reduction == "mean" else 1.0]
+        whole = _over(batch, shown)[0], factor * _over(batch, divisor)[0]
+        return Weights(counts, _over(parts, shown), seeds, total, whole)
 
     def of_microbatch(self, output: Any, target: Any) -> Tensor:
         """The unscaled loss of a microbatch.
@@ -429,7 +448,7 @@ def _requires_grad(output: Any) -> bool:
     return any(tensor.requires_grad for tensor in tensors_in(output))
 
 
-def zero_loss(output: Any) -> Tensor:
+def zero_loss(output: Any, target: Any = None) -> Tensor:
     """A loss of 0 whose gradient is 0, even if the output holds nan."""
     tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     loss: Tensor = cast("Any", _ZeroLoss).apply(*tensors) if tensors else torch.zeros(())

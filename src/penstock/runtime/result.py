@@ -6,14 +6,25 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from penstock.errors import AgreementError
+from penstock.errors import AgreementError, UsageError
 from penstock.parallel import whole
-from penstock.runtime.loss import MAIN, Loss, Losses, Metric, Number, Weights, metric_terms
+from penstock.runtime.loss import (
+    MAIN,
+    Loss,
+    Losses,
+    Metric,
+    Number,
+    Replicas,
+    Weights,
+    metric_terms,
+)
 from penstock.schedule import Timeline
 from penstock.transport import Transport
 
@@ -133,11 +144,13 @@ class StepTally:
         self._metrics = metrics
         self._terms: defaultdict[_Row, list[_Term]] = defaultdict(list)
 
-    def add_main(self, microbatch: int, stage: int, loss: Tensor) -> None:
-        """Note the loss of a microbatch."""
+    def add_main(
+        self, microbatch: int, stage: int, loss: Tensor, share: float | None = None
+    ) -> None:
+        """Note the loss of a microbatch, or with its own share that of the batch."""
         # A copy, since the scalar from a loss function may be a view of memory as large as the output.
         value = loss.detach().clone()
-        share = self._weights.shares[microbatch]
+        share = self._weights.shares[microbatch] if share is None else share
         self._terms[_MAIN].append(_Term(microbatch, stage, value, share))
 
     def add_losses(self, microbatch: int, stage: int, losses: Losses) -> None:
@@ -186,13 +199,14 @@ def _read(values: Sequence[Number]) -> list[float]:
 
 
 class Numbers:
-    """Adds up a step's numbers over the ranks, in one sum unless a number has a new name.
+    """Adds up a step's numbers by name: in one sum over the ranks, and one over the replicas.
 
-    Each known name has one place in the sum on every rank, and another for a flag: 0 on ranks without it.
+    All ranks of all replicas keep one table of the names that they have met, so that each number has its
+    place in the sums. A new name, on whichever rank, enters all tables, and the sums are made again.
     """
 
     def __init__(self) -> None:
-        self._rows: tuple[_Row, ...] = ()
+        self._rows = sorted([_MAIN, _ADDED])
 
     def share(
         self,
@@ -214,32 +228,29 @@ class Numbers:
 
         Raises:
             AgreementError: the ranks were given, or computed, different weights.
+            UsageError: replicas that can only add up numbers have losses or metrics of different names.
         """
-        sums = tally.sums()
-        metrics = list(loss.metrics) if loss is not None else []
-        # Also metrics that no microbatch here has, since a replica may have them.
-        measured = [(kind, name) for name in metrics for kind in ("over", "under")]
-        new = [row for row in {_MAIN, _ADDED, *measured, *sums} if row not in self._rows]
-        checks = [float(not finite), float(len(new)), weights.mark, weights.mark**2]
-        *numbers, ill, unknown, once, squared = _sum(transport, [*self._numbers(sums), *checks])
-        if transport is not None and _differ(transport.ranks, once, squared):
-            _refuse(transport, weights)
-        if unknown:
+        replicas = Replicas() if loss is None else loss.replicas
+        sums, unknown = tally.sums(), 1.0
+        while unknown:
+            new = [row for row in sums if row not in self._rows]
+            here = [part for row in self._rows for part in (sums.get(row, 0.0), row in sums)]
+            checks = [float(not finite), float(len(new)), weights.mark, weights.mark**2]
+            total = torch.tensor([*here, *checks], dtype=torch.float64)
             if transport is not None:
-                new = [(kind, name) for rows in transport.exchange(new) for kind, name in rows]
-            self._rows = tuple(sorted({*self._rows, *new}))
-            numbers = _sum(transport, self._numbers(sums))
-        if loss is not None and loss.replicas.number > 1:
-            row = torch.tensor([*numbers, ill], dtype=torch.float64)
-            *numbers, ill = loss.replicas.added(row).tolist()
-        there = numbers[len(self._rows) :]
-        values = {
-            row: value
-            for row, value, is_there in zip(self._rows, numbers, there, strict=False)
-            if is_there
-        }
+                total = transport.sum(total, "the sum after the step")
+                _check_weights(transport, weights, *total[-2:].tolist())
+            value, count = total[:-4].reshape(-1, 2).unbind(1)
+            there = count.sign()
+            columns = torch.cat([value, there, there * _share(loss, weights), total[-4:-2]])
+            summed = replicas.added(columns) if replicas.number > 1 else columns
+            *numbers, ill, unknown = summed.tolist()
+            if unknown:
+                self._learn(transport, replicas, new)
+        values = self._means(numbers, replicas.number)
         main, added = values.get(_MAIN, 0.0), values.get(_ADDED, 0.0)
         losses = {name: value for (kind, name), value in values.items() if kind == "loss"}
+        metrics = [*(loss.metrics if loss else ()), *(n for kind, n in values if kind == "under")]
         ratios = {
             name: _ratio(values.get(("over", name), 0.0), values.get(("under", name), 0.0))
             for name in metrics
@@ -247,20 +258,45 @@ class Numbers:
         is_finite = not ill and math.isfinite(main + added)
         return StepResult(main + added, {MAIN: main, **losses}, ratios, weights.total, is_finite)
 
-    def _numbers(self, sums: Mapping[_Row, float]) -> list[float]:
-        """This process's numbers in the order that all ranks use, then flags of which it has."""
-        rows = self._rows
-        return [sums.get(row, 0.0) for row in rows] + [float(row in sums) for row in rows]
+    def _means(self, numbers: Sequence[float], replicas: int) -> dict[_Row, float]:
+        """The numbers that exist; a named loss that some replicas lack is the mean of those that have it."""
+        size = len(self._rows)
+        columns = numbers[:size], numbers[size : 2 * size], numbers[2 * size :]
+        return {
+            row: value / share if row[0] == "loss" and share and count < replicas else value
+            for row, value, count, share in zip(self._rows, *columns, strict=True)
+            if count
+        }
+
+    def _learn(self, transport: Transport | None, replicas: Replicas, new: list[_Row]) -> None:
+        """Add the new names of all ranks of all replicas to the table."""
+        rows: list[Any] = new if transport is None else [*chain(*transport.exchange(new))]
+        if replicas.exchange is not None:
+            rows = [*chain(*replicas.exchange(rows))]
+        self._rows = sorted({*self._rows, *map(tuple, rows)})
+        if replicas.exchange is None and replicas.number > 1:
+            mark = float(crc32(repr(self._rows).encode()) & 0xFFFF)
+            marks = torch.tensor([mark, mark**2], dtype=torch.float64)
+            once, squared = replicas.added(marks).tolist()
+            if squared * replicas.number != once**2:
+                raise UsageError(
+                    f"replicas differ in the names of their losses and metrics, which are here "
+                    f"{[name for _, name in self._rows if name]}; replicas that can only add up numbers must "
+                    "all have the same: give penstock.Replicas exchange= too, or a process group instead"
+                )
 
 
-def _sum(transport: Transport | None, numbers: list[float]) -> list[float]:
-    if transport is None:
-        return numbers
-    total: list[float] = transport.sum(torch.tensor(numbers, dtype=torch.float64)).tolist()
-    return total
+def _share(loss: Loss | None, weights: Weights) -> float:
+    """This replica's share of the weight that a named loss is averaged by; 0 where losses are added up."""
+    if loss is None or (loss.reduction == "sum" and loss.loss_weight is None) or not weights.total:
+        return 0.0
+    return sum(weights.counts) / weights.total
 
 
-def _refuse(transport: Transport, weights: Weights) -> None:
+def _check_weights(transport: Transport, weights: Weights, once: float, squared: float) -> None:
+    """Check that all ranks have the same weights, from the sum of their marks and that of the squares."""
+    if not _differ(transport.ranks, once, squared):
+        return
     factor = max(weights.seeds, default=0.0)
     rows = transport.exchange(f"{weights.total:g} in all, gradients times up to {factor:g}")
     raise AgreementError(

@@ -3,45 +3,60 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import partial
 from inspect import Parameter, signature
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import PenstockError, PoisonedError, SpecError, StageError, UsageError
-from penstock.faults import Activity, failing_module, without_own_frames
-from penstock.parallel import Adapter, adapter_of, let_cross, local_part, unwrapped
-from penstock.rng import generators_kept
-from penstock.runtime.calls import (
-    REFUSED,
-    Agreement,
-    Call,
-    ModelCall,
-    StepState,
-    check_marks,
-    complete,
-    describe_call,
-    layout_in,
-    merge_offers,
-    raise_refusals,
-    word_of,
+from penstock.errors import (
+    AgreementError,
+    MessageError,
+    PeerFailed,
+    PenstockError,
+    PlanError,
+    PoisonedError,
+    SpecError,
+    StageError,
+    UsageError,
 )
-from penstock.runtime.interpreter import Interpreter, Program, Takes
+from penstock.faults import Activity, failing_module, without_own_frames
+from penstock.parallel import (
+    Adapter,
+    Adapters,
+    ReplicatedStage,
+    adapter_of,
+    let_cross,
+    local_part,
+    unwrapped,
+)
+from penstock.rng import generators_kept
+from penstock.runtime.calls import REFUSED, Call, StepState, check_marks, exchange_or_refuse
+from penstock.runtime.interpreter import Interpreter, Program
+from penstock.runtime.job import refusal_in_job
+from penstock.runtime.kinds import (
+    Agreement,
+    Brought,
+    Key,
+    Kind,
+    KnownCalls,
+    ModelCall,
+    layout_in,
+    merge,
+)
 from penstock.runtime.loss import Loss, Weights
 from penstock.runtime.result import Numbers
 from penstock.schedule import Edge, Op, Schedule
 from penstock.stage import PipelineStage, StageModule
-from penstock.transport import Transport
+from penstock.transport import WEIGHTS, Transport
 from penstock.values import (
     Batch,
     Layout,
-    Microbatch,
     TensorLayout,
     check_plain,
     layout_of,
@@ -50,13 +65,14 @@ from penstock.values import (
 )
 
 logger = logging.getLogger("penstock")
+_Made = TypeVar("_Made")
 Schedules: TypeAlias = Callable[..., Schedule]
 """Returns the proven schedule for a number of microbatches, the edges if they depend on the call, and whether
 it trains."""
-_WEIGHTS, _WEIGHTS_TAG = 2, 8
-"""The direction and the tag of messages that carry weights."""
-_REMEMBERED = 1024
-"""The number of agreements kept; the oldest are dropped first, the same ones on every rank."""
+_WEIGHTS_TAG = 8
+"""The tag of messages that carry weights."""
+_BROKEN = (MessageError, PeerFailed)
+"""Errors of an exchange that another rank's failure broke: they refuse nothing, but end the pipeline."""
 
 
 class Runner:
@@ -66,8 +82,6 @@ class Runner:
         stages: the stages of this process.
         schedules: returns the schedule of a call.
         transport: this rank's end, if each rank is a process; None if all ranks share this process.
-        by_rank: whether keyword arguments go to all stages of the rank that was passed them and to no
-            others, instead of to the stages that take them.
 
     Attributes:
         interpreter: runs the programs.
@@ -78,31 +92,22 @@ class Runner:
         stages: Sequence[PipelineStage],
         schedules: Schedules,
         transport: Transport | None = None,
-        *,
-        by_rank: bool = False,
     ) -> None:
         self.stages = {stage.index: stage for stage in stages}
         self.transport = transport
         self.schedules = schedules
         code = stages[0].code
         self._planned = code if isinstance(code, StageModule) else None
-        self._flops: dict[str, float] = {}
-        self._by_rank = by_rank
         self._numbers = Numbers()
         self._adapters: dict[int, Adapter] = {}
-        self._agreements: dict[tuple[int, ...], Agreement] = {}
-        self._looks: dict[Any, Any] = {}
-        self._kinds: dict[str, int] = {}
-        self._plans: dict[str, Any] = {}
-        self._programs: dict[int, Program] = {}
+        self._known = KnownCalls()
         self._failure: BaseException | None = None
         self._steps = 0
         named = {i: _argument_names(s) for i, s in self.stages.items()}
         rows = self.gather([[index, names] for index, names in named.items()])
-        self._takes = Takes({index: names for row in rows for index, names in row})
-        self.interpreter = Interpreter(
-            self.stages, Activity(0) if transport is None else transport.activity, self._takes
-        )
+        self._argument_names = {index: names for row in rows for index, names in row}
+        activity = Activity(0) if transport is None else transport.activity
+        self.interpreter = Interpreter(self.stages, activity)
         self._devices = list({stage.device for stage in stages})
 
     @property
@@ -132,10 +137,30 @@ class Runner:
         except BaseException as error:
             raise self.fail(error) from None
 
+    def to_first(self, value: Any) -> list[Any] | None:
+        """Send a JSON value to rank 0, which gets those of all processes; all of them call this."""
+        if self.transport is None:
+            return [value]
+        self.check_usable()
+        try:
+            return self.transport.to_first(value)
+        except BaseException as error:
+            raise self.fail(error) from None
+
+    def from_first(self, values: Sequence[Any] | None) -> Any:
+        """Get this process's JSON value from rank 0, which has those of all; all of them call this."""
+        if self.transport is None:
+            assert values is not None
+            return values[0]
+        try:
+            return self.transport.from_first(values)
+        except BaseException as error:
+            raise self.fail(error) from None
+
     def open(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Prepare :meth:`swap` for pairs of ranks (source, target); all processes call this."""
         if self.transport is not None:
-            self.transport.open([(source, target, _WEIGHTS) for source, target in pairs])
+            self.transport.connect([(source, target, WEIGHTS) for source, target in pairs])
 
     def swap(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]
@@ -144,14 +169,19 @@ class Runner:
         transport = self.transport
         assert transport is not None
         try:
-            for peer, tensors in sends.items():
-                transport.send(peer, _WEIGHTS_TAG, tensors, _WEIGHTS)
+            leaving = [
+                (peer, transport.send(peer, _WEIGHTS_TAG, tensors, WEIGHTS))
+                for peer, tensors in sends.items()
+            ]
             for peer, tensors in receives.items():
                 layouts = [layout_of(tensor.detach()) for tensor in tensors]
                 transport.activity.wait("weights", peer)
-                arrived = transport.post(peer, _WEIGHTS_TAG, layouts, _WEIGHTS).take()
+                arrived = transport.post(peer, _WEIGHTS_TAG, layouts, WEIGHTS).take()
                 for tensor, value in zip(tensors, arrived, strict=True):
                     tensor.detach().copy_(value)
+            for peer, sending in leaving:
+                transport.activity.wait("weights to leave", peer)
+                sending.wait()
             transport.settle()
         except BaseException as error:
             raise self.fail(error) from None
@@ -208,154 +238,229 @@ class Runner:
 
     def _carry_out(self, step: StepState) -> None:
         call, agreement = step.call, step.agreement
-        self._route(agreement.model_call, agreement.program.schedule)
-        with self._adapted(step):
-            self.interpreter.run(agreement.program, step, self.transport)
+        try:
+            with self._adapted(step):
+                self.interpreter.run(agreement.program, step, self.transport)
+        except PlanError:
+            self._known.drop(agreement)
+            raise
+        if any(device.type != "cpu" for device in self._devices):
+            self.interpreter.activity.wait("the device")
         finite = not call.finite or has_finite_gradients(self.stages.values())
         step.result = self._numbers.share(
             self.transport, step.tally, call.loss, step.weights, finite=finite
         )
         if call.outputs:
             step.shared = self.share(step.kept, agreement.program.schedule.placement.rank_of[-1])
-        step.flops = partial(self._count_flops, agreement.model_call, 3 if call.trains else 1)
+        step.flops = partial(self._count_flops, agreement.kinds, 3 if call.trains else 1)
 
-    def _count_flops(self, model_call: ModelCall, times: int) -> float | None:
+    def _count_flops(self, kinds: Sequence[Kind], times: int) -> float | None:
         """The model's floating-point operations in a call: ``times`` those of its forward."""
         if self._planned is None:
             return None
-        total = 0.0
-        for text, kind in zip(model_call.descriptions, model_call.kinds, strict=True):
-            if text not in self._flops:
-                part = complete(Microbatch((), {}, 0), kind)
+        for kind in {*kinds}:
+            if kind.flops is None:
+                example = kind.example
                 try:
-                    self._flops[text] = self._planned.flops(part.args, part.kwargs)
+                    kind.flops = self._planned.flops(example.args, example.kwargs)
                 except Exception as error:
                     logger.info(
                         "penstock: the operations of the model cannot be counted: %s", error
                     )
                     return None
-            total += times * self._flops[text]
-        return total
+        return sum(times * kind.flops for kind in kinds if kind.flops is not None)
 
     # ---- the word before the step
 
     def _agree(self, call: Call) -> StepState:
         """Learn what all ranks bring. If it is wrong, all of them raise ``_Refused`` before they begin."""
-        let_cross(stage.module for stage in self.stages.values())
-        offer, counts, refusal = {}, None, call.refusal
+        let_cross(map(attrgetter("module"), self.stages.values()))
+        brought, counts, refusal = None, None, call.refusal
         try:
             counts = _own_counts(call.loss, call.batch)
-            offer = describe_call(call, self._traits(), self._looks)
+            brought = Brought(call.mode, self._state(), call.batch)
         except PenstockError as error:
             refusal = refusal or error
-        word = REFUSED if refusal is not None else word_of(offer)
-        words, marks = (word,), (call.mark,)
-        if self.transport is not None:
-            rows = self.transport.gather(torch.tensor([word, call.mark]))
-            words, marks = zip(*[row.tolist() for row in rows], strict=True)
+        mine = REFUSED if brought is None or refusal is not None else brought.word
+        words, marks = self._exchange_words(mine, call.mark)
+        agreement, refusal_here = None, None
         try:
             if REFUSED in words:
-                raise_refusals(self.transport, refusal)
-            agreement = self._agreements.get(words)
+                exchange_or_refuse(self.transport, None, refusal)
+            assert brought is not None
+            agreement = self._known.get(words)
             if agreement is None:
-                agreement = self._make_agreement(call, self.gather(offer))
-                self._agreements[words] = agreement
-                if len(self._agreements) > _REMEMBERED:
-                    del self._agreements[next(iter(self._agreements))]
+                agreement = self._make_agreement(call, brought)
+                self._known.add(words, agreement)
             check_marks(marks)
+        except _BROKEN:
+            raise
+        except PenstockError as error:
+            refusal_here = error
+        # A training step, or a sum over replicas, is the job's; another evaluation is this pipeline's.
+        whole = call.trains or (call.loss is not None and call.loss.replicas.number > 1)
+        error_of_job = refusal_in_job(self.transport, refusal_here, self._steps, whole=whole)
+        if error_of_job is not None:
+            raise _Refused(error_of_job)
+        assert agreement is not None
+        try:
             weights = self._weigh(call.loss, agreement.model_call, counts)
+        except _BROKEN:
+            raise
         except PenstockError as error:
             raise _Refused(error) from None
         return StepState(call, agreement, weights, self.rank, self._devices)
 
-    def _traits(self) -> str:
-        """Which parameters of this process's stages learn, and which stages are in training mode."""
-        modules = [stage.module for stage in self.stages.values()]
-        flags = [[m.training, *(p.requires_grad for p in m.parameters())] for m in modules]
-        return "".join(["01"[flag] for row in flags for flag in row])
+    def _exchange_words(self, word: int, mark: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The words and the marks of all ranks: all that is exchanged before a step that is known."""
+        if self.transport is None:
+            return (word,), (mark,)
+        rows = [
+            row.tolist()
+            for row in self.transport.gather(
+                torch.tensor([word, mark]), f"the word before step {self._steps}"
+            )
+        ]
+        return tuple(word for word, _ in rows), tuple(mark for _, mark in rows)
 
-    def _make_agreement(self, call: Call, offers: Sequence[Mapping[str, Any]]) -> Agreement:
-        model_call = merge_offers(offers)
-        plans = [self._plan(model_call, microbatch) for microbatch in range(model_call.count)]
-        edges = _check_edges(plans) if self._planned is not None else None
+    def _state(self) -> list[Any]:
+        """What plans and layouts depend on in the stages of this process, as JSON data."""
+        return [
+            [index, stage.code.state() if isinstance(stage.code, StageModule) else _state_of(stage)]
+            for index, stage in self.stages.items()
+        ]
+
+    def _make_agreement(self, call: Call, brought: Brought) -> Agreement:
+        """Agree on a call that is new: all ranks describe what they bring, and plan it.
+
+        Raises:
+            PenstockError: it is refused, the same on all ranks.
+        """
+        _, rows = self._together(brought.describe, lambda row: row)
+        model_call = merge(rows)
+        states = {
+            index: state
+            for row in rows
+            for index, state in row["state"]
+            if index not in self.stages
+        }
+        agreement, plans = self._together(
+            lambda: self._plan_call(call, model_call, states),
+            lambda made: repr(made.program.schedule.edges),
+        )
+        unlike = next((rank for rank, plan in enumerate(plans) if plan != plans[0]), None)
+        if unlike is not None:
+            raise AgreementError(
+                f"rank 0 and rank {unlike} plan different values from stage to stage: {plans[0]} and "
+                f"{plans[unlike]}; give every rank the same model, in the same state"
+            )
+        if self.transport is not None:
+            self.transport.connect(agreement.program.channels)
+        return agreement
+
+    def _together(
+        self, make: Callable[[], _Made], tell: Callable[[_Made], Any]
+    ) -> tuple[_Made, list[Any]]:
+        """What this rank makes, and what each rank tells of it; if one cannot, all raise its error."""
+        try:
+            made = make()
+        except PenstockError as error:
+            exchange_or_refuse(self.transport, None, error)
+            raise
+        return made, exchange_or_refuse(self.transport, tell(made), None)
+
+    def _plan_call(self, call: Call, model_call: ModelCall, states: Mapping[int, Any]) -> Agreement:
+        kinds: dict[str, Kind] = {}
+        new: list[Kind] = []
+        numbers = self._known.free_numbers()
+        for text, arguments in zip(model_call.texts, model_call.layouts, strict=True):
+            known = kinds.get(text) or self._known.kind(text)
+            if known is None:
+                known = Kind(text, next(numbers), arguments)
+                known.plan = self._plan(known, states, trains=call.trains)
+                new.append(known)
+            kinds[text] = known
+        of_parts = tuple(kinds[text] for text in model_call.texts)
+        edges = _check_edges([kind.plan for kind in of_parts]) if self._planned else None
         schedule = self.schedules(model_call.count, edges, trains=call.trains)
-        self._route(model_call, schedule)
-        self._check_passed(model_call, schedule)
-        self._check_target(call, model_call, schedule, plans[0])
-        program = self._programs.get(id(schedule))
+        for kind in new:
+            kind.keywords = self._keywords(kind.arguments, schedule)
+        self._check_given(model_call, of_parts[0], schedule)
+        self._check_target(call, model_call, schedule, of_parts[0])
+        programs = (known.program for known in self._known)
+        program = next((p for p in programs if p.schedule is schedule), None)
         if program is None:
-            rank = None if self.transport is None else self.transport.rank
-            program = self._programs[id(schedule)] = Program(schedule, rank)
-            if self.transport is not None:
-                self.transport.open(program.channels)
-        traits = " ".join(offer["traits"] for offer in offers)
-        texts = [f"{traits} {schedule.stages} {text}" for text in model_call.descriptions]
-        kinds = tuple(self._kinds.setdefault(text, len(self._kinds)) for text in texts)
-        return Agreement(model_call, kinds, tuple(plans), program)
+            program = Program(schedule, None if self.transport is None else self.transport.rank)
+        return Agreement(model_call, of_parts, program)
 
-    def _route(self, model_call: ModelCall, schedule: Schedule) -> None:
-        """With ``by_rank``, route keyword arguments to the stages of the ranks that were passed them."""
-        if self._by_rank:
-            passed = [{key for key in keys if isinstance(key, str)} for keys in model_call.passed]
-            rank_of = schedule.placement.rank_of
-            self._takes.by_stage = {s: frozenset(passed[rank]) for s, rank in enumerate(rank_of)}
-
-    def _plan(self, model_call: ModelCall, microbatch: int) -> Any:
-        """The partition's plan for a microbatch, made from its arguments without data."""
+    def _plan(self, kind: Kind, states: Mapping[int, Any], *, trains: bool) -> Any:
+        """The partition's plan for a kind, made from its arguments without data."""
         if self._planned is None:
             return None
-        key = f"{torch.is_grad_enabled()} {self._traits()} {model_call.descriptions[microbatch]}"
-        if key not in self._plans:
-            part = complete(Microbatch((), {}, 0), model_call.kinds[microbatch])
-            try:
-                self._plans[key] = self._planned.plan(part.args, part.kwargs)
-            except PenstockError:
-                raise
-            except Exception as error:
-                module = failing_module(error)
-                where = f"module {module}, before" if module else "before"
-                what = f"{type(error).__name__}: {error}"
-                cause = error.with_traceback(without_own_frames(error))
-                raise StageError(f"{where} the first microbatch: {what}") from cause
-        return self._plans[key]
+        try:
+            # Tensors made in inference mode have no versions, by which a run without data sees changes.
+            with torch.inference_mode(mode=False), torch.set_grad_enabled(trains):
+                example = kind.example
+                return self._planned.plan(example.args, example.kwargs, states)
+        except PenstockError:
+            raise
+        except Exception as error:
+            module = failing_module(error)
+            where = f"module {module}, before" if module else "before"
+            what = f"{type(error).__name__}: {error}"
+            if isinstance(error, ValueError | LookupError | ArithmeticError | AssertionError):
+                what += (
+                    "; this run had no data: numbers were ones, or those of example=(args, kwargs)"
+                )
+            cause = error.with_traceback(without_own_frames(error))
+            raise StageError(f"{where} the first microbatch: {what}") from cause
 
-    def _check_passed(self, model_call: ModelCall, schedule: Schedule) -> None:
-        """Check that every rank was passed the arguments that its plain stages take."""
-        positions, names = model_call.names
+    def _keywords(self, names: Iterable[Key], schedule: Schedule) -> dict[int, list[str]]:
+        """The keyword arguments that go to each stage that was placed by hand.
+
+        Those that no stage takes go to the stage where the batch enters.
+        """
+        keywords = [name for name in names if isinstance(name, str)]
         users = {stage for edge in schedule.edges for stage in edge.targets}
-        if self.transport is None:
-            return
-        for stage, rank in enumerate(schedule.placement.rank_of):
-            if self._takes.named.get(stage) is None:
-                continue
-            first = stage not in users
-            needed: list[int | str] = [
-                *(positions if first else ()),
-                *self._takes.names(stage, dict.fromkeys(names), first=first),
-            ]
-            missing = [key for key in needed if key not in model_call.passed[rank]]
-            if missing:
+        # The first argument of any other stage is the value from the stage before.
+        takes = {
+            stage: set(names[stage in users :])
+            for stage, names in self._argument_names.items()
+            if names is not None
+        }
+        taken = {name for stage, names in takes.items() if stage in users for name in names}
+        return {
+            stage: [n for n in keywords if n in names or (stage not in users and n not in taken)]
+            for stage, names in takes.items()
+        }
+
+    def _check_given(self, model_call: ModelCall, kind: Kind, schedule: Schedule) -> None:
+        """Check that every rank has the arguments that stages take which were placed there by hand."""
+        users = {stage for edge in schedule.edges for stage in edge.targets}
+        for stage, keywords in kind.keywords.items():
+            rank = schedule.placement.rank_of[stage]
+            takes = list(kind.arguments) if stage not in users else keywords
+            if self.transport is not None and takes and rank not in model_call.holders:
                 raise UsageError(
-                    f"rank {rank} was not given the arguments {missing}, which stage {stage} takes; pass "
-                    "them on that rank, or pass the whole batch on every rank"
+                    f"rank {rank} was not given the arguments {takes}, which stage {stage} takes; give that "
+                    "rank all of the model's arguments"
                 )
 
     def _check_target(
-        self, call: Call, model_call: ModelCall, schedule: Schedule, plan: Any
+        self, call: Call, model_call: ModelCall, schedule: Schedule, kind: Kind
     ) -> None:
         """Check that the rank of the last stage has a target, or that the loss needs none."""
         rank = schedule.placement.rank_of[-1] if self.transport is not None else 0
         loss = call.loss
-        if loss is None or model_call.targets[rank]:
-            return
-        if plan is None:
+        if loss is None or model_call.targets[rank] or kind.plan is None:
             return
         try:
-            plan.with_output(lambda output: loss.of_microbatch(output, None), loss.function)
+            kind.plan.with_output(lambda output: loss.of_microbatch(output, None), loss.function)
         except Exception as error:
             if "None" not in str(error) and not isinstance(error, PenstockError):
                 return  # it fails for another reason, such as what it reads elsewhere
-            positions, names = model_call.names
+            positions = [key for key in kind.arguments if isinstance(key, int)]
+            names = [key for key in kind.arguments if isinstance(key, str)]
             near = get_close_matches("target", names, n=1)
             hint = f" ({near[0]}= went to the model)" if near else ""
             if not near and len(positions) > 1:
@@ -392,28 +497,38 @@ class Runner:
     @contextmanager
     def _adapted(self, step: StepState) -> Iterator[None]:
         """Run a call inside the adapters of replicated and sharded stages, which reduce gradients."""
-        step.adapters = adapters = self._find_adapters()
-        gathers = Op.UNSHARD not in step.agreement.program.schedule.ops
-        for index, adapter in adapters.items():
-            if step.call.trains and adapter.whole_backward:
+        call, of_stage = step.call, {i: [one] for i, one in self._find_adapters().items()}
+        for index, adapters in of_stage.items():
+            if call.trains and adapters[0].whole_backward:
                 self.stages[index].reduce_later()
-            count = step.agreement.model_call.count
-            adapter.begin(count, trains=step.call.trains, gathers=gathers)
+        if call.trains and call.loss is not None and call.loss.replicas.group is not None:
+            for index, stage in self.stages.items():
+                average = ReplicatedStage(
+                    stage.module,
+                    partial(attrgetter("shared_context"), stage),
+                    call.loss.replicas.group,
+                    self.interpreter.activity,
+                )
+                of_stage.setdefault(index, []).append(average)
+        if not of_stage:
+            yield
+            return
+        step.adapters = Adapters(of_stage, step.agreement.model_call.count, trains=call.trains)
+        step.adapters.begin(gathers=Op.UNSHARD not in step.agreement.program.schedule.ops)
         try:
             yield
-            for adapter in adapters.values():
-                adapter.finish()
+            step.adapters.finish()
         except BaseException:
-            for adapter in adapters.values():
-                adapter.abandon()
+            step.adapters.abandon()
             raise
 
     def _find_adapters(self) -> Mapping[int, Adapter]:
-        """The adapters of the stages here; new ones if the user has wrapped a module since the last call."""
+        """The adapters of wrapped stages; new ones if the user has wrapped a module since the last call."""
         for index, stage in self.stages.items():
             known = self._adapters.get(index)
             if known is None or not known.fits(stage.module):
-                adapter = adapter_of(stage.module, partial(attrgetter("shared_context"), stage))
+                apart = partial(attrgetter("shared_context"), stage)
+                adapter = adapter_of(stage.module, apart, self.interpreter.activity)
                 if adapter is not None:
                     self._adapters[index] = adapter
                 else:
@@ -461,14 +576,21 @@ class _Refused(Exception):
 
 def has_finite_gradients(stages: Any) -> bool:
     """Whether the norm of the weights' gradients is finite; of a DTensor, that of the part here."""
-    gradients: list[Tensor] = []
+    found: list[Tensor | None] = []
     for stage in stages:
         # Gradients of shared weights are collected apart from .grad; this context puts them there.
         with stage.shared_context:
-            grads = [parameter.grad for parameter in stage.module.parameters()]
-        parts = [g if type(g) is Tensor else local_part(g) for g in grads if g is not None]
-        gradients += [part._values() if part.is_sparse else part for part in parts]
+            found += map(attrgetter("grad"), stage.module.parameters())
+    parts = [g if type(g) is Tensor else local_part(g) for g in found if g is not None]
+    gradients = [part._values() if part.is_sparse else part for part in parts]
     return not gradients or bool(nn.utils.get_total_norm(gradients).isfinite())
+
+
+def _state_of(stage: PipelineStage) -> str:
+    """The modes of a stage's modules, and which of its parameters learn."""
+    modes = [module.training for module in stage.module.modules()]
+    learns = [parameter.requires_grad for parameter in stage.module.parameters()]
+    return "".join(["01"[flag] for flag in (*modes, *learns)])
 
 
 def _argument_names(stage: PipelineStage) -> list[str] | None:

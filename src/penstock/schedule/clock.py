@@ -1,16 +1,22 @@
-"""What actions cost, and the one loop that runs programs on simulated clocks, one per rank."""
+"""The clock: one loop that runs programs on simulated clocks, and how it sees a schedule.
+
+The validator, the simulator, the search, the planner and the drawings all ask it when actions run, whether
+all ranks finish, and who waits for whom.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 from penstock.errors import UsageError
 from penstock.schedule.action import (
+    COMPUTE_OPS,
     MESSAGE_OPS,
     NEIGHBOUR,
     RECV_OPS,
@@ -25,6 +31,76 @@ from penstock.schedule.base import Schedule
 from penstock.schedule.dependencies import Dependencies, Half, Need
 
 T = TypeVar("T")
+
+# ---- the loop
+
+
+Link = tuple[int, float]
+"""A number that is needed, and how long after its end its result arrives."""
+NOT_YET = -1.0
+
+
+class Ran(NamedTuple):
+    """How far programs got, and when.
+
+    Attributes:
+        start: when each number started, or ``NOT_YET``.
+        end: when each number ended, or ``NOT_YET``.
+        order: the numbers in an order in which one process may run them.
+        stuck: for each program that did not finish, the number at which it stopped and the one it needs.
+    """
+
+    start: list[float]
+    end: list[float]
+    order: list[int]
+    stuck: dict[int, tuple[int, int]]
+
+
+def run(
+    programs: Sequence[Sequence[int]], duration: Sequence[float], needs: Sequence[Sequence[Link]]
+) -> Ran:
+    """Run programs, each on a clock of its own: a number starts as soon as its program and needs allow.
+
+    A program runs until it needs a time that is not known yet, so the loop is linear in the numbers.
+
+    Args:
+        programs: the numbers of each program, in order.
+        duration: how long each number takes.
+        needs: what each number needs from other programs.
+    """
+    start, end, order = [NOT_YET] * len(duration), [NOT_YET] * len(duration), list[int]()
+    asleep: dict[int, list[int]] = {}
+    clock, at = [0.0] * len(programs), [0] * len(programs)
+    ready = deque(range(len(programs)))
+
+    def advance(one: int) -> None:
+        """Run a program until it ends, or until it needs a number that has not ended."""
+        now, program = clock[one], programs[one]
+        for place in range(at[one], len(program)):
+            number = program[place]
+            for needed, lag in needs[number]:
+                when = end[needed]
+                if when < 0:
+                    clock[one], at[one] = now, place
+                    asleep.setdefault(needed, []).append(one)
+                    return
+                if when + lag > now:
+                    now = when + lag
+            order.append(number)
+            start[number] = now
+            end[number] = now = now + duration[number]
+            if number in asleep:
+                ready.extend(asleep.pop(number))
+
+    while ready:
+        advance(ready.popleft())
+    waiting = ((one, needed) for needed, each in asleep.items() for one in each)
+    stuck = {one: (programs[one][at[one]], needed) for one, needed in waiting}
+    return Ran(start, end, order, stuck)
+
+
+# ---- what actions cost
+
 
 Cost = float | Sequence[float]
 """One number for every stage, or one per stage."""
@@ -112,6 +188,38 @@ def _check(name: str, cost: Cost) -> None:
             raise UsageError(f"{name}={number}: must be a finite number, at least 0")
 
 
+_COST_OF = {Op.F: "forward", Op.I: "input", Op.W: "weight", Op.B: "backward"}
+
+
+def durations(costs: Costs, stages: int) -> dict[Op, list[float]]:
+    """How long each op that takes time takes on each stage."""
+    return {op: costs.per_stage(name, stages) for op, name in _COST_OF.items()}
+
+
+def transfer_of(schedule: Schedule, send: Action, costs: Costs) -> float:
+    """How long a message, given by its SEND, keeps its channel busy."""
+    forward = send.op is Op.SEND_F
+    maker, user = (send.stage, send.peer_stage) if forward else (send.peer_stage, send.stage)
+    rank_of = schedule.placement.rank_of
+    size = sum(
+        costs.bytes_of(edge.value)
+        for edge in schedule.edges
+        if edge.source == maker
+        and (forward or edge.gradient)
+        and rank_of[user] in {rank_of[target] for target in edge.targets}
+    )
+    return size / costs.bandwidth
+
+
+def under_way(schedule: Schedule, rule: Dependencies, need: Need, costs: Costs) -> float:
+    """How long a result travels to another rank if messages are not spelled out."""
+    if not costs.message:
+        return costs.latency
+    sends = rule.sends(Action(need.stage, need.split_op, 0))
+    transfers = (transfer_of(schedule, send, costs) for send in sends)
+    return costs.latency + max(transfers, default=0.0)
+
+
 # ---- a schedule in numbers
 # The validator and the simulator handle millions of actions, and a search runs programs ten thousand times.
 # So each action is a number. The actions of one stage, op and peer form a *lane*, numbered by microbatch;
@@ -122,7 +230,7 @@ Lane = tuple[int, Op, int | None]
 """A stage, an op, and the peer of a message that does not go to the neighbour."""
 Place = tuple[int, int]
 """A rank and a position in its program."""
-Link = tuple[int, int]
+Meeting = tuple[int, int]
 """The number of an action, and of one that it needs."""
 _NONE = -1
 """A number that no action has."""
@@ -189,6 +297,14 @@ class Numbered:
         number = None if base is None else base + (action.microbatch or 0)
         return number if number in self.place else None
 
+    def numbers_of(self, stage: int, op: Op, peer: int | None = None) -> Sequence[int]:
+        """The number of a lane's action for each microbatch, or one that no action has."""
+        m = self.schedule.microbatches
+        base = self._first.get((stage, op, peer))
+        if base is None:
+            return [_NONE] * m
+        return [base] * m if op in STAGE_OPS else range(base, base + m)
+
     def has(self, stage: int, op: Op) -> list[bool]:
         """Whether the schedule has the action, for each microbatch."""
         return [number in self.place for number in self.numbers_of(stage, op)]
@@ -209,29 +325,25 @@ class Numbered:
         return self.per_lane(lambda lane: table[lane[1]][lane[0]] if lane[1] in table else 0.0)
 
     @cached_property
-    def needs(self) -> list[tuple[Lane, Need, list[Link]]]:
-        """Each need of each lane, with a link from every action of the lane to the one that meets it.
+    def needs(self) -> list[tuple[Lane, Need, list[Meeting]]]:
+        """Each need of each lane, with every action of the lane beside the one that meets the need.
 
         The action that meets a need may be in no program; ``place`` then lacks its number.
         """
+        bases = range(0, len(self), self.schedule.microbatches)
         return [
-            (lane, need, self._links(base, lane, self._meeting(need)))
-            for base, lane in zip(self._bases, self.lanes, strict=True)
+            (lane, need, self._beside(base, lane, self._meeting(need)))
+            for base, lane in zip(bases, self.lanes, strict=True)
             for need in self.rule.needs(*lane)
         ]
 
-    @property
-    def _bases(self) -> range:
-        return range(0, len(self), self.schedule.microbatches)
-
-    def _links(self, base: int, lane: Lane, met: Sequence[int]) -> list[Link]:
-        """Link each action of a lane to the action that meets one of its needs."""
+    def _beside(self, base: int, lane: Lane, met: Sequence[int]) -> list[Meeting]:
+        """Each action of a lane beside the action that meets one of its needs."""
         if lane[1] is Op.REDUCE_GRAD:
             return [(base, number) for number in met]
         if lane[1] in STAGE_OPS:
             return [(base, met[0])]
-        pairs = enumerate(met, base)
-        return [pair for pair in pairs if pair[0] in self.place]
+        return [pair for pair in enumerate(met, base) if pair[0] in self.place]
 
     def _meeting(self, need: Need) -> Sequence[int]:
         """The number of the action that meets a need, for each microbatch."""
@@ -241,300 +353,234 @@ class Numbered:
         whole, half = self.numbers_of(stage, Op.B), self.numbers_of(stage, op.value)
         return [b if b in self.place else h for b, h in zip(whole, half, strict=True)]
 
-    def numbers_of(self, stage: int, op: Op, peer: int | None = None) -> Sequence[int]:
-        """The number of a lane's action for each microbatch, or one that no action has."""
-        m = self.schedule.microbatches
-        base = self._first.get((stage, op, peer))
-        if base is None:
-            return [_NONE] * m
-        return [base] * m if op in STAGE_OPS else range(base, base + m)
-
     @cached_property
-    def partner(self) -> dict[int, int]:
-        """The other end of each SEND and RECV that has one."""
-        ends: dict[int, int] = {}
-        for lane, _, links in self.needs:
-            if lane[1] in RECV_OPS:
-                met = [(receive, send) for receive, send in links if send in self.place]
-                ends.update(met)
-                ends.update((send, receive) for receive, send in met)
-        return ends
+    def messages(self) -> list[tuple[int, int]]:
+        """The SEND and the RECV of each message that has both, channel by channel."""
+        return [
+            (send, receive)
+            for lane, _, beside in self.needs
+            if lane[1] in RECV_OPS
+            for receive, send in beside
+            if send in self.place
+        ]
 
 
-# ---- the loop: programs on simulated clocks, one per rank
+# ---- a schedule on the clock
+# Beside its ranks run its channels, as programs of their own: one per ordered pair of ranks and kind of
+# message. Their numbers follow those of the actions; each is a *transfer*, which needs both ends of its
+# message posted. So the loop knows no messages. An overlapped pair runs under the number of its forward.
 
 
-NOT_YET = -1.0
+class Clock:
+    """A schedule run on simulated clocks; it may stop before its end.
 
-
-@dataclass
-class Waits:
-    """What numbers wait for: actions of other ranks, and messages. Ranks run their own actions in order.
-
-    Attributes:
-        awaited: the number that each number waits for; the length of this list if there is none.
-        lag: how long after its end the awaited result arrives, for each number.
-        several: all awaited numbers and their lags, for numbers that wait for more than one.
-        partner: the other end of each SEND and RECV.
-        transfer: the channel of each SEND and RECV, and how long it keeps the channel busy, if known.
-        latency: how long after its transfer a message arrives.
-        pairs: the backward half of each overlapped pair, by its forward half, which waits for both.
-        hidden: how long before the end of its forward half a backward half starts.
-    """
-
-    awaited: list[int]
-    lag: list[float]
-    several: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
-    partner: dict[int, int] = field(default_factory=dict)
-    transfer: dict[int, tuple[object, float]] = field(default_factory=dict)
-    latency: float = 0.0
-    pairs: dict[int, int] = field(default_factory=dict)
-    hidden: dict[int, float] = field(default_factory=dict)
-
-    def add(self, number: int, awaited: int, lag: float) -> None:
-        """Make a number wait for one more."""
-        if self.awaited[number] == len(self.awaited):
-            self.awaited[number], self.lag[number] = awaited, lag
-        else:
-            first = (self.awaited[number], self.lag[number])
-            self.several.setdefault(number, [first]).append((awaited, lag))
-
-
-class Ran(NamedTuple):
-    """How far programs got, and when.
-
-    Attributes:
-        start: when each number started, or ``NOT_YET``.
-        there: when each number's result was available; for a message, when it arrived.
-        order: the numbers in an order in which one process may run them.
-        stuck: for each rank that did not finish, the number at which it stopped and the awaited number.
-    """
-
-    start: list[float]
-    there: list[float]
-    order: list[int]
-    stuck: dict[int, tuple[int, int]]
-
-
-def run(programs: Sequence[Sequence[int]], duration: Sequence[float], waits: Waits) -> Ran:
-    """Run programs on simulated clocks: each action starts as soon as its rank and what it waits for allow.
-
-    This is the only loop that runs programs without doing their work: it finds when each action runs, whether
-    all ranks finish and, if not, which rank waits for which. A rank runs until it needs a time that is not
-    known yet, so the loop is linear in the number of actions.
-
-    Args:
-        programs: the numbers of each rank, in order.
-        duration: how long each number keeps its rank busy.
-        waits: what the numbers wait for.
-    """
-    awaited_by, lag, several = waits.awaited, waits.lag, waits.several
-    start = [NOT_YET] * len(awaited_by)
-    there = [*start, 0.0]
-    order: list[int] = []
-    clock, at = [0.0] * len(programs), [0] * len(programs)
-    asleep: dict[int, list[int]] = {}
-    ready = deque(range(len(programs)))
-
-    def arrive(number: int, when: float) -> None:
-        there[number] = when
-        ready.extend(asleep.pop(number, ()))
-
-    special = _Special(waits, duration, start, arrive)
-    while ready:
-        rank = ready.popleft()
-        now, program = clock[rank], programs[rank]
-        for place in range(at[rank], len(program)):
-            number = program[place]
-            awaited = awaited_by[number]
-            when = there[awaited] + lag[number]
-            if several and number in several:
-                awaited, when = _latest(several[number], there)
-            if there[awaited] < 0:
-                at[rank] = place
-                asleep.setdefault(awaited, []).append(rank)
-                break
-            if when > now:
-                now = when
-            order.append(number)
-            start[number] = now
-            now += duration[number]
-            if number in special.numbers:
-                now = special.end(number, now)
-                continue
-            there[number] = now
-            if number in asleep:
-                ready.extend(asleep.pop(number))
-        else:
-            at[rank] = len(program)
-        clock[rank] = now
-    stuck = {
-        rank: (programs[rank][at[rank]], awaited)
-        for awaited, ranks in asleep.items()
-        for rank in ranks
-    }
-    return Ran(start, there, order, stuck)
-
-
-def _latest(needed: list[tuple[int, float]], there: list[float]) -> tuple[int, float]:
-    """Pick an awaited number that has not arrived, or else the last to arrive; with its time."""
-    latest, when = needed[0][0], NOT_YET
-    for awaited, lag in needed:
-        if there[awaited] < 0:
-            return awaited, NOT_YET
-        if there[awaited] + lag > when:
-            latest, when = awaited, there[awaited] + lag
-    return latest, when
-
-
-class _Special:
-    """Ends messages and overlapped pairs; results of other actions are available as soon as they end.
-
-    Args:
-        waits: what the numbers wait for.
-        duration: how long each number keeps its rank busy.
-        start: when each number started.
-        arrive: called with a number and the time at which its result is available.
-    """
-
-    def __init__(
-        self,
-        waits: Waits,
-        duration: Sequence[float],
-        start: list[float],
-        arrive: Callable[[int, float], None],
-    ) -> None:
-        self._waits, self._duration, self._start, self._arrive = waits, duration, start, arrive
-        self._forward = {backward: forward for forward, backward in waits.pairs.items()}
-        self._free: dict[object, float] = {}
-        self.numbers = {*waits.partner, *waits.pairs, *self._forward}
-
-    def end(self, number: int, now: float) -> float:
-        """End an action; return the time at which its rank is free."""
-        if number in self._forward:
-            return self._end_pair(self._forward[number], number)
-        if number in self._waits.partner:
-            self._post(number, self._waits.partner[number], now)
-        return now
-
-    def _post(self, number: int, other: int, now: float) -> None:
-        if self._start[other] < 0:
-            return
-        when = max(now, self._start[other] + self._duration[other])
-        if number in self._waits.transfer:
-            channel, takes = self._waits.transfer[number]
-            when = self._free[channel] = max(when, self._free.get(channel, when)) + takes
-        for end in (number, other):
-            self._arrive(end, when + self._waits.latency)
-
-    def _end_pair(self, forward: int, backward: int) -> float:
-        """End a pair: the results of both halves are available when both are done."""
-        self._start[backward] -= self._waits.hidden.get(backward, 0.0)
-        over = max(self._start[half] + self._duration[half] for half in (forward, backward))
-        for half in (forward, backward):
-            self._arrive(half, over)
-        return over
-
-
-# ---- what the actions of a schedule wait for, and what they cost
-
-
-_COST_OF = {Op.F: "forward", Op.I: "input", Op.W: "weight", Op.B: "backward"}
-
-
-def durations(costs: Costs, stages: int) -> dict[Op, list[float]]:
-    """How long each op that takes time takes on each stage."""
-    return {op: costs.per_stage(name, stages) for op, name in _COST_OF.items()}
-
-
-def waits_of(numbered: Numbered, costs: Costs | None = None) -> Waits:
-    """What the actions of a schedule wait for.
-
-    If its messages are not spelled out, a transfer starts when the value is made, and channels carry any
+    If the messages are not spelled out, a transfer starts when the value is made, and channels carry any
     number at once. A need that nothing meets counts as met: ``validation.py`` reports it.
 
     Args:
         numbered: the schedule.
+        takes: how long each action keeps its rank busy.
         costs: the costs of messages and overlapped pairs; by default messages take no time.
+
+    Attributes:
+        start: when each action, and after them each transfer, started; or ``NOT_YET``.
+        end: when each ended.
+        crossing: how often a result went from rank to rank.
     """
-    costs = costs or Costs()
-    size = len(numbered)
-    waits = Waits([size] * size, [0.0] * size, partner=numbered.partner, latency=costs.latency)
-    waits.pairs = numbered.pairs
-    waiting = {backward: forward for forward, backward in numbered.pairs.items()}
-    schedule = numbered.schedule
-    rank_of = schedule.placement.rank_of
-    for (stage, op, _), need, links in numbered.needs:
-        is_message = need.op in MESSAGE_OPS
-        is_local = not is_message and rank_of[need.stage] == rank_of[stage]
-        if op in MESSAGE_OPS or op in STAGE_OPS or is_local:
-            continue
-        lag = 0.0 if is_message else under_way(schedule, numbered.rule, need, costs)
-        for number, awaited in links:
-            if awaited in numbered.place:
-                waits.add(waiting.get(number, number), awaited, lag)
-    if costs.message:
-        waits.transfer = _transfers(numbered, costs)
-    if costs.overlap:
-        takes = numbered.priced(durations(costs, schedule.stages))
-        waits.hidden = {
-            backward: costs.overlap * min(takes[forward], takes[backward])
-            for forward, backward in numbered.pairs.items()
+
+    def __init__(
+        self,
+        numbered: Numbered,
+        takes: Sequence[float],
+        costs: Costs | None = None,
+    ) -> None:
+        self._numbered, self._costs = numbered, costs or Costs()
+        self._transfer: dict[int, int] = {}
+        """The number of the transfer of each SEND and RECV that has another end."""
+        self._needs: list[list[Link]] = [[] for _ in range(len(numbered))]
+        self._forward = {backward: forward for forward, backward in numbered.pairs.items()}
+        hidden = {
+            f: self._costs.overlap * min(takes[f], takes[b]) for f, b in numbered.pairs.items()
         }
-    return waits
+        self._takes = list(takes)
+        for f, b in numbered.pairs.items():
+            self._takes[f] += takes[b] - hidden[f]
+        self._programs = [
+            [n for n in program if n not in self._forward] if self._forward else program
+            for program in numbered.programs
+        ]
+        self._add_channels()
+        self._add_needs()
+        self.crossing = len(numbered.messages) or sum(map(len, self._needs))
+        self.start, self.end, self._order, self._stuck = self._run()
+        for f, b in numbered.pairs.items():
+            if self.end[f] >= 0:
+                self.start[b], self.end[b] = self.end[f] - takes[b], self.end[f]
+                self.end[f] = self.start[f] + takes[f]
 
+    def _run(self) -> Ran:
+        return run(self._programs, self._takes, self._needs)
 
-def block_sends(numbered: Numbered, waits: Waits) -> None:
-    """Make each rank wait after each SEND until the message is received."""
-    is_send = numbered.per_lane(lambda lane: lane[1] in SEND_OPS)
-    is_free = numbered.per_lane(lambda lane: lane[1] in STAGE_OPS)
-    for program in numbered.programs:
-        sent: int | None = None
-        for number in program:
-            if is_free[number]:
+    def _add_channels(self) -> None:
+        numbered = self._numbered
+        receive_of = dict(numbered.messages)
+        lengths = self._transfer_lengths()
+        rank_of = numbered.schedule.placement.rank_of
+        channel_of = numbered.per_lane(
+            lambda lane: (
+                (rank_of[lane[0]], rank_of[Action(*lane[:2], 0, lane[2]).peer_stage], lane[1])
+                if lane[1] in SEND_OPS
+                else None
+            )
+        )
+        channels: dict[object, list[int]] = defaultdict(list)
+        for send in (n for program in self._programs for n in program if n in receive_of):
+            number = len(self._takes)
+            channels[channel_of[send]].append(number)
+            self._transfer[send] = self._transfer[receive_of[send]] = number
+            self._takes.append(lengths[send])
+            self._needs.append([(send, 0.0), (receive_of[send], 0.0)])
+        self._programs = [*self._programs, *channels.values()]
+
+    def _transfer_lengths(self) -> Sequence[float]:
+        """How long each SEND's message keeps its channel busy."""
+        schedule, costs = self._numbered.schedule, self._costs
+        if not costs.message:
+            return [0.0] * len(self._numbered)
+        return self._numbered.per_lane(
+            lambda lane: (
+                transfer_of(schedule, Action(lane[0], lane[1], 0, lane[2]), costs)
+                if lane[1] in SEND_OPS
+                else 0.0
+            )
+        )
+
+    def _add_needs(self) -> None:
+        numbered, costs, transfer = self._numbered, self._costs, self._transfer
+        schedule = numbered.schedule
+        rank_of = schedule.placement.rank_of
+        for (stage, op, _), need, beside in numbered.needs:
+            is_message = need.op in MESSAGE_OPS
+            is_local = not is_message and rank_of[need.stage] == rank_of[stage]
+            if op in MESSAGE_OPS or op in STAGE_OPS or is_local:
                 continue
-            if sent is not None:
-                waits.add(number, sent, 0.0)
-            sent = number if is_send[number] else None
+            lag = costs.latency
+            if not is_message:
+                lag = under_way(schedule, numbered.rule, need, costs)
+            for number, needed in beside:
+                if is_message and needed in transfer:
+                    self._needs[self._forward.get(number, number)].append((transfer[needed], lag))
+                elif not is_message and needed in numbered.place:
+                    needed = self._forward.get(needed, needed)
+                    self._needs[self._forward.get(number, number)].append((needed, lag))
 
+    def completes_blocking(self) -> bool:
+        """Whether all would end, too, if each SEND kept its rank until the message is received."""
+        is_send = self._numbered.per_lane(lambda lane: lane[1] in SEND_OPS)
+        is_free = self._numbered.per_lane(lambda lane: lane[1] in STAGE_OPS)
+        for program in self._numbered.programs:
+            sent: int | None = None
+            for number in program:
+                if is_free[number] or number in self._forward:
+                    continue
+                if sent in self._transfer:
+                    self._needs[number].append((self._transfer[sent], self._costs.latency))
+                sent = number if is_send[number] else None
+        self._stuck = self._run().stuck
+        return self.completes
 
-def transfer_of(schedule: Schedule, send: Action, costs: Costs) -> float:
-    """How long a message, given by its SEND, keeps its channel busy."""
-    forward = send.op is Op.SEND_F
-    maker, user = (send.stage, send.peer_stage) if forward else (send.peer_stage, send.stage)
-    rank_of = schedule.placement.rank_of
-    size = sum(
-        costs.bytes_of(edge.value)
-        for edge in schedule.edges
-        if edge.source == maker
-        and (forward or edge.gradient)
-        and rank_of[user] in {rank_of[target] for target in edge.targets}
-    )
-    return size / costs.bandwidth
+    # ---- how far it came
 
+    @property
+    def completes(self) -> bool:
+        """Whether all programs came to their end."""
+        return not self._stuck
 
-def under_way(schedule: Schedule, rule: Dependencies, need: Need, costs: Costs) -> float:
-    """How long a result travels to another rank if messages are not spelled out."""
-    if not costs.message:
-        return costs.latency
-    sends = rule.sends(Action(need.stage, need.split_op, 0))
-    transfers = (transfer_of(schedule, send, costs) for send in sends)
-    return costs.latency + max(transfers, default=0.0)
+    @property
+    def order(self) -> Iterator[int]:
+        """The actions in an order in which one process may run them; halves of a pair stay together."""
+        pairs, size = self._numbered.pairs, len(self._numbered)
+        for number in self._order:
+            if number < size:
+                yield number
+                if number in pairs:
+                    yield pairs[number]
 
+    def blame(self) -> list[tuple[int, int, int]]:
+        """Who waits for whom where programs stopped: (rank, its action, the awaited action), in a circle.
 
-def _transfers(numbered: Numbered, costs: Costs) -> dict[int, tuple[object, float]]:
-    """The channel of each SEND and RECV, and how long it keeps the channel busy."""
-    rank_of = numbered.schedule.placement.rank_of
+        Where ranks wait for one that waits for nobody, the list ends with the last that waits.
+        """
+        ranks = self._numbered.schedule.ranks
+        program_of = {n: at for at, program in enumerate(self._programs) for n in program}
+        at = min(one for one in self._stuck if one < ranks)
+        path: dict[int, tuple[int, int, int]] = {}
+        while at in self._stuck and at not in path:
+            number, needed = self._stuck[at]
+            while needed >= len(
+                self._numbered
+            ):  # A transfer: its channel waits for one of its ends.
+                needed = self._stuck[program_of[needed]][1]
+            path[at] = at, number, needed
+            at = program_of[needed]
+        return list(path.values())[list(path).index(at) if at in path else 0 :]
 
-    def channel_of(lane: Lane) -> tuple[object, float] | None:
-        send = Action(lane[0], lane[1], 0, lane[2])
-        if send.op not in SEND_OPS:
-            return None
-        channel = rank_of[send.stage], rank_of[send.peer_stage], send.op
-        return channel, transfer_of(numbered.schedule, send, costs)
+    # ---- why an action started when it did
 
-    transfers = {}
-    for number, taken in enumerate(numbered.per_lane(channel_of)):
-        if taken and number in numbered.partner:
-            transfers[number] = transfers[numbered.partner[number]] = taken
-    return transfers
+    @cached_property
+    def _before(self) -> dict[int, int]:
+        """The number before each number in its program."""
+        return {two: one for program in self._programs for one, two in pairwise(program)}
+
+    def _cause(self, number: int) -> tuple[int | None, bool]:
+        """What determined when a number started, and whether that was one of its needs."""
+        before = self._before.get(number)
+        free = 0.0 if before is None else self._over(before)
+        needed, lag = max(
+            self._needs[number],
+            key=lambda link: self._over(link[0]) + link[1],
+            default=(_NONE, 0.0),
+        )
+        if needed != _NONE and self._over(needed) + lag > free:
+            return needed, True
+        return before, False
+
+    def _over(self, number: int) -> float:
+        """When a number ended; for a pair, when both halves had."""
+        return self.end[self._numbered.pairs.get(number, number)]
+
+    def awaited(self, number: int) -> int | None:
+        """The action of another rank, or the message, that an action's rank waited for last before it."""
+        at: int | None = self._forward.get(number, number)
+        while at is not None:
+            cause, is_need = self._cause(at)
+            if is_need:
+                assert cause is not None
+                return self._end_on_rank_of(cause, at)
+            if cause is None or self._computes[cause]:
+                return None
+            at = cause
+        return None
+
+    def path(self, number: int) -> Iterator[int]:
+        """The actions that determined when an action started, last first, and the action itself."""
+        at: int | None = self._forward.get(number, number)
+        size = len(self._numbered)
+        while at is not None:
+            if at in self._numbered.pairs:
+                yield self._numbered.pairs[at]
+            if at < size:
+                yield at
+            at, _ = self._cause(at)
+
+    def _end_on_rank_of(self, needed: int, number: int) -> int:
+        """An action that was needed; of a message, the end on the rank that needed it."""
+        if needed < len(self._numbered):
+            return needed
+        place = self._numbered.place
+        ends = (end for end, transfer in self._transfer.items() if transfer == needed)
+        return next(end for end in ends if place[end][0] == place[number][0])
+
+    @cached_property
+    def _computes(self) -> list[bool]:
+        return self._numbered.per_lane(lambda lane: lane[1] in COMPUTE_OPS)

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, compress
-from operator import add, neg, sub
+from operator import neg, sub
 from typing import NamedTuple
 
 from penstock.errors import UsageError
 from penstock.schedule.action import COMPUTE_OPS, PEER_OPS, Action, Op, Overlap
 from penstock.schedule.base import Schedule, paused_collection
-from penstock.schedule.clock import Costs, Numbered, durations, waits_of
+from penstock.schedule.clock import Costs, Numbered, durations
 from penstock.schedule.validation import completed
 
 # ---- the timeline of a step, simulated or measured
@@ -182,10 +182,9 @@ class Simulation:
         self.schedule = numbered.schedule
         self.costs = costs
         self._numbered = numbered
-        self._waits = waits_of(numbered, costs)
-        self._duration = numbered.priced(durations(costs, numbered.schedule.stages))
-        self._ran = completed(numbered, self._duration, self._waits)
-        self._end = list(map(add, self._ran.start, self._duration))
+        self._takes = numbered.priced(durations(costs, numbered.schedule.stages))
+        self._clock = completed(numbered, self._takes, costs)
+        self._end = self._clock.end[: len(numbered)]
         self._computes = numbered.per_lane(lambda lane: lane[1] in COMPUTE_OPS)
 
     @cached_property
@@ -202,9 +201,9 @@ class Simulation:
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """How long each rank computes; time in which a pair overlaps counts once."""
-        if self._waits.hidden:
+        if self.costs.overlap and self.schedule.pairs:
             return self.timeline.busy
-        return tuple(sum(map(self._duration.__getitem__, row)) for row in self._rows)
+        return tuple(sum(map(self._takes.__getitem__, row)) for row in self._rows)
 
     @property
     def bubble(self) -> float:
@@ -218,7 +217,7 @@ class Simulation:
 
         The zero-bubble papers measure a step by it, since the idle ends of successive steps overlap.
         """
-        start, end = self._ran.start.__getitem__, self._end.__getitem__
+        start, end = self._clock.start.__getitem__, self._end.__getitem__
         rows = filter(None, self._rows)
         return max((max(map(end, row)) - min(map(start, row)) for row in rows), default=0.0)
 
@@ -256,14 +255,10 @@ class Simulation:
         when = (span.start if span.action.op is Op.F else span.end for span in spans)
         return list(zip(when, self._held[rank], strict=True))
 
-    @cached_property
+    @property
     def messages(self) -> int:
         """The number of messages between ranks."""
-        if self.schedule.communicates:
-            return len(self._numbered.partner) // 2
-        awaited, several = self._waits.awaited, self._waits.several
-        one = sum(number < len(awaited) for number in awaited)
-        return one + sum(len(links) - 1 for links in several.values())
+        return self._clock.crossing
 
     def span(self, action: Action) -> Span:
         """When an action ran.
@@ -283,54 +278,19 @@ class Simulation:
         for number in self._rows[rank]:
             span = self._span(number)
             if span.start > before:
-                awaited = self._numbered.action(self._reasons[number])
-                gaps.append(Gap(rank, before, span.start, span.action, awaited))
+                awaited = self._clock.awaited(number)
+                assert awaited is not None, "only a wait makes a gap"
+                waits_for = self._numbered.action(awaited)
+                gaps.append(Gap(rank, before, span.start, span.action, waits_for))
             before = max(before, span.end)
         return gaps
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
         """The computing actions, first to last, that determine how long the step takes."""
-        start, partner = self._ran.start, self._numbered.partner
-        number: int | None = max(
-            compress(range(len(self._end)), self._computes), key=self._end.__getitem__
-        )
-        path = []
-        while number is not None:
-            if number in partner:
-                number = max(number, partner[number], key=start.__getitem__)
-            else:
-                path.append(self._span(number))
-            number = self._reasons.get(number)
-        return tuple(reversed(path))
-
-    # ---- why an action started when it did
-
-    @cached_property
-    def _reasons(self) -> dict[int, int]:
-        """What each action's rank waited for last or, if it did not wait, the computing action before.
-
-        Messages and other actions that take no time come between two computing actions; the rank may have
-        waited at any of them.
-        """
-        reasons: dict[int, int] = {}
-        for program in self._numbered.programs:
-            free, reason = 0.0, None
-            for number in program:
-                if self._ran.start[number] > free:
-                    reason = self._awaited(number)
-                if reason is not None:
-                    reasons[number] = reason
-                if self._computes[number]:
-                    reason = number
-                free = max(free, self._end[number])
-        return reasons
-
-    def _awaited(self, number: int) -> int:
-        """The last to arrive of all that an action waited for."""
-        one = (self._waits.awaited[number], self._waits.lag[number])
-        links = self._waits.several.get(number, [one])
-        return max(links, key=lambda link: self._ran.there[link[0]] + link[1])[0]
+        last = max(compress(range(len(self._end)), self._computes), key=self._end.__getitem__)
+        path = [number for number in self._clock.path(last) if self._computes[number]]
+        return tuple(map(self._span, reversed(path)))
 
     @cached_property
     def _rows(self) -> list[list[int]]:
@@ -340,7 +300,9 @@ class Simulation:
 
     def _span(self, number: int) -> Span:
         rank, _ = self._numbered.place[number]
-        return Span(rank, self._numbered.action(number), self._ran.start[number], self._end[number])
+        return Span(
+            rank, self._numbered.action(number), self._clock.start[number], self._end[number]
+        )
 
 
 @paused_collection()
@@ -385,7 +347,7 @@ def replay(
     takes = [0.0] * len(numbered)
     for number, action in actions.items():
         takes[number] = durations.get(action, 0.0)
-    start = completed(numbered, takes, waits_of(numbered, Costs(latency=latency))).start
+    start = completed(numbered, takes, Costs(latency=latency)).start
     spans = tuple(
         Span(numbered.place[number][0], action, start[number], start[number] + takes[number])
         for number, action in actions.items()

@@ -29,7 +29,7 @@ from penstock.schedule.action import (
     Overlap,
 )
 from penstock.schedule.base import Schedule, flat, paused_collection
-from penstock.schedule.clock import Numbered, Ran, Waits, block_sends, run, waits_of
+from penstock.schedule.clock import Clock, Costs, Numbered
 from penstock.schedule.dependencies import counterpart
 
 
@@ -96,11 +96,12 @@ class Report:
 
 
 @paused_collection()
-def validate(schedule: Schedule) -> Report:
+def validate(schedule: Schedule, *, blocking_sends: bool = False) -> Report:
     """Prove that a schedule completes, in time linear in its actions.
 
     Args:
         schedule: the schedule; if its messages are not spelled out, values change ranks without them.
+        blocking_sends: whether it must also complete where each SEND waits for its RECV.
 
     Returns:
         A report of all problems.
@@ -110,18 +111,16 @@ def validate(schedule: Schedule) -> Report:
     absent = {problem.action for problem in problems}
     problems += _order(numbered, absent)
     problems += (problem for check in CHECKS for problem in check(numbered))
-    waits, no_time = waits_of(numbered), [0.0] * len(numbered)
-    ran = run(numbered.programs, no_time, waits)
-    if ran.stuck:
-        problems.append(_deadlock(numbered, ran))
-    if problems:
-        return Report(schedule.name, tuple(problems), survives_blocking_sends=False)
-    block_sends(numbered, waits)
-    blocked = run(numbered.programs, no_time, waits).stuck
-    return Report(schedule.name, (), survives_blocking_sends=not blocked)
+    clock = Clock(numbered, [0.0] * len(numbered))
+    if not clock.completes:
+        problems.append(_deadlock(numbered, clock))
+    survives = not problems and clock.completes_blocking()
+    if blocking_sends and not problems and not survives:
+        problems.append(_deadlock(numbered, clock))
+    return Report(schedule.name, tuple(problems), survives_blocking_sends=survives)
 
 
-def completed(numbered: Numbered, duration: Sequence[float], waits: Waits) -> Ran:
+def completed(numbered: Numbered, takes: Sequence[float], costs: Costs | None = None) -> Clock:
     """Run a schedule on simulated clocks; it must complete.
 
     Raises:
@@ -131,12 +130,12 @@ def completed(numbered: Numbered, duration: Sequence[float], waits: Waits) -> Ra
     problem = next(
         (p for check in (_order, _unreceived, _wrong_rank) for p in check(numbered)), None
     )
-    ran = run(numbered.programs, duration, waits)
-    if ran.stuck and problem is None:
-        problem = _deadlock(numbered, ran)
+    clock = Clock(numbered, takes, costs)
+    if not clock.completes and problem is None:
+        problem = _deadlock(numbered, clock)
     if problem:
         raise ScheduleError(f"{numbered.schedule.name} does not complete: {problem}")
-    return ran
+    return clock
 
 
 @paused_collection()
@@ -158,8 +157,8 @@ def merged(schedule: Schedule) -> list[Action]:
         for program in schedule.programs
     )
     numbered = Numbered(silent)
-    ran = completed(numbered, [0.0] * len(numbered), waits_of(numbered))
-    return [numbered.action(number) for number in ran.order]
+    clock = completed(numbered, [0.0] * len(numbered))
+    return [numbered.action(number) for number in clock.order]
 
 
 # ---- what can be wrong with a schedule: one function for each kind of problem
@@ -246,8 +245,9 @@ def _wrong_rank(numbered: Numbered) -> Iterator[Problem]:
 def _unreceived(numbered: Numbered) -> Iterator[Problem]:
     """Every message has both ends."""
     is_message = numbered.per_lane(lambda lane: lane[1] in MESSAGE_OPS)
+    whole = {end for message in numbered.messages for end in message}
     for number, place in numbered.place.items():
-        if is_message[number] and number not in numbered.partner:
+        if is_message[number] and number not in whole:
             other = counterpart(numbered.action(number))
             home = numbered.schedule.placement.rank_of[other.stage]
             what = f"no rank has the {other.op.value} at its other end"
@@ -271,34 +271,26 @@ def _purposeless(numbered: Numbered) -> Iterator[Problem]:
 
 def _channels(numbered: Numbered) -> Iterator[Problem]:
     """Both ends of a channel have its messages in the same order."""
-    place, partner = numbered.place, numbered.partner
+    place = numbered.place
     kinds = numbered.per_lane(lambda lane: lane[1])
-    sent: dict[object, list[int]] = defaultdict(list)
-    received: dict[object, dict[int, int]] = defaultdict(dict)
-    for number in (n for program in numbered.programs for n in program if n in partner):
-        (here, _), (there, _), other = place[number], place[partner[number]], partner[number]
-        if kinds[number] in SEND_OPS:
-            sent[here, there, kinds[number]].append(number)
-        else:
-            turns = received[there, here, kinds[other]]
-            turns.setdefault(other, len(turns))
-    for channel, sends in sent.items():
-        turns = received[channel]
-        for one, two in pairwise(sends):
-            if turns.get(two, 0) < turns.get(one, 0):
+    channels: dict[object, list[tuple[int, int]]] = defaultdict(list)
+    for send, receive in sorted(numbered.messages, key=lambda ends: place[ends[0]]):
+        channels[place[send][0], place[receive][0], kinds[send]].append((send, receive))
+    for messages in channels.values():
+        for one, two in pairwise(messages):
+            if place[two[1]] < place[one[1]]:
                 yield _crossed(numbered, one, two)
 
 
-def _crossed(numbered: Numbered, one: int, two: int) -> Problem:
+def _crossed(numbered: Numbered, one: tuple[int, int], two: tuple[int, int]) -> Problem:
     """Report two messages of a channel that are received in the wrong order."""
-    first, second = numbered.partner[one], numbered.partner[two]
-    (rank, late), (_, early) = numbered.place[first], numbered.place[second]
+    (rank, late), (_, early) = numbered.place[one[1]], numbered.place[two[1]]
     what = (
-        f"is sent after {numbered.action(one)}, but rank {rank} posts {numbered.action(second)} "
-        f"(position {early}) before {numbered.action(first)} (position {late})"
+        f"is sent after {numbered.action(one[0])}, but rank {rank} posts {numbered.action(two[1])} "
+        f"(position {early}) before {numbered.action(one[1])} (position {late})"
     )
     remedy = "give both ends of the channel the same order"
-    return Problem(*numbered.place[two], numbered.action(two), what, remedy)
+    return Problem(*numbered.place[two[0]], numbered.action(two[0]), what, remedy)
 
 
 def _shards(numbered: Numbered) -> Iterator[Problem]:
@@ -331,19 +323,15 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def _deadlock(numbered: Numbered, ran: Ran) -> Problem:
+def _deadlock(numbered: Numbered, clock: Clock) -> Problem:
     """Report which ranks wait for which where programs stopped: most often a cycle."""
-    rank, path = min(ran.stuck), dict[int, str]()
-    while rank in ran.stuck and rank not in path:
-        number, awaited = ran.stuck[rank]
-        other = numbered.partner.get(awaited, awaited)
-        if ran.start[other] >= 0:
-            other = awaited  # The other end is posted; this rank's own end is missing.
-        stands, holds = numbered.action(number), numbered.place[other][0]
-        path[rank] = f"rank {rank} at {stands} waits for {numbered.action(other)} of rank {holds}"
-        rank = holds
-    around = list(path)[list(path).index(rank) if rank in path else 0 :]
-    number, _ = ran.stuck[around[0]]
-    what = f"deadlock: {' -> '.join(path[each] for each in around)}"
+    waits = clock.blame()
+    circle = " -> ".join(
+        f"rank {rank} at {numbered.action(number)} waits for {numbered.action(needed)} "
+        f"of rank {numbered.place[needed][0]}"
+        for rank, number, needed in waits
+    )
+    number = waits[0][1]
     remedy = "move one of these actions before the one it holds up"
+    what = f"deadlock: {circle}"
     return Problem(*numbered.place[number], numbered.action(number), what, remedy)

@@ -53,6 +53,7 @@ def fail_at(
     action: str = "*",
     how: How = "exception",
     *,
+    replica: int | None = None,
     before: Callable[[], object] | None = None,
 ) -> Fault:
     """Make a rank fail once, at a given point of its program.
@@ -75,6 +76,7 @@ def fail_at(
             ``"dtype"``, ``"shape"``, ``"layout"``, ``"detach"``, ``"nan"``: change the tensors that the
             first module of a stage returns from a forward. ``"short iterator"``: ``fault.over(batches)`` ends
             before the step.
+        replica: the number of the pipeline in which the rank fails, where a job has several; by default all.
         before: called just before the fault, for instance to note the time.
 
     Returns:
@@ -89,16 +91,21 @@ def fail_at(
         raise UsageError(
             f"how={how!r}: changes what a stage returns, so it needs an action of a step"
         )
-    return Fault(rank, step, action, how, before or _nothing)
+    return Fault((rank, replica), step, action, how, before or _nothing)
 
 
 class Fault:
     """An armed fault; made by :func:`fail_at`."""
 
     def __init__(
-        self, rank: int, step: int, action: str, how: How, before: Callable[[], object]
+        self,
+        where: tuple[int, int | None],
+        step: int,
+        action: str,
+        how: How,
+        before: Callable[[], object],
     ) -> None:
-        self.rank = rank
+        self.rank, self.replica = where
         self.step = step
         self.how = how
         self.fired = False
@@ -109,16 +116,20 @@ class Fault:
         self._before = before
         self._disarm = add_probe(self._probe)
 
-    def over(self, batches: Iterable[T], rank: int | None = None) -> Iterator[T]:
+    def over(
+        self, batches: Iterable[T], rank: int | None = None, replica: int | None = None
+    ) -> Iterator[T]:
         """The batches; for a ``"short iterator"``, on the rank of the fault, only those before its step.
 
         Args:
             batches: the batches of all steps.
             rank: the rank of this process; by default from ``RANK``.
+            replica: the number of its pipeline, where a job has several.
         """
         here = int(os.environ.get("RANK", "0")) if rank is None else rank
+        is_here = here == self.rank and self.replica in (None, replica)
         for number, batch in enumerate(batches, start=1):
-            if here == self.rank and number == self.step:
+            if is_here and number == self.step:
                 if self.how == "short iterator":
                     self._fire()
                     return
@@ -143,6 +154,8 @@ class Fault:
 
     def _probe(self, activity: Activity, action: Action | str) -> None:
         if self.fired or activity.rank != self.rank or activity.step != self.step:
+            return
+        if self.replica not in (None, activity.replica):
             return
         if self.how == "short iterator" or self._between:
             return
@@ -186,11 +199,11 @@ def _hold_the_gil() -> None:
 _FAULTS: dict[str, Callable[[], None]] = {
     "exception": _raise,
     "out of memory": _run_out_of_memory,
-    "SIGKILL": _send(signal.SIGKILL),
-    "SIGSTOP": _send(signal.SIGSTOP),
-    "SIGTERM": _send(signal.SIGTERM),
-    "SIGINT": _send(signal.SIGINT),
-    "SIGSEGV": _send(signal.SIGSEGV),
+    **{
+        name: _send(signal.Signals[name])
+        for name in ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGINT", "SIGSEGV")
+        if hasattr(signal, name)
+    },
     "exit": lambda: os._exit(0),
     "sleep": lambda: time.sleep(LONG),
     "hold the GIL": _hold_the_gil,

@@ -148,15 +148,13 @@ def compare(  # noqa: PLR0913 - what a user of Pipeline chooses, by name
         nonfinite="warn",
     )
     with pipe:
-        # A rank without parameters still joins in the norm of all.
-        held = list(pipe.parameters())
-        trainer = optimizer(held) if optimizer and held else None
+        trainer = optimizer(pipe.parameters()) if optimizer else None
         for step in range(steps):
             if step and optimizer:
                 pipe.clip_grad_norm_(LIMIT)
                 _train(trainer)
             result = pipe.step(*case.args, target=case.target, **case.kwargs)
-        gradients = {name: p.grad for name, p in pipe.named_parameters()}
+        gradients = {name: p.grad for name, p in pipe.held_weights.named_parameters()}
     return Verdict(result.loss, expected_loss, gradients, {n: expected[n] for n in gradients})
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from penstock.errors import UsageError
+from penstock.weights.storage import replace_file
 
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
@@ -28,9 +29,9 @@ class RunFolder:
         self._writes = writes
 
     def write(self, name: str, text: str) -> None:
-        """Write a file."""
+        """Write a file whole, or leave the old one."""
         if self._writes:
-            (self.path / name).write_text(text, encoding="utf-8")
+            replace_file(self.path / name, text.encode())
 
     def log(self, record: dict[str, Any]) -> None:
         """Append a line to the metrics at once, so that a stopped run keeps its measurements."""
@@ -44,9 +45,8 @@ class RunFolder:
             return
         path = self.path / METRICS
         lines = path.read_text("utf-8").splitlines()
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(f"{line}\n" for line in lines if _until(line, step)), "utf-8")
-        os.replace(partial, path)
+        kept = "".join(f"{line}\n" for line in lines if _until(line, step))
+        replace_file(path, kept.encode())
 
 
 def _until(line: str, step: int) -> bool:
@@ -145,11 +145,21 @@ def source_of(resume: str, out: Path) -> Path:
 
 
 def command_to_resume(out: Path) -> str:
-    """The command that resumes a run."""
-    command = ["penstock", "train", "--resume", str(out)]
+    """The command that resumes a run; of a run on several machines, the line for each of them."""
+    command = ["penstock", "train", "--resume", str(out.absolute())]
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-    if processes > 1:
-        machines = ["--standalone"] if here == processes else ["--nnodes", str(processes // here)]
-        command = ["torchrun", *machines, "--nproc-per-node", str(here), "-m", *command]
-    return shlex.join(command)
+    if processes == 1:
+        return shlex.join(command)
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", processes // here))
+    machines = ["--standalone"]
+    if nodes > 1:
+        # On every machine the same line: this rendezvous numbers the machines itself.
+        host, port = (os.environ.get(f"MASTER_{name}") for name in ("ADDR", "PORT"))
+        endpoint = f"{host or 'HOST'}:{port or 29500}"
+        name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+        machines = ["--nnodes", str(nodes), "--rdzv-backend", "c10d"]
+        machines += ["--rdzv-endpoint", endpoint]
+        machines += [] if name == "none" else ["--rdzv-id", name]
+    launch = ["torchrun", *machines, "--nproc-per-node", str(here), "-m", *command]
+    return shlex.join(launch) + (f"    (on each of the {nodes} machines)" if nodes > 1 else "")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter, time
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from penstock import plan as planning
 from penstock.checkpoint import Checkpoints
-from penstock.checkpoint.team import ProcessTeam
 from penstock.errors import CheckpointError, ConfigError, InputFileError, NonFiniteError, UsageError
 from penstock.parallel import replicated_mesh, shard
 from penstock.pipeline import Pipeline
@@ -206,7 +205,10 @@ def profile_of(
 
 def exchange(pipe: Pipeline, value: Any) -> list[Any]:
     """The JSON values of all processes of all replicas, in the same order on each."""
-    return ProcessTeam(pipe).agree(value)
+    exchanged: list[Any] = pipe.team().meet(
+        "go on", lambda: value, lambda values: [values] * len(values)
+    )
+    return exchanged
 
 
 def _claim_folder(pipe: Pipeline, config: TrainConfig) -> tuple[RunFolder, Checkpoints]:
@@ -232,6 +234,7 @@ def _claim_folder(pipe: Pipeline, config: TrainConfig) -> tuple[RunFolder, Check
     checkpoints = Checkpoints(folder.path / CHECKPOINTS, config.keep, asynchronous=True)
     if claimed is not None:
         checkpoints.claim()
+    checkpoints.check_shared(pipe)
     return folder, checkpoints
 
 
@@ -302,13 +305,15 @@ class Run:
         source = source_of(resume, self.folder.path)
         ours = source == self.checkpoints.folder
         reader = self.checkpoints if ours else Checkpoints(source)
-        step = reader.load(pipe=self.pipe, optimizer=self._optimizer)
+        how: Literal["auto", "newest"] = "auto" if resume == AUTO else "newest"
+        step = reader.load(resume=how, pipe=self.pipe, optimizer=self._optimizer)
         if step is None and resume != AUTO:
             raise UsageError(f"resume={resume!r}: there is no checkpoint in {source}")
         self.folder.rewind(step or 0)
         if step is None:
             return 0
-        say(self.console, f"resumed from step {step} of {source}")
+        older = f", which is not the newest: {'; '.join(reader.skipped)}" if reader.skipped else ""
+        say(self.console, f"resumed from step {step} of {source}{older}")
         for name, value in self._origin().items():
             before = reader.extra.get(name)
             if before != value:

@@ -1,16 +1,20 @@
-"""Weights: first values, files, names, norms, optimizer states, and weights that several stages share."""
+"""Weights: first values, files, names, norms, optimizer states, and weights that several stages share.
+
+Modules are imported when a name is first used: the command line reads and writes files without torch.
+"""
 
 from __future__ import annotations
 
-from penstock.weights.files import WeightFiles
-from penstock.weights.folders import load_partition, parameters_on_meta, read_weights
-from penstock.weights.initialise import Init, init_weights
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Init",
-    "WeightFiles",
-    "init_weights",
-    "load_partition",
-    "parameters_on_meta",
-    "read_weights",
-]
+from penstock.lazily import lazily
+
+if TYPE_CHECKING:
+    from penstock.weights.files import WeightFiles as WeightFiles
+    from penstock.weights.folders import load_partition as load_partition
+    from penstock.weights.folders import parameters_on_meta as parameters_on_meta
+    from penstock.weights.folders import read_weights as read_weights
+    from penstock.weights.initialise import Init as Init
+    from penstock.weights.initialise import init_weights as init_weights
+
+__all__, __getattr__, __dir__ = lazily(__name__)

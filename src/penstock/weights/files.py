@@ -11,11 +11,8 @@ import hashlib
 import json
 import math
 import os
-import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -23,7 +20,13 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from penstock.errors import CheckpointError, InputFileError, quoted
+from penstock.errors import (
+    CheckpointError,
+    InputFileError,
+    quoted,
+    shortened,
+)
+from penstock.weights.storage import open_regular, parse_json, patiently
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -47,54 +50,7 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LONGEST_HEADER = 100_000_000
 """The limit that the format sets, in bytes."""
-LONGEST_JSON = 256_000_000
-DEEPEST_JSON = 100
 _BLOCK = 4 << 20
-
-
-# ---- bytes and JSON
-
-
-@contextmanager
-def open_regular(path: Path) -> Iterator[BufferedReader]:
-    """Open a file for reading; refuse anything but a regular file, since a pipe or device might never end."""
-    try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise InputFileError(f"{path} cannot be read: it is not a regular file")
-            yield file
-    except (OSError, ValueError) as error:
-        if isinstance(error, InputFileError):
-            raise
-        text = getattr(error, "strerror", None) or error
-        raise InputFileError(f"{str(path)[:300]} cannot be read: {text}") from error
-
-
-def read_bytes(path: Path, most: int = LONGEST_JSON) -> bytes:
-    """A file's content, if it is not longer than ``most`` bytes."""
-    with open_regular(path) as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise InputFileError(f"{path} has more than {most:,} bytes")
-    return content
-
-
-def parse_json(content: bytes, path: Path) -> Any:
-    """The JSON value of a file's content, if it is not nested deeper than ``DEEPEST_JSON``."""
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise InputFileError(f"{path} is not JSON ({error})") from error
-    if _is_deeper(value, DEEPEST_JSON):
-        raise InputFileError(f"{path} is nested deeper than {DEEPEST_JSON} levels")
-    return value
-
-
-def _is_deeper(value: Any, levels: int) -> bool:
-    if not isinstance(value, dict | list):
-        return False
-    inner = value.values() if isinstance(value, dict) else value
-    return not levels or any(_is_deeper(one, levels - 1) for one in inner)
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
@@ -114,28 +70,41 @@ def digest(tensor: Tensor) -> str:
 
 def fill(path: Path, memory: memoryview, begin: int) -> None:
     """Fill memory from a file, starting at an offset."""
-    with open_regular(path) as file:
-        file.seek(begin)
-        count = file.readinto(memory)
-    if count < len(memory):
+
+    def read() -> int:
+        with open_regular(path) as file:
+            file.seek(begin)
+            return file.readinto(memory)
+
+    if patiently("read", path, read) < len(memory):
         raise InputFileError(f"{path} is damaged: its end is missing")
 
 
 # ---- write
 
 
-def write_file(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+SAVE = "penstock save"
+"""The key of a file's metadata under which it holds the identifier of its save."""
+
+
+def write_file(path: Path, tensors: Mapping[str, Tensor], save: str) -> tuple[int, int]:
     """Write tensors into a new safetensors file, one after the other, and flush it to disk.
+
+    Args:
+        path: the file, which does not exist.
+        tensors: the tensors, by name.
+        save: the identifier that all files of a save carry.
 
     Returns:
         The file's size in bytes, and its CRC-32.
 
     Raises:
-        CheckpointError: the file cannot be written, or the format has no name for a tensor's type.
+        StorageError: the file cannot be written.
+        CheckpointError: the format has no name for a tensor's type.
     """
     # The widest types first, like the format's own writer, so that each is aligned to its size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    about: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    about: dict[str, Any] = {"__metadata__": {"format": "pt", SAVE: save}}
     end = 0
     for name in order:
         tensor, begin = tensors[name], end
@@ -149,16 +118,19 @@ def write_file(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
     text = json.dumps(about).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
-    try:
+
+    def write() -> int:
+        # After a failure everything is written anew: what had not reached the disk may be lost.
+        path.unlink(missing_ok=True)
         with path.open("xb") as file:
             summed = _write(file, memoryview(head), 0)
             for name in order:
                 summed = _write(file, raw_bytes(tensors[name].detach().cpu().contiguous()), summed)
             file.flush()
             os.fsync(file.fileno())
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
-    return len(head) + end, summed
+        return summed
+
+    return len(head) + end, patiently("written", path, write)
 
 
 def _write(file: Any, memory: memoryview, summed: int) -> int:
@@ -198,31 +170,74 @@ class Entry:
 
 def size_and_checksum(path: Path) -> tuple[int, int]:
     """The size of a file in bytes, and its CRC-32."""
-    buffer, size, summed = memoryview(bytearray(_BLOCK)), 0, 0
-    with open_regular(path) as file:
-        while count := file.readinto(buffer):
-            size, summed = size + count, crc32(buffer[:count], summed)
-    return size, summed
+
+    def read() -> tuple[int, int]:
+        buffer, size, summed = memoryview(bytearray(_BLOCK)), 0, 0
+        with open_regular(path) as file:
+            while count := file.readinto(buffer):
+                size, summed = size + count, crc32(buffer[:count], summed)
+        return size, summed
+
+    return patiently("read", path, read)
 
 
-def entries(path: Path) -> dict[str, Entry]:
-    """The tensors of a safetensors file, by name."""
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-    if not 2 <= length <= min(LONGEST_HEADER, size - 8):
-        raise InputFileError(f"{path}: not a safetensors file (a header of {length} bytes)")
-    content = bytearray(length)
-    fill(path, memoryview(content), 8)
-    header = parse_json(bytes(content), path)
+def entries(path: Path, save: str | None = None) -> dict[str, Entry]:
+    """The tensors of a safetensors file, by name.
+
+    Args:
+        path: the file.
+        save: the identifier of the save to which the file must belong; None for any.
+    """
+    header, start, size = _header(path)
+    of = _save_in(header)
+    if save not in (None, of):
+        raise InputFileError(
+            f"{path} is of another save ({shortened(str(of))}) than its index ({shortened(str(save))}): "
+            "the folder holds parts of two; copy the whole folder again"
+        )
     try:
-        header.pop("__metadata__", None)
-        return {name: _entry(path, about, 8 + length, size) for name, about in header.items()}
+        return {
+            name: _entry(path, about, start, size)
+            for name, about in header.items()
+            if name != "__metadata__"
+        }
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         if isinstance(error, InputFileError):
             raise
         text = str(error)[:200]
         raise InputFileError(f"{path}: not a safetensors file ({text})") from error
+
+
+def save_of(path: Path) -> str | None:
+    """The identifier of the save that wrote a file; None if the file says none."""
+    try:
+        return _save_in(_header(path)[0])
+    except InputFileError:
+        return None
+
+
+def _save_in(header: Mapping[str, Any]) -> str | None:
+    about = header.get("__metadata__")
+    save = about.get(SAVE) if isinstance(about, dict) else None
+    return save if isinstance(save, str) else None
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int, int]:
+    """What a safetensors file says of its tensors, where their bytes begin, and the file's size."""
+
+    def look() -> tuple[int, int]:
+        with open_regular(path) as file:
+            return os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+
+    size, length = patiently("read", path, look)
+    if not 2 <= length <= min(LONGEST_HEADER, size - 8):
+        raise InputFileError(f"{path}: not a safetensors file (a header of {length} bytes)")
+    content = bytearray(length)
+    fill(path, memoryview(content), 8)
+    header = parse_json(bytes(content), path)
+    if not isinstance(header, dict):
+        raise InputFileError(f"{path}: not a safetensors file (its header is no object)")
+    return header, 8 + length, size
 
 
 def _entry(path: Path, about: Any, start: int, size: int) -> Entry:
@@ -244,10 +259,14 @@ class WeightFiles(Mapping[str, Tensor]):
     Args:
         files: for each tensor by name, the file that holds it.
         tied: each further name of a tensor, with its name in its file.
+        save: the identifier that all the files carry, if their index has one.
     """
 
-    def __init__(self, files: Mapping[str, Path], tied: Mapping[str, str]) -> None:
+    def __init__(
+        self, files: Mapping[str, Path], tied: Mapping[str, str], save: str | None = None
+    ) -> None:
         self._files = dict(files)
+        self._save = save
         self._tied = {name: first for name, first in tied.items() if first in files}
         self._entries: dict[Path, dict[str, Entry]] = {}
 
@@ -256,7 +275,7 @@ class WeightFiles(Mapping[str, Tensor]):
         first = name if name in self._files else self._tied[name]
         path = self._files[first]
         if path not in self._entries:
-            self._entries[path] = entries(path)
+            self._entries[path] = entries(path, self._save)
         if first not in self._entries[path]:
             raise InputFileError(
                 f"{path} does not hold {quoted([first])}, as its index says; copy the whole folder again"

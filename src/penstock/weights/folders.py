@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import re
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,53 +15,202 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from penstock.errors import InputFileError, UsageError, listed, quoted
+from penstock.errors import (
+    CheckpointError,
+    InputFileError,
+    StorageError,
+    UsageError,
+    listed,
+    quoted,
+)
+from penstock.parallel import whole
 from penstock.partition.base import Partition, named_tensors
-from penstock.weights.files import WeightFiles, entries, parse_json, read_bytes, write_file
+from penstock.weights.files import SAVE, WeightFiles, entries, write_file
 from penstock.weights.initialise import give_data
-from penstock.weights.states import LoadResult, Names, check_fits, compare
+from penstock.weights.lease import Lease
+from penstock.weights.states import (
+    LoadResult,
+    Names,
+    StageWeights,
+    check_fits,
+    check_saveable,
+    compare,
+)
+from penstock.weights.storage import (
+    NO_SUCH_FILE,
+    is_there,
+    parse_json,
+    patiently,
+    read_bytes,
+    replace_file,
+)
+from penstock.weights.team import Team
 
 INDEX = "model.safetensors.index.json"
 
 
-def _file_of(stage: int, stages: int) -> str:
-    return f"model-{stage + 1:05d}-of-{stages:05d}.safetensors"
+_SINGLE = "model.safetensors"
+_OURS = re.compile(r"model-\d{5}-of-\d{5}-[0-9a-f]{12}\.safetensors")
+
+
+class WeightFolder:
+    """A folder whose weights are replaced as a whole.
+
+    The new files have new names, which carry the identifier of the save. When all are on the disk, the index
+    is renamed into place; what it no longer names is removed after that. So a reader finds the old weights or
+    the new ones, whenever the writer is killed.
+
+    Args:
+        folder: the folder; it is made if necessary.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        patiently("made", folder, lambda: folder.mkdir(parents=True, exist_ok=True))
+        self._lease = Lease.of(folder)
+        self.save = os.urandom(6).hex()
+
+    def publish(self, sizes: Mapping[int, Sequence[Any]], tied: Mapping[str, str]) -> list[Path]:
+        """Write the index of which file holds each tensor, in the form that transformers reads.
+
+        Args:
+            sizes: for each stage, the size of each tensor in bytes by name, and what :func:`save_stage`
+                returned for its file.
+            tied: each further name of a tensor, with its name in a file.
+
+        Returns:
+            The paths of the files.
+
+        Raises:
+            CheckpointError: a file is not here as its process has written it.
+            UsageError: another run has taken the folder.
+        """
+        for name, size in (file for _, file in sizes.values()):
+            check_arrived(self._folder / name, size)
+        about: dict[str, Any] = {
+            "total_size": sum(sum(of.values()) for of, _ in sizes.values()),
+            SAVE: self.save,
+        }
+        if tied:
+            about["tied"] = dict(tied)
+        files = {name: file[0] for _, (of, file) in sorted(sizes.items()) for name in of}
+        text = json.dumps({"metadata": about, "weight_map": files}, indent=2) + "\n"
+        self._lease.check()
+        earlier = {_SINGLE, *_named_by(self._folder)}
+        replace_file(self._folder / INDEX, text.encode(), self.save)
+        self._remove(earlier)
+        return sorted(self._folder / file for file in {*files.values()})
+
+    def _remove(self, earlier: set[str]) -> None:
+        """Remove what the index does not name: files of earlier saves, and of those that were killed."""
+        kept = _named_by(self._folder)
+        partial = f".{INDEX}."
+        with suppress(OSError):
+            for path in list(self._folder.iterdir()):
+                name = path.name
+                is_old = name in earlier or _OURS.fullmatch(name) or name.startswith(partial)
+                if is_old and name not in kept:
+                    path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Let another process write into the folder; remove what was not published."""
+        with suppress(Exception):
+            if self._lease.is_ours():
+                self._remove(set())
+        self._lease.release(remove=True)
+
+    def __enter__(self) -> WeightFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def save_weights(
+    team: Team, folder: Path, weights: StageWeights, stages: int, *, writes: bool
+) -> None:
+    """Save a pipeline's weights; all processes of the team call this.
+
+    Args:
+        team: all processes, whose leader publishes.
+        folder: the folder.
+        weights: the weights of this process's stages.
+        stages: the number of stages.
+        writes: whether this process writes what it has, or another one that has the same.
+
+    Raises:
+        UsageError: another process writes into the folder, or a weight cannot be saved.
+        CheckpointError: some process could not write; the folder holds what it held before.
+    """
+    files = weights.files()
+    shown = [
+        [index, {name: one.nbytes if isinstance(one, Tensor) else None for name, one in of.items()}]
+        for index, of in files.items()
+    ]
+    with ExitStack() as stack:
+        target: WeightFolder | None = None
+
+        def begin(of_processes: list[Any]) -> list[str]:
+            nonlocal target
+            check_saveable(of for shown in of_processes for _, of in shown)
+            target = stack.enter_context(WeightFolder(folder))
+            return [target.save] * len(of_processes)
+
+        def write() -> list[Any]:
+            written = []
+            for index, of in files.items():
+                state = {name: whole(tensor) for name, tensor in of.items()}
+                if writes:
+                    sizes = {name: tensor.nbytes for name, tensor in state.items()}
+                    written.append([index, sizes, save_stage(state, folder, index, stages, save)])
+            return written
+
+        def publish(of_processes: list[Any]) -> list[None]:
+            assert target is not None
+            sizes = {index: (of, file) for of_one in of_processes for index, of, file in of_one}
+            target.publish(sizes, weights.names.tied)
+            return [None] * len(of_processes)
+
+        save = team.meet("save", lambda: shown if writes else [], begin)
+        team.meet("save", write, publish)
 
 
 def save_stage(
-    state: Mapping[str, Tensor], folder: Path, stage: int, stages: int
-) -> dict[str, int]:
-    """Write one stage's file; an older one is replaced once the new one is complete.
+    state: Mapping[str, Tensor], folder: Path, stage: int, stages: int, save: str
+) -> list[Any]:
+    """Write one stage's file, under a name of its own for each save; return the name and the size."""
+    name = f"model-{stage + 1:05d}-of-{stages:05d}-{save}.safetensors"
+    return [name, write_file(folder / name, state, save)[0]]
 
-    Returns:
-        The size of each tensor in bytes, for :func:`save_index`.
+
+def check_arrived(path: Path, size: int) -> None:
+    """Check that a file is here as the process that wrote it says, perhaps on another host.
+
+    Raises:
+        CheckpointError: it is not.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / _file_of(stage, stages)
-    partial = target.with_suffix(".partial")
-    partial.unlink(missing_ok=True)
-    write_file(partial, state)
-    os.replace(partial, target)
-    return {name: tensor.nbytes for name, tensor in state.items()}
+    wrong = CheckpointError(
+        f"{path} is not there, on the host {socket.gethostname()}, as its process has written it: the folder "
+        "must lie where all processes see the same files"
+    )
+    try:
+        found = patiently("read", path, path.stat).st_size
+    except StorageError as error:
+        raise wrong if error.errno in NO_SUCH_FILE else error from error
+    if found != size:
+        raise wrong
 
 
-def save_index(
-    folder: Path, sizes: Mapping[int, Mapping[str, int]], tied: Mapping[str, str]
-) -> None:
-    """Write the index of which file holds each tensor, in the form that transformers reads.
-
-    Args:
-        folder: where the files are.
-        sizes: for each stage, what :func:`save_stage` returned.
-        tied: each further name of a tensor, with its name in a file.
-    """
-    about: dict[str, Any] = {"total_size": sum(sum(of.values()) for of in sizes.values())}
-    if tied:
-        about["tied"] = dict(tied)
-    files = {name: _file_of(i, len(sizes)) for i in sorted(sizes) for name in sizes[i]}
-    partial = folder / f"{INDEX}.partial"
-    partial.write_text(json.dumps({"metadata": about, "weight_map": files}, indent=2) + "\n")
-    os.replace(partial, folder / INDEX)
+def _named_by(folder: Path) -> set[str]:
+    """The files that a folder's index names; none if there is no index that can be read."""
+    try:
+        return (
+            {path.name for path in _read_index(folder)[0].values()}
+            if is_there(folder / INDEX)
+            else set()
+        )
+    except InputFileError:
+        return set()
 
 
 def read_weights(folder: str | os.PathLike[str]) -> WeightFiles:
@@ -74,8 +225,8 @@ def read_weights(folder: str | os.PathLike[str]) -> WeightFiles:
         InputFileError: the folder holds no such files, or they cannot be read.
     """
     path = Path(folder)
-    for file in (path, path / INDEX, path / "model.safetensors"):
-        if file.exists() and not file.is_dir():
+    for file in (path, path / INDEX, path / _SINGLE):
+        if is_there(file):
             break
     else:
         raise InputFileError(
@@ -87,8 +238,8 @@ def read_weights(folder: str | os.PathLike[str]) -> WeightFiles:
     return WeightFiles(dict.fromkeys(entries(file), file), {})
 
 
-def _read_index(folder: Path) -> tuple[dict[str, Path], dict[str, str]]:
-    """The file of each tensor; and each further name of a tensor, with its name in the file."""
+def _read_index(folder: Path) -> tuple[dict[str, Path], dict[str, str], str | None]:
+    """The file of each tensor; each further name of a tensor, with its name in the file; the save."""
     path = folder / INDEX
     index = parse_json(read_bytes(path), path)
     about = index.get("metadata", {}) if isinstance(index, dict) else None
@@ -104,19 +255,14 @@ def _read_index(folder: Path) -> tuple[dict[str, Path], dict[str, str]]:
             raise InputFileError(
                 f"{path}: it names {quoted([file])}, which is outside of its folder; do not trust this index"
             )
-    lacking = sorted(file for file in set(files.values()) if not _is_there(folder / file))
+    lacking = sorted(file for file in set(files.values()) if not is_there(folder / file))
     if lacking:
         raise InputFileError(
-            f"{folder}: the index names {listed(lacking)}, which are missing; copy the whole folder"
+            f"{folder}: the index names {listed(lacking)}, which are missing on the host "
+            f"{socket.gethostname()}; copy the whole folder, to where all processes see it"
         )
-    return {name: folder / file for name, file in files.items()}, tied
-
-
-def _is_there(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # such as a name that is too long
-        return False
+    save = about.get(SAVE) if isinstance(about, dict) else None
+    return {name: folder / file for name, file in files.items()}, tied, save
 
 
 # ---- fill stages from files: each process reads only its own tensors, and gives stages memory

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
+from penstock.elsewhere import is_elsewhere
 from penstock.errors import StateDictError, UsageError, quoted, shortened
 from penstock.parallel import is_sharded, replicated_like, spread
 
@@ -56,7 +57,7 @@ def read_states(optimizer: Optimizer, names: Mapping[int, str], called: str) -> 
     """Read the state of an optimizer.
 
     Args:
-        optimizer: an optimizer of parameters that live in this process.
+        optimizer: an optimizer of the model's parameters.
         names: the names of parameters, by ``id``.
         called: the name of the optimizer in messages.
     """
@@ -65,7 +66,7 @@ def read_states(optimizer: Optimizer, names: Mapping[int, str], called: str) -> 
         f"number {place} of group {number} (shape {list(parameter.shape)})"
         for number, group in enumerate(optimizer.param_groups)
         for place, parameter in enumerate(group["params"])
-        if id(parameter) not in names
+        if id(parameter) not in names and not is_elsewhere(parameter)
     ]
     if lost:
         raise UsageError(
@@ -81,7 +82,7 @@ def read_states(optimizer: Optimizer, names: Mapping[int, str], called: str) -> 
             "parameter"
         )
     groups = [
-        (settings_of(group), [names[id(parameter)] for parameter in group["params"]])
+        (settings_of(group), [names[id(p)] for p in group["params"] if not is_elsewhere(p)])
         for group in optimizer.param_groups
     ]
     states = {names[id(parameter)]: dict(state) for parameter, state in optimizer.state.items()}
@@ -111,7 +112,7 @@ def write_states(
     """Load states into an optimizer, each value in its own type; torch would cast to the parameter's.
 
     Args:
-        optimizer: an optimizer of parameters that live in this process.
+        optimizer: an optimizer of the model's parameters.
         names: the names of parameters, by ``id``.
         settings: the settings of each of its groups.
         states: the states of parameters by name; other parameters keep theirs.
@@ -124,7 +125,7 @@ def write_states(
             group[key] = value
         on_device = group.get("capturable") or group.get("fused")
         for parameter in group["params"]:
-            if names[id(parameter)] in states:
+            if not is_elsewhere(parameter) and names[id(parameter)] in states:
                 optimizer.state[parameter] = {
                     key: value
                     if key == "step" and not on_device
@@ -211,13 +212,22 @@ def _check_names(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         names = [getattr(parameter, _NAME, "") for parameter in group["params"]]
         if "" in names:
             continue
+        # A state of this rank has nothing for the parameters of others.
+        names = [
+            "" if is_elsewhere(parameter) else name
+            for name, parameter in zip(names, group["params"], strict=True)
+        ]
         before = group.get(MARK, names)
         # load_state_dict keeps the number of parameters; if it differs, the group itself was changed.
         if before != names and len(before) == len(names):
-            place = next(i for i, name in enumerate(names) if name != before[i])
+            # Rather a parameter of this rank than one of others.
+            places = [i for i, name in enumerate(names) if name != before[i]]
+            place = max(places, key=lambda i: bool(names[i]))
+            here = repr(names[place]) if names[place] else "nothing"
+            there = f"is of {before[place]!r}" if before[place] else "has nothing"
             raise StateDictError(
                 f"this optimizer was given the state of another one: its group {number} holds "
-                f"{names[place]!r} where the state is of {before[place]!r}. An optimizer's own state_dict() "
+                f"{here} where the state {there}. An optimizer's own state_dict() "
                 "holds positions, which mean different parameters on each rank; save and load with "
                 "penstock.Checkpoints, or with pipe.optimizer_state_dict(optimizer, full=True) and "
                 "pipe.load_optimizer_state_dict()"

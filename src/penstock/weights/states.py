@@ -49,6 +49,10 @@ class Names:
         """Whether stages share a weight, or it has several names."""
         return name in self._shared
 
+    def stages(self, name: str) -> tuple[int, ...]:
+        """The stages that use a shared weight."""
+        return self._shared[name].stages
+
     def owns(self, stage: int, name: str) -> bool:
         """Whether this stage, among all that use a weight, counts and saves it."""
         return name not in self._shared or self._shared[name].stages[:1] in ((), (stage,))
@@ -325,13 +329,15 @@ def _union(lists: Iterable[Sequence[str]]) -> list[str]:
 # ---- gather
 
 
-def check_contents(ranks: Ranks, weights: StageWeights) -> None:
-    """Check that all ranks' weights fit into one state dict: they are tensors, and no name occurs twice."""
-    mine = [pair for of_stage in weights.files().values() for pair in of_stage.items()]
-    tensors = [name for name, value in mine if isinstance(value, Tensor)]
-    replies = ranks.gather([tensors, [n for n, value in mine if not isinstance(value, Tensor)]])
-    check_apart(name for one in replies for name in one[0])
-    if others := _union(one[1] for one in replies):
+def check_saveable(stages: Iterable[Mapping[str, Any]]) -> None:
+    """Check that the weights of all stages fit together: they are tensors, and no name occurs twice.
+
+    Args:
+        stages: the names of each stage's weights; those that are not tensors have None.
+    """
+    names = [pair for of_stage in stages for pair in of_stage.items()]
+    check_apart(name for name, size in names if size is not None)
+    if others := [name for name, size in names if size is None]:
         raise UsageError(
             f"{', '.join(others[:5])} are not tensors, so they cannot be gathered or saved; "
             "use state_dict() without full=True on each rank"
@@ -340,8 +346,13 @@ def check_contents(ranks: Ranks, weights: StageWeights) -> None:
 
 def gather_state(ranks: Ranks, weights: StageWeights, names: Names) -> dict[str, Any]:
     """The unsplit model's state dict on rank 0, as copies on the CPU; empty on other ranks."""
-    check_contents(ranks, weights)
-    keys = _union(ranks.gather(list(weights.state_dict())))
+    shown = [
+        {name: 0 if isinstance(value, Tensor) else None for name, value in of_stage.items()}
+        for of_stage in weights.files().values()
+    ]
+    replies = ranks.gather([list(weights.state_dict()), shown])
+    check_saveable(of_stage for _, shown in replies for of_stage in shown)
+    keys = _union(keys for keys, _ in replies)
     mine = {name: one for of_stage in weights.files().values() for name, one in of_stage.items()}
     collected = {name: one for of_rank in collect(ranks, mine) for name, one in of_rank.items()}
     return {key: collected[names.first(key)] for key in keys} if collected else {}

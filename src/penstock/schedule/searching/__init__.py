@@ -1,13 +1,13 @@
 """Search for a schedule for stages of unequal cost under a memory limit.
 
-``task`` describes the step in numbers, ``drafting`` makes drafts of its schedule, ``annealing`` improves
-them, and ``bounds`` proves a time that no schedule can beat.
+``task`` describes the step in numbers, ``drafting`` makes drafts of its schedule, and ``annealing`` improves
+them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 from numbers import Real
 from operator import attrgetter, itemgetter, le
@@ -27,7 +27,6 @@ from penstock.schedule.base import (
 from penstock.schedule.clock import Costs
 from penstock.schedule.library import RECIPES
 from penstock.schedule.searching.annealing import Annealer
-from penstock.schedule.searching.bounds import PRECISION, Bound
 from penstock.schedule.searching.drafting import Dispatcher, rules
 from penstock.schedule.searching.task import SLACK, Draft, Task
 from penstock.schedule.simulation import simulate
@@ -65,8 +64,8 @@ def search(  # noqa: PLR0913 - the whole task, by name
 
     The candidates are the library's schedules for this placement that keep to the memory, and drafts of a
     list scheduler that simulated annealing improves; so the result is never longer than the best of the
-    library. The search ends when its effort is used up, when the result is proven to be within 0.01 % of the
-    best possible, or when time runs out. Unless time ends it, the same arguments give the same schedule.
+    library. The search ends when its effort is used up, when the result meets :func:`lower_bound`, or when
+    time runs out. Unless time ends it, the same arguments give the same schedule.
 
     Args:
         costs: the costs of each stage.
@@ -113,18 +112,12 @@ def search(  # noqa: PLR0913 - the whole task, by name
         for rule in rules(task)
         if monotonic() < until
     )
-    bounds = {task: Bound(task, until) for task in tasks}
-    draft = _race(drafts, bounds, shortest, Random(seed), until, effort)
+    draft = _race(drafts, shortest, Random(seed), until, effort)
     return draft.schedule() if best is None or draft.makespan < shortest * (1 - SLACK) else best
 
 
 def _race(
-    drafts: list[Draft],
-    bounds: Mapping[Task, Bound],
-    shortest: float,
-    random: Random,
-    until: float,
-    effort: float,
+    drafts: list[Draft], shortest: float, random: Random, until: float, effort: float
 ) -> Draft:
     """The best draft after rounds of annealing, each with half as many drafts and twice the effort.
 
@@ -134,12 +127,11 @@ def _race(
     share = EFFORT * effort / (2**rounds - 1)
     for turn in range(rounds):
         drafts = _distinct(drafts)[: STARTS >> turn]
-        known = min(shortest, drafts[0].makespan) * (1 - PRECISION)
-        beatable = {task for task, bound in bounds.items() if not bound.excludes(known)}
-        running = [draft for draft in drafts if draft.task in beatable]
+        known = min(shortest, drafts[0].makespan) * (1 - SLACK)
+        running = [draft for draft in drafts if draft.task.least < known]
         for draft in takewhile(lambda _: monotonic() <= until, running):
             annealer = Annealer(draft, random)
-            annealer.run(share * 2**turn / len(running), until, bounds[draft.task].least)
+            annealer.run(share * 2**turn / len(running), until)
             drafts.append(annealer.best)
     return min(drafts, key=MAKESPAN)
 
@@ -162,15 +154,14 @@ def lower_bound(
     placement: Placement | None = None,
     edges: Iterable[Edge] | None = None,
 ) -> float:
-    """A proven lower bound on the makespan of every schedule of such a step.
+    """A time that every schedule of such a step takes at least.
 
-    Arguments and errors are those of :func:`search`.
+    It is the work of the busiest rank, with what must come before its first action and after its last, or the
+    longest way of one microbatch through all stages. Memory does not count. Arguments and errors are those of
+    :func:`search`.
     """
-    bounds = []
-    for task in _tasks(costs, ranks, microbatches, memory, placement, edges):
-        known = min(Dispatcher(task, rule).run().makespan for rule in rules(task))
-        bounds.append(Bound(task).lowest(known))
-    return min(bounds)
+    tasks = _tasks(costs, ranks, microbatches, memory, placement, edges)
+    return min(task.least for task in tasks)
 
 
 def _tasks(

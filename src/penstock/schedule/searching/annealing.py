@@ -51,16 +51,16 @@ class Annealer:
         self._spent = 0.0
         self._is_timed(self._programs, inf)
 
-    def run(self, effort: float, until: float, target: float) -> None:
+    def run(self, effort: float, until: float) -> None:
         """Try moves while the temperature falls.
 
         Args:
             effort: the cost of all moves to try.
             until: when to stop early, on the monotonic clock.
-            target: a makespan that cannot be beaten.
         """
         mean = sum(self._task.duration) / len(self._task.duration)
-        while self._spent < effort and self.best.makespan > target and monotonic() <= until:
+        least = self._task.least * (1 + SLACK)
+        while self._spent < effort and self.best.makespan > least and monotonic() <= until:
             heat = mean * HOT * exp(log(COLD / HOT) * self._spent / effort)
             for _ in range(32):
                 bound = self._makespan - heat * log(1 - self._random())
@@ -148,11 +148,11 @@ class Annealer:
         """Time programs; keep them if they complete within a bound."""
         duration, rank_of, feeds = self._duration, self._rank, self._links.feeds
         self._spent += TIMING * len(duration)
-        ran = run(programs, duration, self._links.waits)
-        makespan = max(ran.there)
+        ran = run(programs, duration, self._links.needs)
+        makespan = max(ran.end)
         if ran.stuck or makespan > bound:
             return False
-        self._programs, self._makespan, self._end = programs, makespan, ran.there
+        self._programs, self._makespan, self._end = programs, makespan, ran.end
         after, following = [0.0] * len(duration), [0.0] * len(programs)
         for number in reversed(ran.order):
             rest = following[rank_of[number]]

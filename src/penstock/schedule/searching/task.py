@@ -18,13 +18,11 @@ from typing import NamedTuple
 
 from penstock.schedule.action import Action, Op
 from penstock.schedule.base import Edges, Placement, Schedule
-from penstock.schedule.clock import Costs, Waits, durations, under_way
+from penstock.schedule.clock import Costs, Link, durations, under_way
 from penstock.schedule.dependencies import Dependencies
 
 PARTS = (Op.F, Op.I, Op.W)
 FORWARD, GRADIENT, WEIGHT = range(3)
-Link = tuple[int, float]
-"""Another lane or number, and how long a value takes to or from it."""
 SLACK = 1e-9
 """The share by which sums of the same numbers may differ when they are added in another order."""
 
@@ -109,6 +107,34 @@ class Task:
         return not self.is_whole[stage] and self.whole[stage] < halves * (1 - SLACK)
 
     @cached_property
+    def least(self) -> float:
+        """A time that every schedule takes at least; see :func:`penstock.schedule.lower_bound`."""
+        takes = self._least_durations()
+        before, after = [0.0] * len(takes), [0.0] * len(takes)
+        for lane in self.order:
+            ends = (before[source] + takes[source] + lag for source, lag in self.needs[lane])
+            before[lane] = max(ends, default=0.0)
+        for lane in reversed(self.order):
+            rests = (after[fed] + takes[fed] + lag for fed, lag in self.feeds[lane])
+            after[lane] = max(rests, default=0.0)
+        ways = [sum(way) for way in zip(before, takes, after, strict=True)]
+        for lanes in self.lanes:
+            working = [lane for lane in lanes if takes[lane]] or lanes
+            head, tail = (min(map(side.__getitem__, working)) for side in (before, after))
+            ways.append(head + self.microbatches * sum(takes[lane] for lane in lanes) + tail)
+        return max(ways)
+
+    def _least_durations(self) -> list[float]:
+        """The least that each lane takes: a gradient the shorter of I and B, a W the rest of a B if less."""
+        takes = list(self.duration)
+        for stage, whole in enumerate(self.whole):
+            forward, gradient, weight = (3 * stage + part for part in range(3))
+            takes[forward] *= 1 - self.costs.overlap
+            takes[gradient] = whole if self.is_whole[stage] else min(takes[gradient], whole)
+            takes[weight] = min(takes[weight], whole - takes[gradient])
+        return takes
+
+    @cached_property
     def links(self) -> Links:
         """What each action needs and feeds."""
         return Links(self)
@@ -141,7 +167,6 @@ class Links:
         before: the numbers on its own rank that each number needs.
         needs: the numbers on other ranks that each number needs, and how long their results travel.
         feeds: the same in the other direction.
-        waits: the needs on other ranks, in the form for ``run``.
     """
 
     def __init__(self, task: Task) -> None:
@@ -149,7 +174,6 @@ class Links:
         self.before: list[list[int]] = [[] for _ in range(size)]
         self.needs: list[list[Link]] = [[] for _ in range(size)]
         self.feeds: list[list[Link]] = [[] for _ in range(size)]
-        self.waits = Waits([size] * size, [0.0] * size)
         for lane, needs in enumerate(task.needs):
             for (other, lag), k in ((link, k) for link in needs for k in range(m)):
                 number, needed = lane * m + k, other * m + k
@@ -158,7 +182,6 @@ class Links:
                 else:
                     self.needs[number].append((needed, lag))
                     self.feeds[needed].append((number, lag))
-                    self.waits.add(number, needed, lag)
 
 
 class Draft(NamedTuple):

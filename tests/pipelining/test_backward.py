@@ -1,4 +1,4 @@
-"""The functions of torch's names; `test_graphs` shows that their gradients are right."""
+"""The functions of torch's `_backward`; `tests/backward` shows that their gradients are right."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from penstock.backward import (
+from penstock.errors import StageError, UsageError
+from penstock.pipelining._backward import (
     ParamGroup,
     _get_grad_fn_or_grad_acc,
     _null_coalesce_accumulate,
@@ -22,7 +23,6 @@ from penstock.backward import (
     stage_backward_input,
     stage_backward_weight,
 )
-from penstock.errors import StageError
 from tests.backward.graphs import linear, x
 
 
@@ -66,6 +66,31 @@ def test_positions_select_outputs() -> None:
     outputs, grads = [value * 2, value * 3, value * 5], [torch.ones_like(value)] * 3
     (grad,) = stage_backward(outputs, grads, [value], [0, 2])
     assert_equal([grad], [torch.full_like(value, 7)])
+
+
+def test_nested_outputs_go_with_the_gradient_at_their_place() -> None:
+    inputs, one = [torch.ones(2, requires_grad=True) for _ in range(4)], torch.ones(2)
+    first, second, third, fourth = (value * 1 for value in inputs)
+    output = {"a": [first, 3, None, one], "b": (second, {"c": third}), "d": [fourth]}
+    gradient = {"a": (one, None, None, None), "b": [None, {"c": one + 1}], "d": None}
+    gradients = stage_backward(output, gradient, inputs)
+    assert [None if g is None else g.tolist() for g in gradients] == [[1, 1], None, [2, 2], None]
+
+
+@pytest.mark.parametrize(
+    ("gradient", "says"),
+    [
+        (
+            {"a": [torch.ones(2)], "b": torch.ones(2)},
+            r"gradient\['b'\] is a Tensor, and the output has no",
+        ),
+        ({"a": torch.ones(2)}, r"gradient\['a'\] is a Tensor, and the output has no tensor there"),
+        ({"a": [0.5]}, r"gradient\['a'\]\[0\] is a float, and the output has a tensor there"),
+    ],
+)
+def test_a_gradient_that_does_not_fit_is_refused_by_its_place(gradient: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        stage_backward({"a": [torch.ones(2, requires_grad=True) * 1]}, gradient, ())
 
 
 # ---- the inputs' half

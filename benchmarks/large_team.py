@@ -1,0 +1,252 @@
+"""What saving and loading cost a team of up to 1,024 ranks, simulated in one process.
+
+The planning, the tables and the checks are Penstock's own; only the messages between processes are calls
+of functions, whose arguments are counted as JSON. ``python -m benchmarks.large_team`` prints a line for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from penstock.checkpoint.contents import WEIGHTS, Parts, Targets, alike, held_of, parts_of
+from penstock.checkpoint.loading import Loading, bits_of
+from penstock.checkpoint.planning import file_of
+from penstock.checkpoint.saving import Leader
+from penstock.checkpoint.table import TABLE, CheckpointTable, table_text
+
+TEAMS = ((16, 4), (32, 8), (64, 16))
+"""Ranks of a pipeline, and replicas over which each weight is sharded."""
+Shapes = list[tuple[str, tuple[int, ...]]]
+
+
+def llama() -> list[Shapes]:
+    """The weights of each layer of a dense model of 70 billion numbers; the first and last stand alone."""
+    wide, inner, keys, words = 8192, 28672, 1024, 128256
+    attention = {"q": (wide, wide), "k": (keys, wide), "v": (keys, wide), "o": (wide, wide)}
+    inside = {"gate": (inner, wide), "up": (inner, wide), "down": (wide, inner)}
+    layers = []
+    for layer in range(80):
+        name = f"model.layers.{layer}"
+        of_layer: Shapes = [
+            (f"{name}.self_attn.{one}_proj.weight", of) for one, of in attention.items()
+        ]
+        of_layer += [(f"{name}.mlp.{one}_proj.weight", of) for one, of in inside.items()]
+        norms = "input_layernorm", "post_attention_layernorm"
+        layers.append(of_layer + [(f"{name}.{one}.weight", (wide,)) for one in norms])
+    layers[0].insert(0, ("model.embed_tokens.weight", (words, wide)))
+    layers[-1] += [("model.norm.weight", (wide,)), ("lm_head.weight", (words, wide))]
+    return layers
+
+
+def experts() -> list[Shapes]:
+    """A mixture of experts of 45,000 weights, by layer."""
+    wide, inner, latent = 7168, 2048, 1536
+    layers = []
+    for layer in range(58):
+        name = f"model.layers.{layer}"
+        of_layer: Shapes = [
+            (f"{name}.self_attn.{one}.weight", (latent, wide))
+            for one in ("q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj", "o_proj")
+        ]
+        of_layer += [(f"{name}.mlp.gate.weight", (256, wide)), (f"{name}.norm.weight", (wide,))]
+        for expert in range(256):
+            for one in ("gate_proj", "up_proj", "down_proj"):
+                of_layer.append((f"{name}.mlp.experts.{expert}.{one}.weight", (inner, wide)))
+        layers.append(of_layer)
+    return layers
+
+
+MODELS = {"llama 70B": llama, "45k tensors": experts}
+
+
+class Costs(NamedTuple):
+    """Bytes and messages of a rank that carries none of others, and what the leader needs."""
+
+    sent: int
+    received: int
+    messages: int
+    relayed: int
+    seconds: float
+    memory: int
+
+    def __str__(self) -> str:
+        return (
+            f"a rank sends {self.sent / 1e3:9,.1f} kB and gets {self.received / 1e3:7,.1f} kB in "
+            f"{self.messages} messages; the most that one passes on {self.relayed / 1e6:6.2f} MB; leader "
+            f"{self.seconds:5.1f} s of CPU, {self.memory / 1e6:6,.0f} MB more at the peak"
+        )
+
+
+# ---- what each rank has
+
+
+def describe_rank(shapes: Shapes, shard: int, shards: int, step: int | None, rate: float) -> Parts:
+    """The parts of a rank that has one shard of each weight and of what AdamW keeps for it.
+
+    Args:
+        shapes: the weights of its stage.
+        shard: which shard.
+        shards: how many there are.
+        step: the optimizer's count as a Python number; None for a tensor.
+        rate: the learning rate.
+    """
+    values = {}
+    for name, _ in shapes:
+        key = f"optimizer/{name}"
+        kept: dict[str, Any] = {
+            one: {"$": "tensor", "of": f"{key}/{one}"} for one in ("exp_avg", "exp_avg_sq")
+        }
+        values[key] = kept | {"step": step if step is not None else _scalar(key)}
+    names = {
+        "kinds": {"model": WEIGHTS, "optimizer": "AdamW", "scheduler": "a state"},
+        "tied": {},
+        "groups": {"optimizer": [[name for name, _ in shapes]]},
+        "alone": [name for name, _ in shapes],
+        "rank": shapes[0][0],
+    }
+    held = held_of(_tensors(shapes, shard, shards, scalars=step is None))
+    return parts_of(
+        {
+            "tensors": [held.types, held.tensors],
+            "boxes": [held.boxes, held.box_of],
+            "names": names,
+            "values": alike(values),
+            "settings": {"optimizer": [{"lr": rate, "betas": [0.9, 0.95], "weight_decay": 0.1}]},
+            "state scheduler": [{"last_epoch": rate}, {}],
+        }
+    )
+
+
+def _scalar(key: str) -> dict[str, str]:
+    return {"$": "tensor", "of": f"{key}/step"}
+
+
+def _tensors(shapes: Shapes, shard: int, shards: int, *, scalars: bool) -> Iterator[Any]:
+    for name, shape in shapes:
+        rows = -(-shape[0] // shards)
+        begin = min(shard * rows, shape[0])
+        box = [begin, *[0] * (len(shape) - 1)], [min(rows, shape[0] - begin), *shape[1:]]
+        yield f"model/{name}", "BF16", list(shape), *box
+        for one in ("exp_avg", "exp_avg_sq"):
+            yield f"optimizer/{name}/{one}", "F32", list(shape), *box
+        if scalars:
+            yield f"optimizer/{name}/step", "F32", [], [], []
+
+
+# ---- a save, and a load
+
+
+class Team:
+    """A simulated team: pipelines of some ranks, each weight sharded over the replicas."""
+
+    def __init__(self, model: str, ranks: int, replicas: int) -> None:
+        layers = MODELS[model]()
+        bounds = [round(i * len(layers) / ranks) for i in range(ranks + 1)]
+        self.stages = [sum(layers[a:b], Shapes()) for a, b in pairwise(bounds)]
+        if not all(self.stages):  # fewer layers than ranks: a stage is a part of one
+            every = sum(layers, Shapes())
+            bounds = [round(i * len(every) / ranks) for i in range(ranks + 1)]
+            self.stages = [every[a:b] for a, b in pairwise(bounds)]
+        self.ranks, self.replicas = ranks, replicas
+        self.size = ranks * replicas
+        self.names = [str(process) for process in range(self.size)]
+        self.leader = Leader()
+
+    def _counted(self, sent: Sequence[int], got: Sequence[int], messages: int, *of: Any) -> Costs:
+        # The first rank of each pipeline passes on what the others of it send and get.
+        relayed = max(
+            sum(sent[i : i + self.ranks]) + sum(got[i : i + self.ranks])
+            for i in range(self.ranks, self.size, self.ranks)
+        )
+        return Costs(max(sent[1:]), max(got[1:]), messages, relayed, *of)
+
+    def save(self, step: int | None, rate: float) -> tuple[Costs, bytes]:
+        """Save; return what it costs, and the table."""
+        parts = [
+            describe_rank(self.stages[i % self.ranks], i // self.ranks, self.replicas, step, rate)
+            for i in range(self.size)
+        ]
+        heads = [json.dumps([7, of.digests, None]) for of in parts]
+        before, started = _memory("VmRSS"), time.process_time()
+        Path("/proc/self/clear_refs").write_text("5")
+        wanted = self.leader.wanted([json.loads(head) for head in heads], self.names)
+        begun = [json.dumps(["/a/folder", "0" * 12, asked]) for asked in wanted]
+        seconds = time.process_time() - started
+        told = [
+            json.dumps([[name, of.data[name]] for name in asked])
+            for of, asked in zip(parts, wanted, strict=True)
+        ]
+        started = time.process_time()
+        shares = [json.dumps(one) for one in self.leader.plan([json.loads(one) for one in told])]
+        files = [{"name": file_of(p), "bytes": 1, "crc32": 1} for p in self.leader.writers]
+        layout = {"replicas": self.replicas, "processes": self.ranks}
+        table = table_text({**self.leader.contents, "layout": layout, "files": files}, "0" * 12, 7)
+        seconds += time.process_time() - started
+        memory = _memory("VmHWM") - before + sum(map(len, told))
+        note = len(json.dumps([file_of(0), 10**12, 2**32]))
+        sent = [len(a) + len(b) + note for a, b in zip(heads, told, strict=True)]
+        got = [len(a) + len(b) + 4 for a, b in zip(begun, shares, strict=True)]
+        return self._counted(sent, got, 6, seconds, memory), table
+
+    def load(self, table: bytes) -> Costs:
+        """Load: the leader reads the table, and compares what all have."""
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / TABLE).write_bytes(table)
+            before, started = _memory("VmRSS"), time.process_time()
+            Path("/proc/self/clear_refs").write_text("5")
+            loading = Loading(CheckpointTable(Path(folder)), Targets({}), strict=True)
+            seconds = time.process_time() - started
+            names, reports = loading.names(), []
+            for process in range(self.size):
+                stage = self.stages[process % self.ranks]
+                used = {f"{label}/{name}" for name, _ in stage for label in ("model", "optimizer")}
+                alone = {f"model/{name}" for name, _ in stage}
+                bits = [bits_of(names, used), bits_of(names, alone)]
+                labels = ["model", "optimizer", "scheduler"]
+                empty: dict[str, list[str]] = {"hard": [], "missing": [], "loose": []}
+                report = [empty, labels, labels[:2], process % self.ranks, bits]
+                reports.append(json.dumps(report))
+            started = time.process_time()
+            loading.check([json.loads(report) for report in reports])
+            seconds += time.process_time() - started
+            memory = _memory("VmHWM") - before
+        sent = [len(report) for report in reports]
+        return self._counted(sent, [100] * self.size, 8, seconds, memory)
+
+
+def _memory(what: str) -> int:
+    """Bytes of this process: held now (VmRSS), or the most since the peak was cleared (VmHWM)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(what)).split()[1]) * 1024
+
+
+def main() -> None:
+    """Print the costs of all teams and models."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=MODELS)
+    arguments = parser.parse_args()
+    for model in MODELS if arguments.model is None else [arguments.model]:
+        for ranks, replicas in TEAMS:
+            team = Team(model, ranks, replicas)
+            title = f"{model}, {ranks} x {replicas}"
+            first, table = team.save(None, 0.1)
+            sys.stdout.write(
+                f"{title}: first save: {first}; a table of {len(table) / 1e6:.1f} MB\n"
+            )
+            sys.stdout.write(f"{title}: later save: {team.save(None, 0.2)[0]}\n")
+            sys.stdout.write(f"{title}: load:       {team.load(table)}\n")
+            team.save(1, 0.1)
+            sys.stdout.write(f"{title}: a number as step: {team.save(2, 0.2)[0]}\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""A pass through a pipeline as a node of autograd's graph, whose backward comes later."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import UsageError
+from penstock.parallel import local_part
+from penstock.pipeline import Pipeline
+from penstock.rng import generator_states, generators_kept, set_generator_states
+from penstock.values import map_tensors, tensors_in
+
+
+class Pass:
+    """A call of the pipeline in autograd's graph: its loss, its outputs, and their backward.
+
+    The gradients of the loss were computed with it, and wait. If gradients arrive at the outputs, the
+    pipeline runs forward and backward for them, in the state in which the forward was called.
+
+    Args:
+        pipe: the pipeline.
+        args: the model's arguments.
+        kwargs: the model's arguments by name.
+        again: whether the forward may have to run again.
+        in_half: whether gradients are computed in float16, so that ranks must agree on infinite ones.
+        note: is told the factor that the loss's backward came with.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        args: Any,
+        kwargs: dict[str, Any],
+        *,
+        again: bool,
+        in_half: bool,
+        note: Callable[[float], None],
+    ) -> None:
+        self.inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+        self._copies = {id(t): t.detach().requires_grad_() for t in self.inputs}
+        if self.inputs:
+            args, kwargs = map_tensors((args, kwargs), lambda t: self._copies.get(id(t), t))
+        self.args, self.kwargs = args, kwargs
+        self.scale = 1.0
+        self._pipe, self._in_half, self._note = pipe, in_half, note
+        self._weights = dict(pipe.held_weights.named_parameters())
+        self._versions = {name: weight._version for name, weight in self._weights.items()}
+        self._gradients: list[Tensor | None] = [None] * len(self._weights)
+        self._state = _State(pipe) if again else None
+        self._done = False
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """A context whose gradients wait here; weights' own hooks are not called in it."""
+        weights = list(self._weights.values())
+        before = [weight.grad for weight in weights]
+        hooks = [
+            d for w in weights for d in (w._backward_hooks, w._post_accumulate_grad_hooks) if d
+        ]
+        kept = [dict(of_one) for of_one in hooks]
+        for weight in weights:
+            weight.grad = None
+        for of_one in hooks:
+            of_one.clear()
+        try:
+            yield
+            self._gradients = [weight.grad for weight in weights]
+        finally:
+            for of_one, saved in zip(hooks, kept, strict=True):
+                of_one.update(saved)
+            for weight, gradient in zip(weights, before, strict=True):
+                weight.grad = gradient
+
+    def applied(self, loss: Tensor | None, output: Any) -> tuple[Any, Any]:
+        """The loss and the outputs, as tensors whose backward comes here."""
+        leaves = tensors_in(output)
+        places = [p for p, t in enumerate(leaves) if t.is_floating_point() or t.is_complex()]
+        values = [] if loss is None else [loss]
+        nothing: list[Tensor | None] = [None] * len(leaves)
+        self._outputs = nothing, places, len(values)
+        values += [leaves[place] for place in places]
+        anchor = torch.zeros((), requires_grad=learns(self._pipe))
+        sources = (anchor, *self._weights.values(), *self.inputs)
+        if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in sources):
+            return loss, output
+        results = iter(cast("Any", _Graph).apply(self, values, *sources))
+        found = None if loss is None else next(results)
+        followed = {id(leaves[place]): next(results) for place in places}
+        return found, map_tensors(output, lambda t: followed.get(id(t), t))
+
+    def backward(self, arriving: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of the weights in this process and of the arguments.
+
+        Raises:
+            UsageError: this is the second backward, a derivative of the gradients is asked for, or a weight
+                has changed.
+        """
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "backward with create_graph=True of a pipeline's loss: its gradients were computed by the "
+                "step, and have no derivative; put the term that needs one into loss_fn"
+            )
+        if self._done:
+            raise UsageError(
+                "backward was called a second time for one forward of a pipeline; its gradients have been "
+                "added to .grad already. Call the model again, or add up the losses before one backward"
+            )
+        self._done = True
+        outputs, places, losses = self._outputs
+        found: list[Any] = [None] * (len(self._weights) + len(self.inputs))
+        if losses and arriving[0] is not None:
+            self._check_unchanged(least=2)
+            factor = float(arriving[0]) / self.scale
+            # If gradients are not finite, a scaler is about to halve its factor too.
+            nan = math.isnan(self.scale)
+            self._note(float(arriving[0]) / (2.0 if nan else 1.0))
+            self._add(found, factor)
+        gradients = list(arriving[losses:])
+        if any(gradient is not None for gradient in gradients):
+            self._check_unchanged(least=0)
+            for place, gradient in zip(places, gradients, strict=True):
+                outputs[place] = gradient
+            self._run_again(outputs)
+            self._add(found, 1.0)
+        return found
+
+    def _run_again(self, gradients: list[Any]) -> None:
+        assert self._state is not None
+        for copy in self._copies.values():
+            copy.grad = None
+        with self._state.restored(), self.collecting():
+            self._pipe.run_backward(gradients, *self.args, number=self._state.number, **self.kwargs)
+            finite = not self._in_half or math.isfinite(self._pipe.grad_norm())
+        for gradient in () if finite else self._gradients:
+            if gradient is not None:
+                local_part(gradient).fill_(math.nan)
+
+    def _add(self, found: list[Any], factor: float) -> None:
+        """Add the gradients that wait, times a factor, to those found so far."""
+        copies = [self._copies[id(tensor)].grad for tensor in self.inputs]
+        for place, gradient in enumerate([*self._gradients, *copies]):
+            if gradient is None:
+                continue
+            if factor != 1.0:
+                local_part(gradient).mul_(factor)
+            found[place] = gradient if found[place] is None else found[place] + gradient
+        self._gradients = []
+
+    def _check_unchanged(self, least: int) -> None:
+        """Check that no weight of at least so many dimensions was changed in place since the forward."""
+        for name, weight in self._weights.items():
+            if weight._version != self._versions[name] and weight.dim() >= least:
+                raise UsageError(
+                    f"{name} was changed in place between a forward of the pipeline and its backward, so the "
+                    "gradients would be those of other weights: call backward before optimizer.step()"
+                )
+
+
+def learns(pipe: Pipeline) -> bool:
+    """Whether any weight of the whole model learns."""
+    if pipe.model is not None:
+        return any(parameter.requires_grad for parameter in pipe.model.parameters())
+    # Of stages that were made by hand, only the other ranks know.
+    few = len(pipe.ranks) < pipe.schedule.ranks
+    return few or any(weight.requires_grad for _, weight in pipe.held_weights.named_parameters())
+
+
+class _State:
+    """What a forward depends on besides its arguments and weights, so that it can run again."""
+
+    def __init__(self, pipe: Pipeline) -> None:
+        self._pipe, self.number = pipe, pipe.randomness.step
+        modules = [module for stage in pipe.stages for module in stage.called_modules()]
+        self._modes = [(module, module.training) for module in modules]
+        buffers = [b for stage in pipe.stages for b in stage.module.buffers()]
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers]
+        kinds = {"cpu", pipe.device.type}
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in kinds
+        ]
+        self._drawn = generator_states([pipe.device]) if pipe.randomness.seed == "off" else None
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """A context in which everything is as it was; what it changes is undone in the end."""
+        modes = [(module, module.training) for module, _ in self._modes]
+        buffers = [(buffer, buffer.detach().clone()) for buffer, _ in self._buffers]
+        with ExitStack() as stack:
+            for kind, dtype, enabled in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype, enabled=enabled))
+            if self._drawn is not None:
+                stack.enter_context(generators_kept([self._pipe.device]))
+                set_generator_states(self._drawn, [self._pipe.device])
+            _set(self._modes, self._buffers)
+            try:
+                yield
+            finally:
+                _set(modes, buffers)
+
+
+def _set(modes: Sequence[tuple[nn.Module, bool]], buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for module, training in modes:
+        module.training = training
+    with torch.no_grad():
+        for buffer, value in buffers:
+            buffer.copy_(value)
+
+
+class _Graph(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Pass, values: list[Tensor], *sources: Tensor) -> Any:
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        return tuple(values)
+
+    @staticmethod
+    def backward(ctx: Any, *arriving: Any) -> Any:
+        # The anchor gets no gradient; it only makes autograd come here.
+        return None, None, None, *ctx.run.backward(arriving)

@@ -1,0 +1,176 @@
+"""Recompute a unit in its backward without running its state on a second time.
+
+A unit may change what it keeps while it runs: running statistics, a codebook, the vectors of spectral_norm.
+The second run must begin where the first one began, or it gives other activations, and must leave behind what
+the first one left, or the state moves twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint as checkpointing
+
+from penstock.errors import PartitionError, StageError
+from penstock.partition.settings import REGISTRIES
+from penstock.values import leaves_in, map_tensors
+
+Run = Callable[..., Any]
+_Holder = dict[str, Any]
+_NOTHING = object()
+"""Stands for an attribute that is not there."""
+
+
+def checkpointed(
+    run: Run, options: Mapping[str, Any], unit: nn.Module | None = None, name: str = ""
+) -> Run:
+    """A call as a checkpoint; recomputing draws the same, since torch keeps the generators' states.
+
+    Args:
+        run: makes the call.
+        options: options of torch's checkpoint.
+        unit: the module whose state is to move once; None for a checkpoint of the author's own, in which it
+            moves as without a pipeline.
+        name: the path of the unit, for messages.
+    """
+    kept = {**options, "preserve_rng_state": True}
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        function = run if unit is None else _Repeatable(run, unit)
+        try:
+            return checkpointing.checkpoint(function, *args, **kept, **kwargs)
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            raise PartitionError(
+                f"{name} takes gradients by torch.func, and PyTorch cannot recompute such code ({error}); "
+                "leave this module out of checkpoint="
+            ) from error
+
+    return call
+
+
+class _Repeatable:
+    """One call of a unit, which begins with the same state each time, and changes it the first time alone."""
+
+    def __init__(self, run: Run, unit: nn.Module) -> None:
+        self._run, self._unit = run, unit
+        self._before: list[tuple[_Holder, str, Any]] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._run(*args, **kwargs)
+        if self._before is None:
+            return self._first(args, kwargs)
+        if not self._before:
+            return self._run(*args, **kwargs)
+        after = [(holder, name, holder.get(name, _NOTHING)) for holder, name, _ in self._before]
+        copies = _Copies()
+        _put([(holder, name, _copy_of(value, copies)) for holder, name, value in self._before])
+        try:
+            return self._run(*args, **kwargs)
+        finally:
+            # Other objects than those of the recomputation, so that no version counter moves.
+            _put(after)
+
+    def _first(self, args: Any, kwargs: Any) -> Any:
+        copies = _Copies()
+        state = [
+            (holder, name, value, _copy_of(value, copies), _versions(value))
+            for holder, name, value in _state(self._unit)
+        ]
+        weights = [(name, p, p._version) for name, p in _weights(self._unit)]
+        output = self._run(*args, **kwargs)
+        for name, parameter, version in weights:
+            if parameter._version != version:
+                raise StageError(
+                    f"{type(self._unit).__name__} changes its parameter {name} in place in its forward, "
+                    "which must run again; make that a buffer, or leave the module out of checkpoint="
+                )
+        self._before = []
+        for holder, name, value, copy, versions in state:
+            if _is_changed(value, copy, versions):
+                self._before.append((holder, name, copy))
+            elif holder.get(name, _NOTHING) is not value:
+                self._before.append((holder, name, value))
+        there = {(id(holder), name) for holder, name, *_ in state}
+        self._before += [
+            (holder, name, _NOTHING)
+            for holder, name, _ in _state(self._unit)
+            if (id(holder), name) not in there
+        ]
+        return output
+
+
+class _Copies:
+    """Copies each tensor once, so that what is one tensor under two names stays one."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, nn.Parameter):
+            return tensor
+        if id(tensor) not in self._copies:
+            self._copies[id(tensor)] = tensor, tensor.clone()
+        return self._copies[id(tensor)][1]
+
+
+def _state(unit: nn.Module) -> Iterator[tuple[_Holder, str, Any]]:
+    """What a unit and its parts keep, but for parameters: where, by which name, and the value."""
+    for holder in chain.from_iterable((part._buffers, vars(part)) for part in unit.modules()):
+        for name, value in holder.items():
+            if name not in REGISTRIES:
+                yield holder, name, value
+
+
+def _weights(unit: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that a forward may not change: all but those of a table that keeps its rows short."""
+    for path, part in unit.named_modules():
+        if getattr(part, "max_norm", None) is None:
+            yield from part.named_parameters(path, recurse=False)
+
+
+def _copy_of(value: Any, copies: _Copies) -> Any:
+    return map_tensors(value, copies) if isinstance(value, _SEARCHED) else value
+
+
+_SEARCHED = Tensor, tuple, list, dict
+
+
+def _versions(value: Any) -> list[tuple[Any, int]]:
+    """The leaves of a value, and how often each was changed in place."""
+    if not isinstance(value, _SEARCHED):
+        return [(value, 0)]
+    return [
+        (leaf, leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0)
+        for _, leaf in leaves_in(value)
+    ]
+
+
+def _is_changed(value: Any, copy: Any, versions: list[tuple[Any, int]]) -> bool:
+    """Whether something inside a value is another than before, or may have been changed in place."""
+    now = _versions(value)
+    if len(now) != len(versions):
+        return True
+    for (leaf, version), (was, at), (copied, _) in zip(now, versions, _versions(copy), strict=True):
+        if leaf is not was or version != at:
+            return True
+        if leaf is copied:
+            continue
+        # What is written through ``.data`` moves no version. To compare on a GPU would wait for it.
+        if leaf.device.type != "cpu" or not torch.equal(leaf, copied):
+            return True
+    return False
+
+
+def _put(entries: list[tuple[_Holder, str, Any]]) -> None:
+    for holder, name, value in entries:
+        if value is _NOTHING:
+            holder.pop(name, None)
+        else:
+            holder[name] = value

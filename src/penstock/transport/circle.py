@@ -1,0 +1,246 @@
+"""Processes that exchange values outside of a pipeline's own connections."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+
+from penstock.errors import AgreementError, MessageError, UsageError
+from penstock.faults import Meeting, Watch, end_waits, ranges
+
+DAY = timedelta(days=1)
+"""How long a wait on a peer may take; the watch notices a silent peer much earlier."""
+
+
+def launched() -> bool:
+    """Whether several processes were launched, by their process group or the variables of ``torchrun``."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size() > 1
+    # RANK without WORLD_SIZE is the launcher's mistake, which is reported when the ranks meet.
+    if not {"RANK", "WORLD_SIZE"} & os.environ.keys():
+        _check_launcher()
+    return os.environ.get("WORLD_SIZE", "2" if "RANK" in os.environ else "1") != "1"
+
+
+_LAUNCHERS = {
+    "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
+    "mpirun": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    "mpiexec": ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),
+}
+"""Launchers that know nothing of torch: their variables for the number of processes, the rank and the place
+on the machine."""
+
+
+def _check_launcher() -> None:
+    """Refuse to take each of several processes for a whole run.
+
+    Raises:
+        UsageError: a launcher has started several processes without the variables of torch.
+    """
+    for launcher, (size, rank, local) in _LAUNCHERS.items():
+        count = os.environ.get(size, "1")
+        if count != "1" and rank in os.environ:
+            raise UsageError(
+                f"{launcher} started {count} processes ({size}={count}) without RANK and WORLD_SIZE, so each "
+                f"would train the whole model by itself. In each process set RANK=${rank} WORLD_SIZE=${size} "
+                f"LOCAL_RANK=${local}, and MASTER_ADDR and MASTER_PORT to an address that all reach; or have "
+                f"{launcher} start torchrun once per machine. If each process is a run of its own, set "
+                "WORLD_SIZE=1"
+            )
+
+
+# ---- exchanges
+
+
+_JSON = 0x4A534F4E
+TO_FIRST, FROM_FIRST = _JSON + 1, _JSON + 2
+"""These mark the length of JSON bytes, to tell it from another collective's data."""
+DIFFER = (
+    "the ranks called different collective methods; "
+    "call the same methods of the pipeline in the same order on every rank"
+)
+
+
+def as_text(value: Any) -> Tensor:
+    """A value as JSON bytes."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def value_of(text: Tensor) -> Any:
+    """The value of JSON bytes on the CPU."""
+    return json.loads(text.numpy().tobytes())
+
+
+def sizes_of(size: int, mark: int, gather: Callable[[Tensor], Iterable[Tensor]]) -> list[int]:
+    """Exchange how many bytes each process will send, and check that all call the same.
+
+    Args:
+        size: the number of this process.
+        mark: what is called.
+        gather: gathers a tensor of each process.
+
+    Raises:
+        AgreementError: some process calls something else.
+    """
+    words = [row.tolist() for row in gather(torch.tensor([mark, size]))]
+    if any(one != mark for one, _ in words):
+        raise AgreementError(DIFFER)
+    return [one for _, one in words]
+
+
+def exchange_json(value: Any, gather: Callable[[Tensor], Iterable[Tensor]]) -> list[Any]:
+    """Exchange JSON values by a function that gathers tensors: first lengths, then bytes."""
+    text = as_text(value)
+    lengths = sizes_of(text.numel(), _JSON, gather)
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: text.numel()] = text
+    rows = zip(gather(padded), lengths, strict=True)
+    return [value_of(row[:length]) for row, length in rows]
+
+
+class Circle:
+    """Processes that exchange values outside of a pipeline's own connections, such as its replicas.
+
+    Args:
+        group: their process group, also a bare ``ProcessGroupGloo``; None for all processes.
+        watch: the watch over the job, which learns what this process waits for, and why a wait broke.
+        members: their global ranks, if the group is a bare one; a single one needs no group.
+    """
+
+    def __init__(
+        self, group: Any = None, watch: Watch | None = None, members: Sequence[int] = ()
+    ) -> None:
+        is_launched = dist.is_available() and dist.is_initialized()
+        alone = len(members) == 1 or (group is None and not is_launched)
+        world: Any = dist.group.WORLD if is_launched else None
+        self._group: Any = None if alone else group or world
+        self._watch = watch
+        self._device: Any = torch.device("cpu")
+        self.rank = 0 if self._group is None else self._group.rank()
+        self.size = 1 if self._group is None else self._group.size()
+        self._members = tuple(members)
+        if self._group is not None and not members:
+            self._members = tuple(dist.get_process_group_ranks(self._group))
+            if dist.get_backend(self._group) == "nccl":
+                bound = self._group.bound_device_id
+                self._device = bound or torch.accelerator.current_accelerator()
+
+    def exchange(self, value: Any) -> list[Any]:
+        """The JSON values of all processes, in rank order; all of them call this."""
+        return exchange_json(value, self.gather)
+
+    def to_first(self, value: Any) -> list[Any] | None:
+        """Send a JSON value to the first process, which gets those of all; all of them call this."""
+        if self._group is None:
+            return [value]
+        text = as_text(value)
+        sizes = sizes_of(text.numel() if self.rank else 0, TO_FIRST, self.gather)
+        longest = max(sizes)
+        # All texts travel padded to one length; the first process's own stays where it is.
+        mine = self._padded(text if self.rank else text[:0], longest)
+        rows = [] if self.rank else [torch.empty_like(mine) for _ in sizes]
+        if longest:
+            self._move(self._group.gather, dist.GatherOptions(), [rows] if rows else [], [mine])
+        if self.rank:
+            return None
+        others = zip(rows[1:], sizes[1:], strict=True)
+        return [value, *(value_of(row.cpu()[:size]) for row, size in others)]
+
+    def from_first(self, values: Sequence[Any] | None) -> Any:
+        """Get this process's JSON value from the first one, which passes those of all; all call this."""
+        if self._group is None:
+            assert values is not None
+            return values[0]
+        texts = [as_text(None)] + [as_text(value) for value in (values or ())[1:]]
+        longest = sizes_of(max(text.numel() for text in texts), FROM_FIRST, self.gather)[0] + 8
+        mine = self._padded(texts[0], longest)
+        # Each text follows its length.
+        lengths = [torch.tensor([text.numel()]).view(torch.uint8) for text in texts]
+        pairs = zip(lengths, texts, strict=True)
+        rows = [] if self.rank else [self._padded(torch.cat(pair), longest) for pair in pairs]
+        self._move(self._group.scatter, dist.ScatterOptions(), [mine], [rows] if rows else [])
+        if values is not None:
+            return values[0]
+        data = mine.cpu()
+        return value_of(data[8 : 8 + int(data[:8].view(torch.int64))])
+
+    def _padded(self, text: Tensor, length: int) -> Tensor:
+        padded = torch.zeros(length, dtype=torch.uint8)
+        padded[: text.numel()] = text
+        return padded.to(self._device)
+
+    def _move(self, move: Any, options: Any, outputs: Any, inputs: Any) -> None:
+        options.rootRank = 0
+        activity = None if self._watch is None else self._watch.activity
+        if activity is not None:
+            activity.come("an exchange with the leader", self._members)
+        try:
+            move(outputs, inputs, options).wait()
+        except RuntimeError as error:
+            broken = MessageError(f"a connection is closed: {error}")
+            raise (broken if self._watch is None else self._watch.failed(broken)) from error
+        if activity is not None:
+            activity.go_on()
+
+    def sum(self, values: Tensor, what: str = "a sum") -> Tensor:
+        """The sum of all processes' CPU tensors, the same bits on each; all of them call this."""
+        return self.gather(values, what).sum(0)
+
+    def gather(self, values: Tensor, what: str = "an exchange") -> Tensor:
+        """All processes' CPU tensors in one, in rank order; all have one shape and type.
+
+        Args:
+            values: the tensor of this process.
+            what: what it is for, in words, for messages about who does not come.
+        """
+        if self._group is None:
+            return values[None]
+        activity = None if self._watch is None else self._watch.activity
+        if activity is not None:
+            activity.come(what, self._members)
+        mine = values.to(self._device).contiguous()
+        # The rows leave the device together.
+        rows = torch.empty((self.size, *mine.shape), dtype=mine.dtype, device=self._device)
+        try:
+            self._group.allgather([list(rows.unbind())], [mine]).wait()
+            total = rows.cpu()
+        except RuntimeError as error:
+            broken = MessageError(f"a connection is closed: {error}")
+            raise (broken if self._watch is None else self._watch.failed(broken)) from error
+        if activity is not None:
+            activity.go_on()
+        return total
+
+    def abort(self) -> None:
+        """End all waits on this circle, here and elsewhere; its connections are broken for good."""
+        if self._group is not None:
+            end_waits(self._group)
+
+
+def circle_beside(meeting: Meeting, watch: Watch, wait: float) -> Circle:
+    """The processes at this place in each pipeline of the job, with connections of their own.
+
+    Args:
+        meeting: where the processes have met.
+        watch: the watch over them.
+        wait: seconds to wait for all of them to connect.
+    """
+    members = meeting.job.beside
+    if len(members) == 1:
+        return Circle(None, watch, members)
+    store = PrefixStore(f"beside/{ranges(members)}", meeting.room)
+    watch.activity.wait("the other replicas to connect", None)
+    place = members.index(meeting.process)
+    group: Any = dist.ProcessGroupGloo(store, place, len(members), timedelta(seconds=wait))
+    group.set_timeout(DAY)
+    circle = Circle(group, watch, members)
+    watch.protect(circle.abort)
+    return circle

@@ -1,0 +1,269 @@
+"""What makes a kind of call, on all ranks: shapes, modes, hooks, weights that learn; how many are kept."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+
+from penstock import Pipeline, PipelineStage
+from penstock.errors import StageError, UsageError
+from penstock.testing import WorkerPool
+from tests.pipeline.models import X, Y, assert_same, chain, gradients, make, mean_loss
+
+Freeze = Callable[[nn.Module, Pipeline, bool], None]
+
+
+def plain(model: nn.Module, frozen: list[str]) -> Iterator[dict[str, Tensor]]:
+    """The gradients of a plain loop, for each state of the model's first module."""
+    for state in frozen:
+        model[0].requires_grad_(state != "frozen")  # type: ignore[index]
+        model.zero_grad()
+        mean_loss(model(X), Y).backward()
+        yield gradients(model)
+
+
+def through_model(model: Any, pipe: Any, learns: bool) -> None:
+    model[0].requires_grad_(learns)
+
+
+def through_pipe(model: Any, pipe: Any, learns: bool) -> None:
+    """As a recipe does that walks the weights of this process."""
+    for name, parameter in pipe.named_parameters():
+        if name.startswith("0."):
+            parameter.requires_grad_(learns)
+
+
+def unfreeze(group: Any, through: str) -> float:
+    """A worker's task: the largest gap between the gradients here and the plain loop's."""
+    model = chain()
+    pipe = make(model, stages=[["0", "1"], ["2"]], group=group)
+    states, gap = ["frozen", "learns", "frozen"], 0.0
+    for state, expected in zip(states, plain(chain(), states), strict=True):
+        globals()[through](model, pipe, state == "learns")
+        pipe.zero_grad()
+        pipe.step(X, target=Y)
+        mine = gradients(pipe)
+        held = {name for name, _ in pipe.held_weights.named_parameters()}
+        assert mine.keys() == expected.keys() & held
+        gap = max([gap, *(float((mine[n] - expected[n]).abs().max()) for n in mine)])
+    pipe.close()
+    return gap
+
+
+@pytest.mark.parametrize("through", ["through_model", "through_pipe"])
+def test_a_frozen_stage_learns_later(workers: WorkerPool, through: str) -> None:
+    assert max(workers.run(f"{__name__}:unfreeze", 2, 60.0, through=through)) < 1e-12
+
+
+# ---- what the code between units asks for
+
+
+class Asks(nn.Module):
+    """Goes another way as a part's mode, an attribute, a hook or an argument says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.part, self.middle, self.last = (nn.Linear(4, 4).double() for _ in range(3))
+        self.depth = 1
+
+    def forward(self, x: Tensor, number: int = 0) -> Tensor:
+        x = self.part(x)
+        if self.part.training:
+            x = self.middle(x)
+        if number % 2:
+            x = torch.tanh(x)
+        result: Tensor = self.last(x)
+        return result
+
+
+def test_a_mode_that_changes_later_makes_a_new_plan() -> None:
+    model, expected = Asks(), Asks()
+    pipe = make(model, stages=["middle", "last"], ranks=3)
+    for mode in (True, False, True):
+        for of in (model, expected):
+            of.part.train(mode)
+            of.zero_grad()
+        mean_loss(expected(X), Y).backward()
+        pipe.step(X, target=Y)
+        assert_same(gradients(pipe), gradients(expected))
+
+
+def test_hooks_that_are_set_later_make_a_new_plan() -> None:
+    model, expected = Asks(), Asks()
+    pipe = make(model, stages=["middle", "last"], ranks=3)
+    pipe.step(X, target=Y)
+    for of in (model, expected):
+        of.part.register_forward_hook(lambda module, args, output: output * 2)
+        of.zero_grad()
+    mean_loss(expected(X), Y).backward()
+    pipe.step(X, target=Y)
+    assert_same(gradients(pipe), gradients(expected))
+
+
+def test_an_argument_that_decides_makes_a_kind_of_its_own() -> None:
+    model = Asks()
+    pipe = make(model, stages=["middle", "last"], ranks=3)
+    for number in (0, 1, 2, 1):
+        expected = mean_loss(model(X, number), Y)
+        assert pipe.step(X, number, target=Y).loss == pytest.approx(float(expected.detach()))
+
+
+@pytest.mark.parametrize("call", ["predict", "eval"])
+def test_a_kind_may_first_be_met_in_inference_mode(call: str) -> None:
+    model = Asks().eval()
+    pipe = make(model, stages=["middle", "last"], ranks=3)
+    with torch.inference_mode():
+        if call == "predict":
+            assert torch.allclose(pipe.predict(X), model(X))
+        else:
+            assert pipe.eval(X, target=Y).loss == pytest.approx(float(mean_loss(model(X), Y)))
+    # What it has found out serves a call with gradients as well.
+    assert pipe.eval(X, target=Y).loss == pytest.approx(float(mean_loss(model(X), Y).detach()))
+    pipe.step(X, target=Y)
+
+
+class Counts(Asks):
+    """Refuses numbers that are all large, as the ones of a run without data are."""
+
+    def forward(self, x: Tensor, number: int = 0) -> Tensor:
+        if bool((self.part(x) * 0 + x > 0.9).all()):
+            raise ValueError("all of them are large")
+        return super().forward(x, number)
+
+
+def test_an_error_without_data_says_what_the_numbers_were() -> None:
+    with pytest.raises(
+        StageError, match=r"all of them are large; this run had no data: .* example="
+    ):
+        make(Counts(), stages=["middle", "last"], ranks=3).step(X, target=Y)
+
+
+def test_a_target_with_a_graph_of_its_own_gets_its_gradient() -> None:
+    base = Y.clone().requires_grad_()
+    pipe = make()
+    pipe.step(X, target=base * 2)
+    here = base.grad
+    base.grad = None
+    mean_loss(chain()(X), base * 2).backward()
+    assert here is not None
+    assert base.grad is not None
+    assert torch.allclose(here, base.grad)
+
+
+# ---- what is kept
+
+
+def test_as_many_kinds_are_kept_as_were_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.runtime.kinds.MOST_KINDS", 3)
+    planned: list[int] = []
+    model = Asks()
+    pipe = make(model, stages=["middle", "last"], ranks=3)
+    kind: Any = type(pipe.stages[0].code)
+    made = kind.plan
+
+    def plan(self: Any, args: Any, *rest: Any) -> Any:
+        planned.append(len(args[0]))
+        return made(self, args, *rest)
+
+    monkeypatch.setattr(kind, "plan", plan)
+    for rows in (4, 8, 4, 12, 16, 4, 8, 8):
+        batch = X.repeat(2, 1)[:rows]
+        expected = mean_loss(model(batch), batch)
+        assert pipe.step(batch, target=batch).loss == pytest.approx(float(expected.detach()))
+    assert planned == [1, 2, 3, 4, 2]
+
+
+def test_what_torch_keeps_of_runs_without_data_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["penstock.partition.trace"], "MOST_CACHED", 10)
+    pipe = make(Asks(), stages=["middle", "last"], ranks=3)
+    for rows in (4, 5, 6, 7):
+        pipe.step(X[:rows], target=Y[:rows])
+        assert FakeTensorMode.cache_info().size <= 10
+
+
+# ---- who may bring what
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        result: Tensor = self.two(self.one(x) * scale)
+        return result
+
+
+def bring(group: Any) -> list[Any]:
+    """A worker's task: rank 0 brings all, rank 1 the target; then each brings some of the arguments."""
+    pipe, rank = make(Two(), stages=["two"], group=group), group.rank()
+    alone = pipe.step(X, scale=Y) if rank == 0 else pipe.step(target=Y)
+    with pytest.raises(UsageError) as caught:
+        pipe.step(X, target=Y) if rank == 0 else pipe.step(scale=Y, target=Y)
+    both = pipe.step(X, scale=Y, target=Y)
+    pipe.close()
+    return [alone.loss, both.loss, str(caught.value)]
+
+
+def test_a_rank_brings_all_arguments_or_the_target_alone(workers: WorkerPool) -> None:
+    expected = float(mean_loss(Two()(X, Y), Y).detach())
+    for alone, both, text in workers.run(f"{__name__}:bring", 2, 60.0):
+        assert [alone, both] == [pytest.approx(expected)] * 2
+        assert text == (
+            "rank 0 was given the arguments [0] of the model, and rank 1 ['scale']; give a rank all of them, "
+            "or the target alone, or nothing"
+        )
+
+
+# ---- what travels
+
+
+class Sometimes(nn.Module):
+    """Gives two values, one of which has no gradient from the third microbatch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(4, 4).double(), 0
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.calls += 1
+        a, b = self.layer(x), self.layer(-x)
+        return {"a": a.detach() if self.calls > 2 else a, "b": b}
+
+
+class Sums(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4).double()
+
+    def forward(self, x: dict[str, Tensor]) -> Tensor:
+        result: Tensor = self.layer(x["a"] * 2 + x["b"])
+        return result
+
+
+def lose(group: Any) -> str:
+    """A worker's task: what it is told of a gradient that is no longer wanted."""
+    torch.manual_seed(0)
+    module = Sometimes() if group.rank() == 0 else Sums()
+    stage = PipelineStage(module, group.rank(), 2)
+    pipe = Pipeline.from_stages(
+        [stage], schedule="GPipe", microbatches=4, loss_fn=mean_loss, group=group
+    )
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - which error is another test's
+        pipe.step(X, target=Y)
+    return str(caught.value)
+
+
+def test_a_value_that_stops_to_require_grad_is_named(workers: WorkerPool) -> None:
+    first, second = workers.run(f"{__name__}:lose", 2, 60.0)
+    says = "0SEND_F2: float64[2, 4] where the first message of this kind had float64[2, 4] that re"
+    assert says in first
+    assert says in second

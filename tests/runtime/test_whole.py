@@ -1,0 +1,332 @@
+"""What a loss is: a mean or a sum over samples, which is asked, or something over the whole batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from penstock import Microbatches, Pipeline, Replicas, Split
+from penstock.errors import ScheduleError, UsageError
+from penstock.testing import WorkerPool
+from tests.pipeline.models import X, Y, assert_same, chain, gradients, mean_loss, sum_loss
+
+CLASSES = torch.tensor([0, 1, 2, 3, 3, 3, 3, 1])
+
+
+class Towers(nn.Module):
+    """Two encoders and a temperature, as in CLIP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.last(self.left(left)), self.right(right), self.scale.exp()
+
+
+def contrastive(output: tuple[Tensor, Tensor, Tensor], target: Any) -> Tensor:
+    left, right, scale = output
+    logits = scale * left @ right.T
+    return functional.cross_entropy(logits, torch.arange(len(logits)))
+
+
+def plain(model: nn.Module, loss_fn: Any, target: Any, *args: Any) -> tuple[float, Any]:
+    loss = loss_fn(model(*args), target)
+    loss.backward()
+    return float(loss.detach()), gradients(model)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("ranks", "microbatches"), [(1, 1), (1, 4), (2, 2), (2, 4), (3, 3), (2, 8)]
+)
+def test_a_loss_over_the_batch_does_not_depend_on_microbatches(
+    ranks: int, microbatches: int
+) -> None:
+    model = Towers().double()
+    loss, expected = plain(copy.deepcopy(model), contrastive, None, X, Y)
+    pipe = Pipeline(
+        model, schedule="GPipe", ranks=ranks, microbatches=microbatches, loss_fn=contrastive,
+        loss_over="batch",
+    )  # fmt: skip
+    for count in (1, 2):
+        result = pipe.step(X, Y, target=None)
+        assert result.loss == pytest.approx(loss, rel=1e-12)
+        assert_same(gradients(pipe), {name: grad * count for name, grad in expected.items()})
+    assert pipe.eval(X, Y, target=None).loss == pytest.approx(loss, rel=1e-12)
+
+
+def contrasts(group: Any, schedule: str) -> Any:
+    model = Towers().double()
+    with Pipeline(
+        model,
+        schedule=schedule,
+        microbatches=4,
+        loss_fn=contrastive,
+        loss_over="batch",
+        group=group,
+    ) as pipe:
+        result = pipe.step(X, Y, target=None)
+        return result.loss, {name: grad.tolist() for name, grad in gradients(pipe).items()}
+
+
+def test_a_loss_over_the_batch_between_processes(workers: WorkerPool) -> None:
+    loss, expected = plain(Towers().double(), contrastive, None, X, Y)
+    found: dict[str, Any] = {}
+    for value, grads in workers.run(f"{__name__}:contrasts", 2, schedule="GPipe"):
+        assert value == pytest.approx(loss, rel=1e-12)
+        found |= grads
+    assert_same({n: torch.tensor(grad, dtype=torch.float64) for n, grad in found.items()}, expected)
+
+
+def test_a_loss_over_the_batch_has_the_options_of_others() -> None:
+    """Sums, accumulation, replicas, ragged batches, rules, metrics."""
+    rows, target = X[:7], Y[:7]
+    for reduction, function in (("mean", mean_loss), ("sum", sum_loss)):
+        loss, expected = plain(chain(), function, target, rows)
+        options: dict[str, Any] = {
+            "reduction": reduction,
+            "loss_over": "batch",
+            "schedule": "GPipe",
+        }
+        pipe = Pipeline(chain(), ranks=3, microbatches=3, loss_fn=function, **options)
+        assert pipe.step(rows, target=target, accumulate=1).loss == pytest.approx(loss)
+        assert_same(gradients(pipe), expected)
+        halves = Pipeline(
+            chain(), ranks=2, microbatches=2, loss_fn=function, accumulate=2, **options
+        )
+        for part in (slice(0, 4), slice(4, 8)):
+            halves.step(X[part], target=Y[part])
+        expected = plain(chain(), function, Y, X)[1]
+        assert_same(gradients(halves), expected)
+    two = Replicas(2, lambda numbers: numbers * 2)
+    pipe = Pipeline(
+        chain(), schedule="GPipe", ranks=2, loss_fn=mean_loss, loss_over="batch", replicas=two,
+        metrics={"largest": lambda output, target: output.max()},
+    )  # fmt: skip
+    assert pipe.step(X, target=Y).loss == pytest.approx(plain(chain(), mean_loss, Y, X)[0])
+    turned = Pipeline(
+        chain(), schedule="GPipe", ranks=2, microbatches=2, loss_over="batch",
+        loss_fn=lambda output, target: mean_loss(output, target.T),
+        rules={"target": Split(1), "output": Split(0)},
+    )  # fmt: skip
+    assert turned.step(X, target=Y.T).loss == pytest.approx(plain(chain(), mean_loss, Y, X)[0])
+
+
+def test_a_schedule_that_begins_backward_early_is_refused() -> None:
+    with pytest.raises(ScheduleError, match=r"use .*GPipe"):
+        Pipeline(
+            chain(), schedule="1F1B", ranks=2, microbatches=4, loss_fn=mean_loss, loss_over="batch"
+        )
+
+
+# ---- a loss is asked
+
+
+def weighted(output: Tensor, target: Tensor) -> Tensor:
+    weight = torch.tensor([0.1, 1.0, 2.0, 9.0], dtype=output.dtype)
+    return functional.cross_entropy(output, target, weight)
+
+
+def negatives(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output @ target.T, torch.arange(len(output)))
+
+
+NO_MEANS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor, str]] = {
+    "sum": (sum_loss, Y, 'It looks like a sum: reduction="sum"'),
+    "root": (lambda output, target: mean_loss(output, target).sqrt(), Y, 'loss_over="batch"'),
+    "class weights": (weighted, CLASSES, "loss_weight="),
+    "in-batch negatives": (negatives, Y, 'loss_over="batch"'),
+    "ignored": (
+        lambda output, target: functional.cross_entropy(output, target, ignore_index=3),
+        CLASSES,
+        "loss_weight=",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("kind", NO_MEANS)
+def test_a_loss_that_is_no_mean_is_told(kind: str) -> None:
+    function, target, remedy = NO_MEANS[kind]
+    pipe = Pipeline(chain(), ranks=2, microbatches=2, loss_fn=function)
+    for call in (pipe.step, pipe.eval):
+        with pytest.raises(UsageError, match="microbatches 0 and 1 together") as told:
+            call(X, target=target)
+        assert remedy in str(told.value)
+        with pytest.raises(UsageError, match="together"):
+            Pipeline(chain(), ranks=2, microbatches=2, loss_fn=function).step(X, target=target)
+        pipe = Pipeline(chain(), ranks=2, microbatches=2, loss_fn=function)
+    alone = Pipeline(chain(), ranks=2, microbatches=2, loss_fn=function, loss_over="microbatch")
+    assert alone.step(X, target=target).loss > 0
+    whole = Pipeline(chain(), schedule="GPipe", ranks=2, loss_fn=function, loss_over="batch")
+    expected = float(function(chain()(X), target).detach())
+    assert whole.step(X, target=target).loss == pytest.approx(expected)
+
+
+def test_a_mean_that_is_called_a_sum_is_told() -> None:
+    pipe = Pipeline(chain(), ranks=2, microbatches=2, loss_fn=mean_loss, reduction="sum")
+    with pytest.raises(UsageError, match=r'looks like a mean: reduction="mean"'):
+        pipe.step(X, target=Y)
+
+
+def test_it_is_asked_again_when_what_it_is_may_show() -> None:
+    """In the tenth step targets to ignore come for the first time."""
+    pipe = Pipeline(
+        chain(), ranks=2, microbatches=2,
+        loss_fn=lambda output, target: functional.cross_entropy(output, target, ignore_index=3),
+    )  # fmt: skip
+    for step in range(1, 10):
+        pipe.step(X, target=CLASSES if step == 5 else CLASSES % 3)
+        pipe.zero_grad()
+    with pytest.raises(UsageError, match="loss_weight="):
+        pipe.step(X, target=CLASSES)
+
+
+class Counts(nn.Module):
+    """A loss with a state of its own, which draws no numbers."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.seen = 0, list[float]()
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        loss = mean_loss(output, target)
+        self.calls += 1
+        self.seen.append(float(loss.detach()))
+        self.mean.lerp_(loss.detach(), 0.5)
+        return loss
+
+
+@pytest.mark.parametrize("as_method", [True, False])
+def test_asking_leaves_no_trace(as_method: bool) -> None:
+    counts, calls = Counts(), list[int]()
+
+    def counted(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(len(calls))
+        loss: Tensor = counts(output, target)
+        return loss
+
+    pipe = Pipeline(
+        chain(), ranks=2, microbatches=4, loss_fn=counts.forward if as_method else counted
+    )
+    before = torch.get_rng_state()
+    result = pipe.step(X, target=Y)
+    assert torch.equal(before, torch.get_rng_state())
+    assert counts.calls == len(counts.seen) == 4
+    assert calls == ([] if as_method else [0, 1, 2, 3])
+    expected = torch.zeros((), dtype=torch.float64)
+    for loss in counts.seen:
+        expected.lerp_(torch.tensor(loss, dtype=torch.float64), 0.5)
+    assert torch.equal(counts.mean, expected)
+    assert result.loss == pytest.approx(sum(counts.seen) / 4)
+
+
+def test_what_cannot_be_asked_is_let_be() -> None:
+    """A loss with random numbers, and outputs that cannot be put together."""
+    pipe = Pipeline(
+        chain(), ranks=2, microbatches=2,
+        loss_fn=lambda output, target: (functional.dropout(output, 0.5) - target).abs().mean(),
+    )  # fmt: skip
+    assert pipe.step(X, target=Y).loss > 0
+    pipe = Pipeline(chain(), ranks=2, microbatches=2, loss_fn=lambda output, target: output.sum())
+    with pytest.raises(UsageError):
+        pipe.step(X, target=Y)
+
+
+# ---- a loss that differentiates the model
+
+
+class Bounded(nn.Module):
+    """Returns u = x (1 - x) net(x), and x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * (1 - x) * self.second(self.first(x).tanh()), x
+
+
+def residual(output: tuple[Tensor, Tensor], target: Any) -> Tensor:
+    u, x = output
+    (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+    return (slope**2).mean()
+
+
+def slope_of_output(output: tuple[Tensor, Tensor], target: Any) -> Tensor:
+    u, _ = output
+    (slope,) = torch.autograd.grad((u**2).sum(), u, create_graph=True)
+    return (slope**2).mean()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_derivative_through_other_stages_is_refused() -> None:
+    x = X.clone().requires_grad_()
+    pipe = Pipeline(Bounded().double(), ranks=2, microbatches=2, loss_fn=residual)
+    with pytest.raises(UsageError, match="differentiates by an output of the model"):
+        pipe.step(x, target=None)
+    expected = plain(Bounded().double(), residual, None, x)[0]
+    whole = Pipeline(Bounded().double(), ranks=1, microbatches=2, loss_fn=residual)
+    assert whole.step(x, target=None).loss == pytest.approx(expected)
+    made_here = Pipeline(Bounded().double(), ranks=2, microbatches=2, loss_fn=slope_of_output)
+    expected = plain(Bounded().double(), slope_of_output, None, x)[0]
+    assert made_here.step(x, target=None).loss == pytest.approx(expected)
+
+
+def test_a_batch_norm_in_training_is_a_warning_once(caplog: pytest.LogCaptureFixture) -> None:
+    for evaluates in (False, True):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).double()
+        model[1].train(not evaluates)
+        pipe = Pipeline(model, ranks=2, microbatches=2, loss_fn=mean_loss)
+        caplog.clear()
+        for _ in range(2):
+            pipe.step(X, target=Y)
+        told = [record.getMessage() for record in caplog.records]
+        assert [
+            text.startswith("penstock: 1 normalises each of the 2 microbatches") for text in told
+        ] == ([] if evaluates else [True])
+
+
+class PoolsGraphs(nn.Module):
+    """One output for each graph, from the nodes of all graphs of a microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, nodes: Tensor, graph: Tensor) -> Tensor:
+        hidden = self.second(self.first(nodes).tanh())
+        return torch.zeros(2, 4, dtype=hidden.dtype).index_add(0, graph, hidden)
+
+
+def test_a_microbatch_of_graphs_weighs_its_targets() -> None:
+    sizes = [(1, 1), (2, 4)]
+    calls = [
+        (X[: sum(of)], torch.repeat_interleave(torch.arange(2), torch.tensor(of))) for of in sizes
+    ]
+    targets = [Y[:2], Y[2:4]]
+    model = PoolsGraphs().double()
+    losses = [
+        float(mean_loss(model(*call), y).detach()) for call, y in zip(calls, targets, strict=True)
+    ]
+    pipe = Pipeline(model, ranks=2, loss_fn=mean_loss)
+    result = pipe.step(Microbatches(calls), target=targets)
+    assert result.loss == pytest.approx(sum(losses) / 2)
+    assert result.weight == 4
+    weighed = pipe.step(Microbatches(calls, samples=[1, 3]), target=targets)
+    assert weighed.loss == pytest.approx((losses[0] + 3 * losses[1]) / 4)

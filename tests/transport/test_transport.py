@@ -1,0 +1,75 @@
+"""Transports alone: the order in which channels connect, copies of one rank's value, and what is recorded."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.schedule import add_communication, build
+from penstock.testing import WorkerPool, record_messages
+from penstock.transport.nccl import in_rounds
+from tests.pipeline.models import X, Y, chain, make
+
+
+def depth(ranks: int) -> int:
+    """How many connections follow one another when neighbours connect both ways, for values and gradients."""
+    chained = [c for a, b in pairwise(range(ranks)) for c in ((a, b, 0), (b, a, 1))]
+    order = in_rounds(reversed(chained))
+    assert sorted(order) == sorted(chained)
+    done = [0] * ranks
+    for source, target, _ in order:
+        done[source] = done[target] = max(done[source], done[target]) + 1
+    return max(done)
+
+
+def test_channels_connect_in_as_many_rounds_however_long_the_chain_is() -> None:
+    assert depth(4) == depth(64) == 4
+
+
+@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "ZB-V"])
+def test_every_channel_of_a_schedule_connects_once(name: str) -> None:
+    schedule = add_communication(build(name, ranks=4, microbatches=4))
+    rank_of = schedule.placement.rank_of
+    pairs = {(rank_of[a.stage], rank_of[a.peer_stage], 0) for r in range(4) for a in schedule.actions(r)
+             if a.op.name.startswith("SEND")}  # fmt: skip
+    order = in_rounds([*pairs, *pairs])
+    assert sorted(order) == sorted(pairs)
+
+
+def copies(group: Any) -> list[float]:
+    """A worker's task: the sum of each rank's tensor, small and large, as all ranks get it."""
+    sums = []
+    with make(chain(4), ranks=4, group=group) as pipe:
+        for source in range(4):
+            for size in (8, 50_000):
+                value = torch.full((size,), float(pipe.rank), dtype=torch.float64)
+                sums.append(float(pipe.share([value, "text"], source)[0].mean()))
+    return sums
+
+
+def test_one_ranks_value_reaches_all(workers: WorkerPool) -> None:
+    for sums in workers.run(f"{__name__}:copies", 4, 60.0):
+        assert sums == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def record(group: Any) -> list[Any]:
+    """A worker's task: what each rank did in a step, and the values that travelled."""
+    with make(chain(4), ranks=2, microbatches=2, group=group) as pipe:
+        pipe.step(X, target=Y)
+        recording = record_messages(pipe, keeps=True)
+        pipe.step(X, target=Y)
+        moved = [e for e in recording.events if e.channel is not None and e.what != "post"]
+        sums = [float(t.sum()) for event in moved for t in event.tensors]
+        return [[event.what for event in recording.events], sums]
+
+
+def test_a_recording_has_every_send_receive_and_sum(workers: WorkerPool) -> None:
+    (first, sent), (last, taken) = workers.run(f"{__name__}:record", 2, 60.0)
+    of_messages = ["send", "post", "take"]
+    assert [first.count(what) for what in of_messages] == [2, 2, 2]
+    assert [last.count(what) for what in of_messages] == [2, 2, 2]
+    assert (first[0], first[-1], last[0], last[-1]) == ("gather", "sum", "gather", "sum")
+    assert sorted(sent) == sorted(taken)

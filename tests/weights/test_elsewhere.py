@@ -1,0 +1,234 @@
+"""Weights that lie on other ranks: what users write with them is right or told, never silently a part."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from penstock import Pipeline
+from penstock.testing import WorkerPool
+from tests.pipeline.models import X, Y, mean_loss
+
+LIMIT = 0.01
+
+
+def rooms() -> nn.Sequential:
+    """Four layers, tied at the ends, with a buffer in the second half."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]).double()
+    model[3].weight = model[0].weight
+    model[2].register_buffer("table", torch.arange(4.0))
+    return model
+
+
+def plain() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = rooms()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+# ---- what runs as in one process
+
+
+def trained(clips: str, group: Any) -> list[Any]:
+    """Three steps with an optimizer made before the cut; the norms, the losses, and what is here."""
+    model, optimizer = plain()
+    before = list(model.parameters())
+    pipe = Pipeline(model, ranks=2, microbatches=2, loss_fn=mean_loss, group=group)
+    names = [name for name, _ in pipe.named_parameters()]
+    assert [id(p) for p in before] == [id(p) for p in pipe.parameters()]
+    assert sum(p.numel() for p in pipe.parameters()) == sum(p.numel() for p in rooms().parameters())
+    lists: dict[str, Callable[[], Any]] = {
+        "pipe": pipe.parameters, "model": model.parameters, "before": lambda: before,
+    }  # fmt: skip
+    norms, losses = [], []
+    with pipe:
+        for _ in range(3):
+            losses.append(pipe.step(X, target=Y).loss)
+            norms.append(float(nn.utils.clip_grad_norm_(lists[clips](), LIMIT)))
+            optimizer.step()
+            optimizer.zero_grad()
+        held = {name: value.tolist() for name, value in pipe.held_weights.named_parameters()}
+        state = pipe.optimizer_state_dict(optimizer, full=True)
+    assert names == [name for name, _ in rooms().named_parameters()]
+    return [norms, losses, held, sorted(state.get("state", ()))]
+
+
+@pytest.mark.parametrize("clips", ["pipe", "model", "before"])
+def test_torchs_own_clipping_measures_the_whole_model(workers: WorkerPool, clips: str) -> None:
+    model, optimizer = plain()
+    norms, losses = [], []
+    for _ in range(3):
+        loss = mean_loss(model(X), Y)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), LIMIT)))
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = dict(model.named_parameters())
+    ranks = workers.run(f"{__name__}:trained", 2, clips=clips)
+    assert ranks[0][0] == ranks[1][0], "the norm is the same bits on every rank"
+    for of_norms, of_losses, held, _ in ranks:
+        assert of_norms == pytest.approx(norms, rel=1e-9)
+        assert of_losses == pytest.approx(losses, rel=1e-9)
+        for name, value in held.items():
+            torch.testing.assert_close(torch.tensor(value).double(), expected[name].detach())
+    assert ranks[0][3] == sorted(expected)
+
+
+def averaged(group: Any) -> list[Any]:
+    model = rooms()
+    with Pipeline(model, ranks=2, microbatches=2, loss_fn=mean_loss, group=group) as pipe:
+        ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        by_hand = [p.detach().clone() for p in model.parameters()]
+        optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
+        for _ in range(2):
+            pipe.step(X, target=Y)
+            optimizer.step()
+            pipe.zero_grad()
+            ema.update_parameters(model)
+            for mine, now in zip(by_hand, model.parameters(), strict=True):
+                mine.mul_(0.9).add_(now.detach(), alpha=0.1)
+        here = [name for name, _ in pipe.held_weights.named_parameters()]
+        named = {n: p.tolist() for n, p in ema.module.named_parameters() if n in here}
+        return [named, sum(not tensor.is_meta for tensor in by_hand)]
+
+
+def test_averages_of_weights_are_those_of_one_process(workers: WorkerPool) -> None:
+    model = rooms()
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        mean_loss(model(X), Y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.update_parameters(model)
+    expected = dict(ema.module.named_parameters())
+    seen = set()
+    for named, by_hand in workers.run(f"{__name__}:averaged", 2):
+        assert by_hand == len(named)
+        seen |= named.keys()
+        for name, value in named.items():
+            torch.testing.assert_close(torch.tensor(value).double(), expected[name].detach())
+    assert seen == expected.keys()
+
+
+# ---- what is told
+
+
+def _norms_in_a_dict(model: Any) -> None:
+    torch.tensor([p.grad.data.norm(2) for p in model.parameters()]).norm().item()
+
+
+def _l2(model: Any) -> None:
+    (torch.ones(()) + sum(p.pow(2).sum() for p in model.parameters())).item()
+
+
+NEEDS_ALL: dict[str, Callable[[Any], Any]] = {
+    "norms in a dict": _norms_in_a_dict,
+    "norm of a part": lambda model: nn.utils.clip_grad_norm_([*model.parameters()][:-1], 1.0),
+    "norm of weights": lambda model: nn.utils.get_total_norm(model.parameters()),
+    "L2": _l2,
+    "to numbers": lambda model: [p.tolist() for p in model.parameters()],
+    "to numpy": lambda model: [p.detach().numpy() for p in model.parameters()],
+    "into a file": lambda model: torch.save(model.state_dict(), io.BytesIO()),
+    "into a safetensors file": lambda model: save(model.state_dict()),
+    "clones into a file": lambda model: torch.save(
+        [p.detach().cpu().clone() for p in model.parameters()], io.BytesIO()
+    ),
+    "compared": lambda model: [torch.equal(p, torch.zeros_like(p)) for p in model.parameters()],
+    "finite": lambda model: all(p.isfinite().all() for p in model.parameters()),
+    "in one vector": lambda model: nn.utils.parameters_to_vector(model.parameters()),
+    "the model called": lambda model: model(X),
+    "mixed": lambda model: [X[:4] + p for p in model.parameters()],
+    "gradients of a loss": lambda model: torch.autograd.grad(X.sum(), [*model.parameters()]),
+}  # fmt: skip
+
+
+def refused(group: Any) -> dict[str, str]:
+    model = rooms()
+    answers = {}
+    with Pipeline(model, ranks=2, microbatches=2, loss_fn=mean_loss, group=group) as pipe:
+        pipe.step(X, target=Y)
+        for name, line in NEEDS_ALL.items():
+            try:
+                line(model)
+            except Exception as error:
+                answers[name] = f"{type(error).__name__}: {error}"
+            else:
+                answers[name] = "silent"
+        pipe.step(X, target=Y)
+    return answers
+
+
+def test_what_needs_all_weights_is_refused_by_name(workers: WorkerPool) -> None:
+    for rank, answers in enumerate(workers.run(f"{__name__}:refused", 2)):
+        for line, answer in answers.items():
+            assert answer.startswith("UsageError"), (rank, line, answer)
+            assert f"lies on rank {1 - rank}" in answer, (line, answer)
+
+
+def _unscale(model: Any) -> None:
+    scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD(model.parameters(), 0.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+
+
+def _foreach(model: Any) -> None:
+    weights = [p.detach() for p in model.parameters()]
+    for twice in torch._foreach_mul(torch._foreach_add(weights, weights), 0.5):
+        assert twice.shape
+    torch._foreach_lerp_(weights, weights, 0.5)
+
+
+HARMLESS: dict[str, Callable[[Any, Any], Any]] = {
+    "values clipped": lambda model, pipe: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+    "a whole state dict loaded": lambda model, pipe: model.load_state_dict(rooms().state_dict()),
+    "copied and converted": lambda model, pipe: copy.deepcopy(model).to("cpu").float(),
+    "gradients emptied": lambda model, pipe: model.zero_grad(set_to_none=False),
+    "frozen": lambda model, pipe: model.requires_grad_(False).requires_grad_(True),
+    "shown": lambda model, pipe: [repr(p) for p in model.parameters()],
+    "clamped": lambda model, pipe: [p.data.clamp_(-1, 1) for p in model.parameters()],
+    "fused, foreach": lambda model, pipe: [
+        torch.optim.AdamW(model.parameters(), foreach=True).step(),
+        torch.optim.AdamW(model.parameters(), fused=True).step(),
+    ],
+    "unscaled": lambda model, pipe: _unscale(model),
+    "hooks on weights": lambda model, pipe: [
+        p.register_post_accumulate_grad_hook(lambda p: None).remove() for p in model.parameters()
+    ],
+    "views": lambda model, pipe: [p.detach().view(-1).sub(1).abs().T for p in model.parameters()],
+    "a closure": lambda model, pipe: torch.optim.AdamW(model.parameters()).step(
+        lambda: pipe.step(X, target=Y).loss
+    ),
+    "foreach in place": lambda model, pipe: _foreach(model),
+}  # fmt: skip
+
+
+def harmless(group: Any) -> dict[str, str]:
+    model = rooms()
+    answers = {}
+    with Pipeline(model, ranks=2, microbatches=2, loss_fn=mean_loss, group=group) as pipe:
+        for name, line in HARMLESS.items():
+            pipe.step(X, target=Y)
+            try:
+                line(model, pipe)
+            except Exception as error:
+                answers[name] = f"{type(error).__name__}: {error}"
+        devices = {str(parameter.device) for parameter in pipe.parameters()}
+        assert devices == {"cpu"}
+        loss = pipe.step(X, target=Y).loss
+        assert loss > 0
+    return answers
+
+
+def test_what_needs_no_numbers_runs(workers: WorkerPool) -> None:
+    assert workers.run(f"{__name__}:harmless", 2) == [{}, {}]

@@ -1,0 +1,242 @@
+"""A folder of weights is replaced as a whole, has one writer, and says when a file system fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from penstock import Checkpoints, Pipeline, read_weights
+from penstock.checkpoint import export
+from penstock.errors import CheckpointError, StorageError, UsageError
+from penstock.weights import lease
+from tests.checkpoint.runs import linear
+from tests.checkpoint.test_kills import in_child, kill_at
+
+
+def pipe_at(number: int) -> Pipeline:
+    torch.manual_seed(number)
+    return Pipeline(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), ranks=2)
+
+
+def values(folder: Path) -> dict[str, Any]:
+    return {name: tensor.tolist() for name, tensor in read_weights(folder).items()}
+
+
+def test_a_save_that_is_killed_leaves_the_old_weights_or_the_new(tmp_path: Path) -> None:
+    expected = [values_of(pipe_at(number)) for number in range(80)]
+    pipe_at(0).save(tmp_path)
+    found, number, status = set(), 0, -1
+    while status:
+        number += 1
+
+        def save(number: int = number) -> None:
+            pipe = pipe_at(number)
+            kill_at(2 * number)
+            pipe.save(tmp_path)
+
+        status = in_child(save)
+        assert status in (0, -signal.SIGKILL)
+        there = expected.index(values(tmp_path))
+        found.add(there)
+        assert there <= number
+    assert number > 8
+    assert number in found
+    # What the killed ones have left is gone with the next one.
+    assert len([*tmp_path.iterdir()]) == 3
+
+
+def values_of(pipe: Pipeline) -> dict[str, Any]:
+    return {name: tensor.tolist() for name, tensor in pipe.state_dict().items()}
+
+
+def test_an_export_that_is_killed_leaves_nothing_or_all(tmp_path: Path) -> None:
+    model, out = nn.Sequential(linear(), nn.Linear(2, 2)), tmp_path / "out"
+    Checkpoints(tmp_path / "run").save(1, model=model)
+    kills = 0
+
+    def write() -> None:
+        kill_at(3 * kills + 1)
+        export(tmp_path / "run", out)
+
+    while in_child(write):
+        kills += 1
+        assert not (out / "model.safetensors.index.json").exists() or len(values(out)) == 4
+        if (out / "model.safetensors.index.json").exists():
+            (out / "model.safetensors.index.json").unlink()
+    assert kills > 4
+    assert values(out) == {name: tensor.tolist() for name, tensor in model.state_dict().items()}
+
+
+# ---- one writer
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "RENEWAL", 0.05)
+    monkeypatch.setattr(lease, "PATIENCE", 0.5)
+    monkeypatch.setattr("penstock.weights.storage.PATIENCE", 0.2)
+
+
+def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+
+
+def other_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locks stay on each host, and another host's clock is an hour off."""
+    monkeypatch.setattr("fcntl.flock", lambda *_: None)
+    mine, clock = f"machine-{os.getpid()}", time.ctime
+    monkeypatch.setattr(lease, "_machine", lambda: f"{mine}-{os.getpid()}")
+    monkeypatch.setattr(time, "ctime", lambda *_: clock(time.time() + os.getpid() % 2 * 3600))
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("fault", [no_locks, other_host], ids=lambda fault: fault.__name__)
+def test_two_runs_where_locks_do_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[[Any], None]
+) -> None:
+    fault(monkeypatch)
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, model=linear())
+
+    def second() -> None:
+        with Checkpoints(tmp_path, keep=1) as other:
+            other.save(2, model=linear())
+
+    def refused() -> None:
+        with pytest.raises(UsageError, match=f"another run writes here .process {os.getppid()} on"):
+            second()
+
+    assert in_child(refused) == 0
+    checkpoints.save(3, model=linear())
+    assert checkpoints.steps() == [3]
+    # One that was killed gives way, once it has been silent for long enough.
+    killed = os.fork()
+    if not killed:
+        checkpoints = Checkpoints(tmp_path / "killed")
+        checkpoints.save(1, model=linear())
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(killed, 0)
+    Checkpoints(tmp_path / "killed").save(2, model=linear())
+    assert Checkpoints(tmp_path / "killed").steps() == [2, 1]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_run_whose_folder_was_taken_publishes_nothing(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, model=linear())
+
+    def take() -> None:
+        (tmp_path / ".lock").unlink()
+        other = Checkpoints(tmp_path)
+        other.save(2, model=linear())
+        os._exit(0)
+
+    assert in_child(take) == 0
+    (tmp_path / ".lock").write_text((tmp_path / ".lock").read_text().replace("of ", "of x"))
+    checkpoints.save(3, model=linear())
+    assert checkpoints.steps() == [3]
+
+
+# ---- file systems that fail
+
+
+def outcome(call: Callable[[], object]) -> StorageError | None:
+    try:
+        call()
+    except StorageError as error:
+        return error
+    return None
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EMFILE, errno.EIO])
+@pytest.mark.parametrize("what", ["open", "fsync", "replace", "rename", "scandir"])
+def test_an_error_of_a_file_system_is_not_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, number: int
+) -> None:
+    """Once, it is tried again; for good, it is told, nothing older is taken, and nothing is lost."""
+    home: Any = Path if what == "rename" else os
+    real, left = getattr(home, what), [0]
+
+    def failing(*args: Any, **options: Any) -> Any:
+        ours = what == "fsync" or str(tmp_path) in str(args[0])
+        if ours and left[0] and ".lock" not in str(args[0]):
+            left[0] -= 1
+            raise OSError(number, os.strerror(number))
+        return real(*args, **options)
+
+    monkeypatch.setattr(home, what, failing)
+    run, weights = tmp_path / "run", tmp_path / "weights"
+    checkpoints, model, pipe = Checkpoints(run, keep=2), linear(), pipe_at(1)
+    for step in (1, 2):
+        checkpoints.save(step, model=model)
+    pipe.save(weights)
+    before = values(weights)
+    calls: list[Callable[[], object]] = [
+        lambda: checkpoints.save(3, model=model),
+        lambda: Checkpoints(run).load(model=model, resume="auto"),
+        lambda: pipe_at(2).save(weights),
+        lambda: pipe.load(weights),
+    ]
+    for call in calls:
+        left[0] = 1
+        call()
+    failed = 0
+    for call in calls:
+        left[0] = 1 << 30
+        error, text = outcome(call), ""
+        left[0] = 0
+        if error is not None:
+            text = f"{error} {error.errno}"
+            assert str(number) in text
+        failed += bool(text)
+        assert not text or (errno.errorcode[number] in text and "on the host" in text)
+    assert failed >= 1
+    assert Checkpoints(run).load(model=model) == 3
+    assert checkpoints.steps() == [3, 2]
+    pipe.load(weights)
+    assert values(weights) != before
+
+
+def test_a_file_that_is_missing_is_told_and_nothing_older_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a host that does not see the files of others."""
+    monkeypatch.setattr("penstock.weights.storage.PATIENCE", 0.0)
+    checkpoints, model = Checkpoints(tmp_path), linear()
+    for step in (1, 2):
+        checkpoints.save(step, model=model)
+    (tmp_path / "step-00000002" / "states-00001.safetensors").unlink()
+    with pytest.raises(StorageError, match=r"states-00001.safetensors cannot be read .*ENOENT"):
+        checkpoints.load(model=model, resume="auto")
+    assert checkpoints.load(1, model=model) == 1
+
+
+def test_a_table_that_could_not_be_read_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, model=linear())
+    deep: Any = []
+    for _ in range(200):
+        deep = [deep]
+    with pytest.raises(CheckpointError, match=r"cannot be read: .*deeper than 100"):
+        checkpoints.save(2, model=linear(), extra=deep)
+    monkeypatch.setattr("penstock.checkpoint.table.LONGEST_JSON", 100)
+    with pytest.raises(CheckpointError, match="100 are the most that can be read"):
+        checkpoints.save(2, model=linear())
+    monkeypatch.undo()
+    assert checkpoints.steps() == [1]
+    assert checkpoints.load(model=linear()) == 1
