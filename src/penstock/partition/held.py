@@ -30,6 +30,8 @@ _DEPTH = 4
 """How deep helper objects and containers are searched."""
 _MOST = 1000
 """How many members of a container are searched."""
+_LOOPS = ("lightning.", "pytorch_lightning.", "accelerate.", "transformers.trainer")
+"""Where training loops come from: their objects, such as a progress bar, are no state of the model."""
 _LARGE = 10**6
 """The largest tensor, in elements, that is copied for the time of a run."""
 
@@ -184,6 +186,8 @@ class Things:
         if not isinstance(value, tuple):
             thing = self._things.get(id(value))
             if thing is None:
+                if any(kind.__module__.startswith(_LOOPS) for kind in type(value).__mro__):
+                    return
                 before = read(value) if self._numbers or not isinstance(value, _NUMBERS) else None
                 if before is None:
                     return
