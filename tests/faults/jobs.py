@@ -98,6 +98,7 @@ def run_job(
         case: ``fault``: arguments of :func:`fail_at`; ``first``, ``timeout``, ``meeting``, ``steps``;
             ``forks``: an action in which a stage forks; ``spaces``: for each rank its network namespace and
             the device there; ``replicas``: so many pipelines of two ranks, side by side;
+            ``weightless``: the replica and step without a target, by which the loss is weighted;
             ``refuses``, ``raises``: the replica, rank and step with a wrong batch, or with a TimeoutError.
     """
     with started(folder, **case) as processes:
@@ -145,7 +146,6 @@ def _main(rank: int, port: int, folder: str, case: dict[str, Any]) -> None:
         "WORLD_SIZE": str(2 * case["replicas"] if "replicas" in case else RANKS),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_ERROR_FILE": str(Path(folder, f"torchrun-{rank}")),
     }
     out = Path(folder, f"out-{rank}").open("w", buffering=1)  # noqa: SIM115 - open to the end
     os.dup2(out.fileno(), 1)
@@ -194,6 +194,11 @@ def mean_loss(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
+def lossless(output: Tensor, target: Tensor | None) -> Tensor:
+    """A loss that does without a target."""
+    return mean_loss(output, torch.zeros_like(output) if target is None else target)
+
+
 def make_pipeline(case: dict[str, Any]) -> Pipeline:
     """A pipeline of a stage per rank."""
     torch.manual_seed(0)
@@ -202,11 +207,15 @@ def make_pipeline(case: dict[str, Any]) -> Pipeline:
         dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (case["replicas"], 2), mesh_dim_names=("dp", "pp"))
         ranks, options = 2, {"mesh": mesh, "replicas": mesh["dp"]}
+    loss_fn = mean_loss
+    if "weightless" in case:
+        options["loss_weight"] = len
+        loss_fn = lossless
     return Pipeline(
         nn.Sequential(*(nn.Linear(4, 4) for _ in range(ranks))),
         schedule=case.get("schedule", "1F1B"),
         microbatches=4,
-        loss_fn=mean_loss,
+        loss_fn=loss_fn,
         timeout=(case.get("first", 60.0), case.get("timeout", 60.0)),
         rendezvous_timeout=case.get("meeting", 60.0),
         **options,
@@ -217,7 +226,7 @@ def train(rank: int, folder: Path, fault: Fault, case: dict[str, Any]) -> None:
     """Some steps of training, with whatever fault there is."""
     x = torch.arange(32.0).reshape(8, 4) / 32
     refusals: tuple[type[Exception], ...] = ()
-    if "refuses" in case:
+    if "refuses" in case or "weightless" in case:
         refusals = UsageError, AgreementError
     with make_pipeline(case) as pipe:
         pipe.report_failures_to(folder)
@@ -228,7 +237,7 @@ def train(rank: int, folder: Path, fault: Fault, case: dict[str, Any]) -> None:
         for step in fault.over(range(1, case.get("steps", 4) + 1), pipe.rank, replica):
             batch = x[:, :3] if case.get("refuses") == [replica, pipe.rank, step] else x
             try:
-                pipe.step(batch, target=x)
+                pipe.step(batch, **({} if case.get("weightless") == [replica, step] else {"target": x}))
             except refusals as error:
                 (folder / f"refused-{rank}").write_text(str(error))
                 continue

@@ -68,7 +68,8 @@ def work(number: int, port: int, folder: str, case: dict[str, Any]) -> None:
 def come(group: Any, seconds: float) -> str:
     try:
         meeting = meet(group, Patience(rendezvous_timeout=seconds))
-        text = f"{meeting.rank} of {meeting.ranks} is {meeting.global_ranks}"
+        job = meeting.job
+        text = f"{job.rank} of {len(job.pipeline)} is {job.pipeline}"
         dist.barrier(meeting.group)
         meeting.close()
         return f"{text}, {dist.is_initialized()} {os.environ['GLOO_SOCKET_IFNAME']}"

@@ -40,7 +40,7 @@ def found(
         seen = search.look(
             places[0],
             lambda keys, t=table: {k: t[k] for k in keys},  # type: ignore[misc]
-            lambda now=clock: now,  # type: ignore[misc]
+            clock,
         )
         failure = search.judge(seen, 2.0, broken=broken)
     return None if failure is None else (failure.process, failure.kind)

@@ -84,9 +84,6 @@ def test_an_exception_is_told_once_and_named_everywhere(
     assert culprit.status == status
     assert culprit.error in ("StageError", "InjectedError", "KeyboardInterrupt")
     assert not reported or "Traceback" in job.report["failures"][0]["trace"]
-    told = [json.loads((tmp_path / f"torchrun-{rank}").read_text()) for rank in range(RANKS)]
-    times = [int(one["message"]["extraInfo"]["timestamp"]) for one in told]
-    assert times.index(min(times)) == injected["rank"], "torchrun names the earliest"
 
 
 @pytest.mark.parametrize(

@@ -55,9 +55,20 @@ class Members(NamedTuple):
     pipeline: tuple[int, ...]
     beside: tuple[int, ...]
 
-    def replica_of(self, process: int) -> int | None:
+    @property
+    def process(self) -> int:
+        """This process."""
+        return next(one for one in self.pipeline if one in self.beside)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in its pipeline."""
+        return self.pipeline.index(self.process)
+
+    @property
+    def replica(self) -> int | None:
         """The number of this process's pipeline; None where there is one."""
-        return self.beside.index(process) if len(self.beside) > 1 else None
+        return self.beside.index(self.process) if len(self.beside) > 1 else None
 
 
 @dataclass(frozen=True)
@@ -65,8 +76,6 @@ class Meeting:
     """The processes of a job, once they have met.
 
     Args:
-        rank: this process's rank in its pipeline.
-        ranks: the number of ranks of the pipeline.
         job: the processes of the job.
         group: the pipeline's process group.
         room: the job's part of the store.
@@ -74,23 +83,11 @@ class Meeting:
         hosts: whether the store ends with this process.
     """
 
-    rank: int
-    ranks: int
     job: Members
     group: Any
     room: Any
     created: bool
     hosts: bool
-
-    @property
-    def global_ranks(self) -> tuple[int, ...]:
-        """The pipeline's ranks among all processes."""
-        return self.job.pipeline
-
-    @property
-    def process(self) -> int:
-        """This process's rank among all processes."""
-        return self.job.pipeline[self.rank]
 
     @property
     def store(self) -> Any:
@@ -150,8 +147,7 @@ def meet(
     if created:
         chosen = _start_world(launch, room, device, seconds)
     hosts = dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    own = job.pipeline.index(rank)
-    return Meeting(own, len(job.pipeline), job, chosen, room, created, hosts)
+    return Meeting(job, chosen, room, created, hosts)
 
 
 def rendezvous(

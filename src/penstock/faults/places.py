@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from penstock.errors import printable
@@ -25,6 +26,7 @@ def name_of(rank: int, process: int, replica: int | None) -> str:
     return f"rank {rank}" + ("" if rank == process else f", global rank {process}")
 
 
+@lru_cache(1024)
 def ranges(ranks: Sequence[int]) -> str:
     """Global ranks as a short text, such as ``"0-12/4"`` for 0, 4, 8 and 12, or ``"0,1,5"``."""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
