@@ -41,7 +41,9 @@ def test_every_replica_names_the_culprit(
     injected: dict[str, Any], says: str, within: float, tmp_path: Path
 ) -> None:
     stopped = injected["how"] == "SIGSTOP"
-    job = run_job(tmp_path, fault=injected, replicas=2, timeout=SILENT, frozen=2 if stopped else -1)
+    job = run_job(
+        tmp_path, fault=injected, shape=(2, 2), timeout=SILENT, frozen=2 if stopped else -1
+    )
     for process in (0, 1, 3):
         ended = job.ranks[process]
         name = f"replica {process // 2}, rank {process % 2}, global rank {process}"
@@ -54,7 +56,7 @@ def test_every_replica_names_the_culprit(
 
 def test_an_error_of_the_user_s_is_no_broken_connection(tmp_path: Path) -> None:
     never = fault("sleep", step=99)
-    job = run_job(tmp_path, fault=never, replicas=2, raises=[1, 0, 2])
+    job = run_job(tmp_path, fault=never, shape=(2, 2), raises=[1, 0, 2])
     assert job.ranks[2].error == "TimeoutError"
     for process in (0, 1, 3):
         says = f"stopped because {CULPRIT}, step 2: TimeoutError: s3 read timed out"
@@ -64,7 +66,7 @@ def test_an_error_of_the_user_s_is_no_broken_connection(tmp_path: Path) -> None:
 def test_a_refusal_on_one_replica_refuses_the_call_on_all(tmp_path: Path) -> None:
     """Otherwise the gradients of the next step would be averaged with the others' of this one."""
     never = fault("sleep", step=99)
-    job = run_job(tmp_path, fault=never, replicas=2, refuses=[1, 0, 3], steps=6)
+    job = run_job(tmp_path, fault=never, shape=(2, 2), refuses=[1, 0, 3], steps=6)
     assert [ended.status for ended in job.ranks] == [0, 0, 0, 0], job.ranks
     texts = [(tmp_path / f"refused-{process}").read_text() for process in range(4)]
     assert all("ranks were called with different shapes" in text for text in texts)
@@ -73,7 +75,7 @@ def test_a_refusal_on_one_replica_refuses_the_call_on_all(tmp_path: Path) -> Non
 
 def test_a_weight_that_one_replica_cannot_compute_refuses_the_call_on_all(tmp_path: Path) -> None:
     never = fault("sleep", step=99)
-    job = run_job(tmp_path, fault=never, replicas=2, weightless=[1, 3], steps=5)
+    job = run_job(tmp_path, fault=never, shape=(2, 2), weightless=[1, 3], steps=5)
     assert [ended.status for ended in job.ranks] == [0, 0, 0, 0], job.ranks
     texts = [(tmp_path / f"refused-{process}").read_text() for process in range(4)]
     assert all("but the step was given no target=" in text for text in texts)

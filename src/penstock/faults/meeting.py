@@ -7,6 +7,7 @@ import logging
 import os
 import platform
 import socket
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -333,8 +334,11 @@ def noticing_gone_machines() -> Iterator[None]:
     before = _open_files()
     yield
     for number in _open_files() - before:
-        with suppress(OSError), socket.socket(fileno=os.dup(number)) as end:
-            _notice_if_gone(end)
+        with suppress(OSError):
+            # Of what is no socket, the copy would stay open.
+            if stat.S_ISSOCK(os.fstat(number).st_mode):
+                with socket.socket(fileno=os.dup(number)) as end:
+                    _notice_if_gone(end)
 
 
 def _open_files() -> set[int]:

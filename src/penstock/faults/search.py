@@ -35,7 +35,7 @@ class Search:
         self.calls = calls
         self.order = order
         self.next = 0.0
-        self._members = members
+        self._members = tuple(members)
         self._clock = 0.0
         self._seen: dict[int, tuple[int, float]] = {}
 
