@@ -109,6 +109,6 @@ def test_a_length_that_is_an_exception_stops_one_step() -> None:
     model = blocks(lambda v: v[:, :3] if v.shape[1] == 16 else v)
     pipe = pipeline(model)
     list(steps(model, pipe, LENGTHS))
-    with pytest.raises(PlanError, match="0 gave a tensor of shape .* planned anew"):
+    with pytest.raises(PlanError, match=r"0 in stage 0 gave a tensor of shape .* planned anew"):
         list(steps(model, pipe, [16]))
     list(steps(model, pipe, [16, 18]))

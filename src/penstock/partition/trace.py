@@ -299,7 +299,7 @@ If a unit is in several stages, its first calls are in the first of them, and so
 """
 
 
-def record(
+def record(  # noqa: PLR0913 - a model, and how to run it
     model: nn.Module,
     forward: Callable[..., Any],
     doors: Sequence[Door],
