@@ -16,4 +16,4 @@ def test_a_step_reads_as_often_for_any_number_of_microbatches(
         "tests.gpu.waits:of_two_counts", 2, 60.0, case=case, schedule=schedule
     ):
         assert few == many
-        assert sum(few.values()) <= 7, few
+        assert sum(few.values()) < 10, few
