@@ -83,17 +83,18 @@ from penstock.schedule.base import flat, whole_number
 from penstock.stage import Compilation, PipelineStage, device_of, without_compilation
 from penstock.transport import Circle, Transport
 from penstock.values import MISSING, Batch, Rules, check_rules, merge, output_dim, split_batch
-from penstock.weights import Init, load_partition, read_weights
-from penstock.weights.folders import save_weights
+from penstock.weights import Init, load_partition
+from penstock.weights.folders import load_folder, save_weights
 from penstock.weights.initialise import initialise
 from penstock.weights.norms import all_norms, scale_gradients, total_norm
-from penstock.weights.optimizers import named_state_dict, read_states
+from penstock.weights.optimizers import OptimizerStates, named_state_dict, read_states
 from penstock.weights.states import (
     LoadResult,
     StageWeights,
     gather_optimizer,
     gather_state,
     load_optimizer,
+    load_state,
 )
 from penstock.weights.team import Level, Team, exchanging
 
@@ -916,7 +917,7 @@ class Pipeline:
         """
         if not full:
             return self._held.weights.state_dict()
-        return gather_state(self._held.ranks, self._held.weights, self._held.names)
+        return gather_state(self._held.team, self._held.ranks, self._held.weights)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadResult:
         """Load the unsplit model's weights: each process picks those of its stages.
@@ -934,7 +935,9 @@ class Pipeline:
         Raises:
             StateDictError: something is missing, unexpected or of another size; nothing is changed then.
         """
-        return self._held.load(state_dict, strict=strict, any_name=False)
+        result = load_state(self._held.team, self._held.weights, state_dict, strict=strict)
+        self._held.align()
+        return result
 
     # ---- optimizers
 
@@ -953,10 +956,13 @@ class Pipeline:
         Raises:
             UsageError: the optimizer has parameters that are not this pipeline's, or one state for all.
         """
-        held = read_states(optimizer, self._held.names_by_identity(), "the optimizer")
+
+        def held() -> OptimizerStates:
+            return read_states(optimizer, self._held.names_by_identity(), "the optimizer")
+
         if not full:
-            return named_state_dict(held)
-        return gather_optimizer(self._held.ranks, self._held.names, held)
+            return named_state_dict(held())
+        return gather_optimizer(self._held.team, self._held.ranks, self._held.names, held)
 
     def load_optimizer_state_dict(
         self, optimizer: Optimizer, state_dict: Mapping[str, Any], strict: bool = True
@@ -978,7 +984,7 @@ class Pipeline:
             StateDictError: the state does not fit, or holds positions; nothing is changed then.
         """
         names = self._held.names_by_identity()
-        return load_optimizer(self._held.ranks, optimizer, names, state_dict, strict=strict)
+        return load_optimizer(self._held.team, optimizer, names, state_dict, strict=strict)
 
     # ---- files
 
@@ -1010,7 +1016,10 @@ class Pipeline:
             StateDictError: the files hold another model.
         """
         with self.patient(LONG):
-            return self._held.load(read_weights(folder), strict=strict, any_name=True)
+            weights = self._held.weights
+            result = load_folder(self._held.team, weights, Path(folder), strict=strict)
+            self._held.align()
+            return result
 
     # ---- hooks, messages between ranks, and the end
 
@@ -1067,8 +1076,7 @@ class Pipeline:
         Raises:
             UsageError: the replicas cannot be reached.
         """
-        own = 1 if self._transport is None else self._transport.ranks
-        levels = [Level(self.rank, own, self._runner.to_first, self._runner.from_first)]
+        levels = [self._held.level]
         circles = self.circles()
         levels += [Level(one.rank, one.size, one.to_first, one.from_first) for one in circles]
         replicas = self.replicas
@@ -1079,7 +1087,9 @@ class Pipeline:
                     "penstock.Checkpoints(group=...) the process group of all ranks of all replicas"
                 )
             levels.append(exchanging(replicas.index, replicas.number, replicas.exchange))
-        return Team(levels, (prod(level.size for level in levels[1:]), own), self.patient)
+        return Team(
+            levels, (prod(level.size for level in levels[1:]), levels[0].size), self.patient
+        )
 
     def share(self, value: Any, rank: int) -> Any:
         """Send one rank's value, made of tensors and plain data, to every rank; all of them call this."""
