@@ -173,6 +173,32 @@ def test_a_loss_that_is_no_mean_is_told(kind: str) -> None:
     assert whole.step(X, target=target).loss == pytest.approx(expected)
 
 
+def by_halves(value: Tensor, sizes: Any) -> list[Tensor]:
+    return list(value.split(list(sizes)))
+
+
+@pytest.mark.parametrize("kind", ["in-batch negatives", "root"])
+@pytest.mark.parametrize("way", ["Microbatches", "a rule", "a function"])
+def test_a_batch_that_the_user_splits_is_asked_too(way: str, kind: str) -> None:
+    rules: dict[str, Any] = {
+        "Microbatches": None,
+        "a rule": {0: by_halves, "target": by_halves},
+        "a function": lambda args, kwargs, target, count: Microbatches(
+            args[0].split(4), targets=target.split(4)
+        ),
+    }
+
+    def run(function: Any) -> float:
+        pipe = Pipeline(chain(), ranks=2, microbatches=2, loss_fn=function, rules=rules[way])
+        if way == "Microbatches":
+            return pipe.step(Microbatches(X.split(4)), target=Y.split(4)).loss
+        return pipe.step(X, target=Y).loss
+
+    assert run(mean_loss) == pytest.approx(plain(chain(), mean_loss, Y, X)[0])
+    with pytest.raises(UsageError, match="microbatches 0 and 1 together"):
+        run(NO_MEANS[kind][0])
+
+
 def test_a_mean_that_is_called_a_sum_is_told() -> None:
     pipe = Pipeline(chain(), ranks=2, microbatches=2, loss_fn=mean_loss, reduction="sum")
     with pytest.raises(UsageError, match=r'looks like a mean: reduction="mean"'):

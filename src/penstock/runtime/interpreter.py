@@ -454,10 +454,9 @@ class Interpreter:
         self._question, self._batch = None, None
         if loss is None or max(self.stages) + 1 < self._program.schedule.stages:
             return
-        joins = partial(Joins, loss, call.samples, presplit=call.presplit)
         if loss.loss_over == "batch":
             try:
-                self._batch = BatchOutputs(call.count, joins())
+                self._batch = BatchOutputs(call.count, Joins(loss, call))
             except MicrobatchError as error:
                 raise UsageError(
                     f'loss_over="batch" puts the outputs of microbatches together, and {error}; let the '
@@ -468,7 +467,7 @@ class Interpreter:
             loss,
             step.weights,
             tuple(kind.text for kind in self._kinds),
-            joins,
+            partial(Joins, loss, call, guesses=True),
             trains=step.call.trains,
         )
 

@@ -480,7 +480,9 @@ class Runner:
         if loss is None:
             return Weights()
         if not callable(loss.loss_weight):
-            return loss.weigh(loss.counts(model_call.samples, ()) if counts is None else counts)
+            if counts is None or model_call.counted:
+                counts = loss.counts(model_call.samples, ())
+            return loss.weigh(counts)
         if not any(model_call.targets):
             raise UsageError(
                 "loss_weight is a function of the target, but the step was given no target="

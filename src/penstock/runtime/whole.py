@@ -21,10 +21,10 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.errors import MicrobatchError, UsageError
 from penstock.rng import generator_states, generators_kept
+from penstock.runtime.kinds import ModelCall
 from penstock.runtime.loss import Loss, Weights
 from penstock.schedule import Op, Schedule
 from penstock.values import (
-    REPLICATE,
     Split,
     flatten,
     map_tensors,
@@ -54,19 +54,24 @@ class Joins:
 
     Args:
         loss: the loss, with the rules by which batches are split.
-        samples: the number of samples of each microbatch.
-        presplit: whether the user has split the batch.
+        call: what the ranks brought, which says how many samples each microbatch has.
+        guesses: whether to try it with a batch that the user has split: if all tensors have one entry for
+            each sample, they can be put together.
 
     Raises:
         MicrobatchError: there is no rule by which to put them together.
     """
 
-    def __init__(self, loss: Loss, samples: Sequence[int], *, presplit: bool) -> None:
+    def __init__(self, loss: Loss, call: ModelCall, *, guesses: bool = False) -> None:
         rules = loss.rules or {}
-        rule = rules.get(TARGET, Split()) if isinstance(rules, Mapping) else None
-        if presplit or not (isinstance(rule, Split) or rule is REPLICATE):
+        rule = rules.get(TARGET, Split()) if isinstance(rules, Mapping) else Split()
+        said = not isinstance(rule, Mapping) and not callable(rule)
+        if (call.presplit and not call.counted) or ((call.counted or not said) and not guesses):
+            # Where the user has counted the samples of each microbatch, it is for them to say what counts.
             raise MicrobatchError("the batch was split by the user's own rule")
-        self._samples, self._target, self._output = samples, rule, output_dim(loss.rules)
+        self._samples, self._exact = call.samples, call.counted or not said
+        self._target: Any = rule if said else Split()
+        self._output = 0 if call.presplit else output_dim(loss.rules)
 
     def outputs(self, parts: Mapping[int, Any]) -> Any:
         """The output of several microbatches."""
@@ -87,30 +92,33 @@ class Joins:
             raise MicrobatchError(f"the {what} of microbatches differ in their structure")
         samples = [self._samples[microbatch] for microbatch in parts]
         columns = zip(*(leaves for leaves, _ in flat), strict=True)
-        return unflatten([_join(column, samples, dim, what) for column in columns], flat[0][1])
+        return unflatten([self._join(column, samples, dim, what) for column in columns], flat[0][1])
 
-
-def _join(leaves: Sequence[Any], samples: Sequence[int], dim: int, what: str) -> Any:
-    """One leaf of several microbatches: put together if it has their samples, else the same in all."""
-    first = leaves[0]
-    if not isinstance(first, Tensor):
-        if any(leaf != first for leaf in leaves):
-            raise MicrobatchError(f"the {what} of microbatches hold plain values that differ")
+    def _join(self, leaves: Sequence[Any], samples: Sequence[int], dim: int, what: str) -> Any:
+        """One leaf of several microbatches: put together if it has their samples, else the same in all."""
+        first = leaves[0]
+        if not isinstance(first, Tensor):
+            if any(leaf != first for leaf in leaves):
+                raise MicrobatchError(f"the {what} of microbatches hold plain values that differ")
+            return first
+        sizes = [leaf.shape[dim] if leaf.dim() > dim else 0 for leaf in leaves]
+        if all(
+            n and size and (size == n if self._exact else size % n == 0)
+            for size, n in zip(sizes, samples, strict=True)
+        ):
+            try:
+                return torch.cat(list(leaves), dim)
+            except RuntimeError as error:
+                shapes = [list(leaf.shape) for leaf in leaves]
+                raise MicrobatchError(
+                    f"the {what} of microbatches have the shapes {shapes}"
+                ) from error
+        if not all(torch.equal(leaf, first) for leaf in leaves[1:]):
+            raise MicrobatchError(
+                f"the {what} of microbatches hold a tensor of shape {list(first.shape)} that is not "
+                "one entry for each sample, and not the same in all of them"
+            )
         return first
-    if first.dim() and all(
-        n and leaf.shape[dim] % n == 0 for leaf, n in zip(leaves, samples, strict=True)
-    ):
-        try:
-            return torch.cat(list(leaves), dim)
-        except RuntimeError as error:
-            shapes = [list(leaf.shape) for leaf in leaves]
-            raise MicrobatchError(f"the {what} of microbatches have the shapes {shapes}") from error
-    if not all(torch.equal(leaf, first) for leaf in leaves[1:]):
-        raise MicrobatchError(
-            f"the {what} of microbatches hold a tensor of shape {list(first.shape)} that is not one entry "
-            "for each sample, and not the same in all of them"
-        )
-    return first
 
 
 # ---- is it a mean or a sum over samples?
