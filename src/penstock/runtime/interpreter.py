@@ -471,6 +471,11 @@ class Interpreter:
             trains=step.call.trains,
         )
 
+    @property
+    def has_loss_inside(self) -> bool:
+        """Whether the model's forward seems to compute the loss; known where the last stage is."""
+        return self._inquiry.is_inside
+
     def _loss_of(
         self, stage: int, microbatch: int, output: Any, leaves: list[Tensor]
     ) -> list[Tensor]:
