@@ -57,6 +57,8 @@ from penstock.pipeline.watching import StepEvent, StepHook, peak_flops, peak_mem
 from penstock.pipeline.weights import HeldWeights
 from penstock.rng import Randomness, Seed, own_seed
 from penstock.runtime import (
+    ASKING,
+    MAIN,
     ActionEvent,
     ActionHook,
     Call,
@@ -74,6 +76,7 @@ from penstock.runtime import (
     StepState,
     TimelineKind,
     Which,
+    ask_inside,
     check_plans,
     describe_stages,
     mark_of,
@@ -542,6 +545,7 @@ class Pipeline:
             tensors, gradients = zip(*step.batch_gradients, strict=True)
             torch.autograd.backward(tensors, gradients)
         self._held.leave_gradients()
+        self._ask_inside(step, args, kwargs, target)
         self._last_seed = draws
         self._randomness.advance()
         seconds = perf_counter() - started
@@ -667,6 +671,30 @@ class Pipeline:
         finally:
             for module, mode in modes:
                 module.training = mode
+
+    def _ask_inside(
+        self, step: StepState, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any
+    ) -> None:
+        """After a step: ask a loss that the model's forward computes whether microbatches make it up."""
+        call, model_call = step.call, step.agreement.model_call
+        loss, count = call.loss, model_call.count
+        asks = count > 1 and self._runner.steps in ASKING and not model_call.presplit
+        if loss is None or loss.loss_over != "samples" or not asks:
+            return
+        if isinstance(loss.loss_weight, Sequence):
+            return
+        if not any(self._runner.gather(self._runner.interpreter.has_loss_inside)):
+            return
+
+        def evaluate(microbatches: int) -> float:
+            def describe() -> Call:
+                return Call(self._split(args, kwargs, target, microbatches), loss, trains=False)
+
+            step = self._run(self._described(describe, trains=False, loss=loss), kwargs, target)
+            return step.result.losses[MAIN]
+
+        modules = (module for stage in self._stages for module in stage.called_modules())
+        ask_inside(count, evaluate, self._runner.gather, modules, self.device)
 
     def find_nonfinite(
         self, *args: Any, target: Any = MISSING, **kwargs: Any
