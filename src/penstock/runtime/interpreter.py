@@ -454,10 +454,9 @@ class Interpreter:
         self._question, self._batch = None, None
         if loss is None or max(self.stages) + 1 < self._program.schedule.stages:
             return
-        joins = partial(Joins, loss, call.samples, presplit=call.presplit)
         if loss.loss_over == "batch":
             try:
-                self._batch = BatchOutputs(call.count, joins())
+                self._batch = BatchOutputs(call.count, Joins(loss, call))
             except MicrobatchError as error:
                 raise UsageError(
                     f'loss_over="batch" puts the outputs of microbatches together, and {error}; let the '
@@ -468,9 +467,14 @@ class Interpreter:
             loss,
             step.weights,
             tuple(kind.text for kind in self._kinds),
-            joins,
+            partial(Joins, loss, call, guesses=True),
             trains=step.call.trains,
         )
+
+    @property
+    def has_loss_inside(self) -> bool:
+        """Whether the model's forward seems to compute the loss; known where the last stage is."""
+        return self._inquiry.is_inside
 
     def _loss_of(
         self, stage: int, microbatch: int, output: Any, leaves: list[Tensor]
