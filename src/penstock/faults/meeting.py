@@ -331,19 +331,22 @@ def noticing_gone_machines() -> Iterator[None]:
     while nothing is sent. The system asks the other machine's system, so that a process there that is
     stopped or busy breaks nothing. Only Linux tells which connections a process has.
     """
-    before = _open_files()
+    before = _open_sockets()
     yield
-    for number in _open_files() - before:
+    for number, _ in _open_sockets() - before:
+        with suppress(OSError), socket.socket(fileno=os.dup(number)) as end:
+            _notice_if_gone(end)
+
+
+def _open_sockets() -> set[tuple[int, int]]:
+    """The numbers of this process's sockets, which are used again, and those of what they stand for."""
+    folder, sockets = Path("/proc/self/fd"), set()
+    for name in os.listdir(folder) if folder.exists() else ():
         with suppress(OSError):
-            # Of what is no socket, the copy would stay open.
-            if stat.S_ISSOCK(os.fstat(number).st_mode):
-                with socket.socket(fileno=os.dup(number)) as end:
-                    _notice_if_gone(end)
-
-
-def _open_files() -> set[int]:
-    folder = Path("/proc/self/fd")
-    return {int(name) for name in os.listdir(folder)} if folder.exists() else set()
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                sockets.add((int(name), status.st_ino))
+    return sockets
 
 
 def _notice_if_gone(end: socket.socket) -> None:
