@@ -106,7 +106,9 @@ def row(shape: tuple[int, int], name: str) -> str:
 def healthy(name: str) -> str:
     """A line of the second table."""
     where, sleepers = SLEEPERS[name]
-    case: dict[str, Any] = {"fault": NEVER, "shape": (2, 2), "sleeps": [where, sleepers, SLOW]}
+    # With replicas, the program starts the process group, and torch waits for all processes.
+    shape = (1, 4) if where == "start" else (2, 2)
+    case: dict[str, Any] = {"fault": NEVER, "shape": shape, "sleeps": [where, sleepers, SLOW]}
     job, _ = run(-1, name, {**case, "timeout": 600.0, "first": 600.0, "meeting": 300.0})
     lines = [
         line for ended in job.ranks for line in ended.output.splitlines() if "penstock:" in line

@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
@@ -37,7 +37,7 @@ from penstock.errors import (
     StageError,
     UsageError,
 )
-from penstock.faults.places import Place, cut, name_of
+from penstock.faults.places import Place, Where, cut
 
 FILE = "failure.json"
 
@@ -45,18 +45,13 @@ logger = logging.getLogger("penstock")
 
 
 @dataclass(frozen=True)
-class Failure:
-    """One rank's failure.
+class Failure(Where):
+    """One rank's failure, and where it was.
 
     Args:
         kind: ``raised`` an exception; ``interrupted`` by a signal; ``died``: its process ended without an
             error; ``silent``: makes no progress; ``left`` the pipeline while others continue; ``lost``: out
             of reach.
-        rank: the rank that failed.
-        step: the training step, counted from 1.
-        stage: the stage that it worked on, if known.
-        microbatch: the microbatch, if known.
-        action: the action as text, if known.
         error: the type of the exception.
         what: the first line of the exception's message; for other kinds, what is known.
         trace: the traceback.
@@ -65,16 +60,9 @@ class Failure:
         time: when it was noticed, in seconds since the epoch, on the clock of rank ``by``.
         by: the global rank of the process that noticed it.
         everywhere: whether every rank finds the same error on its own, as when ranks disagree.
-        process: the failed rank's number among all processes.
-        replica: the number of its pipeline, where the job has several.
     """
 
-    kind: str
-    rank: int
-    step: int = 0
-    stage: int | None = None
-    microbatch: int | None = None
-    action: str | None = None
+    kind: str = ""
     error: str = ""
     what: str = ""
     trace: str = ""
@@ -83,8 +71,6 @@ class Failure:
     time: float = field(default_factory=time.time)
     by: int = -1
     everywhere: bool = False
-    process: int = 0
-    replica: int | None = None
 
     def __str__(self) -> str:
         parts = [self.name]
@@ -95,11 +81,6 @@ class Failure:
                 parts.append(f"{name} {getattr(self, name)}")
         said = f"{self.error}: {self.what}" if self.error else self.what
         return f"{', '.join(parts)}: {said}"
-
-    @property
-    def name(self) -> str:
-        """The failed rank's name in messages."""
-        return name_of(self.rank, self.process, self.replica)
 
 
 def of_exception(error: BaseException, place: Place) -> Failure:
@@ -125,18 +106,8 @@ def of_exception(error: BaseException, place: Place) -> Failure:
 
 def at_place(place: Place, kind: str, what: str, **more: Any) -> Failure:
     """A failure of the rank at this place."""
-    return Failure(
-        kind,
-        place.rank,
-        place.step,
-        place.stage,
-        place.microbatch,
-        place.action,
-        what=cut(what),
-        process=place.process,
-        replica=place.replica,
-        **more,
-    )
+    where = {one.name: getattr(place, one.name) for one in fields(Where)}
+    return Failure(**where, kind=kind, what=cut(what), **more)
 
 
 MUTE = (

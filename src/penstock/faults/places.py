@@ -50,22 +50,43 @@ def in_ranges(text: str, known: Iterable[int]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a process is: what it writes into the store once a second.
+class Where:
+    """What names a process and the point that it has reached.
 
     Args:
         rank: its rank in its pipeline.
         process: its rank among all processes.
         replica: the number of its pipeline, where the job has several.
+        step: the current training step, counted from 1, or the last one.
+        stage: the stage of the current action, if there is one.
+        microbatch: the microbatch of the current action.
+        action: the current action, or the last one.
+    """
+
+    rank: int
+    process: int = 0
+    replica: int | None = None
+    step: int = 0
+    stage: int | None = None
+    microbatch: int | None = None
+    action: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The process's name in messages."""
+        return name_of(self.rank, self.process, self.replica)
+
+
+@dataclass(frozen=True)
+class Place(Where):
+    """Where a process is: what it writes into the store once a second.
+
+    Args:
         number: how many places it has written.
         status: ``runs``, ``stops`` (with an error) or ``left`` (it is done).
         calls: how many steps and evaluations it has begun.
-        step: the current training step, or the last one.
         inside: whether it is in a step or an evaluation.
         setup: the part of the set-up that it is in; ``None`` once its pipeline is made.
-        stage: the stage of the current action.
-        microbatch: the microbatch of the current action.
-        action: the current action, or the last one.
         waits: what it waits for; ``None`` while it works.
         awaited: the global ranks that it waits for, as :func:`ranges` writes them.
         collective: the number of the collective of these that it waits for; ``None`` for another wait.
@@ -74,18 +95,11 @@ class Place:
         slack: seconds without progress that it has asked for.
     """
 
-    rank: int
-    process: int = 0
-    replica: int | None = None
     number: int = 0
     status: str = "runs"
     calls: int = 0
-    step: int = 0
     inside: bool = True
     setup: str | None = None
-    stage: int | None = None
-    microbatch: int | None = None
-    action: str | None = None
     waits: str | None = None
     awaited: str = ""
     collective: int | None = None
@@ -95,11 +109,6 @@ class Place:
 
     def __str__(self) -> str:
         return f"{self.name} {self.doing} for {self.age:.1f} s"
-
-    @property
-    def name(self) -> str:
-        """The process's name in messages."""
-        return name_of(self.rank, self.process, self.replica)
 
     @property
     def doing(self) -> str:

@@ -381,7 +381,7 @@ class Watch:
             "it, usually that of rank 0 or the launcher, has ended or is stopped, or the network to it is "
             f"cut; {place}"
         )
-        return Failure("lost", 0, what=what, by=place.process)
+        return Failure(0, kind="lost", what=what, by=place.process)
 
     def _end_waits(self, *, groups: bool = False) -> None:
         self._aborted = monotonic()
