@@ -429,12 +429,10 @@ class PipelineStrategy(_Cuts, TrainerProcesses):
     def _labelled(self) -> dict[str, Optimizer]:
         return {f"optimizer{number}": one for number, one in enumerate(self.optimizers)}
 
-    def load_checkpoint(
-        self, checkpoint_path: Any, weights_only: bool | None = None
-    ) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read a checkpoint; of one in parts, each rank loads its own at once."""
         if not Path(checkpoint_path).is_dir():
-            return super().load_checkpoint(checkpoint_path, weights_only)
+            return super().load_checkpoint(checkpoint_path, *args, **kwargs)
         module: Any = self.lightning_module
         fits = module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self._labelled() if fits else {}
@@ -547,7 +545,7 @@ class FabricPipelineStrategy(_Cuts, FabricProcesses):
         path: Any,
         state: Any = None,
         strict: bool = True,
-        weights_only: bool | None = None,
+        **options: Any,
     ) -> dict[str, Any]:
         """Load a checkpoint into the objects of ``state``; return what remains."""
         objects = dict(state) if isinstance(state, Mapping) else {"": state} if state else {}
@@ -556,7 +554,7 @@ class FabricPipelineStrategy(_Cuts, FabricProcesses):
         if in_parts:
             rest = self._load_parts(path, optimizers, strict=strict)
         else:
-            rest = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+            rest = self.checkpoint_io.load_checkpoint(path, **options)
             rest = {"": rest} if "" in objects else rest
         for name, of in objects.items():
             if in_parts and isinstance(of, Optimizer | nn.Module):
