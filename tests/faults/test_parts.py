@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,16 @@ from typing import Any
 import pytest
 
 from penstock.errors import NonFiniteError, StageError, UsageError, printable
-from penstock.faults import Activity, Failure, Patience, Place, Search, ranges, status_of
+from penstock.faults import (
+    Activity,
+    Failure,
+    Patience,
+    Place,
+    Search,
+    noticing_gone_machines,
+    ranges,
+    status_of,
+)
 from penstock.faults.failure import FILE, at_place, of_exception, write_report
 from penstock.faults.places import in_ranges, read_record
 from penstock.schedule import parse_action
@@ -212,3 +224,31 @@ def test_a_report_shows_nothing_of_the_environment_and_stays(
     (tmp_path / "file").touch()
     write_report(tmp_path / "file" / "gone", Failure(1, kind="died"), [])
     assert "the report of the failure could not be written: " in caplog.text
+
+
+# ---- machines that are gone
+
+
+def address_of_this_machine() -> str:
+    """One that other machines could use; sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 1))
+        except OSError:
+            pytest.skip("this machine has only the loopback interface")
+        return str(probe.getsockname()[0])
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/fd").exists(), reason="only Linux lists a process's sockets"
+)
+def test_every_new_connection_to_another_machine_is_watched(tmp_path: Path) -> None:
+    """Also one that takes the number of a file that was open a moment before; no copies stay open."""
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.create_server((address_of_this_machine(), 0)))
+        with noticing_gone_machines():
+            end = stack.enter_context(socket.create_connection(server.getsockname()))
+            stack.enter_context((tmp_path / "file").open("w"))
+            count = len(os.listdir("/proc/self/fd"))
+        assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert len(os.listdir("/proc/self/fd")) == count
