@@ -24,6 +24,7 @@ from penstock.errors import UsageError
 _WEIGHTS = "pipe.state_dict(full=True) gives rank 0 the weights of the whole model"
 _NORMS = "pipe.clip_grad_norm_(...) and pipe.grad_norm() measure the gradients of the whole model"
 _FILES = "save the whole model with pipe.save(folder), penstock.Checkpoints, or pipe.state_dict(full=True)"
+_VECTOR = "use an optimizer that takes one weight at a time, or all ranks in one process"
 _INPUTS = (
     "in a pipeline only the stages that hold a weight compute with it; a loss that needs one gets it if the "
     "model returns it with its output"
@@ -39,7 +40,7 @@ _BYTES = frozenset(
 )
 """Functions that reach for a tensor's memory."""
 _MOVES = frozenset(("to", "cpu", "cuda", "type"))
-_NEW = frozenset(("new", "new_tensor", "new_zeros", "new_ones", "new_empty", "new_full"))
+_NEW = frozenset(("new_tensor", "new_zeros", "new_ones", "new_empty", "new_full"))
 """Methods that make a tensor of which only the type and the device are those of the given one."""
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 _CHANGES = frozenset((*(f"__i{name}__" for name in _OPERATORS), "__setitem__"))
@@ -185,6 +186,10 @@ class Elsewhere(Tensor):
             return _changed(name, args, tensors)
         if name in _MOVES and isinstance(args[0], Elsewhere):
             return _moved(func, name, args, kwargs)
+        if name == "new":
+            raise absent[0].refusal(
+                "new(), as in optimizers that put all weights into one vector,", _VECTOR
+            )
         if name in _NEW:
             kwargs.setdefault("device", absent[0].place.device)
             with torch._C.DisableTorchFunctionSubclass():

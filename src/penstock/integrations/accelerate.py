@@ -137,7 +137,9 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has n
         A tied weight has the first of its names.
         """
         kept: dict[int, str] = {}
-        for name, value in (state := self.pipe.state_dict(full=True)).items():
+        with self.pipe.calling("save_state"):
+            state = self.pipe.state_dict(full=True)
+        for name, value in state.items():
             # Files of safetensors have one name for one memory.
             kept.setdefault(value.data_ptr() if isinstance(value, Tensor) else id(value), name)
         return {name: state[name] for name in kept.values()}

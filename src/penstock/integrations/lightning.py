@@ -145,7 +145,8 @@ class _OnPipeline(nn.Module):
 
     def state(self) -> dict[str, Any]:
         """The module's state dict on rank 0, an empty one on the others; every rank calls it."""
-        state = self.pipe.state_dict(full=True)
+        with self.pipe.calling("save_checkpoint"):
+            state = self.pipe.state_dict(full=True)
         return {name.removeprefix("module."): value for name, value in state.items()}
 
     def load(self, state: Mapping[str, Any], *, strict: bool) -> None:
@@ -207,7 +208,8 @@ class _OnPipeline(nn.Module):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The plain module's optimizer state on rank 0, an empty one on the others; every rank calls it."""
         names = self._names_of(optimizer)
-        state = self.pipe.optimizer_state_dict(optimizer, full=True)
+        with self.pipe.calling("save_checkpoint"):
+            state = self.pipe.optimizer_state_dict(optimizer, full=True)
         if not state:
             return {}
         place = {name: at for at, name in enumerate(name for group in names for name in group)}

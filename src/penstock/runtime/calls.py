@@ -71,6 +71,11 @@ class Call:
         losses = "with" if self.loss else "without"
         return " ".join([doing, losses, "loss", *autocast_types()])
 
+    @property
+    def method(self) -> str:
+        """The method that the user called."""
+        return "step" if self.trains else "predict" if self.loss is None else "eval"
+
 
 def autocast_types() -> list[str]:
     """The types that autocast computes in now, by type of device; empty outside of autocast."""

@@ -17,7 +17,13 @@ from penstock.transport.base import (
     Sending,
     Transport,
 )
-from penstock.transport.circle import Circle, launched
+from penstock.transport.circle import (
+    Circle,
+    check_called,
+    is_marked,
+    launched,
+    name_in_numbers,
+)
 from penstock.transport.gloo import GlooTransport
 from penstock.transport.nccl import NcclTransport
 
@@ -32,8 +38,11 @@ __all__ = [
     "Circle",
     "Sending",
     "Transport",
+    "check_called",
+    "is_marked",
     "join",
     "launched",
+    "name_in_numbers",
 ]
 
 

@@ -207,7 +207,7 @@ class Transport(ABC):
 
     def exchange(self, value: Any) -> list[Any]:
         """The JSON values of all ranks, in rank order."""
-        return exchange_json(value, self.gather)
+        return exchange_json(value, self.gather, self.activity.call)
 
     def describe(self, peer: int, tag: int, description: Any) -> Sequence[Sending]:
         """Send the description of a kind's first message, as JSON."""
@@ -225,7 +225,7 @@ class Transport(ABC):
 
     def to_first(self, value: Any) -> list[Any] | None:
         """Send a JSON value to rank 0, which gets those of all; all ranks call this."""
-        sizes_of(0, TO_FIRST, self.gather)
+        sizes_of(0, TO_FIRST, self.gather, self.activity.call)
         if self.rank:
             self._let_leave(self.describe(0, _LEADERS, value))
             return None
@@ -233,7 +233,7 @@ class Transport(ABC):
 
     def from_first(self, values: Sequence[Any] | None) -> Any:
         """Get this rank's JSON value from rank 0, which passes those of all; all ranks call this."""
-        sizes_of(0, FROM_FIRST, self.gather)
+        sizes_of(0, FROM_FIRST, self.gather, self.activity.call)
         if self.rank:
             return self._take_described(0)
         assert values is not None

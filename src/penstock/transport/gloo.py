@@ -131,7 +131,9 @@ class GlooTransport(Transport):
         for peer, line in self._lines.items():
             row = torch.frombuffer(line.receive(_CONTROL), dtype=torch.uint8)
             if row.numel() != data.numel():
-                raise AgreementError(DIFFER)
+                raise AgreementError(
+                    f"{DIFFER}; call the same ones in the same order on every rank"
+                )
             bytes_of(rows[peer]).copy_(row)
         self.activity.go_on()
         return rows
