@@ -24,7 +24,6 @@ from penstock.errors import UsageError
 _WEIGHTS = "pipe.state_dict(full=True) gives rank 0 the weights of the whole model"
 _NORMS = "pipe.clip_grad_norm_(...) and pipe.grad_norm() measure the gradients of the whole model"
 _FILES = "save the whole model with pipe.save(folder), penstock.Checkpoints, or pipe.state_dict(full=True)"
-_VECTOR = "use an optimizer that takes one weight at a time, or all ranks in one process"
 _INPUTS = (
     "in a pipeline only the stages that hold a weight compute with it; a loss that needs one gets it if the "
     "model returns it with its output"
@@ -32,7 +31,7 @@ _INPUTS = (
 
 _NUMBERS = frozenset(
     ("item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "__complex__",
-     "__contains__", "equal", "allclose", "is_nonzero", "backward", "grad", "norm")
+     "__contains__", "equal", "allclose", "is_nonzero", "backward", "grad", "norm", "new")
 )  # fmt: skip
 """Functions that make a number of a tensor, or a gradient of one."""
 _BYTES = frozenset(
@@ -186,10 +185,6 @@ class Elsewhere(Tensor):
             return _changed(name, args, tensors)
         if name in _MOVES and isinstance(args[0], Elsewhere):
             return _moved(func, name, args, kwargs)
-        if name == "new":
-            raise absent[0].refusal(
-                "new(), as in optimizers that put all weights into one vector,", _VECTOR
-            )
         if name in _NEW:
             kwargs.setdefault("device", absent[0].place.device)
             with torch._C.DisableTorchFunctionSubclass():
@@ -220,6 +215,8 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 def _remedy(name: str, absent: Elsewhere) -> str:
     if name in _BYTES:
         return _FILES
+    if name == "new":  # LBFGS makes a vector of all weights by it
+        return "use an optimizer that takes one weight at a time, or all ranks in one process"
     return _NORMS if absent._is_gradient or name == "norm" else _WEIGHTS
 
 

@@ -1,8 +1,9 @@
 """Programs as users write them, unmodified and as pipelines, side by side.
 
-``python -m tests.loops [--only TEXT] [--layouts one two 2x2] [--to FILE]`` runs each program unmodified, then
-as a pipeline in one process, in two, and in two replicas of two, and prints a table: the largest difference of
-losses, metrics and weights, or the sentence that it was refused with.
+``python -m tests.loops [--only TEXT] [--layouts one two 2x2] [--to FILE]``
+
+Each program runs unmodified, then as a pipeline in one process, in two, and in two replicas of two. A row
+of the table has the largest difference of losses, metrics and weights, or the sentence of the refusal.
 """
 
 from __future__ import annotations

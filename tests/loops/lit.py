@@ -9,7 +9,6 @@ import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
     Callback,
     EarlyStopping,
     EMAWeightAveraging,
@@ -25,6 +24,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
+from torch.utils.data import DataLoader, DistributedSampler
 
 from penstock.integrations.lightning import FabricPipelineStrategy, PipelineStrategy
 from tests.integrations.lightnings import (
@@ -38,6 +38,13 @@ from tests.integrations.lightnings import (
     images,
 )
 from tests.loops.setting import STEPS, Outcome, Setting, program
+
+
+def shared(setting: Setting, rows: int) -> DataLoader[Any]:
+    """Images, of which each replica has its part; Lightning itself would shuffle them for replicas."""
+    data = images(rows).dataset
+    sampler = DistributedSampler(data, setting.replicas, setting.index, shuffle=False)
+    return DataLoader(data, batch_size=setting.each, sampler=sampler)
 
 
 def fit(
@@ -56,15 +63,15 @@ def fit(
     cut = PipelineStrategy(**setting.options(**(strategy or {}))) if setting.cut else "auto"
     usual: dict[str, Any] = {
         "max_steps": STEPS, "logger": False, "enable_progress_bar": False,
-        "enable_model_summary": False, "enable_checkpointing": saves, "num_sanity_val_steps": 0,
+        "enable_model_summary": False, "use_distributed_sampler": False,
+        "enable_checkpointing": saves, "num_sanity_val_steps": 0,
     }  # fmt: skip
     trainer = Trainer(
         accelerator="cpu", devices=setting.processes, strategy=cut,
         callbacks=[curve, *callbacks], default_root_dir=setting.folder, **usual | options,
     )  # fmt: skip
-    trainer.fit(model, images(80, setting.each), images(16, setting.each), ckpt_path=resume)
+    trainer.fit(model, shared(setting, 80), shared(setting, 16), ckpt_path=resume)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    metrics |= {f"seen {p}": v for p, v in enumerate(getattr(model, "seen", []))}
     state = trainer.strategy.pipelined.state() if setting.cut else model.state_dict()
     return Outcome(curve.losses, {n: v for n, v in metrics.items() if "nan" not in n}, state)
 
@@ -99,10 +106,21 @@ add(
     max_steps=12,
 )
 add("ModelPruning", Classifier, lambda _: ModelPruning("l1_unstructured", amount=0.3))
-add("LearningRateFinder", Classifier, lambda _: LearningRateFinder(num_training_steps=5))
-add("BatchSizeFinder", Classifier, lambda _: BatchSizeFinder(max_trials=1))
+
+
+class Found(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 0.01
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+add("LearningRateFinder", Found, lambda _: LearningRateFinder(num_training_steps=5))
 add("Timer, ModelSummary, LambdaCallback", Classifier,
-    lambda _: Timer(), lambda _: ModelSummary(), lambda _: LambdaCallback(on_fit_start=lambda *_: None))  # fmt: skip
+    lambda _: Timer(), lambda _: ModelSummary(),
+    lambda _: LambdaCallback(on_fit_start=lambda *_: None))  # fmt: skip
 
 
 class Thawed(Classifier):
@@ -196,8 +214,9 @@ def fabric(setting: Setting, *, saves: bool = False, **options: Any) -> Outcome:
     torch.manual_seed(0)
     module = LanguageModel()
     model, optimizer = fabric.setup(module, module.configure_optimizers())
-    loader: Any = torch.utils.data.DataLoader(Tokens(), batch_size=setting.each)
-    batches = list(fabric.setup_dataloaders(loader)) * 4
+    sampler = DistributedSampler(Tokens(), setting.replicas, setting.index, shuffle=False)
+    loader: Any = DataLoader(Tokens(), batch_size=setting.each, sampler=sampler)
+    batches = list(fabric.setup_dataloaders(loader, use_distributed_sampler=False)) * 4
     losses, norms = [], []
     for number, batch in enumerate(batches):
         loss = model.training_step(batch, number)["loss"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,6 +86,7 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has n
         if self._ranks > 1:
             share_batches(self, pipe)
         self.register_for_checkpointing(pipe.randomness)
+        self.register_load_state_pre_hook(self._load_weights)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -143,6 +145,15 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has n
             # Files of safetensors have one name for one memory.
             kept.setdefault(value.data_ptr() if isinstance(value, Tensor) else id(value), name)
         return {name: state[name] for name in kept.values()}
+
+    def _load_weights(self, models: list[nn.Module], input_dir: str) -> None:
+        """Load the module's weights by names, instead of Accelerate, which compares tensors' memory."""
+        while models:
+            module, file = models.pop(), Path(input_dir, "model.safetensors")
+            if file.exists():
+                self.pipe.load(file.parent)
+            else:
+                module.load_state_dict(torch.load(Path(input_dir, "pytorch_model.bin")))
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Load what :meth:`save_state` wrote, with any layout."""
