@@ -502,7 +502,7 @@ def check_tensor(tensor: Tensor, path: str) -> None:
 # ---- a batch that is split
 
 
-@dataclass(frozen=True)
+@dataclass
 class Microbatch:
     """One part of a batch.
 

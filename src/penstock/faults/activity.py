@@ -64,7 +64,8 @@ class Activity:
     Attributes:
         since: when it last made progress, on this process's monotonic clock.
         slack: seconds that the current work may take, if that is more than usual.
-        durations: how long the latest training steps took, in seconds.
+        durations: how long the latest training steps took, in seconds; before the first one, how long the
+            latest calls took.
         call: the call of the user's that this rank is in and that every rank must make; empty for none.
 
     The other attributes are those of :class:`~penstock.faults.Place`.
@@ -76,7 +77,6 @@ class Activity:
         self.pipeline = tuple(pipeline) or (rank,)
         self.process = self.pipeline[rank] if pipeline else rank
         self._arrived: dict[str, int] = {}
-        self._texts: dict[tuple[int, ...], str] = {}
         self.calls = 0
         self.step = 0
         self.inside = False
@@ -124,7 +124,10 @@ class Activity:
             step: the training step, counted from 1; for an evaluation, the last training step.
         """
         self._move(None)
-        self._began = self.since if step != self.step else None
+        if step and not self.step:
+            # Whatever was computed without training says nothing of the first training step.
+            self.durations.clear()
+        self._began = self.since if step != self.step or not step else None
         self.step = step
         self.calls += 1
         self.inside = True
@@ -164,10 +167,7 @@ class Activity:
         Returns:
             What to pass to :meth:`wait` before the process waits for it, now or later.
         """
-        key = self.pipeline if members is None else tuple(members)
-        text = self._texts.get(key)
-        if text is None:
-            text = self._texts[key] = ranges(key)
+        text = ranges(self.pipeline if members is None else tuple(members))
         number = self._arrived[text] = self._arrived.get(text, 0) + 1
         return Collective(text, number)
 

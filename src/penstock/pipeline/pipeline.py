@@ -86,17 +86,18 @@ from penstock.schedule.base import flat, whole_number
 from penstock.stage import Compilation, PipelineStage, device_of, without_compilation
 from penstock.transport import Circle, Transport
 from penstock.values import MISSING, Batch, Rules, check_rules, merge, output_dim, split_batch
-from penstock.weights import Init, load_partition, read_weights
-from penstock.weights.folders import save_weights
+from penstock.weights import Init, load_partition
+from penstock.weights.folders import load_folder, save_weights
 from penstock.weights.initialise import initialise
 from penstock.weights.norms import all_norms, scale_gradients, total_norm
-from penstock.weights.optimizers import named_state_dict, read_states
+from penstock.weights.optimizers import OptimizerStates, named_state_dict, read_states
 from penstock.weights.states import (
     LoadResult,
     StageWeights,
     gather_optimizer,
     gather_state,
     load_optimizer,
+    load_state,
 )
 from penstock.weights.team import Level, Team, exchanging
 
@@ -550,15 +551,7 @@ class Pipeline:
             )  # fmt: skip
 
         call = self._described(describe, trains=True, outputs=outputs)
-        with self._held.training():
-            try:
-                step = self._runner.run(call)
-            except StageError as error:
-                raise self._explained(error, call, kwargs, target) from error.__cause__
-        if step.batch_gradients:
-            # In one pass: the tensors may share parts of the caller's graph, which a backward frees.
-            tensors, gradients = zip(*step.batch_gradients, strict=True)
-            torch.autograd.backward(tensors, gradients)
+        step = flowed_back(self._run(call, kwargs, target))
         self._held.leave_gradients()
         self._ask_inside(step, args, kwargs, target)
         self._last_seed = draws
@@ -646,12 +639,16 @@ class Pipeline:
             targets = gradients_by_part(gradients, batch, output_dim(self._rules))
             return Call(replace(batch, targets=targets), loss, True, seed=draws)
 
-        call = self._described(describe, trains=True)
-        with self._held.training():
-            step = self._run(call, kwargs, MISSING)
-        if step.batch_gradients:
-            tensors, arrived = zip(*step.batch_gradients, strict=True)
-            torch.autograd.backward(tensors, arrived)
+        flowed_back(self._run(self._described(describe, trains=True), kwargs, MISSING))
+
+    def carry_out(self, describe: Callable[[], Call], *, trains: bool) -> StepState:
+        """Carry out a call described by hand, as :mod:`penstock.pipelining` does; every rank calls this.
+
+        Args:
+            describe: returns the call. If it raises, all ranks raise that error, and none begins.
+            trains: whether the call trains.
+        """
+        return flowed_back(self._run(self._described(describe, trains=trains), {}, MISSING))
 
     def _evaluate(
         self,
@@ -737,8 +734,7 @@ class Pipeline:
 
         # Called where gradients are restored afterwards: shared weights get theirs when the context ends.
         def run(hooks: Hooks) -> StepState:
-            with self._held.training():
-                return self._run(replace(call, hooks=hooks), kwargs, target)
+            return self._run(replace(call, hooks=hooks), kwargs, target)
 
         return find_nonfinite(self._stages, self._schedules.training, self._runner.gather, run)
 
@@ -810,10 +806,12 @@ class Pipeline:
 
     def _run(self, call: Call, kwargs: Mapping[str, Any], target: Any) -> StepState:
         """Carry out a call; if the model refuses an argument meant for the step, the error says so."""
-        try:
-            return self._runner.run(call)
-        except StageError as error:
-            raise self._explained(error, call, kwargs, target) from error.__cause__
+        with self._held.training() if call.trains else nullcontext():
+            try:
+                step = self._runner.run(call)
+            except StageError as error:
+                raise self._explained(error, call, kwargs, target) from error.__cause__
+        return step
 
     def _explained(
         self, error: StageError, call: Call, kwargs: Mapping[str, Any], target: Any
@@ -964,7 +962,7 @@ class Pipeline:
         """
         if not full:
             return self._held.weights.state_dict()
-        return gather_state(self._held.ranks, self._held.weights, self._held.names)
+        return gather_state(self._held.team, self._held.ranks, self._held.weights)
 
     @collective
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadResult:
@@ -983,7 +981,9 @@ class Pipeline:
         Raises:
             StateDictError: something is missing, unexpected or of another size; nothing is changed then.
         """
-        return self._held.load(state_dict, strict=strict, any_name=False)
+        result = load_state(self._held.team, self._held.weights, state_dict, strict=strict)
+        self._held.align()
+        return result
 
     # ---- optimizers
 
@@ -1003,10 +1003,13 @@ class Pipeline:
         Raises:
             UsageError: the optimizer has parameters that are not this pipeline's, or one state for all.
         """
-        held = read_states(optimizer, self._held.names_by_identity(), "the optimizer")
+
+        def held() -> OptimizerStates:
+            return read_states(optimizer, self._held.names_by_identity(), "the optimizer")
+
         if not full:
-            return named_state_dict(held)
-        return gather_optimizer(self._held.ranks, self._held.names, held)
+            return named_state_dict(held())
+        return gather_optimizer(self._held.team, self._held.ranks, self._held.names, held)
 
     @collective
     def load_optimizer_state_dict(
@@ -1029,7 +1032,7 @@ class Pipeline:
             StateDictError: the state does not fit, or holds positions; nothing is changed then.
         """
         names = self._held.names_by_identity()
-        return load_optimizer(self._held.ranks, optimizer, names, state_dict, strict=strict)
+        return load_optimizer(self._held.team, optimizer, names, state_dict, strict=strict)
 
     # ---- files
 
@@ -1063,7 +1066,10 @@ class Pipeline:
             StateDictError: the files hold another model.
         """
         with self.patient(LONG):
-            return self._held.load(read_weights(folder), strict=strict, any_name=True)
+            weights = self._held.weights
+            result = load_folder(self._held.team, weights, Path(folder), strict=strict)
+            self._held.align()
+            return result
 
     # ---- hooks, messages between ranks, and the end
 
@@ -1121,8 +1127,7 @@ class Pipeline:
         Raises:
             UsageError: the replicas cannot be reached.
         """
-        own = 1 if self._transport is None else self._transport.ranks
-        levels = [Level(self.rank, own, self._runner.to_first, self._runner.from_first)]
+        levels = [self._held.level]
         circles = self.circles()
         levels += [Level(one.rank, one.size, one.to_first, one.from_first) for one in circles]
         replicas = self.replicas
@@ -1133,7 +1138,9 @@ class Pipeline:
                     "penstock.Checkpoints(group=...) the process group of all ranks of all replicas"
                 )
             levels.append(exchanging(replicas.index, replicas.number, replicas.exchange))
-        return Team(levels, (prod(level.size for level in levels[1:]), own), self.patient)
+        return Team(
+            levels, (prod(level.size for level in levels[1:]), levels[0].size), self.patient
+        )
 
     @collective
     def share(self, value: Any, rank: int) -> Any:
@@ -1185,6 +1192,15 @@ class Pipeline:
         trace: TracebackType | None,
     ) -> None:
         self.close(error)
+
+
+def flowed_back(step: StepState) -> StepState:
+    """A step whose gradients of the batch have flowed on into the caller's tensors."""
+    if step.batch_gradients:
+        # In one pass: the tensors may share parts of the caller's graph, which a backward frees.
+        tensors, gradients = zip(*step.batch_gradients, strict=True)
+        torch.autograd.backward(tensors, gradients)
+    return step
 
 
 def before_first(error: Exception) -> StageError:

@@ -432,12 +432,14 @@ class Differentiations(TorchFunctionMode):
 
     Args:
         output: the model's output in the last stage.
-        arrived: the leaves of the values that came from other stages.
+        inputs: the values that came from other stages.
+        arrived: their leaves.
     """
 
-    def __init__(self, output: Any, arrived: Sequence[Tensor]) -> None:
+    def __init__(self, output: Any, inputs: Any, arrived: Sequence[Tensor]) -> None:
         super().__init__()
         self._arrived = arrived
+        self._memory = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(inputs)}
         self._outputs = {id(tensor) for tensor in tensors_in(output)}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -453,8 +455,7 @@ class Differentiations(TorchFunctionMode):
             return
         ends = _ends_of(tensor)
         whole = any(id(leaf) in ends for leaf in self._arrived)
-        memory = tensor.untyped_storage().data_ptr()
-        if whole and all(leaf.untyped_storage().data_ptr() != memory for leaf in self._arrived):
+        if whole and tensor.untyped_storage().data_ptr() not in self._memory:
             return  # it was made in this stage, and so was all that depends on it
         raise UsageError(
             f"loss_fn differentiates by an output of the model, of shape {list(tensor.shape)}, that the last "

@@ -19,6 +19,7 @@ from penstock.transport.base import (
 )
 from penstock.transport.circle import (
     Circle,
+    DifferentCalls,
     check_called,
     is_marked,
     launched,
@@ -36,6 +37,7 @@ __all__ = [
     "Arrival",
     "Channel",
     "Circle",
+    "DifferentCalls",
     "Sending",
     "Transport",
     "check_called",

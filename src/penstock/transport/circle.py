@@ -64,20 +64,42 @@ def _check_launcher() -> None:
 _JSON = 0x4A534F4E
 TO_FIRST, FROM_FIRST = _JSON + 1, _JSON + 2
 """These mark the length of JSON bytes, to tell it from another collective's data."""
+
+
 _NAMED = 4
 """How many numbers hold the name of a call, eight letters in each."""
-DIFFER = "the ranks called different collective methods"
-_REMEDY = "call the same methods of the pipeline in the same order on every rank"
+
+
+class DifferentCalls(AgreementError):
+    """The ranks called different collective methods, and may be anywhere in their programs.
+
+    Args:
+        names: the call that each rank is in, in rank order, where that is known.
+    """
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        ranks: dict[str, list[str]] = {}
+        for rank, name in enumerate(names):
+            ranks.setdefault(name or "another call", []).append(str(rank))
+        shown = "; ".join(
+            f"rank {', '.join(of)} is in {name}, which every rank must call"
+            for name, of in ranks.items()
+        )
+        super().__init__(
+            f"the ranks called different collective methods{shown and f': {shown}'}; "
+            "call the same methods of the pipeline in the same order on every rank"
+        )
 
 
 @cache
 def name_in_numbers(call: str) -> list[int]:
     """The name of a call, cut to 32 letters, as numbers that are gathered with what marks an exchange."""
     text = call.encode("ascii", "replace")[: 8 * _NAMED].ljust(8 * _NAMED)
-    return torch.frombuffer(bytearray(text), dtype=torch.int64).tolist()
+    numbers: list[int] = torch.frombuffer(bytearray(text), dtype=torch.int64).tolist()
+    return numbers
 
 
-def check_called(rows: Sequence[Sequence[int]], alike: Callable[[int], bool]) -> None:
+def check_called(rows: Iterable[Sequence[int]], alike: Callable[[int], bool]) -> None:
     """Check that all processes have come to the same exchange.
 
     Args:
@@ -85,17 +107,12 @@ def check_called(rows: Sequence[Sequence[int]], alike: Callable[[int], bool]) ->
         alike: whether a mark is that of this process's exchange.
 
     Raises:
-        AgreementError: some are in another call; the message says which.
+        DifferentCalls: some process calls something else.
     """
-    if all(alike(row[0]) for row in rows):
-        return
-    ranks: dict[str, list[str]] = {}
-    for rank, (_, _, *name) in enumerate(rows):
-        text = torch.tensor(name).numpy().tobytes().decode("ascii", "replace").strip()
-        ranks.setdefault(text or "another call", []).append(str(rank))
-    shown = [f"rank {', '.join(of)} is in {text}" for text, of in ranks.items()]
-    each = ", which every rank must call" if len(shown) > 1 else ""
-    raise AgreementError(f"{DIFFER}: {f'{each}; '.join(shown)}{each}; {_REMEDY}")
+    rows = list(rows)
+    if not all(alike(row[0]) for row in rows):
+        texts = [torch.tensor(name).numpy().tobytes() for _, _, *name in rows]
+        raise DifferentCalls([text.decode("ascii", "replace").strip() for text in texts])
 
 
 def is_marked(mark: int) -> bool:
@@ -125,7 +142,7 @@ def sizes_of(
         call: the call of the user's that this process is in.
 
     Raises:
-        AgreementError: some process calls something else.
+        DifferentCalls: some process calls something else.
     """
     row = torch.tensor([mark, size, *name_in_numbers(call)])
     rows = [row.tolist() for row in gather(row)]
@@ -152,10 +169,15 @@ class Circle:
         group: their process group, also a bare ``ProcessGroupGloo``; None for all processes.
         watch: the watch over the job, which learns what this process waits for, and why a wait broke.
         members: their global ranks, if the group is a bare one; a single one needs no group.
+        gather: gathers small tensors in exchanges; by default :meth:`gather`.
     """
 
     def __init__(
-        self, group: Any = None, watch: Watch | None = None, members: Sequence[int] = ()
+        self,
+        group: Any = None,
+        watch: Watch | None = None,
+        members: Sequence[int] = (),
+        gather: Callable[[Tensor], Iterable[Tensor]] | None = None,
     ) -> None:
         is_launched = dist.is_available() and dist.is_initialized()
         alone = len(members) == 1 or (group is None and not is_launched)
@@ -166,6 +188,7 @@ class Circle:
         self.rank = 0 if self._group is None else self._group.rank()
         self.size = 1 if self._group is None else self._group.size()
         self._members = tuple(members)
+        self._gather = gather or self.gather
         if self._group is not None and not members:
             self._members = tuple(dist.get_process_group_ranks(self._group))
             if dist.get_backend(self._group) == "nccl":
@@ -174,7 +197,7 @@ class Circle:
 
     def exchange(self, value: Any) -> list[Any]:
         """The JSON values of all processes, in rank order; all of them call this."""
-        return exchange_json(value, self.gather, self._call)
+        return exchange_json(value, self._gather, self._call)
 
     @property
     def _call(self) -> str:
@@ -185,7 +208,7 @@ class Circle:
         if self._group is None:
             return [value]
         text = as_text(value)
-        sizes = sizes_of(text.numel() if self.rank else 0, TO_FIRST, self.gather, self._call)
+        sizes = sizes_of(text.numel() if self.rank else 0, TO_FIRST, self._gather, self._call)
         longest = max(sizes)
         # All texts travel padded to one length; the first process's own stays where it is.
         mine = self._padded(text if self.rank else text[:0], longest)
@@ -204,7 +227,7 @@ class Circle:
             return values[0]
         texts = [as_text(None)] + [as_text(value) for value in (values or ())[1:]]
         most = max(text.numel() for text in texts)
-        longest = sizes_of(most, FROM_FIRST, self.gather, self._call)[0] + 8
+        longest = sizes_of(most, FROM_FIRST, self._gather, self._call)[0] + 8
         mine = self._padded(texts[0], longest)
         # Each text follows its length.
         lengths = [torch.tensor([text.numel()]).view(torch.uint8) for text in texts]
@@ -282,7 +305,7 @@ def circle_beside(meeting: Meeting, watch: Watch, wait: float) -> Circle:
         return Circle(None, watch, members)
     store = PrefixStore(f"beside/{ranges(members)}", meeting.room)
     watch.activity.wait("the other replicas to connect", None)
-    place = members.index(meeting.process)
+    place = members.index(meeting.job.process)
     group: Any = dist.ProcessGroupGloo(store, place, len(members), timedelta(seconds=wait))
     group.set_timeout(DAY)
     circle = Circle(group, watch, members)
