@@ -75,7 +75,6 @@ class Activity:
         self.pipeline = tuple(pipeline) or (rank,)
         self.process = self.pipeline[rank] if pipeline else rank
         self._arrived: dict[str, int] = {}
-        self._texts: dict[tuple[int, ...], str] = {}
         self.calls = 0
         self.step = 0
         self.inside = False
@@ -152,10 +151,7 @@ class Activity:
         Returns:
             What to pass to :meth:`wait` before the process waits for it, now or later.
         """
-        key = self.pipeline if members is None else tuple(members)
-        text = self._texts.get(key)
-        if text is None:
-            text = self._texts[key] = ranges(key)
+        text = ranges(self.pipeline if members is None else tuple(members))
         number = self._arrived[text] = self._arrived.get(text, 0) + 1
         return Collective(text, number)
 

@@ -535,15 +535,7 @@ class Pipeline:
             )  # fmt: skip
 
         call = self._described(describe, trains=True, outputs=outputs)
-        with self._held.training():
-            try:
-                step = self._runner.run(call)
-            except StageError as error:
-                raise self._explained(error, call, kwargs, target) from error.__cause__
-        if step.batch_gradients:
-            # In one pass: the tensors may share parts of the caller's graph, which a backward frees.
-            tensors, gradients = zip(*step.batch_gradients, strict=True)
-            torch.autograd.backward(tensors, gradients)
+        step = flowed_back(self._run(call, kwargs, target))
         self._held.leave_gradients()
         self._ask_inside(step, args, kwargs, target)
         self._last_seed = draws
@@ -631,12 +623,16 @@ class Pipeline:
             targets = gradients_by_part(gradients, batch, output_dim(self._rules))
             return Call(replace(batch, targets=targets), loss, True, seed=draws)
 
-        call = self._described(describe, trains=True)
-        with self._held.training():
-            step = self._run(call, kwargs, MISSING)
-        if step.batch_gradients:
-            tensors, arrived = zip(*step.batch_gradients, strict=True)
-            torch.autograd.backward(tensors, arrived)
+        flowed_back(self._run(self._described(describe, trains=True), kwargs, MISSING))
+
+    def carry_out(self, describe: Callable[[], Call], *, trains: bool) -> StepState:
+        """Carry out a call described by hand, as :mod:`penstock.pipelining` does; every rank calls this.
+
+        Args:
+            describe: returns the call. If it raises, all ranks raise that error, and none begins.
+            trains: whether the call trains.
+        """
+        return flowed_back(self._run(self._described(describe, trains=trains), {}, MISSING))
 
     def _evaluate(
         self,
@@ -722,8 +718,7 @@ class Pipeline:
 
         # Called where gradients are restored afterwards: shared weights get theirs when the context ends.
         def run(hooks: Hooks) -> StepState:
-            with self._held.training():
-                return self._run(replace(call, hooks=hooks), kwargs, target)
+            return self._run(replace(call, hooks=hooks), kwargs, target)
 
         return find_nonfinite(self._stages, self._schedules.training, self._runner.gather, run)
 
@@ -795,10 +790,12 @@ class Pipeline:
 
     def _run(self, call: Call, kwargs: Mapping[str, Any], target: Any) -> StepState:
         """Carry out a call; if the model refuses an argument meant for the step, the error says so."""
-        try:
-            return self._runner.run(call)
-        except StageError as error:
-            raise self._explained(error, call, kwargs, target) from error.__cause__
+        with self._held.training() if call.trains else nullcontext():
+            try:
+                step = self._runner.run(call)
+            except StageError as error:
+                raise self._explained(error, call, kwargs, target) from error.__cause__
+        return step
 
     def _explained(
         self, error: StageError, call: Call, kwargs: Mapping[str, Any], target: Any
@@ -1164,6 +1161,15 @@ class Pipeline:
         trace: TracebackType | None,
     ) -> None:
         self.close(error)
+
+
+def flowed_back(step: StepState) -> StepState:
+    """A step whose gradients of the batch have flowed on into the caller's tensors."""
+    if step.batch_gradients:
+        # In one pass: the tensors may share parts of the caller's graph, which a backward frees.
+        tensors, gradients = zip(*step.batch_gradients, strict=True)
+        torch.autograd.backward(tensors, gradients)
+    return step
 
 
 def before_first(error: Exception) -> StageError:

@@ -344,7 +344,7 @@ def connect(
     members = members_of(group, mesh, replicas.group)
     meeting = meet(chosen, patience, device, None if members is None else Members(*members))
     job = meeting.job
-    activity = Activity(meeting.rank, job.pipeline, job.replica_of(meeting.process))
+    activity = Activity(job.rank, job.pipeline, job.replica)
     watch = Watch(activity, meeting, patience)
     try:
         activity.prepare("connects with the others")

@@ -24,7 +24,6 @@ from penstock.schedule import (
     parse_action,
     prefetch,
     reduce_gradients,
-    validate,
 )
 from penstock.schedule.action import OVERLAPPED, STAGE_OPS, Entry
 from penstock.schedule.base import flat
@@ -154,7 +153,10 @@ def schedule_on(order: Order, rank_of: Sequence[int], microbatches: int) -> Sche
         tuple(to_entry(action) for action in order[rank] if action is not None)
         for rank in sorted(order)
     )
-    return Schedule("by hand", Placement(tuple(rank_of)), microbatches, programs)
+    try:
+        return Schedule("by hand", Placement(tuple(rank_of)), microbatches, programs)
+    except ScheduleError as error:
+        raise PlacementError(str(error)) from error
 
 
 def check_order(
@@ -167,11 +169,7 @@ def check_order(
     """
     if len(actions) != pp_group_size:
         raise PlacementError(f"actions for {len(actions)} ranks, but there are {pp_group_size}")
-    try:
-        schedule = schedule_of(actions, num_stages, num_microbatches)
-        validate(schedule).raise_if_bad()
-    except ValueError as error:
-        raise PlacementError(str(error)) from error
+    schedule = proven(schedule_of(actions, num_stages, num_microbatches))
     check_trains(schedule)
     return dict(enumerate(schedule.placement.rank_of))
 

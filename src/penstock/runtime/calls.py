@@ -29,7 +29,7 @@ from penstock.runtime.hooks import Hooks, Recorder
 from penstock.runtime.kinds import Agreement
 from penstock.runtime.loss import Loss, Weights
 from penstock.runtime.result import StepResult, StepTally
-from penstock.schedule import Schedule
+from penstock.schedule import Action, Op, Schedule
 from penstock.transport import Transport
 from penstock.values import Batch, flatten
 
@@ -50,6 +50,8 @@ class Call:
         finite: whether to check that the loss and the gradients are finite.
         refusal: the error in this process's arguments, if any; all ranks learn of it, and none begins.
         mark: a hash of the batch itself, if all ranks must be given the same one; otherwise 0.
+        custom: functions that do the work of some ops; each is called with the usual function for actions,
+            which it may call, and the action.
     """
 
     batch: Batch
@@ -63,6 +65,7 @@ class Call:
     finite: bool = False
     refusal: PenstockError | None = None
     mark: int = 0
+    custom: Mapping[Op, Callable[[Callable[[Action], None], Action], None]] | None = None
 
     @property
     def mode(self) -> str:

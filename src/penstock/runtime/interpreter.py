@@ -216,11 +216,7 @@ class Interpreter:
         self._action: Action | None = None
         self.clear()
 
-    def replace(self, functions: Mapping[Op, Callable[[Action], None]]) -> None:
-        """Replace the methods of some ops by functions, which may call :meth:`perform`."""
-        self._methods = {**self._usual, **functions}
-
-    def perform(self, action: Action) -> None:
+    def _perform(self, action: Action) -> None:
         """Run an action by its usual method."""
         self._usual[action.op](action)
 
@@ -251,6 +247,10 @@ class Interpreter:
         """
         self._program, self._step, self._transport = program, step, transport
         self._kinds, self._hooks = step.agreement.kinds, step.call.hooks
+        custom = step.call.custom or {}
+        self._methods = self._usual | {
+            op: partial(function, self._perform) for op, function in custom.items()
+        }
         self._prepare_loss(step)
         profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # it has no public name
         watched = profiled or step.recorder is not None or self._hooks is not None

@@ -53,7 +53,7 @@ from penstock.runtime.loss import Loss, Weights
 from penstock.runtime.result import Numbers
 from penstock.schedule import Edge, Op, Schedule
 from penstock.stage import PipelineStage, StageModule
-from penstock.transport import WEIGHTS, Transport
+from penstock.transport import WEIGHTS, DifferentCalls, Transport
 from penstock.values import (
     Batch,
     Layout,
@@ -71,8 +71,8 @@ Schedules: TypeAlias = Callable[..., Schedule]
 it trains."""
 _WEIGHTS_TAG = 8
 """The tag of messages that carry weights."""
-_BROKEN = (MessageError, PeerFailed)
-"""Errors of an exchange that another rank's failure broke: they refuse nothing, but end the pipeline."""
+_BROKEN = (MessageError, PeerFailed, DifferentCalls)
+"""Errors of an exchange itself: they refuse nothing, but end the pipeline."""
 
 
 class Runner:
@@ -143,7 +143,7 @@ class Runner:
             return [value]
         self.check_usable()
         try:
-            return self.transport.to_first(value)
+            return self.transport.along.to_first(value)
         except BaseException as error:
             raise self.fail(error) from None
 
@@ -153,7 +153,7 @@ class Runner:
             assert values is not None
             return values[0]
         try:
-            return self.transport.from_first(values)
+            return self.transport.along.from_first(values)
         except BaseException as error:
             raise self.fail(error) from None
 
@@ -294,6 +294,7 @@ class Runner:
                 agreement = self._make_agreement(call, brought)
                 self._known.add(words, agreement)
             check_marks(marks)
+            counts = self._counts(call.loss, agreement.model_call, counts)
         except _BROKEN:
             raise
         except PenstockError as error:
@@ -304,12 +305,7 @@ class Runner:
         if error_of_job is not None:
             raise _Refused(error_of_job)
         assert agreement is not None
-        try:
-            weights = self._weigh(call.loss, agreement.model_call, counts)
-        except _BROKEN:
-            raise
-        except PenstockError as error:
-            raise _Refused(error) from None
+        weights = Weights() if call.loss is None else call.loss.weigh(counts or ())
         return StepState(call, agreement, weights, self.rank, self._devices)
 
     def _exchange_words(self, word: int, mark: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -471,19 +467,19 @@ class Runner:
                 f"{error}); pass target=, at least on rank {rank}, which has the last stage"
             ) from error
 
-    def _weigh(
+    def _counts(
         self, loss: Loss | None, model_call: ModelCall, counts: Sequence[float] | None
-    ) -> Weights:
-        """The weights of the microbatches, the same on every rank.
+    ) -> Sequence[float] | None:
+        """How much each microbatch counts, the same on every rank.
 
-        If they depend on targets that some ranks lack, the first rank that has them sends the weights.
+        If that depends on targets that some ranks lack, the first rank that has them sends it.
         """
         if loss is None:
-            return Weights()
+            return None
         if not callable(loss.loss_weight):
             if counts is None or model_call.counted:
                 counts = loss.counts(model_call.samples, ())
-            return loss.weigh(counts)
+            return counts
         if not any(model_call.targets):
             raise UsageError(
                 "loss_weight is a function of the target, but the step was given no target="
@@ -492,8 +488,7 @@ class Runner:
             tells = counts is not None and model_call.targets.index(True) == self.rank
             mine = counts if tells and counts is not None else [0.0] * model_call.count
             counts = self.transport.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
-        assert counts is not None
-        return loss.weigh(counts)
+        return counts
 
     # ---- replicated and sharded stages
 

@@ -17,7 +17,7 @@ from penstock.transport.base import (
     Sending,
     Transport,
 )
-from penstock.transport.circle import Circle, launched
+from penstock.transport.circle import Circle, DifferentCalls, launched
 from penstock.transport.gloo import GlooTransport
 from penstock.transport.nccl import NcclTransport
 
@@ -30,6 +30,7 @@ __all__ = [
     "Arrival",
     "Channel",
     "Circle",
+    "DifferentCalls",
     "Sending",
     "Transport",
     "join",

@@ -63,10 +63,16 @@ def _check_launcher() -> None:
 _JSON = 0x4A534F4E
 TO_FIRST, FROM_FIRST = _JSON + 1, _JSON + 2
 """These mark the length of JSON bytes, to tell it from another collective's data."""
-DIFFER = (
-    "the ranks called different collective methods; "
-    "call the same methods of the pipeline in the same order on every rank"
-)
+
+
+class DifferentCalls(AgreementError):
+    """The ranks called different collective methods, and may be anywhere in their programs."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the ranks called different collective methods; "
+            "call the same methods of the pipeline in the same order on every rank"
+        )
 
 
 def as_text(value: Any) -> Tensor:
@@ -88,11 +94,11 @@ def sizes_of(size: int, mark: int, gather: Callable[[Tensor], Iterable[Tensor]])
         gather: gathers a tensor of each process.
 
     Raises:
-        AgreementError: some process calls something else.
+        DifferentCalls: some process calls something else.
     """
     words = [row.tolist() for row in gather(torch.tensor([mark, size]))]
     if any(one != mark for one, _ in words):
-        raise AgreementError(DIFFER)
+        raise DifferentCalls
     return [one for _, one in words]
 
 
@@ -113,10 +119,15 @@ class Circle:
         group: their process group, also a bare ``ProcessGroupGloo``; None for all processes.
         watch: the watch over the job, which learns what this process waits for, and why a wait broke.
         members: their global ranks, if the group is a bare one; a single one needs no group.
+        gather: gathers small tensors in exchanges; by default :meth:`gather`.
     """
 
     def __init__(
-        self, group: Any = None, watch: Watch | None = None, members: Sequence[int] = ()
+        self,
+        group: Any = None,
+        watch: Watch | None = None,
+        members: Sequence[int] = (),
+        gather: Callable[[Tensor], Iterable[Tensor]] | None = None,
     ) -> None:
         is_launched = dist.is_available() and dist.is_initialized()
         alone = len(members) == 1 or (group is None and not is_launched)
@@ -127,6 +138,7 @@ class Circle:
         self.rank = 0 if self._group is None else self._group.rank()
         self.size = 1 if self._group is None else self._group.size()
         self._members = tuple(members)
+        self._gather = gather or self.gather
         if self._group is not None and not members:
             self._members = tuple(dist.get_process_group_ranks(self._group))
             if dist.get_backend(self._group) == "nccl":
@@ -135,14 +147,14 @@ class Circle:
 
     def exchange(self, value: Any) -> list[Any]:
         """The JSON values of all processes, in rank order; all of them call this."""
-        return exchange_json(value, self.gather)
+        return exchange_json(value, self._gather)
 
     def to_first(self, value: Any) -> list[Any] | None:
         """Send a JSON value to the first process, which gets those of all; all of them call this."""
         if self._group is None:
             return [value]
         text = as_text(value)
-        sizes = sizes_of(text.numel() if self.rank else 0, TO_FIRST, self.gather)
+        sizes = sizes_of(text.numel() if self.rank else 0, TO_FIRST, self._gather)
         longest = max(sizes)
         # All texts travel padded to one length; the first process's own stays where it is.
         mine = self._padded(text if self.rank else text[:0], longest)
@@ -160,7 +172,7 @@ class Circle:
             assert values is not None
             return values[0]
         texts = [as_text(None)] + [as_text(value) for value in (values or ())[1:]]
-        longest = sizes_of(max(text.numel() for text in texts), FROM_FIRST, self.gather)[0] + 8
+        longest = sizes_of(max(text.numel() for text in texts), FROM_FIRST, self._gather)[0] + 8
         mine = self._padded(texts[0], longest)
         # Each text follows its length.
         lengths = [torch.tensor([text.numel()]).view(torch.uint8) for text in texts]
@@ -238,7 +250,7 @@ def circle_beside(meeting: Meeting, watch: Watch, wait: float) -> Circle:
         return Circle(None, watch, members)
     store = PrefixStore(f"beside/{ranges(members)}", meeting.room)
     watch.activity.wait("the other replicas to connect", None)
-    place = members.index(meeting.process)
+    place = members.index(meeting.job.process)
     group: Any = dist.ProcessGroupGloo(store, place, len(members), timedelta(seconds=wait))
     group.set_timeout(DAY)
     circle = Circle(group, watch, members)
