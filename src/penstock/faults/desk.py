@@ -70,6 +70,10 @@ class Desk:
         asked = self._asked
         return 0.0 if asked is None else monotonic() - asked
 
+    def now(self) -> None:
+        """Write this process's place now."""
+        self._wake.set()
+
     def learn(self, failure: Failure) -> None:
         """Take a failure for the first one, unless one is known."""
         if self.failure is None:

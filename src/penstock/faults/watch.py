@@ -124,6 +124,7 @@ class Watch:
         """Note that the pipeline is set up: from now on the limits for steps apply."""
         self.activity.setup = None
         self.activity.rest()
+        self._desk.now()
 
     def keep_in(self, folder: Path | None) -> None:
         """Write reports of failures to this folder."""
