@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from statistics import median
 from time import monotonic
 from typing import Any, NamedTuple
@@ -65,6 +66,7 @@ class Activity:
         slack: seconds that the current work may take, if that is more than usual.
         durations: how long the latest training steps took, in seconds; before the first one, how long the
             latest calls took.
+        call: the call of the user's that this rank is in and that every rank must make; empty for none.
 
     The other attributes are those of :class:`~penstock.faults.Place`.
     """
@@ -86,6 +88,7 @@ class Activity:
         self.since = monotonic()
         self.slack = 0.0
         self.durations: deque[float] = deque(maxlen=50)
+        self.call = ""
         self._began: float | None = None
         self._beats = itertools.count(1)
 
@@ -93,6 +96,19 @@ class Activity:
     def name(self) -> str:
         """The rank's name in messages."""
         return name_of(self.rank, self.process, self.replica)
+
+    @contextmanager
+    def calling(self, name: str) -> Iterator[None]:
+        """A context for a call that every rank must make; of calls inside each other, the outermost counts.
+
+        Args:
+            name: its name as the user writes it.
+        """
+        before, self.call = self.call, self.call or name
+        try:
+            yield
+        finally:
+            self.call = before
 
     def prepare(self, what: str) -> None:
         """Note that a part of the set-up begins, such as ``"cuts the model"``; this counts as progress."""
@@ -205,6 +221,7 @@ class Activity:
             action=None if action is None else str(action),
             waits=waits,
             awaited=awaited,
+            call=self.call,
             collective=None if collective is None else collective.number,
             arrived=" ".join([f"{group}={n}" for group, n in self._arrived.copy().items()]),
             age=round(max(0.0, monotonic() - self.since), 1),

@@ -89,6 +89,7 @@ class Place(Where):
         setup: the part of the set-up that it is in; ``None`` once its pipeline is made.
         waits: what it waits for; ``None`` while it works.
         awaited: the global ranks that it waits for, as :func:`ranges` writes them.
+        call: the call of the user's that it is in and that every rank must make; empty for none.
         collective: the number of the collective of these that it waits for; ``None`` for another wait.
         arrived: for each group of processes, to how many of its collectives this one has come.
         age: seconds from its last progress until it wrote this.
@@ -102,6 +103,7 @@ class Place(Where):
     setup: str | None = None
     waits: str | None = None
     awaited: str = ""
+    call: str = ""
     collective: int | None = None
     arrived: str = ""
     age: float = 0.0

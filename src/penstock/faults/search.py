@@ -90,6 +90,18 @@ class Search:
             limit: seconds for which a rank may make no progress, unless it has asked for more.
             broken: whether a connection of the first one broke.
         """
+        failure = self._judged(places, limit, broken=broken)
+        # A call that one rank alone makes is what keeps it waiting for another that knows nothing of it.
+        calls = {place.call: place for place in places if place.call and place.waits}
+        culprit = next((one for one in places if failure and one.process == failure.process), None)
+        if failure is None or len(calls) != 1 or culprit is None or culprit.call in calls:
+            return failure
+        (name, caller), *_ = calls.items()
+        return replace(
+            failure, what=f"{failure.what}; {caller.name} is in {name}, which every rank must call"
+        )
+
+    def _judged(self, places: Sequence[Place], limit: float, *, broken: bool) -> Failure | None:
         start, *others = places
         for place in others:
             stale = self.stale(place)

@@ -53,7 +53,14 @@ from penstock.runtime.loss import Loss, Weights
 from penstock.runtime.result import Numbers
 from penstock.schedule import Edge, Op, Schedule
 from penstock.stage import PipelineStage, StageModule
-from penstock.transport import WEIGHTS, DifferentCalls, Transport
+from penstock.transport import (
+    WEIGHTS,
+    DifferentCalls,
+    Transport,
+    check_called,
+    is_marked,
+    name_in_numbers,
+)
 from penstock.values import (
     Batch,
     Layout,
@@ -283,7 +290,7 @@ class Runner:
         except PenstockError as error:
             refusal = refusal or error
         mine = REFUSED if brought is None or refusal is not None else brought.word
-        words, marks = self._exchange_words(mine, call.mark)
+        words, marks = self._exchange_words(mine, call)
         agreement, refusal_here = None, None
         try:
             if REFUSED in words:
@@ -308,17 +315,18 @@ class Runner:
         weights = Weights() if call.loss is None else call.loss.weigh(counts or ())
         return StepState(call, agreement, weights, self.rank, self._devices)
 
-    def _exchange_words(self, word: int, mark: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _exchange_words(self, word: int, call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The words and the marks of all ranks: all that is exchanged before a step that is known."""
         if self.transport is None:
-            return (word,), (mark,)
+            return (word,), (call.mark,)
+        name = name_in_numbers(self.transport.activity.call or call.method)
+        row = torch.tensor([word, call.mark, *name])
         rows = [
             row.tolist()
-            for row in self.transport.gather(
-                torch.tensor([word, mark]), f"the word before step {self._steps}"
-            )
+            for row in self.transport.gather(row, f"the word before step {self._steps}")
         ]
-        return tuple(word for word, _ in rows), tuple(mark for _, mark in rows)
+        check_called(rows, lambda one: not is_marked(one))
+        return tuple(row[0] for row in rows), tuple(row[1] for row in rows)
 
     def _state(self) -> list[Any]:
         """What plans and layouts depend on in the stages of this process, as JSON data."""

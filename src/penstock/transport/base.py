@@ -207,7 +207,7 @@ class Transport(ABC):
 
     def exchange(self, value: Any) -> list[Any]:
         """The JSON values of all ranks, in rank order."""
-        return exchange_json(value, self.gather)
+        return exchange_json(value, self.gather, self.activity.call)
 
     def describe(self, peer: int, tag: int, description: Any) -> Sequence[Sending]:
         """Send the description of a kind's first message, as JSON."""
