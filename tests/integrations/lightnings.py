@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -192,6 +192,15 @@ class Curve(Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
         self.losses.append(float(outputs["loss"]))
+
+
+class Thaw(BaseFinetuning):
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.features)
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.features, optimizer)
 
 
 def trainer_of(strategy: Any = "auto", **options: Any) -> Trainer:

@@ -74,6 +74,11 @@ class Call:
         losses = "with" if self.loss else "without"
         return " ".join([doing, losses, "loss", *autocast_types()])
 
+    @property
+    def method(self) -> str:
+        """The method that the user called."""
+        return "step" if self.trains else "predict" if self.loss is None else "eval"
+
 
 _ACCELERATOR = torch.accelerator.current_accelerator()
 _COMPUTES = ("cpu",) if _ACCELERATOR is None else ("cpu", _ACCELERATOR.type)
