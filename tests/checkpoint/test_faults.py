@@ -219,7 +219,7 @@ ENDS = {
     "failure": ('raise OSError(28, "No space left on device")', "", 70, "No space left on device"),
     "slow": ("threading.main_thread().join(); fsync(handle)", "", 0, ""),
     "hanging": ("threading.Event().wait()", "", 70, "it was not complete"),
-    "dying": ("threading.Event().wait()", "1 / 0", 1, "it was not complete"),
+    "dying": ("threading.Event().wait()", "1 / 0", 70, "it was not complete"),
 }
 
 

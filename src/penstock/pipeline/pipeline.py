@@ -86,8 +86,8 @@ from penstock.schedule.base import flat, whole_number
 from penstock.stage import Compilation, PipelineStage, device_of, without_compilation
 from penstock.transport import Circle, Transport
 from penstock.values import MISSING, Batch, Rules, check_rules, merge, output_dim, split_batch
-from penstock.weights import Init, load_partition
-from penstock.weights.folders import load_folder, save_weights
+from penstock.weights import Init, load_partition, read_weights
+from penstock.weights.folders import save_weights
 from penstock.weights.initialise import initialise
 from penstock.weights.norms import all_norms, scale_gradients, total_norm
 from penstock.weights.optimizers import OptimizerStates, named_state_dict, read_states
@@ -97,7 +97,6 @@ from penstock.weights.states import (
     gather_optimizer,
     gather_state,
     load_optimizer,
-    load_state,
 )
 from penstock.weights.team import Level, Team, exchanging
 
@@ -963,9 +962,7 @@ class Pipeline:
         Raises:
             StateDictError: something is missing, unexpected or of another size; nothing is changed then.
         """
-        result = load_state(self._held.team, self._held.weights, state_dict, strict=strict)
-        self._held.align()
-        return result
+        return self._held.load(lambda: state_dict, strict=strict, any_name=False)
 
     # ---- optimizers
 
@@ -1044,10 +1041,7 @@ class Pipeline:
             StateDictError: the files hold another model.
         """
         with self.patient(LONG):
-            weights = self._held.weights
-            result = load_folder(self._held.team, weights, Path(folder), strict=strict)
-            self._held.align()
-            return result
+            return self._held.load(lambda: read_weights(folder), strict=strict, any_name=True)
 
     # ---- hooks, messages between ranks, and the end
 
