@@ -269,7 +269,7 @@ class PipelineStage:
         """Whether wrappers may change the types of what the stage is given and gives."""
         return parallel.may_cast(self._module, self.code)
 
-    def parts(self) -> Iterator[parallel.Part]:
+    def parts(self) -> Iterator[parallel.Member]:
         """All modules of the stage, with their paths in the slice."""
         return parallel.parts_of(self._module, self.code)
 
