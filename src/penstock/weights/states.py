@@ -330,8 +330,8 @@ def load_optimizer(
         return [name for of in groups for name in of], [*number_of]
 
     def compare() -> tuple[Sequence[str], Sequence[str]]:
-        found, missing, problems = find_groups(groups, saved, number_of)
-        numbers.extend(found)
+        continued, missing, problems = find_groups(groups, saved, number_of)
+        numbers.extend(continued)
         return missing, problems
 
     refuse = partial(check_fits, strict=strict, what="optimizer's states")
