@@ -13,7 +13,7 @@ from penstock.errors import InternalError, PartitionError, PeerFailed, SpecError
 from penstock.testing import WorkerError, WorkerPool
 from tests.fuzz.campaign import Campaign
 from tests.fuzz.judging import Outcome, differences, judge, judge_in, outcome_of
-from tests.fuzz.programs import Program
+from tests.fuzz.programs import LAYOUTS, Program
 
 pytestmark = pytest.mark.timeout(400)  # a few CPU seconds each, also where the machine is busy
 
@@ -31,9 +31,10 @@ def test_fixed_programs_in_one_process_do_what_a_plain_loop_does() -> None:
 @pytest.mark.slow
 def test_fixed_programs_with_a_process_for_each_rank_do_too(workers: WorkerPool) -> None:
     campaign = Campaign(lambda program: judge_in(workers, program.source, program.processes))
-    campaign.explore(seed=0, most=5, gloo=True)  # hypothesis begins with the plainest
+    for layout in LAYOUTS[1:]:
+        campaign.explore(seed=0, most=5, layout=layout)  # hypothesis begins with the plainest
     assert campaign.faults == {}, campaign.report()
-    assert campaign.kinds["same"] > 3
+    assert campaign.kinds["same"] > 6
 
 
 # ---- planted faults
@@ -197,7 +198,7 @@ def make():
     return model
 
 
-def batch(step):
+def batch(step, replica=0):
     return (torch.ones(2, 4),), {}, torch.ones(2, 4)
 
 
@@ -212,7 +213,7 @@ def pipeline(model, group=None):
 loss_fn = F.mse_loss
 RUN = dict(steps=1, microbatches=2, reduction="mean", dtype="float64", optimizer="SGD", clip=None,
     outputs=True, evaluate=True, load=False, accumulate=1, seed=None, loss_weight=False,
-    autocast=False, half=True)
+    autocast=False, half=True, as_module=False, replicas=1)
 """
 
 

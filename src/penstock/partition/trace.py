@@ -550,6 +550,10 @@ class _Recorder(TorchFunctionMode):
                 f"{self.current.where}: {self.current.name} uses {name}, which is in another stage; return "
                 "it from there and pass it on as an argument, or put both into one stage"
             )
+        return self._refusal(text)
+
+    def _refusal(self, text: str) -> Exception:
+        """An error that counts, whatever the author's code makes of it."""
         self._refused.append(PartitionError(text))
         return self._refused[-1]
 
@@ -701,18 +705,21 @@ class _Recorder(TorchFunctionMode):
         if name == "__get__" or name == "__set__":
             name = getattr(getattr(func, "__self__", None), "__name__", name)
         event = Event(func, name, self._where())
-        if torch._C._functorch.maybe_current_level() is not None:
-            raise PartitionError(
-                f"{event.where}: the model calls {name} under a transform of torch.func, such as vmap, "
-                "between its units, which cannot be cut; put it into a module that is placed as a whole"
-            )
-        if func in _GRADIENTS:
-            raise PartitionError(
-                f"{event.where}: the model takes gradients between its units, which no stage has whole; put "
-                "that into a module that is placed as a whole"
+        if does := self._does_what_cannot_be_cut(func, name):
+            raise self._refusal(
+                f"{event.where}: the model {does}; put that into a module that is placed as a whole"
             )
         label = f"{name.strip('_')} after {self._latest}" if self._latest else name.strip("_")
         return self._event(event, label, func, args, kwargs)
+
+    def _does_what_cannot_be_cut(self, func: Any, name: str) -> str:
+        if isinstance(func, torch._ops.OpOverload) and _is_dispatched(sys._getframe(3)):
+            return "runs compiled code between its units, such as a function of torch.jit"
+        if torch._C._functorch.maybe_current_level() is not None:
+            return f"calls {name} under a transform of torch.func, such as vmap, between its units"
+        if func in _GRADIENTS:
+            return "takes gradients between its units, which no stage has whole"
+        return ""
 
     def _is_followed(self, tensor: Tensor) -> bool:
         while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -1155,6 +1162,11 @@ def _tables(module: nn.Module) -> list[tuple[Any, str, Tensor | None]]:
     parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
     tables: list[Any] = [table for part in parts for table in (part._parameters, part._buffers)]
     return [(table, name, tensor) for table in tables for name, tensor in table.items()]
+
+
+def _is_dispatched(frame: Any) -> bool:
+    """Whether an operation is called from within the dispatcher: no function of PyTorch was seen before."""
+    return "fake_tensor" in frame.f_code.co_filename
 
 
 def _any(answers: Iterable[bool]) -> bool:
