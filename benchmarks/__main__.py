@@ -1,17 +1,20 @@
-"""``python -m benchmarks``: measure, print, and write ``bench-results/*.json``."""
+"""``python -m benchmarks``: measure, print, and write ``bench-results/*.json`` and ``docs/measured.md``."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import backward, buffers, checkpoints, cut, inside, plan, replicas, steps
+import penstock
+from benchmarks import backward, buffers, checkpoints, cut, inside, page, plan, replicas, steps
 
 BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "steps": steps.compare,
@@ -31,6 +34,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help=f"which: {', '.join(BENCHES)}; by default all")
     parser.add_argument("--rounds", type=int, default=20, help="paired times per figure")
     parser.add_argument("--output", type=Path, default=Path("bench-results"))
+    parser.add_argument("--page", type=Path, default=Path("docs/measured.md"))
     chosen = parser.parse_args()
     unknown = sorted(set(chosen.names) - set(BENCHES))
     if unknown or chosen.rounds < 2:
@@ -38,21 +42,28 @@ def main() -> None:
     torch.set_num_threads(1)
     for name in chosen.names or BENCHES:
         _run(name, chosen.rounds, chosen.output)
+        page.write(chosen.output / f"{name}.json", chosen.page)
 
 
 def _run(name: str, rounds: int, folder: Path) -> None:
-    report = {"machine": _machine(), "figures": BENCHES[name](rounds)}
+    report = {"machine": _machine(), "rounds": rounds, "figures": BENCHES[name](rounds)}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(report, indent=2) + "\n")
 
 
-def _machine() -> dict[str, Any]:
-    return {
-        "processor": platform.machine(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-    }
+def _machine() -> str:
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{device}, {os.cpu_count()} cores, {versions}, Penstock {penstock.__version__}"
+
+
+def _processor() -> str:
+    """The processor's name, where the system tells it."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

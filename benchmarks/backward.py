@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.live import LiveBytes
+from benchmarks.pairs import Ratios
 from penstock.backward import SplitBackward
 
 WIDTHS = {64: (1, 32), 256: (2, 128), 512: (2, 256)}
@@ -175,32 +175,22 @@ def times(stage: Stage, rounds: int) -> dict[str, list[dict[str, float]]]:
     return {name: measured[2:] for name, measured in found.items()}
 
 
-def ratio(
-    found: dict[str, list[dict[str, float]]], name: str, part: str, base: str = "plain"
-) -> float:
-    """The middle of the rounds' ratios of one way to another."""
-    pairs = zip(found[name], found[base], strict=True)
-    return statistics.median(mine[part] / other[part] for mine, other in pairs)
-
-
 def compare_times(width: int, rerun: bool, rounds: int) -> dict[str, Any]:
     """Times and ratios of one width."""
     found = times(stage_of(width, rerun=rerun), rounds)
-    figures: dict[str, Any] = {
-        "milliseconds": {
-            name: {part: 1e3 * statistics.median(m[part] for m in measured) for part in measured[0]}
-            for name, measured in found.items()
-        },
-        "F of plain": ratio(found, "split", "F"),
-        "I+W of plain": {name: ratio(found, name, "I+W") for name in WAYS},
-        "I+W of peer": ratio(found, "split", "I+W", "peer"),
+
+    def ratios(name: str, part: str, base: str = "plain") -> Ratios:
+        return Ratios([one[part] for one in found[name]], [one[part] for one in found[base]])
+
+    figures = {
+        "F beside a plain forward": ratios("split", "F"),
+        "I + W beside a plain backward": ratios("split", "I+W"),
+        "I + W beside torch's package": ratios("split", "I+W", "peer"),
     }
-    each = ", ".join(f"{n} {figures['I+W of plain'][n]:.3f}" for n in WAYS if n != "plain")
-    print(
-        f"backward, width {width:4}{', checkpointed' if rerun else '':14}: I+W of plain: {each}; "
-        f"F {figures['F of plain']:.3f}; aims {'1.2, F 1.05' if width < 256 else '1.03, F 1.05'}"
-    )
-    return figures
+    title = f"backward, width {width:4}{', checkpointed' if rerun else ''}"
+    for name, of in figures.items():
+        print(f"{title}: {name} {of.told('of its time')}")
+    return {name: of.to_json() for name, of in figures.items()}
 
 
 # ---- memory
@@ -237,31 +227,37 @@ def compare_bytes(width: int, **options: bool) -> dict[str, Any]:
     """Bytes of all ways for one kind of block."""
     found = {name: live_bytes(name, stage_of(width, **options)) for name in WAYS}
     ours, others = found["split"], found["peer"]
+    between = ours["I"] / others["I"]
     figures = {
         "bytes": found,
         "I of F": ours["I"] / ours["F"],
-        "I of peer": ours["I"] / others["I"],
+        "between the halves, beside torch's package": {
+            "ratio": {"median": between, "quartiles": (between, between)},
+            "ours_bytes": ours["I"],
+            "peer_bytes": others["I"],
+        },
     }
     kind = "SwiGLU, RMSNorm" if options.get("gated", True) else "GELU, LayerNorm"
     kind += ", checkpointed" if options.get("rerun") else ""
     mib = {name: [round(b / 2**20) for b in parts.values()] for name, parts in found.items()}
     print(
         f"backward, {kind}, MiB after F, I, W: {mib}; "
-        f"I of F {figures['I of F']:.2f}, I of the peer's {figures['I of peer']:.2f}"
+        f"I of F {figures['I of F']:.2f}, I of the peer's {between:.2f}"
     )
     return figures
 
 
 def compare(rounds: int) -> dict[str, Any]:
     """All figures, printed, and as JSON data."""
-    found: dict[str, Any] = {"times": {}, "bytes": {}}
+    found: dict[str, Any] = {"time": {}, "memory": {}}
     for width in WIDTHS:
         for rerun in False, True:
             several = rounds * 3 if width == 64 else rounds
-            name = f"{width}{', checkpointed' if rerun else ''}"
-            found["times"][name] = compare_times(width, rerun, several)
+            name = f"width {width}{', checkpointed' if rerun else ''}"
+            found["time"][name] = compare_times(width, rerun, several)
     for gated in True, False:
         for rerun in False, True:
-            name = f"{'gated' if gated else 'plain'}{', checkpointed' if rerun else ''}"
-            found["bytes"][name] = compare_bytes(512, gated=gated, rerun=rerun)
+            kind = "SwiGLU and RMSNorm" if gated else "GELU and LayerNorm"
+            name = f"{kind}{', checkpointed' if rerun else ''}"
+            found["memory"][name] = compare_bytes(512, gated=gated, rerun=rerun)
     return found

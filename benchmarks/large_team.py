@@ -16,11 +16,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.checkpoint.contents import WEIGHTS, Parts, Targets, alike, held_of, parts_of
-from penstock.checkpoint.loading import Loading, bits_of
+from penstock.checkpoint.contents import WEIGHTS, alike, held_of
+from penstock.checkpoint.loading import Choosing
 from penstock.checkpoint.planning import file_of
 from penstock.checkpoint.saving import Leader
 from penstock.checkpoint.table import TABLE, CheckpointTable, table_text
+from penstock.weights import team as teams
 
 TEAMS = ((16, 4), (32, 8), (64, 16))
 """Ranks of a pipeline, and replicas over which each weight is sharded."""
@@ -88,7 +89,9 @@ class Costs(NamedTuple):
 # ---- what each rank has
 
 
-def describe_rank(shapes: Shapes, shard: int, shards: int, step: int | None, rate: float) -> Parts:
+def describe_rank(
+    shapes: Shapes, shard: int, shards: int, step: int | None, rate: float
+) -> dict[str, Any]:
     """The parts of a rank that has one shard of each weight and of what AdamW keeps for it.
 
     Args:
@@ -113,16 +116,28 @@ def describe_rank(shapes: Shapes, shard: int, shards: int, step: int | None, rat
         "rank": shapes[0][0],
     }
     held = held_of(_tensors(shapes, shard, shards, scalars=step is None))
-    return parts_of(
-        {
-            "tensors": [held.types, held.tensors],
-            "boxes": [held.boxes, held.box_of],
-            "names": names,
-            "values": alike(values),
-            "settings": {"optimizer": [{"lr": rate, "betas": [0.9, 0.95], "weight_decay": 0.1}]},
-            "state scheduler": [{"last_epoch": rate}, {}],
-        }
-    )
+    return {
+        "tensors": [held.types, held.tensors],
+        "boxes": [held.boxes, held.box_of],
+        "names": names,
+        "values": alike(values),
+        "settings": {"optimizer": [{"lr": rate, "betas": [0.9, 0.95], "weight_decay": 0.1}]},
+        "state scheduler": [{"last_epoch": rate}, {}],
+    }
+
+
+def request_of(shapes: Shapes) -> dict[str, Any]:
+    """What a rank asks for when it loads what such ranks have saved."""
+    types: dict[Any, int] = {}
+    rows = [
+        [types.setdefault(("torch.bfloat16", shape), len(types)), f"model/{name}"]
+        for name, shape in shapes
+    ]
+    names = [name for name, _ in shapes]
+    request = {"weights": {"model": rows}, "types": [*types], "states": ["scheduler"]}
+    request |= {"optimizers": {"optimizer": ["AdamW", [names]]}}
+    request |= {"schedulers": {"scheduler": "optimizer"}, "rank": names[0], "alone": names}
+    return {"request": request}
 
 
 def _scalar(key: str) -> dict[str, str]:
@@ -157,8 +172,9 @@ class Team:
             self.stages = [every[a:b] for a, b in pairwise(bounds)]
         self.ranks, self.replicas = ranks, replicas
         self.size = ranks * replicas
-        self.names = [str(process) for process in range(self.size)]
-        self.leader = Leader()
+        self.team = teams.Team([], (replicas, ranks))
+        self.known, self.leader = teams.Known(), Leader()
+        self.rank_seconds, self.before = 0.0, 0
 
     def _counted(self, sent: Sequence[int], got: Sequence[int], messages: int, *of: Any) -> Costs:
         # The first rank of each pipeline passes on what the others of it send and get.
@@ -168,58 +184,74 @@ class Team:
         )
         return Costs(max(sent[1:]), max(got[1:]), messages, relayed, *of)
 
+    def _tell(
+        self, parts: Sequence[dict[str, Any]], known: teams.Known, begun: Any, plan: Any
+    ) -> Any:
+        """As the team's ``tell``: what each sends and gets, the seconds of the leader, and its answers."""
+        shown, texts = zip(*(teams.parts_of(of) for of in parts), strict=True)
+        heads = [json.dumps([7, digests]) for digests in shown]
+        # What the ranks hold themselves is none of the leader's memory.
+        self.before = _clear_peak()
+        started = time.process_time()
+        digests = [json.loads(head)[1] for head in heads]
+        asked = known.asked(digests)
+        replies = [json.dumps([begun, of]) for of in asked]
+        seconds = time.process_time() - started
+        told = [
+            json.dumps({one: of[one] for one in ask}) for of, ask in zip(texts, asked, strict=True)
+        ]
+        started = time.process_time()
+        answers = [
+            json.dumps(one) for one in plan(known.learn(digests, list(map(json.loads, told))))
+        ]
+        seconds += time.process_time() - started
+        sent = [len(a) + len(b) for a, b in zip(heads, told, strict=True)]
+        got = [len(a) + len(b) for a, b in zip(replies, answers, strict=True)]
+        return sent, got, seconds, answers
+
     def save(self, step: int | None, rate: float) -> tuple[Costs, bytes]:
         """Save; return what it costs, and the table."""
         parts = [
             describe_rank(self.stages[i % self.ranks], i // self.ranks, self.replicas, step, rate)
             for i in range(self.size)
         ]
-        heads = [json.dumps([7, of.digests, None]) for of in parts]
-        before, started = _memory("VmRSS"), time.process_time()
-        Path("/proc/self/clear_refs").write_text("5")
-        wanted = self.leader.wanted([json.loads(head) for head in heads], self.names)
-        begun = [json.dumps(["/a/folder", "0" * 12, asked]) for asked in wanted]
-        seconds = time.process_time() - started
-        told = [
-            json.dumps([[name, of.data[name]] for name in asked])
-            for of, asked in zip(parts, wanted, strict=True)
-        ]
+        sent, got, seconds, _ = self._tell(
+            parts, self.known, ["/a/folder", "0" * 12], lambda of: self.leader.plan(of, self.team)
+        )
         started = time.process_time()
-        shares = [json.dumps(one) for one in self.leader.plan([json.loads(one) for one in told])]
         files = [{"name": file_of(p), "bytes": 1, "crc32": 1} for p in self.leader.writers]
         layout = {"replicas": self.replicas, "processes": self.ranks}
-        table = table_text({**self.leader.contents, "layout": layout, "files": files}, "0" * 12, 7)
+        about = {"layout": layout, "extra": None, "files": files}
+        table = table_text({**self.leader.contents, **about}, "0" * 12, 7)
         seconds += time.process_time() - started
-        memory = _memory("VmHWM") - before + sum(map(len, told))
+        memory = _memory("VmHWM") - self.before
         note = len(json.dumps([file_of(0), 10**12, 2**32]))
-        sent = [len(a) + len(b) + note for a, b in zip(heads, told, strict=True)]
-        got = [len(a) + len(b) + 4 for a, b in zip(begun, shares, strict=True)]
-        return self._counted(sent, got, 6, seconds, memory), table
+        return self._counted([one + note for one in sent], got, 6, seconds, memory), table
 
     def load(self, table: bytes) -> Costs:
-        """Load: the leader reads the table, and compares what all have."""
+        """Load: the leader reads the table, compares it with what all have, and passes on parts of it."""
+        requests = [request_of(self.stages[i % self.ranks]) for i in range(self.size)]
         with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / TABLE).write_bytes(table)
-            before, started = _memory("VmRSS"), time.process_time()
-            Path("/proc/self/clear_refs").write_text("5")
-            loading = Loading(CheckpointTable(Path(folder)), Targets({}), strict=True)
-            seconds = time.process_time() - started
-            names, reports = loading.names(), []
-            for process in range(self.size):
-                stage = self.stages[process % self.ranks]
-                used = {f"{label}/{name}" for name, _ in stage for label in ("model", "optimizer")}
-                alone = {f"model/{name}" for name, _ in stage}
-                bits = [bits_of(names, used), bits_of(names, alone)]
-                labels = ["model", "optimizer", "scheduler"]
-                empty: dict[str, list[str]] = {"hard": [], "missing": [], "loose": []}
-                report = [empty, labels, labels[:2], process % self.ranks, bits]
-                reports.append(json.dumps(report))
+            path = Path(folder, "step-00000007")
+            path.mkdir()
+            (path / TABLE).write_bytes(table)
+            choosing = Choosing(Path(folder), None, strict=True, older=False)
+            sent, got, seconds, _ = self._tell(requests, teams.Known(), None, choosing.begin)
             started = time.process_time()
-            loading.check([json.loads(report) for report in reports])
+            parts = [json.dumps(one) for one in choosing.judge([""] * self.size)]
             seconds += time.process_time() - started
-            memory = _memory("VmHWM") - before
-        sent = [len(report) for report in reports]
-        return self._counted(sent, [100] * self.size, 8, seconds, memory)
+            memory = _memory("VmHWM") - self.before
+            started = time.process_time()
+            CheckpointTable(path, json.loads(parts[-1])[1]["table"])
+            self.rank_seconds = time.process_time() - started
+        got = [a + len(b) for a, b in zip(got, parts, strict=True)]
+        return self._counted(sent, got, 10, seconds, memory)
+
+
+def _clear_peak() -> int:
+    """Forget the peak of this process's memory; return what it holds now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _memory("VmRSS")
 
 
 def _memory(what: str) -> int:
@@ -242,7 +274,9 @@ def main() -> None:
                 f"{title}: first save: {first}; a table of {len(table) / 1e6:.1f} MB\n"
             )
             sys.stdout.write(f"{title}: later save: {team.save(None, 0.2)[0]}\n")
-            sys.stdout.write(f"{title}: load:       {team.load(table)}\n")
+            sys.stdout.write(
+                f"{title}: load:       {team.load(table)}; another rank {team.rank_seconds:.2f} s\n"
+            )
             team.save(1, 0.1)
             sys.stdout.write(f"{title}: a number as step: {team.save(2, 0.2)[0]}\n")
             sys.stdout.flush()

@@ -45,9 +45,6 @@ class Ratios:
             "rounds": [{"ours": a, "peer": b} for a, b in zip(self.ours, self.peers, strict=True)],
         }
 
-    def __str__(self) -> str:
-        return self.told("the peer")
-
     def told(self, base: str) -> str:
         """The figures in a line.
 

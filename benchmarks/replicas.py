@@ -157,8 +157,8 @@ def compare(rounds: int) -> dict[str, Any]:
             gap = max(reply["gap"] for reply in replies)
             if gap > 1e-5:
                 raise AssertionError(f"the gradients of the two ways differ by {gap}")
-            for other, title in (("peer", "the peer"), ("hand", "a loop by hand")):
+            for other, title in (("peer", "torch's package"), ("hand", "a loop by hand")):
                 ratios = Ratios(replies[0]["ours"], replies[0][other])
                 print(f"step of 2 x 2 replicas, {case}: {ratios.told(title)}")
-                figures[f"{case}, {other}"] = ratios.to_json()
+                figures[f"{case}, beside {title}"] = ratios.to_json()
     return figures

@@ -33,7 +33,7 @@ AIMS: dict[tuple[str, str], dict[str, float]] = {
 """What a step should take at most, of what the peer's takes."""
 SOCKETS = 1 / 1.3
 """What a tiny step should take at most, of what it takes without sockets: else they are not worth having."""
-OTHERS = {"peer": "the peer", "hand": "a loop by hand", "gloo": "without sockets"}
+OTHERS = {"peer": "torch's package", "hand": "a loop by hand", "gloo": "Penstock without sockets"}
 
 
 class ByHand:
@@ -139,7 +139,7 @@ def compare(rounds: int) -> dict[str, Any]:
                 ratios = _ratios(replies, other)
                 aims = {"peer": limits, "gloo": {"time": SOCKETS}}.get(other, {})
                 _tell(f"step, {schedule}, {case}", ratios, other, aims)
-                figures[f"{case}, {schedule}, {other}"] = {
+                figures[f"{case}, {schedule}, beside {OTHERS[other]}"] = {
                     "aims": aims,
                     **{what: ratio.to_json() for what, ratio in ratios.items()},
                 }

@@ -38,7 +38,8 @@ def _mixed(number: int) -> int:
 def _generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
     """The default generators of the CPU and of some devices."""
     generators = [torch.default_generator]
-    for device in sorted({d for d in devices if d.type not in {"cpu", "meta"}}, key=str):
+    others = {device for device in devices if device.type not in {"cpu", "meta"}}
+    for device in sorted(others, key=str) if others else ():
         module: Any = torch.get_device_module(device)
         # The generators do not exist until the backend is initialised.
         module.init()
@@ -65,7 +66,7 @@ class Draws:
 
     def __init__(self, seed: int, step: int, microbatch: int, device: torch.device | None) -> None:
         self._start = seed_of(seed, f"{step}/{microbatch}")
-        self._generators = _generators([] if device is None else [device])
+        self._generators = _generators(() if device is None else (device,))
 
     def enter(self, path: str, number: int) -> None:
         """Seed the generators before a call.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeAlias
@@ -339,28 +339,24 @@ class PipelineStage:
         leaves: list[Tensor] = []
         entered = [enter(value, leaves, copies=True) for value in args]
         named = {n: enter(value, leaves, copies=True) for n, value in (kwargs or {}).items()}
-        return self.run(microbatch, entered, named, leaves, loss, call)
-
-    def run(
-        self,
-        microbatch: int,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        leaves: list[Tensor],
-        loss: Callable[[Any], Any] | None = None,
-        call: StageCall | None = None,
-    ) -> Any:
-        """Like :meth:`forward`, for arguments that have been entered already, with their ``leaves``."""
-        if call is not None:
-            args = (call, *args)
-        output = self._run_compiled(args, kwargs) if self._compiles else self._call(*args, **kwargs)
-        root = output if loss is None else loss(output)
+        output = self.run(entered if call is None else (call, *entered), named)
         if torch.is_grad_enabled():
-            if isinstance(root, Tensor):
-                root = [root]
-            roots = root if loss is not None and type(root) is list else tensors_in(root)
-            self._forwards[microbatch] = list(filter(_LEARNS, roots)), leaves
+            self.keep(microbatch, tensors_in(output if loss is None else loss(output)), leaves)
         return output
+
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call the module with arguments that have been entered already."""
+        return self._run_compiled(args, kwargs) if self._compiles else self._call(*args, **kwargs)
+
+    def keep(self, microbatch: int, roots: Iterable[Tensor], leaves: list[Tensor]) -> None:
+        """Keep what a microbatch's backward goes from and to, until it comes.
+
+        Args:
+            microbatch: its index.
+            roots: where backward starts; those that require no grad are left out.
+            leaves: the leaves of the arguments, from :func:`enter`.
+        """
+        self._forwards[microbatch] = list(filter(_LEARNS, roots)), leaves
 
     def _run_compiled(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a module that may compile now, with what its backward in halves needs."""
@@ -390,7 +386,7 @@ class PipelineStage:
         if microbatch not in self._forwards:
             self._lacks(microbatch, "forward")
         _, leaves = self._forwards.pop(microbatch)
-        self._forwards[microbatch] = list(filter(_LEARNS, tensors_in(root))), leaves
+        self.keep(microbatch, tensors_in(root), leaves)
 
     def backward(self, microbatch: int, output_grads: Gradients | None) -> Gradients:
         """Full backward of a microbatch: weights get ``.grad``.
@@ -458,20 +454,20 @@ def enter(value: Any, leaves: list[Tensor], *, copies: bool) -> Any:
             return value
         return map_tensors(value, lambda tensor: enter(tensor, leaves, copies=copies))
     data = value.detach()
-    if copies and not value.is_meta:
+    if copies and type(data) is not Tensor:
         # torch's clone of a DTensor would carry out a sum that is pending.
-        data = data.clone() if type(data) is Tensor else _copied(data)
-        if data.stride() != value.stride():
-            data = restrided(data.contiguous(), value.stride())
-    if not (value.requires_grad and torch.is_grad_enabled()):
+        data, copies = parallel.with_local(data, parallel.local_part(data).clone()), False
+    learns = value.requires_grad and torch.is_grad_enabled()
+    if learns:
+        leaves.append(data.requires_grad_())
+    if copies and not value.is_meta:
+        # The copy is neither a leaf nor a view, so it may be changed in place.
+        data = data.clone()
+        return data if data.stride() == value.stride() else restrided(data, value.stride())
+    if not learns:
         return data
-    leaves.append(data.requires_grad_())
     plain = type(data) is Tensor or parallel.is_sharded(data)
     return _untied_view(data, data.shape) if plain else data.clone()
-
-
-def _copied(value: Tensor) -> Tensor:
-    return parallel.with_local(value, parallel.local_part(value).clone())
 
 
 # ---- what a module is

@@ -502,7 +502,7 @@ def check_tensor(tensor: Tensor, path: str) -> None:
 # ---- a batch that is split
 
 
-@dataclass(frozen=True)
+@dataclass
 class Microbatch:
     """One part of a batch.
 
@@ -532,6 +532,7 @@ class Batch:
         samples: the number of samples of each microbatch; ``None`` if that is not known here.
         count: the number of microbatches; ``None`` if that is not known here.
         presplit: whether the user has split the batch; its outputs are then not merged either.
+        counted: whether the samples are those of first tensors, since nobody said what counts them.
     """
 
     parts: Sequence[Microbatch] | None = None
@@ -539,6 +540,7 @@ class Batch:
     samples: Sequence[int] | None = None
     count: int | None = None
     presplit: bool = False
+    counted: bool = False
 
     @property
     def values(self) -> Any:
@@ -614,17 +616,16 @@ class Microbatches:
         if targets is None:
             targets = [None] * len(self)
         samples = [part.samples for part in self.parts]
+        how = {"presplit": True, "counted": self._counted}
         if targets is MISSING:
-            return Batch(self.parts, None, samples, len(self), presplit=True)
+            return Batch(self.parts, None, samples, len(self), **how)
         if not isinstance(targets, Sequence) or len(targets) != len(self):
             what = len(targets) if isinstance(targets, Sequence) else type(targets).__name__
             raise MicrobatchError(
                 f"{len(self)} microbatches, but target={what}; give a list of one target for each"
             )
-        # Arguments may be larger than what they are about: a graph has one target, and many nodes.
-        of_targets = [_count_samples(one) for one in targets] if self._counted else []
-        samples = of_targets if all(of_targets) and of_targets else samples
-        return Batch(self.parts, targets, samples, len(self), presplit=True)
+        samples = _counted(targets, samples) if self._counted else samples
+        return Batch(self.parts, targets, samples, len(self), **how)
 
 
 def _arguments(call: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -636,7 +637,17 @@ def _arguments(call: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _count_samples(value: Any) -> int:
+    """How many samples a value holds that no rule says: the size of its first tensor in dimension 0."""
     return next((tensor.shape[0] for tensor in tensors_in(value) if tensor.dim()), 0)
+
+
+def _counted(targets: Sequence[Any], samples: Sequence[int]) -> list[int]:
+    """The samples of microbatches by their targets, or as they are if these do not say.
+
+    Arguments may be larger than what they are about: a graph has one target, and many nodes.
+    """
+    of_targets = [_count_samples(target) for target in targets]
+    return of_targets if of_targets and all(of_targets) else list(samples)
 
 
 # ---- rules: how each argument is split
@@ -799,7 +810,7 @@ def split_batch(
 def _presplit(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> Batch:
     targets = target.calls if isinstance(target, Microbatches) else target
     if not args and not kwargs:
-        return Batch(None, targets, None, len(targets), presplit=True)
+        return Batch(None, targets, _counted(targets, ()) or None, len(targets), presplit=True)
     calls = args[0] if args else None
     if not isinstance(calls, Microbatches) or len(args) > 1 or kwargs:
         raise MicrobatchError(
@@ -851,6 +862,10 @@ def _split_arguments(positional: int, arguments: _Arguments, count: int, fewer: 
             f"{samples} samples cannot be split into {count} microbatches; "
             f"use at most {samples} microbatches or a larger batch"
         )
+    if samples is None and by_function:
+        # Nothing but functions split the batch: what they split says how much there is.
+        ruled = [piece.value for piece in reversed(every) if callable(piece.rule)]
+        samples = next(filter(None, map(_length, ruled)), None)
     size, rest = divmod(samples or 0, count)
     sizes = [size + (index < rest) for index in range(count)]
     columns = {
@@ -858,6 +873,10 @@ def _split_arguments(positional: int, arguments: _Arguments, count: int, fewer: 
         for key, (of_one, build) in pieces.items()
     }
     targets = columns.pop(_TARGET_KEY, None)
+    counted = by_function and all(piece.samples is None for piece in every)
+    if counted:
+        of_parts = [_count_samples(of_one) for of_one in zip(*columns.values(), strict=True)]
+        sizes = _counted(targets or (), of_parts or [0] * count)
     names = [key for key in columns if isinstance(key, str)]
     parts = [
         Microbatch(
@@ -868,7 +887,14 @@ def _split_arguments(positional: int, arguments: _Arguments, count: int, fewer: 
         )
         for index in range(count)
     ]
-    return Batch(parts if columns else None, targets, sizes, count)
+    return Batch(parts if columns else None, targets, sizes, count, counted=counted)
+
+
+def _length(value: Any) -> int:
+    """How many samples a value holds that a function splits."""
+    if isinstance(value, list | tuple) and not all(isinstance(item, Tensor) for item in value):
+        return len(value)
+    return _count_samples(value)
 
 
 def _shown(key: int | str) -> str:

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.utils import checkpoint
 
-from penstock.backward import SplitBackward
+from penstock.backward import SplitBackward, search
 from penstock.errors import StageError, UsageError
 from tests.backward.graphs import Stage, TransformerBlock, linear, rerun, weight, x
 from tests.backward.probes import Probe
@@ -49,6 +49,16 @@ def compare(split: SplitBackward, model: nn.Module, value: Tensor, run: Run | No
 
 def mlp() -> nn.Sequential:
     return nn.Sequential(linear(), nn.Tanh(), linear())
+
+
+def test_products_that_are_cheaper_than_to_keep_them_do_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(search, "CHEAP", 2**14)
+    wide = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 8))
+    split = SplitBackward(wide)
+    for rows, waiting in [(2, 0), (8, 1), (64, 3), (2, 0)]:
+        assert compare(split, wide, torch.randn(rows, 8, requires_grad=True)) == waiting
 
 
 # ---- what is remembered from one microbatch to the next

@@ -111,6 +111,24 @@ def test_a_place_says_what_the_rank_does() -> None:
     assert str(waiting) == "rank 1, global rank 3 waits for 1RECV_B2 from global rank 4 for 0.0 s"
 
 
+def test_calls_without_training_count_until_there_is_a_step() -> None:
+    """The limit is then that of later steps; a first training step has its own again."""
+    activity, patience, limits = Activity(0), Patience((70, 7)), []
+    activity.setup = None
+    assert "before its first step" in activity.place().doing
+    for step in (0, 0, 1, 1, 2):
+        activity.begin(step)
+        limits.append(patience.limit(activity.durations))
+        activity.rest()
+    assert limits == [70.0, 7.0, 70.0, 7.0, 7.0]
+    assert "between steps, after step 2" in activity.place().doing
+    forwards = Activity(0)
+    forwards.setup = None
+    forwards.begin(0)
+    forwards.rest()
+    assert "between steps, after call 1, in its own code" in forwards.place().doing
+
+
 def test_limits_are_in_minutes_or_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Patience().limit([]) == Patience().limit([1.0, 5.0, 6.0]) == 600.0
     assert Patience().rendezvous == 300.0

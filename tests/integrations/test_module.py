@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save as save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -269,6 +272,37 @@ def test_scaled_gradients_in_float16_do_not_vanish() -> None:
 
 
 # ---- between processes
+
+
+def keep_weights(group: Any) -> Any:
+    model = as_module(group=group, ranks=2)
+    state = model.state_dict()
+    kept = copy.deepcopy(state)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.load_state_dict(kept)
+    found = {name: t.tolist() for name, t in model.state_dict().items() if not is_elsewhere(t)}
+    texts = []
+    for save in (lambda: torch.save(state, io.BytesIO()), lambda: save_file(state)):
+        try:
+            save()
+        except UsageError as error:
+            texts.append(str(error))
+    return list(state), found, texts
+
+
+def test_a_state_dict_names_all_weights_and_no_file_has_holes(workers: WorkerPool) -> None:
+    plain, seen = chain(), {}
+    for names, found, texts in workers.run(f"{__name__}:keep_weights", 2, 30.0):
+        assert names == list(plain.state_dict())
+        assert 0 < len(found) < len(names)
+        seen |= found
+        assert len(texts) == 2
+        assert all("pipe.state_dict(full=True)" in text for text in texts)
+    assert_same(
+        {name: torch.tensor(t, dtype=X.dtype) for name, t in seen.items()}, plain.state_dict()
+    )
 
 
 def train(group: Any, loop: str) -> Any:

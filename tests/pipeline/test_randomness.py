@@ -35,8 +35,10 @@ def test_switched_off_it_draws_from_the_callers_generator() -> None:
     torch.manual_seed(4)
     ones = torch.ones(8, 16)
     expected = [nn.functional.dropout(part, 0.5) for part in ones.chunk(4)]
+    after = torch.get_rng_state()
     torch.manual_seed(4)
     assert masks(pipe) == [part.numpy().tobytes() for part in expected]
+    assert torch.equal(torch.get_rng_state(), after), "the next step draws anew"
     assert pipe.randomness.state_dict() == {"seed": "off", "step": 1}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,14 @@ from torch import Tensor, fx, nn
 
 from penstock import Pipeline
 from penstock.errors import PartitionError, UsageError
-from penstock.pipelining import Pipe, PipelineStage, ScheduleInterleaved1F1B, SplitPoint, pipeline
+from penstock.pipelining import (
+    Pipe,
+    PipelineStage,
+    ScheduleInterleaved1F1B,
+    SplitPoint,
+    pipe_split,
+    pipeline,
+)
 from penstock.pipelining.schedules import get_schedule_class
 from penstock.testing import WorkerPool
 from tests.partition.families import make
@@ -233,20 +241,79 @@ def chain() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
 
-def test_calls_unlike_the_traced_one_are_refused() -> None:
-    def run(model: Any, x: Tensor, flip: bool) -> Tensor:
-        """Takes another path for long inputs."""
-        x = model.a(x) * (2 if x.shape[1] > 3 else 1)
-        return model.b(-x if flip else x)  # type: ignore[no-any-return]
+class Choosy(Chained):
+    """Takes another path for long inputs, for many samples, and if asked to."""
 
-    pipe = pipeline(Chained(run), (torch.ones(2, 2, 4),), {"flip": False}, split_spec=before("b"))
-    pipe.split_gm(torch.ones(2, 2, 4), flip=False)
-    with pytest.raises(UsageError, match=r"float32\[2, 6, 4\] instead of float32\[2, 2, 4\]"):
-        pipe.split_gm(torch.ones(2, 6, 4), flip=False)
-    with pytest.raises(UsageError, match="True instead of False"):
-        pipe.split_gm(torch.ones(2, 2, 4), flip=True)
-    with pytest.raises(UsageError, match="their number or structure"):
-        pipe.split_gm(torch.ones(2, 2, 4))
+    def forward(self, x: Tensor, *, flip: bool, y: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        x = self.a(x) * (2 if x.shape[1] > 3 else 1) * (2 if x.shape[0] > 6 else 1)
+        x = x if y is None else x + y
+        return self.b(-x if flip else x)  # type: ignore[no-any-return]
+
+
+def test_calls_unlike_the_traced_one_are_refused() -> None:
+    model = Choosy(None)  # type: ignore[arg-type]
+    pipe = pipeline(model, (torch.ones(2, 2, 4),), {"flip": False}, split_spec=before("b"))
+    x = torch.ones(4, 2, 4)
+    pipe.split_gm(x, flip=False)
+    for says, call in {
+        "float32[4, 6, 4] instead of float32[2 or more, 2, 4]": {"x": torch.ones(4, 6, 4)},
+        "float64[4, 2, 4] instead of": {"x": x.double()},
+        "float32[1, 2, 4] instead of": {"x": x[:1]},
+        "it needs x.size()[0] <= 6": {"x": x.repeat(2, 1, 1)},
+        "True instead of False": {"flip": True},
+        "number 2: float32[4, 2, 4] instead of None": {"y": x},
+        "got an unexpected keyword argument 'z'": {"z": x},
+    }.items():
+        with pytest.raises(UsageError, match=re.escape(says)):
+            pipe.split_gm(**{"x": x, "flip": False, **call})
+
+
+class Named(nn.Module):
+    """Arguments by place or name, and sizes that stages far from the arguments use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor | None = None, *, scale: float = 2.0) -> Tensor:
+        count, length, _ = x.shape
+        hidden = self.parts[0](x).view(count, length, 2, 2)
+        pipe_split()
+        hidden = self.parts[1](hidden.reshape(count * length, 4)).tanh()
+        pipe_split()
+        hidden = self.parts[2](hidden).view(count, length, 4) * scale
+        return hidden if y is None else hidden + y.mean(0)
+
+
+@pytest.mark.parametrize("by", [(), ("y",), ("x", "y"), ("scale",)])
+def test_a_pipe_takes_what_the_model_takes(by: tuple[str, ...]) -> None:
+    """However the trace was given its arguments, by place, by name or not; and other batch sizes."""
+    model = Named().eval()
+    x, y = torch.randn(2, 2, 3, 4)
+    given = {"x": x, "y": y, "scale": 2.0}
+    placed = tuple(given[name] for name in ("x", "y") if name not in by)
+    pipe = pipeline(model, placed, {name: given[name] for name in by})
+    stages = stages_of(pipe, None, range(3))
+    schedule = get_schedule_class("Interleaved1F1B")(stages, 2)
+    for samples in (2, 4, 6):
+        x, y = torch.randn(2, samples, 3, 4)
+        expected = model(x, y)
+        for args, kwargs in [((x, y), {}), ((x,), {"y": y}), ((), {"y": y, "scale": 2.0, "x": x})]:
+            torch.testing.assert_close(pipe(*args, **kwargs)[0], expected)
+    halves = zip(x.chunk(2), y.chunk(2), strict=True)
+    expected = torch.cat([model(*half) for half in halves])
+    with torch.no_grad():
+        torch.testing.assert_close(schedule.step(x, y), expected)
+        torch.testing.assert_close(schedule.step(x, y=y), expected)
+
+
+def test_sizes_are_no_skipped_values() -> None:
+    """A stage sees them in the values that arrive; only what it cannot see is sent."""
+    pipe = pipeline(Named(), (torch.ones(2, 3, 4),))
+    edges = pipe.info().edges or ()
+    assert [(edge.source, edge.targets, edge.gradient) for edge in edges] == [
+        (0, (2,), False), (0, (1,), True), (1, (2,), True),
+    ]  # fmt: skip
 
 
 class Twice(torch.autograd.Function):

@@ -35,6 +35,15 @@ def test_stages_that_belong_elsewhere_are_refused() -> None:
         schedules.ScheduleInterleaved1F1B([OURS.mock(2, 3)] * 2, 4)
 
 
+@pytest.mark.parametrize("name", ["ZBVZeroBubble", "DualPipeV"])
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
+def test_too_few_stages_for_a_v(name: str, kind: type[Exception]) -> None:
+    """A ValueError, and for compiled stages torch raises a RuntimeError: both catch it."""
+    stage = PipelineStage(torch.compile(Layer(), backend="eager"), 0, 1, "cpu")
+    with pytest.raises(kind, match=r"exactly 2 stages per rank|stages_per_rank=1"):
+        schedules.get_schedule_class(name)([stage], 2)
+
+
 # ---- steps
 
 

@@ -173,6 +173,109 @@ def test_a_loss_that_is_no_mean_is_told(kind: str) -> None:
     assert whole.step(X, target=target).loss == pytest.approx(expected)
 
 
+def by_halves(value: Tensor, sizes: Any) -> list[Tensor]:
+    return list(value.split(list(sizes)))
+
+
+@pytest.mark.parametrize("kind", ["in-batch negatives", "root"])
+@pytest.mark.parametrize("way", ["Microbatches", "a rule", "a function"])
+def test_a_batch_that_the_user_splits_is_asked_too(way: str, kind: str) -> None:
+    rules: dict[str, Any] = {
+        "Microbatches": None,
+        "a rule": {0: by_halves, "target": by_halves},
+        "a function": lambda args, kwargs, target, count: Microbatches(
+            args[0].split(4), targets=target.split(4)
+        ),
+    }
+
+    def run(function: Any) -> float:
+        pipe = Pipeline(chain(), ranks=2, microbatches=2, loss_fn=function, rules=rules[way])
+        if way == "Microbatches":
+            return pipe.step(Microbatches(X.split(4)), target=Y.split(4)).loss
+        return pipe.step(X, target=Y).loss
+
+    assert run(mean_loss) == pytest.approx(plain(chain(), mean_loss, Y, X)[0])
+    with pytest.raises(UsageError, match="microbatches 0 and 1 together"):
+        run(NO_MEANS[kind][0])
+
+
+class Counting(nn.Linear):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4, dtype=torch.float64)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Inside(nn.Module):
+    """Computes its loss in its forward, as models of transformers do."""
+
+    def __init__(self, function: Any, noise: float = 0.0) -> None:
+        super().__init__()
+        self.model, self.counting, self.dropout = chain(), Counting(), nn.Dropout(0.5)
+        self.function, self.noise = function, noise
+
+    def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
+        output = self.dropout(self.counting(self.model(x)))
+        if self.noise:
+            output = output + self.noise * torch.rand_like(output)
+        return {"loss": self.function(output, target), "logits": output}
+
+
+def inside(function: Any, **options: Any) -> Pipeline:
+    noise = options.pop("noise", 0.0)
+    return Pipeline(
+        Inside(function, noise), ranks=2, loss_fn=lambda output, _: output["loss"],
+        **{"microbatches": 4, **options},
+    )  # fmt: skip
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("kind", ["sum", "root", "in-batch negatives"])
+def test_a_loss_that_the_forward_computes_is_asked_too(kind: str) -> None:
+    function, _, remedy = NO_MEANS[kind]
+    for microbatches in (2, 4):
+        pipe = inside(function, microbatches=microbatches)
+        with pytest.raises(UsageError, match=f"in {microbatches} microbatches and") as told:
+            pipe.step(X, Y, target=None)
+        assert remedy in str(told.value)
+    alone = inside(function, loss_over="microbatch")
+    assert alone.step(X, Y, target=None).loss
+    drawn = inside(function, noise=0.1)
+    assert drawn.step(X, Y, target=None).loss
+
+
+def test_asking_a_forward_leaves_no_trace() -> None:
+    pipe = inside(mean_loss, microbatches=4)
+    assert isinstance(pipe.model, Inside)
+    state, torchs = pipe.randomness.state_dict(), torch.get_rng_state()
+    pipe.step(X, Y, target=None)
+    assert pipe.model.counting.calls == 4
+    assert pipe.model.dropout.training
+    assert torch.equal(torchs, torch.get_rng_state())
+    assert pipe.randomness.state_dict() == {**state, "step": 1}
+
+
+def asked_inside(group: Any) -> list[str]:
+    with inside(negatives, group=group) as pipe:
+        try:
+            pipe.step(X, Y, target=None)
+        except UsageError as error:
+            pipe.zero_grad()
+            return [str(error), str(pipe.eval(X, Y, target=None).loss > 0)]
+    return []
+
+
+def test_a_forward_is_asked_between_processes(workers: WorkerPool) -> None:
+    first, second = workers.run(f"{__name__}:asked_inside", 2)
+    assert first == second
+    assert "in 4 microbatches and" in first[0]
+
+
 def test_a_mean_that_is_called_a_sum_is_told() -> None:
     pipe = Pipeline(chain(), ranks=2, microbatches=2, loss_fn=mean_loss, reduction="sum")
     with pytest.raises(UsageError, match=r'looks like a mean: reduction="mean"'):

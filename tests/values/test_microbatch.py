@@ -321,6 +321,22 @@ def test_a_function_splits_an_argument_and_the_target() -> None:
     assert [part.kind for part in batch.parts] == [None] * 3
 
 
+def test_functions_alone_learn_the_sizes() -> None:
+    """Of the target's samples, or those of the first argument that is split; parts weigh their targets."""
+    asked: list[Sequence[int]] = []
+
+    def columns(value: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        asked.append(list(sizes))
+        return list(value.tensor_split(len(sizes)))
+
+    batch = split_batch((PATCHES,), {}, TOKENS, {0: columns, "target": columns}, 2)
+    assert asked == [[3, 2], [3, 2]]
+    assert batch.samples == [3, 2]
+    batch = split_batch((PATCHES,), {}, MISSING, {0: columns}, 4)
+    assert asked[-1] == [2, 2, 1, 1]
+    assert batch.samples == [2, 2, 1, 1]
+
+
 def by_length(
     args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, count: int
 ) -> Microbatches:

@@ -35,6 +35,7 @@ class Operation:
             ``(shape, strides)`` after ``others``.
         options: The names of other saved attributes.
         applies: Whether all this holds for a particular node; by default it does for all of the kind.
+        cost: The multiplications that it takes: ``(value, *others, *options)``; by default many.
 
     Attributes:
         raw: The name of the attribute that shows hooks on ``value``.
@@ -49,6 +50,7 @@ class Operation:
     form: str | None = None
     options: tuple[str, ...] = ()
     applies: Callable[[Any], bool] | None = None
+    cost: Callable[..., int] | None = None
     raw: str = field(init=False)
     rest: tuple[str, ...] = field(init=False)
     read: Callable[[Any], tuple[Any, ...]] = field(init=False)
@@ -96,6 +98,14 @@ def _batched_left(grad: Tensor, right: Tensor, alpha: complex = 1) -> list[Tenso
     right = right.conj() if right.is_complex() else right
     product = grad.bmm(right.mT)
     return [product if alpha == 1 else product * alpha.conjugate()]
+
+
+def _cost_right(left: Tensor, sizes: Any, *_: Any) -> int:
+    return left.numel() * int(sizes[1])
+
+
+def _cost_left(right: Tensor, sizes: Any, *_: Any) -> int:
+    return right.numel() * int(sizes[0])
 
 
 # ---- others
@@ -148,12 +158,12 @@ _SIZES = "stride", "padding", "dilation", "transposed", "output_padding", "group
 
 _PRODUCTS = {
     "MmBackward0": (
-        Operation((1,), "_saved_self", _right, options=_form("mat2")),
-        Operation((0,), "_saved_mat2", _left, options=_form("self")),
+        Operation((1,), "_saved_self", _right, options=_form("mat2"), cost=_cost_right),
+        Operation((0,), "_saved_mat2", _left, options=_form("self"), cost=_cost_left),
     ),
     "AddmmBackward0": (
-        Operation((2,), "_saved_mat1", _right, options=_form("mat2", "alpha")),
-        Operation((1,), "_saved_mat2", _left, options=_form("mat1", "alpha")),
+        Operation((2,), "_saved_mat1", _right, options=_form("mat2", "alpha"), cost=_cost_right),
+        Operation((1,), "_saved_mat2", _left, options=_form("mat1", "alpha"), cost=_cost_left),
     ),
     "BmmBackward0": (
         Operation((1,), "_saved_self", _batched_right),

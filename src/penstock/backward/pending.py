@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from math import inf
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -77,6 +78,13 @@ class WeightUse:
             self.arguments = operation.read(node)
             if operation.form is not None:
                 self._keep_form(operation)
+
+    @property
+    def cost(self) -> float:
+        """The multiplications that its gradients take; infinity if nobody knows."""
+        if self.value is None or self.operation is None or self.operation.cost is None:
+            return inf
+        return self.operation.cost(self.value, *self.arguments)
 
     def _keep_form(self, operation: Operation) -> None:
         before = len(operation.others)

@@ -24,6 +24,9 @@ from penstock.backward.pending import PLAIN, UsePlace, WeightUse
 # An expression of more nodes is taken for an activation, not for a weight.
 MOST_NODES = 64
 
+# To keep a product for later takes as long as to compute one of so many multiplications: 15 us on a CPU.
+CHEAP = 2**20
+
 # A compromise: gradients that wait for a backward pass take memory, and each pass has a fixed cost.
 BATCH_BYTES = 2**20
 
@@ -36,14 +39,17 @@ class MicrobatchGraph:
         edges: For each node, its edges: the node below, or None, and which of its inputs.
         roots: How many of them are outputs' nodes.
         others: Where those of inputs are that might pass for weights.
-        shape: The kinds of the nodes and where their edges lead, as one flat tuple; equal for equal graphs.
+        shape: The kinds of the nodes and where their edges lead, as one flat tuple; equal for equal graphs
+            whose ends have about as many elements.
     """
 
     def __init__(self, outputs: Iterable[Tensor], inputs: Iterable[Any]) -> None:
         # Edges that lead nowhere have None for a node.
         positions: dict[Any, int] = {None: -1}
         nodes: list[Any] = []
+        sizes: list[int] = []
         for output in outputs:
+            sizes.append(output.numel().bit_length())
             node = output.grad_fn or node_of(output)
             if positions.setdefault(node, len(nodes)) == len(nodes):
                 nodes.append(node)
@@ -66,11 +72,13 @@ class MicrobatchGraph:
                     add(successor)
         self.others: list[int | None] = []
         for value in inputs:
-            # A plain leaf is no weight.
-            if isinstance(value, Tensor) and not (type(value) is Tensor and value.is_leaf):
-                node = value.grad_fn or node_of(value)
-                self.others.append(positions.get(node))
-        self.shape = (self.roots, *self.others, *shape)
+            if isinstance(value, Tensor):
+                sizes.append(value.numel().bit_length())
+                # A plain leaf is no weight.
+                if not (type(value) is Tensor and value.is_leaf):
+                    node = value.grad_fn or node_of(value)
+                    self.others.append(positions.get(node))
+        self.shape = (self.roots, *sizes, *self.others, *shape)
 
 
 class SplitPlan(NamedTuple):
@@ -180,10 +188,12 @@ class UseSearch:
             below = self._all_below([edges[position][0] for position in positions])
             if not below:
                 continue
-            if WeightUse(node, UsePlace(0, operation, positions), edges).can_wait:
+            use = WeightUse(node, UsePlace(0, operation, positions), edges)
+            if not use.can_wait:
+                self.met_hooks = True
+            elif use.cost >= CHEAP:
                 self._below[candidate] = below
                 return {*positions}
-            self.met_hooks = True
         return ()
 
     # ---- weights

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.checkpoint.contents import Targets
 from penstock.checkpoint.folder import Writer, find
-from penstock.checkpoint.loading import Loading
+from penstock.checkpoint.loading import Choosing, Loading, check_files
 from penstock.checkpoint.saving import (
     Job,
     Preparing,
@@ -25,13 +25,11 @@ from penstock.checkpoint.saving import (
     settle,
     snapshots,
 )
-from penstock.checkpoint.table import CheckpointTable
-from penstock.errors import InputFileError, UsageError
+from penstock.errors import UsageError
 from penstock.pipeline import Pipeline
 from penstock.transport import Circle
 from penstock.weights.team import Level, Team
 
-log = logging.getLogger("penstock")
 _PATIENCE = 300.0
 """Seconds that a rank may take to save or load, besides writing, before it counts as silent."""
 _PER_SECOND = 20e6
@@ -198,49 +196,20 @@ class Checkpoints:
         if resume not in ("newest", "auto"):
             raise UsageError(f"resume={resume!r}: must be 'newest' or 'auto'")
         team = _team(targets.pipe, self._group)
+        choosing = Choosing(self.folder, step, strict=strict, older=resume == "auto")
         with team.patient(10 * _PATIENCE):
-            names = team.meet(
-                "load",
-                lambda: self._candidates(step) if team.leads else None,
-                lambda of_all: [of_all[0]] * team.size,
-            )
-            damaged = list[str]()
-            for name, _ in names:
-                loading, damage = _compare(self.folder / name, targets, team, strict=strict)
-                if loading is not None and not damage:
-                    break
-                damaged.append("; ".join(damage))
-                if step is not None or resume != "auto":
-                    raise InputFileError(
-                        damaged[-1] if step is not None else _older(damaged[-1], names)
-                    )
-            else:
-                if not damaged:
-                    return None
-                text = f"no checkpoint in {self.folder} is whole: {'; '.join(damaged)}"
-                raise InputFileError(text)
-            if damaged and team.leads:
-                log.warning(
-                    "%s: resumes from step %d, not from the newest, step %d: %s",
-                    self.folder, loading.step, names[0][1], "; ".join(damaged),
-                )  # fmt: skip
+            offer = team.tell("load", lambda: (None, targets.request()), choosing.begin)
+            part = None
+            while offer is not None and part is None:
+                check = partial(check_files, self.folder, offer)
+                offer, part = team.meet("load", check, choosing.judge)
+            if part is None:
+                return None
+            loading = Loading(self.folder / offer, part, targets)
             team.meet("load", loading.read)
             team.meet("load", loading.fill)
-        self._extra, self._skipped = loading.extra, damaged
+        self._extra, self._skipped = loading.extra, loading.skipped
         return loading.step
-
-    def _candidates(self, step: int | None) -> list[tuple[str, int]]:
-        """The names and steps of the checkpoints to try, in order."""
-        checkpoints = find(self.folder)
-        if step is None:
-            return [(one.path.name, one.step) for one in checkpoints]
-        chosen = [(one.path.name, one.step) for one in checkpoints if one.step == step]
-        if not chosen:
-            raise UsageError(
-                f"step={step}: {self.folder} has no checkpoint of it; it has those of steps "
-                f"{', '.join(str(one.step) for one in checkpoints) or 'none'}"
-            )
-        return chosen[:1]
 
     @property
     def skipped(self) -> Sequence[str]:
@@ -286,40 +255,3 @@ def _team(pipe: Pipeline | None, group: Any) -> Team:
     circle = Circle(group)
     level = Level(circle.rank, circle.size, circle.to_first, circle.from_first)
     return Team([level], (1, circle.size), *([] if pipe is None else [pipe.patient]))
-
-
-def _compare(
-    path: Path, targets: Targets, team: Team, *, strict: bool
-) -> tuple[Loading | None, list[str]]:
-    """Check on all processes whether a checkpoint is damaged, and whether it fits; return the damage."""
-    loading: Loading | None = None
-
-    def match() -> list[Any]:
-        nonlocal loading
-        try:
-            table = CheckpointTable(path)
-            table.verify(team.rank, team.size)
-            loading = Loading(table, targets, strict=strict)
-            return ["", loading.match()]
-        except InputFileError as error:
-            text = str(error)
-            return [text if str(path) in text else f"{path}: {text}", None]
-
-    def judge(reports: list[Any]) -> list[list[str]]:
-        damage = list(dict.fromkeys(text for text, _ in reports if text))
-        if loading is not None and not damage:
-            loading.check([report for _, report in reports])
-        return [damage] * len(reports)
-
-    damage = team.meet("load", match, judge)
-    return loading, damage
-
-
-def _older(damage: str, names: Sequence[Any]) -> str:
-    """The message for a checkpoint that is damaged."""
-    if len(names) < 2:
-        return f"{damage}; nothing was loaded, and there is no other checkpoint"
-    return (
-        f"{damage}; nothing was loaded. The one before it is of step {names[1][1]}: load(step={names[1][1]}) "
-        'takes that, and resume="auto" the newest one that is whole'
-    )

@@ -11,11 +11,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.checkpoint.planning import HeldTensors
 from penstock.checkpoint.table import ITSELF, replaced
@@ -102,31 +102,42 @@ class Targets:
             yield first, list(keys), value
 
     @property
-    def alone(self) -> list[str]:
-        """The names of the model's weights that no other stage is known to have."""
+    def place(self) -> dict[str, Any]:
+        """The first rank of the pipeline that lives here, and the names that no other one may have."""
         weights = self.weights.get(MODEL)
-        if weights is None:
-            return []
-        return [
-            path_without_wrappers(one) for one in weights.held() if not weights.names.is_shared(one)
+        held = {} if weights is None else weights.held()
+        alone = [
+            path_without_wrappers(one)
+            for one in held
+            if weights and not weights.names.is_shared(one)
         ]
+        return {"rank": 0 if self.pipe is None else self.pipe.ranks[0], "alone": alone}
 
-    @property
-    def rank(self) -> int:
-        """The first rank of the pipeline that lives in this process."""
-        return 0 if self.pipe is None else self.pipe.ranks[0]
+    def request(self) -> dict[str, Any]:
+        """What the leader must know to say what this process needs of a checkpoint."""
+        types: dict[Any, int] = {}
 
+        def kind(value: Any) -> int:
+            if not isinstance(value, Tensor):
+                return -1
+            return types.setdefault((str(value.dtype), tuple(value.shape)), len(types))
 
-class Parts(NamedTuple):
-    """What a process tells the leader: JSON data by digest, most of it the same for many processes and saves.
-
-    Attributes:
-        digests: the digest of each part, by its name.
-        data: the JSON text of each part, by its digest.
-    """
-
-    digests: dict[str, str]
-    data: dict[str, str]
+        weights = {
+            label: [[kind(value), *keys] for _, keys, value in self.held(label)]
+            for label in self.weights
+        }
+        optimizers = {}
+        for label, optimizer in self.optimizers.items():
+            name, groups, _ = read_states(optimizer, self.names, f"{label}=")
+            optimizers[label] = [name, [members for _, members in groups]]
+        schedulers = {
+            label: next((n for n, of in self.optimizers.items() if of is state.optimizer), "")
+            for label, state in self.states.items()
+            if isinstance(state, LRScheduler)
+        }
+        request = {"weights": weights, "types": [*types], "optimizers": optimizers}
+        request |= {"states": [*self.states], "schedulers": schedulers}
+        return {"request": request | self.place}
 
 
 @dataclass
@@ -170,7 +181,7 @@ class Flat:
             key: tensor if region_of(tensor) is not None else whole(tensor)
             for key, tensor in flat.tensors.items()
         }
-        flat.names |= {"alone": targets.alone, "rank": targets.rank}
+        flat.names |= targets.place
         return flat
 
     def _add_weights(self, label: str, targets: Targets) -> None:
@@ -191,8 +202,8 @@ class Flat:
             key = f"{label}/{name}"
             self.values[key] = encode(state, key, self.tensors)
 
-    def parts(self) -> Parts:
-        """What the leader must know of it."""
+    def described(self) -> dict[str, Any]:
+        """What the leader must know of it, in parts that many processes and saves have in common."""
         held = held_of((key, *describe_part(of)) for key, of in self.tensors.items())
         data: dict[str, Any] = {
             "tensors": [held.types, held.tensors],
@@ -201,14 +212,7 @@ class Flat:
             "values": alike(self.values),
             "settings": self.settings,
         }
-        return parts_of(data | {f"state {label}": state for label, state in self.states.items()})
-
-
-def parts_of(data: Mapping[str, Any]) -> Parts:
-    """The digests of parts, and their JSON texts by digest."""
-    texts = {name: json.dumps(value) for name, value in data.items()}
-    digests = {name: sha256(text.encode()).hexdigest()[:32] for name, text in texts.items()}
-    return Parts(digests, {digests[name]: text for name, text in texts.items()})
+        return data | {f"state {label}": state for label, state in self.states.items()}
 
 
 def describe_part(tensor: Tensor) -> tuple[str | None, list[int], list[int], list[int]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -64,17 +64,17 @@ def part_name(key: str, shape: Sequence[int], box: Box) -> str:
     return key if list(box[1]) == list(shape) else f"{key}@{','.join(map(str, box[0]))}"
 
 
-def plan_writes(held: Sequence[HeldTensors], names: Sequence[str]) -> WritePlan:
+def plan_writes(held: Sequence[HeldTensors], name: Callable[[int], str]) -> WritePlan:
     """Assign each part to one process that writes it, so that all write about equally much.
 
     Args:
         held: what each process has.
-        names: the names of the processes, for messages.
+        name: names a process, for messages.
 
     Raises:
         CheckpointError: the parts do not make up the tensors, or a type cannot be written.
     """
-    types, types_of, holders = _collect(held, names)
+    types, types_of, holders = _collect(held, name)
     shares: list[list[int]] = [[] for _ in held]
     writers = _Writers(len(held))
     tensors: dict[str, tuple[int, int]] = {}
@@ -109,7 +109,7 @@ def plan_writes(held: Sequence[HeldTensors], names: Sequence[str]) -> WritePlan:
 
 
 def _collect(
-    held: Sequence[HeldTensors], names: Sequence[str]
+    held: Sequence[HeldTensors], name: Callable[[int], str]
 ) -> tuple[list[Any], dict[str, int], dict[str, dict[Box, list[Holder]]]]:
     """The types of all tensors, the number of each tensor's type, and who holds which parts of it."""
     numbers: dict[Any, int] = {}
@@ -128,7 +128,7 @@ def _collect(
             if types_of.setdefault(key, here[kind]) != here[kind]:
                 other = list(numbers)[types_of[key]]
                 raise CheckpointError(
-                    f"{key} is {types[kind][0]} {list(types[kind][1])} on {names[process]} and {other[0]} "
+                    f"{key} is {types[kind][0]} {list(types[kind][1])} on {name(process)} and {other[0]} "
                     f"{list(other[1])} on another; one name must mean one tensor"
                 )
             holders.setdefault(key, {}).setdefault(box, []).append((process, place))

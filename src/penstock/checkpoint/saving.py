@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.contents import Flat, Parts, Targets
+from penstock.checkpoint.contents import Flat, Targets
 from penstock.checkpoint.folder import Writer
 from penstock.checkpoint.planning import HeldTensors, WritePlan, file_of, part_name, plan_writes
 from penstock.checkpoint.table import table_text
@@ -35,7 +35,7 @@ from penstock.weights.folders import check_arrived
 from penstock.weights.optimizers import merge_groups
 from penstock.weights.states import check_one_rank_each
 from penstock.weights.storage import NO_SUCH_FILE, patiently, write_bytes
-from penstock.weights.team import Team
+from penstock.weights.team import Known, Team, distinct
 from penstock.weights.trees import encode
 
 _POLL = 0.02
@@ -105,48 +105,50 @@ class Job:
 class Preparing:
     """Makes a :class:`Job` of the user's objects.
 
-    Each process tells the leader the digests of what it has. The leader asks for what it has not seen, plans,
-    and tells each process what to write; what does not change between saves is told once.
+    Each process tells the leader what it has, as far as it has changed since the last save. The leader plans,
+    and tells each process what to write, if that has changed.
     """
 
     def __init__(self) -> None:
+        self._known = Known()
         self._leader = Leader()
         self._share: list[int] = []
 
     def job(self, team: Team, targets: Targets, step: int, extra: Any, writer: Writer) -> Job:
         """Agree with the other processes on who writes what."""
-        leader, flat = self._leader, Flat()
-        parts, folder = Parts({}, {}), ""
+        flat, place = Flat(), ["", ""]
 
-        def collect() -> list[Any]:
-            nonlocal flat, parts
+        def bring() -> tuple[Any, dict[str, Any]]:
+            nonlocal flat
             flat = Flat.of(targets)
-            parts = flat.parts()
-            encoded = encode(extra, "extra=", None)
-            return [step, parts.digests, encoded if team.leads else None]
+            encode(extra, "extra=", None)  # an error here is one before anything is written
+            return step, flat.described()
 
-        def begin(heads: list[Any]) -> list[Any]:
-            nonlocal folder
-            names = [team.name(process) for process in range(team.size)]
-            wanted = leader.wanted(heads, names)
+        def begin(steps: list[Any]) -> list[str]:
+            if len({*steps}) > 1:
+                raise CheckpointError(
+                    f"the ranks save different steps: {steps}, by rank; save the same"
+                )
             save = os.urandom(6).hex()
-            folder = str(writer.begin(step, save))
-            return [[folder, save, asked] for asked in wanted]
+            place[:] = str(writer.begin(step, save)), save
+            return place
 
-        def tell() -> list[Any]:
-            _look(Path(folder))
-            return [[name, parts.data[name]] for name in asked]
+        def look(told: list[str]) -> None:
+            place[:] = told
+            _look(Path(told[0]))
 
         try:
-            folder, save, asked = team.meet("save", collect, begin)
-            share = team.meet("save", tell, leader.plan)
+            share = team.tell(
+                "save", bring, partial(self._leader.plan, team=team),
+                known=self._known, begin=begin, look=look,
+            )  # fmt: skip
             if share is not None:
                 self._share = share
-            contents = leader.contents | {"layout": _layout(team, targets)} if team.leads else {}
-            return Job(step, Path(folder), save, contents, self._written(flat))
+            contents = self._leader.contents | _about(team, targets, extra) if team.leads else {}
+            return Job(step, Path(place[0]), place[1], contents, self._written(flat))
         except BaseException:
-            if folder and team.leads:
-                shutil.rmtree(folder, ignore_errors=True)
+            if place[0] and team.leads:
+                shutil.rmtree(place[0], ignore_errors=True)
             raise
 
     def _written(self, flat: Flat) -> dict[str, Tensor]:
@@ -160,105 +162,47 @@ class Preparing:
 
 
 class Leader:
-    """What the leader knows of all processes, and the plan that it makes of it.
+    """The plan that the leader makes of what all processes have.
 
     Attributes:
-        contents: the contents of the table, except the files' sizes and the layout.
+        contents: the contents of the table, except the files' sizes and what the run says of itself.
         writers: the processes that write a file, in the order of the table's files.
     """
 
     def __init__(self) -> None:
-        self._known: dict[str, Any] = {}
-        self._heads: list[Any] = []
-        self._names: Sequence[str] = ()
-        self._planned: Any = None
+        self._planned: list[Any] = []
         self._plan = WritePlan([], [], [], {})
         self.contents: dict[str, Any] = {}
         self.writers: list[int] = []
 
-    def wanted(self, heads: list[Any], names: Sequence[str]) -> list[list[str]]:
-        """The digests of the parts to ask each process for.
-
-        Args:
-            heads: for each process, the step, the digests of its parts, and the user's data.
-            names: the names of the processes, for messages.
-
-        Raises:
-            CheckpointError: the processes do not save the same.
-        """
-        steps = [step for step, *_ in heads]
-        if len({*steps}) > 1:
-            raise CheckpointError(
-                f"the ranks save different steps: {list(steps)}, by rank; save the same"
-            )
-        self._heads, self._names = heads, names
-        self._check_states()
-        asked: set[str] = set()
-        wanted: list[list[str]] = []
-        for _, digests, _ in heads:
-            new = [one for one in digests.values() if one not in self._known and one not in asked]
-            wanted.append(list(dict.fromkeys(new)))
-            asked.update(new)
-        return wanted
-
-    def _check_states(self) -> None:
-        """Check that each state is the same on all processes that have it."""
-        firsts: dict[str, int] = {}
-        for process, (_, digests, _) in enumerate(self._heads):
-            for part, digest in digests.items():
-                if not part.startswith("state "):
-                    continue
-                first, label = firsts.setdefault(part, process), part.removeprefix("state ")
-                if self._heads[first][1][part] != digest:
-                    raise UsageError(
-                        f"{label}= has another state on {self._names[process]} than on "
-                        f"{self._names[first]}; give what differs between processes a name of its own on "
-                        f"each, such as **{{f'{label}_{{replica}}': ...}}, or leave it out. A scheduler "
-                        "needs the same groups of its optimizer on all ranks"
-                    )
-
-    def plan(self, told: list[Any]) -> list[list[int] | None]:
-        """Plan from what all processes have told.
-
-        Args:
-            told: for each process, pairs of a digest and the JSON text that was asked for.
+    def plan(self, parts: list[dict[str, Any]], team: Team) -> list[list[int] | None]:
+        """Plan from what all processes have, as :meth:`Flat.described` says it.
 
         Returns:
             For each process, the places of the tensors that it writes; None: those of the last save.
         """
-        for pairs in told:
-            self._known.update((name, json.loads(text)) for name, text in pairs)
-        digests = [head[1] for head in self._heads]
-        # Processes that have the same parts need one look.
-        names = [self._known[one] for one in dict.fromkeys(of["names"] for of in digests)]
-        check_one_rank_each((one["rank"], one["alone"]) for one in names)
-        kept = {one for of in digests for one in of.values()}
-        self._known = {name: part for name, part in self._known.items() if name in kept}
-        planned = [(of["tensors"], of["boxes"]) for of in digests]
-        shares: list[Any] = [None] * len(planned)
-        if planned != self._planned:
-            held = [
-                HeldTensors(*self._known[tensors], *self._known[boxes])
-                for tensors, boxes in planned
-            ]
-            self._plan = plan_writes(held, self._names)
+        _check_states(parts, team)
+        check_one_rank_each((one["rank"], one["alone"]) for one in distinct(parts, "names"))
+        planned = [of[name] for of in parts for name in ("tensors", "boxes")]
+        shares: list[Any] = [None] * len(parts)
+        if list(map(id, planned)) != list(map(id, self._planned)):
+            held = [HeldTensors(*of["tensors"], *of["boxes"]) for of in parts]
+            self._plan = plan_writes(held, team.name)
             shares, self._planned = self._plan.shares, planned
-        self._fill()
+        self._fill(parts)
         return shares
 
-    def _fill(self) -> None:
+    def _fill(self, parts: list[dict[str, Any]]) -> None:
         """Make the contents of the table."""
-        digests = [head[1] for head in self._heads]
-        of_names = [self._known[one] for one in dict.fromkeys(of["names"] for of in digests)]
+        of_names = distinct(parts, "names")
         states = {
-            part.removeprefix("state "): self._known[digest][0]
-            for of in digests
-            for part, digest in of.items()
+            part.removeprefix("state "): of[part][0]
+            for of in parts
+            for part in of
             if part.startswith("state ")
         }
         self.writers = [process for process, share in enumerate(self._plan.shares) if share]
         number_of = {process: number for number, process in enumerate(self.writers)}
-        groups = {(of["names"], of["settings"]): None for of in digests}
         self.contents = {
             "torch": str(torch.__version__),
             "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -272,39 +216,54 @@ class Leader:
                 key: [kind, place if place < 0 else number_of[place]]
                 for key, (kind, place) in self._plan.tensors.items()
             },
-            "alike": self._values(dict.fromkeys(of["values"] for of in digests), states),
+            "alike": _values(distinct(parts, "values"), states),
             "tied": {key: first for one in of_names for key, first in one["tied"].items()},
-            "groups": _merge_optimizers(
-                [self._known[of] for of, _ in groups], [self._known[of] for _, of in groups]
-            ),
-            "extra": self._heads[0][2],
+            "groups": _merge_optimizers(distinct(parts, "names", "settings")),
         }
 
-    def _values(self, parts: Iterable[str], states: Mapping[str, Any]) -> list[Any]:
-        merged: dict[str, dict[str, None]] = {}
-        for part in parts:
-            for value, keys in self._known[part]:
-                merged.setdefault(json.dumps(value), {}).update(dict.fromkeys(keys))
-        found = [{"value": json.loads(text), "keys": list(keys)} for text, keys in merged.items()]
-        return found + [{"value": tree, "keys": [label]} for label, tree in states.items()]
+
+def _check_states(parts: Sequence[Mapping[str, Any]], team: Team) -> None:
+    """Check that each state is the same on all processes that have it."""
+    firsts: dict[str, int] = {}
+    for process, of in enumerate(parts):
+        for part in of:
+            first, label = firsts.setdefault(part, process), part.removeprefix("state ")
+            if part != label and parts[first][part] is not of[part]:
+                raise UsageError(
+                    f"{label}= has another state on {team.name(process)} than on {team.name(first)}; "
+                    "give what differs between processes a name of its own on "
+                    f"each, such as **{{f'{label}_{{replica}}': ...}}, or leave it out. A scheduler "
+                    "needs the same groups of its optimizer on all ranks"
+                )
 
 
-def _layout(team: Team, targets: Targets) -> dict[str, Any]:
+def _values(parts: Sequence[Any], states: Mapping[str, Any]) -> list[Any]:
+    """The JSON data of all processes, what several keys have in common once."""
+    merged: dict[str, dict[str, None]] = {}
+    for part in parts:
+        for value, keys in part:
+            merged.setdefault(json.dumps(value), {}).update(dict.fromkeys(keys))
+    found = [{"value": json.loads(text), "keys": list(keys)} for text, keys in merged.items()]
+    return found + [{"value": tree, "keys": [label]} for label, tree in states.items()]
+
+
+def _about(team: Team, targets: Targets, extra: Any) -> dict[str, Any]:
+    """What the run says of itself in the table."""
     replicas, processes = team.layout
-    layout = {"replicas": replicas, "processes": processes}
-    if targets.pipe is None:
-        return layout
-    schedule = targets.pipe.schedule
-    return layout | {"schedule": schedule.name, "ranks": schedule.ranks, "stages": schedule.stages}
+    layout: dict[str, Any] = {"replicas": replicas, "processes": processes}
+    if targets.pipe is not None:
+        schedule = targets.pipe.schedule
+        layout |= {
+            "schedule": schedule.name, "ranks": schedule.ranks, "stages": schedule.stages
+        }  # fmt: skip
+    return {"layout": layout, "extra": encode(extra, "extra=", None)}
 
 
-def _merge_optimizers(
-    parts: Sequence[Any], settings: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
+def _merge_optimizers(parts: Sequence[Any]) -> dict[str, Any]:
     """Merge each optimizer's groups from all processes, by label."""
     merged = {}
-    for label in dict.fromkeys(label for one in parts for label in one["groups"]):
-        kinds = {one["kinds"][label] for one in parts if label in one["groups"]}
+    for label in dict.fromkeys(label for one, _ in parts for label in one["groups"]):
+        kinds = {one["kinds"][label] for one, _ in parts if label in one["groups"]}
         if len(kinds) > 1:
             raise UsageError(
                 f"{label}= is of the classes {', '.join(sorted(kinds))} on different ranks; use one"
@@ -312,7 +271,7 @@ def _merge_optimizers(
         groups = merge_groups(
             [
                 list(zip(of.get(label, ()), one["groups"].get(label, ()), strict=True))
-                for one, of in zip(parts, settings, strict=True)
+                for one, of in parts
             ]
         )
         merged[label] = [{"settings": of, "parameters": names} for of, names in groups]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +22,7 @@ from penstock.checkpoint.planning import overlap, part_name, tiles
 from penstock.errors import CheckpointError, InputFileError, printable, quoted
 from penstock.weights.files import DTYPES, Box, Entry, entries, save_of, size_and_checksum
 from penstock.weights.storage import LONGEST_JSON, parse_json, read_bytes
-from penstock.weights.trees import MARK
+from penstock.weights.trees import MARK, keys_of
 
 TABLE = "checkpoint.json"
 FORMAT = 4
@@ -144,9 +144,9 @@ class TableContents(_Part):
         return self
 
     @cached_property
-    def values(self) -> dict[str, Any]:
-        """The JSON data by key."""
-        return {key: replaced(one.value, ITSELF, key) for one in self.alike for key in one.keys}
+    def place_of_value(self) -> dict[str, int]:
+        """For each key of JSON data, its place in :attr:`alike`."""
+        return {key: place for place, one in enumerate(self.alike) for key in one.keys}
 
 
 def replaced(tree: Any, old: str, new: str) -> Any:
@@ -201,14 +201,23 @@ def table_text(contents: Mapping[str, Any], save: str, step: int) -> bytes:
 
 
 class CheckpointTable:
-    """A checkpoint's table, and access to the tensors in its files."""
+    """A checkpoint's table, and access to the tensors in its files.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: the checkpoint's folder.
+        part: what :meth:`part` has returned in another process; otherwise the table is read.
+    """
+
+    def __init__(self, path: Path, part: Sequence[Any] = ()) -> None:
         self.path = path
         file = path / TABLE
-        self._save, self.step, text = read_head(file)
+        if part:
+            self.save, self.step, contents = part
+        else:
+            self.save, self.step, text = read_head(file)
+            contents = parse_json(text, file)
         try:
-            self.contents = TableContents.model_validate(parse_json(text, file))
+            self.contents = TableContents.model_validate(contents)
         except ValidationError as error:
             first = error.errors()[0]
             place = "/".join(map(str, first["loc"]))
@@ -216,27 +225,97 @@ class CheckpointTable:
             raise InputFileError(f"{file} is not the table of a checkpoint ({problem})") from error
         self._entries: dict[str, dict[str, Entry]] = {}
 
+    def value(self, key: str, default: Any = None) -> Any:
+        """The encoded JSON data of a key."""
+        place = self.contents.place_of_value.get(key)
+        return default if place is None else replaced(self.contents.alike[place].value, ITSELF, key)
+
+    def part(self, keys: Iterable[str], parameters: Set[str], labels: Iterable[str]) -> list[Any]:
+        """The part of the table for another process.
+
+        Args:
+            keys: the keys of weights, of states, and of what optimizers keep.
+            parameters: the names of the parameters in its optimizers' groups.
+            labels: the labels of optimizers.
+        """
+        contents = self.contents
+        tensors, alike = dict[str, None](), dict[int, list[str]]()
+        for key in sorted(keys):
+            if key in contents.tensors:
+                tensors[key] = None
+            if key in contents.place_of_value:
+                alike.setdefault(contents.place_of_value[key], []).append(key)
+                tensors |= dict.fromkeys(keys_of(self.value(key)))
+        kinds, divisions, files = _Renumbered(), _Renumbered(), _Renumbered()
+        places = {
+            key: [
+                kinds.number(contents.tensors[key][0]),
+                files.number(place) if place >= 0 else -1 - divisions.number(-1 - place),
+            ]
+            for key in tensors
+            for _, place in [self._stored(key)]
+        }
+        pieces = [
+            [
+                one.model_copy(update={"file": files.number(one.file)})
+                for one in contents.divisions[of]
+            ]
+            for of in divisions
+        ]
+        part = contents.model_copy(
+            update={
+                "tensors": places,
+                "types": [contents.types[of] for of in kinds],
+                "divisions": pieces,
+                "files": [contents.files[of] for of in files],
+                "alike": [
+                    _Alike(value=contents.alike[n].value, keys=of) for n, of in alike.items()
+                ],
+                "tied": {},
+                "groups": {
+                    label: [
+                        of.model_copy(
+                            update={"parameters": [n for n in of.parameters if n in parameters]}
+                        )
+                        for of in contents.groups[label]
+                    ]
+                    for label in labels
+                },
+            }
+        )
+        return [self.save, self.step, part.model_dump()]
+
+    @cached_property
+    def names(self) -> set[str]:
+        """The keys of weights, and of the parameters of optimizers."""
+        contents = self.contents
+        weights = {label for label, kind in contents.kinds.items() if kind == "weights"}
+        values = {key for key in contents.place_of_value if key.partition("/")[0] in weights}
+        names = {key for key in contents.tensors if key.partition("/")[0] in weights} | values
+        names = names.difference(*(keys_of(self.value(key)) for key in values))
+        return names | {
+            f"{label}/{name}"
+            for label, groups in contents.groups.items()
+            for group in groups
+            for name in group.parameters
+        }
+
+    @cached_property
+    def group_of(self) -> dict[str, dict[str, int]]:
+        """For each optimizer's label, the number of each parameter's group."""
+        return {
+            label: {name: number for number, of in enumerate(groups) for name in of.parameters}
+            for label, groups in self.contents.groups.items()
+        }
+
     def tensors_of(self, label: str) -> list[str]:
         """Return the keys of a label's tensors."""
         return [key for key in self.contents.tensors if key.startswith(f"{label}/")]
 
-    def verify(self, process: int = 0, processes: int = 1) -> None:
-        """Check the sizes and checksums of the files; of several processes, each reads some files."""
-        for about in self.contents.files[process::processes]:
-            path = self.path / about.name
-            size, summed = size_and_checksum(path)
-            if summed != about.crc32 and save_of(path) not in (None, self._save):
-                raise InputFileError(
-                    f"{path} is of another save than its table: copy the whole checkpoint again"
-                )
-            if size != about.bytes:
-                raise InputFileError(
-                    f"{path} is damaged: it has {size:,} bytes, {about.bytes:,} were written"
-                )
-            if summed != about.crc32:
-                raise InputFileError(
-                    f"{path} is damaged: its bytes are not those that were written"
-                )
+    def verify(self) -> None:
+        """Check the sizes and checksums of the files."""
+        for about in self.contents.files:
+            check_file(self.path, self.save, about.name, about.bytes, about.crc32)
 
     def _stored(self, key: str) -> tuple[_Type, int]:
         if key not in self.contents.tensors:
@@ -270,7 +349,7 @@ class CheckpointTable:
             name = self.contents.files[piece.file].name
             path = self.path / name
             if name not in self._entries:
-                self._entries[name] = entries(path, self._save)
+                self._entries[name] = entries(path, self.save)
             entry = self._entries[name].get(part_name(key, shape, piece.box))
             if entry is None or (entry.dtype, entry.shape) != (dtype, piece.box[1]):
                 raise InputFileError(f"{path} does not hold {quoted([key])}, as the table says")
@@ -286,6 +365,31 @@ class CheckpointTable:
             place = tuple(slice(begin, begin + size) for begin, size in zip(*target, strict=True))
             part[place] = entry.read(source)
         return part
+
+
+class _Renumbered(dict[int, int]):
+    """New numbers for those that are used, in the order of their use."""
+
+    def number(self, old: int) -> int:
+        return self.setdefault(old, len(self))
+
+
+def check_file(folder: Path, save: str, name: str, written: int, checksum: int) -> None:
+    """Check the size and the checksum of a checkpoint's file.
+
+    Raises:
+        InputFileError: it is not what was written.
+    """
+    path = folder / name
+    size, summed = size_and_checksum(path)
+    if summed != checksum and save_of(path) not in (None, save):
+        raise InputFileError(
+            f"{path} is of another save than its table: copy the whole checkpoint again"
+        )
+    if size != written:
+        raise InputFileError(f"{path} is damaged: it has {size:,} bytes, {written:,} were written")
+    if summed != checksum:
+        raise InputFileError(f"{path} is damaged: its bytes are not those that were written")
 
 
 def _within(box: Box, outer: Box) -> Box:

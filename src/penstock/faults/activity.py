@@ -63,7 +63,8 @@ class Activity:
     Attributes:
         since: when it last made progress, on this process's monotonic clock.
         slack: seconds that the current work may take, if that is more than usual.
-        durations: how long the latest training steps took, in seconds.
+        durations: how long the latest training steps took, in seconds; before the first one, how long the
+            latest calls took.
 
     The other attributes are those of :class:`~penstock.faults.Place`.
     """
@@ -108,7 +109,10 @@ class Activity:
             step: the training step, counted from 1; for an evaluation, the last training step.
         """
         self._move(None)
-        self._began = self.since if step != self.step else None
+        if step and not self.step:
+            # Whatever was computed without training says nothing of the first training step.
+            self.durations.clear()
+        self._began = self.since if step != self.step or not step else None
         self.step = step
         self.calls += 1
         self.inside = True

@@ -107,9 +107,9 @@ class Place:
         if self.waits is not None:
             return f"waits for {self.waits}{self._source}"
         if not self.inside:
-            steps = (
-                f"between steps, after step {self.step}" if self.step else "before its first step"
-            )
+            after = f"step {self.step}" if self.step else f"call {self.calls}"
+            begun = self.step or self.calls
+            steps = f"between steps, after {after}" if begun else "before its first step"
             return f"is {steps}, in its own code"
         return f"is in {self.action}" if self.action else "prepares a step"
 

@@ -34,7 +34,6 @@ except ImportError as error:
     ) from error
 
 from penstock.integrations.steps import (
-    PREDICT,
     LightningStep,
     StepLog,
     choices_of,
@@ -120,8 +119,8 @@ class _OnPipeline(nn.Module):
             torch.inference_mode(False),
             torch.set_grad_enabled(trains),
         ):
-            if not trains and step_name in PREDICT:
-                return self.pipe.predict(*args, same_batch=True, **kwargs)
+            if not trains and step_name in ("forward", "predict_step"):
+                return self.pipe.predict(*args, same_batch=True, predicts=True, **kwargs)
             kind = trains, step_name, choices
             kwargs["outputs"] = kind not in self._quiet
             if self._weighs:

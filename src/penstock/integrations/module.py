@@ -52,7 +52,7 @@ class PipelineModule(nn.Module):
     For a transformers model it takes that model's arguments and returns its output class; see
     :class:`penstock.integrations.PipelineModel`.
 
-    Parameters are those of the whole model, see :meth:`Pipeline.named_parameters`; modules and the state dict
+    Parameters and the state dict are those of the whole model, see :meth:`Pipeline.named_parameters`; modules
     are those of the stages that live in this process, under their names in the unsplit model.
 
     In float16, under autocast or with float16 weights, the step scales its loss by the factor of the last
@@ -186,9 +186,15 @@ class PipelineModule(nn.Module):
         prefix: str = "",
         keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """Parameters and buffers that live in this process, under their names in the unsplit model."""
+        """Parameters and buffers of the whole model, under its names; those of other ranks are stand-ins.
+
+        So the dict can be kept, copied and loaded again in this process, and a file of it is refused.
+        ``pipe.state_dict(full=True)`` gives rank 0 the numbers.
+        """
         destination = {} if destination is None else destination
-        for name, value in self.pipe.state_dict().items():
+        model, held = self.pipe.model, self.pipe.state_dict()
+        whole = dict(self.pipe.named_parameters()) if model is None else model.state_dict()
+        for name, value in {**whole, **held}.items():
             detached = isinstance(value, Tensor) and not keep_vars
             destination[prefix + name] = value.detach() if detached else value
         return destination

@@ -26,8 +26,6 @@ _LOGGED = "log "
 """The prefix of the names of logged values among the losses that a step reports."""
 _KEPT = "kept "
 """The prefix of the names of other numbers without dimensions among these losses."""
-PREDICT = ("forward", "predict_step")
-"""The steps whose result, without gradients, is a prediction."""
 
 
 class Later:
@@ -390,7 +388,9 @@ class LightningStep(nn.Module):
         self._log = log.itself
         self.training = module.training
 
-    def forward(self, *args: Any, step_name: str, choices: Any = (), **kwargs: Any) -> Any:
+    def forward(
+        self, *args: Any, step_name: str, choices: Any = (), predicts: bool = False, **kwargs: Any
+    ) -> Any:
         """Run a step; return its loss and the rest of its output, or, where it predicts, its result."""
         log: StepLog = self._log()
         log.begin()
@@ -402,9 +402,9 @@ class LightningStep(nn.Module):
 
         passed = [number(place, value) for place, value in enumerate(args)]
         output = call(*passed, **{name: number(name, value) for name, value in kwargs.items()})
-        trains = torch.is_grad_enabled()
-        if not trains and step_name in PREDICT:
+        if predicts:
             return output
+        trains = torch.is_grad_enabled()
         loss = output.get("loss") if isinstance(output, Mapping) else output
         is_loss = isinstance(loss, Tensor) and loss.numel() == 1
         if trains and not (is_loss and cast("Tensor", loss).requires_grad):

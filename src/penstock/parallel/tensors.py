@@ -30,7 +30,7 @@ def _dtensors() -> Any:
 
 def is_sharded(value: Any) -> TypeGuard[DTensor]:
     """Whether a value is a DTensor."""
-    return hasattr(value, "to_local")
+    return type(value) is not Tensor and hasattr(value, "to_local")
 
 
 # ---- local parts and whole tensors

@@ -16,6 +16,7 @@ from penstock.partition.meter import Meter
 from penstock.partition.plan import CallPlan, assign, empty_plan
 from penstock.partition.seen import Door
 from penstock.partition.settings import Settings
+from penstock.partition.sizes import UnitSizes
 from penstock.partition.trace import Homes, Trace, record
 from penstock.values import tensors_in
 
@@ -64,6 +65,7 @@ class Author:
         self._opened = [m for m in self.outside if any(id(part) in units for part in m.modules())]
         self._loose = [m for m in self.outside if not any(m is other for other in self._opened)]
         self._form = _form_of(model)
+        self._sizes = UnitSizes()
         self._around = Settings(self.outside)
         self.to_set: list[tuple[Any, str, Any]] = []
         self._settings = [self._settings_of(stage) for stage in range(stages)]
@@ -86,7 +88,7 @@ class Author:
                 stack.enter_context(self._settings[int(stage)].taken_over(rows))
             self._check_hooks()
             doors = [*self.doors, *self._hooked()] if self.stages > 1 else self.doors
-            trace = self._record(doors, (tuple(args), dict(kwargs)))
+            trace = self._record(doors, (tuple(args), dict(kwargs)), self._sizes_now())
             return assign(trace, self.homes, self.stages)
 
     def state(self, stage: int) -> tuple[Any, ...]:
@@ -100,8 +102,15 @@ class Author:
 
     def refresh(self) -> None:
         """Let the next plan take counters as they are then."""
+        self._sizes.clear()
         for settings in (self._around, *self._settings):
             settings.refresh()
+
+    def _sizes_now(self) -> UnitSizes:
+        """What units gave at other sizes, with all settings as they are now."""
+        settings = [one.look() for one in (self._around, *self._settings)]
+        self._sizes.enter((torch.is_grad_enabled(), *settings))
+        return self._sizes
 
     def _settings_of(self, stage: int) -> Settings:
         """The settings of a stage's units, and of its parameters outside of units."""
@@ -122,10 +131,12 @@ class Author:
             self._record(self.doors, (tuple(args), dict(kwargs)))
         return float(meter.flops)
 
-    def _record(self, doors: Sequence[Door], call: Example) -> Trace:
+    def _record(
+        self, doors: Sequence[Door], call: Example, sizes: UnitSizes | None = None
+    ) -> Trace:
         fits = self._example is not None and _kind(self._example) == _kind(call)
         example = self._example if fits else None
-        return record(self.model, self.forward, doors, call, example, self.homes)
+        return record(self.model, self.forward, doors, call, example, self.homes, sizes)
 
     def _hooked(self) -> list[Door]:
         """Doors of the modules between units that have hooks: each call is in one stage, like a unit's."""

@@ -352,11 +352,12 @@ class Held:
             for one in thing.set_once().items()
         ]
 
-    def after_unit(self) -> None:
+    def after_unit(self) -> bool:
         """Note which objects that a unit and the code around have are others before the last unit's end."""
         if self._common is None:
             self._common = self._things.common()
         self._early.update(id(thing.value) for thing in self._common if thing.is_changed)
+        return bool(self._early)
 
     def outer(self) -> set[str]:
         """The units whose code changes global or enclosing containers."""

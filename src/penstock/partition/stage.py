@@ -143,13 +143,14 @@ class CutStage(StageModule):
         if call.plan not in self._chains:
             self._chains[call.plan] = _chain_of(call.plan, author, self.index)
         chain = self._chains[call.plan]
-        if chain and not author.model._forward_pre_hooks and not author.model._forward_hooks:
-            argument = args[0] if len(args) == 1 and not kwargs else None
-            hidden = argument if chain.arrives is None else values[chain.arrives]
-            if isinstance(hidden, Tensor) and not hidden.is_meta:
-                hidden = chain.run(hidden, call.draws)
-                return (None, chain.sent(hidden, self.index, call)) if chain.edge else (hidden, {})
         try:
+            if chain and not author.model._forward_pre_hooks and not author.model._forward_hooks:
+                argument = args[0] if len(args) == 1 and not kwargs else None
+                hidden = argument if chain.arrives is None else values[chain.arrives]
+                if isinstance(hidden, Tensor) and not hidden.is_meta:
+                    hidden = chain.run(hidden, call.draws)
+                    sends = chain.edge is not None
+                    return (None, chain.sent(hidden, self.index, call)) if sends else (hidden, {})
             with _attributes_kept(author, call.plan.trace):
                 return _Runner(self.index, author, call, values).run(args, kwargs)
         except PlanError:

@@ -58,6 +58,7 @@ from penstock.partition.seen import (
     others_seen,
     uncheckpointed,
 )
+from penstock.partition.sizes import UnitSizes, without_data
 from penstock.values import (
     Place,
     check_tensor,
@@ -298,13 +299,14 @@ If a unit is in several stages, its first calls are in the first of them, and so
 """
 
 
-def record(
+def record(  # noqa: PLR0913 - a model, and how to run it
     model: nn.Module,
     forward: Callable[..., Any],
     doors: Sequence[Door],
     call: Example,
     numbers: Example | None = None,
     homes: Homes | None = None,
+    sizes: UnitSizes | None = None,
 ) -> Trace:
     """Run a model's forward without data.
 
@@ -315,13 +317,14 @@ def record(
         call: ``(args, kwargs)``; of their tensors only shapes and types count.
         numbers: other arguments of the same kind, whose numbers the run uses.
         homes: the stages of the units, if they are known.
+        sizes: what units gave at other sizes, which need not run again.
     """
     learns = torch.is_grad_enabled()
     held = Held(model, {door.path: door.module for door in doors})
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     silent, logger.disabled = logger.disabled, True
     try:
-        recorder = _Recorder(model, doors, homes or {})
+        recorder = _Recorder(model, doors, homes or {}, sizes if numbers is None else None)
         # Outside of inference mode, whose tensors have no versions; that alone would enable gradients.
         with torch.inference_mode(False), torch.set_grad_enabled(learns):
             trace = recorder.run(forward, call, numbers, held)
@@ -346,9 +349,11 @@ def as_written() -> contextlib.AbstractContextManager[Any]:
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self, model: nn.Module, doors: Sequence[Door], homes: Homes) -> None:
+    def __init__(
+        self, model: nn.Module, doors: Sequence[Door], homes: Homes, sizes: UnitSizes | None
+    ) -> None:
         super().__init__()
-        self.model, self.doors, self._homes = model, doors, homes
+        self.model, self.doors, self._homes, self._sizes = model, doors, homes, sizes
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.trace = Trace(self.mode, home_of(model), doors)
         self.current: Event | None = None
@@ -424,14 +429,8 @@ class _Recorder(TorchFunctionMode):
         if real:
             return tensor.detach().clone()
         parameter = isinstance(tensor, nn.Parameter)
-        with self.mode, torch.no_grad():
-            twin = torch.empty_strided(
-                tensor.shape,
-                tensor.stride(),
-                dtype=tensor.dtype,
-                device=self.trace.device,
-                requires_grad=parameter and tensor.requires_grad,
-            )
+        learns = parameter and tensor.requires_grad
+        twin = without_data(self.mode, tensor, self.trace.device, learns=learns)
         # All that nn.Parameter does to a subclass, except a detach, which is slow on fake tensors. As of
         # torch 2.13.
         twin._is_param = parameter
@@ -675,14 +674,42 @@ class _Recorder(TorchFunctionMode):
         with left(self), as_written():
             # The stage of the units that have set these has them, whichever event made the tensors.
             self._near = {storage_of(self._fake_of(t)) for t in tensors_in(shown)}
+            make = None
+            if self._sizes is not None and not shown:
+                make = self._sizes.result((path, number), args, kwargs, self.mode)
+            if make is not None:
+                self._latest = path
+                return self._event(event, path, lambda *_, **__: make(), args, kwargs)
             output = self._event(event, path, run, args, kwargs)
         self._near = set()
         self.current = event
+        known = len(self._private.left)
         self._private.leave(path, len(self.trace.events) - 1)
-        self._before.after_unit()
+        changes = self._before.after_unit()
+        if self._sizes is not None:
+            does_more = changes or shown or len(self._private.left) > known
+            gave = self._sizes if does_more or not self._only_gives(event) else event.result
+            self._sizes.add((path, number), *event.call, gave)
         self.current = None
         self._latest = path
         return output
+
+    def _only_gives(self, event: Event) -> bool:
+        """Whether a unit has done nothing but give new tensors."""
+        new = [slot for slot in event.slots if isinstance(slot, int)]
+        values = [self.trace.values[number] for number in new]
+        return len(new) == len(event.slots) and not (
+            any(value.parameter is not None or value.belongs for value in values)
+            or any(not value.tensor.is_contiguous() for value in values)
+            or any(value.tensor.requires_grad != value.requires_grad for value in values)
+            or event.changes
+            or event.left
+            or event.reads
+            or event.generators
+            or event.needs_data
+            or event.mutable
+            or event.shares
+        )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

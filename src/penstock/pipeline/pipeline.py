@@ -57,6 +57,8 @@ from penstock.pipeline.watching import StepEvent, StepHook, peak_flops, peak_mem
 from penstock.pipeline.weights import HeldWeights
 from penstock.rng import Randomness, Seed, own_seed
 from penstock.runtime import (
+    ASKING,
+    MAIN,
     ActionEvent,
     ActionHook,
     Call,
@@ -74,6 +76,7 @@ from penstock.runtime import (
     StepState,
     TimelineKind,
     Which,
+    ask_inside,
     check_plans,
     describe_stages,
     mark_of,
@@ -83,17 +86,18 @@ from penstock.schedule.base import flat, whole_number
 from penstock.stage import Compilation, PipelineStage, device_of, without_compilation
 from penstock.transport import Circle, Transport
 from penstock.values import MISSING, Batch, Rules, check_rules, merge, output_dim, split_batch
-from penstock.weights import Init, load_partition, read_weights
-from penstock.weights.folders import save_weights
+from penstock.weights import Init, load_partition
+from penstock.weights.folders import load_folder, save_weights
 from penstock.weights.initialise import initialise
 from penstock.weights.norms import all_norms, scale_gradients, total_norm
-from penstock.weights.optimizers import named_state_dict, read_states
+from penstock.weights.optimizers import OptimizerStates, named_state_dict, read_states
 from penstock.weights.states import (
     LoadResult,
     StageWeights,
     gather_optimizer,
     gather_state,
     load_optimizer,
+    load_state,
 )
 from penstock.weights.team import Level, Team, exchanging
 
@@ -541,6 +545,7 @@ class Pipeline:
             tensors, gradients = zip(*step.batch_gradients, strict=True)
             torch.autograd.backward(tensors, gradients)
         self._held.leave_gradients()
+        self._ask_inside(step, args, kwargs, target)
         self._last_seed = draws
         self._randomness.advance()
         seconds = perf_counter() - started
@@ -666,6 +671,30 @@ class Pipeline:
         finally:
             for module, mode in modes:
                 module.training = mode
+
+    def _ask_inside(
+        self, step: StepState, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any
+    ) -> None:
+        """After a step: ask a loss that the model's forward computes whether microbatches make it up."""
+        call, model_call = step.call, step.agreement.model_call
+        loss, count = call.loss, model_call.count
+        asks = count > 1 and self._runner.steps in ASKING and not model_call.presplit
+        if loss is None or loss.loss_over != "samples" or not asks:
+            return
+        if isinstance(loss.loss_weight, Sequence):
+            return
+        if not any(self._runner.gather(self._runner.interpreter.has_loss_inside)):
+            return
+
+        def evaluate(microbatches: int) -> float:
+            def describe() -> Call:
+                return Call(self._split(args, kwargs, target, microbatches), loss, trains=False)
+
+            step = self._run(self._described(describe, trains=False, loss=loss), kwargs, target)
+            return step.result.losses[MAIN]
+
+        modules = (module for stage in self._stages for module in stage.called_modules())
+        ask_inside(count, evaluate, self._runner.gather, modules, self.device)
 
     def find_nonfinite(
         self, *args: Any, target: Any = MISSING, **kwargs: Any
@@ -916,7 +945,7 @@ class Pipeline:
         """
         if not full:
             return self._held.weights.state_dict()
-        return gather_state(self._held.ranks, self._held.weights, self._held.names)
+        return gather_state(self._held.team, self._held.ranks, self._held.weights)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadResult:
         """Load the unsplit model's weights: each process picks those of its stages.
@@ -934,7 +963,9 @@ class Pipeline:
         Raises:
             StateDictError: something is missing, unexpected or of another size; nothing is changed then.
         """
-        return self._held.load(state_dict, strict=strict, any_name=False)
+        result = load_state(self._held.team, self._held.weights, state_dict, strict=strict)
+        self._held.align()
+        return result
 
     # ---- optimizers
 
@@ -953,10 +984,13 @@ class Pipeline:
         Raises:
             UsageError: the optimizer has parameters that are not this pipeline's, or one state for all.
         """
-        held = read_states(optimizer, self._held.names_by_identity(), "the optimizer")
+
+        def held() -> OptimizerStates:
+            return read_states(optimizer, self._held.names_by_identity(), "the optimizer")
+
         if not full:
-            return named_state_dict(held)
-        return gather_optimizer(self._held.ranks, self._held.names, held)
+            return named_state_dict(held())
+        return gather_optimizer(self._held.team, self._held.ranks, self._held.names, held)
 
     def load_optimizer_state_dict(
         self, optimizer: Optimizer, state_dict: Mapping[str, Any], strict: bool = True
@@ -978,7 +1012,7 @@ class Pipeline:
             StateDictError: the state does not fit, or holds positions; nothing is changed then.
         """
         names = self._held.names_by_identity()
-        return load_optimizer(self._held.ranks, optimizer, names, state_dict, strict=strict)
+        return load_optimizer(self._held.team, optimizer, names, state_dict, strict=strict)
 
     # ---- files
 
@@ -1010,7 +1044,10 @@ class Pipeline:
             StateDictError: the files hold another model.
         """
         with self.patient(LONG):
-            return self._held.load(read_weights(folder), strict=strict, any_name=True)
+            weights = self._held.weights
+            result = load_folder(self._held.team, weights, Path(folder), strict=strict)
+            self._held.align()
+            return result
 
     # ---- hooks, messages between ranks, and the end
 
@@ -1067,8 +1104,7 @@ class Pipeline:
         Raises:
             UsageError: the replicas cannot be reached.
         """
-        own = 1 if self._transport is None else self._transport.ranks
-        levels = [Level(self.rank, own, self._runner.to_first, self._runner.from_first)]
+        levels = [self._held.level]
         circles = self.circles()
         levels += [Level(one.rank, one.size, one.to_first, one.from_first) for one in circles]
         replicas = self.replicas
@@ -1079,7 +1115,9 @@ class Pipeline:
                     "penstock.Checkpoints(group=...) the process group of all ranks of all replicas"
                 )
             levels.append(exchanging(replicas.index, replicas.number, replicas.exchange))
-        return Team(levels, (prod(level.size for level in levels[1:]), own), self.patient)
+        return Team(
+            levels, (prod(level.size for level in levels[1:]), levels[0].size), self.patient
+        )
 
     def share(self, value: Any, rank: int) -> Any:
         """Send one rank's value, made of tensors and plain data, to every rank; all of them call this."""

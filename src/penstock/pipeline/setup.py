@@ -339,9 +339,9 @@ def connect(
     chosen, replicas = group_of(group, mesh), replicas or Replicas()
     if chosen is None and not launched():
         return None, loss, replicas
-    if device.type == "cuda" and device.index is not None:
-        # What names no GPU, such as collectives of torch, would use the first one in every process.
-        torch.cuda.set_device(device)
+    if device.type not in ("cpu", "meta") and device.index is not None:
+        # What names no device, such as collectives of torch, would use the first one in every process.
+        torch.get_device_module(device.type).set_device(device)
     members = members_of(group, mesh, replicas.group)
     meeting = meet(chosen, patience, device, None if members is None else Members(*members))
     job = meeting.job

@@ -123,12 +123,12 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The peak bytes of this process so far: allocated on any one GPU, or resident without one.
+    """The peak bytes of this process so far: allocated on its device, or resident on a CPU.
 
     0 where the system does not tell, as on Windows.
     """
-    if device.type == "cuda":
-        return max(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
+    if device.type not in ("cpu", "meta"):
+        return torch.accelerator.max_memory_allocated(device)
     if resource is None:
         return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT

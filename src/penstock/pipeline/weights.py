@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +18,10 @@ from penstock.weights.norms import all_norms
 from penstock.weights.optimizers import remember_names
 from penstock.weights.sharing import SharedWeights
 from penstock.weights.states import (
-    LoadResult,
     Names,
     StageWeights,
-    load_state,
 )
+from penstock.weights.team import Level, Team
 
 Listed = list[tuple[str, Elsewhere | None]]
 """All parameters of the model by name, in order: stand-ins for those elsewhere, None for those held here."""
@@ -173,13 +171,17 @@ class HeldWeights:
         """The name of each parameter that lives in this process, by its ``id``."""
         return {id(parameter): name for name, parameter in self.weights.named_parameters()}
 
-    def load(self, state: Mapping[str, Any], *, strict: bool, any_name: bool) -> LoadResult:
-        """Load values by name; with ``any_name``, one of a weight's names is enough."""
-        result = load_state(
-            self.ranks, self.weights, self.names, state, strict=strict, any_name=any_name
-        )
-        self.align()
-        return result
+    @property
+    def level(self) -> Level:
+        """The ranks of this pipeline, of which the first collects what the others tell."""
+        transport = self.ranks.transport
+        size = 1 if transport is None else transport.ranks
+        return Level(self.ranks.rank, size, self.ranks.to_first, self.ranks.from_first)
+
+    @property
+    def team(self) -> Team:
+        """The ranks of this pipeline, as processes that load together."""
+        return Team([self.level], (1, self.level.size))
 
 
 def _listed(named: Iterable[tuple[str, nn.Parameter]]) -> Listed:

@@ -17,7 +17,7 @@ from torch import Tensor
 # Unlike other pytrees, it includes the types that users register.
 from torch.utils import _pytree as pytree
 
-from penstock.errors import MicrobatchError, PenstockError, UsageError
+from penstock.errors import MicrobatchError, PenstockError, ScheduleError, UsageError
 from penstock.faults import Patience
 from penstock.pipeline.pipeline import before_first
 from penstock.pipeline.plan import ProvenSchedules, prove
@@ -390,7 +390,10 @@ class PipelineSchedule:
                 f"{self._num_stages} stages cannot be divided evenly among {self.pp_group_size} ranks"
             )
         sizes = {"ranks": self.pp_group_size, "microbatches": self._n_microbatches}
-        self._adopt(build(self.recipe, **sizes, stages_per_rank=each))
+        try:
+            self._adopt(build(self.recipe, **sizes, stages_per_rank=each))
+        except ScheduleError as error:
+            raise PlacementError(str(error)) from error
         expected = list(self.schedule.placement.stages_on(self.rank))
         held = sorted(stage.stage_index for stage in self._stages if stage.submod is not None)
         if held and held != expected:

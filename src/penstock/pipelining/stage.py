@@ -176,11 +176,11 @@ class PipelineStage(StageBase, engine.PipelineStage):
 
     # ---- the methods that the engine calls
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the module for a microbatch; see the engine's stage."""
-        output = super().run(*args, **kwargs)
+        output = super().run(args, kwargs)
         if self._expected:
-            self._compare(args[1], output)
+            self._compare(args, output)
         if self._perform is not None:
             self._output = output
         return output

@@ -6,17 +6,19 @@ buffers under the model's names. It is traced in both modes, training and evalua
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import SymBool, SymFloat, SymInt, Tensor, fx, nn
+from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from penstock.errors import PartitionError, UsageError
@@ -102,17 +104,114 @@ def _marked(model: nn.Module, points: Mapping[str, SplitPoint]) -> Iterator[None
             raise CutError(f"{path} ({where.name}): the module was not called with these arguments")
 
 
+# ---- the arguments of a trace
+
+
+class Look(NamedTuple):
+    """How a tensor must look; a length of None may be any but 0 and 1, which torch traces apart."""
+
+    dtype: torch.dtype
+    shape: tuple[int | None, ...]
+
+    def __str__(self) -> str:
+        lengths = ", ".join("2 or more" if n is None else str(n) for n in self.shape)
+        return f"{str(self.dtype).removeprefix('torch.')}[{lengths}]"
+
+    def fits(self, other: Any) -> bool:
+        """Whether a tensor of another look may take this one's place."""
+        if not isinstance(other, Look) or len(self.shape) != len(other.shape):
+            return False
+        pairs = zip(self.shape, other.shape, strict=True)
+        lengths = all(b == a if a is not None else b is None or b > 1 for a, b in pairs)
+        return lengths and self.dtype == other.dtype
+
+
+def _look(leaf: Any) -> Any:
+    """How a tensor looks; another value as it is."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return Look(leaf.dtype, tuple(n if isinstance(n, int) else None for n in leaf.shape))
+
+
+def _alike(leaf: Any, traced: Any) -> bool:
+    if isinstance(traced, Look):
+        return traced.fits(leaf)
+    return type(leaf) is type(traced) and bool(leaf == traced)
+
+
+def _bound(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments in one form, however they are passed.
+
+    Raises:
+        UsageError: the signature does not take them.
+    """
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise UsageError(f"the model's forward{signature} does not take these: {error}") from None
+    bound.apply_defaults()
+    return bound.args, bound.kwargs
+
+
+@dataclass
+class Arguments:
+    """What a graph takes: the model's arguments, flat, as its trace looked at them.
+
+    Args:
+        signature: that of the model's forward.
+        in_spec: their structure.
+        looks: how each must look.
+        guards: raises AssertionError for sizes that the graph does not hold for; None if there are none.
+    """
+
+    signature: inspect.Signature
+    in_spec: Any
+    looks: Sequence[Any]
+    guards: Callable[..., None] | None
+
+    def flat(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Flatten the model's arguments.
+
+        Raises:
+            UsageError: the graph does not hold for them.
+        """
+        args, kwargs = _bound(self.signature, args, kwargs)
+        named = {
+            name: kwargs[name] for name in self.in_spec.children()[1].context if name in kwargs
+        }
+        leaves, spec = pytree.tree_flatten((args, named | kwargs))
+        unlike = ["their number or structure"] if spec != self.in_spec else []
+        for place, (leaf, traced) in enumerate(zip(leaves, self.looks, strict=False)):
+            if not _alike(look := _look(leaf), traced):
+                unlike.append(f"number {place}: {look} instead of {traced}")
+        try:
+            if self.guards is not None and not unlike:
+                self.guards(*leaves)
+        except AssertionError as error:
+            unlike.append(f"it needs {str(error).removeprefix('Guard failed: ')}")
+        if unlike:
+            raise UsageError(
+                f"the model was traced with other arguments ({'; '.join(unlike)}), and its graph does not "
+                "hold for these; call pipeline() with arguments of one microbatch as in training"
+            )
+        return leaves
+
+
 # ---- the trace
+
+_GUARDS = "_guards_fn"
+"""The module in which torch.export puts its checks of the arguments."""
 
 
 @dataclass
 class ModelTrace:
-    """A model's graph in one mode, and the flat arguments of the trace, whose tensors have no data."""
+    """A model's graph in one mode."""
 
     module: fx.GraphModule
-    in_spec: Any
+    arguments: Arguments
     out_spec: Any
-    examples: list[Any]
 
 
 def trace(
@@ -122,10 +221,18 @@ def trace(
     points: Mapping[str, SplitPoint],
     policy: Policy | None,
 ) -> ModelTrace:
-    """Trace a model in its current mode."""
+    """Trace a model in its current mode, for any number of samples where it can be."""
+    signature = inspect.signature(model.forward)
+    args, kwargs = _bound(signature, args, kwargs)
+    lengths = pytree.tree_map(_any_length, dict(signature.bind(*args, **kwargs).arguments))
     with _marked(model, points), _lost() as lost:
         try:
-            program = torch.export.export(model, args, dict(kwargs), strict=False)
+            try:
+                program = torch.export.export(
+                    model, args, kwargs, dynamic_shapes=lengths, strict=False
+                )
+            except Exception:  # what torch cannot trace without knowing the sizes
+                program = torch.export.export(model, args, kwargs, strict=False)
         except Exception as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise CutError(
@@ -137,12 +244,15 @@ def trace(
             f"the {type(model).__name__} uses {lost[0]}, which a trace would lose; penstock.Pipeline cuts "
             "models without tracing them"
         )
-    module: Any = program.module(check_guards=False)
-    if policy is not None:
-        module = policy(module)
-    leaves = pytree.tree_leaves((args, dict(kwargs)))
-    examples = [x.detach().to("meta") if isinstance(x, Tensor) else x for x in leaves]
-    return ModelTrace(module, program.call_spec.in_spec, program.call_spec.out_spec, examples)
+    module: Any = program.module()
+    looks = [_look(node.meta["val"]) for node in module.graph.find_nodes(op="placeholder")]
+    guards, specs = getattr(module, _GUARDS, None), program.call_spec
+    arguments = Arguments(signature, specs.in_spec, looks, guards)
+    return ModelTrace(policy(module) if policy else module, arguments, specs.out_spec)
+
+
+def _any_length(value: Any) -> dict[int, Any] | None:
+    return {0: Dim.AUTO} if isinstance(value, Tensor) and value.dim() else None
 
 
 @contextmanager
@@ -183,6 +293,8 @@ class Cut:
         self._check_regions()
         stage, busy = 0, {0: False}
         for node in graph.nodes:
+            if node.target == _GUARDS:
+                continue
             if _is_mark(node):
                 stage += 1
                 busy[stage] = False
@@ -192,7 +304,7 @@ class Cut:
             self.owner[node] = self.owner[source] if isinstance(source, fx.Node) else stage
             if node.op in ("placeholder", "get_attr"):
                 self.owner[node] = 0
-            elif node.op != "output":
+            elif node.op != "output" and not _is_size(node):
                 busy[stage] = True
         self.count = stage + 1
         empty = [index for index, works in busy.items() if not works]
@@ -215,12 +327,28 @@ class Cut:
 
     def _find_values(self) -> dict[fx.Node, tuple[int, ...]]:
         """Map each value that travels to the stages that use it."""
-        values = {}
-        for node, source in self.owner.items():
-            targets = {self.owner[user] for user in node.users} - {source}
-            if targets and node.op not in ("get_attr", "output"):
-                values[node] = tuple(sorted(targets))
-        return values
+        targets: dict[fx.Node, set[int]] = {node: set() for node in self.owner}
+        sizes = []
+        for node, stage in self.owner.items():
+            for source in [] if _is_size(node) else node.all_input_nodes:
+                if _is_size(source):
+                    sizes.append((source, stage))
+                elif source.op != "get_attr" and self.owner[source] != stage:
+                    targets[source].add(stage)
+        for size, stage in sizes:
+            for missing in self._missing(size, stage, [n for n in targets if stage in targets[n]]):
+                targets[missing].add(stage)
+        return {node: tuple(sorted(stages)) for node, stages in targets.items() if stages}
+
+    def _missing(self, size: fx.Node, stage: int, arrive: Sequence[fx.Node]) -> Iterator[fx.Node]:
+        """The sizes that a stage must be sent to know a size: it sees those of tensors that arrive."""
+        if _place_of(size, arrive) is not None:
+            return
+        for source in size.all_input_nodes:
+            if _is_size(source):
+                yield from self._missing(source, stage, arrive)
+            elif self.owner[source] != stage:
+                yield size
 
     @cached_property
     def edges(self) -> tuple[Edge, ...] | None:
@@ -280,22 +408,23 @@ class Cut:
 
     def graph(self, stage: int) -> fx.Graph:
         """Build a stage's graph, which maps flat arguments or values to values or the flat output."""
-        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        if stage == 0:
-            for node in self.owner:
-                if node.op == "placeholder":
-                    copies[node] = graph.placeholder(node.name)
-        for node, targets in self.values.items():
-            if stage in targets:
-                copies[node] = graph.placeholder(self.names[node])
+        graph = fx.Graph()
+        taken = {node: node.name for node in self.owner if node.op == "placeholder" and stage == 0}
+        taken |= {node: self.names[node] for node, stages in self.values.items() if stage in stages}
+        copies = {node: graph.placeholder(name) for node, name in taken.items()}
 
         def copied(node: fx.Node) -> fx.Node:
             if node not in copies:
-                copies[node] = graph.node_copy(node, copied)
+                place = _place_of(node, taken)
+                if place is None:
+                    copies[node] = graph.node_copy(node, copied)
+                else:
+                    tensor, dim = place
+                    copies[node] = graph.call_function(_SIZE, (copies[tensor], dim))
             return copies[node]
 
         for node, owner in self.owner.items():
-            if owner == stage and node.op not in ("placeholder", "get_attr", "output"):
+            if owner == stage and node.op not in _HELD and not _is_size(node):
                 copied(node)
         graph.output(self._output(stage, copied))
         return graph
@@ -327,9 +456,31 @@ class Cut:
         return fx.GraphModule(self.trace.module, graph)
 
 
+_HELD = ("placeholder", "get_attr", "output")
+_SIZE = torch.ops.aten.sym_size.int
+
+
+def _is_size(node: fx.Node) -> bool:
+    """Whether a node is a number that depends on the sizes of the arguments: each stage computes it."""
+    return isinstance(node.meta.get("val"), SymInt | SymBool | SymFloat)
+
+
+def _place_of(size: fx.Node, tensors: Iterable[fx.Node]) -> tuple[fx.Node, int] | None:
+    """Find a tensor and its dimension of this size."""
+    if not _is_size(size):
+        return None
+    shapes = [(node, getattr(node.meta.get("val"), "shape", ())) for node in tensors]
+    places = ((node, dim) for node, shape in shapes for dim in range(len(shape)))
+    return next(
+        (p for p in places if str(p[0].meta["val"].shape[p[1]]) == str(size.meta["val"])), None
+    )
+
+
 def _has_gradient(node: fx.Node) -> bool:
     value = node.meta.get("val")
-    return not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
+    if isinstance(value, Tensor):
+        return value.is_floating_point() or value.is_complex()
+    return not _is_size(node)
 
 
 def _modules_around(node: fx.Node) -> list[Any]:
@@ -375,44 +526,26 @@ def _shown(node: fx.Node) -> str:
 # ---- a stage
 
 
-def _alike(leaf: Any, example: Any) -> bool:
-    if isinstance(leaf, Tensor) and isinstance(example, Tensor):
-        return leaf.shape == example.shape and leaf.dtype == example.dtype
-    return type(leaf) is type(example) and bool(leaf == example)
-
-
-def _look(leaf: Any) -> str:
-    if not isinstance(leaf, Tensor):
-        return repr(leaf)
-    return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
-
-
 class TracedStage(nn.Module):
     """A stage of a traced model, with the model's own parameters and buffers under their names.
 
     Args:
-        graphs: the stage's graph in training (True) and evaluation (False), or in the one traced mode.
+        cuts: the cut in training (True) and evaluation (False), or in the one traced mode.
+        index: the index of the stage.
         model: the model.
-        first: the model's trace, if this is the first stage, which takes the model's arguments.
-        last: the model's trace, if this is the last stage, which returns the model's output.
     """
 
-    def __init__(
-        self,
-        graphs: Mapping[bool, fx.GraphModule],
-        model: nn.Module,
-        first: ModelTrace | None,
-        last: ModelTrace | None,
-    ) -> None:
+    def __init__(self, cuts: Mapping[bool, Cut], index: int, model: nn.Module) -> None:
         super().__init__()
-        self._forwards = {mode: type(part).forward for mode, part in graphs.items()}
-        self._in_spec: Any = None if first is None else first.in_spec
-        self._examples = [] if first is None else first.examples
-        self._out_spec = None if last is None else last.out_spec
-        part = next(iter(graphs.values()))
+        parts = {mode: cut.module(index, model) for mode, cut in cuts.items()}
+        self._forwards = {mode: type(part).forward for mode, part in parts.items()}
+        traces = {mode: cut.trace for mode, cut in cuts.items()}
+        self._arguments = {mode: traced.arguments for mode, traced in traces.items() if index == 0}
+        some, part = next(iter(cuts.values())), next(iter(parts.values()))
+        self._out_spec = some.trace.out_spec if index == some.count - 1 else None
         self._taken = [node.name for node in part.graph.nodes if node.op == "placeholder"]
         self._code = part.code
-        for part in graphs.values():
+        for part in parts.values():
             for node in part.graph.nodes:
                 if node.op in ("get_attr", "call_module"):
                     _hold(self, node.target, model, part)
@@ -425,8 +558,9 @@ class TracedStage(nn.Module):
             raise UsageError(
                 f"the model could be traced in the other mode only; call {mode}() on it before pipeline()"
             )
-        take = self._values if self._in_spec is None else self._arguments
-        output = self._forwards[self.training](self, *take(args, kwargs))
+        arguments = self._arguments.get(self.training)
+        taken = self._values(args, kwargs) if arguments is None else arguments.flat(args, kwargs)
+        output = self._forwards[self.training](self, *taken)
         return output if self._out_spec is None else pytree.tree_unflatten(output, self._out_spec)
 
     def _values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -439,22 +573,6 @@ class TracedStage(nn.Module):
                 f"{len(values)}"
             )
         return values
-
-    def _arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Flatten the model's arguments, which must look like those of the trace."""
-        names = list(self._in_spec.children()[1].context)
-        ordered = {name: kwargs[name] for name in names} if set(names) == set(kwargs) else kwargs
-        leaves, spec = pytree.tree_flatten((args, dict(ordered)))
-        unlike = ["their number or structure"] if spec != self._in_spec else []
-        for place, (leaf, example) in enumerate(zip(leaves, self._examples, strict=False)):
-            if not _alike(leaf, example):
-                unlike.append(f"number {place}: {_look(leaf)} instead of {_look(example)}")
-        if unlike:
-            raise UsageError(
-                f"the model was traced with other arguments ({'; '.join(unlike)}), and its graph holds for "
-                "them alone; call pipeline() with arguments of one microbatch as in training"
-            )
-        return leaves
 
     def print_readable(self) -> str:
         """Print the stage's code, and return it."""
@@ -531,15 +649,7 @@ def cut_traced(
                 cuts[model.training] = other
         except CutError:
             pass
-    stages = []
-    for index in range(first.count):
-        graphs = {mode: c.module(index, model) for mode, c in cuts.items()}
-        begins, ends = index == 0, index == first.count - 1
-        stages.append(
-            TracedStage(
-                graphs, model, first.trace if begins else None, first.trace if ends else None
-            )
-        )
+    stages = [TracedStage(cuts, index, model) for index in range(first.count)]
     return TracedModel(stages, first.edges, find_shared(model, stages), first.trace.module.graph)
 
 

@@ -3,6 +3,7 @@
 from penstock.runtime.calls import Call, StepState, check_plans, describe_stages, mark_of
 from penstock.runtime.hooks import ActionEvent, ActionHook, HookHandle, Hooks, Which
 from penstock.runtime.loss import (
+    MAIN,
     Loss,
     LossFunction,
     LossOptions,
@@ -17,9 +18,11 @@ from penstock.runtime.loss import (
 from penstock.runtime.result import StepCost, StepResult, TimelineKind
 from penstock.runtime.runner import Runner
 from penstock.runtime.scaler import LossScaler
-from penstock.runtime.whole import forwards_first
+from penstock.runtime.whole import ASKING, ask_inside, forwards_first
 
 __all__ = [
+    "ASKING",
+    "MAIN",
     "ActionEvent",
     "ActionHook",
     "Call",
@@ -40,6 +43,7 @@ __all__ = [
     "TimelineKind",
     "Which",
     "add_loss",
+    "ask_inside",
     "check_function",
     "check_plans",
     "collect_losses",

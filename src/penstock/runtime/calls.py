@@ -72,11 +72,16 @@ class Call:
         return " ".join([doing, losses, "loss", *autocast_types()])
 
 
+_ACCELERATOR = torch.accelerator.current_accelerator()
+_COMPUTES = ("cpu",) if _ACCELERATOR is None else ("cpu", _ACCELERATOR.type)
+"""The types of devices that compute here."""
+
+
 def autocast_types() -> list[str]:
     """The types that autocast computes in now, by type of device; empty outside of autocast."""
     return [
         f"{kind}:{torch.get_autocast_dtype(kind)}"
-        for kind in ("cpu", "cuda")
+        for kind in _COMPUTES
         if torch.is_autocast_enabled(kind)
     ]
 

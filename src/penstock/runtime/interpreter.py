@@ -196,6 +196,7 @@ class Interpreter:
         self._inquiry = Inquiry()
         self._question: Question | None = None
         self._batch: BatchOutputs | None = None
+        self._inputs: Any = None
         self._usual: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -365,25 +366,29 @@ class Interpreter:
             draws.enter(f"stage {index}", 0)
         if self._hooks is not None:
             self._look(action, (args, kwargs))
-        finish = partial(self._finish_forward, stage, microbatch, leaves)
-        output = stage.run(microbatch, args, kwargs, leaves, finish, call)
+        output = stage.run(args if call is None else (call, *args), kwargs)
         if self._hooks is not None:
             self._seen = (self._seen[0], output)
+        roots = self._finish_forward(stage, microbatch, leaves, output)
+        if step.call.trains:
+            stage.keep(microbatch, roots, leaves)
 
     def _arguments(
         self, stage: PipelineStage, microbatch: int, leaves: list[Tensor]
     ) -> tuple[Sequence[Any], dict[str, Any]]:
         """The arguments of a stage's module; ``leaves`` gets a leaf for each tensor that requires grad."""
         edges = self._program.inputs[stage.index]
-        values = {}
-        self._entered[stage.index, microbatch] = entered = []
+        values, entered, first = {}, [], 0
         for edge in edges:
             value, copies = self._read(edge.value, microbatch)
-            first = len(leaves)
             values[edge.value] = enter(value, leaves, copies=copies)
             entered.append(leaves[first:])
+            first = len(leaves)
+        self._entered[stage.index, microbatch] = entered
+        if self._question is not None:
+            self._inputs = values
         part = self._step.parts[microbatch]
-        kwargs = {}
+        kwargs: dict[str, Any] = {}
         if stage.planned:
             args: list[Any] = [values]
             for value in part.args:
@@ -420,44 +425,43 @@ class Interpreter:
         self, stage: PipelineStage, microbatch: int, leaves: list[Tensor], output: Any
     ) -> list[Tensor]:
         """Put a stage's values into the store, and return the roots of its backward."""
-        index, edges = stage.index, self._program.outputs[stage.index]
+        index, edges, call = stage.index, self._program.outputs[stage.index], self._step.call
         if stage.planned:
             output, values = output
         else:
             values = _values_of(edges, output) if edges else {}
         roots: list[Tensor] = []
-        plain = self._kinds[microbatch].plain
         for edge in edges:
-            value = values[edge.value]
-            if edge.value not in plain:
+            name = edge.value
+            value, plain = values[name], self._kinds[microbatch].plain
+            if name not in plain:
                 check_plain(value, f"what stage {index} returned")
-                plain.add(edge.value)
-            self._store(edge.value, microbatch, value)
-            if edge.gradient and self._step.call.trains:
+                plain.add(name)
+            self._store(name, microbatch, value)
+            if edge.gradient and call.trains:
                 before = len(roots)
                 if not isinstance(value, Tensor):
                     roots += [tensor for tensor in tensors_in(value) if tensor.requires_grad]
                 elif value.requires_grad:
                     roots.append(value)
-                self._learners[edge.value, microbatch] = len(roots) - before
+                self._learners[name, microbatch] = len(roots) - before
         if stage.is_last:
-            if self._step.call.outputs or self._step.call.keep:
+            if call.outputs or call.keep:
                 self._step.outputs[microbatch] = map_tensors(output, Tensor.detach)
             roots += self._loss_of(index, microbatch, output, leaves)
-        elif self._added.terms and self._step.call.loss is not None:
+        elif self._added.terms and call.loss is not None:
             roots += self._seeded(index, microbatch, self._take_added(index, microbatch))
         return roots
 
     def _prepare_loss(self, step: StepState) -> None:
         """Find out whether to ask the loss what it is, or to compute it once for the batch."""
         loss, call = step.call.loss, step.agreement.model_call
-        self._question, self._batch = None, None
+        self._question, self._batch, self._inputs = None, None, None
         if loss is None or max(self.stages) + 1 < self._program.schedule.stages:
             return
-        joins = partial(Joins, loss, call.samples, presplit=call.presplit)
         if loss.loss_over == "batch":
             try:
-                self._batch = BatchOutputs(call.count, joins())
+                self._batch = BatchOutputs(call.count, Joins(loss, call))
             except MicrobatchError as error:
                 raise UsageError(
                     f'loss_over="batch" puts the outputs of microbatches together, and {error}; let the '
@@ -468,9 +472,14 @@ class Interpreter:
             loss,
             step.weights,
             tuple(kind.text for kind in self._kinds),
-            joins,
+            partial(Joins, loss, call, guesses=True),
             trains=step.call.trains,
         )
+
+    @property
+    def has_loss_inside(self) -> bool:
+        """Whether the model's forward seems to compute the loss; known where the last stage is."""
+        return self._inquiry.is_inside
 
     def _loss_of(
         self, stage: int, microbatch: int, output: Any, leaves: list[Tensor]
@@ -488,7 +497,12 @@ class Interpreter:
                 target = _entered(target, leaves)
             if self._question is not None:
                 self._question.look(microbatch, output, target)
-            whole = self._evaluate(function, stage, microbatch, output, target)
+            if self._question is None:
+                whole = self._evaluate(function, stage, microbatch, output, target)
+            else:
+                arrived = [leaf for of in self._entered[stage, microbatch] for leaf in of]
+                with Differentiations(output, self._inputs, arrived):
+                    whole = self._evaluate(function, stage, microbatch, output, target)
             loss = replicated(whole)
             if self._question is not None:
                 self._question.check(
@@ -514,11 +528,7 @@ class Interpreter:
         if draws is not None:
             draws.enter(LOSS, 0)
         try:
-            if self._question is None:
-                return self._call_loss(function, microbatch, output, target)
-            arrived = [leaf for of in self._entered.get((stage, microbatch), ()) for leaf in of]
-            with Differentiations(output, arrived):
-                return self._call_loss(function, microbatch, output, target)
+            return self._call_loss(function, microbatch, output, target)
         except Exception as error:
             if target is None:
                 error.add_note("loss_fn was called without a target; pass target= to the step")
@@ -562,7 +572,7 @@ class Interpreter:
     def _seeded(self, stage: int, microbatch: int, loss: Tensor) -> list[Tensor]:
         if not loss.requires_grad:
             return []
-        seed = torch.full_like(loss.detach(), self._step.weights.seeds[microbatch])
+        seed = torch.full_like(loss, self._step.weights.seeds[microbatch])
         self._seeds[stage, microbatch] = [seed]
         return [loss]
 

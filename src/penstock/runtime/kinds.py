@@ -60,6 +60,7 @@ class Brought:
             "samples": None if batch.samples is None else list(batch.samples),
             "target": batch.targets is not None,
             "presplit": None if batch.count is None else batch.presplit,
+            "counted": batch.counted,
         }
         self._of: list[int] = []
         self._parts: list[Microbatch] = []
@@ -143,6 +144,7 @@ class ModelCall:
         holders: the ranks that were given the arguments.
         targets: for each rank, whether it was given the target.
         presplit: whether the user split the batch.
+        counted: whether the samples are those of first tensors, since nobody said what counts them.
     """
 
     layouts: tuple[Mapping[Key, Layout], ...]
@@ -151,6 +153,7 @@ class ModelCall:
     holders: frozenset[int]
     targets: tuple[bool, ...]
     presplit: bool = False
+    counted: bool = False
 
     @property
     def count(self) -> int:
@@ -196,7 +199,14 @@ def merge(rows: Sequence[Mapping[str, Any]]) -> ModelCall:
     """
     mode = _common(rows, "mode", "what they do")
     count = _common(rows, "count", "the number of microbatches")
-    samples = _common(rows, "samples", "the samples of the microbatches")
+    counted = any(row["counted"] for row in rows)
+    presplit = bool(_common(rows, "presplit", "whether the batch is split already"))
+    counting: Sequence[Mapping[str, Any]] = rows
+    if counted or presplit:
+        # Targets say how many there are, unless the user does, beside the arguments.
+        who = "target" if counted else "parts"
+        counting = [row for row in rows if row[who] and row["samples"]] or rows
+    samples = _common(counting, "samples", "the samples of the microbatches")
     if count is None or not any(row["parts"] for row in rows):
         name = next(method for start, method in _METHODS.items() if mode.startswith(start))
         raise UsageError(
@@ -224,7 +234,8 @@ def merge(rows: Sequence[Mapping[str, Any]]) -> ModelCall:
         tuple(samples or [0] * count),
         frozenset(holders),
         tuple(bool(row["target"]) for row in rows),
-        bool(_common(rows, "presplit", "whether the batch is split already")),
+        presplit,
+        counted,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
 from functools import partial
 from inspect import Parameter, signature
@@ -201,7 +201,8 @@ class Runner:
         try:
             with torch.set_grad_enabled(call.trains):
                 step = self._agree(call)
-                with generators_kept(self._devices if call.seed is not None else []):
+                # Without a seed of its own, a call draws from torch's generators, and moves them on.
+                with nullcontext() if call.seed is None else generators_kept(self._devices):
                     self._carry_out(step)
             return step
         except _Refused as refused:
@@ -480,7 +481,9 @@ class Runner:
         if loss is None:
             return Weights()
         if not callable(loss.loss_weight):
-            return loss.weigh(loss.counts(model_call.samples, ()) if counts is None else counts)
+            if counts is None or model_call.counted:
+                counts = loss.counts(model_call.samples, ())
+            return loss.weigh(counts)
         if not any(model_call.targets):
             raise UsageError(
                 "loss_weight is a function of the target, but the step was given no target="

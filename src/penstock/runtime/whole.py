@@ -2,14 +2,15 @@
 
 The losses of microbatches give that of the batch only if it is a mean or a sum over samples. So the last
 stage asks, in the first step and now and then: it holds the loss of two microbatches together against their
-own losses. With ``loss_over="batch"`` the outputs of all microbatches meet instead, the loss is computed
-once, and its gradient is cut up again.
+own losses. If the model's forward computes the loss, its outputs do not say what the loss of two microbatches
+is; then the batch is evaluated in fewer microbatches. With ``loss_over="batch"`` the outputs of all
+microbatches meet instead, the loss is computed once, and its gradient is cut up again.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
@@ -21,10 +22,10 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.errors import MicrobatchError, UsageError
 from penstock.rng import generator_states, generators_kept
-from penstock.runtime.loss import Loss, Weights
+from penstock.runtime.kinds import ModelCall
+from penstock.runtime.loss import Loss, Reduction, Weights
 from penstock.schedule import Op, Schedule
 from penstock.values import (
-    REPLICATE,
     Split,
     flatten,
     map_tensors,
@@ -36,6 +37,8 @@ from penstock.values import (
 TARGET = "target"
 _AGAIN = frozenset((10, 100, 1000))
 """The steps in which a loss is asked once more: batches that show what it is may come late."""
+ASKING = _AGAIN | {1}
+"""The steps in which a loss is asked that the model's forward computes."""
 _MOST = 20
 """How often a loss is asked because a batch looks new."""
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
@@ -54,19 +57,24 @@ class Joins:
 
     Args:
         loss: the loss, with the rules by which batches are split.
-        samples: the number of samples of each microbatch.
-        presplit: whether the user has split the batch.
+        call: what the ranks brought, which says how many samples each microbatch has.
+        guesses: whether to try it with a batch that the user has split: if all tensors have one entry for
+            each sample, they can be put together.
 
     Raises:
         MicrobatchError: there is no rule by which to put them together.
     """
 
-    def __init__(self, loss: Loss, samples: Sequence[int], *, presplit: bool) -> None:
+    def __init__(self, loss: Loss, call: ModelCall, *, guesses: bool = False) -> None:
         rules = loss.rules or {}
-        rule = rules.get(TARGET, Split()) if isinstance(rules, Mapping) else None
-        if presplit or not (isinstance(rule, Split) or rule is REPLICATE):
+        rule = rules.get(TARGET, Split()) if isinstance(rules, Mapping) else Split()
+        said = not isinstance(rule, Mapping) and not callable(rule)
+        if (call.presplit and not call.counted) or ((call.counted or not said) and not guesses):
+            # Where the user has counted the samples of each microbatch, it is for them to say what counts.
             raise MicrobatchError("the batch was split by the user's own rule")
-        self._samples, self._target, self._output = samples, rule, output_dim(loss.rules)
+        self._samples, self._exact = call.samples, call.counted or not said
+        self._target: Any = rule if said else Split()
+        self._output = 0 if call.presplit else output_dim(loss.rules)
 
     def outputs(self, parts: Mapping[int, Any]) -> Any:
         """The output of several microbatches."""
@@ -87,39 +95,47 @@ class Joins:
             raise MicrobatchError(f"the {what} of microbatches differ in their structure")
         samples = [self._samples[microbatch] for microbatch in parts]
         columns = zip(*(leaves for leaves, _ in flat), strict=True)
-        return unflatten([_join(column, samples, dim, what) for column in columns], flat[0][1])
+        return unflatten([self._join(column, samples, dim, what) for column in columns], flat[0][1])
 
-
-def _join(leaves: Sequence[Any], samples: Sequence[int], dim: int, what: str) -> Any:
-    """One leaf of several microbatches: put together if it has their samples, else the same in all."""
-    first = leaves[0]
-    if not isinstance(first, Tensor):
-        if any(leaf != first for leaf in leaves):
-            raise MicrobatchError(f"the {what} of microbatches hold plain values that differ")
+    def _join(self, leaves: Sequence[Any], samples: Sequence[int], dim: int, what: str) -> Any:
+        """One leaf of several microbatches: put together if it has their samples, else the same in all."""
+        first = leaves[0]
+        if not isinstance(first, Tensor):
+            if any(leaf != first for leaf in leaves):
+                raise MicrobatchError(f"the {what} of microbatches hold plain values that differ")
+            return first
+        sizes = [leaf.shape[dim] if leaf.dim() > dim else 0 for leaf in leaves]
+        if all(
+            n and size and (size == n if self._exact else size % n == 0)
+            for size, n in zip(sizes, samples, strict=True)
+        ):
+            try:
+                return torch.cat(list(leaves), dim)
+            except RuntimeError as error:
+                shapes = [list(leaf.shape) for leaf in leaves]
+                raise MicrobatchError(
+                    f"the {what} of microbatches have the shapes {shapes}"
+                ) from error
+        if not all(torch.equal(leaf, first) for leaf in leaves[1:]):
+            raise MicrobatchError(
+                f"the {what} of microbatches hold a tensor of shape {list(first.shape)} that is not "
+                "one entry for each sample, and not the same in all of them"
+            )
         return first
-    if first.dim() and all(
-        n and leaf.shape[dim] % n == 0 for leaf, n in zip(leaves, samples, strict=True)
-    ):
-        try:
-            return torch.cat(list(leaves), dim)
-        except RuntimeError as error:
-            shapes = [list(leaf.shape) for leaf in leaves]
-            raise MicrobatchError(f"the {what} of microbatches have the shapes {shapes}") from error
-    if not all(torch.equal(leaf, first) for leaf in leaves[1:]):
-        raise MicrobatchError(
-            f"the {what} of microbatches hold a tensor of shape {list(first.shape)} that is not one entry "
-            "for each sample, and not the same in all of them"
-        )
-    return first
 
 
 # ---- is it a mean or a sum over samples?
 
 
 class Inquiry:
-    """Decides when a loss is asked."""
+    """Decides when a loss is asked.
+
+    Attributes:
+        is_inside: whether the model's forward seems to compute the loss, so that outputs cannot be asked.
+    """
 
     def __init__(self) -> None:
+        self.is_inside = False
         self._kinds = set[Any]()
         self._steps = 0
 
@@ -148,7 +164,7 @@ class Inquiry:
             return None
         self._kinds.add((kinds, trains))
         try:
-            return Question(loss, weights, joins())
+            return Question(loss, weights, joins(), self)
         except MicrobatchError:
             return None
 
@@ -160,10 +176,12 @@ class Question:
         loss: the loss.
         weights: how much the microbatches count.
         joins: puts microbatches together.
+        inquiry: learns whether the loss is computed inside the model.
     """
 
-    def __init__(self, loss: Loss, weights: Weights, joins: Joins) -> None:
+    def __init__(self, loss: Loss, weights: Weights, joins: Joins, inquiry: Inquiry) -> None:
         self._loss, self._weights, self._joins = loss, weights, joins
+        self._inquiry = inquiry
         self._outputs: dict[int, Any] = {}
         self._targets: dict[int, Any] = {}
         self._losses: dict[int, Tensor] = {}
@@ -172,6 +190,7 @@ class Question:
         """Note what the loss gets, before it may change it in place."""
         if len(self._outputs) < 2:
             self._outputs[microbatch] = map_tensors(output, lambda t: t.detach().clone())
+            self._inquiry.is_inside |= _holds_a_loss(output)
             self._targets[microbatch] = map_tensors(target, lambda t: t.detach().clone())
 
     def check(
@@ -243,20 +262,108 @@ class Question:
             return None
         a, b = losses
         what = f"a mean weighted by {counts[0]:g} and {counts[1]:g}" if is_mean else "a sum"
-        looks = ""
+        looks: Reduction | None = None
         if is_mean and abs(together - sum(losses)) <= allowed:
-            looks = ' It looks like a sum: reduction="sum".'
+            looks = "sum"
         elif not is_mean and abs(together - mean) <= allowed:
-            looks = ' It looks like a mean: reduction="mean".'
+            looks = "mean"
         return UsageError(
             f"loss_fn of microbatches {first} and {second} together is {together:.6g}, but from their own "
             f"losses, {a:.6g} and {b:.6g}, it would be {expected:.6g} as {what}, so the microbatches would "
-            f"not train on the loss of the batch.{looks} If it is a mean over something else than samples, "
-            "such as tokens that count or class weights, say how much a microbatch counts: loss_weight=, a "
-            'function of the target. If it is a sum, say reduction="sum". If it compares samples with each '
-            'other, or is otherwise not linear in them: loss_over="batch" computes it once, on the outputs '
-            'of all microbatches; loss_over="microbatch" means the loss of each microbatch by itself'
+            f"not train on the loss of the batch.{_remedies(looks)} {_COMPARES}"
+            'loss_over="batch" computes it once, on the outputs of all microbatches'
         )
+
+
+_COMPARES = "If it compares samples with each other, or is otherwise not linear in them: "
+
+
+def _remedies(looks: Reduction | None) -> str:
+    """What to do about a loss of microbatches that do not make that of the batch."""
+    likely = f' It looks like a {looks}: reduction="{looks}".' if looks else ""
+    return (
+        f"{likely} If it is a mean over something else than samples, such as tokens that count or class "
+        "weights, say how much a microbatch counts: loss_weight=, a function of the target. If it is a sum, "
+        'say reduction="sum". loss_over="microbatch" means the loss of each microbatch by itself.'
+    )
+
+
+# ---- a loss that the model's forward computes
+
+
+def _holds_a_loss(output: Any) -> bool:
+    """Whether an output has a number that may be its loss, but for the balance loss of experts.
+
+    That one is of a microbatch by custom.
+    """
+    if isinstance(output, Mapping) and output.get("aux_loss") is not None:
+        return False
+    return any(t.numel() == 1 and not t.dim() and t.requires_grad for t in tensors_in(output))
+
+
+def ask_inside(
+    count: int,
+    evaluate: Callable[[int], float],
+    exchange: Callable[[Any], list[Any]],
+    modules: Iterable[nn.Module],
+    device: torch.device,
+) -> None:
+    """Hold the loss of a batch against that of the batch in half as many microbatches.
+
+    All ranks call this. Only dropouts and batch norms are in evaluation mode. A loss that draws random
+    numbers is let be, and so is one that is another one when it is computed again.
+
+    Args:
+        count: the number of microbatches.
+        evaluate: computes the loss of the batch in a number of microbatches.
+        exchange: exchanges JSON values with all ranks.
+        modules: those of this process.
+        device: where they live.
+
+    Raises:
+        UsageError: the losses differ.
+    """
+    modules = list(modules)
+    types = {p.dtype for module in modules for p in module.parameters() if p.is_floating_point()}
+    if torch.is_autocast_enabled(device.type):
+        types.add(torch.get_autocast_dtype(device.type))
+    before = generator_states([device])
+    fewer = max(1, count // 2)
+    with generators_kept([device]), _restored(modules):
+        for module in modules:
+            if isinstance(module, nn.modules.dropout._DropoutNd | nn.modules.batchnorm._NormBase):
+                module.training = False
+        losses = [evaluate(count), evaluate(fewer)]
+        drawn = not all(map(torch.equal, before, generator_states([device])))
+        rows = exchange([drawn, max((_TOLERANCE.get(one, _COARSE) for one in types), default=0.0)])
+        tolerance = max(allowed for _, allowed in rows)
+        allowed = tolerance * max(map(abs, losses)) + tolerance / 100
+        apart = abs(losses[0] - losses[1]) > allowed and not any(drew for drew, _ in rows)
+        if not apart or abs(evaluate(count) - losses[0]) > allowed:
+            return
+    many, few = losses
+    looks: Reduction | None = "sum" if abs(many * count - few * fewer) <= allowed * count else None
+    raise UsageError(
+        f"the loss of the batch is {many:.6g} in {count} microbatches and {few:.6g} in {fewer}, so the "
+        f"microbatches would not train on the loss of the batch.{_remedies(looks)} {_COMPARES}compute it in "
+        'loss_fn, from outputs of the model, with loss_over="batch"'
+    )
+
+
+@contextmanager
+def _restored(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Restore modes, buffers, and plain attributes of modules."""
+    undo: list[Callable[[], Any]] = []
+    for module in modules:
+        undo.append(partial(vars(module).update, dict(vars(module))))
+        for value in (*vars(module).values(), *module._buffers.values()):
+            if isinstance(value, Tensor | list | deque):
+                _note(value, undo, set(), 1)
+    try:
+        yield
+    finally:
+        for restore in undo:
+            restore()
 
 
 # ---- a loss of the user's, called once more, leaves no trace
@@ -323,12 +430,14 @@ class Differentiations(TorchFunctionMode):
 
     Args:
         output: the model's output in the last stage.
-        arrived: the leaves of the values that came from other stages.
+        inputs: the values that came from other stages.
+        arrived: their leaves.
     """
 
-    def __init__(self, output: Any, arrived: Sequence[Tensor]) -> None:
+    def __init__(self, output: Any, inputs: Any, arrived: Sequence[Tensor]) -> None:
         super().__init__()
         self._arrived = arrived
+        self._memory = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(inputs)}
         self._outputs = {id(tensor) for tensor in tensors_in(output)}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -344,8 +453,7 @@ class Differentiations(TorchFunctionMode):
             return
         ends = _ends_of(tensor)
         whole = any(id(leaf) in ends for leaf in self._arrived)
-        memory = tensor.untyped_storage().data_ptr()
-        if whole and all(leaf.untyped_storage().data_ptr() != memory for leaf in self._arrived):
+        if whole and tensor.untyped_storage().data_ptr() not in self._memory:
             return  # it was made in this stage, and so was all that depends on it
         raise UsageError(
             f"loss_fn differentiates by an output of the model, of shape {list(tensor.shape)}, that the last "

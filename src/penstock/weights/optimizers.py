@@ -162,13 +162,21 @@ def merge_groups(ranks: Sequence[Sequence[Group]]) -> list[Group]:
 
 
 def find_groups(
-    here: Sequence[Group], saved: Sequence[Group]
+    here: Sequence[Sequence[str]], saved: Sequence[Group], number_of: Mapping[str, int]
 ) -> tuple[list[int | None], list[str], list[str]]:
-    """The number of each group's saved group, the names that were not saved, and the conflicts."""
-    number_of = {name: number for number, (_, names) in enumerate(saved) for name in names}
+    """Compare an optimizer's groups with those that were saved.
+
+    Args:
+        here: the names of the parameters in each group.
+        saved: the saved groups.
+        number_of: the number of each parameter's saved group.
+
+    Returns:
+        The number of each group's saved group, the names that were not saved, and the conflicts.
+    """
     continued: list[int | None] = []
     problems, missing = [], []
-    for place, (_, names) in enumerate(here):
+    for place, names in enumerate(here):
         missing += [name for name in names if name not in number_of]
         numbers = list(dict.fromkeys(number_of[name] for name in names if name in number_of))
         if any(saved[number][0] != saved[numbers[0]][0] for number in numbers):

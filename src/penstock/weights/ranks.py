@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.parallel import whole
+from penstock.weights.team import Team
 from penstock.weights.trees import decode, encode
 
 
@@ -31,20 +32,47 @@ class Ranks(Protocol):
         """Send tensors to ranks, and fill others from ranks; those call this with the same shapes."""
 
 
-def collect(ranks: Ranks, state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The states of all ranks on rank 0, with whole tensors as copies on the CPU; empty on other ranks."""
+def collect(
+    team: Team,
+    ranks: Ranks,
+    bring: Callable[[], tuple[Any, Mapping[str, Any]]],
+    check: Callable[[Sequence[Any]], None],
+) -> list[dict[str, Any]]:
+    """Collect the states of all ranks on rank 0, with whole tensors as copies on the CPU.
+
+    They travel where the ranks are connected already; no channel is opened for them.
+
+    Args:
+        team: the ranks of the pipeline.
+        ranks: how this process reaches the others.
+        bring: returns JSON data about this process's state, and the state.
+        check: called on rank 0 with the data about all states, in the order of the ranks.
+
+    Returns:
+        The states of all ranks, on rank 0; none on other ranks.
+    """
     tensors: dict[str, Tensor] = {}
-    trees = {name: encode(value, name, tensors) for name, value in state.items()}
-    about = [[key, list(one.shape), encode(one.dtype, key, None)] for key, one in tensors.items()]
-    replies = ranks.gather([trees, about])
-    ranks.open([(other, 0) for other in range(1, len(replies))])
-    if ranks.rank:
+    replies: list[Any] = []
+
+    def tell() -> list[Any]:
+        head, state = bring()
+        trees = {name: encode(value, name, tensors) for name, value in state.items()}
+        about = [[key, list(t.shape), encode(t.dtype, key, None)] for key, t in tensors.items()]
+        return [head, trees, about]
+
+    def take(of_all: list[Any]) -> list[None]:
+        check([head for head, *_ in of_all])
+        replies.extend(of_all)
+        return [None] * len(of_all)
+
+    team.meet("gather", tell, take)
+    if not team.leads:
         for tensor in tensors.values():
             ranks.swap({0: [whole(tensor)]}, {})
         return []
     device = next((one.device for one in tensors.values()), torch.device("cpu"))
     states = []
-    for rank, (trees, about) in enumerate(replies):
+    for rank, (_, trees, about) in enumerate(replies):
         arrived = {}
         for key, shape, dtype in about:
             if rank:

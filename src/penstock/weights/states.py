@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from penstock.weights.optimizers import (
     write_states,
 )
 from penstock.weights.ranks import Ranks, collect
+from penstock.weights.team import Team, distinct
 from penstock.weights.trees import decode, encode
 
 
@@ -221,39 +223,92 @@ class LoadResult(NamedTuple):
     unexpected_keys: list[str]
 
 
-def load_state(
-    ranks: Ranks,
-    weights: StageWeights,
-    names: Names,
-    state: Mapping[str, Any],
+Bring = Callable[[], tuple[Sequence[str], Sequence[str]]]
+"""Returns the names that this process has, and those that it was given to load."""
+Refuse = Callable[["LoadResult", Sequence[str]], None]
+"""Raises if names are missing or unexpected, or if there are other problems."""
+Share = Callable[[Sequence[Sequence[str]]], tuple[Iterable[str], Sequence[Any]]]
+"""From the names that all have, what is loaded if the leader alone knows it, and each one's part of it."""
+
+
+def agree_to_load(
+    team: Team,
+    bring: Bring,
+    compare: Callable[[Any], tuple[Sequence[str], Sequence[str]]],
+    refuse: Refuse,
     *,
-    strict: bool,
-    any_name: bool,
+    further: Iterable[str] = (),
+    share: Share | None = None,
+) -> LoadResult:
+    """Compare what all processes have with what they load; nothing is changed.
+
+    Args:
+        team: the processes that load.
+        bring: as :data:`Bring`.
+        compare: compares, given this process's part; returns the names that are missing, and problems.
+        refuse: raises if something does not fit.
+        further: names that are not unexpected either.
+        share: as :data:`Share`.
+
+    Raises:
+        StateDictError: it does not fit; the message lists every problem.
+    """
+    unexpected: list[str] = []
+
+    def tell() -> tuple[None, dict[str, Sequence[str]]]:
+        here, loaded = bring()
+        return None, {"here": here, "loaded": loaded}
+
+    def answer(parts: list[dict[str, Any]]) -> Sequence[Any]:
+        nonlocal unexpected
+        loaded, replies = distinct(parts, "loaded"), [None] * len(parts)
+        if share is not None:
+            every, replies = share([of["here"] for of in parts])
+            loaded = [every]
+        known = {*further}.union(*distinct(parts, "here"))
+        unexpected = _union([name for name in names if name not in known] for names in loaded)
+        return replies
+
+    def judge(reports: list[Any]) -> list[Any]:
+        missing, problems = (_union(one[i] for one in reports) for i in (0, 1))
+        refuse(LoadResult(missing, unexpected), problems)
+        return [[missing, unexpected]] * len(reports)
+
+    part = team.tell("load", tell, answer)
+    return LoadResult(*team.meet("load", lambda: compare(part), judge))
+
+
+def load_state(
+    team: Team, weights: StageWeights, state: Mapping[str, Any], *, strict: bool
 ) -> LoadResult:
     """Load the stages here from a state dict, once all ranks have compared their stages with it.
 
     Args:
-        ranks: how this process reaches the others.
+        team: the ranks of the pipeline.
         weights: the weights of the stages here.
-        names: the names of shared weights.
         state: the state dict to load.
         strict: whether missing and unexpected names are an error, before anything is changed.
-        any_name: whether any one of a weight's names is enough.
     """
-    weights.check_filled()
-    here = weights.state_dict()
-    missing, problems = compare(here, names if any_name else Names(()), state)
-    replies = ranks.gather([list(here), missing, problems])
-    known = {name for one in replies for name in one[0]} | names.tied.keys()
-    unexpected = ranks.gather([name for name in state if name not in known])
-    result = LoadResult(_union(one[1] for one in replies), _union(unexpected))
-    check_fits(result, _union(one[2] for one in replies), strict)
+    here: dict[str, Any] = {}
+
+    def bring() -> tuple[list[str], list[str]]:
+        weights.check_filled()
+        here.update(weights.state_dict())
+        return [*here], [*state]
+
+    result = agree_to_load(
+        team,
+        bring,
+        lambda _: compare(here, Names(()), state),
+        partial(check_fits, strict=strict),
+        further=weights.names.tied,
+    )
     weights.load(state)
     return result
 
 
 def load_optimizer(
-    ranks: Ranks,
+    team: Team,
     optimizer: Optimizer,
     names: Mapping[int, str],
     state: Mapping[str, Any],
@@ -261,26 +316,37 @@ def load_optimizer(
     strict: bool,
 ) -> LoadResult:
     """Load an optimizer from a state dict by names, once all ranks have compared theirs with it."""
-    if not {"state", "param_groups"} <= state.keys():
-        raise StateDictError(
-            f"an optimizer's state dict has 'state' and 'param_groups', not {sorted(map(str, state))}; pass "
-            "what pipe.optimizer_state_dict(optimizer) returned"
-        )
-    saved = [(settings_of(group), group["params"]) for group in state["param_groups"]]
-    known = {name for _, members in saved for name in members}
-    if not all(isinstance(name, str) for name in [*state["state"], *known]):
-        raise StateDictError(
-            "this optimizer's state dict holds positions, which mean different parameters on each rank; save "
-            "what pipe.optimizer_state_dict(optimizer, full=True) returns, or use penstock.Checkpoints"
-        )
-    groups = read_states(optimizer, names, "the optimizer").groups
-    numbers, missing, problems = find_groups(groups, saved)
-    here = {name for _, members in groups for name in members}
-    replies = ranks.gather([missing, sorted(here), problems])
-    unexpected = sorted(known.difference(*(one[1] for one in replies)))
-    result = LoadResult(_union(one[0] for one in replies), unexpected)
-    check_fits(result, _union(one[2] for one in replies), strict, "optimizer's states")
+    groups: list[Sequence[str]] = []
+    saved: list[Any] = []
+    number_of: dict[str, int] = {}
+    numbers: list[int | None] = []
+
+    def bring() -> tuple[list[str], list[str]]:
+        if not {"state", "param_groups"} <= state.keys():
+            raise StateDictError(
+                f"an optimizer's state dict has 'state' and 'param_groups', not {sorted(map(str, state))}; "
+                "pass what pipe.optimizer_state_dict(optimizer) returned"
+            )
+        saved.extend((settings_of(group), group["params"]) for group in state["param_groups"])
+        number_of.update((name, place) for place, (_, of) in enumerate(saved) for name in of)
+        if not all(isinstance(name, str) for name in [*state["state"], *number_of]):
+            raise StateDictError(
+                "this optimizer's state dict holds positions, which mean different parameters on each rank; "
+                "save what pipe.optimizer_state_dict(optimizer, full=True) returns, or use "
+                "penstock.Checkpoints"
+            )
+        groups.extend(of for _, of in read_states(optimizer, names, "the optimizer").groups)
+        return [name for of in groups for name in of], [*number_of]
+
+    def compare(_: Any) -> tuple[Sequence[str], Sequence[str]]:
+        found, missing, problems = find_groups(groups, saved, number_of)
+        numbers.extend(found)
+        return missing, problems
+
+    refuse = partial(check_fits, strict=strict, what="optimizer's states")
+    result = agree_to_load(team, bring, compare, refuse)
     settings = [{} if number is None else _copies(saved[number][0]) for number in numbers]
+    here = {name for of in groups for name in of}
     states = {name: _copies(of) for name, of in state["state"].items() if name in here}
     write_states(optimizer, names, settings, states)
     return result
@@ -344,29 +410,46 @@ def check_saveable(stages: Iterable[Mapping[str, Any]]) -> None:
         )
 
 
-def gather_state(ranks: Ranks, weights: StageWeights, names: Names) -> dict[str, Any]:
+def gather_state(team: Team, ranks: Ranks, weights: StageWeights) -> dict[str, Any]:
     """The unsplit model's state dict on rank 0, as copies on the CPU; empty on other ranks."""
-    shown = [
-        {name: 0 if isinstance(value, Tensor) else None for name, value in of_stage.items()}
-        for of_stage in weights.files().values()
-    ]
-    replies = ranks.gather([list(weights.state_dict()), shown])
-    check_saveable(of_stage for _, shown in replies for of_stage in shown)
-    keys = _union(keys for keys, _ in replies)
-    mine = {name: one for of_stage in weights.files().values() for name, one in of_stage.items()}
-    collected = {name: one for of_rank in collect(ranks, mine) for name, one in of_rank.items()}
-    return {key: collected[names.first(key)] for key in keys} if collected else {}
+    keys: list[str] = []
+
+    def bring() -> tuple[Any, dict[str, Any]]:
+        files = weights.files()
+        shown = [
+            {name: 0 if isinstance(value, Tensor) else None for name, value in of_stage.items()}
+            for of_stage in files.values()
+        ]
+        mine = {name: one for of_stage in files.values() for name, one in of_stage.items()}
+        return [list(weights.state_dict()), shown], mine
+
+    def check(heads: Sequence[Any]) -> None:
+        check_saveable(of_stage for _, shown in heads for of_stage in shown)
+        keys.extend(_union(of_rank for of_rank, _ in heads))
+
+    states = collect(team, ranks, bring, check)
+    collected = {name: one for of_rank in states for name, one in of_rank.items()}
+    return {key: collected[weights.names.first(key)] for key in keys}
 
 
-def gather_optimizer(ranks: Ranks, names: Names, held: OptimizerStates) -> dict[str, Any]:
+def gather_optimizer(
+    team: Team, ranks: Ranks, names: Names, held: Callable[[], OptimizerStates]
+) -> dict[str, Any]:
     """The states of all ranks' optimizers as one state dict on rank 0, on the CPU; empty on other ranks."""
-    replies = ranks.gather([(encode(of, "settings", None), members) for of, members in held.groups])
-    members = [name for one in replies for _, of_group in one for name in of_group]
-    check_apart(name for name in members if not names.is_shared(name))
-    collected = collect(ranks, held.states)
-    if ranks.rank:
+    groups: list[Any] = []
+
+    def bring() -> tuple[Any, Mapping[str, Any]]:
+        kind, here, states = held()
+        return [kind, [(encode(of, "settings", None), members) for of, members in here]], states
+
+    def check(heads: Sequence[Any]) -> None:
+        members = [name for _, one in heads for _, of_group in one for name in of_group]
+        check_apart(name for name in members if not names.is_shared(name))
+        groups.extend((decode(of), one) for of, one in merge_groups([one for _, one in heads]))
+
+    collected = collect(team, ranks, bring, check)
+    if not team.leads:
         return {}
-    groups = [(decode(of), members) for of, members in merge_groups(replies)]
     # A state that several ranks have is the same on each; the first rank's counts.
     states = {name: one for of_rank in reversed(collected) for name, one in of_rank.items()}
-    return named_state_dict(OptimizerStates(held.kind, groups, states))
+    return named_state_dict(OptimizerStates("", groups, states))

@@ -6,8 +6,10 @@ there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 from penstock.errors import (
@@ -44,6 +46,47 @@ def exchanging(rank: int, size: int, exchange: Callable[[Any], list[Any]]) -> Le
         lambda value: exchange(value) if rank == 0 else exchange(value) and None,
         lambda values: exchange(values)[0][rank],
     )
+
+
+class Known:
+    """What the leader knows of all processes: JSON data by digest, told by the first that has it."""
+
+    def __init__(self) -> None:
+        self._data: dict[str, Any] = {}
+
+    def asked(self, digests: Sequence[Mapping[str, str]]) -> list[list[str]]:
+        """For each process, of whose parts the digests are given by name, the digests of those to tell."""
+        seen, asked = {*self._data}, []
+        for of_process in digests:
+            asked.append([one for one in dict.fromkeys(of_process.values()) if one not in seen])
+            seen.update(asked[-1])
+        return asked
+
+    def learn(
+        self, digests: Sequence[Mapping[str, str]], texts: Sequence[Mapping[str, str]]
+    ) -> list[dict[str, Any]]:
+        """Take what was asked for, and forget what nobody has; return each process's parts by name."""
+        for of_process in texts:
+            self._data.update((digest, json.loads(text)) for digest, text in of_process.items())
+        kept = {one for of_process in digests for one in of_process.values()}
+        self._data = {digest: part for digest, part in self._data.items() if digest in kept}
+        return [
+            {name: self._data[digest] for name, digest in of_process.items()}
+            for of_process in digests
+        ]
+
+
+def parts_of(data: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """The digest of each part of JSON data, by name, and the parts' texts by digest."""
+    texts = {name: json.dumps(part) for name, part in data.items()}
+    digests = {name: sha256(text.encode()).hexdigest()[:32] for name, text in texts.items()}
+    return digests, {digests[name]: text for name, text in texts.items()}
+
+
+def distinct(parts: Sequence[Mapping[str, Any]], *names: str) -> list[Any]:
+    """What processes brought under names, each once: rows of values; values alone for one name."""
+    rows = {tuple(id(of[name]) for name in names): [of[name] for name in names] for of in parts}
+    return [row[0] if len(names) == 1 else row for row in rows.values()]
 
 
 class Team:
@@ -127,6 +170,51 @@ class Team:
         if problem is not None:
             raise self._error(doing, *problem)
         return reply
+
+    def tell(
+        self,
+        doing: str,
+        bring: Callable[[], tuple[Any, Mapping[str, Any]]],
+        answer: Callable[[list[dict[str, Any]]], Sequence[Any]],
+        *,
+        known: Known | None = None,
+        begin: Callable[[list[Any]], Any] = lambda heads: None,
+        look: Callable[[Any], Any] = lambda told: None,
+    ) -> Any:
+        """Tell the leader what each process has, and let it answer each; as two calls of :meth:`meet`.
+
+        Args:
+            doing: as for :meth:`meet`.
+            bring: returns a JSON value, and parts of JSON data by name, of which those that are alike in
+                several processes are told once.
+            answer: called in the leader with the parts of all processes; returns a JSON value for each.
+            known: what the leader knows from earlier calls.
+            begin: called in the leader with the first values of all; returns a JSON value for all.
+            look: called in each process with that value.
+        """
+        known = known or Known()
+        digests: list[dict[str, str]] = []
+        texts: dict[str, str] = {}
+
+        def show() -> list[Any]:
+            nonlocal texts
+            head, data = bring()
+            names, texts = parts_of(data)
+            return [head, names]
+
+        def ask(shown: list[Any]) -> list[Any]:
+            nonlocal digests
+            digests = [names for _, names in shown]
+            told = begin([head for head, _ in shown])
+            return [[told, asked] for asked in known.asked(digests)]
+
+        told, asked = self.meet(doing, show, ask)
+
+        def rest() -> dict[str, str]:
+            look(told)
+            return {digest: texts[digest] for digest in asked}
+
+        return self.meet(doing, rest, lambda of_all: answer(known.learn(digests, of_all)))
 
     def _error(
         self, doing: str, kind: str, text: str, number: int | None, process: int | None

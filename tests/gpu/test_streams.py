@@ -1,0 +1,157 @@
+"""No kernel touches what a message on another stream still reads or writes; ten faults put in are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext, suppress
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.errors import PenstockError
+from penstock.schedule import names
+from penstock.testing import WorkerPool, fail_at
+from penstock.transport import VALUES, base, nccl
+from penstock.transport.base import GRADIENTS
+from tests.gpu.streams import PlayedGroup, PlayedTransport, PlayedWork, played
+from tests.pipeline.cases import CASES, pipeline
+
+SHAPES = (
+    "attention", "skip edges", "tied", "ragged", "dropout, recomputed", "model: nested values",
+    "gradient: a branch of microbatch 2",
+)  # fmt: skip
+"""A chain, values that skip stages, tied weights, changing shapes, messages of many tensors, or none."""
+
+GroupArrival = base.GroupArrival
+take, send, post = GroupArrival.take, PlayedTransport.send, PlayedTransport.post
+group_send = PlayedGroup.send
+last: dict[str, Any] = {}
+stages: dict[int, Tensor] = {}
+
+
+def unwaited(direction: int) -> Callable[[], Any]:
+    """Receives of one direction are used before their wait."""
+
+    def early(self: PlayedTransport, peer: int, tag: int, layouts: Any, way: int = VALUES) -> Any:
+        arrival = post(self, peer, tag, layouts, way)
+        if way == direction and isinstance(arrival, GroupArrival):
+            for work in arrival._works:
+                work.wait = work._end
+        return arrival
+
+    return lambda: patch.object(PlayedTransport, "post", early)
+
+
+def unpacked_early(self: Any) -> list[Tensor]:
+    """A parcel is unpacked, and then waited for."""
+    for parcel in self._parcels:
+        base.unpack(parcel, self._tensors)
+    base.wait_for(self._works)
+    return list(self._tensors)
+
+
+def waits_for_another(self: Any) -> list[Tensor]:
+    """Of two messages in a row, the second is taken with the first one's wait."""
+    early, last["works"] = last.get("works", self._works), self._works
+    for one, other in zip(self._works, early, strict=False):
+        one.event = min(one.event, other.event)
+    return take(self)
+
+
+def keeps_nothing(self: Any, channel: Any, works: Any, parcels: Any) -> None:
+    """What is sent may be freed at once."""
+
+
+def keeps_the_last(self: Any, channel: Any, works: Any, parcels: Any) -> None:
+    """What is sent is kept until the next message, whether it has left or not."""
+    self._under_way[channel].clear()
+    self._under_way[channel].append((works[-1], parcels))
+
+
+def forgets(self: Any) -> None:
+    """The end of a step drops what is under way."""
+    for queue in self._under_way.values():
+        queue.clear()
+
+
+def changes(self: PlayedTransport, peer: int, tag: int, tensors: Any, way: int = VALUES) -> Any:
+    """A tensor is changed while it is sent."""
+    sending = send(self, peer, tag, tensors, way)
+    for tensor in tensors:
+        tensor.data.add_(0)
+    return sending
+
+
+def staged(buffers: list[Tensor]) -> list[Tensor]:
+    """What is sent is copied into one buffer for all messages of a size."""
+    parcel = torch.cat(buffers)
+    stage = stages.setdefault(parcel.numel(), torch.empty_like(parcel))
+    return [stage.copy_(parcel)]
+
+
+def unordered(self: PlayedGroup, parcels: Sequence[Tensor], place: int, tag: int) -> PlayedWork:
+    """A channel does not wait for what has been computed."""
+    with patch.object(self.device, "hold"):
+        return group_send(self, parcels, place, tag)
+
+
+def run(group: Any, case: str, schedule: str, fault: str = "", fails: bool = False) -> list[str]:
+    """A worker's task: the races of some steps, an evaluation between them, and perhaps a failure."""
+    trained = CASES[case]
+    of = trained.make()
+    options = {
+        "reduction": of.reduction,
+        "loss_weight": of.loss_weight,
+        "rules": of.rules,
+        "group": group,
+    }
+    pipe = pipeline(of, None, schedule=schedule, ranks=2, microbatches=4, **options)
+    with pipe, ExitStack() as stack:
+        device = stack.enter_context(played(pipe))
+        if fault:
+            stack.enter_context(FAULTS[fault]())
+        if fails:
+            stack.enter_context(fail_at(1, 3, how="exception"))
+        with suppress(PenstockError) if fails or fault else nullcontext():
+            for _ in range(1 if fault else 2):
+                pipe.step(*of.args, target=of.target, **of.kwargs)
+                pipe.eval(*of.args, target=of.target, **of.kwargs)
+                pipe.step(*of.args, target=of.target, **of.kwargs)
+        return device.races
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "values are used before their wait": unwaited(VALUES),
+    "gradients are used before their wait": unwaited(GRADIENTS),
+    "a parcel is unpacked before its wait": lambda: patch.object(
+        GroupArrival, "take", unpacked_early
+    ),
+    "another message is waited for": lambda: patch.object(GroupArrival, "take", waits_for_another),
+    "freed while it is sent": lambda: patch.object(PlayedTransport, "_keep", keeps_nothing),
+    "freed at the next message": lambda: patch.object(PlayedTransport, "_keep", keeps_the_last),
+    "freed at the end of a step": lambda: patch.object(PlayedTransport, "settle", forgets),
+    "changed while it is sent": lambda: patch.object(PlayedTransport, "send", changes),
+    "one buffer for messages of a size": lambda: patch.object(nccl, "packed", staged),
+    "sent before it is computed": lambda: patch.object(PlayedGroup, "send", unordered),
+}
+
+
+@pytest.mark.parametrize("schedule", [name for name in names() if name != "forward-only"])
+@pytest.mark.parametrize("case", SHAPES)
+def test_no_races(workers: WorkerPool, case: str, schedule: str) -> None:
+    assert workers.run(f"{__name__}:run", 2, 60.0, case=case, schedule=schedule) == [[], []]
+
+
+def test_a_failure_in_the_middle_of_a_step_races_neither(workers: WorkerPool) -> None:
+    options = {"case": "attention", "schedule": "ZB-V", "fails": True}
+    assert workers.run(f"{__name__}:run", 2, 60.0, **options) == [[], []]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_that_are_put_in_are_found(workers: WorkerPool, fault: str) -> None:
+    several = fault.startswith("a parcel")
+    options = {"case": "model: nested values" if several else "attention", "schedule": "ZB-V"}
+    assert any(workers.run(f"{__name__}:run", 2, 60.0, **options, fault=fault))

@@ -1,0 +1,114 @@
+"""A new length of a sequence: what is known of other lengths need not run again, and never makes a number."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock import Pipeline
+from penstock.errors import PlanError
+
+LENGTHS = [4, 32, 8, 20, 6, 12, 30, 26, 14, 22]
+"""Seen at first; others lie between them."""
+Body = Callable[[Tensor], Tensor]
+
+
+class Block(nn.Module):
+    """A layer, and what it does with its sequence."""
+
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.layer, self.body = nn.Linear(4, 4), body
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.body(self.layer(value).tanh())
+
+
+def mean_of(output: Tensor, target: Tensor) -> Tensor:
+    return (output.mean(1) - target).square().mean()
+
+
+def blocks(body: Body) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(body), nn.Linear(4, 4), Block(body)).double()
+
+
+def steps(model: nn.Module, pipe: Pipeline, lengths: list[int]) -> Iterator[int]:
+    """Steps of batches of these lengths, each the same as in a plain loop."""
+    for length in lengths:
+        batch, target = torch.randn(2, length, 4).double(), torch.randn(2, 4).double()
+        loss = mean_of(model(batch), target)
+        expected = torch.autograd.grad(loss, list(model.parameters()))
+        pipe.zero_grad()
+        assert pipe.step(batch, target=target).loss == pytest.approx(loss.item(), rel=1e-12)
+        for weight, gradient in zip(model.parameters(), expected, strict=True):
+            assert weight.grad is not None
+            torch.testing.assert_close(weight.grad, gradient, rtol=1e-10, atol=1e-12)
+        yield length
+
+
+def calls_of(function: Any, run: Callable[[], object]) -> int:
+    """How often a function is called meanwhile; what counts by itself would be something that it does."""
+    calls = 0
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_code is function.__code__
+
+    sys.setprofile(count)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def pipeline(model: nn.Module) -> Pipeline:
+    return Pipeline(model, ranks=2, stages=[["0"], ["1", "2"]], microbatches=2, loss_fn=mean_of)
+
+
+def padded(value: Tensor) -> Tensor:
+    return nn.functional.pad(value, (0, 0, 0, -value.shape[1] % 4))
+
+
+def cropped(value: Tensor) -> Tensor:
+    return value[:, :24]
+
+
+@pytest.mark.parametrize(
+    ("body", "between", "beyond"),
+    # What a second block gets is padded or cropped already.
+    [(nn.functional.relu, 0, 2), (padded, 1, 2), (cropped, 1, 1), (lambda v: v[:, :-1], 2, 2)],
+    ids=["of one length", "padded", "cropped", "one less"],
+)
+def test_units_run_without_data_only_while_that_may_tell_something(
+    body: Body, between: int, beyond: int
+) -> None:
+    model = blocks(body)
+    pipe = pipeline(model)
+    list(steps(model, pipe, LENGTHS))
+    # Two blocks, in a plain loop and in each of two microbatches. 18 is on the grid of what was seen, 33 lies
+    # beyond it.
+    for length, expected in [(18, between), (18, 0), (33, beyond)]:
+        calls = calls_of(Block.forward, lambda n=length: list(steps(model, pipe, [n])))
+        assert calls == 6 + expected
+
+
+def test_lengths_off_the_grid_of_those_seen_are_not_taken_for_granted() -> None:
+    model = blocks(padded)
+    list(steps(model, pipeline(model), [4, 8, 12, 16, 20, 24, 28, 32, 40, 36, 10, 13]))
+
+
+def test_a_length_that_is_an_exception_stops_one_step() -> None:
+    model = blocks(lambda v: v[:, :3] if v.shape[1] == 16 else v)
+    pipe = pipeline(model)
+    list(steps(model, pipe, LENGTHS))
+    with pytest.raises(PlanError, match=r"0 in stage 0 gave a tensor of shape .* planned anew"):
+        list(steps(model, pipe, [16]))
+    list(steps(model, pipe, [16, 18]))
