@@ -174,7 +174,7 @@ def plain_pass(
     weights = iter(shares(program, [part for parts in batches for part in parts]))
     seen = getattr(program, "seen", [])
     earlier = [weight.grad for weight in replicas[mine].parameters()]
-    if len(replicas) > 1:
+    if trains and len(replicas) > 1:
         replicas[mine].zero_grad()
     total, output = 0.0, None
     for replica, (model, parts) in enumerate(zip(replicas, batches, strict=True)):

@@ -332,7 +332,7 @@ class Counts(nn.Linear):
         if isinstance(c, dict):
             c['n'] += 1
             return h * c['n']
-        if isinstance(c, collections.deque):
+        if type(c).__name__ == 'deque':
             return h * c.pop()
         if isinstance(c, Bag) and hasattr(c, 'h'):
             h = h + c.h

@@ -212,7 +212,7 @@ def pipeline(model, group=None):
 
 loss_fn = F.mse_loss
 RUN = dict(steps=1, microbatches=2, reduction="mean", dtype="float64", optimizer="SGD", clip=None,
-    outputs=True, evaluate=True, load=False, accumulate=1, seed=None, loss_weight=False,
+    outputs=True, evaluate=True, inference=True, load=False, accumulate=1, seed=None, loss_weight=False,
     autocast=False, half=True, as_module=False, replicas=1)
 """
 

@@ -484,6 +484,20 @@ def test_a_switch_that_turns_in_every_call() -> None:
     refused(lambda: make(body), "changes the attribute 'turned' of the Model again and again")
 
 
+def test_a_flag_in_an_object_that_turns_in_every_call() -> None:
+    def body(m: Any, x: Tensor) -> Any:
+        m.config.turned = not m.config.turned
+        return in_order(m, m.a(x)) * (2 if m.config.turned else 1)
+
+    def build() -> Model:
+        model: Any = make(body)
+        model.config = Config()
+        model.config.turned = False
+        return model  # type: ignore[no-any-return]
+
+    refused(build, "changes what the attribute 'config' of the Model holds")
+
+
 def test_what_the_first_batch_has_left_is_not_read_by_others() -> None:
     def body(m: Any, x: Tensor) -> Any:
         if getattr(m, "first", None) is None:
@@ -699,6 +713,7 @@ class Config:
     """What a model and its units have in common, as in transformers."""
 
     kind: str | None = None
+    turned = False
 
 
 def with_config(model: Model) -> Model:
@@ -750,3 +765,27 @@ def test_a_setting_found_before_the_last_unit_is_refused(between: bool) -> None:
     x, target = data()
     with pytest.raises(PartitionError, match="the attribute 'config' of the Model holds"):
         pipeline(with_config(make(body, b=act))).step(x, target=target)
+
+
+def given_to_the_next(unit: Any, x: Tensor) -> Any:
+    h = scales(unit, x)
+    return h, unit.scale.expand_as(h)
+
+
+def used_by_the_next(m: Any, x: Tensor) -> Any:
+    h, scale = m.a(x)
+    return m.d(m.c(m.b(h * scale) * m.a.scale))
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "ZB-H1"])
+def test_a_backward_in_the_stage_that_changes_a_buffer_later(schedule: str) -> None:
+    compare(lambda: make(used_by_the_next, a=given_to_the_next), schedule=schedule)
+
+
+def test_a_unit_that_cannot_have_its_buffer_as_it_was_is_named() -> None:
+    def act(unit: Any, x: Tensor) -> Any:
+        return scales(unit, x) * unit.scale.expand_as(x)
+
+    x, target = data()
+    with pytest.raises(penstock.errors.UsageError, match=r"needs a view of a\.scale \(Unit\) as"):
+        pipeline(make(a=act), "GPipe").step(x, target=target)

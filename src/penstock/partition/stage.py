@@ -612,6 +612,13 @@ class _Runner(TorchFunctionMode):
         event = step.event
         if self._plan.trace.decides or self._claimed:
             self._check_inputs(step, args, kwargs)
+        if step.copies:
+            # What a backward keeps of it is as it was, whatever the next microbatch's forward writes there.
+            placed = located((args, kwargs))
+            moving = {id(placed[place]) for place in step.copies} - self._lent.keys()
+            args, kwargs = map_tensors(
+                (args, kwargs), lambda t: t.clone() if id(t) in moving else t
+            )
         if step.borrows:
             args, kwargs = map_tensors((args, kwargs), self._stand_in)
         if self._lacks and any(map(_is_placeholder, tensors_in((args, kwargs)))):
