@@ -263,13 +263,14 @@ def model_language(
 
 def report(folder: Path) -> dict[str, Any]:
     options = {"ranks": PROCESSES, "microbatches": 4}
-    plain = classify(PipelineStrategy(schedule="1F1B", **options))
+    whole = PipelineStrategy(schedule="1F1B", save_distributed_checkpoint=False, **options)
+    plain = classify(whole)
     trainer = plain.pop("trainer")
     trainer.save_checkpoint(folder / "trained.ckpt")
     strategy = FabricPipelineStrategy(schedule="ZB-V", loss_weight=count_labels, **options)
-    tokens = model_language(strategy, save=folder / "tokens.ckpt", load=folder / "plain.ckpt")
+    tokens = model_language(strategy, load=folder / "plain.ckpt")
     halves = FabricPipelineStrategy(ranks=PROCESSES // 2, microbatches=2, loss_weight=count_labels)
-    replicas = model_language(halves, batch=4)
+    replicas = model_language(halves, batch=4, save=folder / "tokens.ckpt")
     measured = measure(PipelineStrategy(**options))
     message = ""
     try:

@@ -19,6 +19,7 @@ from accelerate.utils import DataLoaderConfiguration
 from safetensors.torch import load_file
 
 from penstock import Pipeline, PipelineModule
+from penstock.checkpoint import export
 from penstock.errors import UsageError
 from penstock.integrations.accelerate import PipelineAccelerator, share_batches
 from tests.integrations.accelerated import data, make, run
@@ -43,7 +44,8 @@ def assert_equal(found: dict[str, Any], rows: Any) -> None:
 @pytest.mark.parametrize("schedule", ["1F1B", "ZB-V"])
 def test_in_one_process(schedule: str, tmp_path: Path) -> None:
     assert_equal(run(save=tmp_path / "state", schedule=schedule, ranks=2), plain()["rows"])
-    assert load_file(tmp_path / "state/model.safetensors").keys() == make().state_dict().keys()
+    (file,) = export(tmp_path / "state/penstock", tmp_path / "weights")
+    assert load_file(file).keys() == make().state_dict().keys()
     assert_equal(run(load=tmp_path / "state", schedule="1F1B", ranks=3), plain()["rows"][4:])
 
 
@@ -86,11 +88,17 @@ def test_a_tied_weight_is_saved_once_and_the_plain_loop_runs(tmp_path: Path) -> 
             losses[-1].append(float(loss.detach()))
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
     accelerator.save_state(tmp_path / "state")
-    assert "2.weight" not in load_file(tmp_path / "state/model.safetensors")
+    # Each process writes its part; a tied weight is saved once, and exported for others.
+    (file,) = export(tmp_path / "state/penstock", tmp_path / "weights")
+    assert sorted(load_file(file)) == ["0.bias", "0.weight", "2.bias", "4.bias", "4.weight"]
+    assert not list((tmp_path / "state").glob("model*"))
     with torch.no_grad():
         model.get_parameter("0.weight").zero_()
     accelerator.load_state(tmp_path / "state")
     assert model.get_parameter("0.weight").any()
+    Accelerator(cpu=True).save_state(tmp_path / "plain")
+    with pytest.raises(UsageError, match="no folder 'penstock' with a checkpoint"):
+        accelerator.load_state(tmp_path / "plain")
 
 
 @pytest.mark.parametrize("option", [{"dispatch_batches": True}, {"even_batches": False}])

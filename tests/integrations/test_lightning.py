@@ -104,8 +104,11 @@ def test_options_of_the_trainer(options: dict[str, Any], microbatches: int, gap:
 # ---- checkpoints
 
 
-def test_checkpoints_are_those_of_the_plain_trainer(tmp_path: Path) -> None:
-    strategies = {"plain": "auto", "cut": PipelineStrategy(ranks=2, microbatches=4)}
+FILE = {"save_distributed_checkpoint": False}
+
+
+def test_a_checkpoint_in_one_file_is_that_of_the_plain_trainer(tmp_path: Path) -> None:
+    strategies = {"plain": "auto", "cut": PipelineStrategy(ranks=2, microbatches=4, **FILE)}
     files = {}
     for name, strategy in strategies.items():
         classify(strategy, max_steps=HALF)["trainer"].save_checkpoint(tmp_path / name)
@@ -116,6 +119,19 @@ def test_checkpoints_are_those_of_the_plain_trainer(tmp_path: Path) -> None:
     assert_resumed(tmp_path / "cut", "auto")
     for name in strategies:
         assert_resumed(tmp_path / name, PipelineStrategy(schedule="ZB-V", ranks=3, microbatches=4))
+
+
+def test_a_checkpoint_in_parts_is_a_folder_for_any_layout(tmp_path: Path) -> None:
+    path = tmp_path / "parts.ckpt"
+    trainer = classify(PipelineStrategy(ranks=2, microbatches=4), max_steps=HALF)["trainer"]
+    trainer.save_checkpoint(path)
+    trainer.save_checkpoint(path)
+    # The new one has taken the place of the first, with the file that belongs to it.
+    assert len(list(path.glob("step-*"))) == len(list(path.glob("lightning-*.pt"))) == 1
+    assert_resumed(path, PipelineStrategy(schedule="ZB-V", ranks=3, microbatches=4))
+    (tmp_path / "other").mkdir()
+    with pytest.raises(UsageError, match="a folder without a checkpoint of Lightning's loop"):
+        assert_resumed(tmp_path / "other", PipelineStrategy(ranks=2, microbatches=4))
 
 
 def assert_resumed(file: Path, strategy: Any) -> None:
@@ -134,13 +150,16 @@ def test_random_numbers_go_on_after_a_checkpoint(tmp_path: Path) -> None:
     assert resumed["losses"] == pytest.approx(whole["losses"][HALF:], abs=1e-6)
 
 
-def test_fabric_loads_what_another_layout_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, FILE], ids=["parts", "file"])
+def test_fabric_loads_what_another_layout_saved(tmp_path: Path, options: Any) -> None:
     def strategy(ranks: int) -> Any:
-        return FabricPipelineStrategy(ranks=ranks, microbatches=4, loss_weight=count_labels)
+        return FabricPipelineStrategy(
+            ranks=ranks, microbatches=4, loss_weight=count_labels, **options
+        )
 
     expected = plain_tokens()["losses"][HALF + 1 :]
     model_language(strategy(4), save=tmp_path / "cut")
-    for other in (strategy(2), "auto"):
+    for other in (strategy(2), "auto") if options else (strategy(2),):
         resumed = model_language(other, load=tmp_path / "cut")
         assert resumed["losses"] == pytest.approx(expected, abs=1e-5)
 
@@ -162,6 +181,10 @@ def test_between_processes(tmp_path: Path) -> None:
     assert_equal(report["replicas"], whole)
     assert report["measured"] == pytest.approx(measure(), abs=1e-5)
     assert "different batches" in report["refusal"]
+    # What four processes wrote in parts, another layout loads.
+    strategy = FabricPipelineStrategy(ranks=2, microbatches=4, loss_weight=count_labels)
+    resumed = model_language(strategy, load=tmp_path / "tokens.ckpt")
+    assert resumed["losses"] == pytest.approx(plain_tokens()["losses"][HALF + 1 :], abs=1e-5)
     file = torch.load(tmp_path / "trained.ckpt", weights_only=False)
     Classifier().load_state_dict(file["state_dict"])
     states = plain()["trainer"].optimizers[0].state_dict()["state"]
@@ -297,7 +320,7 @@ class Thaw(BaseFinetuning):
 
 def test_groups_that_an_optimizer_gets_later_are_saved(tmp_path: Path) -> None:
     files = []
-    for strategy in ("auto", PipelineStrategy(ranks=2, microbatches=4)):
+    for strategy in ("auto", PipelineStrategy(ranks=2, microbatches=4, **FILE)):
         module = Classifier()
         torch.manual_seed(0)
         module.configure_optimizers = lambda module=module: torch.optim.AdamW(  # type: ignore[method-assign,misc]

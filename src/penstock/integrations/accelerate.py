@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +20,15 @@ except ImportError as error:
         "penstock.integrations.accelerate needs Accelerate: pip install 'penstock-pipeline[transformers]'"
     ) from error
 
+from penstock.checkpoint import Checkpoints
 from penstock.errors import UsageError
 from penstock.integrations.module import PipelineModule, clip_whole
 from penstock.parallel import replicated_mesh
 from penstock.pipeline import Pipeline
 from penstock.values import flatten, map_tensors
+
+_FOLDER = "penstock"
+"""The folder in a saved state that holds the weights, optimizers, schedulers and random numbers."""
 
 
 def share_batches(accelerator: Any, pipe: Pipeline) -> None:
@@ -70,8 +76,8 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has n
 
     Ranks of one pipeline get the same batches, and replicas different ones. ``clip_grad_norm_`` measures the
     whole model, ``gather`` and ``reduce`` count each pipeline once, and a scheduler steps once for each step
-    of the optimizer. ``save_state`` writes the weights of the unsplit model, and ``load_state`` reads them
-    with any schedule and number of ranks.
+    of the optimizer. ``save_state`` lets each process write its part into the folder ``penstock``, and
+    ``load_state`` reads it with any schedule and number of ranks.
 
     Args:
         pipe: the pipeline.
@@ -84,7 +90,6 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has n
         self._ranks = pipe.schedule.ranks if self.num_processes > 1 else 1
         if self._ranks > 1:
             share_batches(self, pipe)
-        self.register_for_checkpointing(pipe.randomness)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -142,12 +147,52 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has n
             kept.setdefault(value.data_ptr() if isinstance(value, Tensor) else id(value), name)
         return {name: state[name] for name in kept.values()}
 
+    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Save the run; every process writes its part, and rank 0 what Accelerate keeps beside it."""
+        with self._pipeline_apart():
+            folder = super().save_state(output_dir, *args, **kwargs)
+        with Checkpoints(Path(folder, _FOLDER), keep=1) as checkpoints:
+            checkpoints.save(self.step, pipe=self.pipe, **self._states())
+        return folder
+
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Load what :meth:`save_state` wrote, with any layout."""
-        super().load_state(input_dir, *args, **kwargs)
+        """Load what :meth:`save_state` wrote, with any layout.
+
+        Raises:
+            UsageError: another Accelerator has saved it.
+        """
+        if input_dir is None:
+            folders = Path(self.project_dir, "checkpoints").glob("checkpoint_*")
+            input_dir = str(max(folders, key=lambda one: int(one.name.rpartition("_")[2])))
+        with Checkpoints(Path(input_dir, _FOLDER)) as checkpoints:
+            if checkpoints.load(pipe=self.pipe, **self._states()) is None:
+                raise UsageError(
+                    f"{input_dir} has no folder {_FOLDER!r} with a checkpoint, since another Accelerator has "
+                    "saved it; load the weights with pipe.load, and begin a new run"
+                )
+        with self._pipeline_apart():
+            super().load_state(input_dir, *args, **kwargs)
         # Samplers draw from torch's generator; with more ranks than were saved, some find no state of it.
         first = self.pipe.agree(torch.get_rng_state().tolist())[0]
         torch.set_rng_state(torch.tensor(first, dtype=torch.uint8))
+
+    def _states(self) -> dict[str, Any]:
+        """What is saved with the pipeline, under the names that it has in its folder."""
+        optimizers = {f"optimizer{i}": one.optimizer for i, one in enumerate(self._optimizers)}
+        return optimizers | {
+            f"scheduler{i}": one.scheduler for i, one in enumerate(self._schedulers)
+        }
+
+    @contextmanager
+    def _pipeline_apart(self) -> Iterator[None]:
+        """A context in which Accelerate neither saves nor loads what the pipeline's folder holds."""
+        names = ("_models", "_optimizers", "_schedulers")
+        kept = {name: getattr(self, name) for name in names}
+        vars(self).update({name: [] for name in names})
+        try:
+            yield
+        finally:
+            vars(self).update(kept)
 
     def gather(self, tensor: Any) -> Any:
         """Gather tensors of all pipelines, each pipeline's once."""

@@ -10,13 +10,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from penstock.checkpoint import Checkpoints
 from penstock.errors import PartitionError, UsageError
 from penstock.integrations.module import PipelineModule, clip_whole
 from penstock.parallel import pipelines_in, side_by_side
@@ -43,6 +45,10 @@ from penstock.integrations.steps import (
 
 _OURS = {"loss_fn", "reduction", "device", "group", "mesh", "replicas"}
 """Arguments of a Pipeline that the step and Lightning's arguments determine."""
+_PREFIX = "module."
+"""What names in the pipeline begin with: the step holds the plain module under it."""
+_REST = "lightning"
+"""The name of the file, beside the weights, with what Lightning keeps."""
 
 
 # ---- the module on its pipeline
@@ -76,10 +82,9 @@ class _OnPipeline(nn.Module):
         named = module.named_parameters(remove_duplicate=False)
         # A shared weight goes by the first of its names, as it does in optimizers.
         self._first_names = {name: first.setdefault(id(tensor), name) for name, tensor in named}
-        self._names: WeakKeyDictionary[Optimizer, list[list[str]]] = WeakKeyDictionary()
         # Not as submodules: the plain module lists the parameters.
         vars(self)["module"] = module
-        names = [self._names_in(optimizer) for optimizer in optimizers]
+        names = [self.names_in(optimizer) for optimizer in optimizers]
         self._weighs = callable(options.get("loss_weight"))
         self._log = StepLog(module)
         self._quiet: set[Any] = set()
@@ -87,8 +92,11 @@ class _OnPipeline(nn.Module):
             self.pipe = Pipeline(LightningStep(module, self._log), loss_fn=loss_in, **options)
             vars(self)["_inner"] = PipelineModule(self.pipe)
         self._log.place(self.pipe)
+        # The cut has put stand-ins into the place of weights that other ranks hold.
+        now = dict(module.named_parameters(remove_duplicate=False))
         for optimizer, of_groups in zip(optimizers, names, strict=True):
-            self.adopt(optimizer, of_groups)
+            for group, paths in zip(optimizer.param_groups, of_groups, strict=True):
+                group["params"] = [now[path] for path in paths]
 
     # ---- steps
 
@@ -146,22 +154,18 @@ class _OnPipeline(nn.Module):
     def state(self) -> dict[str, Any]:
         """The module's state dict on rank 0, an empty one on the others; every rank calls it."""
         state = self.pipe.state_dict(full=True)
-        return {name.removeprefix("module."): value for name, value in state.items()}
+        return {name.removeprefix(_PREFIX): value for name, value in state.items()}
 
     def load(self, state: Mapping[str, Any], *, strict: bool) -> None:
         """Load the module's state dict: each rank loads what it holds."""
-        self.pipe.load_state_dict({f"module.{n}": of for n, of in state.items()}, strict=strict)
+        self.pipe.load_state_dict({_PREFIX + n: of for n, of in state.items()}, strict=strict)
 
-    def adopt(self, optimizer: Optimizer, names: list[list[str]] | None = None) -> None:
-        """Limit an optimizer to the parameters of this process, and let it load the plain module's state."""
-        self._names[optimizer] = self._names_in(optimizer) if names is None else names
-        held = {id(parameter) for _, parameter in self.pipe.held_weights.named_parameters()}
-        for group in optimizer.param_groups:
-            group["params"] = [one for one in group["params"] if id(one) in held]
-        optimizer.register_load_state_dict_pre_hook(self._held_part)
+    def names_in(self, optimizer: Optimizer) -> list[list[str]]:
+        """For each group of an optimizer, the names of its parameters in the plain module.
 
-    def _names_in(self, optimizer: Optimizer) -> list[list[str]]:
-        """For each group of an optimizer, the names of its parameters in the plain module."""
+        Raises:
+            UsageError: it has other parameters.
+        """
         named = self.module.named_parameters(remove_duplicate=False)
         names = {id(parameter): self._first_names[name] for name, parameter in named}
         groups = [group["params"] for group in optimizer.param_groups]
@@ -171,52 +175,34 @@ class _OnPipeline(nn.Module):
                 f"{type(self.module).__name__}; make it of the module's parameters, and give Fabric both at "
                 "once: fabric.setup(module, optimizer)"
             )
-        # A shared weight that no stage here holds may be several tensors.
+        # A shared weight that no stage here holds may be several stand-ins.
         return [list(dict.fromkeys(names[id(one)] for one in group)) for group in groups]
-
-    def _names_of(self, optimizer: Optimizer) -> list[list[str]]:
-        """The names of an optimizer's parameters, those of groups that were added later included."""
-        names = self._names[optimizer]
-        later = optimizer.param_groups[len(names) :]
-        if later:
-            known = {
-                id(tensor): name
-                for name, tensor in self.module.named_parameters(remove_duplicate=False)
-            }
-            held = {id(one) for _, one in self.pipe.held_weights.named_parameters()}
-            for group in later:
-                paths = [self._first_names[known[id(one)]] for one in group["params"]]
-                names.append(list(dict.fromkeys(paths)))
-                group["params"] = [one for one in group["params"] if id(one) in held]
-        return names
-
-    def _first_name(self, name: str) -> str:
-        return self._first_names[name.removeprefix("module.")]
-
-    def _held_part(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """The part of the plain module's optimizer state that belongs to this process."""
-        held = {self._first_name(name) for name, _ in self.pipe.held_weights.named_parameters()}
-        groups = []
-        for group, names in zip(state["param_groups"], self._names_of(optimizer), strict=True):
-            places = zip(group["params"], names, strict=True)
-            groups.append({**group, "params": [place for place, name in places if name in held]})
-        kept = {place for group in groups for place in group["params"]}
-        states = {place: of for place, of in state["state"].items() if place in kept}
-        return {**state, "state": states, "param_groups": groups}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The plain module's optimizer state on rank 0, an empty one on the others; every rank calls it."""
-        names = self._names_of(optimizer)
         state = self.pipe.optimizer_state_dict(optimizer, full=True)
-        if not state:
-            return {}
+        names = self.names_in(optimizer)
         place = {name: at for at, name in enumerate(name for group in names for name in group)}
-        states = {place[self._first_name(name)]: of for name, of in state["state"].items()}
+        by_place = {
+            place[self._first_names[name.removeprefix(_PREFIX)]]: of
+            for name, of in state.get("state", {}).items()
+        }
         groups = [
             {**group, "params": [place[name] for name in of]}
+            for group, of in zip(state.get("param_groups", ()), names, strict=False)
+        ]
+        return {**state, "state": by_place, "param_groups": groups} if state else {}
+
+    def load_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Load the plain module's optimizer state: each rank loads what it holds."""
+        names = self.names_in(optimizer)
+        paths = [_PREFIX + name for group in names for name in group]
+        groups = [
+            {**group, "params": [_PREFIX + name for name in of]}
             for group, of in zip(state["param_groups"], names, strict=True)
         ]
-        return {**state, "state": states, "param_groups": groups}
+        named = {paths[place]: of for place, of in state["state"].items()}
+        self.pipe.load_optimizer_state_dict(optimizer, {"state": named, "param_groups": groups})
 
     def clip(self, optimizer: Optimizer, max_norm: float, **options: Any) -> Tensor:
         """Clip the gradients by their norm over all ranks to at most ``max_norm``; return the norm before."""
@@ -230,8 +216,15 @@ class _OnPipeline(nn.Module):
 class _Cuts:
     """Makes the pipeline of a strategy; Lightning's strategy, the other base, provides the processes."""
 
-    def __init__(self, ranks: int | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        ranks: int | None = None,
+        *,
+        save_distributed_checkpoint: bool = True,
+        **options: Any,
+    ) -> None:
         super().__init__()
+        self._in_parts = save_distributed_checkpoint
         for name in options.keys() & _OURS:
             raise UsageError(
                 f"{type(self).__name__} has no argument {name}=: the loss is what training_step returns, a "
@@ -284,6 +277,41 @@ class _Cuts:
         if self._layout() != (1, 1):
             super()._configure_launcher()  # type: ignore[misc]
 
+    # ---- checkpoints in which each process writes its part
+
+    def _save_parts(
+        self, path: Any, rest: dict[str, Any], step: int, optimizers: Mapping[str, Optimizer]
+    ) -> None:
+        """Save the weights, optimizers and random numbers, and beside them what Lightning keeps."""
+        strategy: Any = self
+        folder, name = Path(path), f"{_REST}-{uuid4().hex[:12]}.pt"
+
+        def write() -> None:
+            if strategy.is_global_zero:
+                strategy.checkpoint_io.save_checkpoint(rest, folder / name)
+
+        with Checkpoints(folder, keep=1) as checkpoints:
+            self.pipe.team().meet("save", write)
+            # The checkpoint names the file that belongs to it, and appears after it.
+            checkpoints.save(step, extra={_REST: name}, pipe=self.pipe, **optimizers)
+        if strategy.is_global_zero:
+            for file in folder.glob(f"{_REST}-*.pt"):
+                if file.name != name:
+                    file.unlink(missing_ok=True)
+
+    def _load_parts(
+        self, path: Any, optimizers: Mapping[str, Optimizer], *, strict: bool
+    ) -> dict[str, Any]:
+        """Load what :meth:`_save_parts` saved; return what Lightning keeps."""
+        strategy: Any = self
+        with Checkpoints(path) as checkpoints:
+            step = checkpoints.load(strict=strict, pipe=self.pipe, **optimizers)
+            if step is None or _REST not in (checkpoints.extra or ()):
+                raise UsageError(f"{path} is a folder without a checkpoint of Lightning's loop")
+            name = Path(path, checkpoints.extra[_REST])
+        rest: dict[str, Any] = strategy.checkpoint_io.load_checkpoint(name)
+        return rest
+
     def _cut(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> _OnPipeline:
         device: torch.device = self.root_device  # type: ignore[attr-defined]
         replicas, each = self._layout()
@@ -314,6 +342,8 @@ class PipelineStrategy(_Cuts, TrainerProcesses):
     Args:
         ranks: the number of ranks in one pipeline, by default all processes. More processes than ranks form
             several pipelines side by side, each with its share of the data.
+        save_distributed_checkpoint: whether a checkpoint is a folder into which each process writes its part,
+            for any layout. Otherwise it is the plain Trainer's file, for which rank 0 collects everything.
         options: of :class:`penstock.Pipeline`: ``schedule``, ``microbatches``, ``stages``, ``loss_weight`` as
             a function of the batch, and others. The step and Lightning set the loss, devices and groups.
 
@@ -344,8 +374,6 @@ class PipelineStrategy(_Cuts, TrainerProcesses):
             trainer._accelerator_connector.use_distributed_sampler = False
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            for optimizer in self.optimizers:
-                self.pipelined.adopt(optimizer)
         self.setup_precision_plugin()
         # Lightning has no other hook for the norm of all gradients.
         vars(self.precision_plugin)["clip_grad_by_norm"] = self.pipelined.clip
@@ -376,26 +404,51 @@ class PipelineStrategy(_Cuts, TrainerProcesses):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The plain module's state dict on rank 0; every rank calls it."""
-        return self.pipelined.state()
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the plain module's state dict, and continue its random numbers."""
-        self.pipelined.load(checkpoint["state_dict"], strict=strict)
-        if "penstock" in checkpoint:
-            self.pipe.randomness.load_state_dict(checkpoint["penstock"])
+        """The plain module's state dict on rank 0, if a checkpoint is one file; every rank calls it."""
+        return {} if self._in_parts else self.pipelined.state()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state of the plain module's optimizer on rank 0; every rank calls it."""
+        """The state of the plain module's optimizer on rank 0, likewise; every rank calls it."""
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return self.pipelined.optimizer_state(inner)
+        return {} if self._in_parts else self.pipelined.optimizer_state(inner)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Write, on rank 0, the plain Trainer's checkpoint and the state of the random numbers."""
-        checkpoint["penstock"] = self.pipe.randomness.state_dict()
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        """Write a checkpoint; every rank calls it."""
+        if not self._in_parts:
+            checkpoint["penstock"] = self.pipe.randomness.state_dict()
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        has_all = "optimizer_states" in checkpoint
+        if has_all:
+            checkpoint["optimizer_states"] = []
+        optimizers = self._labelled() if has_all else {}
+        self._save_parts(filepath, checkpoint, checkpoint["global_step"], optimizers)
+
+    def _labelled(self) -> dict[str, Optimizer]:
+        return {f"optimizer{number}": one for number, one in enumerate(self.optimizers)}
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Read a checkpoint; of one in parts, each rank loads its own at once."""
+        if not Path(checkpoint_path).is_dir():
+            return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        module: Any = self.lightning_module
+        fits = module.trainer.state.fn == TrainerFn.FITTING
+        optimizers = self._labelled() if fits else {}
+        return self._load_parts(checkpoint_path, optimizers, strict=module.strict_loading)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the plain module's state dict from a file, and continue its random numbers."""
+        if checkpoint["state_dict"]:
+            self.pipelined.load(checkpoint["state_dict"], strict=strict)
+        if "penstock" in checkpoint:
+            self.pipe.randomness.load_state_dict(checkpoint["penstock"])
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the states of the plain module's optimizers from a file."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            self.pipelined.load_optimizer(optimizer, state)
 
     def teardown(self) -> None:
         """Tear down; the module stays cut for the next call of the Trainer."""
@@ -429,6 +482,7 @@ class FabricPipelineStrategy(_Cuts, FabricProcesses):
 
     Args:
         ranks: as for :class:`PipelineStrategy`.
+        save_distributed_checkpoint: as for :class:`PipelineStrategy`.
         options: as for :class:`PipelineStrategy`.
     """
 
@@ -450,8 +504,8 @@ class FabricPipelineStrategy(_Cuts, FabricProcesses):
         return self._cut(module, optimizers), optimizers, scheduler
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Limit each process's optimizer to the parameters of its stages."""
-        self.pipelined.adopt(optimizer)
+        """Check an optimizer, which must be made of the module's parameters after the cut."""
+        self.pipelined.names_in(optimizer)
         return optimizer
 
     def clip_gradients_norm(
@@ -466,6 +520,59 @@ class FabricPipelineStrategy(_Cuts, FabricProcesses):
         self.precision.unscale_gradients(optimizer)
         options = {"norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
         return self.pipelined.clip(optimizer, max_norm, **options)
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        """Write a checkpoint; every rank calls it."""
+        if not self._in_parts:
+            super().save_checkpoint(path, state, storage_options, filter)
+            return
+        if filter:
+            raise UsageError(
+                f"fabric.save(filter=) needs {type(self).__name__}(save_distributed_checkpoint=False), with "
+                "which rank 0 collects what is saved"
+            )
+        optimizers = {name: of for name, of in state.items() if isinstance(of, Optimizer)}
+        others = {
+            name: of for name, of in state.items() if not isinstance(of, Optimizer | nn.Module)
+        }
+        rest = self._convert_stateful_objects_in_state(others, filter={})
+        self._save_parts(path, rest, 0, optimizers)
+
+    def load_checkpoint(
+        self,
+        path: Any,
+        state: Any = None,
+        strict: bool = True,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """Load a checkpoint into the objects of ``state``; return what remains."""
+        objects = dict(state) if isinstance(state, Mapping) else {"": state} if state else {}
+        optimizers = {name: of for name, of in objects.items() if isinstance(of, Optimizer)}
+        in_parts = Path(path).is_dir()
+        if in_parts:
+            rest = self._load_parts(path, optimizers, strict=strict)
+        else:
+            rest = self.checkpoint_io.load_checkpoint(path, **options)
+            rest = {"": rest} if "" in objects else rest
+        for name, of in objects.items():
+            if in_parts and isinstance(of, Optimizer | nn.Module):
+                continue
+            if name not in rest:
+                if strict:
+                    raise KeyError(f"{path} holds no {name!r}; strict=False leaves it as it is")
+                continue
+            value = rest.pop(name)
+            if isinstance(of, nn.Module):
+                self.pipelined.load(value, strict=strict)
+            elif isinstance(of, Optimizer):
+                self.pipelined.load_optimizer(of, value)
+            elif hasattr(of, "load_state_dict"):
+                of.load_state_dict(value)
+            else:
+                state[name] = value
+        return rest
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """The plain module's state dict on rank 0; every rank calls it."""
