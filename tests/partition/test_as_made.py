@@ -230,6 +230,27 @@ def test_hooks_may_come_after_the_first_step() -> None:
     compare(make, 3, change)
 
 
+def test_a_unit_that_begins_to_give_a_view_of_what_somebody_writes_into() -> None:
+    views: list[bool] = []
+
+    def act(unit: Any, x: Tensor) -> Any:
+        return x[:] if views else unit.lin(x)
+
+    def body(m: Any, x: Tensor) -> Any:
+        h = m.a(x) * 1
+        k, g = m.c(h), m.b(h)
+        return m.d(k + g.mul_(2) + h)
+
+    x, target = data()
+    pipe = pipeline(make(body, b=act))
+    pipe.step(x, target=target)
+    views.append(True)
+    with pytest.raises(
+        PlanError, match="b in stage 0 gave a tensor that shares memory with an arg"
+    ):
+        pipe.step(x, target=target)
+
+
 @pytest.mark.parametrize("act", [frozen_at_first, skipped_at_first, in_place_later])
 def test_what_nobody_could_foresee_is_an_error_and_the_next_step_is_right(act: Any) -> None:
     flag = {"on": False}

@@ -93,6 +93,11 @@ class CallPlan:
     attributes: list[tuple[nn.Module, str, str]] = field(default_factory=list)
     _quick: dict[int, list[Quick | None]] = field(default_factory=dict, repr=False)
 
+    @functools.cached_property
+    def writes(self) -> bool:
+        """Whether an event writes into tensors that it is given."""
+        return any(step.event.changes_arguments for step in self.steps)
+
     def quick(self, stage: int) -> list[Quick | None]:
         """For each event up to a stage's last one, its quick form there, or None."""
         if stage not in self._quick:
