@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import PipelineStage
-from penstock.errors import UnknownArgumentError, UsageError
+from penstock.errors import UsageError
 
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
 ONES = torch.ones(2, 3)
@@ -68,16 +68,6 @@ def test_it_lives_where_its_module_does_or_moves_it() -> None:
     assert PipelineStage(nn.Linear(2, 2, device="meta"), 0, 1).device == torch.device("meta")
     stage = PipelineStage(nn.Linear(2, 2), 0, 1, device="meta")
     assert stage.module.weight.device == stage.device == torch.device("meta")
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [("engine", "one way to cut backward in two"), ("devise", "did you mean device=")],
-)
-def test_arguments_that_there_are_not(name: str, says: str) -> None:
-    options: dict[str, Any] = {name: "split"}
-    with pytest.raises(UnknownArgumentError, match=f"no argument {name}=; .*{says}"):
-        PipelineStage(nn.Linear(3, 3), 0, 1, **options)
 
 
 # ---- gradients

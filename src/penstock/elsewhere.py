@@ -31,7 +31,7 @@ _INPUTS = (
 
 _NUMBERS = frozenset(
     ("item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "__complex__",
-     "__contains__", "equal", "allclose", "is_nonzero", "backward", "grad", "norm")
+     "__contains__", "equal", "allclose", "is_nonzero", "backward", "grad", "norm", "new")
 )  # fmt: skip
 """Functions that make a number of a tensor, or a gradient of one."""
 _BYTES = frozenset(
@@ -39,7 +39,7 @@ _BYTES = frozenset(
 )
 """Functions that reach for a tensor's memory."""
 _MOVES = frozenset(("to", "cpu", "cuda", "type"))
-_NEW = frozenset(("new", "new_tensor", "new_zeros", "new_ones", "new_empty", "new_full"))
+_NEW = frozenset(("new_tensor", "new_zeros", "new_ones", "new_empty", "new_full"))
 """Methods that make a tensor of which only the type and the device are those of the given one."""
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 _CHANGES = frozenset((*(f"__i{name}__" for name in _OPERATORS), "__setitem__"))
@@ -215,6 +215,8 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 def _remedy(name: str, absent: Elsewhere) -> str:
     if name in _BYTES:
         return _FILES
+    if name == "new":  # LBFGS makes a vector of all weights by it
+        return "use an optimizer that takes one weight at a time, or all ranks in one process"
     return _NORMS if absent._is_gradient or name == "norm" else _WEIGHTS
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ Seed = int | Literal["off"] | None
 LOSS = ":loss"
 """Replaces a unit's path when the loss draws."""
 
+_CPU = [torch.default_generator]
 _NUMBERS: dict[tuple[str, int], int] = {}
 """A hash of each path and call number."""
 
@@ -25,6 +27,11 @@ def seed_of(seed: int, name: str) -> int:
     """Derive a seed from a name."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1
+
+
+@lru_cache(16)
+def _start_of(seed: int, step: int) -> int:
+    return seed_of(seed, str(step))
 
 
 def _mixed(number: int) -> int:
@@ -37,9 +44,8 @@ def _mixed(number: int) -> int:
 
 def _generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
     """The default generators of the CPU and of some devices."""
-    generators = [torch.default_generator]
-    others = {device for device in devices if device.type not in {"cpu", "meta"}}
-    for device in sorted(others, key=str) if others else ():
+    generators = [*_CPU]
+    for device in sorted({d for d in devices if d.type not in {"cpu", "meta"}}, key=str):
         module: Any = torch.get_device_module(device)
         # The generators do not exist until the backend is initialised.
         module.init()
@@ -65,8 +71,8 @@ class Draws:
     """
 
     def __init__(self, seed: int, step: int, microbatch: int, device: torch.device | None) -> None:
-        self._start = seed_of(seed, f"{step}/{microbatch}")
-        self._generators = _generators(() if device is None else (device,))
+        self._start = _mixed(_start_of(seed, step) + microbatch) >> 1
+        self._generators = _CPU if device is None or device.type == "cpu" else _generators([device])
 
     def enter(self, path: str, number: int) -> None:
         """Seed the generators before a call.
@@ -77,8 +83,9 @@ class Draws:
         """
         place = _NUMBERS.get((path, number))
         if place is None:
-            place = _NUMBERS[path, number] = _mixed(seed_of(0, path) + number)
-        seed = _mixed(self._start ^ place) >> 1
+            place = _NUMBERS[path, number] = _mixed(seed_of(0, path) + number) >> 1
+        # Both are well mixed.
+        seed = self._start ^ place
         for generator in self._generators:
             generator.manual_seed(seed)
 

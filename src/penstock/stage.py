@@ -13,14 +13,14 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from penstock import compiled, parallel
 from penstock.backward import SharedGradients, SplitBackward
-from penstock.errors import UsageError, check_known
+from penstock.errors import UsageError
 from penstock.values import map_tensors, restrided, tensors_in
 
 if TYPE_CHECKING:
@@ -29,13 +29,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 Compilation: TypeAlias = bool | Mapping[str, Any] | None
 Gradients: TypeAlias = Sequence[Tensor | None]
-WITHDRAWN = {
-    "engine": "there is one way to cut backward in two, which suits every schedule",
-    **dict.fromkeys(
-        ("fused", "joined"), "weights' gradients are computed in one way, for every schedule"
-    ),
-}
-"""What earlier versions took, and what holds now."""
 _LEARNS = attrgetter("requires_grad")
 _untied_view: Any = torch.ops.aten._unsafe_view.default
 """Gives a leaf's memory as a tensor that is neither a leaf nor a view, so that it may be changed in place."""
@@ -172,7 +165,6 @@ class PipelineStage:
 
     Raises:
         UsageError: the index is not below the count.
-        UnknownArgumentError: there is no such argument; for those of earlier versions it says what holds now.
     """
 
     spread: ClassVar[tuple[type, ...]] = (tuple,)
@@ -186,9 +178,7 @@ class PipelineStage:
         device: torch.device | str | None = None,
         *,
         compile: Compilation = None,
-        **others: Any,
     ) -> None:
-        check_known(others, ("device", "compile"), WITHDRAWN)
         if not 0 <= index < count:
             raise UsageError(f"stage {index} of {count}: stages count from 0")
         self.index = index
@@ -269,7 +259,7 @@ class PipelineStage:
         """Whether wrappers may change the types of what the stage is given and gives."""
         return parallel.may_cast(self._module, self.code)
 
-    def parts(self) -> Iterator[parallel.Part]:
+    def parts(self) -> Iterator[parallel.Member]:
         """All modules of the stage, with their paths in the slice."""
         return parallel.parts_of(self._module, self.code)
 
@@ -383,9 +373,7 @@ class PipelineStage:
             microbatch: its index.
             root: a nested value, such as a loss.
         """
-        if microbatch not in self._forwards:
-            self._lacks(microbatch, "forward")
-        _, leaves = self._forwards.pop(microbatch)
+        _, leaves = self._take(self._forwards, microbatch, "forward")
         self.keep(microbatch, tensors_in(root), leaves)
 
     def backward(self, microbatch: int, output_grads: Gradients | None) -> Gradients:
@@ -399,17 +387,13 @@ class PipelineStage:
         Returns:
             A gradient or ``None`` for each tensor that requires grad among forward's arguments, in order.
         """
-        if microbatch not in self._forwards:
-            self._lacks(microbatch, "forward")
-        roots, leaves = self._forwards.pop(microbatch)
+        roots, leaves = self._take(self._forwards, microbatch, "forward")
         with self.shared_context:
             return self._engine.full(roots, output_grads, leaves)
 
     def backward_input(self, microbatch: int, output_grads: Gradients | None) -> Gradients:
         """The inputs' half of backward; arguments and result as :meth:`backward`."""
-        if microbatch not in self._forwards:
-            self._lacks(microbatch, "forward")
-        roots, leaves = self._forwards.pop(microbatch)
+        roots, leaves = self._take(self._forwards, microbatch, "forward")
         with self.shared_context:
             gradients, self._pending[microbatch] = self._engine.input_half(
                 roots, output_grads, leaves
@@ -418,13 +402,13 @@ class PipelineStage:
 
     def backward_weight(self, microbatch: int) -> None:
         """The weights' half of backward, after :meth:`backward_input` of the same microbatch."""
-        if microbatch not in self._pending:
-            self._lacks(microbatch, "backward_input")
-        pending = self._pending.pop(microbatch)
+        pending = self._take(self._pending, microbatch, "backward_input")
         with self.shared_context:
             self._engine.weight_half(pending)
 
-    def _lacks(self, microbatch: int, what: str) -> NoReturn:
+    def _take(self, kept: dict[int, Any], microbatch: int, what: str) -> Any:
+        if microbatch in kept:
+            return kept.pop(microbatch)
         raise UsageError(
             f"stage {self.index}: microbatch {microbatch} has no {what} that is still to be used; "
             f"{what} with gradients enabled comes first, and once for each backward"

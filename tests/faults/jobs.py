@@ -1,4 +1,4 @@
-"""Jobs of three ranks, or of two replicas of two, over gloo, that fail as they are told.
+"""Jobs of three ranks, or of several pipelines, over gloo, that fail as they are told.
 
 The processes are forked from one that has imported everything, so that a job takes a second or two.
 """
@@ -9,6 +9,7 @@ import ctypes
 import faulthandler
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from penstock import Pipeline
+from penstock import Checkpoints, Pipeline
 from penstock.errors import AgreementError, UsageError
 from penstock.faults import status_of
 from penstock.testing import Fault, fail_at
@@ -87,7 +88,12 @@ class Job:
 
 
 def run_job(
-    folder: Path, *, meddle: Callable[[], None] | None = None, frozen: int = -1, **case: Any
+    folder: Path,
+    *,
+    meddle: Callable[[], None] | None = None,
+    frozen: int = -1,
+    limit: float = LIMIT,
+    **case: Any,
 ) -> Job:
     """Run one.
 
@@ -95,13 +101,17 @@ def run_job(
         folder: an empty one.
         meddle: called when all ranks train.
         frozen: a rank that does not end by itself, as it is stopped or holds the GIL.
+        limit: seconds until the job is killed.
         case: ``fault``: arguments of :func:`fail_at`; ``first``, ``timeout``, ``meeting``, ``steps``;
             ``forks``: an action in which a stage forks; ``spaces``: for each rank its network namespace and
-            the device there; ``replicas``: so many pipelines of two ranks, side by side;
+            the device there; ``shape``: the number of pipelines side by side, and of ranks in each;
+            ``sleeps``: where in step 3 processes sleep, which, and for how many seconds;
+            ``terminates``: the process that gets SIGTERM in step 3, and raises SystemExit;
+            ``weightless``: the replica and step without a target, by which the loss is weighted;
             ``refuses``, ``raises``: the replica, rank and step with a wrong batch, or with a TimeoutError.
     """
     with started(folder, **case) as processes:
-        deadline = time.monotonic() + LIMIT
+        deadline = time.monotonic() + limit
         if meddle is not None:
             while not all((folder / f"trains-{rank}").exists() for rank in range(len(processes))):
                 assert time.monotonic() < deadline
@@ -125,7 +135,7 @@ def started(folder: Path, **case: Any) -> Iterator[list[Any]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     (folder / "port").write_text(str(port))
-    count = 2 * case["replicas"] if "replicas" in case else RANKS
+    count = math.prod(case.get("shape", (1, RANKS)))
     with forked(_main, ((rank, port, str(folder), case) for rank in range(count))) as processes:
         yield processes
 
@@ -142,10 +152,9 @@ def _main(rank: int, port: int, folder: str, case: dict[str, Any]) -> None:
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(2 * case["replicas"] if "replicas" in case else RANKS),
+        "WORLD_SIZE": str(math.prod(case.get("shape", (1, RANKS)))),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_ERROR_FILE": str(Path(folder, f"torchrun-{rank}")),
     }
     out = Path(folder, f"out-{rank}").open("w", buffering=1)  # noqa: SIM115 - open to the end
     os.dup2(out.fileno(), 1)
@@ -173,8 +182,9 @@ def work(rank: int, folder: Path, case: dict[str, Any]) -> int:
     """Run one rank; returns its exit status."""
     # Where the tests run in the background, a shell has it ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Where it hangs, if it does.
-    faulthandler.dump_traceback_later(LIMIT - 10.0)
+    if "limit" not in case:
+        # Where it hangs, if it does.
+        faulthandler.dump_traceback_later(LIMIT - 10.0)
     torch.set_num_threads(1)
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     fired = folder / "fired"
@@ -194,19 +204,29 @@ def mean_loss(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
+def lossless(output: Tensor, target: Tensor | None) -> Tensor:
+    """A loss that does without a target."""
+    return mean_loss(output, torch.zeros_like(output) if target is None else target)
+
+
 def make_pipeline(case: dict[str, Any]) -> Pipeline:
     """A pipeline of a stage per rank."""
     torch.manual_seed(0)
-    ranks, options = RANKS, dict[str, Any]()
-    if "replicas" in case:
+    replicas, ranks = case.get("shape", (1, RANKS))
+    options = dict[str, Any]()
+    if replicas > 1:
         dist.init_process_group("gloo")
-        mesh = init_device_mesh("cpu", (case["replicas"], 2), mesh_dim_names=("dp", "pp"))
-        ranks, options = 2, {"mesh": mesh, "replicas": mesh["dp"]}
+        mesh = init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("dp", "pp"))
+        options = {"mesh": mesh, "replicas": mesh["dp"]}
+    loss_fn = mean_loss
+    if "weightless" in case:
+        options["loss_weight"] = len
+        loss_fn = lossless
     return Pipeline(
         nn.Sequential(*(nn.Linear(4, 4) for _ in range(ranks))),
         schedule=case.get("schedule", "1F1B"),
         microbatches=4,
-        loss_fn=mean_loss,
+        loss_fn=loss_fn,
         timeout=(case.get("first", 60.0), case.get("timeout", 60.0)),
         rendezvous_timeout=case.get("meeting", 60.0),
         **options,
@@ -217,28 +237,96 @@ def train(rank: int, folder: Path, fault: Fault, case: dict[str, Any]) -> None:
     """Some steps of training, with whatever fault there is."""
     x = torch.arange(32.0).reshape(8, 4) / 32
     refusals: tuple[type[Exception], ...] = ()
-    if "refuses" in case:
+    if "refuses" in case or "weightless" in case:
         refusals = UsageError, AgreementError
+    sleeper = Sleeper(rank, folder, *case.get("sleeps", ("nowhere", (), 0.0)))
+    sleeper("start")
     with make_pipeline(case) as pipe:
         pipe.report_failures_to(folder)
         if "forks" in case:
             pipe.on(case["forks"], before=lambda event: fork(folder))
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        sleeper.hook(pipe, optimizer)
         replica = pipe.replicas.index
         for step in fault.over(range(1, case.get("steps", 4) + 1), pipe.rank, replica):
+            if step == 3:
+                meddle_between(pipe, optimizer, sleeper, case)
             batch = x[:, :3] if case.get("refuses") == [replica, pipe.rank, step] else x
+            target: dict[str, Any] = (
+                {} if case.get("weightless") == [replica, step] else {"target": x}
+            )
             try:
-                pipe.step(batch, target=x)
+                pipe.step(batch, **target)
             except refusals as error:
                 (folder / f"refused-{rank}").write_text(str(error))
                 continue
             if case.get("raises") == [replica, pipe.rank, step]:
-                (folder / "fired").write_text(str(time.monotonic()))
+                sleeper.fire()
                 raise TimeoutError("s3 read timed out")
             optimizer.step()
             optimizer.zero_grad()
             if step == 2:
                 (folder / f"trains-{rank}").touch()
+
+
+class Sleeper:
+    """Sleeps at a place in one step: by default in the third.
+
+    Args:
+        rank: the global rank of this process.
+        folder: where it writes when it falls asleep.
+        where: the place.
+        ranks: who sleeps there.
+        seconds: for how long.
+    """
+
+    def __init__(
+        self, rank: int, folder: Path, where: str, ranks: Sequence[int], seconds: float
+    ) -> None:
+        self.rank, self.folder, self.where, self.seconds = rank, folder, where, seconds
+        self.sleeps = rank in ranks
+        self.calls = 0
+
+    def __call__(self, where: str) -> bool:
+        """Sleep, if this is the place; returns whether it was."""
+        is_here = self.sleeps and where == self.where
+        if is_here:
+            self.fire()
+            time.sleep(self.seconds)
+        return is_here
+
+    def fire(self) -> None:
+        (self.folder / "fired").write_text(str(time.monotonic()))
+
+    def count(self, where: str, number: int) -> None:
+        """Sleep in the call of this number of a hook."""
+        self.calls += 1
+        if self.calls == number:
+            self(where)
+
+    def hook(self, pipe: Pipeline, optimizer: Any) -> None:
+        """Have hooks sleep."""
+        if self.where in ("first step", "forward"):
+            number = 1 if self.where == "first step" else 3
+            pipe.on(f"{pipe.rank}F2", before=lambda event: self.count(self.where, number))
+        if self.where == "optimizer":
+            optimizer.register_step_pre_hook(lambda *_: self.count("optimizer", 3))
+        optimizer.register_state_dict_pre_hook(lambda *_: self("save") and None)
+
+
+def meddle_between(pipe: Pipeline, optimizer: Any, sleeper: Sleeper, case: dict[str, Any]) -> None:
+    """What happens in a process's own code before the third step."""
+    sleeper("loader")
+    if sleeper.where == "evaluation" and sleeper.sleeps:
+        pipe.predict(torch.ones(8, 4))
+        sleeper("evaluation")
+        pipe.predict(torch.ones(8, 4))
+    if sleeper.where == "save":
+        Checkpoints(sleeper.folder / "saved").save(2, pipe=pipe, optimizer=optimizer)
+    if case.get("terminates") == sleeper.rank:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        sleeper.fire()
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def fork(folder: Path) -> None:

@@ -68,7 +68,8 @@ def work(number: int, port: int, folder: str, case: dict[str, Any]) -> None:
 def come(group: Any, seconds: float) -> str:
     try:
         meeting = meet(group, Patience(rendezvous_timeout=seconds))
-        text = f"{meeting.rank} of {meeting.ranks} is {meeting.global_ranks}"
+        job = meeting.job
+        text = f"{job.rank} of {len(job.pipeline)} is {job.pipeline}"
         dist.barrier(meeting.group)
         meeting.close()
         return f"{text}, {dist.is_initialized()} {os.environ['GLOO_SOCKET_IFNAME']}"
@@ -125,7 +126,7 @@ def test_who_comes_alone_says_so(turn: tuple[float, float], says: str, tmp_path:
     ("change", "says"),
     [
         ({"WORLD_SIZE": "3"}, {"ranks differ in WORLD_SIZE: rank "}),
-        ({"RANK": "0"}, {"two processes have come with RANK=0", "after 3 s ranks [1] of 2"}),
+        ({"RANK": "0"}, {"two processes have come with RANK=0", "after 1.5 s ranks [1] of 2"}),
     ],
 )
 def test_a_launcher_that_contradicts_itself_is_told(
@@ -134,7 +135,7 @@ def test_a_launcher_that_contradicts_itself_is_told(
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     environment = [agent, agent | change]
-    lines = run(tmp_path, (3.0, 3.0), port=store.port, environment=environment)
+    lines = run(tmp_path, (1.5, 1.5), port=store.port, environment=environment)
     assert {text for text in says for line in lines if text in line[0]} == says
     assert all(line[0].startswith("AgreementError: ") for line in lines)
 
@@ -142,7 +143,7 @@ def test_a_launcher_that_contradicts_itself_is_told(
 @pytest.mark.slow
 def test_what_listens_there_must_be_a_store(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        first, second = run(tmp_path, (2.0, 2.0), port=server.getsockname()[1])
+        first, second = run(tmp_path, (1.0, 1.0), port=server.getsockname()[1])
     assert first[0].startswith("UsageError: rank 0 cannot listen at 127.0.0.1:")
     assert second[0].startswith("AgreementError: ")
     assert "choose another MASTER_PORT" in second[0]

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.errors import NonFiniteError, StageError, UsageError, printable
 from penstock.faults import Activity, Failure, Patience, Place, Search, ranges, status_of
-from penstock.faults.failure import FILE, of_exception, write_report
+from penstock.faults.failure import FILE, at_place, of_exception, write_report
 from penstock.faults.places import in_ranges, read_record
 from penstock.schedule import parse_action
 
@@ -40,7 +40,7 @@ def found(
         seen = search.look(
             places[0],
             lambda keys, t=table: {k: t[k] for k in keys},  # type: ignore[misc]
-            lambda now=clock: now,  # type: ignore[misc]
+            clock,
         )
         failure = search.judge(seen, 2.0, broken=broken)
     return None if failure is None else (failure.process, failure.kind)
@@ -152,7 +152,8 @@ def test_limits_are_in_minutes_or_as_given(monkeypatch: pytest.MonkeyPatch) -> N
 # ---- what travels, and what is written down
 
 
-GOOD = asdict(Failure("raised", 1, 3, 1, 2, "1F2", "ValueError", "boom", "trace\nlines", by=0))
+PLACE = Place(1, step=3, stage=1, microbatch=2, action="1F2")
+GOOD = asdict(at_place(PLACE, "raised", "boom", error="ValueError", trace="trace\nlines", by=0))
 
 
 def data_of(change: dict[str, Any]) -> bytes:
@@ -204,10 +205,10 @@ def test_a_report_shows_nothing_of_the_environment_and_stays(
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "s3cret")
     for kind in ("died", "silent"):
-        write_report(tmp_path / "new", Failure(kind, 1), [works(0)])
+        write_report(tmp_path / "new", Failure(1, kind=kind), [works(0)])
     text = (tmp_path / "new" / FILE).read_text()
     assert "s3cret" not in text
     assert json.loads(text)["failures"][0]["kind"] == "died", "the first report stays"
     (tmp_path / "file").touch()
-    write_report(tmp_path / "file" / "gone", Failure("died", 1), [])
+    write_report(tmp_path / "file" / "gone", Failure(1, kind="died"), [])
     assert "the report of the failure could not be written: " in caplog.text

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -194,6 +194,15 @@ class Curve(Callback):
         self.losses.append(float(outputs["loss"]))
 
 
+class Thaw(BaseFinetuning):
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.features)
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.features, optimizer)
+
+
 def trainer_of(strategy: Any = "auto", **options: Any) -> Trainer:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     usual: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar"), False)
@@ -262,7 +271,7 @@ def model_language(
 
 
 def report(folder: Path) -> dict[str, Any]:
-    options = {"ranks": PROCESSES, "microbatches": 4}
+    options: dict[str, Any] = {"ranks": PROCESSES, "microbatches": 4}
     whole = PipelineStrategy(schedule="1F1B", save_distributed_checkpoint=False, **options)
     plain = classify(whole)
     trainer = plain.pop("trainer")

@@ -19,7 +19,6 @@ from torch.nn.functional import mse_loss
 pytest.importorskip("lightning")
 
 from lightning.fabric import Fabric
-from lightning.pytorch.callbacks import BaseFinetuning
 from torchmetrics import MeanMetric
 
 from penstock import Pipeline, PipelineModule
@@ -30,6 +29,7 @@ from tests.integrations.lightnings import (
     STEPS,
     Classifier,
     LanguageModel,
+    Thaw,
     classify,
     count_labels,
     images,
@@ -307,15 +307,6 @@ def test_metrics_lists_and_hooks_see_the_whole_batch() -> None:
     for schedule in ("1F1B", "ZB-V"):
         found = measure(PipelineStrategy(schedule=schedule, ranks=2, microbatches=4))
         assert found == pytest.approx(measure(), abs=1e-5)
-
-
-class Thaw(BaseFinetuning):
-    def freeze_before_training(self, module: Any) -> None:
-        self.freeze(module.features)
-
-    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(module.features, optimizer)
 
 
 def test_groups_that_an_optimizer_gets_later_are_saved(tmp_path: Path) -> None:

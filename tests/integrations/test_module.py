@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock import PipelineModule
 from penstock.elsewhere import is_elsewhere
-from penstock.errors import AgreementError, UsageError
+from penstock.errors import AgreementError, PenstockError, UsageError
 from penstock.testing import WorkerPool
 from tests.pipeline.models import X, Y, assert_same, chain, gradients, make, mean_loss, restless
 
@@ -293,7 +295,8 @@ def keep_weights(group: Any) -> Any:
 
 
 def test_a_state_dict_names_all_weights_and_no_file_has_holes(workers: WorkerPool) -> None:
-    plain, seen = chain(), {}
+    plain = chain()
+    seen: dict[str, Any] = {}
     for names, found, texts in workers.run(f"{__name__}:keep_weights", 2, 30.0):
         assert names == list(plain.state_dict())
         assert 0 < len(found) < len(names)
@@ -319,6 +322,30 @@ def test_processes_train_together(workers: WorkerPool) -> None:
     assert len({loss for loss, _ in ran}) == 1
     found = {name: torch.tensor(g, dtype=X.dtype) for _, of in ran for name, g in of.items()}
     assert_same(found, after(loop))
+
+
+def alone(group: Any, then: str) -> str:
+    """Rank 0 makes a call alone; the other goes on, or is in its own code."""
+    pipe = make(group=group, ranks=2, timeout=1.5)
+    pipe.step(X, target=Y)
+    try:
+        with pipe.calling("save_model") if not group.rank() else nullcontext():
+            if not group.rank():
+                pipe.state_dict(full=True)
+            elif then == "sleeps":
+                time.sleep(3.0)
+            pipe.step(X, target=Y)
+    except PenstockError as error:
+        return str(error)
+    finally:
+        pipe.close()
+    return "silent"
+
+
+@pytest.mark.parametrize("then", ["goes on", "sleeps"])
+def test_a_call_on_one_rank_alone_is_named_on_all(workers: WorkerPool, then: str) -> None:
+    for text in workers.run(f"{__name__}:alone", 2, 30.0, then=then):
+        assert "rank 0 is in save_model, which every rank must call" in text
 
 
 def differ(group: Any) -> list[str]:

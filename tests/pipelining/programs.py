@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -54,8 +55,12 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """For each way the options of the schedule and of the step."""
 
 
-def asked(group: Any, package: str, schedule: str, way: str) -> list[Any]:
-    """Output, losses and gradients of a step."""
+def asked(group: Any, package: str, schedule: str, ways: Sequence[str]) -> dict[str, list[Any]]:
+    """Output, losses and gradients of a step, for each way."""
+    return {way: asked_for(group, package, schedule, way) for way in ways}
+
+
+def asked_for(group: Any, package: str, schedule: str, way: str) -> list[Any]:
     seat = Seat(package, group, schedule)
     options, more = WAYS[way]
     if way == "merged":
@@ -456,13 +461,16 @@ def loss_of(output: Any, target: Tensor) -> Any:
     return sum_loss(output["logits"] if isinstance(output, dict) else output, target)
 
 
-def handed(group: Any, package: str, schedule: str, kind: str) -> None:
+def handed(group: Any, package: str, schedule: str, kinds: Sequence[str]) -> None:
     """Three ranks, under a schedule or a loop of one's own."""
-    held = {rank: [rank] for rank in range(3)}
-    seat = Seat(package, group, held, lambda: modules_of(kind), loss_of)
-    loop = LOOPS.get(schedule)
-    kind_of = schedule if loop is None else loop(seat.names)
-    seat.check_steps(seat.schedule(kind_of, scale_grads=False))
+    held, loop = {rank: [rank] for rank in range(3)}, LOOPS.get(schedule)
+    for kind in kinds:
+        seat = Seat(package, group, held, partial(modules_of, kind), loss_of)
+        chosen = schedule if loop is None else loop(seat.names)
+        try:
+            seat.check_steps(seat.schedule(chosen, scale_grads=False))
+        except Exception as error:
+            raise AssertionError(f"{kind}: {error}") from error
 
 
 # ---- replicated and sharded stages

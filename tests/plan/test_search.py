@@ -92,22 +92,12 @@ def test_replicas_pay_for_their_sum() -> None:
 
 def test_where_nothing_fits_it_says_what_would() -> None:
     costs = profile([1.0] * 8)
-    with pytest.raises(UsageError, match="nothing fits into memory=100 ") as caught:
+    with pytest.raises(UsageError, match=r"nothing fits into memory=100 .*; more ranks") as caught:
         search(costs, **ONE, memory=100.0)
-    text = str(caught.value)
-    enough = float(text.split("memory=")[2].split(" ")[0])
+    enough = float(str(caught.value).split("memory=")[2].split(" ")[0])
     assert max(search(costs, **ONE, memory=enough)[0].memory) <= enough
-    more = int(text.split("; ranks=")[1].split(" ")[0])
-    asked: dict[str, Any] = {"batch": 4, "microbatches": 4, "memory": 100.0, "seconds": 0}
-    assert search(costs, ranks=more, **asked)
-    for less in ({**ONE, "memory": enough - 1}, {**asked, "ranks": more - 1}):
-        with pytest.raises(UsageError, match="nothing fits"):
-            search(costs, **less)
-    costs = profile([1.0] * 2, held=100.0)
-    asked = {"ranks": 2, "pipeline": 2, "batch": 4, "seconds": 0, "checkpoint": "none"}
-    fits = max(search(costs, **asked, microbatches=4, schedules="1F1B")[0].memory)
-    with pytest.raises(UsageError, match="microbatches=4 would do"):
-        search(costs, **asked, microbatches=1, memory=fits)
+    with pytest.raises(UsageError, match="nothing fits"):
+        search(costs, **ONE, memory=enough - 1)
 
 
 @pytest.mark.parametrize(

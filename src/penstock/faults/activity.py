@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from statistics import median
 from time import monotonic
 from typing import Any, NamedTuple
@@ -65,6 +66,7 @@ class Activity:
         slack: seconds that the current work may take, if that is more than usual.
         durations: how long the latest training steps took, in seconds; before the first one, how long the
             latest calls took.
+        call: the call of the user's that this rank is in and that every rank must make; empty for none.
 
     The other attributes are those of :class:`~penstock.faults.Place`.
     """
@@ -75,7 +77,6 @@ class Activity:
         self.pipeline = tuple(pipeline) or (rank,)
         self.process = self.pipeline[rank] if pipeline else rank
         self._arrived: dict[str, int] = {}
-        self._texts: dict[tuple[int, ...], str] = {}
         self.calls = 0
         self.step = 0
         self.inside = False
@@ -87,6 +88,7 @@ class Activity:
         self.since = monotonic()
         self.slack = 0.0
         self.durations: deque[float] = deque(maxlen=50)
+        self.call = ""
         self._began: float | None = None
         self._beats = itertools.count(1)
 
@@ -94,6 +96,19 @@ class Activity:
     def name(self) -> str:
         """The rank's name in messages."""
         return name_of(self.rank, self.process, self.replica)
+
+    @contextmanager
+    def calling(self, name: str) -> Iterator[None]:
+        """A context for a call that every rank must make; of calls inside each other, the outermost counts.
+
+        Args:
+            name: its name as the user writes it.
+        """
+        before, self.call = self.call, self.call or name
+        try:
+            yield
+        finally:
+            self.call = before
 
     def prepare(self, what: str) -> None:
         """Note that a part of the set-up begins, such as ``"cuts the model"``; this counts as progress."""
@@ -152,10 +167,7 @@ class Activity:
         Returns:
             What to pass to :meth:`wait` before the process waits for it, now or later.
         """
-        key = self.pipeline if members is None else tuple(members)
-        text = self._texts.get(key)
-        if text is None:
-            text = self._texts[key] = ranges(key)
+        text = ranges(self.pipeline if members is None else tuple(members))
         number = self._arrived[text] = self._arrived.get(text, 0) + 1
         return Collective(text, number)
 
@@ -209,6 +221,7 @@ class Activity:
             action=None if action is None else str(action),
             waits=waits,
             awaited=awaited,
+            call=self.call,
             collective=None if collective is None else collective.number,
             arrived=" ".join([f"{group}={n}" for group, n in self._arrived.copy().items()]),
             age=round(max(0.0, monotonic() - self.since), 1),

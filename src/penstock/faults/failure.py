@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
@@ -36,9 +36,8 @@ from penstock.errors import (
     PenstockError,
     StageError,
     UsageError,
-    printable,
 )
-from penstock.faults.places import Place, cut, name_of
+from penstock.faults.places import Place, Where, cut
 
 FILE = "failure.json"
 
@@ -46,18 +45,13 @@ logger = logging.getLogger("penstock")
 
 
 @dataclass(frozen=True)
-class Failure:
-    """One rank's failure.
+class Failure(Where):
+    """One rank's failure, and where it was.
 
     Args:
         kind: ``raised`` an exception; ``interrupted`` by a signal; ``died``: its process ended without an
             error; ``silent``: makes no progress; ``left`` the pipeline while others continue; ``lost``: out
             of reach.
-        rank: the rank that failed.
-        step: the training step, counted from 1.
-        stage: the stage that it worked on, if known.
-        microbatch: the microbatch, if known.
-        action: the action as text, if known.
         error: the type of the exception.
         what: the first line of the exception's message; for other kinds, what is known.
         trace: the traceback.
@@ -66,16 +60,9 @@ class Failure:
         time: when it was noticed, in seconds since the epoch, on the clock of rank ``by``.
         by: the global rank of the process that noticed it.
         everywhere: whether every rank finds the same error on its own, as when ranks disagree.
-        process: the failed rank's number among all processes.
-        replica: the number of its pipeline, where the job has several.
     """
 
-    kind: str
-    rank: int
-    step: int = 0
-    stage: int | None = None
-    microbatch: int | None = None
-    action: str | None = None
+    kind: str = ""
     error: str = ""
     what: str = ""
     trace: str = ""
@@ -84,8 +71,6 @@ class Failure:
     time: float = field(default_factory=time.time)
     by: int = -1
     everywhere: bool = False
-    process: int = 0
-    replica: int | None = None
 
     def __str__(self) -> str:
         parts = [self.name]
@@ -96,16 +81,6 @@ class Failure:
                 parts.append(f"{name} {getattr(self, name)}")
         said = f"{self.error}: {self.what}" if self.error else self.what
         return f"{', '.join(parts)}: {said}"
-
-    @property
-    def name(self) -> str:
-        """The failed rank's name in messages."""
-        return name_of(self.rank, self.process, self.replica)
-
-    @property
-    def is_raised(self) -> bool:
-        """Whether the rank itself reported the failure; other kinds are found by other ranks."""
-        return self.kind in ("raised", "interrupted")
 
 
 def of_exception(error: BaseException, place: Place) -> Failure:
@@ -131,18 +106,8 @@ def of_exception(error: BaseException, place: Place) -> Failure:
 
 def at_place(place: Place, kind: str, what: str, **more: Any) -> Failure:
     """A failure of the rank at this place."""
-    return Failure(
-        kind,
-        place.rank,
-        place.step,
-        place.stage,
-        place.microbatch,
-        place.action,
-        what=cut(what),
-        process=place.process,
-        replica=place.replica,
-        **more,
-    )
+    where = {one.name: getattr(place, one.name) for one in fields(Where)}
+    return Failure(**where, kind=kind, what=cut(what), **more)
 
 
 MUTE = (
@@ -302,53 +267,50 @@ def write_report(folder: Path | None, failure: Failure, places: Iterable[Place])
         logger.error("penstock: the report of the failure could not be written: %s", error)
 
 
-_told: list[BaseException] = []
-"""This rank's errors that were reported to torchrun, the latest last."""
+_last: tuple[Failure, BaseException | None] | None = None
+"""The latest failure that ended a call here, with this rank's own error; None where another rank failed."""
 
 
-def tell_torchrun(failure: Failure, error: BaseException | None = None, *, own: bool) -> None:
-    """Write the error file that torchrun asks for; it replaces an earlier one, as programs may catch errors.
-
-    Torchrun reports the file with the earliest time stamp, in seconds, as the cause. So a rank that only
-    stops because of another one dates its file a little later.
+def note_for_torchrun(failure: Failure, error: BaseException | None = None) -> None:
+    """Note why this rank stops, for torchrun's error file.
 
     Args:
         failure: the failure.
         error: the exception on this rank; None if another rank failed.
-        own: whether this rank failed.
     """
-    if error is not None and any(error is one for one in _told):
-        return
-    moment = int(failure.time) if own else int(max(failure.time, time.time())) + 2
-    said = str(failure) if own else f"stopped because {failure}"
-    trace = failure.trace if own else ""
-    _write_error_file(said, trace, moment, status=failure.status, own=own)
-    if error is not None:
-        _told.append(error)
+    global _last
+    _last = failure, error
 
 
-def _write_error_file(said: str, trace: str, moment: int, **more: Any) -> None:
-    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not name:
-        return
-    extra = {"py_callstack": trace, "timestamp": str(moment), **more}
-    atexit.unregister(_tell_of_last)
-    atexit.register(_tell_of_last)
-    path, part = Path(name), Path(f"{name}.{os.getpid()}")
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps({"message": {"message": said, "extraInfo": extra}}), "utf-8")
-        part.replace(path)
+def uncaught_error() -> BaseException | None:
+    """The error that ends the program, at the interpreter's exit."""
+    return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
 
 
-def _tell_of_last() -> None:
-    """At exit, write the error that ends the program, if torchrun was not told of it already."""
-    last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    error: BaseException | None = last
-    while error is not None:
-        if isinstance(error, PeerFailed) or any(error is one for one in _told):
-            return
+def _tell_torchrun() -> None:
+    """At exit, write torchrun's error file: of the error that ends the program, or of the failure noted last.
+
+    Torchrun reports the file with the earliest time stamp, in seconds, as the cause. So a rank that only
+    stops because of another one dates its file a little later.
+    """
+    name, last = os.environ.get("TORCHELASTIC_ERROR_FILE"), uncaught_error()
+    failure, noted = _last or (None, None)
+    error, said = last, str(failure)
+    while error is not None and error is not noted and not isinstance(error, PeerFailed):
         error = error.__cause__ or error.__context__
-    if last is not None:
-        trace = cut("".join(traceback.format_exception(last)), "trace")
-        _write_error_file(f"{type(last).__name__}: {printable(str(last))}", trace, int(time.time()))
+    if last is not None and error is None:  # an error elsewhere in the program
+        failure, noted = of_exception(last, Place(0)), last
+        said = f"{failure.error}: {failure.what}"
+    if not name or failure is None:
+        return
+    moment = failure.time
+    if noted is None:
+        said, moment = f"stopped because {said}", max(moment, time.time()) + 2
+    extra = {"py_callstack": failure.trace, "timestamp": str(int(moment))}
+    with contextlib.suppress(OSError):
+        Path(name).write_text(
+            json.dumps({"message": {"message": said, "extraInfo": extra}}), "utf-8"
+        )
+
+
+atexit.register(_tell_torchrun)

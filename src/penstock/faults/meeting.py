@@ -7,6 +7,7 @@ import logging
 import os
 import platform
 import socket
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -55,9 +56,20 @@ class Members(NamedTuple):
     pipeline: tuple[int, ...]
     beside: tuple[int, ...]
 
-    def replica_of(self, process: int) -> int | None:
+    @property
+    def process(self) -> int:
+        """This process."""
+        return next(one for one in self.pipeline if one in self.beside)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in its pipeline."""
+        return self.pipeline.index(self.process)
+
+    @property
+    def replica(self) -> int | None:
         """The number of this process's pipeline; None where there is one."""
-        return self.beside.index(process) if len(self.beside) > 1 else None
+        return self.beside.index(self.process) if len(self.beside) > 1 else None
 
 
 @dataclass(frozen=True)
@@ -65,8 +77,6 @@ class Meeting:
     """The processes of a job, once they have met.
 
     Args:
-        rank: this process's rank in its pipeline.
-        ranks: the number of ranks of the pipeline.
         job: the processes of the job.
         group: the pipeline's process group.
         room: the job's part of the store.
@@ -74,23 +84,11 @@ class Meeting:
         hosts: whether the store ends with this process.
     """
 
-    rank: int
-    ranks: int
     job: Members
     group: Any
     room: Any
     created: bool
     hosts: bool
-
-    @property
-    def global_ranks(self) -> tuple[int, ...]:
-        """The pipeline's ranks among all processes."""
-        return self.job.pipeline
-
-    @property
-    def process(self) -> int:
-        """This process's rank among all processes."""
-        return self.job.pipeline[self.rank]
 
     @property
     def store(self) -> Any:
@@ -150,8 +148,7 @@ def meet(
     if created:
         chosen = _start_world(launch, room, device, seconds)
     hosts = dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    own = job.pipeline.index(rank)
-    return Meeting(own, len(job.pipeline), job, chosen, room, created, hosts)
+    return Meeting(job, chosen, room, created, hosts)
 
 
 def rendezvous(
@@ -334,16 +331,22 @@ def noticing_gone_machines() -> Iterator[None]:
     while nothing is sent. The system asks the other machine's system, so that a process there that is
     stopped or busy breaks nothing. Only Linux tells which connections a process has.
     """
-    before = _open_files()
+    before = _open_sockets()
     yield
-    for number in _open_files() - before:
+    for number, _ in _open_sockets() - before:
         with suppress(OSError), socket.socket(fileno=os.dup(number)) as end:
             _notice_if_gone(end)
 
 
-def _open_files() -> set[int]:
-    folder = Path("/proc/self/fd")
-    return {int(name) for name in os.listdir(folder)} if folder.exists() else set()
+def _open_sockets() -> set[tuple[int, int]]:
+    """The numbers of this process's sockets, which are used again, and those of what they stand for."""
+    folder, sockets = Path("/proc/self/fd"), set()
+    for name in os.listdir(folder) if folder.exists() else ():
+        with suppress(OSError):
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                sockets.add((int(name), status.st_ino))
+    return sockets
 
 
 def _notice_if_gone(end: socket.socket) -> None:

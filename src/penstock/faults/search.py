@@ -13,8 +13,8 @@ STALE = 2.5
 CAUSE = 1.9
 """Seconds without a heartbeat after which a rank to which connections broke counts as dead."""
 
-Read = Callable[[Sequence[int]], Mapping[int, Place] | None]
-"""Reads the places of processes; None if the store gives no answer."""
+Read = Callable[[Sequence[int]], Mapping[int, Place]]
+"""Reads the places of processes, as far as they are readable."""
 
 
 class Search:
@@ -35,11 +35,11 @@ class Search:
         self.calls = calls
         self.order = order
         self.next = 0.0
-        self._members = members
+        self._members = tuple(members)
         self._clock = 0.0
         self._seen: dict[int, tuple[int, float]] = {}
 
-    def look(self, start: Place, read: Read, clock: Callable[[], float]) -> list[Place]:
+    def look(self, start: Place, read: Read, clock: float) -> list[Place]:
         """Follow the waits from one process to those that wait for nobody.
 
         Args:
@@ -49,20 +49,21 @@ class Search:
             clock: the seconds in which the store has answered so far.
 
         Returns:
-            The places on the way, in the order in which they were found; none if they cannot be read.
+            The places on the way, in the order in which they were found.
         """
         if start.waits is None:
             start = replace(start, waits="others", awaited=ranges(self._members))
+        self._clock = clock
         order, known = [start], {start.process: start}
         for place in order:
             if place.waits is None or place.status == "left" or self.is_mute(place):
                 continue
             awaited = in_ranges(place.awaited, self._members)
             answer = read([process for process in awaited if process not in known])
-            if answer is None:
-                return []
-            self._note(answer, clock())
             known |= answer
+            for one in answer.values():
+                if self._seen.get(one.process, (-1, 0.0))[0] != one.number:
+                    self._seen[one.process] = one.number, clock
             places = [known[one] for one in awaited if one in known and one != place.process]
             if place.collective is not None:
                 number = place.collective
@@ -71,12 +72,6 @@ class Search:
                 places = late or places
             order += [one for one in places if one not in order]
         return order
-
-    def _note(self, places: Mapping[int, Place], clock: float) -> None:
-        self._clock = clock
-        for place in places.values():
-            if self._seen.get(place.process, (-1, 0.0))[0] != place.number:
-                self._seen[place.process] = place.number, clock
 
     def stale(self, place: Place) -> float:
         """Seconds for which a process is known to have written nothing."""
@@ -95,8 +90,18 @@ class Search:
             limit: seconds for which a rank may make no progress, unless it has asked for more.
             broken: whether a connection of the first one broke.
         """
-        if not places:
-            return None
+        failure = self._judged(places, limit, broken=broken)
+        # A call that one rank alone makes is what keeps it waiting for another that knows nothing of it.
+        calls = {place.call: place for place in places if place.call and place.waits}
+        culprit = next((one for one in places if failure and one.process == failure.process), None)
+        if failure is None or len(calls) != 1 or culprit is None or culprit.call in calls:
+            return failure
+        (name, caller), *_ = calls.items()
+        return replace(
+            failure, what=f"{failure.what}; {caller.name} is in {name}, which every rank must call"
+        )
+
+    def _judged(self, places: Sequence[Place], limit: float, *, broken: bool) -> Failure | None:
         start, *others = places
         for place in others:
             stale = self.stale(place)

@@ -8,7 +8,6 @@ import gc
 import logging
 import multiprocessing
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -26,10 +25,11 @@ from penstock.faults.desk import PERIOD, Desk
 from penstock.faults.failure import (
     Failure,
     at_place,
+    note_for_torchrun,
     of_exception,
     of_leaving,
     status_of,
-    tell_torchrun,
+    uncaught_error,
     write_report,
 )
 from penstock.faults.meeting import Meeting, end_waits
@@ -43,7 +43,7 @@ UNKNOWN = 4.0
 LINGER = 1.5
 """Seconds that a failed rank gives the others to learn the reason, before a launcher ends them."""
 BOW = 0.5
-"""Seconds that the other ranks wait, so that the failed one ends first."""
+"""Seconds that a rank waits for the report of an error that all raise because of another one."""
 LAST = 4.0
 """Seconds after a failure until a rank that still hangs ends its own process."""
 LOST = 2.0
@@ -71,10 +71,10 @@ if hasattr(os, "register_at_fork"):
 class Watch:
     """Turns a failure anywhere in the job into a named error in this process, and ends waits for it.
 
-    One thread, the desk, uses the store: it writes this process's place and reads the key ``failure``.
-    Another, the monitor, ends this rank's waits when there is a failure. Only when this rank's own wait is
-    broken or overdue does it follow the waits from place to place to the rank that all wait for. A watch
-    ends no process but its own.
+    One thread, the desk, uses the store: it writes this process's place, reads the key ``failure``, and only
+    when this rank's own wait is broken or overdue follows the waits from place to place to the rank that all
+    wait for. Another, the monitor, ends this rank's waits when there is a failure, whatever the store does.
+    A watch ends no process but its own.
 
     Args:
         activity: the activity of this process's rank.
@@ -92,17 +92,13 @@ class Watch:
         self._aborts: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._groups: tuple[Any, ...] = ()
         self._folder: Path | None = None
-        self._places: dict[int, Place] = {}
         self._status = "runs"
-        self._alarm = False
-        self._failure: Failure | None = None
-        self._since_failure = self._aborted = 0.0
-        self._broken: float | None = None
+        self._broken = False
+        self._aborted = self._named = 0.0
         self._search = Search(self._members)
-        self._named = 0.0
         self._ending = threading.Event()
         self._closed = False
-        self._desk = Desk(meeting, lambda: self.activity.place(self._status))
+        self._desk = Desk(meeting, lambda: activity.place(self._status), self._look)
         self._monitor = threading.Thread(target=self._run, name="penstock monitor", daemon=True)
         self._monitor.start()
         atexit.register(self._leave)
@@ -128,23 +124,21 @@ class Watch:
         """Note that the pipeline is set up: from now on the limits for steps apply."""
         self.activity.setup = None
         self.activity.rest()
-        self._desk.now()
 
     def keep_in(self, folder: Path | None) -> None:
         """Write reports of failures to this folder."""
         self._folder = folder
+        self._desk.keeps_places = folder is not None
 
     @contextmanager
     def patient(self, seconds: float) -> Iterator[None]:
         """Give this rank at least this many seconds for its work in this context."""
         before = self.activity.slack
         self.activity.slack = max(before, seconds)
-        self._desk.now()
         try:
             yield
         finally:
             self.activity.slack = before
-            self._desk.now()
 
     def check(self) -> None:
         """Raise if this rank must stop; called before every action.
@@ -158,8 +152,9 @@ class Watch:
                 f"this process was forked from that of rank {self.activity.rank}, and is not a rank of the "
                 "pipeline: it must not continue the step, but do its own work and exit"
             )
-        if self._alarm and self._failure is not None:
-            raise self._peer_failed(self._failure)
+        failure = self._desk.failure
+        if failure is not None and self._is_due(failure):
+            raise self._peer_failed(failure)
 
     def failed(self, error: BaseException) -> BaseException:
         """Report an error of this rank to the others, or find the failure that caused it.
@@ -177,14 +172,12 @@ class Watch:
         failure = of_exception(error, self.activity.place())
         own = not isinstance(error, PenstockError) or error.rank in (None, self.activity.rank)
         self._stop()
-        tell_torchrun(failure, error, own=own)
+        note_for_torchrun(failure, error)
         if not own:
             # All ranks raise this error because of one rank, which reports it.
             self._desk.wait_for(lambda: self._desk.failure, BOW)
             return error
-        self._note_places()
-        self._desk.report(failure)
-        self._desk.wait_for(lambda: self._desk.failure, LINGER)
+        self._desk.report(failure, LINGER)
         if not failure.everywhere:
             self._end_waits()
         self._await_others()
@@ -211,45 +204,40 @@ class Watch:
 
     def _find_cause(self, error: BaseException) -> Failure:
         """The failure of another rank that broke a wait; it may become known a little later."""
-        self._broken = monotonic()
+        self._broken, desk = True, self._desk
         # A store that gives no answer either is on the machine that is gone.
-        self._desk.wait_for(lambda: self._failure or self._desk.unanswered > LOST, UNKNOWN)
-        if self._failure is None and (self._desk.lost or self._desk.unanswered > LOST):
-            self._learn(self._lost_store())
-        if self._failure is None:
+        desk.wait_for(lambda: desk.failure or desk.unanswered > LOST, UNKNOWN)
+        if desk.failure is None and (desk.lost or desk.unanswered > LOST):
+            desk.learn(self._lost_store())
+        if desk.failure is None:
             place = self.activity.place(self._status)
             what = (
                 f"its connection broke while it {place.doing} ({type(error).__name__}: {error}), and no rank "
                 "reports why; the network between it and that rank is cut, or a library closed the connection"
             )
-            self._tell(at_place(place, "lost", what, by=place.process))
-        assert self._failure is not None
-        return self._failure
+            failure = at_place(place, "lost", what, by=place.process)
+            desk.report(failure, LINGER)
+            desk.learn(failure)
+        assert desk.failure is not None
+        return desk.failure
 
     def _peer_failed(self, failure: Failure) -> PeerFailed:
         """The error with which this rank must stop."""
         self._stop()
         self._end_waits()
-        tell_torchrun(failure, own=False)
+        note_for_torchrun(failure)
         self._report(failure)
         text = str(failure)
         if failure.process != self.activity.process:
-            if failure.is_raised:
-                self._desk.wait_for(lambda: self._has_ended(failure.process), BOW)
             if self._meeting.hosts:
                 # The store ends with this process.
                 self._await_others()
             text = f"{self.activity.name} stopped because {text}"
         return PeerFailed(text, (failure,), failure.status)
 
-    def _has_ended(self, process: int) -> bool:
-        places = self._desk.places([process], BOW) or {}
-        return process in places and places[process].status != "runs"
-
     def _stop(self) -> None:
         """Note that this rank stops with an error."""
         self._status = "stops"
-        self._desk.now()
         # At exit the interpreter would search all objects of torch and the model for cycles, which takes
         # seconds while the other ranks wait. Frozen objects are not searched; finalizers still run.
         atexit.register(gc.freeze)
@@ -258,7 +246,7 @@ class Watch:
         """At the interpreter's exit, tell the other ranks, with the reason if it is an uncaught error."""
         if self._closed or self.is_child():
             return
-        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        error = uncaught_error()
         if error is not None:
             self.failed(error)
         self.close()
@@ -269,36 +257,16 @@ class Watch:
 
     def _await_others(self) -> None:
         """Wait a moment until all other processes have read of the failure."""
-        failure = self._desk.failure or self._failure
+        failure = self._desk.failure
         # Who has died or left reads nothing.
         gone = failure is not None and failure.kind in ("died", "left")
-        count = len(self._members) - gone
-        self._desk.wait_for(
-            lambda: (self._desk.ask(lambda store: store.add("heard", 0)) or 0) >= count, LINGER
-        )
-
-    def _tell(self, failure: Failure) -> None:
-        """Report a failure that this rank has found, unless one is known already."""
-        self._note_places()
-        self._desk.report(failure)
-        if not self._desk.lost and self._desk.unanswered < LOST:
-            self._desk.wait_for(lambda: self._desk.failure, LINGER)
-        self._learn(self._desk.failure or failure)
-
-    def _learn(self, failure: Failure) -> None:
-        if self._failure is None:
-            self._failure, self._since_failure = failure, monotonic()
-
-    def _note_places(self) -> None:
-        """Read where everybody is, for the report, before the others learn of the failure and leave."""
-        if self._folder is not None and not self._desk.lost:
-            self._places = self._desk.places(self._members) or {}
+        self._desk.wait_for(lambda: self._desk.heard >= len(self._members) - gone, LINGER)
 
     def _report(self, failure: Failure) -> None:
         """Write the report, if this is the rank that noticed the failure."""
         if failure.by == self.activity.process:
             own = self.activity.place(self._status)
-            places = self._places | {own.process: own}
+            places = self._desk.places | {own.process: own}
             write_report(self._folder, failure, [places[one] for one in sorted(places)])
 
     # ---- in the monitor's thread
@@ -307,88 +275,91 @@ class Watch:
         while not self._ending.wait(TICK):
             if self._launcher is not None and os.getppid() != self._launcher:
                 self._end_process("its launcher has ended", TEMPORARY)
-            known = self._desk.failure
-            if known is not None and not (
-                known.is_raised and known.process == self.activity.process
-            ):
-                self._learn(known)
-            if self._failure is not None:
-                self._react(self._failure)
-            elif known is None and self._status == "runs":
-                self._look()
+            if self._status != "runs":
+                continue
+            if self._desk.failure is None:
+                self._look_at_store()
+            else:
+                self._react(self._desk.failure)
+
+    def _look_at_store(self) -> None:
+        # A store that was closed may be that of a job that is done, unless this rank needs the others.
+        waits, idle = self.activity.waits is not None, self._idle
+        busy = waits or self.activity.inside or self.activity.setup is not None
+        lost = self._desk.lost and busy and idle > LOST
+        if lost or (waits and idle > self._limit and self._desk.unanswered > STALE):
+            self._desk.learn(self._lost_store())
+
+    def _is_due(self, failure: Failure) -> bool:
+        """Whether to stop because of a failure: what each rank finds by itself it may raise by itself."""
+        return not failure.everywhere or monotonic() - self._desk.since > LINGER
 
     def _react(self, failure: Failure) -> None:
         """There is a failure elsewhere: end the waits here, and this process if that does not help."""
-        seconds = monotonic() - self._since_failure
-        if self._status != "runs" or (failure.everywhere and seconds < LINGER):
+        if not self._is_due(failure):
             return
-        self._alarm = True
-        waits = self.activity.waits is not None
+        seconds, waits = monotonic() - self._desk.since, self.activity.waits is not None
         if (waits or self.activity.inside) and monotonic() - self._aborted > 1.0:
             self._end_waits(groups=seconds > 1.0)
         # Whatever the store says of this rank: it ends because it hangs, by its own clock.
         if seconds > LAST and (waits or self._idle > self._limit):
             self._end_process(str(failure), failure.status)
 
-    def _look(self) -> None:
-        """Look for the rank that this one waits for, if its wait is broken or lasts too long."""
+    # ---- in the desk's thread
+
+    def _look(self) -> Failure | None:
+        """Look for whom this rank waits, if its wait is broken or lasts too long."""
         idle, waits = self._idle, self.activity.waits is not None
-        overdue = waits and idle > self._limit
-        if self._desk.lost or self._desk.unanswered > LOST:
-            self._look_at_store(overdue=overdue)
-        elif self._broken is not None or overdue:
-            self._search_for_culprit()
-        elif idle > self._patience.slow(self.activity.durations):
-            self._name_the_slow(idle)
+        if self._status != "runs":
+            return None
+        if self._broken or (waits and idle > self._limit):
+            return self._find_culprit()
+        if waits and idle > self._patience.slow(self.activity.durations):
+            return self._name_the_slow(idle)
+        return None
 
-    def _look_at_store(self, *, overdue: bool) -> None:
-        # A store that was closed may be that of a job that is done, unless this rank is in a step.
-        busy = self.activity.inside or self.activity.waits is not None
-        lost = self._desk.lost and busy and self._idle > LOST
-        if lost or (overdue and self._desk.unanswered > STALE):
-            self._learn(self._lost_store())
-
-    def _search_for_culprit(self) -> None:
+    def _find_culprit(self) -> Failure | None:
         if monotonic() < self._search.next:
-            return
+            return None
         calls = self.activity.calls
         if self._search.calls != calls:
-            order = self._desk.ask(lambda store: store.add(f"look/{calls}", 1))
-            self._search = Search(self._members, calls, order or 1)
-        broken, order = self._broken is not None, self._search.order
+            order = self._desk.count(f"look/{calls}")
+            self._search = Search(self._members, calls, order)
         # Most wait for the same rank: not all of them need to read places.
-        pause = float(order) if order > LOOKERS else 0.3 if broken else PERIOD
+        order = self._search.order
+        pause = float(order) if order > LOOKERS else 0.3 if self._broken else 0.9 * PERIOD
         self._search.next = monotonic() + pause
         places = self._places_on_the_way()
-        failure = self._search.judge(places, self._limit, broken=broken)
-        if failure is None or self._desk.failure is not None:
-            return
-        self._tell(failure)
-        if not broken and self._failure is failure:
+        failure = self._search.judge(places, self._limit, broken=self._broken)
+        if failure is not None and not self._broken:
             listing = "\n".join(f"  {place}" for place in places)
             logger.error("penstock: %s\nwhat waits for what:\n%s", failure, listing)
+        return failure
 
     def _places_on_the_way(self) -> list[Place]:
         own = self.activity.place(self._status)
-        return self._search.look(own, self._desk.places, lambda: self._desk.clock)
+        return self._search.look(own, self._desk.read, self._desk.clock)
 
-    def _name_the_slow(self, idle: float) -> None:
+    def _name_the_slow(self, idle: float) -> Failure | None:
         """The first process of the job, or the second if the first is slow, logs who is waited for."""
         position = self._members.index(self.activity.process)
-        if position > 1 or self.activity.waits is None or monotonic() - self._named < REPEAT:
-            return
+        if position > 1 or monotonic() - self._named < REPEAT:
+            return None
         self._named = monotonic()
         ends = [place for place in self._places_on_the_way() if place.waits is None]
         if position == 1 and all(place.process != self._members[0] for place in ends):
-            return
+            return None
         calls = self.activity.calls
         if left := [one for one in ends if one.status == "left" and one.calls < calls]:
-            self._tell(of_leaving(left[0], self.activity.process))
-        elif ends:
+            return of_leaving(left[0], self.activity.process)
+        if ends:
             logger.warning(
                 "penstock: %s has waited for %.0f s, because %s; the job ends after %g s without progress",
                 *(self.activity.name, idle, "; ".join(map(str, ends[:4])), self._limit),
             )
+        return None
+
+    # ---- in any of them
 
     @property
     def _idle(self) -> float:
@@ -410,7 +381,7 @@ class Watch:
             "it, usually that of rank 0 or the launcher, has ended or is stopped, or the network to it is "
             f"cut; {place}"
         )
-        return Failure("lost", 0, what=what, by=place.process)
+        return Failure(0, kind="lost", what=what, by=place.process)
 
     def _end_waits(self, *, groups: bool = False) -> None:
         self._aborted = monotonic()
@@ -424,8 +395,8 @@ class Watch:
     def _end_process(self, why: str, status: int) -> None:
         if self._ending.is_set() or self._status != "runs":
             return
-        if self._failure is not None:
-            self._report(self._failure)
+        if self._desk.failure is not None:
+            self._report(self._desk.failure)
         logger.error("penstock: %s ends itself: %s", self.activity.name, why)
         with suppress(Exception):  # where there is no file to print to
             faulthandler.dump_traceback()

@@ -45,7 +45,7 @@ def generate(pipe: Pipeline, args: Any, kwargs: Mapping[str, Any]) -> Any:
             raise AgreementError("generate was called with different arguments on different ranks")
         for device in {torch.device("cpu"), pipe.device}:
             _share_draws(pipe, device)
-        split = _Split(pipe, model)
+        split = _SplitModel(pipe, model)
         split.open()
         try:
             return model.generate(*args, **kwargs)
@@ -64,7 +64,7 @@ def _share_draws(pipe: Pipeline, device: torch.device) -> None:
         torch.get_device_module(device).set_rng_state(state, device)
 
 
-class _Split:
+class _SplitModel:
     """The units of a model, each of which runs on one rank."""
 
     def __init__(self, pipe: Pipeline, model: nn.Module) -> None:

@@ -27,6 +27,11 @@ from penstock.pipeline import Pipeline
 try:
     from lightning.fabric.strategies.ddp import DDPStrategy as FabricProcesses
     from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import (
+        ModelPruning,
+        StochasticWeightAveraging,
+        WeightAveraging,
+    )
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.strategies.ddp import DDPStrategy as TrainerProcesses
     from lightning.pytorch.trainer.states import TrainerFn
@@ -153,7 +158,8 @@ class _OnPipeline(nn.Module):
 
     def state(self) -> dict[str, Any]:
         """The module's state dict on rank 0, an empty one on the others; every rank calls it."""
-        state = self.pipe.state_dict(full=True)
+        with self.pipe.calling("save_checkpoint"):
+            state = self.pipe.state_dict(full=True)
         return {name.removeprefix(_PREFIX): value for name, value in state.items()}
 
     def load(self, state: Mapping[str, Any], *, strict: bool) -> None:
@@ -180,7 +186,8 @@ class _OnPipeline(nn.Module):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The plain module's optimizer state on rank 0, an empty one on the others; every rank calls it."""
-        state = self.pipe.optimizer_state_dict(optimizer, full=True)
+        with self.pipe.calling("save_checkpoint"):
+            state = self.pipe.optimizer_state_dict(optimizer, full=True)
         names = self.names_in(optimizer)
         place = {name: at for at, name in enumerate(name for group in names for name in group)}
         by_place = {
@@ -305,7 +312,8 @@ class _Cuts:
         """Load what :meth:`_save_parts` saved; return what Lightning keeps."""
         strategy: Any = self
         with Checkpoints(path) as checkpoints:
-            step = checkpoints.load(strict=strict, pipe=self.pipe, **optimizers)
+            states: dict[str, Any] = {**optimizers}
+            step = checkpoints.load(strict=strict, pipe=self.pipe, **states)
             if step is None or _REST not in (checkpoints.extra or ()):
                 raise UsageError(f"{path} is a folder without a checkpoint of Lightning's loop")
             name = Path(path, checkpoints.extra[_REST])
@@ -366,6 +374,7 @@ class PipelineStrategy(_Cuts, TrainerProcesses):
             raise UsageError(
                 "sync_batchnorm=True: batch norms in a pipeline use a microbatch's statistics; leave it out"
             )
+        _refuse_callbacks(trainer, several=self._layout() != (1, 1))
         self.accelerator.setup(trainer)
         if self._module is None or self._module.module is not module:
             self._cut(self.precision_plugin.convert_module(module))
@@ -461,6 +470,23 @@ class PipelineStrategy(_Cuts, TrainerProcesses):
         self.checkpoint_io.teardown()
 
 
+def _refuse_callbacks(trainer: Trainer, *, several: bool) -> None:
+    """Refuse callbacks that need whole weights, or make new ones after the cut."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined] # Lightning sets it later
+        name = type(callback).__name__
+        if isinstance(callback, ModelPruning):
+            raise UsageError(
+                f"{name} replaces weights by products with masks after the module is cut; prune the module "
+                "before trainer.fit, by torch.nn.utils.prune"
+            )
+        if several and isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise UsageError(
+                f"{name} copies the module before it is cut, and in a process of several most of the weights "
+                "lie on other ranks; average them in a hook, with a torch.optim.swa_utils.AveragedModel that "
+                "is made in on_fit_start, or train in one process"
+            )
+
+
 # ---- for Fabric
 
 
@@ -540,7 +566,8 @@ class FabricPipelineStrategy(_Cuts, FabricProcesses):
         rest = self._convert_stateful_objects_in_state(others, filter={})
         self._save_parts(path, rest, 0, optimizers)
 
-    def load_checkpoint(
+    # The options differ between versions of Lightning.
+    def load_checkpoint(  # type: ignore[override]
         self,
         path: Any,
         state: Any = None,

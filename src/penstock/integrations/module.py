@@ -449,7 +449,8 @@ class PipelineModel(PipelineModule):
             kwargs: the arguments of the model's method; ``is_main_process``, ``state_dict`` and
                 ``save_function`` have no effect, since the pipeline knows.
         """
-        state = self.pipe.state_dict(full=True)
+        with self.pipe.calling("save_pretrained"):
+            state = self.pipe.state_dict(full=True)
         if self.pipe.leads:
             for name in ("is_main_process", "state_dict", "save_function"):
                 kwargs.pop(name, None)
@@ -469,7 +470,8 @@ class PipelineModel(PipelineModule):
             UsageError: weights are sharded, or the model's cache cannot be split.
             AgreementError: the ranks were given different arguments.
         """
-        return generate(self.pipe, args, kwargs)
+        with self.pipe.calling("generate"):
+            return generate(self.pipe, args, kwargs)
 
 
 # ---- sequences that are packed into one row

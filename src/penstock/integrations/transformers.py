@@ -215,7 +215,9 @@ class PipelineTrainer(Trainer):
         """Write the weights and the files with them, as ``from_pretrained`` reads them."""
         module, self.model = self.model, self.pipe.model
         try:
-            super()._save(output_dir, state_dict=self.pipe.state_dict(full=True))
+            with self.pipe.calling("save_model"):
+                state = self.pipe.state_dict(full=True)
+            super()._save(output_dir, state_dict=state)
         finally:
             self.model = module
 

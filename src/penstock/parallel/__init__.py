@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from penstock.parallel.tensors import take_apart as take_apart
     from penstock.parallel.tensors import whole as whole
     from penstock.parallel.tensors import with_local as with_local
-    from penstock.parallel.wrapping import Part as Part
+    from penstock.parallel.wrapping import Member as Member
     from penstock.parallel.wrapping import alone as alone
     from penstock.parallel.wrapping import may_cast as may_cast
     from penstock.parallel.wrapping import named_buffers as named_buffers

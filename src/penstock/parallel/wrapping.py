@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock.parallel.groups import ranks_in
 
 
-class _Kind(NamedTuple):
+class _Wrapper(NamedTuple):
     """A kind of wrapper: its attribute for the module, and its name to users if it spreads the module."""
 
     inside: str = ""  # empty if it changes the module in place
@@ -25,29 +25,29 @@ class _Kind(NamedTuple):
 
 
 # By name, since importing most of them takes longer than the rest of a run that has none.
-_KINDS = {
-    "DistributedDataParallel": _Kind("module", "DistributedDataParallel"),
-    "FSDPModule": _Kind(spreads="fully_shard"),
-    "OptimizedModule": _Kind("_orig_mod"),
-    "CheckpointWrapper": _Kind("_checkpoint_wrapped_module"),
+_WRAPPERS = {
+    "DistributedDataParallel": _Wrapper("module", "DistributedDataParallel"),
+    "FSDPModule": _Wrapper(spreads="fully_shard"),
+    "OptimizedModule": _Wrapper("_orig_mod"),
+    "CheckpointWrapper": _Wrapper("_checkpoint_wrapped_module"),
 }
 
 
-def _kind_of(module: nn.Module) -> _Kind:
+def _wrapper_of(module: nn.Module) -> _Wrapper:
     kind: Any = type(module)
-    return _kind_of_class(kind)
+    return _wrapper_of_class(kind)
 
 
 @cache
-def _kind_of_class(kind: Any) -> _Kind:
-    bases = [base.__name__ for base in kind.__mro__ if base.__name__ in _KINDS]
-    return _KINDS[bases[0]] if bases else _Kind()
+def _wrapper_of_class(kind: Any) -> _Wrapper:
+    bases = [base.__name__ for base in kind.__mro__ if base.__name__ in _WRAPPERS]
+    return _WRAPPERS[bases[0]] if bases else _Wrapper()
 
 
 # ---- modules inside wrappers, and their names without them
 
 
-class Part(NamedTuple):
+class Member(NamedTuple):
     """A module somewhere inside another.
 
     Attributes:
@@ -63,7 +63,7 @@ class Part(NamedTuple):
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module inside all known wrappers."""
-    while inside := _kind_of(module).inside:
+    while inside := _wrapper_of(module).inside:
         module = module.get_submodule(inside)
     return module
 
@@ -88,7 +88,7 @@ def may_cast(module: nn.Module, own: nn.Module) -> bool:
         own: the stage's own module inside it.
     """
     around = module
-    while around is not own and (inside := _kind_of(around).inside):
+    while around is not own and (inside := _wrapper_of(around).inside):
         around = around.get_submodule(inside)
     return around is not own or any(_casts(part.module) for part in spread_parts(module))
 
@@ -102,25 +102,25 @@ def _casts(module: Any) -> bool:
     return policy.param_dtype is not None or policy.output_dtype is not None
 
 
-def parts_of(module: nn.Module, own: nn.Module) -> Iterator[Part]:
+def parts_of(module: nn.Module, own: nn.Module) -> Iterator[Member]:
     """A module and all modules inside it, once for every path.
 
     Args:
         module: the outermost module.
         own: the module inside it at which names begin. Modules outside of it keep their paths as names.
     """
-    yield from _parts(Part("", "", module), own)
+    yield from _parts(Member("", "", module), own)
 
 
-def _parts(part: Part, own: nn.Module) -> Iterator[Part]:
+def _parts(part: Member, own: nn.Module) -> Iterator[Member]:
     if part.module is own:
         part = part._replace(name="")
     yield part
-    inside = _kind_of(part.module).inside
+    inside = _wrapper_of(part.module).inside
     for child, module in part.module._modules.items():
         if module is not None:
             name = part.name if child == inside else _below(part.name, child)
-            yield from _parts(Part(name, _below(part.path, child), module), own)
+            yield from _parts(Member(name, _below(part.path, child), module), own)
 
 
 def _below(path: str, name: str) -> str:
@@ -169,7 +169,10 @@ def _renamed(known: dict[str, str], key: str) -> str:
     return key
 
 
-_HIDDEN = {"_fsdp_wrapped_module", *(of.inside for of in _KINDS.values() if of.inside[:1] == "_")}
+_HIDDEN = {
+    "_fsdp_wrapped_module",
+    *(of.inside for of in _WRAPPERS.values() if of.inside[:1] == "_"),
+}
 
 
 def path_without_wrappers(path: str) -> str:
@@ -225,7 +228,7 @@ def spread_parts(module: nn.Module) -> list[Spread]:
     return [
         Spread(path, how, part)
         for path, part in module.named_modules()
-        if (how := _kind_of(part).spreads)
+        if (how := _wrapper_of(part).spreads)
     ]
 
 

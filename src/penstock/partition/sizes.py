@@ -162,7 +162,8 @@ def _made(fact: Any, sizes: Iterator[int], mode: FakeTensorMode) -> Any:
         return fact[1]
     dtype, device, learns, dims, _ = fact
     shape = [next(sizes) for _ in range(dims)]
-    like = torch.empty(shape, dtype=dtype, device="meta")
+    with _disable_current_modes():
+        like = torch.empty(shape, dtype=dtype, device="meta")
     tensor = without_data(mode, like, device, learns=learns)
     # Code between units may change it in place, which a leaf does not allow.
     return tensor.clone() if learns else tensor

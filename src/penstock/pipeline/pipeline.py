@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from difflib import get_close_matches
-from functools import partial
+from functools import partial, wraps
 from inspect import signature
 from math import prod
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, Unpack
 
 import torch
 from torch import nn
@@ -102,6 +102,22 @@ from penstock.weights.states import (
 from penstock.weights.team import Level, Team, exchanging
 
 logger = logging.getLogger("penstock")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def collective(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Marks a method that every rank must call, so that messages can say who is in it."""
+
+    @wraps(method)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        pipe: Any = args[0]
+        with pipe.calling(method.__name__):
+            return method(*args, **kwargs)
+
+    return called
+
+
 LONG = 300.0
 """Seconds that a rank may take to read or write its weights while the others wait."""
 _HABITS = {
@@ -535,15 +551,7 @@ class Pipeline:
             )  # fmt: skip
 
         call = self._described(describe, trains=True, outputs=outputs)
-        with self._held.training():
-            try:
-                step = self._runner.run(call)
-            except StageError as error:
-                raise self._explained(error, call, kwargs, target) from error.__cause__
-        if step.batch_gradients:
-            # In one pass: the tensors may share parts of the caller's graph, which a backward frees.
-            tensors, gradients = zip(*step.batch_gradients, strict=True)
-            torch.autograd.backward(tensors, gradients)
+        step = flowed_back(self._run(call, kwargs, target))
         self._held.leave_gradients()
         self._ask_inside(step, args, kwargs, target)
         self._last_seed = draws
@@ -631,12 +639,16 @@ class Pipeline:
             targets = gradients_by_part(gradients, batch, output_dim(self._rules))
             return Call(replace(batch, targets=targets), loss, True, seed=draws)
 
-        call = self._described(describe, trains=True)
-        with self._held.training():
-            step = self._run(call, kwargs, MISSING)
-        if step.batch_gradients:
-            tensors, arrived = zip(*step.batch_gradients, strict=True)
-            torch.autograd.backward(tensors, arrived)
+        flowed_back(self._run(self._described(describe, trains=True), kwargs, MISSING))
+
+    def carry_out(self, describe: Callable[[], Call], *, trains: bool) -> StepState:
+        """Carry out a call described by hand, as :mod:`penstock.pipelining` does; every rank calls this.
+
+        Args:
+            describe: returns the call. If it raises, all ranks raise that error, and none begins.
+            trains: whether the call trains.
+        """
+        return flowed_back(self._run(self._described(describe, trains=trains), {}, MISSING))
 
     def _evaluate(
         self,
@@ -722,8 +734,7 @@ class Pipeline:
 
         # Called where gradients are restored afterwards: shared weights get theirs when the context ends.
         def run(hooks: Hooks) -> StepState:
-            with self._held.training():
-                return self._run(replace(call, hooks=hooks), kwargs, target)
+            return self._run(replace(call, hooks=hooks), kwargs, target)
 
         return find_nonfinite(self._stages, self._schedules.training, self._runner.gather, run)
 
@@ -795,10 +806,12 @@ class Pipeline:
 
     def _run(self, call: Call, kwargs: Mapping[str, Any], target: Any) -> StepState:
         """Carry out a call; if the model refuses an argument meant for the step, the error says so."""
-        try:
-            return self._runner.run(call)
-        except StageError as error:
-            raise self._explained(error, call, kwargs, target) from error.__cause__
+        with self._held.training() if call.trains else nullcontext():
+            try:
+                step = self._runner.run(call)
+            except StageError as error:
+                raise self._explained(error, call, kwargs, target) from error.__cause__
+        return step
 
     def _explained(
         self, error: StageError, call: Call, kwargs: Mapping[str, Any], target: Any
@@ -889,6 +902,7 @@ class Pipeline:
         for parameter in self.parameters():
             parameter.grad = None
 
+    @collective
     def grad_norm(self, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> float:
         """The norm of all gradients of the whole model, the same on every rank.
 
@@ -907,6 +921,7 @@ class Pipeline:
             norms, order, error_if_nonfinite=error_if_nonfinite, steps=self._held.ranks.steps
         )
 
+    @collective
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> float:
@@ -925,6 +940,7 @@ class Pipeline:
         scale_gradients(held, norm, max_norm)
         return norm
 
+    @collective
     def init_weights(self, seed: int, init: Init | None = None) -> None:
         """Initialise all weights, as :func:`penstock.init_weights` does. Every rank calls it."""
         initialise([(stage.code, stage.device) for stage in self._held.stages], seed, init)
@@ -933,6 +949,7 @@ class Pipeline:
 
     # ---- state dicts
 
+    @collective
     def state_dict(self, *, full: bool = False) -> dict[str, Any]:
         """Parameters and buffers under their names in the unsplit model.
 
@@ -947,6 +964,7 @@ class Pipeline:
             return self._held.weights.state_dict()
         return gather_state(self._held.team, self._held.ranks, self._held.weights)
 
+    @collective
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadResult:
         """Load the unsplit model's weights: each process picks those of its stages.
 
@@ -969,6 +987,7 @@ class Pipeline:
 
     # ---- optimizers
 
+    @collective
     def optimizer_state_dict(self, optimizer: Optimizer, *, full: bool = False) -> dict[str, Any]:
         """An optimizer's state dict, in which parameters have their names in the unsplit model.
 
@@ -992,6 +1011,7 @@ class Pipeline:
             return named_state_dict(held())
         return gather_optimizer(self._held.team, self._held.ranks, self._held.names, held)
 
+    @collective
     def load_optimizer_state_dict(
         self, optimizer: Optimizer, state_dict: Mapping[str, Any], strict: bool = True
     ) -> LoadResult:
@@ -1016,6 +1036,7 @@ class Pipeline:
 
     # ---- files
 
+    @collective
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the weights as safetensors, one file per stage and an index, under the model's names.
 
@@ -1032,6 +1053,7 @@ class Pipeline:
                 writes=self.siblings.first,
             )  # fmt: skip
 
+    @collective
     def load(self, folder: str | os.PathLike[str], strict: bool = True) -> LoadResult:
         """Load weights from safetensors files; each process reads only those of its stages.
 
@@ -1093,6 +1115,7 @@ class Pipeline:
         """
         return self._step_hooks.add(before, after)
 
+    @collective
     def agree(self, value: Any) -> list[Any]:
         """Exchange JSON values: every rank gets the values of all ranks, in rank order."""
         values = self._runner.gather(value)
@@ -1119,9 +1142,14 @@ class Pipeline:
             levels, (prod(level.size for level in levels[1:]), levels[0].size), self.patient
         )
 
+    @collective
     def share(self, value: Any, rank: int) -> Any:
         """Send one rank's value, made of tensors and plain data, to every rank; all of them call this."""
         return self._runner.share(value, rank)
+
+    def calling(self, name: str) -> AbstractContextManager[None]:
+        """A context for a call that every rank must make, under the name by which messages speak of it."""
+        return self._runner.interpreter.activity.calling(name)
 
     def wrap_transport(self, wrap: Callable[[Transport], Any]) -> None:
         """Wrap this rank's transport, such as by a counter; does nothing in one process."""
@@ -1164,6 +1192,15 @@ class Pipeline:
         trace: TracebackType | None,
     ) -> None:
         self.close(error)
+
+
+def flowed_back(step: StepState) -> StepState:
+    """A step whose gradients of the batch have flowed on into the caller's tensors."""
+    if step.batch_gradients:
+        # In one pass: the tensors may share parts of the caller's graph, which a backward frees.
+        tensors, gradients = zip(*step.batch_gradients, strict=True)
+        torch.autograd.backward(tensors, gradients)
+    return step
 
 
 def before_first(error: Exception) -> StageError:

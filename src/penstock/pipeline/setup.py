@@ -35,7 +35,7 @@ from penstock.runtime import (
     forwards_first,
 )
 from penstock.schedule import Schedule, build, names
-from penstock.stage import WITHDRAWN, PipelineStage, StageModule
+from penstock.stage import PipelineStage, StageModule
 from penstock.transport import Circle, Transport, join, launched
 
 log = logging.getLogger("penstock")
@@ -126,7 +126,6 @@ _CUT = "cut the model first: stages=penstock.partition.partition(model, stages, 
 _INSTEAD = {
     **{name: _CUT.format(name) for name in ("balance", "placement")},
     "how": "a model is cut by count, paths or lists of paths (stages=); penstock.pipelining.pipeline traces",
-    **WITHDRAWN,
     "batch_statistics": "batch norms use and update each microbatch's statistics",
     "chunks": "did you mean microbatches=?",
     "loss": "did you mean loss_fn=?",
@@ -345,7 +344,7 @@ def connect(
     members = members_of(group, mesh, replicas.group)
     meeting = meet(chosen, patience, device, None if members is None else Members(*members))
     job = meeting.job
-    activity = Activity(meeting.rank, job.pipeline, job.replica_of(meeting.process))
+    activity = Activity(job.rank, job.pipeline, job.replica)
     watch = Watch(activity, meeting, patience)
     try:
         activity.prepare("connects with the others")

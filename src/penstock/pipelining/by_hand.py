@@ -9,11 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import P2POp
 from torch.func import functional_call
 
-from penstock.parallel import adapter_of, alone
+from penstock.parallel import alone
 from penstock.pipelining._utils import CallError, PipeliningMetadataError
 from penstock.values import (
     Layout,
@@ -55,14 +54,18 @@ def wait_all(work: Sequence[Any]) -> None:
         item.wait()
 
 
+def may_learn(tensor: Tensor) -> bool:
+    """Whether a tensor is of a type that has gradients."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def value_layout(value: Any, *, trains: bool) -> Layout:
-    """Return a value's layout; tensors require grad only in training."""
+    """Return a value's layout; in training, a gradient comes back for each tensor that may have one."""
 
     def look(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        layout = layout_of(leaf)
-        return layout._replace(learns=layout.learns and trains)
+        return layout_of(leaf)._replace(learns=trains and may_learn(leaf))
 
     leaves, tree = flatten(value)
     return Layout(tree, tuple(map(look, leaves)))
@@ -76,28 +79,13 @@ def infer_layout(
     *,
     trains: bool,
 ) -> Layout:
-    """Infer the layout of a module's output from a run on fake tensors, or on zeros."""
+    """Infer the layout of a module's output from a run on zeros, which changes nothing in it."""
     inner = alone(module)
-    if adapter_of(inner) is None:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(trains):
-            values = arrived([x.empty(device) for x in args.tensors], args)
-            tensors = (*inner.named_parameters(), *inner.named_buffers())
-            state: dict[str, Tensor] = {name: mode.from_tensor(x) for name, x in tensors}
-            output = functional_call(inner, state, tuple(values), dict(kwargs))
-            return value_layout(output, trains=trains)
-    # Gathering sharded parameters needs data.
     buffers = {name: buffer.clone() for name, buffer in inner.named_buffers()}
     with torch.no_grad(), torch.random.fork_rng():
         values = arrived([x.empty(device).zero_() for x in args.tensors], args)
         output = functional_call(inner, buffers, tuple(values), dict(kwargs))
-    layout = value_layout(output, trains=trains)
-    leaves = [
-        x._replace(learns=trains and x.torch_dtype.is_floating_point)
-        if isinstance(x, TensorLayout)
-        else x
-        for x in layout.leaves
-    ]
-    return Layout(layout.tree, tuple(leaves))
+    return value_layout(output, trains=trains)
 
 
 class Neighbour:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,9 +100,9 @@ def split_args_kwargs_into_chunks(
     wanted = pytree.tree_leaves(specs)
     if len(wanted) != len(leaves):
         raise ChunkError(f"{len(wanted)} chunk specs for {len(leaves)} values; give one for each")
-    pairs = list(zip(leaves, wanted, strict=True))
-    count = min([chunks, *(_slices(leaf, spec, chunks) for leaf, spec in pairs)])
-    columns = [_pieces(leaf, spec, count) for leaf, spec in pairs]
+    cutters = [_cutter(leaf, spec, chunks) for leaf, spec in zip(leaves, wanted, strict=True)]
+    count = min([chunks, *(most for most, _ in cutters)])
+    columns = [cut(count) for _, cut in cutters]
     parts = [pytree.tree_unflatten([column[i] for column in columns], tree) for i in range(count)]
     return [part[0] for part in parts], [part[1] for part in parts]
 
@@ -118,31 +119,21 @@ def _default_specs(values: Any) -> Any:
     return pytree.tree_map(spec, values, is_leaf=_is_mask)
 
 
-def _is_replicated(spec: Any) -> bool:
-    return spec is _Replicate or isinstance(spec, _Replicate)
-
-
-def _slices(value: Any, spec: Any, chunks: int) -> int:
-    """The largest number of parts that a value can be split into."""
-    if _is_replicated(spec):
-        return chunks
+def _cutter(value: Any, spec: Any, chunks: int) -> tuple[int, Callable[[int], Sequence[Any]]]:
+    """The largest number of parts that a value can be cut into, and the function that cuts it."""
+    if spec is _Replicate or isinstance(spec, _Replicate):
+        return chunks, lambda count: [value] * count
     if not isinstance(spec, TensorChunkSpec) or not isinstance(value, Tensor | BlockMask):
         raise ChunkError(
             f"the chunk spec {spec!r} does not fit a value of type {type(value).__name__}; give tensors a "
             "TensorChunkSpec and leave other values to every chunk"
         )
     if isinstance(value, Tensor):
-        return value.size(spec.split_dim)
+        return value.size(spec.split_dim), partial(_split_tensor, value, spec)
     if spec.split_dim != 0:
         raise ChunkError(f"a BlockMask is split along dimension 0, not {spec.split_dim}")
     batch = value.kv_num_blocks.size(0)
-    return chunks if batch == 1 else batch
-
-
-def _pieces(value: Any, spec: Any, count: int) -> Sequence[Any]:
-    if _is_replicated(spec):
-        return [value] * count
-    return _split_block_mask(value, count) if _is_mask(value) else _split_tensor(value, spec, count)
+    return chunks if batch == 1 else batch, partial(_split_block_mask, value)
 
 
 def _split_tensor(tensor: Tensor, spec: TensorChunkSpec, num_chunks: int) -> Sequence[Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, Signature
@@ -18,11 +17,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import MicrobatchError, PenstockError, ScheduleError, UsageError
-from penstock.faults import Patience
-from penstock.pipeline.pipeline import before_first
-from penstock.pipeline.plan import ProvenSchedules, prove
-from penstock.pipeline.setup import connect, set_up
-from penstock.pipeline.weights import HeldWeights
+from penstock.pipeline import Pipeline
+from penstock.pipeline.plan import prove
 from penstock.pipelining._utils import CallError, PlacementError
 from penstock.pipelining.microbatch import (
     TensorChunkSpec,
@@ -33,7 +29,6 @@ from penstock.pipelining.rows import (
     ActionTuple,
     ComputationType,
     check_format,
-    check_order,
     check_trains,
     proven,
     read_rows,
@@ -43,7 +38,7 @@ from penstock.pipelining.rows import (
     to_tuple,
 )
 from penstock.pipelining.stage import StageBase
-from penstock.runtime import Call, Loss, Reduction, Runner, StepState
+from penstock.runtime import Call, Loss, Reduction
 from penstock.schedule import (
     Action,
     Op,
@@ -55,8 +50,8 @@ from penstock.schedule import (
     reduce_gradients,
     to_csv,
 )
-from penstock.schedule.action import OVERLAPPED
-from penstock.transport import Transport
+from penstock.schedule.action import OVERLAPPED, Entry
+from penstock.schedule.base import flat
 from penstock.values import Batch, Microbatch, tensors_in
 
 Custom = Callable[[ActionTuple, Any], None]
@@ -64,87 +59,10 @@ CUSTOM_OPS = frozenset(
     {op.value for op in (Op.F, Op.B, Op.I, Op.W, Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)}
     | {OVERLAPPED}
 )
-"""The kinds of work that a custom function may replace."""
+"""The operations that a custom function may replace."""
 
 
-# ---- the engine under a schedule
-
-
-class Engine:
-    """Runs one schedule, and passes custom functions to the interpreter.
-
-    All processes of the group construct it together.
-
-    Args:
-        schedule: the schedule of a training step.
-        stages: the stages of this process.
-        transport: this rank's transport; None if all stages are in this process.
-    """
-
-    def __init__(
-        self, schedule: Schedule, stages: Sequence[Any], transport: Transport | None
-    ) -> None:
-        edges = next((stage.edges for stage in stages if stage.edges is not None), None)
-        self.schedule = schedule
-        self._stages = stages
-        self._plan = ProvenSchedules(
-            schedule, schedule.ranks, schedule.stages, schedule.microbatches, edges
-        )
-        with set_up(transport):
-            self._runner = Runner(stages, self._plan.proven, transport)
-            shared = next((stage.shared for stage in stages if stage.shared), ())
-            rank_of = schedule.placement.rank_of
-            self._weights = HeldWeights(stages, self._runner, shared, rank_of)
-        pairs = [e for row in schedule.programs for e in row if isinstance(e, Overlap)]
-        self._pairs = {action: pair for pair in pairs for action in (pair.forward, pair.backward)}
-
-    def run(self, call: Call) -> StepState:
-        """Run a step; the batch's gradients flow back into the caller's tensors."""
-        with self._weights.training() if call.trains else nullcontext():
-            step = self._runner.run(call)
-        if step.batch_gradients:
-            tensors, gradients = zip(*step.batch_gradients, strict=True)
-            torch.autograd.backward(tensors, gradients)
-        return step
-
-    def replace(self, custom: Mapping[str, Custom], context: Any) -> None:
-        """Let custom functions replace their kinds of work in the next step."""
-        functions = {
-            Op(name): partial(self._call, function, context)
-            for name, function in custom.items()
-            if name != OVERLAPPED
-        }
-        if OVERLAPPED in custom:
-            for op in (Op.F, Op.B, Op.I):
-                alone = functions.get(op, self._runner.interpreter.perform)
-                functions[op] = partial(self._call_pair, custom[OVERLAPPED], context, alone)
-        self._runner.interpreter.replace(functions)
-
-    def _call(self, function: Custom, context: Any, entry: Action | Overlap) -> None:
-        """Call a custom function, whose calls of stages the interpreter performs."""
-
-        def perform(action: ActionTuple) -> None:
-            asked = to_entry(action)
-            assert isinstance(asked, Action)
-            self._runner.interpreter.perform(asked)
-
-        for stage in self._stages:
-            stage.bind(perform)
-        try:
-            function(to_tuple(entry), context)
-        finally:
-            for stage in self._stages:
-                stage.bind(None)
-
-    def _call_pair(
-        self, function: Custom, context: Any, alone: Callable[[Action], None], action: Action
-    ) -> None:
-        """Run an overlapped pair when its backward is due: by then, the inputs of both are there."""
-        pair = self._pairs.get(action)
-        if pair is None:
-            alone(action)
-        elif action == pair.backward:
-            self._call(function, context, pair)
+# ---- what the engine takes
 
 
 def batch_of(arg_mbs: list[Any], kwarg_mbs: list[Any], targets: list[Any] | None) -> Batch:
@@ -220,8 +138,8 @@ def arguments(stages: str, without: Sequence[str] = ()) -> Signature:
     """Return a schedule class's arguments: ``stages`` names the first, ``without`` those that it lacks."""
     defaults = {stages: Parameter.empty, **DEFAULTS}
     named = {name: default for name, default in defaults.items() if name not in without}
-    kind = Parameter.POSITIONAL_OR_KEYWORD
-    return Signature([Parameter(name, kind, default=value) for name, value in named.items()])
+    by_both = Parameter.POSITIONAL_OR_KEYWORD
+    return Signature([Parameter(name, by_both, default=value) for name, value in named.items()])
 
 
 class PipelineSchedule:
@@ -248,8 +166,6 @@ class PipelineSchedule:
 
     recipe: ClassVar[str | None] = None
     """The name of Penstock's schedule."""
-    checks: ClassVar[tuple[Callable[[Any], None], ...]] = ()
-    """The schedule's requirements on microbatches and loss."""
     trains: ClassVar[bool] = True
     """Whether the schedule may have a loss."""
     __signature__: ClassVar[Signature] = arguments("stages", OF_SEVERAL)
@@ -277,8 +193,8 @@ class PipelineSchedule:
         self._prepared: bool | None = None
         self._custom: dict[str, Custom] = {}
         self._schedule: Schedule | None = None
-        self._engine: Engine | None = None
-        self._transport: Transport | None = None
+        self._pipe: Any = None
+        self._runs: Schedule | None = None
         self._order: dict[int, list[ActionTuple | None]] | None = None
         self.fwd_recv_ops: Any = Arrived()
         self.bwd_recv_ops: Any = Arrived()
@@ -354,7 +270,6 @@ class PipelineSchedule:
         self._adopt(proven(schedule_of(order, self._num_stages, self._n_microbatches)))
 
     def _validate_and_set_stage_mapping(self, actions: dict[int, list[ActionTuple | None]]) -> None:
-        check_order(actions, self.pp_group_size, self._num_stages, self._n_microbatches)
         self._take(actions)
         self._order = actions
 
@@ -378,12 +293,14 @@ class PipelineSchedule:
             schedule = prefetch(schedule)
         return reduce_gradients(schedule) if Op.REDUCE_GRAD in self._custom else schedule
 
+    def _check_sizes(self) -> None:
+        """Check what the schedule requires of microbatches and loss; by default nothing."""
+
     def _build(self) -> None:
         """Build the schedule that the class is named after, and check that this rank holds its stages."""
         if self.recipe is None:
             return
-        for check in self.checks:
-            check(self)
+        self._check_sizes()
         each, left = divmod(self._num_stages, self.pp_group_size)
         if left:
             raise PlacementError(
@@ -444,7 +361,7 @@ class PipelineSchedule:
         self._follow_count()
         stages: Sequence[Any] = self._stages
         for stage in stages:
-            stage.start(self._placement(), self._n_microbatches, trains=self._has_backward)
+            stage.start(self._schedule, self._n_microbatches, trains=self._has_backward)
         try:
             if arg_mbs is kwarg_mbs is target_mbs is None:
                 arg_mbs, kwarg_mbs = self._split_inputs(args, kwargs)
@@ -473,12 +390,14 @@ class PipelineSchedule:
 
     def _refuse(self, error: Exception) -> None:
         """Raise this rank's argument error on all ranks, which are in the same step."""
-        refusal = error if isinstance(error, PenstockError) else before_first(error)
+
+        def describe() -> Call:
+            raise error
+
         try:
-            call = Call(Batch(), trains=self._has_backward, refusal=refusal)
-            self._current_engine().run(call)
+            self._pipeline().carry_out(describe, trains=self._has_backward)
         except PenstockError:
-            if refusal is error:
+            if isinstance(error, PenstockError):
                 raise
 
     def eval(self, *args: Any, **options: Any) -> Any:
@@ -502,13 +421,12 @@ class PipelineSchedule:
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         check_trains(self.schedule, wanted=self._has_backward)
         loss = self._loss(loss_kwargs) if self._has_backward else None
-        engine, self._engine_runs = self._current_engine(), True
-        engine.replace(self._custom, PipelineContext(self, arg_mbs, kwarg_mbs, target_mbs, losses))
-        call = Call(
-            batch_of(arg_mbs, kwarg_mbs, target_mbs), loss, trains=self._has_backward, keep=True
-        )
+        pipe, self._engine_runs = self._pipeline(), True
+        context = PipelineContext(self, arg_mbs, kwarg_mbs, target_mbs, losses)
+        batch, custom = batch_of(arg_mbs, kwarg_mbs, target_mbs), self._custom_ops(context)
+        call = Call(batch, loss, trains=self._has_backward, keep=True, custom=custom)
         try:
-            done = engine.run(call)
+            done = pipe.carry_out(lambda: call, trains=call.trains)
         finally:
             self._engine_runs = False
         last: Any = next((stage for stage in self._stages if stage.is_last), None)
@@ -536,25 +454,23 @@ class PipelineSchedule:
         if known is not None and known.microbatches != self._n_microbatches and self.recipe:
             self._build()
 
-    def _placement(self) -> Sequence[int] | None:
-        """The rank of each stage, if a schedule places them."""
-        return self._schedule.placement.rank_of if self._schedule else None
-
     def _loss(self, more: dict[str, Any] | None) -> Loss:
         function = partial(self._compute_loss, loss_kwargs=more) if more else self._compute_loss
         reduction: Reduction = "mean" if self.scale_grads else "sum"
         return Loss(function, reduction, loss_over="microbatch")
 
-    def _current_engine(self) -> Engine:
-        """Return the engine that runs the steps; a new one if the schedule was replaced."""
-        schedule = self.schedule
-        if self._engine is None or self._engine.schedule is not schedule:
-            if self.pp_group_size > 1 and self._transport is None:
-                stage: Any = self._stages[0]
-                patience = Patience()
-                self._transport, _, _ = connect(stage.device, stage.group, None, patience)
-            self._engine = Engine(schedule, self._stages, self._transport)
-        return self._engine
+    def _pipeline(self) -> Pipeline:
+        """Return the pipeline that runs the steps; a new one if the schedule was replaced."""
+        schedule, stages = self.schedule, self._stages
+        if self._runs is not schedule:
+            if self._pipe is not None:
+                self._pipe.close()
+            edges = next((stage.edges for stage in stages if stage.edges is not None), None)
+            shared = next((stage.shared for stage in stages if stage.shared), ())
+            more = {"edges": edges, "shared": shared, "group": stages[0].group, "seed": "off"}
+            self._pipe = Pipeline.from_stages(stages, schedule=schedule, **more)
+            self._runs = schedule
+        return self._pipe
 
     # ---- the parts of a step that a subclass may override
 
@@ -668,16 +584,16 @@ class PipelineSchedule:
     def register_custom_function(
         self, computation_type: ComputationType, custom_function: Custom
     ) -> None:
-        """Let a function replace one kind of work.
+        """Let a function replace an operation.
 
         Args:
-            computation_type: the kind of work; messages cannot be replaced.
+            computation_type: the operation; messages cannot be replaced.
             custom_function: ``(action, context)``. It may call the stages' ``forward_one_chunk``,
                 ``backward_one_chunk`` and ``backward_weight_one_chunk``, which perform the
                 action.
 
         Raises:
-            ValueError: this kind of work cannot be replaced.
+            ValueError: this operation cannot be replaced.
         """
         name = ComputationType(computation_type).value
         if name not in CUSTOM_OPS:
@@ -685,6 +601,47 @@ class PipelineSchedule:
         self._custom[name] = custom_function
         if self._schedule is not None:
             self._schedule = self._with_ops_of_custom(self._schedule)
+
+    def _custom_ops(self, context: PipelineContext) -> dict[Op, Any]:
+        """The functions that do the work of some ops in a step."""
+        ops: dict[Op, Any] = {
+            Op(name): partial(self._call_custom, function, context)
+            for name, function in self._custom.items()
+            if name != OVERLAPPED
+        }
+        if OVERLAPPED in self._custom:
+            pairs = {part: pair for pair in self.schedule.pairs for part in flat((pair,))}
+            for op in (Op.F, Op.B, Op.I):
+                usual = ops.get(op, lambda perform, action: perform(action))
+                ops[op] = partial(self._call_pair, pairs, usual, context)
+        return ops
+
+    def _call_custom(
+        self, function: Custom, context: Any, perform: Callable[[Action], None], entry: Entry
+    ) -> None:
+        """Call a custom function, whose calls of stages the engine performs."""
+        for stage in self._stages:
+            stage.bind(lambda action: perform(to_entry(action)))
+        try:
+            function(to_tuple(entry), context)
+        finally:
+            for stage in self._stages:
+                stage.bind(None)
+
+    def _call_pair(
+        self,
+        pairs: Mapping[Action, Overlap],
+        usual: Callable[..., None],
+        context: Any,
+        perform: Callable[[Action], None],
+        action: Action,
+    ) -> None:
+        """Run an overlapped pair when its backward is due: by then, the inputs of both are there."""
+        pair = pairs.get(action)
+        if pair is None:
+            usual(perform, action)
+        elif action == pair.backward:
+            self._call_custom(self._custom[OVERLAPPED], context, perform, pair)
 
     def _assert_unsharded(self, stage: StageBase) -> None:
         """Does nothing: a stage's parameters are always gathered before its action runs."""

@@ -86,41 +86,6 @@ _batch_p2p = start
 _sorted_batch_p2p = start_by_peer
 
 
-# ---- requirements of recipes; each raises a ValueError if it is not met
-
-
-def check_enough(schedule: PipelineSchedule) -> None:
-    """Check that there are at least as many microbatches as stages."""
-    microbatches, stages = schedule._n_microbatches, schedule._num_stages
-    if microbatches < stages:
-        raise UsageError(
-            f"{microbatches} microbatches for {stages} stages: there must be at least as many "
-            "microbatches as stages"
-        )
-
-
-def check_without_loss(schedule: PipelineSchedule) -> None:
-    """Check that there is no loss, which would train nothing."""
-    if schedule._loss_fn is not None:
-        raise CallError(
-            "a forward-only schedule has no backward, so that the loss would train nothing; take "
-            "ScheduleGPipe, or leave out loss_fn"
-        )
-
-
-def count_rounds(schedule: Any) -> None:
-    """Count the rounds of microbatches over the ranks; all must be equally large."""
-    microbatches, ranks = schedule._n_microbatches, schedule.pp_group_size
-    rounds = max(1, microbatches // ranks)
-    if microbatches % rounds:
-        raise UsageError(
-            f"{microbatches} microbatches cannot be divided into {rounds} equal rounds; use a multiple of "
-            f"the number of rounds, such as {rounds * ranks}"
-        )
-    schedule.number_of_rounds = rounds
-    schedule.microbatches_per_round = microbatches // rounds
-
-
 # ---- one stage per rank
 
 
@@ -137,7 +102,14 @@ class PipelineScheduleSingle(PipelineSchedule):
 class ScheduleForwardOnly(PipelineScheduleSingle):
     """Forwards only, without a loss."""
 
-    recipe, checks, trains = "forward-only", (check_without_loss,), False
+    recipe, trains = "forward-only", False
+
+    def _check_sizes(self) -> None:
+        if self._loss_fn is not None:
+            raise CallError(
+                "a forward-only schedule has no backward, so that the loss would train nothing; take "
+                "ScheduleGPipe, or leave out loss_fn"
+            )
 
 
 class ScheduleGPipe(PipelineScheduleSingle):
@@ -149,7 +121,14 @@ class ScheduleGPipe(PipelineScheduleSingle):
 class Schedule1F1B(PipelineScheduleSingle):
     """One forward, one backward, after a warm-up; needs at least as many microbatches as stages."""
 
-    recipe, checks = "1F1B", (check_enough,)
+    recipe = "1F1B"
+
+    def _check_sizes(self) -> None:
+        if self._n_microbatches < self._num_stages:
+            raise UsageError(
+                f"{self._n_microbatches} microbatches for {self._num_stages} stages: there must be at least "
+                "as many microbatches as stages"
+            )
 
 
 _ScheduleForwardOnly = ScheduleForwardOnly
@@ -199,16 +178,33 @@ class _Named(ScheduleRuntime):
     __signature__ = arguments("stages", ("use_full_backward",))
 
 
-class ScheduleInterleaved1F1B(_Named):
+class _InRounds(_Named):
+    """Its microbatches run in equal rounds, if possible of one for each rank."""
+
+    number_of_rounds: int
+    microbatches_per_round: int
+
+    def _check_sizes(self) -> None:
+        microbatches, ranks = self._n_microbatches, self.pp_group_size
+        rounds = max(1, microbatches // ranks)
+        if microbatches % rounds:
+            raise UsageError(
+                f"{microbatches} microbatches cannot be divided into {rounds} equal rounds; use a multiple "
+                f"of the number of rounds, such as {rounds * ranks}"
+            )
+        self.number_of_rounds, self.microbatches_per_round = rounds, microbatches // rounds
+
+
+class ScheduleInterleaved1F1B(_InRounds):
     """1F1B over several stages per rank (arXiv:2104.04473); microbatches run in equal rounds."""
 
-    recipe, checks = "Interleaved1F1B", (count_rounds,)
+    recipe = "Interleaved1F1B"
 
 
-class ScheduleInterleavedZeroBubble(_Named):
+class ScheduleInterleavedZeroBubble(_InRounds):
     """Interleaved 1F1B with backward in halves (arXiv:2401.10241); microbatches run in equal rounds."""
 
-    recipe, checks = "InterleavedZeroBubble", (count_rounds,)
+    recipe = "InterleavedZeroBubble"
 
 
 class ScheduleZBVZeroBubble(_Named):
@@ -228,7 +224,7 @@ _NAMED = (
     *(ScheduleInterleavedZeroBubble, PipelineScheduleSingle, PipelineScheduleMulti),
     *(ScheduleZBVZeroBubble, ScheduleDualPipeV),
 )
-_CLASSES = {kind.__name__.removeprefix("Schedule"): kind for kind in _NAMED}
+_CLASSES = {one.__name__.removeprefix("Schedule"): one for one in _NAMED}
 
 
 def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
@@ -240,7 +236,7 @@ def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
     Raises:
         ValueError: there is no schedule of this name.
     """
-    for name, kind in _CLASSES.items():
+    for name, chosen in _CLASSES.items():
         if name.lower() == schedule_name.lower():
-            return kind
+            return chosen
     raise ScheduleError(f"no schedule {schedule_name!r}; there are {', '.join(_CLASSES)}")

@@ -36,12 +36,14 @@ from penstock.pipelining.by_hand import (
     arrived,
     check_fits,
     infer_layout,
+    may_learn,
     take,
     value_layout,
 )
 from penstock.pipelining.rows import ActionTuple, ComputationType
+from penstock.schedule import Schedule
 from penstock.stage import Gradients
-from penstock.values import Layout, flatten, tensors_in
+from penstock.values import Layout, TensorLayout, flatten, tensors_in
 
 Build = Callable[[], Callable[[], object]]
 Perform = Callable[[ActionTuple], Any]
@@ -222,12 +224,12 @@ class PipelineStage(StageBase, engine.PipelineStage):
         super().clear()
         self._weigh.clear()
 
-    def start(self, rank_of: Sequence[int] | None, chunks: int, *, trains: bool) -> None:
-        """Begin a step: drop what a step by hand left, and record the stages' ranks, if placed."""
+    def start(self, schedule: Schedule | None, chunks: int, *, trains: bool) -> None:
+        """Begin a step: drop what a step by hand left, and record where a schedule places the stages."""
         self.clear_runtime_states()
         self.has_backward, self.chunks = trains, chunks
-        if rank_of is not None:
-            self.stage_index_to_group_rank = dict(enumerate(rank_of))
+        if schedule is not None:
+            self.stage_index_to_group_rank = dict(enumerate(schedule.placement.rank_of))
 
     def bind(self, perform: Perform | None) -> None:
         """Let a function perform this stage's actions while a custom function runs."""
@@ -283,9 +285,9 @@ class PipelineStage(StageBase, engine.PipelineStage):
             last_backward: by hand, whether this is the last backward of the step, after which gradients are
                 reduced over replicas and shards.
         """
-        kind = ComputationType.FULL_BACKWARD if full_backward else ComputationType.BACKWARD_INPUT
+        op = ComputationType.FULL_BACKWARD if full_backward else ComputationType.BACKWARD_INPUT
         if self._perform is not None:
-            return self._perform(ActionTuple(self.stage_index, kind, bwd_chunk_id))
+            return self._perform(ActionTuple(self.stage_index, op, bwd_chunk_id))
         if not self.has_backward:
             return None
         self._check_chunk(bwd_chunk_id)
@@ -304,8 +306,8 @@ class PipelineStage(StageBase, engine.PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
         """Run the weights' half of a backward; the arguments are those of :meth:`backward_one_chunk`."""
         if self._perform is not None:
-            kind = ComputationType.BACKWARD_WEIGHT
-            return self._perform(ActionTuple(self.stage_index, kind, bwd_chunk_id))
+            op = ComputationType.BACKWARD_WEIGHT
+            return self._perform(ActionTuple(self.stage_index, op, bwd_chunk_id))
         if not self.has_backward:
             return None
         if bwd_chunk_id not in self._pending and bwd_chunk_id not in self._weigh:
@@ -319,7 +321,11 @@ class PipelineStage(StageBase, engine.PipelineStage):
 
     def _roots(self, microbatch: int, loss: Tensor | None) -> Gradients | None:
         if not self.is_last:
-            return take(self._owed, microbatch, self.stage_index, "get_bwd_recv_ops")  # type: ignore[no-any-return]
+            gradients = take(self._owed, microbatch, self.stage_index, "get_bwd_recv_ops")
+            # One for each tensor that may learn: another stage cannot know which do.
+            outputs = [x for x in tensors_in(self.fwd_cache[microbatch][0]) if may_learn(x)]
+            pairs = zip(gradients, outputs, strict=False)
+            return [gradient for gradient, output in pairs if output.requires_grad]
         if loss is None:
             raise CallError(
                 f"backward of stage {self.stage_index}, the last one, starts at loss=, which is missing"
@@ -435,14 +441,19 @@ class PipelineStage(StageBase, engine.PipelineStage):
             )
         return self._takes
 
+    def _receive(
+        self, step: int, into: dict[int, Any], microbatch: int, layouts: Sequence[TensorLayout]
+    ) -> list[P2POp]:
+        """The receives of a microbatch's tensors from the previous or the next stage."""
+        neighbour = self._neighbour(step)
+        if neighbour is None:
+            return []
+        into[microbatch] = buffers = [layout.empty(self.device) for layout in layouts]
+        return neighbour.receives(buffers)
+
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[P2POp]:
         """By hand: the receives of a microbatch's values."""
-        takes, before = self._agreed(), self._neighbour(-1)
-        if before is None:
-            return []
-        buffers = [layout.empty(self.device) for layout in takes.tensors]
-        self._values[fwd_chunk_id] = buffers
-        return before.receives(buffers)
+        return self._receive(-1, self._values, fwd_chunk_id, self._agreed().tensors)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[P2POp]:
         """By hand: the sends of a microbatch's values."""
@@ -460,14 +471,12 @@ class PipelineStage(StageBase, engine.PipelineStage):
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[P2POp]:
         """By hand: the receives of the values' gradients."""
-        after = self._neighbour(1)
-        if not self.has_backward or after is None:
+        if not self.has_backward or self.is_last:
             return []
         self._agreed()
         assert self._gives is not None
-        buffers = [x.empty(self.device) for x in self._gives.tensors if x.learns]
-        self._owed[bwd_chunk_id] = buffers
-        return after.receives(buffers)
+        learning = [layout for layout in self._gives.tensors if layout.learns]
+        return self._receive(1, self._owed, bwd_chunk_id, learning)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[P2POp]:
         """By hand: the sends of the gradients to the previous stage."""
@@ -497,7 +506,7 @@ class PipelineStage(StageBase, engine.PipelineStage):
         if self._perform is None:
             outputs = tensors_in(self.fwd_cache[mb_index][0])
             pairs = zip(next_stage_bwd_outputs, outputs, strict=False)
-            self._owed[mb_index] = [grad for grad, output in pairs if output.requires_grad]
+            self._owed[mb_index] = [grad for grad, output in pairs if may_learn(output)]
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Any, ...]:
         """By hand: return the gradients for the previous stage in this process. Empty in a step."""

@@ -1,13 +1,8 @@
-"""Find the fastest plans that fit: try the candidates, best bound first, and improve the best of them.
+"""Find the fastest plans that fit: list the candidates, simulate the most promising, and improve the best.
 
 A candidate is a schedule, numbers of ranks, replicas, stages and microbatches, and how much to recompute.
-It is cut so that the ranks of its placement have about equal work. It is simulated twice: first without its
-messages spelled out, which never takes longer than with them, and then with them. A candidate that is proven
-to be slower than a known one is not simulated:
-
-- no cut makes the step shorter than all work shared out evenly;
-- with a given cut, a rank cannot start before the stages ahead of it have run a microbatch, then has all its
-  own work to do, and after that a whole backward must still pass the stages ahead.
+It is cut so that the ranks of its placement have about equal work. Its bound is a time that no order of its
+actions beats; those with the least bounds are simulated, until no other can be among the best.
 """
 
 from __future__ import annotations
@@ -22,7 +17,6 @@ from time import monotonic
 
 from penstock.errors import ScheduleError, UsageError
 from penstock.partition import choose_cuts
-from penstock.partition.costs import aligned
 from penstock.plan.choice import (
     COLUMNS,
     LARGEST,
@@ -35,7 +29,7 @@ from penstock.plan.choice import (
     scheduled,
     with_messages,
 )
-from penstock.plan.costs import Cut, Profile, StageCosts, UnitCosts, cut_of, runs_of
+from penstock.plan.costs import Cut, Profile, StageCosts, cut_of, runs_of
 from penstock.plan.report import report_of
 from penstock.schedule import Op, Placement, Schedule, compute_only, names, simulate
 from penstock.schedule import search as search_schedule
@@ -43,14 +37,16 @@ from penstock.schedule.library import find
 from penstock.values import bytes_as_text
 
 KEPT = 10
-POLISHED = 3
-"""The number of best plans that are improved at the end."""
+SIMULATED = 32
+"""The most candidates that are simulated, or as many as plans are asked for."""
 LARGEST_SEARCH = 512
 """The most stages times microbatches for which a schedule is searched; more takes too long."""
 MOST_MICROBATCHES = 6
 """The most numbers of microbatches that are tried by default."""
 LAPS = (2, 3, 4)
 """The numbers of stages per rank that are tried by default, if a schedule takes any number."""
+IMPROVED = 3
+"""The number of best plans that are improved at the end."""
 SEARCHED = "searched"
 """The name of a schedule that was searched for these costs."""
 
@@ -63,7 +59,7 @@ class Plans:
         plans: The plans.
         profile: The profile that the plans were made from.
         looked_at: The number of candidates.
-        simulated: The number of simulated candidates; the others were proven to be slower, or too large.
+        simulated: The number of simulated candidates; the others have a larger bound, or do not fit.
     """
 
     plans: tuple[Plan, ...]
@@ -83,7 +79,14 @@ class Plans:
     def __str__(self) -> str:
         rows = [["", *COLUMNS]]
         rows += [[str(n), *row_of(plan, self[0])] for n, plan in enumerate(self, 1)]
-        return f"{aligned(rows, words=(1, 10, 11))}\n{self._note()}"
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        # Words to the left, numbers to the right.
+        sides = ["<" if column in (1, 10, 11) else ">" for column in range(len(widths))]
+        lines = (
+            "  ".join(f"{c:{side}{w}}" for c, side, w in zip(row, sides, widths, strict=True))
+            for row in rows
+        )
+        return "\n".join([*map(str.rstrip, lines), self._note()])
 
     def _note(self) -> str:
         kind = "measured on" if self.profile.measured else "predicted for"
@@ -363,115 +366,102 @@ def _even_cut(shares: tuple[float, ...], placement: Placement) -> Cut:
     return choose_cuts(shares, placement.stages, placement)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Candidate:
-    """A shape with a cut, and its costs."""
+    """A shape with a cut.
+
+    Args:
+        again: The units that are recomputed.
+        costs: What its stages cost.
+        memory: The most that each rank holds, in bytes.
+        reduce: The seconds in which replicas sum their gradients.
+        bound: Seconds that no order of the actions beats.
+        seconds: The simulated time of a step.
+        own: Its schedule, if it is not one of the library.
+    """
 
     shape: PlanShape
-    schedule: Schedule
-    order: Order
     cut: Cut
     again: frozenset[int]
     costs: StageCosts
+    memory: tuple[float, ...]
     reduce: float
-    memory: tuple[float, ...] = ()
+    bound: float
     seconds: float = math.inf
+    own: Schedule | None = None
 
-    def wired(self) -> Schedule:
-        """The schedule with the edges of the cut."""
-        return self.schedule.with_edges(self.costs.edges)
+    def timed(self) -> _Candidate:
+        """The candidate after a simulation of its step."""
+        known = None if self.own else _schedule_of(self.shape)
+        schedule = (known[0] if known else self.own).with_edges(self.costs.edges)  # type: ignore[union-attr]
+        seconds = simulate(with_messages(schedule), self.costs.costs).makespan + self.reduce
+        return replace(self, seconds=seconds)
 
-    def time(self, worst: float = math.inf) -> None:
-        """Simulate the step, with messages only if it may be faster than the worst known one."""
-        schedule = self.wired()
-        if (
-            math.isfinite(worst)
-            and simulate(schedule, self.costs.costs).makespan + self.reduce >= worst
-        ):
-            return
-        self.seconds = simulate(with_messages(schedule), self.costs.costs).makespan + self.reduce
+    @property
+    def rank(self) -> tuple[float, float]:
+        """By what candidates are sorted, the fastest first."""
+        return self.seconds, max(self.memory)
 
 
 class _PlanSearch:
-    """One search, and what it has found."""
+    """One search."""
 
     def __init__(self, profile: Profile, wanted: _Wanted) -> None:
         self._profile = profile
         self._wanted = wanted
-        self._best: dict[PlanShape, _Candidate] = {}
-        self._least: _Candidate | None = None
-        """The candidate with the least memory of those that do not fit."""
-        self._simulated = 0
+        self._least: tuple[float, PlanShape] | None = None
+        """The least memory of what does not fit."""
+        # If the costs of no size are known yet, any size to be planned will do.
+        sizes = sorted(profile.known or {shape.samples for shape in wanted.shapes()})
+        if not sizes:
+            raise UsageError(
+                f"batch={wanted.batch} cannot be divided among {wanted.devices} ranks as asked: each "
+                "pipeline needs a whole number of samples, and of microbatches"
+            )
+        self._units = len(profile.at(sizes[0]).units)
 
     def plans(self, seconds: float) -> Plans:
         """The best plans, improved for some seconds."""
-        looked_at = self._look()
-        if not self._best:
-            raise UsageError(self._what_would_do())
-        best = self._ranking()
-        until = monotonic() + seconds
-        for candidate in best[:POLISHED] if seconds > 0 else ():
-            moved = self._moved(candidate, until)
-            searched = self._searched(moved, until)
-            best += [
-                each for each in (moved, searched) if each is not None and each is not candidate
-            ]
-        best.sort(key=lambda candidate: (candidate.seconds, max(candidate.memory)))
-        plans = tuple(self._plan(candidate) for candidate in best[: self._wanted.keep])
-        return Plans(plans, self._profile, looked_at, self._simulated)
-
-    # ---- looking at all candidates
-
-    def _look(self) -> int:
-        """Simulate shapes, least bound first, until no other can be among the best; return their number."""
-        shapes = sorted(self._wanted.shapes(self.units), key=self._bound_of_shape)
-        worst = math.inf
-        for shape in shapes:
-            if self._bound_of_shape(shape) >= worst:
+        shapes, keep = list(self._wanted.shapes(self._units)), self._wanted.keep
+        listed = sorted(
+            (each for shape in shapes if (each := self._candidate(shape)) is not None),
+            key=lambda each: each.bound,
+        )
+        best: list[_Candidate] = []
+        simulated = 0
+        for candidate in listed[: max(SIMULATED, keep)]:
+            if len(best) == keep and candidate.bound >= best[-1].seconds:
                 break
-            for candidate in self._candidates(shape):
-                if self._bound(candidate) + candidate.reduce >= worst:
-                    continue
-                self._simulated += 1
-                candidate.time(worst)
-                known = self._best.get(shape)
-                if candidate.seconds < (known.seconds if known else math.inf):
-                    self._best[shape] = candidate
-                    ranking = self._ranking()
-                    worst = ranking[-1].seconds if len(ranking) == self._wanted.keep else math.inf
-        return len(shapes)
+            simulated += 1
+            best = sorted([*best, candidate.timed()], key=lambda each: each.rank)[:keep]
+        if not best:
+            raise UsageError(self._why_none())
+        until = monotonic() + seconds
+        for candidate in best[:IMPROVED] if seconds else ():
+            best += self._improved(candidate, until)
+        best.sort(key=lambda each: each.rank)
+        plans = tuple(map(self._plan, best[:keep]))
+        return Plans(plans, self._profile, len(shapes), simulated)
 
-    def _ranking(self) -> list[_Candidate]:
-        best = sorted(self._best.values(), key=lambda each: (each.seconds, max(each.memory)))
-        return best[: self._wanted.keep]
-
-    @property
-    def units(self) -> int:
-        """The number of units in the model."""
-        # If the costs of no size are known yet, any size to be planned will do.
-        sizes = sorted(self._profile.known or {shape.samples for shape in self._wanted.shapes()})
-        if not sizes:
-            raise UsageError(
-                f"batch={self._wanted.batch} cannot be divided among {self._wanted.devices} ranks as asked: "
-                "each pipeline needs a whole number of samples, and of microbatches"
-            )
-        return len(self._profile.at(sizes[0]).units)
-
-    def _candidates(self, shape: PlanShape) -> Iterator[_Candidate]:
-        """The candidates of a shape that fit into memory, one for each good cut."""
+    def _candidate(self, shape: PlanShape) -> _Candidate | None:
+        """The most promising candidate of a shape that fits into memory."""
         known = _schedule_of(shape)
-        if known is not None and known[0].trains:
-            for cut in self._cuts(shape, known[0].placement):
-                candidate = self._fitted(shape, *known, cut)
-                if candidate is not None:
-                    yield candidate
+        if known is None or not known[0].trains:
+            return None
+        fitted = (self._fitted(shape, cut) for cut in self._cuts(shape, known[0].placement))
+        return min((each for each in fitted if each), key=lambda each: each.bound, default=None)
 
     def _cuts(self, shape: PlanShape, placement: Placement) -> Iterator[Cut]:
         """Cuts that balance the ranks: by time and, if memory is limited, also by what they hold."""
-        costs = self._profile.at(shape.samples)
-        weights = [_works(costs, shape.checkpoint)]
+        costs, twice = self._profile.at(shape.samples), shape.checkpoint == "all"
+        weights = [
+            [
+                unit.forward * (1 + twice) + min(unit.backward, unit.input + unit.weight)
+                for unit in costs.units
+            ]
+        ]
         if self._wanted.memory:
-            alive = 0 if shape.checkpoint == "all" else min(shape.ranks, shape.microbatches)
+            alive = 0 if twice else min(shape.ranks, shape.microbatches)
             copies = 1 + self._wanted.states
             weights.append(
                 [u.parameters + u.trained * copies + alive * u.held for u in costs.units]
@@ -483,30 +473,26 @@ class _PlanSearch:
             cuts.append(_even_cut(tuple(round(weight / total, 9) for weight in each), placement))
         yield from dict.fromkeys(cuts)
 
-    def _fitted(
-        self, shape: PlanShape, schedule: Schedule, order: Order, cut: Cut
-    ) -> _Candidate | None:
+    def _fitted(self, shape: PlanShape, cut: Cut) -> _Candidate | None:
         """A candidate that fits into memory, with as many units recomputed as that needs."""
-        units = len(self._profile.at(shape.samples).units)
-        again = frozenset(range(units) if shape.checkpoint == "all" else ())
-        candidate = self._compose(shape, schedule, order, cut, again)
-        if self._fits(candidate):
-            # If nothing has to be recomputed, this is the candidate of the policy "none".
-            return None if shape.checkpoint == "needed" else candidate
-        while shape.checkpoint == "needed":
-            more = self._to_compute_again(candidate)
-            if not more:
-                break
-            again |= more
-            candidate = self._compose(shape, schedule, order, cut, again)
+        again = frozenset(range(self._units) if shape.checkpoint == "all" else ())
+        while True:
+            candidate = self._composed(shape, cut, again)
             if self._fits(candidate):
-                return candidate
-        return None
+                # If nothing has to be recomputed, this is the candidate of the policy "none".
+                return candidate if again or shape.checkpoint != "needed" else None
+            more = self._to_compute_again(candidate) if shape.checkpoint == "needed" else ()
+            if not more:
+                return None
+            again |= frozenset(more)
 
-    def _compose(
-        self, shape: PlanShape, schedule: Schedule, order: Order, cut: Cut, again: frozenset[int]
+    def _composed(
+        self, shape: PlanShape, cut: Cut, again: frozenset[int], own: Schedule | None = None
     ) -> _Candidate:
         """A candidate in which these units are recomputed."""
+        known = (own, Order(own)) if own else _schedule_of(shape)
+        assert known is not None
+        schedule, order = known
         latency, bandwidth = self._profile.wire(self._wanted.devices)
         costs = self._profile.at(shape.samples).stages(
             cut,
@@ -518,20 +504,23 @@ class _PlanSearch:
             handling=self._profile.handling,
         )
         reduce = _seconds_to_reduce(shape, schedule.placement, costs)
-        memory = order.peaks(costs)
-        return _Candidate(shape, schedule, order, cut, again, costs, reduce, memory)
+        bound = _bound(schedule, costs) + reduce
+        return _Candidate(shape, cut, again, costs, order.peaks(costs), reduce, bound, own=own)
 
     def _fits(self, candidate: _Candidate) -> bool:
-        fits = not self._wanted.memory or max(candidate.memory) <= self._wanted.memory
-        if not fits and (self._least is None or max(candidate.memory) < max(self._least.memory)):
-            self._least = candidate
+        most = max(candidate.memory)
+        fits = not self._wanted.memory or most <= self._wanted.memory
+        if not fits and (self._least is None or most < self._least[0]):
+            self._least = most, candidate.shape
         return fits
 
-    def _to_compute_again(self, candidate: _Candidate) -> frozenset[int]:
+    def _to_compute_again(self, candidate: _Candidate) -> set[int]:
         """On each rank that holds too much, the units that free the most memory for their time."""
         units = self._profile.at(candidate.shape.samples).units
         runs = runs_of(candidate.cut, len(units))
-        alive = min(candidate.shape.ranks, candidate.shape.microbatches)
+        shape = candidate.shape
+        placement = _schedule_of(shape)[0].placement  # type: ignore[index] # the candidate has one
+        alive = min(shape.ranks, shape.microbatches)
         chosen: set[int] = set()
         for rank, most in enumerate(candidate.memory):
             lacking = most - self._wanted.memory
@@ -539,97 +528,80 @@ class _PlanSearch:
                 continue
             free = [
                 number
-                for stage in candidate.schedule.placement.stages_on(rank)
+                for stage in placement.stages_on(rank)
                 for number in runs[stage]
                 if number not in candidate.again and units[number].held > 0
             ]
             if not free:
-                return frozenset()
-            free.sort(key=lambda number: units[number].forward / units[number].held)
-            for number in free:
-                chosen.add(number)
-                lacking -= alive * units[number].held
-                if lacking <= 0:
-                    break
-        return frozenset(chosen)
+                return set()
+            for number in sorted(free, key=lambda n: units[n].forward / units[n].held):
+                if lacking > 0:
+                    chosen.add(number)
+                    lacking -= alive * units[number].held
+        return chosen
 
-    # ---- bounds
+    def _why_none(self) -> str:
+        wanted = self._wanted
+        if self._least is None:
+            return (
+                f"none of {', '.join(wanted.schedules)} can run the model's {self._units} units with "
+                f"ranks={wanted.devices}, batch={wanted.batch} and the other options; leave some of these "
+                "options out"
+            )
+        most, shape = self._least
+        return (
+            f"nothing fits into memory={wanted.memory:.0f} ({bytes_as_text(wanted.memory)}) on each of "
+            f"{wanted.devices} ranks: memory={most:.0f} ({bytes_as_text(most)}) would do, with "
+            f"{shape.schedule} and {shape.microbatches} microbatches; more ranks, smaller microbatches or "
+            "checkpoint='all' need less"
+        )
 
-    def _bound_of_shape(self, shape: PlanShape) -> float:
-        """A time that no cut of the units beats: all work, shared out evenly."""
-        work = sum(_works(self._profile.at(shape.samples), shape.checkpoint))
-        return shape.microbatches * work / shape.ranks
+    # ---- improving the best
 
-    def _bound(self, candidate: _Candidate) -> float:
-        """A time that no order of the actions beats, for a cut."""
-        schedule, costs = candidate.schedule, candidate.costs
-        split = {Op.I, Op.W} <= schedule.ops
-        backward = costs.backward
-        if split:
-            halves = zip(costs.backward, costs.input, costs.weight, strict=True)
-            backward = tuple(min(whole, first + second) for whole, first, second in halves)
-        bound = 0.0
-        for rank in range(schedule.ranks):
-            mine = schedule.placement.stages_on(rank)
-            own_work = sum(costs.forward[stage] + backward[stage] for stage in mine)
-            ahead = sum(costs.forward[: mine[0]])
-            behind = 0.0 if split else sum(backward[: mine[0]])
-            bound = max(bound, ahead + schedule.microbatches * own_work + behind)
-        return bound
-
-    # ---- improving
-
-    def _moved(self, candidate: _Candidate, until: float) -> _Candidate:
-        """Move single units from stage to stage for as long as that helps."""
-        units = len(self._profile.at(candidate.shape.samples).units)
-        best, tried = candidate, {candidate.cut}
+    def _improved(self, best: _Candidate, until: float) -> Iterator[_Candidate]:
+        """The candidate with units moved from stage to stage while that helps, and with a searched order."""
+        tried, start = {best.cut}, best
         while monotonic() < until:
-            cut = next((cut for cut in _near(best.cut, units) if cut not in tried), None)
+            cut = next((cut for cut in _near(best.cut, self._units) if cut not in tried), None)
             if cut is None:
                 break
             tried.add(cut)
-            other = self._fitted(candidate.shape, candidate.schedule, candidate.order, cut)
-            if other is not None:
-                self._simulated += 1
-                other.time(best.seconds)
+            other = self._fitted(best.shape, cut)
+            if other is not None and other.bound < best.seconds:
+                other = other.timed()
                 best = other if other.seconds < best.seconds * (1 - 1e-9) else best
-        return best
+        searched = self._searched(best, until)
+        yield from (each for each in (best, searched) if each is not None and each is not start)
 
     def _searched(self, candidate: _Candidate, until: float) -> _Candidate | None:
         """The candidate with a schedule searched for its costs, if that is faster."""
-        schedule, costs = candidate.schedule, candidate.costs
-        large = schedule.stages * schedule.microbatches > LARGEST_SEARCH
-        if large or schedule.ranks == 1 or monotonic() > until:
+        shape, costs = candidate.shape, candidate.costs
+        known = _schedule_of(shape)
+        if shape.forwards > LARGEST_SEARCH or shape.ranks == 1 or monotonic() > until:
             return None
-        limit = None
+        assert known is not None
+        placement, limit = known[0].placement, None
         if self._wanted.memory:
-            limit = [self._room(schedule.placement, costs, rank) for rank in range(schedule.ranks)]
+            limit = [self._room(placement, costs, rank) for rank in range(shape.ranks)]
             if min(limit) <= 0:
                 return None
         try:
             order = search_schedule(
                 costs.costs,
-                ranks=schedule.ranks,
-                microbatches=schedule.microbatches,
+                ranks=shape.ranks,
+                microbatches=shape.microbatches,
                 memory=limit,
-                placement=schedule.placement,
+                placement=placement,
                 edges=costs.edges,
                 seconds=max(0.5, (until - monotonic()) / 2),
             )
         except ScheduleError:
             return None
-        other = replace(
-            candidate,
-            shape=replace(candidate.shape, schedule=SEARCHED),
-            schedule=order,
-            order=Order(order),
-            memory=Order(order).peaks(costs),
-            seconds=math.inf,
-        )
+        shape = replace(shape, schedule=SEARCHED)
+        other = self._composed(shape, candidate.cut, candidate.again, order)
         if not self._fits(other):
             return None
-        self._simulated += 1
-        other.time(candidate.seconds)
+        other = other.timed()
         return other if other.seconds < candidate.seconds else None
 
     def _room(self, placement: Placement, costs: StageCosts, rank: int) -> float:
@@ -638,8 +610,6 @@ class _PlanSearch:
         extra = max(sizes[stage] for sizes in costs.extra.values() for stage in mine)
         messages = sum(map(costs.messages, mine))
         return self._wanted.memory - costs.static_on(placement, rank) - extra - messages
-
-    # ---- plans of candidates
 
     def _plan(self, candidate: _Candidate) -> Plan:
         shape, units = candidate.shape, self._profile.at(candidate.shape.samples).units
@@ -654,66 +624,8 @@ class _PlanSearch:
             limit=self._wanted.memory,
             tokens=self._wanted.batch * (self._profile.tokens or 1),
             stage_costs=candidate.costs,
-            own=candidate.wired() if shape.schedule == SEARCHED else None,
+            own=candidate.own.with_edges(candidate.costs.edges) if candidate.own else None,
         )
-
-    # ---- if nothing fits
-
-    def _what_would_do(self) -> str:
-        """The smallest change of each kind that makes something fit."""
-        wanted, least = self._wanted, self._least
-        if least is None:
-            return (
-                f"none of {', '.join(wanted.schedules)} can run the model's {self.units} units with "
-                f"ranks={wanted.devices}, batch={wanted.batch} and the other options; leave some of these "
-                "options out"
-            )
-        most = max(least.memory)
-        remedies = [
-            f"memory={most:.0f} ({bytes_as_text(most)}) would do, with {least.shape.schedule} and "
-            f"{least.shape.microbatches} microbatches"
-        ]
-        for others in (self._with_more_ranks(), self._with_smaller_microbatches()):
-            change = next((text for text, other in others if self._fits_with(other)), None)
-            remedies += [f"{change} would do"] if change else []
-        return (
-            f"nothing fits into memory={wanted.memory:.0f} ({bytes_as_text(wanted.memory)}) on each of "
-            f"{wanted.devices} ranks: {'; '.join(remedies)}"
-        )
-
-    def _with_more_ranks(self) -> Iterator[tuple[str, _Wanted]]:
-        """Single pipelines of more ranks; replicas would not help."""
-        wanted = self._wanted
-        most = self.units if wanted.microbatches else min(self.units, wanted.batch)
-        for devices in range(wanted.devices + 1, most + 1):
-            yield f"ranks={devices}", replace(wanted, devices=devices, ranks=(devices,))
-
-    def _with_smaller_microbatches(self) -> Iterator[tuple[str, _Wanted]]:
-        wanted = self._wanted
-        parts = {wanted.batch // (wanted.devices // ranks) for ranks in wanted.ranks}
-        counts = {count for part in parts if part for count in _dividing(part) if count <= LARGEST}
-        for count in sorted(counts - {shape.microbatches for shape in wanted.shapes(self.units)}):
-            yield f"microbatches={count}", replace(wanted, microbatches=(count,))
-
-    def _fits_with(self, wanted: _Wanted) -> bool:
-        """Whether something fits, tried with the smallest microbatches and all units recomputed."""
-        thrifty = "all" if "all" in wanted.checkpoint else wanted.checkpoint[-1]
-        other = _PlanSearch(self._profile, replace(wanted, checkpoint=(thrifty,)))
-        try:
-            shapes = list(other._wanted.shapes(self.units))
-        except UsageError:
-            return False
-        least = min((shape.samples for shape in shapes), default=0)
-        return any(
-            other._least_memory(shape) <= wanted.memory and any(other._candidates(shape))
-            for shape in shapes
-            if shape.samples == least
-        )
-
-    def _least_memory(self, shape: PlanShape) -> float:
-        """The bytes that some rank holds with any cut: what the largest unit always needs."""
-        units = self._profile.at(shape.samples).units
-        return max(unit.parameters + unit.trained * (1 + self._wanted.states) for unit in units)
 
 
 def _near(cut: Cut, units: int) -> Iterator[Cut]:
@@ -724,12 +636,25 @@ def _near(cut: Cut, units: int) -> Iterator[Cut]:
             yield moved
 
 
-def _works(costs: UnitCosts, policy: str) -> list[float]:
-    """The least time that each unit takes for a microbatch, in any order."""
-    return [
-        unit.forward * (2 if policy == "all" else 1) + min(unit.backward, unit.input + unit.weight)
-        for unit in costs.units
-    ]
+def _bound(schedule: Schedule, costs: StageCosts) -> float:
+    """A time that no order of the actions beats.
+
+    A rank cannot start before the stages ahead of it have run a microbatch, then has all its own work to do,
+    and after that a whole backward must still pass the stages ahead.
+    """
+    split = {Op.I, Op.W} <= schedule.ops
+    backward = costs.backward
+    if split:
+        halves = zip(costs.backward, costs.input, costs.weight, strict=True)
+        backward = tuple(min(whole, first + second) for whole, first, second in halves)
+    bound = 0.0
+    for rank in range(schedule.ranks):
+        mine = schedule.placement.stages_on(rank)
+        work = sum(costs.forward[stage] + backward[stage] for stage in mine)
+        ahead = sum(costs.forward[: mine[0]])
+        behind = 0.0 if split else sum(backward[: mine[0]])
+        bound = max(bound, ahead + schedule.microbatches * work + behind)
+    return bound
 
 
 def _seconds_to_reduce(shape: PlanShape, placement: Placement, costs: StageCosts) -> float:

@@ -29,7 +29,7 @@ from penstock.runtime.hooks import Hooks, Recorder
 from penstock.runtime.kinds import Agreement
 from penstock.runtime.loss import Loss, Weights
 from penstock.runtime.result import StepResult, StepTally
-from penstock.schedule import Schedule
+from penstock.schedule import Action, Op, Schedule
 from penstock.transport import Transport
 from penstock.values import Batch, flatten
 
@@ -50,6 +50,8 @@ class Call:
         finite: whether to check that the loss and the gradients are finite.
         refusal: the error in this process's arguments, if any; all ranks learn of it, and none begins.
         mark: a hash of the batch itself, if all ranks must be given the same one; otherwise 0.
+        custom: functions that do the work of some ops; each is called with the usual function for actions,
+            which it may call, and the action.
     """
 
     batch: Batch
@@ -63,6 +65,7 @@ class Call:
     finite: bool = False
     refusal: PenstockError | None = None
     mark: int = 0
+    custom: Mapping[Op, Callable[[Callable[[Action], None], Action], None]] | None = None
 
     @property
     def mode(self) -> str:
@@ -70,6 +73,11 @@ class Call:
         doing = "train" if self.trains else "evaluate"
         losses = "with" if self.loss else "without"
         return " ".join([doing, losses, "loss", *autocast_types()])
+
+    @property
+    def method(self) -> str:
+        """The method that the user called."""
+        return "step" if self.trains else "predict" if self.loss is None else "eval"
 
 
 _ACCELERATOR = torch.accelerator.current_accelerator()

@@ -117,7 +117,7 @@ class StepResult:
         return self.tflops * 1e12 / peak
 
 
-class _Term(NamedTuple):
+class _Weighed(NamedTuple):
     """A number of a microbatch, and its factor in the sum."""
 
     microbatch: int
@@ -142,7 +142,7 @@ class StepTally:
     def __init__(self, weights: Weights, metrics: Mapping[str, Metric]) -> None:
         self._weights = weights
         self._metrics = metrics
-        self._terms: defaultdict[_Row, list[_Term]] = defaultdict(list)
+        self._terms: defaultdict[_Row, list[_Weighed]] = defaultdict(list)
 
     def add_main(
         self, microbatch: int, stage: int, loss: Tensor, share: float | None = None
@@ -151,15 +151,15 @@ class StepTally:
         # A copy, since the scalar from a loss function may be a view of memory as large as the output.
         value = loss.detach().clone()
         share = self._weights.shares[microbatch] if share is None else share
-        self._terms[_MAIN].append(_Term(microbatch, stage, value, share))
+        self._terms[_MAIN].append(_Weighed(microbatch, stage, value, share))
 
     def add_losses(self, microbatch: int, stage: int, losses: Losses) -> None:
         """Note the losses that a stage added for a microbatch."""
         share = self._weights.shares[microbatch]
         for name, value in losses.named().items():
-            self._terms["loss", name].append(_Term(microbatch, stage, value, share))
+            self._terms["loss", name].append(_Weighed(microbatch, stage, value, share))
         for _, value, weight in losses.terms:
-            term = _Term(microbatch, stage, value.detach().clone(), share * weight)
+            term = _Weighed(microbatch, stage, value.detach().clone(), share * weight)
             self._terms[_ADDED].append(term)
 
     def measure(self, microbatch: int, stage: int, output: Any, target: Any) -> None:
@@ -169,8 +169,8 @@ class StepTally:
                 over, under, factor = metric_terms(
                     name, metric(output, target), self._weights.counts[microbatch]
                 )
-                self._terms["over", name].append(_Term(microbatch, stage, over, factor))
-                self._terms["under", name].append(_Term(microbatch, stage, under, factor))
+                self._terms["over", name].append(_Weighed(microbatch, stage, over, factor))
+                self._terms["under", name].append(_Weighed(microbatch, stage, under, factor))
 
     def main_losses(self) -> list[Tensor]:
         """The losses of the microbatches in order, on the rank that computed them."""

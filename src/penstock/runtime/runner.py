@@ -53,7 +53,14 @@ from penstock.runtime.loss import Loss, Weights
 from penstock.runtime.result import Numbers
 from penstock.schedule import Edge, Op, Schedule
 from penstock.stage import PipelineStage, StageModule
-from penstock.transport import WEIGHTS, Transport
+from penstock.transport import (
+    WEIGHTS,
+    DifferentCalls,
+    Transport,
+    check_called,
+    is_marked,
+    name_in_numbers,
+)
 from penstock.values import (
     Batch,
     Layout,
@@ -71,8 +78,8 @@ Schedules: TypeAlias = Callable[..., Schedule]
 it trains."""
 _WEIGHTS_TAG = 8
 """The tag of messages that carry weights."""
-_BROKEN = (MessageError, PeerFailed)
-"""Errors of an exchange that another rank's failure broke: they refuse nothing, but end the pipeline."""
+_BROKEN = (MessageError, PeerFailed, DifferentCalls)
+"""Errors of an exchange itself: they refuse nothing, but end the pipeline."""
 
 
 class Runner:
@@ -143,7 +150,7 @@ class Runner:
             return [value]
         self.check_usable()
         try:
-            return self.transport.to_first(value)
+            return self.transport.along.to_first(value)
         except BaseException as error:
             raise self.fail(error) from None
 
@@ -153,7 +160,7 @@ class Runner:
             assert values is not None
             return values[0]
         try:
-            return self.transport.from_first(values)
+            return self.transport.along.from_first(values)
         except BaseException as error:
             raise self.fail(error) from None
 
@@ -276,14 +283,15 @@ class Runner:
     def _agree(self, call: Call) -> StepState:
         """Learn what all ranks bring. If it is wrong, all of them raise ``_Refused`` before they begin."""
         let_cross(map(attrgetter("module"), self.stages.values()))
-        brought, counts, refusal = None, None, call.refusal
+        brought, refusal = None, call.refusal
+        counts: Sequence[float] | None = None
         try:
             counts = _own_counts(call.loss, call.batch)
             brought = Brought(call.mode, self._state(), call.batch)
         except PenstockError as error:
             refusal = refusal or error
         mine = REFUSED if brought is None or refusal is not None else brought.word
-        words, marks = self._exchange_words(mine, call.mark)
+        words, marks = self._exchange_words(mine, call)
         agreement, refusal_here = None, None
         try:
             if REFUSED in words:
@@ -294,6 +302,7 @@ class Runner:
                 agreement = self._make_agreement(call, brought)
                 self._known.add(words, agreement)
             check_marks(marks)
+            counts = self._counts(call.loss, agreement.model_call, counts)
         except _BROKEN:
             raise
         except PenstockError as error:
@@ -304,25 +313,21 @@ class Runner:
         if error_of_job is not None:
             raise _Refused(error_of_job)
         assert agreement is not None
-        try:
-            weights = self._weigh(call.loss, agreement.model_call, counts)
-        except _BROKEN:
-            raise
-        except PenstockError as error:
-            raise _Refused(error) from None
+        weights = Weights() if call.loss is None else call.loss.weigh(counts or ())
         return StepState(call, agreement, weights, self.rank, self._devices)
 
-    def _exchange_words(self, word: int, mark: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _exchange_words(self, word: int, call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The words and the marks of all ranks: all that is exchanged before a step that is known."""
         if self.transport is None:
-            return (word,), (mark,)
+            return (word,), (call.mark,)
+        name = name_in_numbers(self.transport.activity.call or call.method)
+        row = torch.tensor([word, call.mark, *name])
         rows = [
             row.tolist()
-            for row in self.transport.gather(
-                torch.tensor([word, mark]), f"the word before step {self._steps}"
-            )
+            for row in self.transport.gather(row, f"the word before step {self._steps}")
         ]
-        return tuple(word for word, _ in rows), tuple(mark for _, mark in rows)
+        check_called(rows, lambda one: not is_marked(one))
+        return tuple(row[0] for row in rows), tuple(row[1] for row in rows)
 
     def _state(self) -> list[Any]:
         """What plans and layouts depend on in the stages of this process, as JSON data."""
@@ -471,19 +476,19 @@ class Runner:
                 f"{error}); pass target=, at least on rank {rank}, which has the last stage"
             ) from error
 
-    def _weigh(
+    def _counts(
         self, loss: Loss | None, model_call: ModelCall, counts: Sequence[float] | None
-    ) -> Weights:
-        """The weights of the microbatches, the same on every rank.
+    ) -> Sequence[float] | None:
+        """How much each microbatch counts, the same on every rank.
 
-        If they depend on targets that some ranks lack, the first rank that has them sends the weights.
+        If that depends on targets that some ranks lack, the first rank that has them sends it.
         """
         if loss is None:
-            return Weights()
+            return None
         if not callable(loss.loss_weight):
             if counts is None or model_call.counted:
                 counts = loss.counts(model_call.samples, ())
-            return loss.weigh(counts)
+            return counts
         if not any(model_call.targets):
             raise UsageError(
                 "loss_weight is a function of the target, but the step was given no target="
@@ -492,8 +497,7 @@ class Runner:
             tells = counts is not None and model_call.targets.index(True) == self.rank
             mine = counts if tells and counts is not None else [0.0] * model_call.count
             counts = self.transport.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
-        assert counts is not None
-        return loss.weigh(counts)
+        return counts
 
     # ---- replicated and sharded stages
 

@@ -324,7 +324,8 @@ def ask_inside(
         UsageError: the losses differ.
     """
     modules = list(modules)
-    types = {p.dtype for module in modules for p in module.parameters() if p.is_floating_point()}
+    # A forward may compute its loss in float32, whatever its weights are.
+    types = {p.dtype for module in modules for p in module.parameters()} | {torch.float32}
     if torch.is_autocast_enabled(device.type):
         types.add(torch.get_autocast_dtype(device.type))
     before = generator_states([device])
@@ -335,7 +336,8 @@ def ask_inside(
                 module.training = False
         losses = [evaluate(count), evaluate(fewer)]
         drawn = not all(map(torch.equal, before, generator_states([device])))
-        rows = exchange([drawn, max((_TOLERANCE.get(one, _COARSE) for one in types), default=0.0)])
+        coarsest = max(_TOLERANCE.get(one, _COARSE) for one in types if one.is_floating_point)
+        rows = exchange([drawn, coarsest])
         tolerance = max(allowed for _, allowed in rows)
         allowed = tolerance * max(map(abs, losses)) + tolerance / 100
         apart = abs(losses[0] - losses[1]) > allowed and not any(drew for drew, _ in rows)

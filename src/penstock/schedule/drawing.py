@@ -17,20 +17,20 @@ _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _STEPS = (1, 2, 5, 10)
 
 
-class Unit(NamedTuple):
+class TimeUnit(NamedTuple):
     """A unit for written times: its name, and how many of them make one unit of the timeline."""
 
     name: str
     factor: float
 
 
-def unit_for(timeline: Timeline) -> Unit:
+def unit_for(timeline: Timeline) -> TimeUnit:
     """The unit in which the makespan is a number from 1 to 1000; unnamed if times are plain numbers."""
     if timeline.unit not in _SECONDS:
-        return Unit("", 1.0)
+        return TimeUnit("", 1.0)
     seconds = timeline.makespan * _SECONDS[timeline.unit]
     name = next((name for name, size in _SECONDS.items() if seconds >= size), "us")
-    return Unit(name, _SECONDS[timeline.unit] / _SECONDS[name])
+    return TimeUnit(name, _SECONDS[timeline.unit] / _SECONDS[name])
 
 
 def ticks(length: float, wanted: int) -> list[float]:

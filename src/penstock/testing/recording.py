@@ -10,7 +10,16 @@ from torch import Tensor
 
 from penstock.errors import UsageError
 from penstock.pipeline import Pipeline
-from penstock.transport import LEFT, VALUES, WORDS, Arrival, Channel, Sending, Transport
+from penstock.transport import (
+    LEFT,
+    VALUES,
+    WORDS,
+    Arrival,
+    Channel,
+    Circle,
+    Sending,
+    Transport,
+)
 from penstock.values import TensorLayout
 
 What = Literal["send", "leave", "post", "take", "gather", "sum"]
@@ -103,6 +112,11 @@ class RecordingTransport(Transport):
         """Record an event."""
         if self._keeps:
             self.events.append(Recorded(what, channel, tag, size, tuple(tensors)))
+
+    @property
+    def along(self) -> Circle:
+        """The ranks of this pipeline, for exchanges with the first of them, which are not recorded."""
+        return self._transport.along
 
     def connect(self, channels: Iterable[tuple[int, int, int]]) -> None:
         """Connect channels."""

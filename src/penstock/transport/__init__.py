@@ -17,7 +17,14 @@ from penstock.transport.base import (
     Sending,
     Transport,
 )
-from penstock.transport.circle import Circle, launched
+from penstock.transport.circle import (
+    Circle,
+    DifferentCalls,
+    check_called,
+    is_marked,
+    launched,
+    name_in_numbers,
+)
 from penstock.transport.gloo import GlooTransport
 from penstock.transport.nccl import NcclTransport
 
@@ -30,10 +37,14 @@ __all__ = [
     "Arrival",
     "Channel",
     "Circle",
+    "DifferentCalls",
     "Sending",
     "Transport",
+    "check_called",
+    "is_marked",
     "join",
     "launched",
+    "name_in_numbers",
 ]
 
 

@@ -17,12 +17,9 @@ from torch import Tensor
 from penstock.errors import MessageError
 from penstock.faults import Activity, Watch
 from penstock.transport.circle import (
-    FROM_FIRST,
-    TO_FIRST,
     Circle,
     as_text,
     exchange_json,
-    sizes_of,
     value_of,
 )
 from penstock.values import TensorLayout, layout_of
@@ -43,8 +40,6 @@ _DESCRIPTIONS = 1 << 29
 """Added to a message's tag to make that of its description."""
 _COPIES = 4
 """The tag of :meth:`Transport.broadcast`."""
-_LEADERS = 9
-"""The tag of descriptions to and from the first rank."""
 
 
 class Channel(NamedTuple):
@@ -199,6 +194,11 @@ class Transport(ABC):
     def close(self) -> None:
         """End the connections, and the process group if this pipeline started it."""
 
+    @property
+    @abstractmethod
+    def along(self) -> Circle:
+        """The ranks of this pipeline, for exchanges with the first of them."""
+
     # ---- what follows from these, for all transports
 
     def settle(self) -> None:
@@ -207,7 +207,7 @@ class Transport(ABC):
 
     def exchange(self, value: Any) -> list[Any]:
         """The JSON values of all ranks, in rank order."""
-        return exchange_json(value, self.gather)
+        return exchange_json(value, self.gather, self.activity.call)
 
     def describe(self, peer: int, tag: int, description: Any) -> Sequence[Sending]:
         """Send the description of a kind's first message, as JSON."""
@@ -222,40 +222,6 @@ class Transport(ABC):
         layout = layout_of(torch.empty(int(length), dtype=torch.uint8, device="meta"))
         (text,) = self.post(peer, tag, [layout], WORDS).take()
         return value_of(text.cpu())
-
-    def to_first(self, value: Any) -> list[Any] | None:
-        """Send a JSON value to rank 0, which gets those of all; all ranks call this."""
-        sizes_of(0, TO_FIRST, self.gather)
-        if self.rank:
-            self._let_leave(self.describe(0, _LEADERS, value))
-            return None
-        return [value, *(self._take_described(rank) for rank in range(1, self.ranks))]
-
-    def from_first(self, values: Sequence[Any] | None) -> Any:
-        """Get this rank's JSON value from rank 0, which passes those of all; all ranks call this."""
-        sizes_of(0, FROM_FIRST, self.gather)
-        if self.rank:
-            return self._take_described(0)
-        assert values is not None
-        self._let_leave(
-            sending
-            for rank in range(1, self.ranks)
-            for sending in self.describe(rank, _LEADERS, values[rank])
-        )
-        return values[0]
-
-    def _take_described(self, peer: int) -> Any:
-        self.activity.wait("a description", peer)
-        value = self.described(peer, _LEADERS)
-        self.activity.go_on()
-        return value
-
-    def _let_leave(self, sendings: Iterable[Sending]) -> None:
-        # All of them start to leave before the first is waited for.
-        for sending in list(sendings):
-            self.activity.wait("a description to leave", None)
-            sending.wait()
-        self.activity.go_on()
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """The tensor of rank ``source``; the others pass one of the same shape, type and device."""

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -63,10 +64,60 @@ def _check_launcher() -> None:
 _JSON = 0x4A534F4E
 TO_FIRST, FROM_FIRST = _JSON + 1, _JSON + 2
 """These mark the length of JSON bytes, to tell it from another collective's data."""
-DIFFER = (
-    "the ranks called different collective methods; "
-    "call the same methods of the pipeline in the same order on every rank"
-)
+
+
+_NAMED = 4
+"""How many numbers hold the name of a call, eight letters in each."""
+
+
+class DifferentCalls(AgreementError):
+    """The ranks called different collective methods, and may be anywhere in their programs.
+
+    Args:
+        names: the call that each rank is in, in rank order, where that is known.
+    """
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        ranks: dict[str, list[str]] = {}
+        for rank, name in enumerate(names):
+            ranks.setdefault(name or "another call", []).append(str(rank))
+        shown = "; ".join(
+            f"rank {', '.join(of)} is in {name}, which every rank must call"
+            for name, of in ranks.items()
+        )
+        super().__init__(
+            f"the ranks called different collective methods{shown and f': {shown}'}; "
+            "call the same methods of the pipeline in the same order on every rank"
+        )
+
+
+@cache
+def name_in_numbers(call: str) -> list[int]:
+    """The name of a call, cut to 32 letters, as numbers that are gathered with what marks an exchange."""
+    text = call.encode("ascii", "replace")[: 8 * _NAMED].ljust(8 * _NAMED)
+    numbers: list[int] = torch.frombuffer(bytearray(text), dtype=torch.int64).tolist()
+    return numbers
+
+
+def check_called(rows: Iterable[Sequence[int]], alike: Callable[[int], bool]) -> None:
+    """Check that all processes have come to the same exchange.
+
+    Args:
+        rows: what each has gathered: a mark, a number, and the name of the call that it is in.
+        alike: whether a mark is that of this process's exchange.
+
+    Raises:
+        DifferentCalls: some process calls something else.
+    """
+    rows = list(rows)
+    if not all(alike(row[0]) for row in rows):
+        texts = [torch.tensor(name).numpy().tobytes() for _, _, *name in rows]
+        raise DifferentCalls([text.decode("ascii", "replace").strip() for text in texts])
+
+
+def is_marked(mark: int) -> bool:
+    """Whether a number marks an exchange of JSON bytes."""
+    return mark in (_JSON, TO_FIRST, FROM_FIRST)
 
 
 def as_text(value: Any) -> Tensor:
@@ -79,27 +130,32 @@ def value_of(text: Tensor) -> Any:
     return json.loads(text.numpy().tobytes())
 
 
-def sizes_of(size: int, mark: int, gather: Callable[[Tensor], Iterable[Tensor]]) -> list[int]:
+def sizes_of(
+    size: int, mark: int, gather: Callable[[Tensor], Iterable[Tensor]], call: str = ""
+) -> list[int]:
     """Exchange how many bytes each process will send, and check that all call the same.
 
     Args:
         size: the number of this process.
         mark: what is called.
         gather: gathers a tensor of each process.
+        call: the call of the user's that this process is in.
 
     Raises:
-        AgreementError: some process calls something else.
+        DifferentCalls: some process calls something else.
     """
-    words = [row.tolist() for row in gather(torch.tensor([mark, size]))]
-    if any(one != mark for one, _ in words):
-        raise AgreementError(DIFFER)
-    return [one for _, one in words]
+    row = torch.tensor([mark, size, *name_in_numbers(call)])
+    rows = [row.tolist() for row in gather(row)]
+    check_called(rows, lambda one: one == mark)
+    return [row[1] for row in rows]
 
 
-def exchange_json(value: Any, gather: Callable[[Tensor], Iterable[Tensor]]) -> list[Any]:
+def exchange_json(
+    value: Any, gather: Callable[[Tensor], Iterable[Tensor]], call: str = ""
+) -> list[Any]:
     """Exchange JSON values by a function that gathers tensors: first lengths, then bytes."""
     text = as_text(value)
-    lengths = sizes_of(text.numel(), _JSON, gather)
+    lengths = sizes_of(text.numel(), _JSON, gather, call)
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: text.numel()] = text
     rows = zip(gather(padded), lengths, strict=True)
@@ -113,10 +169,15 @@ class Circle:
         group: their process group, also a bare ``ProcessGroupGloo``; None for all processes.
         watch: the watch over the job, which learns what this process waits for, and why a wait broke.
         members: their global ranks, if the group is a bare one; a single one needs no group.
+        gather: gathers small tensors in exchanges; by default :meth:`gather`.
     """
 
     def __init__(
-        self, group: Any = None, watch: Watch | None = None, members: Sequence[int] = ()
+        self,
+        group: Any = None,
+        watch: Watch | None = None,
+        members: Sequence[int] = (),
+        gather: Callable[[Tensor], Iterable[Tensor]] | None = None,
     ) -> None:
         is_launched = dist.is_available() and dist.is_initialized()
         alone = len(members) == 1 or (group is None and not is_launched)
@@ -127,6 +188,7 @@ class Circle:
         self.rank = 0 if self._group is None else self._group.rank()
         self.size = 1 if self._group is None else self._group.size()
         self._members = tuple(members)
+        self._gather = gather or self.gather
         if self._group is not None and not members:
             self._members = tuple(dist.get_process_group_ranks(self._group))
             if dist.get_backend(self._group) == "nccl":
@@ -135,14 +197,18 @@ class Circle:
 
     def exchange(self, value: Any) -> list[Any]:
         """The JSON values of all processes, in rank order; all of them call this."""
-        return exchange_json(value, self.gather)
+        return exchange_json(value, self._gather, self._call)
+
+    @property
+    def _call(self) -> str:
+        return "" if self._watch is None else self._watch.activity.call
 
     def to_first(self, value: Any) -> list[Any] | None:
         """Send a JSON value to the first process, which gets those of all; all of them call this."""
         if self._group is None:
             return [value]
         text = as_text(value)
-        sizes = sizes_of(text.numel() if self.rank else 0, TO_FIRST, self.gather)
+        sizes = sizes_of(text.numel() if self.rank else 0, TO_FIRST, self._gather, self._call)
         longest = max(sizes)
         # All texts travel padded to one length; the first process's own stays where it is.
         mine = self._padded(text if self.rank else text[:0], longest)
@@ -160,7 +226,8 @@ class Circle:
             assert values is not None
             return values[0]
         texts = [as_text(None)] + [as_text(value) for value in (values or ())[1:]]
-        longest = sizes_of(max(text.numel() for text in texts), FROM_FIRST, self.gather)[0] + 8
+        most = max(text.numel() for text in texts)
+        longest = sizes_of(most, FROM_FIRST, self._gather, self._call)[0] + 8
         mine = self._padded(texts[0], longest)
         # Each text follows its length.
         lengths = [torch.tensor([text.numel()]).view(torch.uint8) for text in texts]
@@ -238,7 +305,7 @@ def circle_beside(meeting: Meeting, watch: Watch, wait: float) -> Circle:
         return Circle(None, watch, members)
     store = PrefixStore(f"beside/{ranges(members)}", meeting.room)
     watch.activity.wait("the other replicas to connect", None)
-    place = members.index(meeting.process)
+    place = members.index(meeting.job.process)
     group: Any = dist.ProcessGroupGloo(store, place, len(members), timedelta(seconds=wait))
     group.set_timeout(DAY)
     circle = Circle(group, watch, members)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from penstock.errors import AgreementError, MessageError
+from penstock.errors import MessageError
 from penstock.faults import Activity, Meeting, Watch, end_waits
 from penstock.transport.base import (
     LEFT,
@@ -34,7 +34,7 @@ from penstock.transport.base import (
     unpack,
     wait_for,
 )
-from penstock.transport.circle import DAY, DIFFER, circle_beside
+from penstock.transport.circle import DAY, Circle, DifferentCalls, circle_beside
 from penstock.transport.sockets import SMALL, Line, connect_lines
 from penstock.values import TensorLayout
 
@@ -57,7 +57,7 @@ class GlooTransport(Transport):
     def __init__(
         self, meeting: Meeting, watch: Watch, activity: Activity, device: torch.device, wait: float
     ) -> None:
-        super().__init__(meeting.rank, meeting.global_ranks, watch, activity)
+        super().__init__(meeting.job.rank, meeting.job.pipeline, watch, activity)
         self._meeting = meeting
         self._device = device
         self._lines: dict[int, Line] = {}
@@ -81,6 +81,11 @@ class GlooTransport(Transport):
         # Not at exit, when the watch itself reports whether an error was the reason.
         weakref.finalize(self, watch.close).atexit = False
         self._lines = connect_lines(self.rank, self.ranks, self.exchange)
+
+    @property
+    def along(self) -> Circle:
+        """The ranks of this pipeline, for exchanges with the first of them."""
+        return Circle(self._group, self.watch, self.global_ranks, self.gather)
 
     def connect(self, channels: Iterable[tuple[int, int, int]]) -> None:
         """Do nothing: all ranks are connected."""
@@ -131,7 +136,7 @@ class GlooTransport(Transport):
         for peer, line in self._lines.items():
             row = torch.frombuffer(line.receive(_CONTROL), dtype=torch.uint8)
             if row.numel() != data.numel():
-                raise AgreementError(DIFFER)
+                raise DifferentCalls
             bytes_of(rows[peer]).copy_(row)
         self.activity.go_on()
         return rows

@@ -30,7 +30,7 @@ from penstock.transport.base import (
     packed,
     parcels_for,
 )
-from penstock.transport.circle import DAY
+from penstock.transport.circle import DAY, Circle
 from penstock.transport.gloo import GlooTransport
 from penstock.values import TensorLayout
 
@@ -56,6 +56,11 @@ class NcclTransport(Transport):
         self._groups: dict[Channel, Any] = {}
         self._under_way: dict[Channel, deque[tuple[Any, Sequence[Tensor]]]] = {}
         self.watch.protect(self.abort)
+
+    @property
+    def along(self) -> Circle:
+        """The ranks of this pipeline, for exchanges with the first of them."""
+        return self._gloo.along
 
     def connect(self, channels: Iterable[tuple[int, int, int]]) -> None:
         """Connect channels."""
