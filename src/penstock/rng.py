@@ -72,8 +72,7 @@ class Draws:
 
     def __init__(self, seed: int, step: int, microbatch: int, device: torch.device | None) -> None:
         self._start = _mixed(_start_of(seed, step) + microbatch) >> 1
-        on_cpu = device is None or device.type == "cpu"
-        self._generators = _CPU if on_cpu else _generators([device])
+        self._generators = _CPU if device is None or device.type == "cpu" else _generators([device])
 
     def enter(self, path: str, number: int) -> None:
         """Seed the generators before a call.

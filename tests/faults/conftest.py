@@ -20,7 +20,7 @@ def job_of(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[dict[str, Any]], Job]]:
     """Returns what came of a case: all values of ``case`` in this module start at once."""
-    cases = [
+    cases: list[Any] = [
         item.callspec.params["case"]
         for item in request.session.items
         if isinstance(item, pytest.Function)

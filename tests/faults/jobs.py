@@ -252,7 +252,9 @@ def train(rank: int, folder: Path, fault: Fault, case: dict[str, Any]) -> None:
             if step == 3:
                 meddle_between(pipe, optimizer, sleeper, case)
             batch = x[:, :3] if case.get("refuses") == [replica, pipe.rank, step] else x
-            target = {} if case.get("weightless") == [replica, step] else {"target": x}
+            target: dict[str, Any] = (
+                {} if case.get("weightless") == [replica, step] else {"target": x}
+            )
             try:
                 pipe.step(batch, **target)
             except refusals as error:

@@ -271,7 +271,7 @@ def model_language(
 
 
 def report(folder: Path) -> dict[str, Any]:
-    options = {"ranks": PROCESSES, "microbatches": 4}
+    options: dict[str, Any] = {"ranks": PROCESSES, "microbatches": 4}
     whole = PipelineStrategy(schedule="1F1B", save_distributed_checkpoint=False, **options)
     plain = classify(whole)
     trainer = plain.pop("trainer")

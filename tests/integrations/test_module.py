@@ -295,7 +295,8 @@ def keep_weights(group: Any) -> Any:
 
 
 def test_a_state_dict_names_all_weights_and_no_file_has_holes(workers: WorkerPool) -> None:
-    plain, seen = chain(), {}
+    plain = chain()
+    seen: dict[str, Any] = {}
     for names, found, texts in workers.run(f"{__name__}:keep_weights", 2, 30.0):
         assert names == list(plain.state_dict())
         assert 0 < len(found) < len(names)

@@ -69,6 +69,25 @@ class Marked(nn.Module):
         return self.parts[3](third) + first * x  # type: ignore[no-any-return]
 
 
+class Named(nn.Module):
+    """Arguments by place or name, and sizes that stages far from the arguments use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor | None = None, *, scale: float = 2.0) -> Tensor:
+        count, length, _ = x.shape
+        hidden = self.parts[0](x).view(count, length, 2, 2)
+        pipe_split()
+        hidden = self.parts[1](hidden.reshape(count * length, 4)).tanh()
+        pipe_split()
+        hidden = self.parts[2](hidden).view(count, length, 4) * scale
+        pipe_split()
+        hidden = self.parts[3](hidden)
+        return hidden if y is None else hidden + y
+
+
 class InPlace(nn.Module):
     """Changes in place what it was passed: an argument, and a value that a later part uses again."""
 
@@ -170,5 +189,6 @@ EXAMPLES = {
     "words": _words(tied=True),
     "untied": _words(tied=False),
     "marked": Example(Marked, {}, (_SIX,), _SIX, {"gate": _SIX + 1}),
+    "sizes": Example(Named, {}, (_random(3, 4),), _random(3, 4)),
     "in place": Example(InPlace, before("b", "c", "d"), (_SIX,), _SIX),
 }

@@ -20,14 +20,13 @@ from penstock.pipelining import (
     PipelineStage,
     ScheduleInterleaved1F1B,
     SplitPoint,
-    pipe_split,
     pipeline,
 )
 from penstock.pipelining.schedules import get_schedule_class
 from penstock.testing import WorkerPool
 from tests.partition.families import make
 from tests.pipelining.either import CHUNKS, Names, placed
-from tests.pipelining.models import EXAMPLES, Example, Marked, Words, before
+from tests.pipelining.models import EXAMPLES, Example, Marked, Named, Words, before
 
 X = torch.ones(2, 4)
 
@@ -63,7 +62,7 @@ def plain_step(model: nn.Module, example: Example) -> float:
 # ---- numbers and names
 
 
-@pytest.mark.parametrize("name", ["unet", "resnet", "words", "marked", "in place"])
+@pytest.mark.parametrize("name", ["unet", "resnet", "words", "marked", "in place", "sizes"])
 def test_a_cut_model_computes_and_trains_as_the_model_does_under_its_names(name: str) -> None:
     example = EXAMPLES[name]
     model, expected = example.model(), example.model()
@@ -116,8 +115,8 @@ def piped(group: Any, name: str, schedule: str) -> None:
             close(parameter.grad, expected.get_parameter(path).grad)
 
 
+@pytest.mark.parametrize("name", ["words", "marked", "sizes"])
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
-@pytest.mark.parametrize("name", ["words", "marked"])
 def test_a_pipe_over_processes(workers: WorkerPool, name: str, schedule: str) -> None:
     workers.run(f"{__name__}:piped", 2, 100.0, name=name, schedule=schedule)
 
@@ -268,23 +267,6 @@ def test_calls_unlike_the_traced_one_are_refused() -> None:
             pipe.split_gm(**{"x": x, "flip": False, **call})
 
 
-class Named(nn.Module):
-    """Arguments by place or name, and sizes that stages far from the arguments use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: Tensor, y: Tensor | None = None, *, scale: float = 2.0) -> Tensor:
-        count, length, _ = x.shape
-        hidden = self.parts[0](x).view(count, length, 2, 2)
-        pipe_split()
-        hidden = self.parts[1](hidden.reshape(count * length, 4)).tanh()
-        pipe_split()
-        hidden = self.parts[2](hidden).view(count, length, 4) * scale
-        return hidden if y is None else hidden + y.mean(0)
-
-
 @pytest.mark.parametrize("by", [(), ("y",), ("x", "y"), ("scale",)])
 def test_a_pipe_takes_what_the_model_takes(by: tuple[str, ...]) -> None:
     """However the trace was given its arguments, by place, by name or not; and other batch sizes."""
@@ -293,7 +275,7 @@ def test_a_pipe_takes_what_the_model_takes(by: tuple[str, ...]) -> None:
     given = {"x": x, "y": y, "scale": 2.0}
     placed = tuple(given[name] for name in ("x", "y") if name not in by)
     pipe = pipeline(model, placed, {name: given[name] for name in by})
-    stages = stages_of(pipe, None, range(3))
+    stages = stages_of(pipe)
     schedule = get_schedule_class("Interleaved1F1B")(stages, 2)
     for samples in (2, 4, 6):
         x, y = torch.randn(2, samples, 3, 4)
@@ -312,7 +294,7 @@ def test_sizes_are_no_skipped_values() -> None:
     pipe = pipeline(Named(), (torch.ones(2, 3, 4),))
     edges = pipe.info().edges or ()
     assert [(edge.source, edge.targets, edge.gradient) for edge in edges] == [
-        (0, (2,), False), (0, (1,), True), (1, (2,), True),
+        (0, (2,), False), (0, (1,), True), (1, (2,), True), (2, (3,), True),
     ]  # fmt: skip
 
 

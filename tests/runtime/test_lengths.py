@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -96,7 +97,7 @@ def test_units_run_without_data_only_while_that_may_tell_something(
     # Two blocks, in a plain loop and in each of two microbatches. 18 is on the grid of what was seen, 33 lies
     # beyond it.
     for length, expected in [(18, between), (18, 0), (33, beyond)]:
-        calls = calls_of(Block.forward, lambda n=length: list(steps(model, pipe, [n])))
+        calls = calls_of(Block.forward, partial(list, steps(model, pipe, [length])))
         assert calls == 6 + expected
 
 

@@ -296,7 +296,7 @@ class Loading:
         self._targets = targets
         self._weights: dict[str, list[tuple[str, Any, str]]] = {}
         self._ready: list[Callable[[], None]] = []
-        self.step = self._table.step
+        self.step: int = self._table.step
         self.extra = decode(self._saved.extra)
         self.skipped: list[str] = part["skipped"]
 

@@ -178,7 +178,9 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has n
 
     def _states(self) -> dict[str, Any]:
         """What is saved with the pipeline, under the names that it has in its folder."""
-        optimizers = {f"optimizer{i}": one.optimizer for i, one in enumerate(self._optimizers)}
+        optimizers: dict[str, Any] = {
+            f"optimizer{i}": one.optimizer for i, one in enumerate(self._optimizers)
+        }
         return optimizers | {
             f"scheduler{i}": one.scheduler for i, one in enumerate(self._schedulers)
         }
@@ -188,11 +190,13 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has n
         """A context in which Accelerate neither saves nor loads what the pipeline's folder holds."""
         names = ("_models", "_optimizers", "_schedulers")
         kept = {name: getattr(self, name) for name in names}
-        vars(self).update({name: [] for name in names})
+        for name in names:
+            setattr(self, name, [])
         try:
             yield
         finally:
-            vars(self).update(kept)
+            for name, objects in kept.items():
+                setattr(self, name, objects)
 
     def gather(self, tensor: Any) -> Any:
         """Gather tensors of all pipelines, each pipeline's once."""

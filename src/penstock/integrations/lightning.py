@@ -313,7 +313,8 @@ class _Cuts:
         """Load what :meth:`_save_parts` saved; return what Lightning keeps."""
         strategy: Any = self
         with Checkpoints(path) as checkpoints:
-            step = checkpoints.load(strict=strict, pipe=self.pipe, **optimizers)
+            states: dict[str, Any] = {**optimizers}
+            step = checkpoints.load(strict=strict, pipe=self.pipe, **states)
             if step is None or _REST not in (checkpoints.extra or ()):
                 raise UsageError(f"{path} is a folder without a checkpoint of Lightning's loop")
             name = Path(path, checkpoints.extra[_REST])
@@ -572,7 +573,8 @@ class FabricPipelineStrategy(_Cuts, FabricProcesses):
         rest = self._convert_stateful_objects_in_state(others, filter={})
         self._save_parts(path, rest, 0, optimizers)
 
-    def load_checkpoint(
+    # The options differ between versions of Lightning.
+    def load_checkpoint(  # type: ignore[override]
         self,
         path: Any,
         state: Any = None,

@@ -12,9 +12,6 @@ from penstock.pipelining._utils import CallError
 from penstock.pipelining.rows import (
     ActionTuple,
     Row,
-    add_messages,
-    add_reductions,
-    add_unshards,
     microbatches_of,
     schedule_of,
     spaced,
@@ -24,13 +21,22 @@ from penstock.pipelining.rows import (
 )
 from penstock.pipelining.running import PipelineSchedule
 from penstock.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-from penstock.schedule import Span, Timeline, build, draw_svg, draw_text
+from penstock.schedule import (
+    Span,
+    Timeline,
+    add_communication,
+    build,
+    draw_svg,
+    draw_text,
+    prefetch,
+    reduce_gradients,
+)
 from penstock.schedule.base import flat
 
 __all__ = ["add_schedule_op_spacing", "get_schedule_ops", "visualize_schedule"]
 
 WIDTHS = {"B": 2, "OVERLAP_F_B": 3}
-"""The number of steps that a kind of work takes; all others take one."""
+"""The number of steps that an operation takes; all others take one."""
 
 
 def get_schedule_ops(  # noqa: PLR0913 - torch's arguments
@@ -70,12 +76,10 @@ def get_schedule_ops(  # noqa: PLR0913 - torch's arguments
         raise CallError(f"num_stages_per_rank={each}: {chosen.__name__} needs {wanted}")
     sizes = {"ranks": pp_degree, "microbatches": num_microbatches, "stages_per_rank": each}
     built = build(chosen.recipe, **sizes)
-    order = to_order(built.programs)
     if with_comms:
-        whole = {rank: add_reductions(add_unshards(row), 0) for rank, row in order.items()}
-        ahead, rank_of = 1 if defer_pp_recv else AHEAD, built.placement.rank_of
-        order = add_messages(whole, rank_of.__getitem__, len(rank_of), ahead)
-    rows = list(order.values())
+        ahead = 1 if defer_pp_recv else AHEAD
+        built = add_communication(reduce_gradients(prefetch(built)), ahead=ahead)
+    rows = list(to_order(built.programs).values())
     return add_schedule_op_spacing(rows) if add_spacing else rows
 
 

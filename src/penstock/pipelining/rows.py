@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.errors import InputFileError, ScheduleError
-from penstock.pipeline.plan import AHEAD, prove
+from penstock.pipeline.plan import prove
 from penstock.pipelining._utils import PlacementError, RowsError
 from penstock.schedule import (
     Action,
@@ -18,7 +18,6 @@ from penstock.schedule import (
     Overlap,
     Placement,
     Schedule,
-    add_communication,
     from_csv,
     merge_backward,
     parse_action,
@@ -35,7 +34,7 @@ from penstock.schedule.validation import completed
 
 
 class ComputationType(str, Enum):  # noqa: UP042 - str() must give the member, as users of torch print it
-    """A kind of work."""
+    """An operation."""
 
     FORWARD = "F"
     BACKWARD_INPUT = "I"
@@ -54,7 +53,7 @@ class ComputationType(str, Enum):  # noqa: UP042 - str() must give the member, a
 
     @staticmethod
     def from_str(action: str) -> ComputationType:
-        """Return the kind of work with this name.
+        """Return the operation with this name.
 
         Raises:
             RuntimeError: there is none.
@@ -62,12 +61,12 @@ class ComputationType(str, Enum):  # noqa: UP042 - str() must give the member, a
         try:
             return ComputationType(action)
         except ValueError as error:
-            known = ", ".join(kind.value for kind in ComputationType)
-            raise RuntimeError(f"{action!r} is no kind of work; there are {known}") from error
+            known = ", ".join(op.value for op in ComputationType)
+            raise RuntimeError(f"{action!r} is no operation; there are {known}") from error
 
 
 class ActionTuple(NamedTuple):
-    """One kind of work on one stage for one microbatch, or an overlapped pair of them."""
+    """An operation on one stage for one microbatch, or an overlapped pair of them."""
 
     stage_index: int
     computation_type: ComputationType
@@ -185,11 +184,16 @@ def check_trains(schedule: Schedule, *, wanted: bool = True) -> None:
 
 def proven(schedule: Schedule) -> Schedule:
     """Prove that a schedule completes, and return it; an error lists every reason why it does not."""
+    with_messages(schedule)
+    return schedule
+
+
+def with_messages(schedule: Schedule) -> Schedule:
+    """Add a schedule's messages, and prove that it completes."""
     try:
-        prove(schedule)
+        return prove(schedule)
     except ScheduleError as error:
         raise PlacementError(str(error)) from error
-    return schedule
 
 
 FORMATS = ("compute_only", "compute_comms")
@@ -243,12 +247,11 @@ def add_messages(
     compute_actions: Order,
     stage_to_rank: Callable[[int], int],
     num_stages: int,
-    ahead: int = AHEAD,
 ) -> dict[int, list[ActionTuple | None]]:
-    """Add every send and receive, in an order that cannot deadlock; ``ahead`` receives are posted early."""
+    """Add every send and receive, in an order that cannot deadlock."""
     rank_of = [stage_to_rank(stage) for stage in range(num_stages)]
-    schedule = proven(schedule_on(compute_actions, rank_of, microbatches_of(compute_actions)))
-    return to_order(add_communication(schedule, ahead=ahead).programs)
+    schedule = schedule_on(compute_actions, rank_of, microbatches_of(compute_actions))
+    return to_order(with_messages(schedule).programs)
 
 
 def steps_of(
@@ -266,7 +269,7 @@ def spaced(
     Args:
         order: the actions.
         rank_of: the rank of each stage.
-        widths: the number of steps that a kind of work takes; by default one.
+        widths: the number of steps that an operation takes; by default one.
 
     Raises:
         ScheduleError: the actions do not complete.

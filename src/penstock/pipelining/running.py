@@ -59,7 +59,7 @@ CUSTOM_OPS = frozenset(
     {op.value for op in (Op.F, Op.B, Op.I, Op.W, Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)}
     | {OVERLAPPED}
 )
-"""The kinds of work that a custom function may replace."""
+"""The operations that a custom function may replace."""
 
 
 # ---- what the engine takes
@@ -138,8 +138,8 @@ def arguments(stages: str, without: Sequence[str] = ()) -> Signature:
     """Return a schedule class's arguments: ``stages`` names the first, ``without`` those that it lacks."""
     defaults = {stages: Parameter.empty, **DEFAULTS}
     named = {name: default for name, default in defaults.items() if name not in without}
-    kind = Parameter.POSITIONAL_OR_KEYWORD
-    return Signature([Parameter(name, kind, default=value) for name, value in named.items()])
+    by_both = Parameter.POSITIONAL_OR_KEYWORD
+    return Signature([Parameter(name, by_both, default=value) for name, value in named.items()])
 
 
 class PipelineSchedule:
@@ -584,16 +584,16 @@ class PipelineSchedule:
     def register_custom_function(
         self, computation_type: ComputationType, custom_function: Custom
     ) -> None:
-        """Let a function replace one kind of work.
+        """Let a function replace an operation.
 
         Args:
-            computation_type: the kind of work; messages cannot be replaced.
+            computation_type: the operation; messages cannot be replaced.
             custom_function: ``(action, context)``. It may call the stages' ``forward_one_chunk``,
                 ``backward_one_chunk`` and ``backward_weight_one_chunk``, which perform the
                 action.
 
         Raises:
-            ValueError: this kind of work cannot be replaced.
+            ValueError: this operation cannot be replaced.
         """
         name = ComputationType(computation_type).value
         if name not in CUSTOM_OPS:

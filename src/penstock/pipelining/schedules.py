@@ -224,7 +224,7 @@ _NAMED = (
     *(ScheduleInterleavedZeroBubble, PipelineScheduleSingle, PipelineScheduleMulti),
     *(ScheduleZBVZeroBubble, ScheduleDualPipeV),
 )
-_CLASSES = {kind.__name__.removeprefix("Schedule"): kind for kind in _NAMED}
+_CLASSES = {one.__name__.removeprefix("Schedule"): one for one in _NAMED}
 
 
 def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
@@ -236,7 +236,7 @@ def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
     Raises:
         ValueError: there is no schedule of this name.
     """
-    for name, kind in _CLASSES.items():
+    for name, chosen in _CLASSES.items():
         if name.lower() == schedule_name.lower():
-            return kind
+            return chosen
     raise ScheduleError(f"no schedule {schedule_name!r}; there are {', '.join(_CLASSES)}")

@@ -285,9 +285,9 @@ class PipelineStage(StageBase, engine.PipelineStage):
             last_backward: by hand, whether this is the last backward of the step, after which gradients are
                 reduced over replicas and shards.
         """
-        kind = ComputationType.FULL_BACKWARD if full_backward else ComputationType.BACKWARD_INPUT
+        op = ComputationType.FULL_BACKWARD if full_backward else ComputationType.BACKWARD_INPUT
         if self._perform is not None:
-            return self._perform(ActionTuple(self.stage_index, kind, bwd_chunk_id))
+            return self._perform(ActionTuple(self.stage_index, op, bwd_chunk_id))
         if not self.has_backward:
             return None
         self._check_chunk(bwd_chunk_id)
@@ -306,8 +306,8 @@ class PipelineStage(StageBase, engine.PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
         """Run the weights' half of a backward; the arguments are those of :meth:`backward_one_chunk`."""
         if self._perform is not None:
-            kind = ComputationType.BACKWARD_WEIGHT
-            return self._perform(ActionTuple(self.stage_index, kind, bwd_chunk_id))
+            op = ComputationType.BACKWARD_WEIGHT
+            return self._perform(ActionTuple(self.stage_index, op, bwd_chunk_id))
         if not self.has_backward:
             return None
         if bwd_chunk_id not in self._pending and bwd_chunk_id not in self._weigh:

@@ -492,22 +492,13 @@ class Interpreter:
         if self._batch is not None:
             return self._add_to_batch(self._batch, function, stage, microbatch, output)
         if step.weights.shares[microbatch]:
-            target, device = step.targets[microbatch], self.stages[stage].device
+            target = step.targets[microbatch]
             if step.call.trains:
                 target = _entered(target, leaves)
-            if self._question is not None:
-                self._question.look(microbatch, output, target)
             if self._question is None:
-                whole = self._evaluate(function, stage, microbatch, output, target)
+                loss = replicated(self._evaluate(function, stage, microbatch, output, target))
             else:
-                arrived = [leaf for of in self._entered[stage, microbatch] for leaf in of]
-                with Differentiations(output, self._inputs, arrived):
-                    whole = self._evaluate(function, stage, microbatch, output, target)
-            loss = replicated(whole)
-            if self._question is not None:
-                self._question.check(
-                    microbatch, loss, partial(self._call_loss, function, microbatch), device
-                )
+                loss = self._ask(self._question, function, stage, microbatch, output, target)
             if function.metrics:
                 step.tally.measure(microbatch, stage, output, target)
         else:
@@ -519,6 +510,24 @@ class Interpreter:
         if self._added.terms:
             loss = loss + self._take_added(stage, microbatch)
         return self._seeded(stage, microbatch, loss)
+
+    def _ask(
+        self,
+        question: Question,
+        function: Loss,
+        stage: int,
+        microbatch: int,
+        output: Any,
+        target: Any,
+    ) -> Tensor:
+        """The loss of a microbatch, of which the question notes what the function got and gave."""
+        question.look(microbatch, output, target)
+        arrived = [leaf for of in self._entered[stage, microbatch] for leaf in of]
+        with Differentiations(output, self._inputs, arrived):
+            loss = replicated(self._evaluate(function, stage, microbatch, output, target))
+        again = partial(self._call_loss, function, microbatch)
+        question.check(microbatch, loss, again, self.stages[stage].device)
+        return loss
 
     def _evaluate(
         self, function: Loss, stage: int, microbatch: int, output: Any, target: Any

@@ -283,7 +283,8 @@ class Runner:
     def _agree(self, call: Call) -> StepState:
         """Learn what all ranks bring. If it is wrong, all of them raise ``_Refused`` before they begin."""
         let_cross(map(attrgetter("module"), self.stages.values()))
-        brought, counts, refusal = None, None, call.refusal
+        brought, refusal = None, call.refusal
+        counts: Sequence[float] | None = None
         try:
             counts = _own_counts(call.loss, call.batch)
             brought = Brought(call.mode, self._state(), call.batch)

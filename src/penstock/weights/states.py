@@ -261,7 +261,8 @@ def agree_to_load(
 
     def answer(parts: list[dict[str, Any]]) -> Sequence[Any]:
         nonlocal unexpected
-        loaded, replies = distinct(parts, "loaded"), [None] * len(parts)
+        replies: Sequence[Any] = [None] * len(parts)
+        loaded = distinct(parts, "loaded")
         if share is not None:
             every, replies = share([of["here"] for of in parts])
             loaded = [every]
