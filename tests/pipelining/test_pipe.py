@@ -243,7 +243,9 @@ def chain() -> nn.Sequential:
 class Choosy(Chained):
     """Takes another path for long inputs, for many samples, and if asked to."""
 
-    def forward(self, x: Tensor, *, flip: bool, y: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, x: Tensor, *, flip: bool, y: Tensor | None = None, where: Any = SplitPoint.END
+    ) -> Tensor:
         x = self.a(x) * (2 if x.shape[1] > 3 else 1) * (2 if x.shape[0] > 6 else 1)
         x = x if y is None else x + y
         return self.b(-x if flip else x)  # type: ignore[no-any-return]
@@ -260,7 +262,8 @@ def test_calls_unlike_the_traced_one_are_refused() -> None:
         "float32[1, 2, 4] instead of": {"x": x[:1]},
         "it needs x.size()[0] <= 6": {"x": x.repeat(2, 1, 1)},
         "True instead of False": {"flip": True},
-        "number 2: float32[4, 2, 4] instead of None": {"y": x},
+        "y, which the trace left to its default": {"y": x},
+        "where, which the trace left": {"where": SplitPoint.BEGINNING},
         "got an unexpected keyword argument 'z'": {"z": x},
     }.items():
         with pytest.raises(UsageError, match=re.escape(says)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -141,18 +141,16 @@ def _alike(leaf: Any, traced: Any) -> bool:
 
 def _bound(
     signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> inspect.BoundArguments:
     """Arguments in one form, however they are passed.
 
     Raises:
         UsageError: the signature does not take them.
     """
     try:
-        bound = signature.bind(*args, **kwargs)
+        return signature.bind(*args, **kwargs)
     except TypeError as error:
         raise UsageError(f"the model's forward{signature} does not take these: {error}") from None
-    bound.apply_defaults()
-    return bound.args, bound.kwargs
 
 
 @dataclass
@@ -161,12 +159,14 @@ class Arguments:
 
     Args:
         signature: that of the model's forward.
-        in_spec: their structure.
+        names: the parameters of the signature that were passed; the others keep their defaults.
+        in_spec: the structure of the arguments.
         looks: how each must look.
         guards: raises AssertionError for sizes that the graph does not hold for; None if there are none.
     """
 
     signature: inspect.Signature
+    names: Collection[str]
     in_spec: Any
     looks: Sequence[Any]
     guards: Callable[..., None] | None
@@ -177,12 +177,18 @@ class Arguments:
         Raises:
             UsageError: the graph does not hold for them.
         """
-        args, kwargs = _bound(self.signature, args, kwargs)
-        named = {
-            name: kwargs[name] for name in self.in_spec.children()[1].context if name in kwargs
-        }
-        leaves, spec = pytree.tree_flatten((args, named | kwargs))
-        unlike = ["their number or structure"] if spec != self.in_spec else []
+        bound, unlike = _bound(self.signature, args, kwargs), []
+        bound.apply_defaults()
+        for name in [name for name in bound.arguments if name not in self.names]:
+            value, usual = bound.arguments.pop(name), self.signature.parameters[name].default
+            # Those of *args and **kwargs have no default.
+            if not (_alike(value, usual) if usual is not inspect.Parameter.empty else not value):
+                unlike.append(f"{name}, which the trace left to its default")
+        order = self.in_spec.children()[1].context
+        named = {name: bound.kwargs[name] for name in order if name in bound.kwargs}
+        leaves, spec = pytree.tree_flatten((bound.args, named | bound.kwargs))
+        if spec != self.in_spec:
+            unlike.append("their number or structure")
         for place, (leaf, traced) in enumerate(zip(leaves, self.looks, strict=False)):
             if not _alike(look := _look(leaf), traced):
                 unlike.append(f"number {place}: {look} instead of {traced}")
@@ -223,8 +229,9 @@ def trace(
 ) -> ModelTrace:
     """Trace a model in its current mode, for any number of samples where it can be."""
     signature = inspect.signature(model.forward)
-    args, kwargs = _bound(signature, args, kwargs)
-    lengths = pytree.tree_map(_any_length, dict(signature.bind(*args, **kwargs).arguments))
+    bound = _bound(signature, args, kwargs)
+    args, kwargs = bound.args, bound.kwargs
+    lengths = pytree.tree_map(_any_length, dict(bound.arguments))
     with _marked(model, points), _lost() as lost:
         try:
             try:
@@ -247,7 +254,7 @@ def trace(
     module: Any = program.module()
     looks = [_look(node.meta["val"]) for node in module.graph.find_nodes(op="placeholder")]
     guards, specs = getattr(module, _GUARDS, None), program.call_spec
-    arguments = Arguments(signature, specs.in_spec, looks, guards)
+    arguments = Arguments(signature, [*bound.arguments], specs.in_spec, looks, guards)
     return ModelTrace(policy(module) if policy else module, arguments, specs.out_spec)
 
 
