@@ -912,6 +912,10 @@ class Pipeline:
         """The parameters of the whole model, each once; see :meth:`named_parameters`."""
         return (parameter for _, parameter in self.named_parameters())
 
+    def leave_gradients(self) -> None:
+        """Leave stand-ins as the gradients of the weights of other ranks, as a step does."""
+        self._held.leave_gradients()
+
     def zero_grad(self) -> None:
         """Drop all gradients."""
         for parameter in self.parameters():
