@@ -687,15 +687,30 @@ class Pipeline:
         self, step: StepState, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any
     ) -> None:
         """After a step: ask a loss that the model's forward computes whether microbatches make it up."""
-        call, model_call = step.call, step.agreement.model_call
-        loss, count = call.loss, model_call.count
-        asks = count > 1 and self._runner.steps in ASKING and not model_call.presplit
+        loss, model_call = step.call.loss, step.agreement.model_call
+        asks = model_call.count > 1 and self._runner.steps in ASKING and not model_call.presplit
         if loss is None or loss.loss_over != "samples" or not asks:
             return
         if isinstance(loss.loss_weight, Sequence):
             return
-        if not any(self._runner.gather(self._runner.interpreter.has_loss_inside)):
-            return
+        if any(self._runner.gather(self._runner.interpreter.has_loss_inside)):
+            self.ask_inside(loss, model_call.count, *args, target=target, **kwargs)
+
+    def ask_inside(
+        self, loss: Loss, count: int, *args: Any, target: Any = MISSING, **kwargs: Any
+    ) -> None:
+        """Check that a loss is the same in fewer microbatches; every rank calls this.
+
+        Args:
+            loss: the loss.
+            count: the number of microbatches.
+            args: as for :meth:`step`.
+            target: as for :meth:`step`.
+            kwargs: as for :meth:`step`.
+
+        Raises:
+            UsageError: it is not.
+        """
 
         def evaluate(microbatches: int) -> float:
             def describe() -> Call:
@@ -895,6 +910,10 @@ class Pipeline:
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of the whole model, each once; see :meth:`named_parameters`."""
         return (parameter for _, parameter in self.named_parameters())
+
+    def leave_gradients(self) -> None:
+        """Leave stand-ins as the gradients of the weights of other ranks, as a step does."""
+        self._held.leave_gradients()
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
