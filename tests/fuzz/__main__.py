@@ -10,9 +10,11 @@ import time
 from penstock.testing import WorkerPool
 from tests.fuzz.campaign import Campaign
 from tests.fuzz.judging import Outcome, judge_in
-from tests.fuzz.programs import Program
+from tests.fuzz.programs import LAYOUTS, Program
 
-PROCESSES = 3
+PROCESSES = 4
+SHARES = (60, 25, 15)
+"""How many of a hundred programs are in each layout."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -21,6 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=600.0, help="after which it ends")
     parser.add_argument("--programs", type=int, default=sys.maxsize, help="after which it ends")
     parser.add_argument("--seed", type=int, default=0, help="what the programs are drawn from")
+    parser.add_argument("--layouts", default="012", help="which: 0 one process, 1 gloo, 2 2 x 2")
     parser.add_argument("--case", help="repeat one: what a failure printed")
     options = parser.parse_args(arguments)
     with WorkerPool(1) as alone, WorkerPool(PROCESSES) as together:
@@ -38,9 +41,9 @@ def main(arguments: list[str] | None = None) -> int:
             left = options.programs - campaign.kinds.total()
             if left <= 0 or time.monotonic() > campaign.deadline:
                 break
-            # One in ten has a process for each rank.
-            campaign.explore(options.seed * 10**6 + number, min(left, 90), gloo=False)
-            campaign.explore(options.seed * 10**6 + number, min(left, 10), gloo=True)
+            for layout in map(int, options.layouts):
+                seed = options.seed * 10**6 + number
+                campaign.explore(seed, min(left, SHARES[layout]), layout=LAYOUTS[layout])
             say(str(campaign))
     say(campaign.report())
     return int(bool(campaign.faults))

@@ -14,7 +14,7 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, given, reproduce_failure, settings
 
 from tests.fuzz.judging import Outcome
-from tests.fuzz.programs import Program, programs
+from tests.fuzz.programs import LAYOUTS, Program, programs
 
 KINDS = ("same", "refused", "failed", "void")
 SHRINKING = 60.0
@@ -54,9 +54,9 @@ class Campaign:
     _classes: dict[str, type[Failure]] = field(default_factory=dict)
     _until: float = 0.0
 
-    def explore(self, seed: int, most: int, *, gloo: bool = False) -> None:
+    def explore(self, seed: int, most: int, *, layout: str = LAYOUTS[0]) -> None:
         """Generate programs, and shrink those that fail in a way that is new."""
-        test = self._test(gloo)
+        test = self._test(layout)
         options = settings(
             max_examples=most,
             database=None,
@@ -69,9 +69,9 @@ class Campaign:
         try:
             hypothesis.seed(seed)(options(test))()
         except BaseExceptionGroup as group:
-            self._add_faults(group.exceptions, gloo)
+            self._add_faults(group.exceptions, layout)
         except Failure as failure:
-            self._add_faults([failure], gloo)
+            self._add_faults([failure], layout)
 
     def repeat(self, blob: str) -> tuple[Program, Outcome]:
         """Run the program of a line that repeats a failure."""
@@ -80,7 +80,7 @@ class Campaign:
 
         @reproduce_failure(hypothesis.__version__, code.encode())
         @settings(database=None, deadline=None, suppress_health_check=list(HealthCheck))
-        @given(programs(gloo=where == "gloo"))
+        @given(programs(layout=LAYOUTS[int(where)]))
         def test(program: Program) -> None:
             runs.append(program)
             raise Failure(program, Outcome("failed"))
@@ -89,8 +89,8 @@ class Campaign:
             test()
         return runs[-1], self.judge(runs[-1])
 
-    def _test(self, gloo: bool) -> Callable[[], None]:
-        @given(programs(gloo=gloo))
+    def _test(self, layout: str) -> Callable[[], None]:
+        @given(programs(layout=layout))
         def test(program: Program) -> None:
             outcome = self._known.get(program.source)
             if outcome is None:
@@ -115,13 +115,13 @@ class Campaign:
         if outcome.kind in ("refused", "void"):
             self.reasons[f"{outcome.kind} {outcome.reason}"] += 1
 
-    def _add_faults(self, failures: Any, gloo: bool) -> None:
+    def _add_faults(self, failures: Any, layout: str) -> None:
         for failure in failures:
             if not isinstance(failure, Failure):
                 raise failure
             notes = "".join(getattr(failure, "__notes__", []))
             blob = re.search(r"reproduce_failure\('[^']*', b'([^']+)'\)", notes)
-            case = f"{blob[1]}{':gloo' if gloo else ''}" if blob else "unknown"
+            case = f"{blob[1]}:{LAYOUTS.index(layout)}" if blob else "unknown"
             self.faults[failure.outcome.reason] = {
                 "program": failure.program.source,
                 "repeat": f"make fuzz ARGS='--case {case}'",

@@ -9,6 +9,7 @@ import linecache
 import math
 import re
 import sys
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,8 +22,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 import penstock
@@ -66,18 +69,29 @@ class Outcome:
 # ---- the two sides
 
 
-def run_plain(program: Any) -> Report:
-    """Train in a plain loop over microbatches."""
+def run_plain(program: Any, replica: int = 0) -> Report:
+    """Train in a plain loop over microbatches; of several replicas, report what one of them would."""
 
     def side(model: nn.Module, swapped: bool) -> tuple[Any, Callable[..., Any]]:
+        count = program.RUN["replicas"]
+        replicas = [model if index == replica else program.make() for index in range(count)]
+        others = [other for other in replicas if other is not model]
+
         def run_batch(step: int, *, trains: bool) -> tuple[float, Any]:
             modes = [(module, module.training) for module in model.modules()]
-            if not trains:
-                model.eval()
+            for other in others:
+                if trains:
+                    program.change(other, step)
+                other.load_state_dict({**other.state_dict(), **dict(model.named_parameters())})
+            for one in replicas if not trains else ():
+                one.eval()
             with torch.set_grad_enabled(trains):
-                result = plain_pass(program, model, step, trains=trains)
+                result = plain_pass(program, replicas, replica, step, trains=trains)
             for module, mode in modes:
                 module.training = mode
+            for other in others:
+                for here, there in zip(model.modules(), other.modules(), strict=True):
+                    there.training = here.training
             return result
 
         return model, run_batch
@@ -85,7 +99,7 @@ def run_plain(program: Any) -> Report:
     return train(program, side)
 
 
-def run_piped(program: Any, group: Any = None) -> Report:
+def run_piped(program: Any, group: Any = None, replica: int = 0) -> Report:
     """Train through the program's Pipeline, and from some step on through another one."""
     with ExitStack() as stack:
 
@@ -93,12 +107,19 @@ def run_piped(program: Any, group: Any = None) -> Report:
             stack.close()
             made = program.another_pipeline(model) if swapped else program.pipeline(model, group)
             pipe = stack.enter_context(made)
+            module = penstock.PipelineModule(pipe) if program.RUN["as_module"] else None
 
             def run_batch(step: int, *, trains: bool) -> tuple[float, Any]:
-                args, kwargs, target = program.batch(step)
+                args, kwargs, target = program.batch(step, replica)
+                if module is not None:
+                    with autocast(program.RUN):
+                        loss = module(*args, target=target, **kwargs)
+                    loss.backward()
+                    return float(loss.detach()), None
                 call = pipe.step if trains else pipe.eval
                 outputs = program.RUN["outputs"] or not trains
-                with autocast(program.RUN):
+                inference = not trains and program.RUN["inference"]
+                with autocast(program.RUN), torch.inference_mode(inference):
                     result = call(*args, target=target, outputs=outputs, **kwargs)
                 return result.loss, result.outputs
 
@@ -145,24 +166,82 @@ def train(program: Any, side: Side) -> Report:
     return report
 
 
-def plain_pass(program: Any, model: nn.Module, step: int, *, trains: bool) -> tuple[float, Any]:
-    """The loss and the output of a batch, microbatch by microbatch, with gradients if it trains."""
-    run, outputs, total = program.RUN, [], 0.0
-    batch = program.batch(step)
-    count = min(len(tensors(batch)[0]), run["microbatches"])
-    parts = list(zip(*(split(value, count) for value in batch), strict=True))
-    divisor = run["accumulate"] if run["reduction"] == "mean" else 1
-    seed = run["seed"]
+def plain_pass(
+    program: Any, replicas: Sequence[nn.Module], mine: int, step: int, *, trains: bool
+) -> tuple[float, Any]:
+    """The loss of a batch and the output of one replica's part, with gradients if it trains."""
+    batches = [microbatches_of(program, step, replica) for replica in range(len(replicas))]
+    weights = iter(shares(program, [part for parts in batches for part in parts]))
+    seen = getattr(program, "seen", [])
+    earlier = [weight.grad for weight in replicas[mine].parameters()]
+    if trains and len(replicas) > 1:
+        replicas[mine].zero_grad()
+    total, output = 0.0, None
+    for replica, (model, parts) in enumerate(zip(replicas, batches, strict=True)):
+        heard = len(seen)
+        weighted = [(part, next(weights)) for part in parts]
+        losses, outputs = microbatches(program, model, weighted, step, trains, len(replicas))
+        total += losses
+        if replica == mine:
+            output = outputs
+        else:
+            del seen[heard:]
+    if trains and len(replicas) > 1:
+        average(replicas, mine, earlier)
+    return total, output
+
+
+def microbatches(
+    program: Any, model: nn.Module, parts: Any, step: int, trains: bool, replicas: int
+) -> tuple[float, Any]:
+    """The same of the microbatches of one replica, each with its weight, one after the other."""
+    run, seed, outputs = program.RUN, program.RUN["seed"], []
     units = None if seed is None else units_of(model, run["cut"])
-    for index, (part, share) in enumerate(zip(parts, shares(program, parts), strict=True)):
+    total, whole = 0.0, torch.zeros(())
+    # The replicas' gradients are averaged at the end, as those of DistributedDataParallel.
+    factor = replicas / (run["accumulate"] if run["reduction"] == "mean" else 1)
+    for index, (part, share) in enumerate(parts):
         drawn = penstock.randomness(model, seed=seed or 0, step=step, microbatch=index, units=units)
         with nullcontext() if seed is None else drawn:
             output, loss = forward(program, model, *part)
-            if trains:
-                (loss * share / divisor).backward()
+            if trains and not run["as_module"]:
+                (loss * share * factor).backward()
+        whole = whole + loss * share * factor if run["as_module"] else whole
         outputs.append(output)
         total += float(loss.detach()) * share
+    if trains and run["as_module"]:
+        # The hooks of weights see the whole gradient, once.
+        whole.backward()
     return total, joined(outputs)
+
+
+def microbatches_of(program: Any, step: int, replica: int) -> list[Any]:
+    """The arguments and target of each microbatch of a replica."""
+    batch = program.batch(step, replica)
+    count = min(len(tensors(batch)[0]), program.RUN["microbatches"])
+    return list(zip(*(split(value, count) for value in batch), strict=True))
+
+
+def average(replicas: Sequence[nn.Module], mine: int, earlier: Sequence[Tensor | None]) -> None:
+    """Add the average of all gradients to those of earlier steps, and copy the buffers of the first."""
+    model = replicas[mine]
+    pairs = [
+        (weight, there)
+        for other in replicas
+        if other is not model
+        for weight, there in zip(model.parameters(), other.parameters(), strict=True)
+        if there.grad is not None
+    ]
+    for weight, there in pairs:
+        weight.grad = there.grad if weight.grad is None else weight.grad + there.grad
+        there.grad = None
+    for weight, before in zip(model.parameters(), earlier, strict=True):
+        mean = None if weight.grad is None else weight.grad / len(replicas)
+        weight.grad = before if mean is None else mean if before is None else mean + before
+    with torch.no_grad():
+        for other in replicas[1:]:
+            for buffer, first in zip(other.buffers(), replicas[0].buffers(), strict=True):
+                buffer.copy_(first)
 
 
 def units_of(model: nn.Module, cut: Any) -> list[str]:
@@ -355,17 +434,17 @@ def loaded(source: str) -> Iterator[Any]:
         del sys.modules[name]
 
 
-def reports(program: Any, group: Any = None) -> tuple[Report, Report] | Outcome:
+def reports(program: Any, group: Any = None, replica: int = 0) -> tuple[Report, Report] | Outcome:
     """What the plain loop and the Pipeline report, or how it ended before."""
     try:
-        expected = run_plain(program)
+        expected = run_plain(program, replica)
     except Exception as error:
         return Outcome("void", f"{type(error).__name__}: {str(error)[:80]}")
     values = [torch.as_tensor(v) for v in expected.values() if not isinstance(v, list | None)]
     if not all(value.isfinite().all() for value in values):
         return Outcome("void", "not finite")
     try:
-        found = run_piped(program, group)
+        found = run_piped(program, group, replica)
     except Exception as error:
         return outcome_of(error)
     if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
@@ -386,7 +465,9 @@ def judge_in(pool: WorkerPool, source: str, processes: int) -> Outcome:
     A pool for programs of one process has one worker: others would count as ranks that are missing.
     """
     try:
-        answers = pool.run(f"{__name__}:work", processes, source=source)
+        with tempfile.TemporaryDirectory(prefix="penstock-fuzz-") as folder:
+            store = str(Path(folder, "store"))
+            answers = pool.run(f"{__name__}:work", processes, source=source, store=store)
     except WorkerError as error:
         lines = str(error).strip().splitlines()
         kind = "void" if processes == 1 and crashes_alone(pool, source) else "failed"
@@ -394,24 +475,45 @@ def judge_in(pool: WorkerPool, source: str, processes: int) -> Outcome:
     outcomes = [Outcome(**answer["outcome"]) for answer in answers]
     # The rank with the cause, rather than those that stopped because of it.
     worst = min(outcomes, key=lambda outcome: (outcome.kind == "same", "Peer" in outcome.reason))
-    if processes == 1:
+    if processes == 1 or worst.kind != "same":
         return worst
-    if worst.kind != "same":
-        pool.close()  # messages between the ranks may still be under way
-        return worst
-    expected, together = answers[0]["expected"], Report()
-    for found in (answer["found"] for answer in answers):
-        hooks = {n: together.get(n, []) + calls for n, calls in found.items() if calls}
-        together |= found | hooks
-    return compare(expected, together, answers[0]["limit"])
+    for replica in {answer["replica"] for answer in answers}:
+        mine = [answer for answer in answers if answer["replica"] == replica]
+        together = Report()
+        for found in (answer["found"] for answer in mine):
+            hooks = {n: together.get(n, []) + calls for n, calls in found.items() if calls}
+            together |= found | hooks
+        worst = compare(mine[0]["expected"], together, mine[0]["limit"])
+        if worst.kind != "same":
+            break
+    return worst
 
 
-def work(group: Any, source: str) -> dict[str, Any]:
+@contextmanager
+def fresh_world(size: int, replicas: int, store: str) -> Iterator[tuple[Any, int]]:
+    """Groups in which no message of an earlier program is under way, and the number of this replica.
+
+    A program that is refused in the middle of a step leaves some. New groups cost milliseconds, new processes
+    seconds.
+    """
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    if replicas == 1:
+        yield dist.group.WORLD, 0
+    else:
+        mesh = init_device_mesh("cpu", (replicas, size // replicas), mesh_dim_names=("dp", "pp"))
+        yield mesh, mesh.get_local_rank("dp")
+
+
+def work(group: Any, source: str, store: str) -> dict[str, Any]:
     """A worker's task: compare its share; what hooks saw and what is missing is for all ranks together."""
-    if group.size() == 1:
+    size = group.size()
+    if size == 1:
         return {"outcome": asdict(judge(source))}
     with loaded(source) as program:
-        both = reports(program, group)
+        with fresh_world(size, program.RUN["replicas"], store) as (place, replica):
+            both = reports(program, place, replica)
         if isinstance(both, Outcome):
             return {"outcome": asdict(both)}
         expected, found = both
@@ -423,6 +525,7 @@ def work(group: Any, source: str) -> dict[str, Any]:
         "outcome": asdict(outcome),
         "expected": {n: v if isinstance(v, list) else None for n, v in expected.items()},
         "found": dict.fromkeys(share) | hooks,
+        "replica": replica,
         "limit": limit,
     }
 

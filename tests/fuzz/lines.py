@@ -32,9 +32,7 @@ class Form(NamedTuple):
     only_in_units: bool
 
 
-HEAVY = (
-    r"Linear|Keeps|Scales|Switch|Counts|Leaves|Conv|Embedding|LSTM|GRU|Attention|coder|Norm|PReLU"
-)
+HEAVY = r"Linear|Keeps|Scales|Switch|Counts|Leaves|Caches|Conv|Embedding|LSTM|GRU|Attention|coder|Norm|PReLU"
 """What stands in ``make`` where a module has weights."""
 TABLE = r"""
 # layers
@@ -56,7 +54,8 @@ attention [SQ->S] nn.MultiheadAttention(4, 2, batch_first=True) :: {out}, _ = {m
 attention [S->S] nn.TransformerEncoderLayer(4, 1, 8, 0.0, batch_first=True)
 attention [SS->S] nn.Parameter(torch.randn(4, 4) / 2) :: F.scaled_dot_product_attention({0} @ {m}, {1},
     {1}, is_causal=True)
-embedding [K->S] nn.Embedding(4, 4) | nn.Embedding(4, 4, padding_idx=0) | nn.Embedding(4, 4, sparse=True)
+embedding [K->S] nn.Embedding(4, 4) | nn.Embedding(4, 4, padding_idx=0) | nn.Embedding(4, 4, sparse=True) |
+    nn.Embedding(4, 4, max_norm=1.0)
 embedding [K->V] nn.EmbeddingBag(4, 4, mode='sum')
 embedding [S->S] nn.Embedding(8, 4) :: {0} + {m}(torch.arange({0}.size(1)))
 parametrised [*->*] nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)) |
@@ -115,12 +114,25 @@ state [*->*] self.m{n} = None :: {m} = torch.ones_like({0}) ; {out} = {0} * {m} 
     {out} = {0} * 1 | {out} = {0} if {m} is None else {0} + {m}.mean() ; {m} = {0}.detach()
 kept values [*->*] Keeps(4, 4) :: {m}({0}) + {m}.kept | {m}({0}) * {m}.calls
 given buffers [*->**] Scales(4, 4) :: {out}, {out}b = {m}({0})
+given buffers [*->*] nn.ModuleList([Scales(4, 4), nn.Linear(4, 4)]) :: {out} = {m}[1]({m}[0]({0})[0]) *
+    {m}[0].scale | {out} = {m}[1]({m}[0]({0})[0]) * {m}[0].codes | {out}, _, c = {m}[0]({0}, own=True) ;
+    {out} = {m}[1]({out}) * c
 given buffers [*->*] Scales(4, 4) :: {out}, _ = {m}({0}) ; {out} = {out} * {m}.scale | {out}, _ = {m}({0}) ;
     {out} = {out} + {m}.codes
 switches [*->*] Switch(4, 4, 'freezes') | Switch(4, 4, 'skips') | Switch(4, 4, 'writes')
+switches [*->*] Switch(4, 4, 'views') :: {out} = {m}({0}) ; {out}.mul_(0.5) ; {out} = {out} + {0} | {out} =
+    {m}({0}) ; {0}.mul_(0.5) ; {out} = {out} + {0}
+switches [*->**] Switch(4, 4, 'stops') :: {out}, {out}b = {m}({0})
+switches [*->*] nn.ModuleList([Switch(4, 4, 'stops'), Switch(4, 4, 'freezes')]) :: {out}, c = {m}[0]({0}) ;
+    {out} = {m}[1]({out} + c) * c
+switches [*->*] Switch(4, 4, 'pairs') :: {m}({0})[0]
+switches [*->*] nn.Linear(4, 4) :: {m}({0}) if {m}.training else {0} * 2
+switches [*i->*] nn.Linear(4, 4) :: {out} = {0} ; for _ in range({1}): {out} = {m}({out})
+switches [*i->*] nn.Linear(4, 4) :: {m}({0}) if {1} > 1 else {0}
 switches [*->*] self.on = False :: {out} = {0} * 2 if self.on else {0} | {out} = {0} if self.on else
     {0}.tanh()
 own counts [*->*] Switch(4, 4, 'freezes', 3) | Switch(4, 4, 'skips', 4)
+own counts [*->**] Switch(4, 4, 'stops', 3) :: {out}, {out}b = {m}({0})
 objects [*->*] nn.ModuleList([Counts(4, 4), Counts(4, 4)]) :: {out}, c = {0}, [] ; for layer in {m}: {out} =
     layer({out}, c) | {out}, c = {0}, dict(n=0) ; for layer in {m}: {out} = layer({out}, c) | {out}, c = {0},
     itertools.count(1) ; for layer in {m}: {out} = layer({out}, c) | {out}, c = {0}, dict(h=0.0) ; for layer
@@ -129,7 +141,19 @@ objects [*->*] nn.ModuleList([Counts(4, 4), Counts(4, 4)]) :: {out}, c = {0}, []
     layer({out}, c) ; {out} = {out} * len(c) | {out}, c = {0}, dict(h=0.0) ; for layer in {m}: {out} =
     layer({out}, c) ; {out} = {out} + c['h'] | {out}, c = {0}, dict(x={0}, n=0) ; for layer in {m}: {out} =
     layer({out}, c) + c['x']
+objects [*->*] nn.ModuleList([Counts(4, 4), Counts(4, 4)]) :: {out}, c = {0}, iter((1.0, 0.5)) ; for layer
+    in {m}: {out} = layer({out}, c) | {out}, c = {0}, (x for x in (1.0, 0.5)) ; for layer in {m}: {out} =
+    layer({out}, c) | {out}, c = {0}, collections.deque((1.0, 0.5)) ; for layer in {m}: {out} =
+    layer({out}, c) | {out}, c = {0}, Bag() ; c.h = 0.0 ; for layer in {m}: {out} = layer({out}, c) | {out},
+    c = {0}, Bag() ; for layer in {m}: {out} = layer({out}, c) ; {out} = {out} * c.n
 global numbers [*->*] Leaves(4, 4)
+global numbers [*->*] nn.ModuleList([Leaves(4, 4), nn.Linear(4, 4)]) :: {m}[1]({m}[0]({0}))
+scripted [*->*] :: doubled({0})
+scripted in units [*->*] :: doubled({0})
+caches [*->*] self.m{n} = None :: {m} = torch.linspace(0, 1, 4) if {m} is None else {m} ; {out} = {0} * {m}
+caches [*->*] self.m{n} = dict() :: {m}.setdefault({0}.size(0), torch.ones(4)) ; {out} = {0} *
+    {m}[{0}.size(0)]
+caches [*->*] Caches(4, 4)
 written [*->*] :: self.w{n} = {0}.mean() ; {out} = {0} * 1
 strides [*->*] :: {0}.transpose(0, -1).contiguous().mul_(2).transpose(0, -1) | {0}[...,
     1:].contiguous().add_(1).sum(-1, keepdim=True) + {0} | {0}.reshape(-1).mul_(0.5).view_as({0})
@@ -187,6 +211,7 @@ CALLS = (
     "{out} = {m}({named})",
     "{out} = checkpoint({m}, {args}, use_reentrant=False)",
     "{out} = checkpoint({m}, {args}, use_reentrant=True)",
+    "{out} = checkpoint({m}.forward, {args}, use_reentrant=False)",
     "with torch.no_grad(): {out} = {m}({args})",
 )
 
@@ -199,13 +224,17 @@ HOOKS = (
     "{p}.register_full_backward_hook(lambda module, grads, outputs: note('{p}', grads, outputs))",
     "{p}.register_full_backward_pre_hook(lambda module, grads: (grads[0] * 0.5, *grads[1:]))",
     "{p}.weight.register_hook(lambda grad: grad * 0.5)",
+    "{p}.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))",
     "{p}.weight.register_post_accumulate_grad_hook(lambda weight: note('{p}', weight))",
 )
 EVENTS = (
     "{p}.weight.requires_grad_(False)",
     "model.requires_grad_(True)",
     "with torch.no_grad():\n    {p}.weight.mul_(0.5)",
+    "{p}.requires_grad_(step % 2 == 0)",
+    "next(iter(model.children())).requires_grad_(step % 2 == 0)",
     "{p}.eval()",
+    "{p}.train(step % 2 == 0)",
     "{p}.register_forward_hook(lambda module, args, output: output * 0.9)",
     "{p}.weight = nn.Parameter({p}.weight.detach() * 0.5)",
     "for part in model.modules():\n"
@@ -255,11 +284,11 @@ class Scales(nn.Linear):
         self.register_buffer('scale', torch.ones(4))
         self.codes = torch.ones(4)
 
-    def forward(self, x):
+    def forward(self, x, own=False):
         h = super().forward(x)
         self.scale.mul_(0.9).add_(h.detach().mean() * 0.1)
         self.codes.add_(0.1)
-        return h, self.scale.expand_as(h)
+        return (h, self.scale.expand_as(h), *[self.scale] * own)
 """,
     "Switch": """
 class Switch(nn.Linear):
@@ -274,6 +303,14 @@ class Switch(nn.Linear):
             return super().forward(x.mul_(0.5) if on else x * 0.5)
         if self.how == 'skips' and not on:
             return x
+        if self.how == 'views':
+            return x[:] if on else super().forward(x)
+        if self.how == 'stops':
+            h = super().forward(x)
+            return h, h.detach() if on else h * 2
+        if self.how == 'pairs':
+            h = super().forward(x)
+            return (h, h, on) if on else (h, h * 2)
         with torch.set_grad_enabled(torch.is_grad_enabled() and (on or self.how != 'freezes')):
             return super().forward(x)
 """,
@@ -295,6 +332,12 @@ class Counts(nn.Linear):
         if isinstance(c, dict):
             c['n'] += 1
             return h * c['n']
+        if type(c).__name__ == 'deque':
+            return h * c.pop()
+        if isinstance(c, Bag) and hasattr(c, 'h'):
+            h = h + c.h
+            c.h = h * 0.5
+            return h
         if isinstance(c, Bag):
             c.n += 1
             return h * c.n
@@ -312,6 +355,23 @@ class Leaves(nn.Linear):
     def forward(self, x):
         SHARED['n'] = SHARED.get('n', 0) + 1
         return super().forward(x) * (1 + SHARED['n'] % 2)
+""",
+    "doubled": """
+@torch.jit.script
+def doubled(x):
+    return x * 2
+""",
+    "Caches": """
+class Caches(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.tables, self.calls = {}, 0
+
+    def forward(self, x):
+        self.calls += 1
+        if len(x) not in self.tables:
+            self.tables[len(x)] = torch.linspace(0, 1, 4)
+        return super().forward(x) * self.tables[len(x)]
 """,
     "Scale": """
 class Scale(torch.autograd.Function):

@@ -33,6 +33,8 @@ class Body:
     modules: list[str] = field(default_factory=list)
     square: list[str] = field(default_factory=list)
     """The modules with a weight of 4 by 4."""
+    tables: list[str] = field(default_factory=list)
+    """The embeddings of 4 rows."""
     callable: list[tuple[str, str]] = field(default_factory=list)
     """The modules that can be called again, each with the kind of its argument."""
 
@@ -112,9 +114,14 @@ class Author:
         """Note what can be done with a new module."""
         if form.make.startswith(("nn.Parameter", "self.")):
             return
-        body.modules.append(name)
+        # The members of a list may be in different stages.
+        several = form.make.startswith("nn.ModuleList([")
+        names = [f"{name}.0", f"{name}.1"] if several else [name]
+        body.modules += names
         if re.search(HEAVY, form.make) and "affine=False" not in form.make:
-            body.units.append(name)
+            body.units += names
+        if form.make.startswith("nn.Embedding(4, 4"):
+            body.tables.append(name)
         if form.make.startswith("nn.Linear(4, 4") and "\n" not in form.make:
             body.square.append(name)
         if form.code == "{m}({0})" and form.takes == "*":

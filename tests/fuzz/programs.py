@@ -48,7 +48,7 @@ TENSORS = {
     "S": SEQUENCE,
     "K": "torch.randint(0, 4, (size, length))",
     "Q": "torch.arange(length) <= torch.randint(0, length, (size, 1))",
-    "i": "2",
+    "i": "step % 2 + 1",
     "o": "None",
     "t": f"({SEQUENCE}, {SEQUENCE})",
     "d": f"dict(a={SEQUENCE}, b={SEQUENCE})",
@@ -73,8 +73,8 @@ def make():
     return model
 
 
-def batch(step):
-    torch.manual_seed(100 + step)
+def batch(step, replica=0):
+    torch.manual_seed(100 + step + 1000 * replica)
     size, length = {sizes}[step], {lengths}[step]
     return ({args}), dict({kwargs}), {target}
 
@@ -98,20 +98,26 @@ if __name__ == "__main__":
 """
 
 
+LAYOUTS = ("one process", "gloo", "2 x 2")
+"""Where the ranks are: all in one process, each in its own, or that of two replicas of two stages."""
+
+
 @st.composite
-def programs(draw: Callable[[Any], Any], gloo: bool = False) -> Program:
-    """Programs of which each rank is a process (``gloo``), or whose ranks are all in one."""
+def programs(draw: Callable[[Any], Any], layout: str = LAYOUTS[0]) -> Program:
+    """Programs of a layout."""
     author = Author(draw)
+    gloo = layout != LAYOUTS[0]
     is_chain = author.chance(6)
     model, body, takes, ends = chain_of(author) if is_chain else model_of(author)
-    pipeline, ranks, microbatches, cut = pipeline_of(author, body, is_chain, gloo)
-    run, options = run_of(author, microbatches, cut)
+    pipeline, ranks, microbatches, cut = pipeline_of(author, body, is_chain, layout)
+    run, options = run_of(author, microbatches, cut, layout)
     another = ""
     # Masks would depend on the other cut; and processes do not have the whole model any longer.
-    if run["steps"] > 1 and not gloo and run["seed"] is None and author.chance(3):
+    alone = not gloo and not run["as_module"]
+    if run["steps"] > 1 and alone and run["seed"] is None and author.chance(3):
         author.used.add("schedule swapped")
         run["swap"] = author.pick(("model", "state"))
-        text = pipeline_of(author, body, is_chain, gloo, microbatches)[0].format(options=options)
+        text = pipeline_of(author, body, is_chain, layout, microbatches)[0].format(options=options)
         another = f"\n\ndef another_pipeline(model):\n    {text}\n"
     # A batch norm needs two samples in each microbatch.
     least = microbatches * (2 if "batch norm" in author.used else 1)
@@ -140,9 +146,9 @@ def programs(draw: Callable[[Any], Any], gloo: bool = False) -> Program:
     imports = [text for text in above if "\n" not in text]
     above = [f"\n{text}" for text in above if "\n" in text]
     source = SOURCE.format(imports="\n".join(imports), above="".join(above), **words)
-    asked = ("autocast", "evaluate", "load", "loss_weight", "outputs")
-    features = {*author.used, "gloo" if gloo else "one process", *(n for n in asked if run[n])}
-    return Program(source.lstrip(), ranks if gloo else 1, tuple(sorted(features)))
+    asked = ("as_module", "autocast", "evaluate", "load", "loss_weight", "outputs")
+    features = {*author.used, layout, *(name for name in asked if run[name])}
+    return Program(source.lstrip(), ranks * run["replicas"] if gloo else 1, tuple(sorted(features)))
 
 
 def model_of(author: Author) -> tuple[str, Body, list[str], list[str]]:
@@ -156,6 +162,9 @@ def model_of(author: Author) -> tuple[str, Body, list[str], list[str]]:
     if len(body.square) > 1 and author.chance(6):
         author.shares = True
         body.init.append(f"self.{body.square[0]}.weight = self.{body.square[-1]}.weight")
+    elif body.square and body.tables and author.chance(3):
+        author.shares = True
+        body.init.append(f"self.{body.square[-1]}.weight = self.{body.tables[0]}.weight")
     author.classes.append(class_text("Model", body, ", ".join(takes), returned))
     return "Model()", body, takes, ends
 
@@ -177,14 +186,17 @@ def loss_of(author: Author, kind: str, ends: list[str], fold: str) -> tuple[str,
         (TENSORS[kind], f"F.mse_loss({first}, target, reduction={fold!r})"),
         (classes, f"F.cross_entropy({flat}, reduction={fold!r})"),
         ("None", f"{first}.square().{fold}()"),
+        (f"{TENSORS[kind]}.requires_grad_() + 0", f"F.mse_loss({first}, target, reduction={fold!r})"),
     ))  # fmt: skip
     terms = [term, *(f"{other}.square().{fold}()" for other in others)]
     return target, " + ".join(terms + [f"0.1 * {first}.abs().{fold}()"] * author.chance(4))
 
 
-def run_of(author: Author, microbatches: int, cut: Any) -> tuple[dict[str, Any], str]:
+def run_of(author: Author, microbatches: int, cut: Any, layout: str) -> tuple[dict[str, Any], str]:
     """What is done with the model, and what the Pipeline must know of it."""
     draws = "draws" in author.used
+    # As a module it gives a loss alone, and draws in other steps.
+    as_module = not draws and author.chance(8)
     run: dict[str, Any] = {
         "steps": author.pick((1, 2, 3)),
         "microbatches": microbatches,
@@ -192,29 +204,36 @@ def run_of(author: Author, microbatches: int, cut: Any) -> tuple[dict[str, Any],
         "dtype": author.pick(("float64",) * 9 + ("float32",)),
         "optimizer": author.pick(("SGD", "AdamW")),
         "clip": author.pick((None, 0.1)),
-        "outputs": author.chance(4),
-        "evaluate": not draws and author.chance(5),
+        "outputs": not as_module and author.chance(4),
+        "evaluate": not draws and not as_module and author.chance(5),
+        "inference": author.chance(2),
         "load": author.chance(12),
-        "accumulate": author.pick((1, 1, 1, 1, 2)),
+        "accumulate": 1 if as_module else author.pick((1, 1, 1, 1, 2)),
         "seed": 17 if draws else None,
         "cut": cut if draws else None,
         "swap": None,
+        "as_module": as_module,
+        "replicas": 2 if layout == LAYOUTS[2] else 1,
     }
-    run["loss_weight"] = run["accumulate"] == 1 and author.chance(8)
+    run["loss_weight"] = run["accumulate"] == 1 and not as_module and author.chance(8)
     run["autocast"] = run["dtype"] == "float32" and author.chance(2)
     run["half"] = run["autocast"] or "autocast" in author.used
     usual = {"reduction": "mean", "accumulate": 1, "seed": None}
     options = "".join(f", {n}={run[n]!r}" for n, value in usual.items() if run[n] != value)
-    return run, options + ", loss_weight=weight_of" * run["loss_weight"]
+    if run["loss_weight"]:
+        # These weights are none of the loss's own.
+        options += ", loss_weight=weight_of, loss_over='microbatch'"
+    return run, options
 
 
 def pipeline_of(
-    author: Author, body: Body, is_chain: bool, gloo: bool, microbatches: int | None = None
+    author: Author, body: Body, is_chain: bool, layout: str, microbatches: int | None = None
 ) -> tuple[str, int, int, Any]:
     """The lines that make the Pipeline, its ranks, its microbatches, and where it is cut."""
     units, microbatches = len(body.units), microbatches or author.pick((2, 1, 3, 4, 6))
     name, ranks, stages = schedule_for(author, units, microbatches)
-    if gloo and ranks not in (2, 3):
+    gloo = layout != LAYOUTS[0]
+    if gloo and ranks not in ((2, 3) if layout == LAYOUTS[1] else (2,)):
         name, ranks, stages = "1F1B", 2, 2
     before, schedule = "", repr(name)
     if not author.used & set(ORDERED) and author.chance(4):
@@ -240,7 +259,11 @@ def pipeline_of(
         options += ", checkpoint=True"
     lists = [body.modules[a:b] for a, b in slices]
     cut = author.pick((stages, [body.units[start] for start in starts] or stages, lists))
-    where = "group=group, timeout=60.0" if gloo else f"ranks={ranks}"
+    where = {
+        LAYOUTS[0]: f"ranks={ranks}",
+        LAYOUTS[1]: "group=group, timeout=60.0",
+        LAYOUTS[2]: "mesh=group, replicas=group['dp'], timeout=60.0",
+    }[layout]
     text = f"{before}return penstock.Pipeline(model, stages={cut}, {where}, {options})"
     return text, ranks, microbatches, cut
 
@@ -309,4 +332,5 @@ def change_of(author: Author, body: Body, steps: int) -> str:
         return "pass"
     author.used.add("changes between steps")
     text = author.pick(EVENTS).format(p="model." + author.pick(body.square))
-    return f"if step == {author.pick(range(1, steps))}:\n{indent(text, ' ' * 8)}"
+    when = author.pick(("==", ">="))
+    return f"if step {when} {author.pick(range(1, steps))}:\n{indent(text, ' ' * 8)}"

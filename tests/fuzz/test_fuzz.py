@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,9 +13,17 @@ from penstock.errors import InternalError, PartitionError, PeerFailed, SpecError
 from penstock.testing import WorkerError, WorkerPool
 from tests.fuzz.campaign import Campaign
 from tests.fuzz.judging import Outcome, differences, judge, judge_in, outcome_of
-from tests.fuzz.programs import Program
+from tests.fuzz.programs import LAYOUTS, Program
 
 pytestmark = pytest.mark.timeout(400)  # a few CPU seconds each, also where the machine is busy
+
+
+@pytest.fixture(scope="module")
+def together() -> Iterator[WorkerPool]:
+    """Workers of its own: a program makes their process groups anew."""
+    with WorkerPool(4) as pool:
+        yield pool
+
 
 # ---- fixed programs
 
@@ -29,11 +37,12 @@ def test_fixed_programs_in_one_process_do_what_a_plain_loop_does() -> None:
 
 
 @pytest.mark.slow
-def test_fixed_programs_with_a_process_for_each_rank_do_too(workers: WorkerPool) -> None:
-    campaign = Campaign(lambda program: judge_in(workers, program.source, program.processes))
-    campaign.explore(seed=0, most=5, gloo=True)  # hypothesis begins with the plainest
+def test_fixed_programs_with_a_process_for_each_rank_do_too(together: WorkerPool) -> None:
+    campaign = Campaign(lambda program: judge_in(together, program.source, program.processes))
+    for layout in LAYOUTS[1:]:
+        campaign.explore(seed=0, most=5, layout=layout)  # hypothesis begins with the plainest
     assert campaign.faults == {}, campaign.report()
-    assert campaign.kinds["same"] > 3
+    assert campaign.kinds["same"] > 6
 
 
 # ---- planted faults
@@ -197,7 +206,7 @@ def make():
     return model
 
 
-def batch(step):
+def batch(step, replica=0):
     return (torch.ones(2, 4),), {}, torch.ones(2, 4)
 
 
@@ -211,18 +220,18 @@ def pipeline(model, group=None):
 
 loss_fn = F.mse_loss
 RUN = dict(steps=1, microbatches=2, reduction="mean", dtype="float64", optimizer="SGD", clip=None,
-    outputs=True, evaluate=True, load=False, accumulate=1, seed=None, loss_weight=False,
-    autocast=False, half=True)
+    outputs=True, evaluate=True, inference=True, load=False, accumulate=1, seed=None, loss_weight=False,
+    autocast=False, half=True, as_module=False, replicas=1)
 """
 
 
 @pytest.mark.slow
-def test_what_ranks_report_is_put_together(workers: WorkerPool) -> None:
+def test_what_ranks_report_is_put_together(together: WorkerPool) -> None:
     with WorkerPool(1) as alone:
         assert judge_in(alone, HOOKED, 1) == Outcome("same")
-    assert judge_in(workers, HOOKED, 2) == Outcome("same")
+    assert judge_in(together, HOOKED, 2) == Outcome("same")
     lost = HOOKED.replace("return penstock", "model[1]._forward_hooks.clear()\n    return penstock")
-    for outcome in (judge(lost), judge_in(workers, lost, 2)):
+    for outcome in (judge(lost), judge_in(together, lost, 2)):
         assert (outcome.kind, "hook called" in outcome.reason) == ("failed", True)
 
 

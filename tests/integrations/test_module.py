@@ -324,6 +324,37 @@ def test_processes_train_together(workers: WorkerPool) -> None:
     assert_same(found, after(loop))
 
 
+def clip(group: Any, with_loss: bool) -> list[float]:
+    """A loop that empties gradients between forward and backward."""
+    model = as_module(group=group, ranks=2, loss_fn=mean_loss if with_loss else None)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    norms = []
+    for _ in range(2):
+        loss = model(X, target=Y) if with_loss else mean_loss(model(X), Y)
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.01)))
+        optimizer.step()
+    return norms
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("with_loss", [True, False])
+def test_gradients_emptied_before_backward_are_clipped_whole(
+    workers: WorkerPool, with_loss: bool
+) -> None:
+    model, norms = chain(), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        loss = mean_loss(model(X), Y)
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.01)))
+        optimizer.step()
+    for found in workers.run(f"{__name__}:clip", 2, 30.0, with_loss=with_loss):
+        assert found == pytest.approx(norms, rel=1e-9)
+
+
 def alone(group: Any, then: str) -> str:
     """Rank 0 makes a call alone; the other goes on, or is in its own code."""
     pipe = make(group=group, ranks=2, timeout=1.5)

@@ -28,6 +28,8 @@ from penstock.testing import WorkerPool
 from penstock.testing.workers import WorkerError
 from tests.loops.setting import PROGRAMS, RANKS, Setting, launched
 
+LONGEST = 400
+"""Letters of a refusal that are shown."""
 LAYOUTS = {"one": 1, "two": 2, "2x2": 4}
 
 
@@ -154,7 +156,7 @@ def compare(name: str, layouts: list[str], pools: dict[str, WorkerPool]) -> str:
                         said = f"on {len(told)} of {len(saids)} ranks: {said}"
                 except WorkerError as error:
                     said = "failed: " + " ".join(str(error).split())[-250:]
-            cells.append(said[:400] or " / ".join(difference(folder, plain)))
+            cells.append(said[:LONGEST] or " / ".join(difference(folder, plain)))
     if len(set(cells)) == 1 and cells[0].startswith("refused"):
         cells = [cells[0], *['"'] * (len(cells) - 1)]
     return f"| {name} | {' | '.join(cells)} | {time.monotonic() - began:.0f} s |"

@@ -175,7 +175,8 @@ class ByHand(Classifier):
         self.automatic_optimization = False
 
 
-add("automatic_optimization=False", ByHand)
+# By hand no step is counted, so that epochs end the run.
+add("automatic_optimization=False", ByHand, max_epochs=1)
 
 
 class Evaluates(Callback):

@@ -230,6 +230,27 @@ def test_hooks_may_come_after_the_first_step() -> None:
     compare(make, 3, change)
 
 
+def test_a_unit_that_begins_to_give_a_view_of_what_somebody_writes_into() -> None:
+    views: list[bool] = []
+
+    def act(unit: Any, x: Tensor) -> Any:
+        return x[:] if views else unit.lin(x)
+
+    def body(m: Any, x: Tensor) -> Any:
+        h = m.a(x) * 1
+        k, g = m.c(h), m.b(h)
+        return m.d(k + g.mul_(2) + h)
+
+    x, target = data()
+    pipe = pipeline(make(body, b=act))
+    pipe.step(x, target=target)
+    views.append(True)
+    with pytest.raises(
+        PlanError, match="b in stage 0 gave a tensor that shares memory with an arg"
+    ):
+        pipe.step(x, target=target)
+
+
 @pytest.mark.parametrize("act", [frozen_at_first, skipped_at_first, in_place_later])
 def test_what_nobody_could_foresee_is_an_error_and_the_next_step_is_right(act: Any) -> None:
     flag = {"on": False}
@@ -484,6 +505,20 @@ def test_a_switch_that_turns_in_every_call() -> None:
     refused(lambda: make(body), "changes the attribute 'turned' of the Model again and again")
 
 
+def test_a_flag_in_an_object_that_turns_in_every_call() -> None:
+    def body(m: Any, x: Tensor) -> Any:
+        m.config.turned = not m.config.turned
+        return in_order(m, m.a(x)) * (2 if m.config.turned else 1)
+
+    def build() -> Model:
+        model: Any = make(body)
+        model.config = Config()
+        model.config.turned = False
+        return model  # type: ignore[no-any-return]
+
+    refused(build, "changes what the attribute 'config' of the Model holds")
+
+
 def test_what_the_first_batch_has_left_is_not_read_by_others() -> None:
     def body(m: Any, x: Tensor) -> Any:
         if getattr(m, "first", None) is None:
@@ -655,10 +690,14 @@ def test_a_scripted_function_between_units() -> None:
         return x * 2
 
     scripted = torch.jit.script(double)
-    refused(
-        lambda: make(lambda m, x: in_order(m, scripted(m.a(x)))),
-        r"b \(test_as_made.*compiled by torch\.jit",
-    )
+
+    def unused(m: Any, x: Tensor) -> Any:
+        h = m.a(x)
+        scripted(h)
+        return in_order(m, h)
+
+    for body in (unused, lambda m, x: in_order(m, scripted(m.a(x)))):
+        refused(lambda body=body: make(body), r"test_as_made.*compiled code .* torch\.jit")  # type: ignore[misc]
 
 
 def test_an_example_with_which_the_model_fails() -> None:
@@ -695,6 +734,7 @@ class Config:
     """What a model and its units have in common, as in transformers."""
 
     kind: str | None = None
+    turned = False
 
 
 def with_config(model: Model) -> Model:
@@ -746,3 +786,27 @@ def test_a_setting_found_before_the_last_unit_is_refused(between: bool) -> None:
     x, target = data()
     with pytest.raises(PartitionError, match="the attribute 'config' of the Model holds"):
         pipeline(with_config(make(body, b=act))).step(x, target=target)
+
+
+def given_to_the_next(unit: Any, x: Tensor) -> Any:
+    h = scales(unit, x)
+    return h, unit.scale.expand_as(h)
+
+
+def used_by_the_next(m: Any, x: Tensor) -> Any:
+    h, scale = m.a(x)
+    return m.d(m.c(m.b(h * scale) * m.a.scale))
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "ZB-H1"])
+def test_a_backward_in_the_stage_that_changes_a_buffer_later(schedule: str) -> None:
+    compare(lambda: make(used_by_the_next, a=given_to_the_next), schedule=schedule)
+
+
+def test_a_unit_that_cannot_have_its_buffer_as_it_was_is_named() -> None:
+    def act(unit: Any, x: Tensor) -> Any:
+        return scales(unit, x) * unit.scale.expand_as(x)
+
+    x, target = data()
+    with pytest.raises(penstock.errors.UsageError, match=r"needs a view of a\.scale \(Unit\) as"):
+        pipeline(make(a=act), "GPipe").step(x, target=target)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from penstock import PipelineStage
 from penstock import schedule as ps
@@ -19,6 +20,7 @@ from penstock.errors import ScheduleError
 from penstock.pipeline import Pipeline
 from penstock.testing import Verdict, WorkerPool, compare, plain_loop
 from tests.pipeline.cases import CASES, EDGES, LANGUAGE, USES, translator
+from tests.pipeline.models import X, Y, chain, mean_loss
 
 RANKS = {"ZB-H1": 2, "1F1B": 4, "Interleaved1F1B": 2, "ZB-V": 2, "DualPipeV": 2}
 """A schedule of each family: on how many ranks there are four stages, and of ZB-H1 two."""
@@ -243,3 +245,23 @@ def train_with_two_uses(group: Any) -> float:
 @pytest.mark.timeout(60)
 def test_a_value_for_two_stages_of_a_rank_may_have_a_gradient_from_one(workers: WorkerPool) -> None:
     assert max(workers.run(f"{__name__}:train_with_two_uses", 2)) < 1e-6
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1"])
+def test_frozen_weights_cost_no_weight_backward(schedule: str) -> None:
+    """As in LoRA, where what is large is frozen."""
+
+    def operations(*, frozen: bool) -> int:
+        model = chain(4)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not frozen or name.endswith("bias"))
+        pipe = Pipeline(model, schedule=schedule, ranks=2, microbatches=4, loss_fn=mean_loss)
+        pipe.step(X, target=Y)
+        with FlopCounterMode(display=False) as counter:
+            pipe.step(X, target=Y)
+        return counter.get_total_flops()
+
+    # One product in F of each of four layers, in I of three, and in W of four.
+    once = 2 * X.numel() * X.shape[1]
+    assert operations(frozen=False) == 11 * once
+    assert operations(frozen=True) == 7 * once

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import repeat
 from typing import Any, NoReturn, TypeAlias
 
@@ -126,15 +126,15 @@ def raise_from(
         outputs: What backward started from.
         grads: Their gradients.
     """
-    if isinstance(error, PenstockError):
-        raise error
-    if outputs is not None:
+    if not isinstance(error, PenstockError) and outputs is not None:
         _check_seeds(outputs, grads)
-    if names := list(_changed_in_place(module, str(error))):
+    if names := _changed_in_place(module, str(error)):
         raise UsageError(
             f"{call} needs {' or '.join(names)} as forward left it, but it was changed in place since, as by "
             "the forward of a later microbatch; let the module make a new tensor instead of changing the old"
         ) from error
+    if isinstance(error, PenstockError):
+        raise error
     values = (
         "" if outputs is None else f" for output={describe(outputs)}, gradient={describe(grads)}"
     )
@@ -174,16 +174,25 @@ _CHANGED = (
 )
 
 
-def _changed_in_place(module: nn.Module, message: str) -> Iterator[str]:
-    """Yields what of a module is the tensor that autograd says was changed: its type, shape and version."""
+def _changed_in_place(module: nn.Module, message: str) -> list[str]:
+    """Returns what of a module may be the tensor that autograd says was changed: its type, shape and version.
+
+    If none has its shape, a view of any of the same type and version may be it.
+    """
+    if "is at version" not in message:
+        return []
+    named: list[tuple[str, Tensor]] = []
     for path, part in module.named_modules():
         held = {n: t for n, t in (part._buffers | vars(part)).items() if isinstance(t, Tensor)}
-        for name, tensor in held.items():
-            if (
-                f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version};"
-                in message
-            ):
-                yield f"{'.'.join(filter(None, (path, name)))} ({type(part).__name__})"
+        kind = type(part).__name__
+        named += [(f"{'.'.join(filter(None, (path, n)))} ({kind})", t) for n, t in held.items()]
+    same = [
+        (name, tensor)
+        for name, tensor in named
+        if f"[{tensor.type()} [" in message and f"] is at version {tensor._version};" in message
+    ]
+    exact = [name for name, tensor in same if f" {list(tensor.shape)}] is" in message]
+    return exact or [f"a view of {name}" for name, _ in same]
 
 
 def describe(value: Any) -> str:

@@ -121,7 +121,8 @@ class WeightUse:
         if value._version != self.version:
             raise StageError(
                 "an input of an operation with a weight was changed in place between the inputs' half "
-                f"and the weights' half of backward; its shape is {tuple(value.shape)}"
+                f"and the weights' half of backward: [{value.type()} {list(value.shape)}] is at version "
+                f"{value._version}; expected version {self.version} instead"
             )
         return self.operation.gradient(grad, value, *self.arguments)
 

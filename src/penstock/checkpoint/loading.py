@@ -68,6 +68,8 @@ class Choosing:
         older: whether to take an older one if the newest is damaged.
     """
 
+    _table: CheckpointTable
+
     def __init__(self, folder: Path, step: int | None, *, strict: bool, older: bool) -> None:
         self._folder, self._step, self._strict, self._older = folder, step, strict, older
         self._requests: list[Any] = []
@@ -75,7 +77,6 @@ class Choosing:
         self._left: list[CheckpointFolder] = []
         self._newest = 0
         self._damage: list[str] = []
-        self._table: CheckpointTable | None = None
 
     def begin(self, parts: list[dict[str, Any]]) -> list[Any]:
         """Begin with what all processes have; return what each is to check."""
@@ -126,7 +127,6 @@ class Choosing:
 
     def judge(self, damage: list[str]) -> list[Any]:
         """From what all have found of the files: the next offer for each, or its part of the table."""
-        assert self._table is not None
         if any(damage):
             self._pass_over(self._table.path, "; ".join(dict.fromkeys(filter(None, damage))))
             return [[offer, None] for offer in self._offers()]
@@ -141,7 +141,6 @@ class Choosing:
         return [[self._table.path.name, parts[id(one)]] for one in self._requests]
 
     def _part(self, request: Any, match: Match) -> dict[str, Any]:
-        assert self._table is not None
         members = {
             name for _, groups in request["optimizers"].values() for of in groups for name in of
         }
@@ -167,7 +166,6 @@ class Choosing:
         return match
 
     def _is_saved(self, match: Match, label: str, kind: str) -> bool:
-        assert self._table is not None
         contents = self._table.contents
         saved = contents.kinds.get(label)
         is_saved = saved == kind or (kind == OPTIMIZER and label in contents.groups)
@@ -180,7 +178,6 @@ class Choosing:
     def _match_weights(
         self, match: Match, label: str, rows: Sequence[Any], types: Sequence[Any]
     ) -> None:
-        assert self._table is not None
         contents, problems = self._table.contents, match.problems
         match.keys[label] = {}
         for kind, *keys in rows:
@@ -206,7 +203,6 @@ class Choosing:
         self, match: Match, label: str, kind: str, members: Sequence[Any], schedulers: Any
     ) -> None:
         """Find the number of the saved group for each of an optimizer's groups."""
-        assert self._table is not None
         contents, problems = self._table.contents, match.problems
         saved_kind, saved = contents.kinds.get(label, ""), contents.groups[label]
         if saved_kind != kind:
@@ -228,7 +224,6 @@ class Choosing:
 
     def _check(self, matches: Sequence[Match]) -> None:
         """Check how the checkpoint fits all processes; one error lists every mismatch."""
-        assert self._table is not None
         table, kinds = self._table, self._table.contents.kinds
         lines, missing, loose = (
             list(dict.fromkeys(text for one in matches for text in one.problems[kind]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import json
 import logging
-import math
 import os
 import shutil
 import socket
@@ -406,7 +405,7 @@ class Writing:
     def is_settled(self) -> bool:
         """After an error: whether the writing has ended; a run of one process waits for that."""
         if self._team.size == 1:
-            self.finish(time.monotonic() + _AT_EXIT)
+            self.finish()
         return self._end.done()
 
     def wait(self) -> None:
@@ -431,10 +430,10 @@ class Writing:
                 shutil.rmtree(self.job.folder, ignore_errors=True)
             raise
 
-    def finish(self, until: float) -> str:
+    def finish(self) -> str:
         """At the end of the process, wait as long as the writing progresses; return what went wrong."""
         progress, stalled = -1, time.monotonic() + _AT_EXIT
-        while not self._end.done() and time.monotonic() < min(stalled, until):
+        while not self._end.done() and time.monotonic() < stalled:
             size = 0
             with suppress(OSError):
                 size = sum(entry.stat().st_size for entry in os.scandir(self.job.folder))
@@ -451,15 +450,11 @@ _UNFINISHED: set[Writing] = set()
 
 def finish_all() -> None:
     """At the end of the process, complete pending checkpoints, or report that they were lost."""
-    # A process that dies of an exception waits only briefly: its exit status reports the failure.
-    fails = getattr(sys, "last_value", None) is not None
-    until = time.monotonic() + _AT_EXIT if fails else math.inf
-    problems = []
-    for writing in [one for one in _UNFINISHED if one.process == os.getpid()]:
-        if problem := writing.finish(until):
-            problems.append(f"the checkpoint of step {writing.job.step} was lost: {problem}")
-    sys.stderr.writelines(f"penstock: {text}\n" for text in problems)
-    if problems and not fails:
+    ours = [writing for writing in _UNFINISHED if writing.process == os.getpid()]
+    lost = [(writing.job.step, problem) for writing in ours if (problem := writing.finish())]
+    for step, problem in lost:
+        sys.stderr.write(f"penstock: the checkpoint of step {step} was lost: {problem}\n")
+    if lost:
         # An exception here would not change the status; os._exit does, but skips these flushes.
         logging.shutdown()
         sys.stdout.flush()

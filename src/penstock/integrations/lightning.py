@@ -28,6 +28,7 @@ try:
     from lightning.fabric.strategies.ddp import DDPStrategy as FabricProcesses
     from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import (
+        BaseFinetuning,
         ModelPruning,
         StochasticWeightAveraging,
         WeightAveraging,
@@ -478,6 +479,12 @@ def _refuse_callbacks(trainer: Trainer, *, several: bool) -> None:
             raise UsageError(
                 f"{name} replaces weights by products with masks after the module is cut; prune the module "
                 "before trainer.fit, by torch.nn.utils.prune"
+            )
+        if several and isinstance(callback, BaseFinetuning):
+            raise UsageError(
+                f"{name} compares the numbers of all weights, and in a process of several most of "
+                "them lie on other ranks; set requires_grad in a hook, with an optimizer of all weights, or "
+                "train in one process"
             )
         if several and isinstance(callback, StochasticWeightAveraging | WeightAveraging):
             raise UsageError(

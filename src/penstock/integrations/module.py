@@ -21,7 +21,7 @@ from penstock.errors import UsageError
 from penstock.integrations.generation import generate
 from penstock.integrations.passes import Pass
 from penstock.pipeline import Pipeline
-from penstock.runtime import LossFunction, LossScaler, LossWeight, StepResult
+from penstock.runtime import ASKING, Loss, LossFunction, LossScaler, LossWeight, StepResult
 from penstock.values import Microbatches, flatten, unflatten
 
 _OF_STEP = {"target", "microbatches", "loss_weight", "total_weight", "record"}
@@ -342,6 +342,7 @@ class PipelineModel(PipelineModule):
         # Some models take num_items_in_batch and ignore it.
         self.divides = "loss_function" in inspect.unwrap(forward).__code__.co_names
         self.follows = False
+        self._followed_steps = 0
         hint = get_type_hints(forward).get("return")
         kinds = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type)]
         outputs = [kind for kind in kinds if _is_named(kind, "ModelOutput")]
@@ -413,6 +414,8 @@ class PipelineModel(PipelineModule):
             for call in calls:
                 call["num_items_in_batch"] = items
         output = self.outputs_of(*args, **kwargs)
+        if not isinstance(output, list):
+            self._ask(output, labels, args, kwargs)
         output = _joined(output) if isinstance(output, list) else output
         if not isinstance(output, MutableMapping):
             return output
@@ -421,6 +424,18 @@ class PipelineModel(PipelineModule):
                 adds_up = divided and name == "loss"
                 output[name] = value.sum() if adds_up else value @ self._shares(labels, value)
         return output
+
+    def _ask(self, output: Any, labels: Any, args: Any, kwargs: Any) -> None:
+        """Ask a loss that the model computes without labels whether it is a mean over samples."""
+        value = output.get("loss") if isinstance(output, Mapping) else None
+        computes = isinstance(value, Tensor) and value.dim() == 1 and len(value) > 1
+        known = labels is not None and len(labels) > 0
+        if known or not computes or output.get("aux_loss") is not None or not self.training:
+            return
+        self._followed_steps += 1
+        if self._followed_steps in ASKING:
+            loss = Loss(lambda output, _: output["loss"], replicas=self.pipe.replicas)
+            self.pipe.ask_inside(loss, len(cast("Tensor", value)), *args, **kwargs)
 
     def _shares(self, labels: Any, losses: Tensor) -> Tensor:
         """How much the loss of each microbatch counts in that of the batch."""

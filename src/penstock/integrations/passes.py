@@ -128,6 +128,8 @@ class Pass:
                 outputs[place] = gradient
             self._run_again(outputs)
             self._add(found, 1.0)
+        # Loops empty gradients between forward and backward, those of other ranks' weights too.
+        self._pipe.leave_gradients()
         return found
 
     def _run_again(self, gradients: list[Any]) -> None:

@@ -94,7 +94,9 @@ class Thing:
             for name in {**self.before, **now}
         }
         changed = {name: pair for name, pair in changed.items() if not is_equal(*pair)}
-        if any(type(n) not in (bool, str) or not may_be_set(o, n) for o, n in changed.values()):
+        # A flag that turns would be put back between microbatches, and turn for each in the same way.
+        unset = all(old is None or old is MISSING for old, _ in changed.values())
+        if not unset or any(type(new) not in (bool, str) for _, new in changed.values()):
             return {}
         return {name: new for name, (_, new) in changed.items()}
 

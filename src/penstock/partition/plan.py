@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ class Step(NamedTuple):
         claims: the arguments, by place, that become values, with the values' numbers: tensors that each stage
             makes itself from the model's arguments, and that the event writes into.
         borrows: whether it uses a parameter or buffer of another stage.
+        copies: the places of arguments in memory of a module that may change it before the backward.
     """
 
     what: Any
@@ -38,6 +40,7 @@ class Step(NamedTuple):
     inputs: dict[Place, int | None]
     claims: dict[Place, int]
     borrows: bool
+    copies: tuple[Place, ...]
 
 
 class Quick(NamedTuple):
@@ -90,6 +93,11 @@ class CallPlan:
     attributes: list[tuple[nn.Module, str, str]] = field(default_factory=list)
     _quick: dict[int, list[Quick | None]] = field(default_factory=dict, repr=False)
 
+    @functools.cached_property
+    def writes(self) -> bool:
+        """Whether an event writes into tensors that it is given."""
+        return any(step.event.changes_arguments for step in self.steps)
+
     def quick(self, stage: int) -> list[Quick | None]:
         """For each event up to a stage's last one, its quick form there, or None."""
         if stage not in self._quick:
@@ -112,6 +120,7 @@ class CallPlan:
             or event.needs_data
             or event.changes
             or step.borrows
+            or step.copies
             or is_ours(step.what)
             or may_draw(step.what)
         ):
@@ -421,9 +430,30 @@ class _Planner:
         inputs = {p: None if values[root].event is None else root for p, root in roots.items()}
         new = {change.argument: change.new for change in event.changes if change.old is None}
         claims = {place: number for place, number in new.items() if place is not None}
-        return Step(
-            event.what, owner, event, inputs, claims, not parameters.isdisjoint(borrows[owner])
+        lasting = (
+            [] if event.changes else [p for p, n in event.inputs if self._may_change(values[n])]
         )
+        return Step(
+            event.what,
+            owner,
+            event,
+            inputs,
+            claims,
+            not parameters.isdisjoint(borrows[owner]),
+            tuple(lasting),
+        )
+
+    def _may_change(self, value: Value) -> bool:
+        """Whether a tensor lies in memory of a module that the next microbatch may write into."""
+        root = self._trace.values[value.root]
+        return not value.requires_grad and (root.belongs or root.parameter in self._moving)
+
+    @functools.cached_property
+    def _moving(self) -> set[str | None]:
+        """The buffers that events change."""
+        values = self._trace.values
+        roots = [values[value.root] for value in values if value.event is not None]
+        return {root.parameter for root in roots if root.is_buffer}
 
     def _reached(self) -> set[int]:
         """The values that lead to the output or an added loss: a gradient may come back to them."""

@@ -74,11 +74,11 @@ class CutStage(StageModule):
 
     def __init__(self, author: Author, index: int) -> None:
         super().__init__()
-        # Not as a submodule: its parameters are not this stage's.
-        self.__dict__["_author"] = author
+        # No submodule: its parameters are not this stage's.
+        self._author = author
         self.index = index
         self.training = author.model.training
-        self.__dict__["_loose"] = _fill(self, author, index)
+        self._loose = _fill(self, author, index)
         self._chains: WeakKeyDictionary[CallPlan, _Chain | None] = WeakKeyDictionary()
 
     def plan(
@@ -88,29 +88,26 @@ class CutStage(StageModule):
         states: Mapping[int, Any] | None = None,
     ) -> CallPlan:
         """The plan of a call; see :meth:`Partition.plan`."""
-        plan: CallPlan = self.__dict__["_author"].plan(args, kwargs, states)
-        return plan
+        return self._author.plan(args, kwargs, states)
 
     def state(self) -> tuple[Any, ...]:
         """What plans depend on in this stage; see :meth:`StageModule.state`."""
-        state: tuple[Any, ...] = self.__dict__["_author"].state(self.index)
-        return state
+        return self._author.state(self.index)
 
     def flops(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
         """The floating-point operations of the whole model's forward; see :meth:`StageModule.flops`."""
-        count: float = self.__dict__["_author"].flops(args, kwargs)
-        return count
+        return self._author.flops(args, kwargs)
 
     @property
     def units(self) -> list[nn.Module]:
         """The modules that run as a whole in this stage."""
         mine = set(self.modules())
-        return [door.module for door in self.__dict__["_author"].doors if door.module in mine]
+        return [door.module for door in self._author.doors if door.module in mine]
 
     @property
     def initialisers(self) -> dict[str, Callable[[nn.Module], Any]]:
         """The ``_init_weights`` of the models around the units, by their paths."""
-        author: Author = self.__dict__["_author"]
+        author = self._author
         inside = {id(part) for door in author.doors for part in door.module.modules()}
         return {
             path: _shell(module)._init_weights
@@ -121,8 +118,7 @@ class CutStage(StageModule):
     @property
     def around(self) -> list[nn.Module]:
         """The author's modules outside of the units, which all stages call."""
-        loose: list[nn.Module] = self.__dict__["_author"].outside
-        return loose
+        return self._author.outside
 
     def train(self, mode: bool = True) -> CutStage:
         """Set the mode here and on the author's modules around the units."""
@@ -135,8 +131,8 @@ class CutStage(StageModule):
         self, call: StageCall, values: Mapping[str, Any], *args: Any, **kwargs: Any
     ) -> tuple[Any, dict[str, Any]]:
         """Run this stage's part of the author's forward."""
-        author: Author = self.__dict__["_author"]
-        if self.__dict__["_loose"]:
+        author = self._author
+        if self._loose:
             self._follow()
         if author.stages == 1:
             return self._whole(author, call, args, kwargs), {}
@@ -169,10 +165,10 @@ class CutStage(StageModule):
 
     def _follow(self) -> None:
         """Make the author's modules use the tensors held here, which may have been moved or wrapped."""
-        for path, table, name, mine in self.__dict__["_loose"]:
+        for path, table, name, mine in self._loose:
             if table.get(name) is not mine[name]:
                 table[name] = mine[name]
-                self.__dict__["_author"].hold(path, table, name)
+                self._author.hold(path, table, name)
 
     def release(self, put: Callable[[str, Tensor], Tensor]) -> None:
         """Replace each parameter and buffer by what ``put`` makes of it and its name."""
@@ -612,6 +608,13 @@ class _Runner(TorchFunctionMode):
         event = step.event
         if self._plan.trace.decides or self._claimed:
             self._check_inputs(step, args, kwargs)
+        if step.copies:
+            # What a backward keeps of it is as it was, whatever the next microbatch's forward writes there.
+            placed = located((args, kwargs))
+            moving = {id(placed[place]) for place in step.copies} - self._lent.keys()
+            args, kwargs = map_tensors(
+                (args, kwargs), lambda t: t.clone() if id(t) in moving else t
+            )
         if step.borrows:
             args, kwargs = map_tensors((args, kwargs), self._stand_in)
         if self._lacks and any(map(_is_placeholder, tensors_in((args, kwargs)))):
@@ -700,6 +703,11 @@ class _Runner(TorchFunctionMode):
                 did, planned = what[is_argument], what[not is_argument]
                 if is_argument or self._recomputes is None:
                     raise _different(step, self._stage, f"gave {did}", f"gave {planned}")
+        if self._plan.writes and not step.event.shares:
+            memory = {storage_of(tensor) for tensor in mine}
+            if any(storage_of(t) in memory for t in results if id(t) not in arguments):
+                did = "gave a tensor that shares memory with an argument"
+                raise _different(step, self._stage, did, "gave one with memory of its own")
 
     def _left_in(self, step: Step, things: Things) -> list[Any]:
         """What a unit has left in its arguments, in the order of the plan."""

@@ -416,7 +416,7 @@ class _Recorder(TorchFunctionMode):
             for path, module in self.model.named_modules():
                 if not isinstance(module, torch.jit.ScriptModule):
                     put_fakes(path, module, unit_of.get(id(module)))
-            self._owned = {door.path: _owned_tensors(door.module) for door in self.doors}
+            self._owned = {door.path: _fakes_in(door.module) for door in self.doors}
             yield
         finally:
             for table, name, tensor in reversed(before):
@@ -454,7 +454,7 @@ class _Recorder(TorchFunctionMode):
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=[], enabled=True))
             stack.enter_context(self._without_data())
-            buffers = _buffers_of(held.outside)
+            buffers = _looks_of_buffers(held.outside)
             hooks_without_data([door.module for door in self.doors])
             paths = {door.path for door in self.doors}
             stack.enter_context(opened(self.doors, self._unit, paths))
@@ -474,7 +474,11 @@ class _Recorder(TorchFunctionMode):
             trace.set_in = held.set_once()
             trace.state = [
                 *held.changes(),
-                *_changed_buffers(buffers, _buffers_of(held.outside)),
+                *(
+                    Changed(f"the buffer {name!r} of {owner}{line_of(module)}")
+                    for (module, owner, name), look in _looks_of_buffers(held.outside).items()
+                    if buffers.get((module, owner, name), MISSING) != look
+                ),
                 *self._private.between,
                 *self._changed_attributes(held),
             ]
@@ -549,6 +553,10 @@ class _Recorder(TorchFunctionMode):
                 f"{self.current.where}: {self.current.name} uses {name}, which is in another stage; return "
                 "it from there and pass it on as an argument, or put both into one stage"
             )
+        return self._refusal(text)
+
+    def _refusal(self, text: str) -> Exception:
+        """An error that counts, whatever the author's code makes of it."""
         self._refused.append(PartitionError(text))
         return self._refused[-1]
 
@@ -728,18 +736,21 @@ class _Recorder(TorchFunctionMode):
         if name == "__get__" or name == "__set__":
             name = getattr(getattr(func, "__self__", None), "__name__", name)
         event = Event(func, name, self._where())
-        if torch._C._functorch.maybe_current_level() is not None:
-            raise PartitionError(
-                f"{event.where}: the model calls {name} under a transform of torch.func, such as vmap, "
-                "between its units, which cannot be cut; put it into a module that is placed as a whole"
-            )
-        if func in _GRADIENTS:
-            raise PartitionError(
-                f"{event.where}: the model takes gradients between its units, which no stage has whole; put "
-                "that into a module that is placed as a whole"
+        if does := self._does_what_cannot_be_cut(func, name):
+            raise self._refusal(
+                f"{event.where}: the model {does}; put that into a module that is placed as a whole"
             )
         label = f"{name.strip('_')} after {self._latest}" if self._latest else name.strip("_")
         return self._event(event, label, func, args, kwargs)
+
+    def _does_what_cannot_be_cut(self, func: Any, name: str) -> str:
+        if isinstance(func, torch._ops.OpOverload) and _is_dispatched(sys._getframe(3)):
+            return "runs compiled code between its units, such as a function of torch.jit"
+        if torch._C._functorch.maybe_current_level() is not None:
+            return f"calls {name} under a transform of torch.func, such as vmap, between its units"
+        if func in _GRADIENTS:
+            return "takes gradients between its units, which no stage has whole"
+        return ""
 
     def _is_followed(self, tensor: Tensor) -> bool:
         while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -1049,38 +1060,17 @@ class _Recorder(TorchFunctionMode):
         return where(self._paths)
 
 
-_Buffers = dict[tuple[int, str], tuple[Changed, tuple[int, int] | None]]
-
-
-def _buffers_of(modules: Iterable[tuple[nn.Module, str]]) -> _Buffers:
-    """The identity and the version of each buffer, and words for messages."""
+def _looks_of_buffers(modules: Iterable[tuple[nn.Module, str]]) -> dict[Any, Any]:
+    """The identity and the version of each buffer, by its module, the module's name and its own."""
     return {
-        (id(module), name): (
-            Changed(f"the buffer {name!r} of {owner}{line_of(module)}"),
-            None if buffer is None else (id(buffer), buffer._version),
-        )
+        (module, owner, name): None if buffer is None else (id(buffer), buffer._version)
         for module, owner in modules
         for name, buffer in module._buffers.items()
     }
 
 
-def _changed_buffers(before: _Buffers, after: _Buffers) -> Iterator[Changed]:
-    for key, (words, look) in {**before, **after}.items():
-        if key not in before or before[key][1] != look:
-            yield words
-
-
 def _plain_tensors(table: Mapping[str, Any]) -> list[str]:
     return [n for n, t in table.items() if type(t) is Tensor and t.layout is torch.strided]
-
-
-def _owned_tensors(unit: nn.Module) -> list[tuple[Any, str]]:
-    """The parameters, buffers and tensors in attributes of a unit: where, and by which name."""
-    parts = [part for part in unit.modules() if not isinstance(part, torch.jit.ScriptModule)]
-    tables = [table for part in parts for table in (part._parameters, part._buffers, vars(part))]
-    return [
-        (table, name) for table in tables for name, t in table.items() if isinstance(t, FakeTensor)
-    ]
 
 
 class _MadeUp(TorchDispatchMode):
@@ -1165,7 +1155,7 @@ def _is_metadata(event: Event, output: Any) -> bool:
 @contextlib.contextmanager
 def _filled_with_ones(module: nn.Module) -> Iterator[None]:
     """Fill a module's fake parameters and buffers with ones for a while."""
-    before = [(table, name, t) for table, name, t in _tables(module) if isinstance(t, FakeTensor)]
+    before = [(table, name, table[name]) for table, name in _fakes_in(module, attributes=False)]
     try:
         for table, name, tensor in before:
             twin = _filled(1, tensor)
@@ -1177,11 +1167,17 @@ def _filled_with_ones(module: nn.Module) -> Iterator[None]:
             table[name] = tensor
 
 
-def _tables(module: nn.Module) -> list[tuple[Any, str, Tensor | None]]:
-    """The parameters and buffers of a module and those inside it, with their tables and names."""
+def _fakes_in(module: nn.Module, *, attributes: bool = True) -> list[tuple[Any, str]]:
+    """The tables and names of a module's fake parameters and buffers, and of those in attributes."""
     parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
     tables: list[Any] = [table for part in parts for table in (part._parameters, part._buffers)]
-    return [(table, name, tensor) for table in tables for name, tensor in table.items()]
+    tables += [vars(part) for part in parts if attributes]
+    return [(table, n) for table in tables for n, t in table.items() if isinstance(t, FakeTensor)]
+
+
+def _is_dispatched(frame: Any) -> bool:
+    """Whether an operation is called from within the dispatcher: no function of PyTorch was seen before."""
+    return "fake_tensor" in frame.f_code.co_filename
 
 
 def _any(answers: Iterable[bool]) -> bool:

@@ -86,8 +86,8 @@ from penstock.schedule.base import flat, whole_number
 from penstock.stage import Compilation, PipelineStage, device_of, without_compilation
 from penstock.transport import Circle, Transport
 from penstock.values import MISSING, Batch, Rules, check_rules, merge, output_dim, split_batch
-from penstock.weights import Init, load_partition
-from penstock.weights.folders import load_folder, save_weights
+from penstock.weights import Init, load_partition, read_weights
+from penstock.weights.folders import save_weights
 from penstock.weights.initialise import initialise
 from penstock.weights.norms import all_norms, scale_gradients, total_norm
 from penstock.weights.optimizers import OptimizerStates, named_state_dict, read_states
@@ -97,7 +97,6 @@ from penstock.weights.states import (
     gather_optimizer,
     gather_state,
     load_optimizer,
-    load_state,
 )
 from penstock.weights.team import Level, Team, exchanging
 
@@ -688,15 +687,30 @@ class Pipeline:
         self, step: StepState, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any
     ) -> None:
         """After a step: ask a loss that the model's forward computes whether microbatches make it up."""
-        call, model_call = step.call, step.agreement.model_call
-        loss, count = call.loss, model_call.count
-        asks = count > 1 and self._runner.steps in ASKING and not model_call.presplit
+        loss, model_call = step.call.loss, step.agreement.model_call
+        asks = model_call.count > 1 and self._runner.steps in ASKING and not model_call.presplit
         if loss is None or loss.loss_over != "samples" or not asks:
             return
         if isinstance(loss.loss_weight, Sequence):
             return
-        if not any(self._runner.gather(self._runner.interpreter.has_loss_inside)):
-            return
+        if any(self._runner.gather(self._runner.interpreter.has_loss_inside)):
+            self.ask_inside(loss, model_call.count, *args, target=target, **kwargs)
+
+    def ask_inside(
+        self, loss: Loss, count: int, *args: Any, target: Any = MISSING, **kwargs: Any
+    ) -> None:
+        """Check that a loss is the same in fewer microbatches; every rank calls this.
+
+        Args:
+            loss: the loss.
+            count: the number of microbatches.
+            args: as for :meth:`step`.
+            target: as for :meth:`step`.
+            kwargs: as for :meth:`step`.
+
+        Raises:
+            UsageError: it is not.
+        """
 
         def evaluate(microbatches: int) -> float:
             def describe() -> Call:
@@ -897,6 +911,10 @@ class Pipeline:
         """The parameters of the whole model, each once; see :meth:`named_parameters`."""
         return (parameter for _, parameter in self.named_parameters())
 
+    def leave_gradients(self) -> None:
+        """Leave stand-ins as the gradients of the weights of other ranks, as a step does."""
+        self._held.leave_gradients()
+
     def zero_grad(self) -> None:
         """Drop all gradients."""
         for parameter in self.parameters():
@@ -981,9 +999,7 @@ class Pipeline:
         Raises:
             StateDictError: something is missing, unexpected or of another size; nothing is changed then.
         """
-        result = load_state(self._held.team, self._held.weights, state_dict, strict=strict)
-        self._held.align()
-        return result
+        return self._held.load(lambda: state_dict, strict=strict, any_name=False)
 
     # ---- optimizers
 
@@ -1066,10 +1082,7 @@ class Pipeline:
             StateDictError: the files hold another model.
         """
         with self.patient(LONG):
-            weights = self._held.weights
-            result = load_folder(self._held.team, weights, Path(folder), strict=strict)
-            self._held.align()
-            return result
+            return self._held.load(lambda: read_weights(folder), strict=strict, any_name=True)
 
     # ---- hooks, messages between ranks, and the end
 

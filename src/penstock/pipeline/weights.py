@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,7 @@ from penstock.stage import PipelineStage
 from penstock.weights.norms import all_norms
 from penstock.weights.optimizers import remember_names
 from penstock.weights.sharing import SharedWeights
-from penstock.weights.states import (
-    Names,
-    StageWeights,
-)
+from penstock.weights.states import LoadResult, Names, StageWeights, load_state
 from penstock.weights.team import Level, Team
 
 Listed = list[tuple[str, Elsewhere | None]]
@@ -170,6 +168,14 @@ class HeldWeights:
     def names_by_identity(self) -> dict[int, str]:
         """The name of each parameter that lives in this process, by its ``id``."""
         return {id(parameter): name for name, parameter in self.weights.named_parameters()}
+
+    def load(
+        self, read: Callable[[], Mapping[str, Any]], *, strict: bool, any_name: bool
+    ) -> LoadResult:
+        """Load values by name; with ``any_name``, one of a weight's names is enough."""
+        result = load_state(self.team, self.weights, read, strict=strict, any_name=any_name)
+        self.align()
+        return result
 
     @property
     def level(self) -> Level:

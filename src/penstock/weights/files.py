@@ -11,8 +11,7 @@ import hashlib
 import json
 import math
 import os
-import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,10 @@ from torch import Tensor
 from penstock.errors import (
     CheckpointError,
     InputFileError,
-    listed,
     quoted,
     shortened,
 )
-from penstock.weights.storage import is_there, open_regular, parse_json, patiently
+from penstock.weights.storage import open_regular, parse_json, patiently
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -271,39 +269,6 @@ class WeightFiles(Mapping[str, Tensor]):
         self._save = save
         self._tied = {name: first for name, first in tied.items() if first in files}
         self._entries: dict[Path, dict[str, Entry]] = {}
-
-    def part(self, names: Iterable[str], folder: Path) -> list[Any]:
-        """The part of it that has some names, as JSON data: what :meth:`of_part` takes."""
-        files: dict[str, list[str]] = {}
-        tied = {name: self._tied[name] for name in names if name in self._tied}
-        for name in dict.fromkeys([*names, *tied.values()]):
-            if name in self._files:
-                file = os.path.relpath(self._files[name], folder)
-                files.setdefault(file, []).append(name)
-        return [files, tied, self._save]
-
-    @staticmethod
-    def of_part(part: Sequence[Any], folder: Path) -> WeightFiles:
-        """The weights of a part, in the same folder as another process sees it."""
-        files = {
-            name: Path(os.path.normpath(folder / file))
-            for file, of in part[0].items()
-            for name in of
-        }
-        return WeightFiles(files, part[1], part[2])
-
-    def check_there(self) -> None:
-        """Check that all files are there.
-
-        Raises:
-            InputFileError: some are not, on this host.
-        """
-        lacking = sorted({str(path) for path in {*self._files.values()} if not is_there(path)})
-        if lacking:
-            raise InputFileError(
-                f"the index of the weights names {listed(lacking)}, which are missing on the host "
-                f"{socket.gethostname()}; copy the whole folder, to where all processes see it"
-            )
 
     def entry(self, name: str) -> Entry:
         """The entry of a tensor in its file."""

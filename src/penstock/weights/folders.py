@@ -8,7 +8,6 @@ import re
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from penstock.errors import (
     InputFileError,
     StorageError,
     UsageError,
+    listed,
     quoted,
 )
 from penstock.parallel import whole
@@ -32,7 +32,6 @@ from penstock.weights.states import (
     LoadResult,
     Names,
     StageWeights,
-    agree_to_load,
     check_fits,
     check_saveable,
     compare,
@@ -234,49 +233,9 @@ def read_weights(folder: str | os.PathLike[str]) -> WeightFiles:
             f"{path}: it holds neither {INDEX} nor model.safetensors; pass a folder that Pipeline.save or "
             "transformers has written"
         )
-    if file != path / INDEX:
-        return WeightFiles(dict.fromkeys(entries(file), file), {})
-    files = WeightFiles(*_read_index(path))
-    files.check_there()
-    return files
-
-
-def load_folder(team: Team, weights: StageWeights, folder: Path, *, strict: bool) -> LoadResult:
-    """Load the stages here from files: the leader reads the index, each rank its own tensors.
-
-    Args:
-        team: the ranks of the pipeline.
-        weights: the weights of the stages here; one of a weight's names is enough.
-        folder: the folder, or a single file.
-        strict: whether missing and unexpected names are an error, before anything is changed.
-    """
-    names = weights.names
-    here: dict[str, Any] = {}
-    files = WeightFiles({}, {})
-
-    def bring() -> tuple[list[str], list[str]]:
-        weights.check_filled()
-        here.update(weights.state_dict())
-        return [*here], []
-
-    def share(of_all: Sequence[Sequence[str]]) -> tuple[Iterable[str], Sequence[Any]]:
-        every = read_weights(folder)
-        parts = {
-            id(of): every.part([one for name in of for one in names.all(name)], folder)
-            for of in of_all
-        }
-        return every, [parts[id(of)] for of in of_all]
-
-    def fits(part: Any) -> tuple[Sequence[str], Sequence[str]]:
-        nonlocal files
-        files = WeightFiles.of_part(part, folder)
-        files.check_there()
-        return compare(here, names, files)
-
-    refuse = partial(check_fits, strict=strict)
-    result = agree_to_load(team, bring, fits, refuse, further=names.tied, share=share)
-    weights.load(files)
-    return result
+    if file == path / INDEX:
+        return WeightFiles(*_read_index(path))
+    return WeightFiles(dict.fromkeys(entries(file), file), {})
 
 
 def _read_index(folder: Path) -> tuple[dict[str, Path], dict[str, str], str | None]:
@@ -296,6 +255,12 @@ def _read_index(folder: Path) -> tuple[dict[str, Path], dict[str, str], str | No
             raise InputFileError(
                 f"{path}: it names {quoted([file])}, which is outside of its folder; do not trust this index"
             )
+    lacking = sorted(file for file in set(files.values()) if not is_there(folder / file))
+    if lacking:
+        raise InputFileError(
+            f"{folder}: the index names {listed(lacking)}, which are missing on the host "
+            f"{socket.gethostname()}; copy the whole folder, to where all processes see it"
+        )
     save = about.get(SAVE) if isinstance(about, dict) else None
     return {name: folder / file for name, file in files.items()}, tied, save
 

@@ -223,32 +223,21 @@ class LoadResult(NamedTuple):
     unexpected_keys: list[str]
 
 
-Bring = Callable[[], tuple[Sequence[str], Sequence[str]]]
-"""Returns the names that this process has, and those that it was given to load."""
-Refuse = Callable[["LoadResult", Sequence[str]], None]
-"""Raises if names are missing or unexpected, or if there are other problems."""
-Share = Callable[[Sequence[Sequence[str]]], tuple[Iterable[str], Sequence[Any]]]
-"""From the names that all have, what is loaded if the leader alone knows it, and each one's part of it."""
-
-
 def agree_to_load(
     team: Team,
-    bring: Bring,
-    compare: Callable[[Any], tuple[Sequence[str], Sequence[str]]],
-    refuse: Refuse,
-    *,
+    bring: Callable[[], tuple[Sequence[str], Sequence[str]]],
+    compare: Callable[[], tuple[Sequence[str], Sequence[str]]],
+    refuse: Callable[[LoadResult, Sequence[str]], None],
     further: Iterable[str] = (),
-    share: Share | None = None,
 ) -> LoadResult:
     """Compare what all processes have with what they load; nothing is changed.
 
     Args:
         team: the processes that load.
-        bring: as :data:`Bring`.
-        compare: compares, given this process's part; returns the names that are missing, and problems.
+        bring: returns the names that this process has, and those that it was given to load.
+        compare: returns the names that are missing, and problems.
         refuse: raises if something does not fit.
         further: names that are not unexpected either.
-        share: as :data:`Share`.
 
     Raises:
         StateDictError: it does not fit; the message lists every problem.
@@ -259,51 +248,52 @@ def agree_to_load(
         here, loaded = bring()
         return None, {"here": here, "loaded": loaded}
 
-    def answer(parts: list[dict[str, Any]]) -> Sequence[Any]:
-        nonlocal unexpected
-        replies: Sequence[Any] = [None] * len(parts)
-        loaded = distinct(parts, "loaded")
-        if share is not None:
-            every, replies = share([of["here"] for of in parts])
-            loaded = [every]
+    def look(parts: list[dict[str, Any]]) -> list[None]:
         known = {*further}.union(*distinct(parts, "here"))
-        unexpected = _union([name for name in names if name not in known] for names in loaded)
-        return replies
+        loaded = distinct(parts, "loaded")
+        unexpected.extend(_union([one for one in names if one not in known] for names in loaded))
+        return [None] * len(parts)
 
     def judge(reports: list[Any]) -> list[Any]:
         missing, problems = (_union(one[i] for one in reports) for i in (0, 1))
         refuse(LoadResult(missing, unexpected), problems)
         return [[missing, unexpected]] * len(reports)
 
-    part = team.tell("load", tell, answer)
-    return LoadResult(*team.meet("load", lambda: compare(part), judge))
+    team.tell("load", tell, look)
+    return LoadResult(*team.meet("load", compare, judge))
 
 
 def load_state(
-    team: Team, weights: StageWeights, state: Mapping[str, Any], *, strict: bool
+    team: Team,
+    weights: StageWeights,
+    read: Callable[[], Mapping[str, Any]],
+    *,
+    strict: bool,
+    any_name: bool,
 ) -> LoadResult:
     """Load the stages here from a state dict, once all ranks have compared their stages with it.
 
     Args:
         team: the ranks of the pipeline.
         weights: the weights of the stages here.
-        state: the state dict to load.
+        read: returns the state dict to load.
         strict: whether missing and unexpected names are an error, before anything is changed.
+        any_name: whether any one of a weight's names is enough.
     """
     here: dict[str, Any] = {}
+    state: Mapping[str, Any] = {}
 
     def bring() -> tuple[list[str], list[str]]:
+        nonlocal state
         weights.check_filled()
         here.update(weights.state_dict())
+        state = read()
         return [*here], [*state]
 
-    result = agree_to_load(
-        team,
-        bring,
-        lambda _: compare(here, Names(()), state),
-        partial(check_fits, strict=strict),
-        further=weights.names.tied,
-    )
+    def fit() -> tuple[Sequence[str], Sequence[str]]:
+        return compare(here, weights.names if any_name else Names(()), state)
+
+    result = agree_to_load(team, bring, fit, partial(check_fits, strict=strict), weights.names.tied)
     weights.load(state)
     return result
 
@@ -339,9 +329,9 @@ def load_optimizer(
         groups.extend(of for _, of in read_states(optimizer, names, "the optimizer").groups)
         return [name for of in groups for name in of], [*number_of]
 
-    def compare(_: Any) -> tuple[Sequence[str], Sequence[str]]:
-        found, missing, problems = find_groups(groups, saved, number_of)
-        numbers.extend(found)
+    def compare() -> tuple[Sequence[str], Sequence[str]]:
+        continued, missing, problems = find_groups(groups, saved, number_of)
+        numbers.extend(continued)
         return missing, problems
 
     refuse = partial(check_fits, strict=strict, what="optimizer's states")
