@@ -233,6 +233,7 @@ def average(replicas: Sequence[nn.Module], mine: int, earlier: Sequence[Tensor |
         if there.grad is not None
     ]
     for weight, there in pairs:
+        assert there.grad is not None
         weight.grad = there.grad if weight.grad is None else weight.grad + there.grad
         there.grad = None
     for weight, before in zip(model.parameters(), earlier, strict=True):

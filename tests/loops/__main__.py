@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
-import sys
 import time
 import warnings
 from importlib import import_module
@@ -163,4 +162,4 @@ def compare(name: str, layouts: list[str], pools: dict[str, WorkerPool]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -326,7 +326,8 @@ def scorer() -> Any:
     config = make_model("llama").config
     config.num_labels = 1
     torch.manual_seed(0)
-    return transformers.LlamaForSequenceClassification(config)
+    scores: Any = transformers.LlamaForSequenceClassification
+    return scores(config)
 
 
 add_trl(
@@ -359,7 +360,9 @@ def accelerate(
     schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
     made = loader(setting) if loader else DataLoader(data(), batch_size=setting.each, shuffle=True)
     model, optimizer, schedule, made = accelerator.prepare(model, optimizer, schedule, made)
-    losses, norms, items = [], [], []
+    losses: list[float] = []
+    norms: list[float] = []
+    items: list[int] = []
     while len(losses) < STEPS:
         for x, target in made:
             with accelerator.accumulate(model):

@@ -43,7 +43,7 @@ from tests.loops.setting import STEPS, Outcome, Setting, program
 def shared(setting: Setting, rows: int) -> DataLoader[Any]:
     """Images, of which each replica has its part; Lightning itself would shuffle them for replicas."""
     data = images(rows).dataset
-    sampler = DistributedSampler(data, setting.replicas, setting.index, shuffle=False)
+    sampler: Any = DistributedSampler(data, setting.replicas, setting.index, shuffle=False)
     return DataLoader(data, batch_size=setting.each, sampler=sampler)
 
 
@@ -60,7 +60,7 @@ def fit(
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.manual_seed(0)
     model, curve = module(), Curve()
-    cut = PipelineStrategy(**setting.options(**(strategy or {}))) if setting.cut else "auto"
+    cut: Any = PipelineStrategy(**setting.options(**(strategy or {}))) if setting.cut else "auto"
     usual: dict[str, Any] = {
         "max_steps": STEPS, "logger": False, "enable_progress_bar": False,
         "enable_model_summary": False, "use_distributed_sampler": False,
@@ -72,7 +72,7 @@ def fit(
     )  # fmt: skip
     trainer.fit(model, shared(setting, 80), shared(setting, 16), ckpt_path=resume)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    state = trainer.strategy.pipelined.state() if setting.cut else model.state_dict()
+    state = cut.pipelined.state() if setting.cut else model.state_dict()
     return Outcome(curve.losses, {n: v for n, v in metrics.items() if "nan" not in n}, state)
 
 
@@ -215,14 +215,15 @@ def fabric(setting: Setting, *, saves: bool = False, **options: Any) -> Outcome:
     torch.manual_seed(0)
     module = LanguageModel()
     model, optimizer = fabric.setup(module, module.configure_optimizers())
-    sampler = DistributedSampler(Tokens(), setting.replicas, setting.index, shuffle=False)
+    sampler: Any = DistributedSampler(Tokens(), setting.replicas, setting.index, shuffle=False)
     loader: Any = DataLoader(Tokens(), batch_size=setting.each, sampler=sampler)
     batches = list(fabric.setup_dataloaders(loader, use_distributed_sampler=False)) * 4
     losses, norms = [], []
     for number, batch in enumerate(batches):
         loss = model.training_step(batch, number)["loss"]
         fabric.backward(loss)
-        norms.append(float(fabric.clip_gradients(model, optimizer, max_norm=0.5)))
+        norm: Any = fabric.clip_gradients(model, optimizer, max_norm=0.5)
+        norms.append(float(norm))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
@@ -236,7 +237,7 @@ def fabric(setting: Setting, *, saves: bool = False, **options: Any) -> Outcome:
 
 @program("Lightning", "Fabric, loss_weight=")
 def _(setting: Setting) -> Outcome:
-    return fabric(setting, **({"loss_weight": count_labels} if setting.cut else {}))
+    return fabric(setting, loss_weight=count_labels if setting.cut else None)
 
 
 @program("Lightning", "Fabric, tokens to ignore, nothing said")
@@ -246,4 +247,4 @@ def _(setting: Setting) -> Outcome:
 
 @program("Lightning", "Fabric, save and load")
 def _(setting: Setting) -> Outcome:
-    return fabric(setting, saves=True, **({"loss_weight": count_labels} if setting.cut else {}))
+    return fabric(setting, saves=True, loss_weight=count_labels if setting.cut else None)

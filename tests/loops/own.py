@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -361,7 +361,7 @@ class Graphs(nn.Module):
     def forward(self, nodes: Tensor, graph: Tensor) -> Tensor:
         hidden = self.second(self.first(nodes).tanh()).tanh()
         pooled = torch.zeros(4, 8, dtype=hidden.dtype).index_add(0, graph, hidden)
-        return self.head(pooled)
+        return cast("Tensor", self.head(pooled))
 
 
 @program("own loop", "Microbatches of graphs")
@@ -378,11 +378,12 @@ def _(setting: Setting) -> Outcome:
             calls.append((nodes, torch.repeat_interleave(torch.arange(4), sizes)))
             targets.append(torch.randint(5, (4,), generator=draw))
         if pipe is None:
-            loss = sum(entropy(net(*c), t) for c, t in zip(calls, targets, strict=True)) / 4
+            each = [entropy(net(*c), t) for c, t in zip(calls, targets, strict=True)]
+            loss = torch.stack(each).mean()
             loss.backward()
         else:
             mine = slice(setting.index, None, setting.replicas)
-            loss = pipe.step(Microbatches(calls[mine]), target=targets[mine]).loss
+            loss = torch.as_tensor(pipe.step(Microbatches(calls[mine]), target=targets[mine]).loss)
         losses.append(float(loss))
         made.step()
         made.zero_grad()
@@ -395,7 +396,7 @@ class Bounded(nn.Module):
         self.net = mlp()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x[:, :5] * self.net(x), x
+        return cast("Tensor", x[:, :5] * self.net(x)), x
 
 
 @program("own loop", "a derivative of the model in loss_fn")
@@ -403,7 +404,7 @@ def _(setting: Setting) -> Outcome:
     def residual(output: Any, target: Tensor) -> Tensor:
         u, x = output
         (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
-        return slope.square().mean()
+        return cast("Tensor", slope.square().mean())
 
     data = [(x.requires_grad_(), y) for x, y in batches()]
     return loop(setting, residual, model=Bounded, data=data)

@@ -259,7 +259,7 @@ def test_frozen_weights_cost_no_weight_backward(schedule: str) -> None:
         pipe.step(X, target=Y)
         with FlopCounterMode(display=False) as counter:
             pipe.step(X, target=Y)
-        return counter.get_total_flops()
+        return int(counter.get_total_flops())
 
     # One product in F of each of four layers, in I of three, and in W of four.
     once = 2 * X.numel() * X.shape[1]

@@ -84,8 +84,8 @@ class Named(nn.Module):
         pipe_split()
         hidden = self.parts[2](hidden).view(count, length, 4) * scale
         pipe_split()
-        hidden = self.parts[3](hidden)
-        return hidden if y is None else hidden + y
+        out: Tensor = self.parts[3](hidden)
+        return out if y is None else out + y
 
 
 class InPlace(nn.Module):

@@ -256,7 +256,7 @@ def test_calls_unlike_the_traced_one_are_refused() -> None:
     pipe = pipeline(model, (torch.ones(2, 2, 4),), {"flip": False}, split_spec=before("b"))
     x = torch.ones(4, 2, 4)
     pipe.split_gm(x, flip=False)
-    for says, call in {
+    wrong: dict[str, dict[str, Any]] = {
         "float32[4, 6, 4] instead of float32[2 or more, 2, 4]": {"x": torch.ones(4, 6, 4)},
         "float64[4, 2, 4] instead of": {"x": x.double()},
         "float32[1, 2, 4] instead of": {"x": x[:1]},
@@ -265,7 +265,8 @@ def test_calls_unlike_the_traced_one_are_refused() -> None:
         "y, which the trace left to its default": {"y": x},
         "where, which the trace left": {"where": SplitPoint.BEGINNING},
         "got an unexpected keyword argument 'z'": {"z": x},
-    }.items():
+    }
+    for says, call in wrong.items():
         with pytest.raises(UsageError, match=re.escape(says)):
             pipe.split_gm(**{"x": x, "flip": False, **call})
 

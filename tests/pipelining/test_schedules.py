@@ -39,7 +39,8 @@ def test_stages_that_belong_elsewhere_are_refused() -> None:
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError])
 def test_too_few_stages_for_a_v(name: str, kind: type[Exception]) -> None:
     """A ValueError, and for compiled stages torch raises a RuntimeError: both catch it."""
-    stage = PipelineStage(torch.compile(Layer(), backend="eager"), 0, 1, "cpu")
+    compiled: Any = torch.compile(Layer(), backend="eager")
+    stage = PipelineStage(compiled, 0, 1, "cpu")
     with pytest.raises(kind, match=r"exactly 2 stages per rank|stages_per_rank=1"):
         schedules.get_schedule_class(name)([stage], 2)
 

@@ -193,7 +193,7 @@ class PipelineSchedule:
         self._prepared: bool | None = None
         self._custom: dict[str, Custom] = {}
         self._schedule: Schedule | None = None
-        self._pipe: Any = None
+        self._pipe: Pipeline | None = None
         self._runs: Schedule | None = None
         self._order: dict[int, list[ActionTuple | None]] | None = None
         self.fwd_recv_ops: Any = Arrived()
@@ -461,7 +461,8 @@ class PipelineSchedule:
 
     def _pipeline(self) -> Pipeline:
         """Return the pipeline that runs the steps; a new one if the schedule was replaced."""
-        schedule, stages = self.schedule, self._stages
+        schedule = self.schedule
+        stages: Sequence[Any] = self._stages
         if self._runs is not schedule:
             if self._pipe is not None:
                 self._pipe.close()
@@ -470,6 +471,7 @@ class PipelineSchedule:
             more = {"edges": edges, "shared": shared, "group": stages[0].group, "seed": "off"}
             self._pipe = Pipeline.from_stages(stages, schedule=schedule, **more)
             self._runs = schedule
+        assert self._pipe is not None
         return self._pipe
 
     # ---- the parts of a step that a subclass may override
@@ -617,15 +619,16 @@ class PipelineSchedule:
         return ops
 
     def _call_custom(
-        self, function: Custom, context: Any, perform: Callable[[Action], None], entry: Entry
+        self, function: Custom, context: Any, perform: Callable[[Any], None], entry: Entry
     ) -> None:
         """Call a custom function, whose calls of stages the engine performs."""
-        for stage in self._stages:
+        stages: Sequence[Any] = self._stages
+        for stage in stages:
             stage.bind(lambda action: perform(to_entry(action)))
         try:
             function(to_tuple(entry), context)
         finally:
-            for stage in self._stages:
+            for stage in stages:
                 stage.bind(None)
 
     def _call_pair(
