@@ -191,15 +191,11 @@ class StepTally:
 def _read(values: Sequence[Number]) -> list[float]:
     """Numbers as floats; tensors move to the CPU in one transfer per device."""
     numbers: dict[int, float] = {}
-    away = {value.device for value in values if isinstance(value, Tensor) and not value.is_cpu}
-    for device in away:
+    for device in {value.device for value in values if isinstance(value, Tensor)}:
         here = [i for i, v in enumerate(values) if isinstance(v, Tensor) and v.device == device]
         joined = torch.stack([whole(torch.as_tensor(values[i])).reshape(()).double() for i in here])
         numbers |= dict(zip(here, joined.tolist(), strict=True))
-    return [
-        numbers[i] if i in numbers else whole(v).item() if isinstance(v, Tensor) else float(v)
-        for i, v in enumerate(values)
-    ]
+    return [numbers[i] if i in numbers else float(value) for i, value in enumerate(values)]
 
 
 class Numbers:

@@ -209,8 +209,10 @@ class Runner:
             with torch.set_grad_enabled(call.trains):
                 step = self._agree(call)
                 # Without a seed of its own, a call draws from torch's generators, and moves them on.
-                with nullcontext() if call.seed is None else generators_kept(self._devices):
-                    self._carry_out(step)
+                kept = nullcontext() if call.seed is None else generators_kept(self._devices)
+                with kept, self._planned_anew_after_errors(step), self._adapted(step):
+                    self.interpreter.run(step.agreement.program, step, self.transport)
+                self._finish(step)
             return step
         except _Refused as refused:
             self._steps -= call.trains
@@ -244,14 +246,17 @@ class Runner:
         self._failure = self.transport.watch.failed(error)
         return self._failure
 
-    def _carry_out(self, step: StepState) -> None:
-        call, agreement = step.call, step.agreement
+    @contextmanager
+    def _planned_anew_after_errors(self, step: StepState) -> Iterator[None]:
         try:
-            with self._adapted(step):
-                self.interpreter.run(agreement.program, step, self.transport)
+            yield
         except PlanError:
-            self._known.drop(agreement)
+            self._known.drop(step.agreement)
             raise
+
+    def _finish(self, step: StepState) -> None:
+        """Add up the losses and metrics of all ranks, and share outputs that all ranks want."""
+        call, agreement = step.call, step.agreement
         if any(device.type != "cpu" for device in self._devices):
             self.interpreter.activity.wait("the device")
         finite = not call.finite or has_finite_gradients(self.stages.values())
