@@ -16,7 +16,7 @@ from penstock.runtime.loss import (
     collect_losses,
 )
 from penstock.runtime.result import StepCost, StepResult, TimelineKind
-from penstock.runtime.runner import Runner
+from penstock.runtime.runner import Runner, without_data
 from penstock.runtime.scaler import LossScaler
 from penstock.runtime.whole import ASKING, ask_inside, forwards_first
 
@@ -50,4 +50,5 @@ __all__ = [
     "describe_stages",
     "forwards_first",
     "mark_of",
+    "without_data",
 ]
