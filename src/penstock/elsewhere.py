@@ -440,6 +440,8 @@ def _hide(optimizer: Optimizer) -> None:
         for parameter in group["params"]:
             if isinstance(parameter, Elsewhere):
                 parameter._hidden = True
+                # What was loaded before the model was cut; its rank has it.
+                optimizer.state.pop(parameter, None)
 
 
 def _hidden_in_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:

@@ -123,20 +123,28 @@ class UncutModel:
 
     def fill_later(self, seed: int, init: Init | None) -> bool:
         """Let a model on the meta device get its first values with the cut; False if it has memory."""
-        if not _on_meta(self.model):
+        if self._has_memory():
             return False
         self._first_values = seed, init
         return True
 
     def load_later(self, folder: str | PathLike[str], *, strict: bool) -> bool:
         """Let a model on the meta device get weights from a folder with the cut; False if it has memory."""
-        if not _on_meta(self.model):
+        if self._has_memory():
             return False
         if not strict:
             raise UsageError(f"strict=False, and the model is on the meta device: {CUT_NOW}")
         check_folder(self.model, folder)
         self._folder = folder
         return True
+
+    def _has_memory(self) -> bool:
+        """Whether the model has memory; if not, its stages will live on the CPU, unless the user says where."""
+        if not any(tensor.is_meta for tensor in (*self.model.parameters(), *self.model.buffers())):
+            return True
+        if self.device.type == "meta":
+            self.device = torch.device("cpu")
+        return False
 
     # ---- the cut, see penstock.runtime.LateCut
 
@@ -215,7 +223,3 @@ class UncutModel:
         if self._folder is not None:
             device = self.device
             load_partition(partition, list(here), self._folder, device=device, seen=seen)
-
-
-def _on_meta(model: nn.Module) -> bool:
-    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
