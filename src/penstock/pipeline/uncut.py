@@ -139,7 +139,7 @@ class UncutModel:
         return True
 
     def _has_memory(self) -> bool:
-        """Whether the model has memory; if not, its stages will live on the CPU, unless the user says where."""
+        """Whether the model has memory; if not, its stages live on the CPU, unless the user says where."""
         if not any(tensor.is_meta for tensor in (*self.model.parameters(), *self.model.buffers())):
             return True
         if self.device.type == "meta":
