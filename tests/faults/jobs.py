@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from penstock import Checkpoints, Pipeline
 from penstock.errors import AgreementError, UsageError
@@ -105,6 +107,8 @@ def run_job(
         case: ``fault``: arguments of :func:`fail_at`; ``first``, ``timeout``, ``meeting``, ``steps``;
             ``forks``: an action in which a stage forks; ``spaces``: for each rank its network namespace and
             the device there; ``shape``: the number of pipelines side by side, and of ranks in each;
+            ``shards``: whether ``wrap=`` shards stages over the pipelines, without ``replicas=``, and gathers
+            them for each microbatch;
             ``sleeps``: where in step 3 processes sleep, which, and for how many seconds;
             ``terminates``: the process that gets SIGTERM in step 3, and raises SystemExit;
             ``weightless``: the replica and step without a target, by which the loss is weighted;
@@ -218,6 +222,9 @@ def make_pipeline(case: dict[str, Any]) -> Pipeline:
         dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("dp", "pp"))
         options = {"mesh": mesh, "replicas": mesh["dp"]}
+        if case.get("shards"):
+            gathers = partial(fully_shard, mesh=mesh["dp"], reshard_after_forward=True)
+            options = {"mesh": mesh, "wrap": lambda stage, _: gathers(stage)}
     loss_fn = mean_loss
     if "weightless" in case:
         options["loss_weight"] = len

@@ -1152,7 +1152,7 @@ class Pipeline:
                 )
             levels.append(exchanging(replicas.index, replicas.number, replicas.exchange))
         return Team(
-            levels, (prod(level.size for level in levels[1:]), levels[0].size), self.patient
+            levels, (prod(level.size for level in levels[1:]), levels[0].size), self.calling
         )
 
     @collective
@@ -1160,9 +1160,14 @@ class Pipeline:
         """Send one rank's value, made of tensors and plain data, to every rank; all of them call this."""
         return self._runner.share(value, rank)
 
-    def calling(self, name: str) -> AbstractContextManager[None]:
-        """A context for a call that every rank must make, under the name by which messages speak of it."""
-        return self._runner.interpreter.activity.calling(name)
+    def calling(self, name: str, seconds: float = 0.0) -> AbstractContextManager[None]:
+        """A context for a call that every rank must make, and that may take so many seconds.
+
+        Args:
+            name: the name by which messages speak of it.
+            seconds: how long it may take, if that is more than usual.
+        """
+        return self._runner.interpreter.activity.calling(name, seconds)
 
     def wrap_transport(self, wrap: Callable[[Transport], Any]) -> None:
         """Wrap this rank's transport, such as by a counter; does nothing in one process."""
@@ -1174,7 +1179,7 @@ class Pipeline:
         Args:
             seconds: the time that it may need. The ranks that wait for it need not call this.
         """
-        return nullcontext() if self._transport is None else self._transport.watch.patient(seconds)
+        return self._runner.interpreter.activity.calling("", seconds)
 
     def report_failures_to(self, folder: str | os.PathLike[str]) -> None:
         """Write the report of a failed rank to ``failure.json`` in a folder."""
