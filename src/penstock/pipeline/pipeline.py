@@ -58,7 +58,6 @@ from penstock.pipeline.weights import HeldWeights
 from penstock.rng import Randomness, Seed, own_seed
 from penstock.runtime import (
     ASKING,
-    MAIN,
     ActionEvent,
     ActionHook,
     Call,
@@ -698,7 +697,7 @@ class Pipeline:
 
     def ask_inside(
         self, loss: Loss, count: int, *args: Any, target: Any = MISSING, **kwargs: Any
-    ) -> None:
+    ) -> dict[str, tuple[float, float]]:
         """Check that a loss is the same in fewer microbatches; every rank calls this.
 
         Args:
@@ -708,19 +707,22 @@ class Pipeline:
             target: as for :meth:`step`.
             kwargs: as for :meth:`step`.
 
+        Returns:
+            Both values of each loss that the model adds and that is not the same, by name.
+
         Raises:
-            UsageError: it is not.
+            UsageError: the loss is not the same.
         """
 
-        def evaluate(microbatches: int) -> float:
+        def evaluate(microbatches: int) -> Mapping[str, float]:
             def describe() -> Call:
                 return Call(self._split(args, kwargs, target, microbatches), loss, trains=False)
 
             step = self._run(self._described(describe, trains=False, loss=loss), kwargs, target)
-            return step.result.losses[MAIN]
+            return step.result.losses
 
         modules = (module for stage in self._stages for module in stage.called_modules())
-        ask_inside(count, evaluate, self._runner.gather, modules, self.device)
+        return ask_inside(count, evaluate, self._runner.gather, modules, self.device)
 
     def find_nonfinite(
         self, *args: Any, target: Any = MISSING, **kwargs: Any
