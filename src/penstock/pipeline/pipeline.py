@@ -696,12 +696,12 @@ class Pipeline:
             self.ask_inside(loss, model_call.count, *args, target=target, **kwargs)
 
     def ask_inside(
-        self, loss: Loss, count: int, *args: Any, target: Any = MISSING, **kwargs: Any
+        self, loss: Loss | None, count: int, *args: Any, target: Any = MISSING, **kwargs: Any
     ) -> dict[str, tuple[float, float]]:
         """Check that a loss is the same in fewer microbatches; every rank calls this.
 
         Args:
-            loss: the loss.
+            loss: the loss, or None for that of the pipeline.
             count: the number of microbatches.
             args: as for :meth:`step`.
             target: as for :meth:`step`.
@@ -713,6 +713,7 @@ class Pipeline:
         Raises:
             UsageError: the loss is not the same.
         """
+        loss = self._loss if loss is None else loss
 
         def evaluate(microbatches: int) -> Mapping[str, float]:
             def describe() -> Call:
