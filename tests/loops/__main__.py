@@ -3,7 +3,9 @@
 ``python -m tests.loops [--only TEXT] [--layouts one two 2x2] [--to FILE]``
 
 Each program runs unmodified, then as a pipeline in one process, in two, and in two replicas of two. A row
-of the table has the largest difference of losses, metrics and weights, or the sentence of the refusal.
+of the table has the largest difference of losses, metrics and weights, or the sentence of the refusal, and
+what was warned of. Two replicas of the Trainer or Accelerate are held against their own data parallelism in two
+processes, others against one process.
 """
 
 from __future__ import annotations
@@ -11,8 +13,11 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import math
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -45,11 +50,13 @@ def load(names: str = "") -> None:
 def run(name: str, cut: bool, rank: int, processes: int, folder: Path) -> str:
     """Run a program and save what it gives; returns what it was refused or failed with, or nothing."""
     warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
+    for quiet in ("lightning.pytorch", "transformers", "accelerate"):
+        logging.getLogger(quiet).setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    replicas = max(1, processes // RANKS)
-    setting = Setting(cut, processes, replicas, rank // RANKS, folder)
-    with launched(rank, processes):
+    ranks = RANKS if cut else 1
+    replicas = max(1, processes // ranks)
+    setting = Setting(cut, processes, replicas, rank // ranks, folder)
+    with launched(rank, processes), warned() as texts:
         try:
             outcome = PROGRAMS[name](setting).plain()
         except Exception as error:
@@ -60,39 +67,71 @@ def run(name: str, cut: bool, rank: int, processes: int, folder: Path) -> str:
             text = " ".join(str(error).split())
             return f"{kind} {type(error).__name__}: {text}"
     if rank == 0:
-        torch.save(outcome, folder / "outcome")
+        torch.save({**outcome, "warnings": texts}, folder / "outcome")
     return ""
 
 
-def in_worker(group: Any, name: str, folder: str) -> str:
+@contextmanager
+def warned() -> Iterator[list[str]]:
+    """A context that collects what Penstock warns of."""
+    texts: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("penstock")
+    logger.addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logger.removeHandler(handler)
+
+
+def in_worker(group: Any, name: str, folder: str, cut: bool) -> str:
     """A worker's task."""
     load(name)
-    return run(name, True, dist.get_rank(), dist.get_world_size(), Path(folder))
+    return run(name, cut, dist.get_rank(), dist.get_world_size(), Path(folder))
 
 
-def difference(folder: Path, plain: dict[str, Any]) -> list[str]:
-    """The largest differences of losses, metrics and weights, relative to numbers above 1."""
+def in_processes(pool: WorkerPool, processes: int, name: str, folder: Path, cut: bool) -> str:
+    """What a program in several processes was refused with, if it was."""
+    task = "tests.loops.__main__:in_worker"
+    try:
+        texts = pool.run(task, processes, 150.0, name=name, folder=str(folder), cut=cut)
+    except WorkerError as error:
+        return "failed: " + " ".join(str(error).split())[-250:]
+    told = [text for text in texts if text]
+    causes = [text for text in told if "PeerFailed" not in text]
+    text = (causes or told or [""])[0]
+    return f"on {len(told)} of {len(texts)} ranks: {text}" if 0 < len(told) < len(texts) else text
+
+
+def gap(mine: Any, theirs: Any) -> float:
+    """The largest difference of two tensors, relative to numbers above 1; nan only equals nan."""
+    a, b = torch.as_tensor(mine).double(), torch.as_tensor(theirs).double()
+    if a.shape != b.shape:
+        return math.inf
+    same = (a == b) | (a.isnan() & b.isnan())
+    gaps = ((a - b).abs() / b.abs().clamp(min=1)).nan_to_num(math.inf).masked_fill(same, 0.0)
+    return float(gaps.max()) if gaps.numel() else 0.0
+
+
+def difference(folder: Path, plain: dict[str, Any]) -> str:
+    """The largest differences of losses, metrics and weights."""
     outcome = torch.load(folder / "outcome", weights_only=False)
-    rows = []
+    cells = []
     for what in ("losses", "metrics", "weights"):
         mine, theirs = outcome[what], plain[what]
         if what == "losses":
             mine, theirs = {"": mine}, {"": theirs}
-        if mine.keys() != theirs.keys():
-            apart = sorted(mine.keys() ^ theirs.keys())
-            rows.append(f"names differ: {apart[:3]}")
-            continue
-        gaps = [0.0]
-        for key, value in theirs.items():
-            a, b = torch.as_tensor(mine[key]).double(), torch.as_tensor(value).double()
-            if a.shape != b.shape:
-                rows.append(f"{key}: shape {list(a.shape)}, not {list(b.shape)}")
-                break
-            if a.numel():
-                gaps.append(float(((a - b).abs() / b.abs().clamp(min=1)).nan_to_num(0.0).max()))
-        else:
-            rows.append(f"{max(gaps):.0e}")
-    return rows
+        gaps = {key: gap(mine[key], theirs[key]) for key in theirs.keys() & mine.keys()}
+        worst = max(gaps, key=lambda key: gaps[key], default="")
+        cells.append(
+            f"{gaps.get(worst, 0.0):.0e}" + (f" ({worst})" if gaps.get(worst, 0) > 1e-4 else "")
+        )
+        if apart := sorted(mine.keys() ^ theirs.keys()):
+            cells.append(f"names differ: {apart[:3]}")
+    return " / ".join(cells) + "".join(
+        f"; warned: {text[:LONGEST]}" for text in outcome["warnings"]
+    )
 
 
 def main() -> None:
@@ -106,7 +145,8 @@ def main() -> None:
     load(options.only)
     done = Path(options.skip).read_text() if options.skip and Path(options.skip).exists() else ""
     started = time.monotonic()
-    pools = {layout: WorkerPool(LAYOUTS[layout]) for layout in options.layouts if layout != "one"}
+    sizes = {layout: LAYOUTS[layout] for layout in {"two", *options.layouts} - {"one"}}
+    pools = {layout: WorkerPool(size) for layout, size in sizes.items()}
     try:
         for name in PROGRAMS:
             if options.only not in name or f"| {name} |" in done:
@@ -125,37 +165,29 @@ def main() -> None:
 
 def compare(name: str, layouts: list[str], pools: dict[str, WorkerPool]) -> str:
     """One row of the table."""
-    began, cells = time.monotonic(), []
+    began, cells, plain = time.monotonic(), list[str](), dict[int, Any]()
     with TemporaryDirectory() as base:
-        folder = Path(base, "plain")
-        folder.mkdir()
-        said = run(name, False, 0, 1, folder)
-        if said:
-            return f"| {name} | unmodified: {said[:300]} |"
-        plain = torch.load(folder / "outcome", weights_only=False)
         for layout in layouts:
-            folder = Path(base, layout)
-            folder.mkdir()
-            if layout == "one":
-                said = run(name, True, 0, 1, folder)
+            processes = LAYOUTS[layout]
+            replicas = max(1, processes // RANKS)
+            if name.startswith(("own loop", "Lightning")):
+                replicas = 1
+            if replicas not in plain:
+                (folder := Path(base, f"plain{replicas}")).mkdir()
+                text = (
+                    in_processes(pools["two"], replicas, name, folder, cut=False)
+                    if replicas > 1
+                    else run(name, False, 0, 1, folder)
+                )
+                if text:
+                    return f"| {name} | unmodified: {text[:300]} |"
+                plain[replicas] = torch.load(folder / "outcome", weights_only=False)
+            (folder := Path(base, layout)).mkdir()
+            if processes == 1:
+                text = run(name, True, 0, 1, folder)
             else:
-                try:
-                    task = (
-                        f"{__spec__.name}:in_worker"
-                        if __spec__
-                        else "tests.loops.__main__:in_worker"
-                    )
-                    saids = pools[layout].run(
-                        task, LAYOUTS[layout], 90.0, name=name, folder=str(folder)
-                    )
-                    told = [one for one in saids if one]
-                    causes = [one for one in told if "PeerFailed" not in one]
-                    said = (causes or told or [""])[0]
-                    if told and len(told) < len(saids):
-                        said = f"on {len(told)} of {len(saids)} ranks: {said}"
-                except WorkerError as error:
-                    said = "failed: " + " ".join(str(error).split())[-250:]
-            cells.append(said[:LONGEST] or " / ".join(difference(folder, plain)))
+                text = in_processes(pools[layout], processes, name, folder, cut=True)
+            cells.append(text[:LONGEST] or difference(folder, plain[replicas]))
     if len(set(cells)) == 1 and cells[0].startswith("refused"):
         cells = [cells[0], *['"'] * (len(cells) - 1)]
     return f"| {name} | {' | '.join(cells)} | {time.monotonic() - began:.0f} s |"

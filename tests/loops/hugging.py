@@ -9,7 +9,9 @@ import torch
 import transformers
 import trl
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from datasets import Dataset
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy, kl_div
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -19,6 +21,7 @@ from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from penstock import PipelineModule
+from penstock.integrations import own_loss
 from penstock.integrations.accelerate import PipelineAccelerator
 from penstock.integrations.transformers import PipelineTrainer
 from tests.integrations import accelerated
@@ -253,8 +256,6 @@ def _(setting: Setting) -> Outcome:
 
     outcome = train(setting, "llama", model=model, measures=False)
     made[0].save_pretrained(setting.folder / "adapter")
-    from safetensors.torch import load_file
-
     state = load_file(setting.folder / "adapter/adapter_model.safetensors")
     return Outcome(outcome.losses, {n: float(v.sum()) for n, v in state.items()}, {})
 
@@ -344,11 +345,18 @@ add_trl(
 
 
 def accelerate(
-    setting: Setting, loader: Any = None, saves: bool = False, **options: Any
+    setting: Setting,
+    loader: Any = None,
+    *,
+    saves: bool = False,
+    objects: bool = False,
+    net: Any = None,
+    schedule: Any = lambda made, _: torch.optim.lr_scheduler.StepLR(made, 5, 0.5),
+    **options: Any,
 ) -> Outcome:
     """Batches of eight through Accelerate's loop."""
     torch.manual_seed(0)
-    model: Any = accelerated.make()
+    model: Any = net if net is not None else accelerated.make()
     settings = {"cpu": True, **options}
     if setting.cut:
         pipe = setting.pipeline(model, loss_fn=cross_entropy)
@@ -357,34 +365,41 @@ def accelerate(
     else:
         accelerator = Accelerator(**settings)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
-    schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
-    made = loader(setting) if loader else DataLoader(data(), batch_size=setting.each, shuffle=True)
-    model, optimizer, schedule, made = accelerator.prepare(model, optimizer, schedule, made)
+    made: Any = schedule(optimizer, accelerator.num_processes)
+    batches = (
+        loader(setting) if loader else DataLoader(data(), batch_size=setting.each, shuffle=True)
+    )
+    model, optimizer, made, batches = accelerator.prepare(model, optimizer, made, batches)
     losses: list[float] = []
     norms: list[float] = []
     items: list[int] = []
     while len(losses) < STEPS:
-        for x, target in made:
-            with accelerator.accumulate(model):
+        for x, target in batches:
+            with accelerator.accumulate(model), accelerator.autocast():
                 loss = model(x, target=target) if setting.cut else cross_entropy(model(x), target)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.1)))
                 optimizer.step()
-                schedule.step()
+                made.step()
                 optimizer.zero_grad()
-            losses.append(float(loss.detach()))
-            items.append(len(accelerator.gather_for_metrics(target)))
+            losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+            given = target.tolist() if objects else target
+            items.append(len(accelerator.gather_for_metrics(given, use_gather_object=objects)))
         if saves and len(losses) < STEPS:
             accelerator.save_state(setting.folder / "state")
+            accelerator.wait_for_everyone()
             accelerator.load_state(setting.folder / "state")
-    metrics = {f"norm {p}": n for p, n in enumerate(norms)} | {"items": sum(items)}
+    accelerator.save_model(model, setting.folder / "saved")
+    accelerator.wait_for_everyone()
+    metrics = {f"norm {p}": n for p, n in enumerate(norms)}
+    metrics |= {"items": sum(items), "lr": optimizer.param_groups[0]["lr"]}
     return Outcome(losses, metrics, accelerator.get_state_dict(model))
 
 
 def data() -> TensorDataset:
     x, y = accelerated.data().tensors
-    return TensorDataset(x.to(torch.float64), y)
+    return TensorDataset(x.to(torch.get_default_dtype()), y)
 
 
 class Stream(IterableDataset[Any]):
@@ -423,6 +438,93 @@ def _(setting: Setting) -> Outcome:
 @program("Accelerate", "IterableDataset")
 def _(setting: Setting) -> Outcome:
     return accelerate(setting, streamed)
+
+
+@program("Accelerate", "dispatch_batches=True")
+def _(setting: Setting) -> Outcome:
+    config = DataLoaderConfiguration(dispatch_batches=True)
+    return accelerate(setting, streamed, dataloader_config=config)
+
+
+@program("Accelerate", "split_batches=True")
+def _(setting: Setting) -> Outcome:
+    config = DataLoaderConfiguration(split_batches=True)
+    return accelerate(setting, lambda _: DataLoader(data(), batch_size=8), dataloader_config=config)
+
+
+@program("Accelerate", "even_batches=False")
+def _(setting: Setting) -> Outcome:
+    config = DataLoaderConfiguration(even_batches=False)
+    return accelerate(setting, shuffled, dataloader_config=config)
+
+
+@program("Accelerate", "use_seedable_sampler=True")
+def _(setting: Setting) -> Outcome:
+    config = DataLoaderConfiguration(use_seedable_sampler=True)
+    return accelerate(setting, dataloader_config=config)
+
+
+@program("Accelerate", "a last batch that is not full")
+def _(setting: Setting) -> Outcome:
+    rows = TensorDataset(*(tensor[:22] for tensor in data().tensors))
+    return accelerate(setting, lambda s: DataLoader(rows, batch_size=s.each))
+
+
+@program("Accelerate", "mixed_precision='bf16'")
+def _(setting: Setting) -> Outcome:
+    torch.set_default_dtype(torch.float32)
+    return accelerate(setting, shuffled, mixed_precision="bf16")
+
+
+@program("Accelerate", "OneCycleLR over max_steps * num_processes")
+def _(setting: Setting) -> Outcome:
+    def schedule(optimizer: Any, processes: int) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, STEPS * processes)
+
+    return accelerate(setting, shuffled, schedule=schedule)
+
+
+@program("Accelerate", "gather_for_metrics(use_gather_object=True)")
+def _(setting: Setting) -> Outcome:
+    rows = TensorDataset(*(tensor[:22] for tensor in data().tensors))
+    return accelerate(setting, lambda s: DataLoader(rows, batch_size=s.each), objects=True)
+
+
+@program("Accelerate", "save_state with a tied weight, save_model")
+def _(setting: Setting) -> Outcome:
+    net: Any = accelerated.make().double()
+    net[3][0].weight = net[1][0].weight
+    outcome = accelerate(setting, shuffled, saves=True, net=net)
+    saved = load_file(setting.folder / "saved/model.safetensors")
+    return Outcome(outcome.losses, outcome.metrics, {**outcome.weights, **saved})
+
+
+@program("Accelerate", "unwrap_model(model).save_pretrained")
+def _(setting: Setting) -> Outcome:
+    net = make_model("llama")
+    accelerator: Any = Accelerator(cpu=True)
+    model: Any = net
+    if setting.cut:
+        pipe = setting.pipeline(net, **own_loss(net))
+        accelerator, model = PipelineAccelerator(pipe, cpu=True), PipelineModule(pipe)
+    made: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+    tokens = TensorDataset(Examples("text", 64, 1).tokens)
+    loader: Any = DataLoader(tokens, batch_size=setting.each)
+    model, made, loader = accelerator.prepare(model, made, loader)
+    losses = []
+    for (rows,) in loader:
+        loss = model(input_ids=rows, labels=rows).loss
+        accelerator.backward(loss)
+        made.step()
+        made.zero_grad()
+        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+    accelerator.unwrap_model(model).save_pretrained(
+        setting.folder / "model", is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save, state_dict=accelerator.get_state_dict(model),
+    )  # fmt: skip
+    accelerator.wait_for_everyone()
+    saved = transformers.LlamaForCausalLM.from_pretrained(setting.folder / "model", dtype="auto")
+    return Outcome(losses, {}, saved.state_dict())
 
 
 @program("Accelerate", "a plain Accelerator around PipelineModule")
