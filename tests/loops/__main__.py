@@ -4,8 +4,8 @@
 
 Each program runs unmodified, then as a pipeline in one process, in two, and in two replicas of two. A row
 of the table has the largest difference of losses, metrics and weights, or the sentence of the refusal, and
-what was warned of. Two replicas of the Trainer or Accelerate are held against their own data parallelism in two
-processes, others against one process.
+what was warned of. Two replicas of the Trainer or Accelerate are held against their own data parallelism in
+two processes, others against one process.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def load(names: str = "") -> None:
         import_module(f"tests.loops.{module}")
 
 
-def run(name: str, cut: bool, rank: int, processes: int, folder: Path) -> str:
+def run(name: str, cut: bool, rank: int, processes: int, folder: Path, replicas: int = 1) -> str:
     """Run a program and save what it gives; returns what it was refused or failed with, or nothing."""
     warnings.simplefilter("ignore")
     for quiet in ("lightning.pytorch", "transformers", "accelerate"):
         logging.getLogger(quiet).setLevel(logging.ERROR)
     torch.set_num_threads(1)
     ranks = RANKS if cut else 1
-    replicas = max(1, processes // ranks)
+    replicas = max(replicas, processes // ranks)
     setting = Setting(cut, processes, replicas, rank // ranks, folder)
     with launched(rank, processes), warned() as texts:
         try:
@@ -170,15 +170,12 @@ def compare(name: str, layouts: list[str], pools: dict[str, WorkerPool]) -> str:
         for layout in layouts:
             processes = LAYOUTS[layout]
             replicas = max(1, processes // RANKS)
-            if name.startswith(("own loop", "Lightning")):
-                replicas = 1
             if replicas not in plain:
                 (folder := Path(base, f"plain{replicas}")).mkdir()
-                text = (
-                    in_processes(pools["two"], replicas, name, folder, cut=False)
-                    if replicas > 1
-                    else run(name, False, 0, 1, folder)
-                )
+                if replicas > 1 and name.startswith(("Trainer", "Accelerate")):
+                    text = in_processes(pools["two"], replicas, name, folder, cut=False)
+                else:
+                    text = run(name, False, 0, 1, folder, replicas if name.startswith("own") else 1)
                 if text:
                     return f"| {name} | unmodified: {text[:300]} |"
                 plain[replicas] = torch.load(folder / "outcome", weights_only=False)

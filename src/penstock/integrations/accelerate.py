@@ -77,8 +77,8 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has n
 
     Ranks of one pipeline get the same batches, and replicas different ones. ``clip_grad_norm_`` measures the
     whole model, ``num_processes``, ``gather`` and ``reduce`` count each pipeline once, and so a scheduler
-    steps as often as with so many processes of Accelerate. ``save_state`` lets each process write its part into the folder ``penstock``, and
-    ``load_state`` reads it with any schedule and number of ranks.
+    steps as often as with so many processes of Accelerate. ``save_state`` lets each process write its part
+    into the folder ``penstock``, and ``load_state`` reads it with any schedule and number of ranks.
 
     Args:
         pipe: the pipeline.
@@ -95,7 +95,8 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has n
     @property
     def num_processes(self) -> int:
         """The number of processes that have batches of their own: that of pipelines."""
-        return int(self.state.num_processes) // vars(self).get("_ranks", 1)
+        ranks: int = vars(self).get("_ranks", 1)
+        return int(self.state.num_processes) // ranks
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
