@@ -205,6 +205,7 @@ class Counting(nn.Linear):
     def __init__(self) -> None:
         super().__init__(4, 4, dtype=torch.float64)
         self.calls = 0
+        self.register_buffer("kept", torch.zeros(3))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -216,11 +217,12 @@ class Inside(nn.Module):
 
     def __init__(self, function: Any, noise: float = 0.0) -> None:
         super().__init__()
-        self.model, self.counting, self.dropout = chain(), Counting(), nn.Dropout(0.5)
+        self.begin, self.model = Counting(), chain()
+        self.counting, self.dropout = Counting(), nn.Dropout(0.5)
         self.function, self.noise = function, noise
 
     def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
-        output = self.dropout(self.counting(self.model(x)))
+        output = self.dropout(self.counting(self.model(self.begin(x))))
         if self.noise:
             output = output + self.noise * torch.rand_like(output)
         return {"loss": self.function(output, target), "logits": output}

@@ -358,7 +358,10 @@ class _Notes:
             return
         self._seen.add(id(value))
         if isinstance(value, Tensor):
-            self.undo.append(partial(_restore, value, value.detach().clone()))
+            if (
+                not value.is_meta
+            ):  # otherwise it has no numbers, such as one that lies on another rank
+                self.undo.append(partial(_restore, value, value.detach().clone()))
         elif isinstance(value, FunctionType | MethodType | partial):
             self._take_variables(value, depth - 1)
         elif isinstance(value, list | deque | dict | set):
