@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from penstock.errors import InputFileError, UsageError
 from penstock.partition import unit_paths
-from penstock.partition.costs import measure_units
 from penstock.plan.costs import Coster, Profile, UnitCosts
 from penstock.plan.devices import Device, device_named
+from penstock.plan.units import measure_units
 from penstock.values import MISSING, Rules, flatten, split_batch
 
 REPEATS = 5
