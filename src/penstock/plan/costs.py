@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from statistics import median
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from penstock.errors import InputFileError, UsageError
+from penstock.partition import choose_cuts
 from penstock.schedule import Costs, Edge, Op, Placement, Timeline
 
 Cut = tuple[int, ...]
@@ -230,6 +231,27 @@ class UnitCosts:
     values: tuple[ValueCost, ...]
 
     __pydantic_config__ = FILE
+
+    def cut(
+        self, stages: int, *, by: Measure = "time", placement: Placement | None = None
+    ) -> list[list[str]]:
+        """The most even stages, as ``stages=`` of a Pipeline takes them.
+
+        Args:
+            stages: How many stages to make.
+            by: What to make equal: ``"time"`` of forward and backward, ``"flops"``, ``"parameters"`` or
+                ``"memory"``, see `UnitCost.by`.
+            placement: Which rank holds which stage; then ranks are made equal, not stages.
+
+        Raises:
+            PartitionError: There are more stages than units.
+            UsageError: There is no such measure.
+        """
+        if by not in get_args(Measure):
+            raise UsageError(f"by={by!r}: must be one of {', '.join(get_args(Measure))}")
+        starts = choose_cuts([unit.by(by) for unit in self.units], stages, placement)
+        runs = runs_of(starts, len(self.units))
+        return [[self.units[number].path for number in run] for run in runs]
 
     def stages(  # noqa: PLR0913 - what lies between the stages, by name
         self,
