@@ -58,7 +58,6 @@ from penstock.pipeline.weights import HeldWeights
 from penstock.rng import Randomness, Seed, own_seed
 from penstock.runtime import (
     ASKING,
-    MAIN,
     ActionEvent,
     ActionHook,
     Call,
@@ -697,30 +696,34 @@ class Pipeline:
             self.ask_inside(loss, model_call.count, *args, target=target, **kwargs)
 
     def ask_inside(
-        self, loss: Loss, count: int, *args: Any, target: Any = MISSING, **kwargs: Any
-    ) -> None:
+        self, loss: Loss | None, count: int, *args: Any, target: Any = MISSING, **kwargs: Any
+    ) -> dict[str, tuple[float, float]]:
         """Check that a loss is the same in fewer microbatches; every rank calls this.
 
         Args:
-            loss: the loss.
+            loss: the loss, or None for that of the pipeline.
             count: the number of microbatches.
             args: as for :meth:`step`.
             target: as for :meth:`step`.
             kwargs: as for :meth:`step`.
 
-        Raises:
-            UsageError: it is not.
-        """
+        Returns:
+            Both values of each loss that the model adds and that is not the same, by name.
 
-        def evaluate(microbatches: int) -> float:
+        Raises:
+            UsageError: the loss is not the same.
+        """
+        loss = self._loss if loss is None else loss
+
+        def evaluate(microbatches: int) -> Mapping[str, float]:
             def describe() -> Call:
                 return Call(self._split(args, kwargs, target, microbatches), loss, trains=False)
 
             step = self._run(self._described(describe, trains=False, loss=loss), kwargs, target)
-            return step.result.losses[MAIN]
+            return step.result.losses
 
         modules = (module for stage in self._stages for module in stage.called_modules())
-        ask_inside(count, evaluate, self._runner.gather, modules, self.device)
+        return ask_inside(count, evaluate, self._runner.gather, modules, self.device)
 
     def find_nonfinite(
         self, *args: Any, target: Any = MISSING, **kwargs: Any

@@ -31,18 +31,12 @@ from penstock.errors import (
 from penstock.faults import Activity, failing_module, has_probes
 from penstock.parallel import arrived, gathered, put_together, replicated, take_apart
 from penstock.rng import LOSS
+from penstock.runtime.asking import Differentiations, Inquiry, Question
 from penstock.runtime.calls import StepState
 from penstock.runtime.hooks import ActionEvent
 from penstock.runtime.kinds import Kind
 from penstock.runtime.loss import Loss, Losses, zero_loss
-from penstock.runtime.whole import (
-    BatchOutputs,
-    Differentiations,
-    Evaluate,
-    Inquiry,
-    Joins,
-    Question,
-)
+from penstock.runtime.whole import BatchOutputs, Evaluate, Joins
 from penstock.schedule import Action, Dependencies, Edge, Op, Schedule, merged
 from penstock.schedule.action import MESSAGE_OPS, RECV_OPS, SEND_OPS
 from penstock.schedule.dependencies import counterpart
