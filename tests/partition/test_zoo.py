@@ -377,8 +377,8 @@ def test_a_sequential_is_balanced_as_asked(
     ("stages", "options", "says"),
     [
         (2, {"balance": [1.0]}, "balance= has 1 weights for 6 modules"),
-        (2, {"balance": "flop"}, "balance='flop': must be one of flops, parameters"),
-        (2, {"balance": "time"}, "balance='time'.*schedule=\"auto\" measures"),
+        (2, {"balance": "flop"}, "balance='flop': must be flops, parameters"),
+        (2, {"balance": "time"}, "balance='time'.*cut by times"),
         (2, {"balance": "flops"}, r"give example=\(args, kwargs\)"),
         (1, {"placement": Placement((0, 1))}, "the placement is for 2 stages, not 1"),
         (

@@ -29,7 +29,7 @@ class Backwards(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.head = nn.Linear(WIDTH, WIDTH)
+        self.head: nn.Module = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.scale = nn.Parameter(torch.ones(WIDTH))
         self.stem = nn.Linear(WIDTH, WIDTH)

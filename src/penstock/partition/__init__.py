@@ -9,7 +9,6 @@ from penstock.partition.base import (
     find_shared_between,
     named_tensors,
 )
-from penstock.partition.costs import StageTable, table
 from penstock.partition.cutting import Cutting, explained, partition, unit_paths
 from penstock.partition.draws import randomness
 from penstock.partition.plan import CallPlan
@@ -23,7 +22,6 @@ __all__ = [
     "Partition",
     "Room",
     "Shared",
-    "StageTable",
     "choose_cuts",
     "explained",
     "find_shared",
@@ -31,6 +29,5 @@ __all__ = [
     "named_tensors",
     "partition",
     "randomness",
-    "table",
     "unit_paths",
 ]

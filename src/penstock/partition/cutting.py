@@ -90,10 +90,10 @@ class Cutting:
                 "the modules here: leave them out"
             )
         if isinstance(balance, str) and balance not in _BALANCES:
-            hint = (
-                '; schedule="auto" measures times, and plans by them' if balance == "time" else ""
+            raise UsageError(
+                f"balance={balance!r}: must be {', '.join(_BALANCES)} or a weight for each module, or cut by "
+                "times: profile.at(samples).cut(stages) of penstock.plan.measure"
             )
-            raise UsageError(f"balance={balance!r}: must be one of {', '.join(_BALANCES)}{hint}")
         if stages != 1:
             _check_compiled(model)
         if isinstance(stages, int) and stages != 1 and not has_forward(model):

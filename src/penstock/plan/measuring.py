@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from penstock.errors import InputFileError, UsageError
 from penstock.partition import unit_paths
-from penstock.partition.costs import measure_units
 from penstock.plan.costs import Coster, Profile, UnitCosts
 from penstock.plan.devices import Device, device_named
+from penstock.plan.units import measure_units, random_states_kept
 from penstock.values import MISSING, Rules, split_batch
 
 REPEATS = 5
@@ -140,8 +140,8 @@ def _coster(
     loss = loss_fn
     if loss_fn is not None and target is MISSING:
         loss = lambda output, _: loss_fn(output)  # noqa: E731 - as short as it is
-
-    units = unit_paths(model, stages, (args, kwargs))
+    with random_states_kept(model):
+        units = unit_paths(model, stages, (args, kwargs))
     sizes = split_batch(args, kwargs, MISSING, rules, 1).samples
     batch = sizes[0] if sizes else 1
 
