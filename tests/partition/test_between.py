@@ -541,7 +541,7 @@ def takes_gradients(m: Model, x: Tensor) -> Tensor:
     return m.l[3](m.l[2](torch.autograd.grad(h.sum(), m.l[0].get_parameter("weight"))[0]))  # type: ignore[no-any-return]
 
 
-@program()
+@program(in_four="leave a stage without modules; the model's order is l.1, l.2, l.3, l.0")
 def calls_in_another_order(m: Model, x: Tensor) -> Tensor:
     return m.l[0](m.l[3](m.l[2](m.l[1](x))))  # type: ignore[no-any-return]
 

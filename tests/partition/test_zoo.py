@@ -238,7 +238,9 @@ def test_a_loop_that_cannot_be_cut() -> None:
                 x = self.leave(self.block(x))
             return self.enter(x)  # type: ignore[no-any-return]
 
-    with pytest.raises(PartitionError, match=r"block in stage 0 uses leave of stage 1.*example="):
+    with pytest.raises(
+        PartitionError, match=r"block in stage 0 uses leave of stage 1.*in both lists"
+    ):
         partition(Interleaved().double(), [["block"], ["leave", "enter"]]).plan((rows(),), {})
 
 

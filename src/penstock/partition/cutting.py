@@ -25,7 +25,7 @@ from penstock.partition.base import (
     find_shared,
     named_tensors,
 )
-from penstock.partition.order import Order
+from penstock.partition.order import CallOrder
 from penstock.partition.plan import first_uses
 from penstock.partition.run import WithoutData
 from penstock.partition.seen import Door
@@ -245,7 +245,7 @@ class Cutting:
         points = [str(path) for path in self._stages]  # type: ignore[union-attr] # no number
         units = units_at_points(self.model, points)
         self._trace = self._record(units, call)
-        order = Order(self.model, units, self._trace)
+        order = CallOrder(self.model, units, self._trace)
         paths = [item.path for item in order.once()]
         return self._homes_of(at_points(self.model, points, paths))
 
@@ -263,7 +263,7 @@ class Cutting:
             f"{self.count} stages; {use_up_to(most)}"
         )
 
-    def order(self, call: Example) -> Order:
+    def order(self, call: Example) -> CallOrder:
         """The units in the order of their calls, taken apart as far as even stages need it."""
         model = self.model
         units = find_units(model, self.count)
@@ -280,11 +280,11 @@ class Cutting:
                 whole |= {*units} - {*finer}
             else:
                 self._trace, units = trace, finer
-        order = Order(model, units, self._trace)
+        order = CallOrder(model, units, self._trace)
         self._weigh(order)
         return order
 
-    def _weigh(self, order: Order) -> None:
+    def _weigh(self, order: CallOrder) -> None:
         """Let units be as heavy as ``balance=`` says."""
         items = order.once()
         weights = self._weights_of([item.path for item in items])

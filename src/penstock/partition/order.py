@@ -40,7 +40,7 @@ class Item(NamedTuple):
     made: float = 0.0
 
 
-class Order:
+class CallOrder:
     """The units of a model in the order of their calls, with the work of each.
 
     Args:

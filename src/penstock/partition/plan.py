@@ -304,9 +304,8 @@ class _Owners:
 def _backwards(event: Event, owner: int, value: Value, source: int) -> str:
     return (
         f"{event.where}: {event.name} in stage {owner} uses {value.name.rstrip('!')} of stage {source}, but "
-        "values go to later stages only; place the modules in the order of their calls, for which "
-        "example=(args, kwargs) helps, or let the later one's module be called again there by naming it in "
-        "both lists of stages="
+        "values go to later stages only; list the modules in the order of their calls, or name the one that "
+        "is called again in both lists of stages="
     )
 
 

@@ -1045,7 +1045,7 @@ class _Recorder(TorchFunctionMode):
         # A mask of ones may leave nothing.
         for number in (1, 0):
             try:
-                with _filled_with_ones(module), _Counted(self._work):
+                with _filled_with_ones(module), _CountsWork(self._work):
                     args, kwargs = map_tensors(self._written, functools.partial(filled, number))
                     return map_tensors(run(*args, **kwargs), back)
             except Exception as error:
@@ -1155,7 +1155,7 @@ class _MadeUp(TorchDispatchMode):
         raise reason
 
 
-class _Counted(TorchDispatchMode):
+class _CountsWork(TorchDispatchMode):
     """Counts the operations of a unit that runs on ones."""
 
     def __init__(self, work: Work) -> None:
