@@ -242,7 +242,7 @@ class Pipeline:
             }
             self._chosen: planning.Plan | None = plan
             self._model: nn.Module | None = model
-            self._begin(schedules, transport, loss, replicas, rules, seed, details)
+            self._begin(schedules, transport, home, loss, replicas, rules, seed, details)
             how = HowToCut(stages, arguments, checkpoint, device, compile, wrap, weights)
             uncut = UncutModel(
                 model, how, schedules.training, self._transport, replicas, self._take_cut
@@ -313,7 +313,7 @@ class Pipeline:
             table = find_shared_between(modules) if shared is None else tuple(shared)
             make_equal(stages, replicas, transport)
             pipe._chosen = pipe._model = None
-            pipe._begin(schedules, transport, loss, replicas, rules, seed)
+            pipe._begin(schedules, transport, stages[0].device, loss, replicas, rules, seed)
             pipe._take(stages, table, modules)
         pipe._stand_beside(siblings_of(mesh, replicas))
         return pipe
@@ -322,6 +322,7 @@ class Pipeline:
         self,
         schedules: ProvenSchedules,
         transport: Transport | None,
+        home: torch.device,
         loss: Loss | None,
         replicas: Replicas,
         rules: Rules | None,
@@ -330,7 +331,7 @@ class Pipeline:
     ) -> None:
         """Put together what needs no stages, and check that all ranks have the same."""
         self._schedules, self._transport = schedules, transport
-        self._runner = Runner(schedules.proven, transport)
+        self._runner = Runner(schedules.proven, transport, home)
         self._stages: tuple[PipelineStage, ...] = ()
         self._uncut: UncutModel | None = None
         self._partition: Partition | None = None

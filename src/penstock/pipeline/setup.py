@@ -85,12 +85,18 @@ def modules_in(stage: nn.Module) -> str:
     rows: list[tuple[str, str, str]] = []
     for path, module in (named or {"": stage}).items():
         kind = type(module).__name__
-        if rows and path.rpartition(".")[2].isdecimal() and rows[-1][2] == kind:
+        if rows and rows[-1][2] == kind and _numbered(path) == _numbered(rows[-1][1]) is not None:
             rows[-1] = (rows[-1][0], path, kind)
         else:
             rows.append((path, path, kind))
     texts = [f"{a} to {b} ({kind})" if a != b else f"{a} ({kind})".strip() for a, b, kind in rows]
     return ", ".join(texts)
+
+
+def _numbered(path: str) -> str | None:
+    """The last name of a path without its number; None if it has none."""
+    name = path.rpartition(".")[2]
+    return name.rstrip("0123456789") if name[-1:].isdecimal() else None
 
 
 _UNEVEN = 1.25

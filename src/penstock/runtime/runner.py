@@ -83,13 +83,16 @@ class Runner:
     Args:
         schedules: returns the schedule of a call.
         transport: this rank's end, if each rank is a process; None if all ranks share this process.
+        device: where the stages will live.
 
     Attributes:
         stages: the stages of this process, by index; none before :meth:`hold`.
         interpreter: runs the programs.
     """
 
-    def __init__(self, schedules: Schedules, transport: Transport | None = None) -> None:
+    def __init__(
+        self, schedules: Schedules, transport: Transport | None, device: torch.device
+    ) -> None:
         self.stages: dict[int, PipelineStage] = {}
         self.transport = transport
         self.schedules = schedules
@@ -102,7 +105,7 @@ class Runner:
         self._argument_names: dict[int, list[str] | None] = {}
         activity = Activity(0) if transport is None else transport.activity
         self.interpreter = Interpreter(self.stages, activity)
-        self._devices: list[torch.device] = []
+        self._devices = [device]
 
     def cut_now(self, cut: LateCut, call: Example | None) -> None:
         """Cut the model before any call; all processes of the job call this.
