@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.checkpoint.planning import HeldTensors
 from penstock.checkpoint.table import ITSELF, replaced
@@ -112,32 +111,6 @@ class Targets:
             if weights and not weights.names.is_shared(one)
         ]
         return {"rank": 0 if self.pipe is None else self.pipe.ranks[0], "alone": alone}
-
-    def request(self) -> dict[str, Any]:
-        """What the leader must know to say what this process needs of a checkpoint."""
-        types: dict[Any, int] = {}
-
-        def kind(value: Any) -> int:
-            if not isinstance(value, Tensor):
-                return -1
-            return types.setdefault((str(value.dtype), tuple(value.shape)), len(types))
-
-        weights = {
-            label: [[kind(value), *keys] for _, keys, value in self.held(label)]
-            for label in self.weights
-        }
-        optimizers = {}
-        for label, optimizer in self.optimizers.items():
-            name, groups, _ = read_states(optimizer, self.names, f"{label}=")
-            optimizers[label] = [name, [members for _, members in groups]]
-        schedulers = {
-            label: next((n for n, of in self.optimizers.items() if of is state.optimizer), "")
-            for label, state in self.states.items()
-            if isinstance(state, LRScheduler)
-        }
-        request = {"weights": weights, "types": [*types], "optimizers": optimizers}
-        request |= {"states": [*self.states], "schedulers": schedulers}
-        return {"request": request | self.place}
 
 
 @dataclass

@@ -162,18 +162,18 @@ def merge_groups(ranks: Sequence[Sequence[Group]]) -> list[Group]:
 
 
 def find_groups(
-    here: Sequence[Sequence[str]], saved: Sequence[Group], number_of: Mapping[str, int]
+    here: Sequence[Sequence[str]], saved: Sequence[Group]
 ) -> tuple[list[int | None], list[str], list[str]]:
     """Compare an optimizer's groups with those that were saved.
 
     Args:
         here: the names of the parameters in each group.
         saved: the saved groups.
-        number_of: the number of each parameter's saved group.
 
     Returns:
         The number of each group's saved group, the names that were not saved, and the conflicts.
     """
+    number_of = {name: number for number, (_, names) in enumerate(saved) for name in names}
     continued: list[int | None] = []
     problems, missing = [], []
     for place, names in enumerate(here):

@@ -223,44 +223,51 @@ class LoadResult(NamedTuple):
     unexpected_keys: list[str]
 
 
+class Offer(NamedTuple):
+    """What a process has, and what it was given to load.
+
+    Attributes:
+        here: the names that this process has.
+        loaded: the names that it was given.
+        problems: what does not fit, by kind: ``"missing"`` names, and others.
+        about: further JSON data for the check.
+    """
+
+    here: Sequence[str]
+    loaded: Sequence[str]
+    problems: Mapping[str, Sequence[str]]
+    about: Any = None
+
+
+Refuse = Callable[[LoadResult, Mapping[str, list[str]], list[dict[str, Any]]], None]
+"""Raises if something does not fit: given the result, the problems of all processes, and their offers."""
+
+
 def agree_to_load(
-    team: Team,
-    bring: Callable[[], tuple[Sequence[str], Sequence[str]]],
-    compare: Callable[[], tuple[Sequence[str], Sequence[str]]],
-    refuse: Callable[[LoadResult, Sequence[str]], None],
-    further: Iterable[str] = (),
+    team: Team, bring: Callable[[], Offer], refuse: Refuse, further: Iterable[str] = ()
 ) -> LoadResult:
     """Compare what all processes have with what they load; nothing is changed.
 
     Args:
         team: the processes that load.
-        bring: returns the names that this process has, and those that it was given to load.
-        compare: returns the names that are missing, and problems.
-        refuse: raises if something does not fit.
+        bring: compares what this process has with what it loads.
+        refuse: called in the leader.
         further: names that are not unexpected either.
 
     Raises:
         StateDictError: it does not fit; the message lists every problem.
     """
-    unexpected: list[str] = []
 
-    def tell() -> tuple[None, dict[str, Sequence[str]]]:
-        here, loaded = bring()
-        return None, {"here": here, "loaded": loaded}
-
-    def look(parts: list[dict[str, Any]]) -> list[None]:
+    def judge(parts: list[dict[str, Any]]) -> list[Any]:
         known = {*further}.union(*distinct(parts, "here"))
-        loaded = distinct(parts, "loaded")
-        unexpected.extend(_union([one for one in names if one not in known] for names in loaded))
-        return [None] * len(parts)
+        unexpected = [one for one in _union(distinct(parts, "loaded")) if one not in known]
+        every = distinct(parts, "problems")
+        problems = {kind: _union(of[kind] for of in every) for kind in every[0]}
+        result = LoadResult(problems["missing"], unexpected)
+        refuse(result, problems, parts)
+        return [[*result]] * len(parts)
 
-    def judge(reports: list[Any]) -> list[Any]:
-        missing, problems = (_union(one[i] for one in reports) for i in (0, 1))
-        refuse(LoadResult(missing, unexpected), problems)
-        return [[missing, unexpected]] * len(reports)
-
-    team.tell("load", tell, look)
-    return LoadResult(*team.meet("load", compare, judge))
+    return LoadResult(*team.tell("load", lambda: (None, bring()._asdict()), judge))
 
 
 def load_state(
@@ -280,22 +287,18 @@ def load_state(
         strict: whether missing and unexpected names are an error, before anything is changed.
         any_name: whether any one of a weight's names is enough.
     """
-    here: dict[str, Any] = {}
     state: Mapping[str, Any] = {}
 
-    def bring() -> tuple[list[str], list[str]]:
+    def bring() -> Offer:
         nonlocal state
         weights.check_filled()
-        here.update(weights.state_dict())
-        state = read()
-        return [*here], [*state]
+        state, here = read(), weights.state_dict()
+        missing, problems = compare(here, weights.names if any_name else Names(()), state)
+        return Offer([*here], [*state], {"missing": missing, "hard": problems})
 
-    def fit() -> tuple[Sequence[str], Sequence[str]]:
-        return compare(here, weights.names if any_name else Names(()), state)
-
-    result = agree_to_load(team, bring, fit, partial(check_fits, strict=strict), weights.names.tied)
+    agreed = agree_to_load(team, bring, partial(_refuse, strict, "weights"), weights.names.tied)
     weights.load(state)
-    return result
+    return agreed
 
 
 def load_optimizer(
@@ -307,40 +310,35 @@ def load_optimizer(
     strict: bool,
 ) -> LoadResult:
     """Load an optimizer from a state dict by names, once all ranks have compared theirs with it."""
-    groups: list[Sequence[str]] = []
     saved: list[Any] = []
-    number_of: dict[str, int] = {}
     numbers: list[int | None] = []
 
-    def bring() -> tuple[list[str], list[str]]:
+    def bring() -> Offer:
         if not {"state", "param_groups"} <= state.keys():
             raise StateDictError(
                 f"an optimizer's state dict has 'state' and 'param_groups', not {sorted(map(str, state))}; "
                 "pass what pipe.optimizer_state_dict(optimizer) returned"
             )
         saved.extend((settings_of(group), group["params"]) for group in state["param_groups"])
-        number_of.update((name, place) for place, (_, of) in enumerate(saved) for name in of)
-        if not all(isinstance(name, str) for name in [*state["state"], *number_of]):
+        given = [name for _, of in saved for name in of]
+        if not all(isinstance(name, str) for name in [*state["state"], *given]):
             raise StateDictError(
                 "this optimizer's state dict holds positions, which mean different parameters on each rank; "
                 "save what pipe.optimizer_state_dict(optimizer, full=True) returns, or use "
                 "penstock.Checkpoints"
             )
-        groups.extend(of for _, of in read_states(optimizer, names, "the optimizer").groups)
-        return [name for of in groups for name in of], [*number_of]
-
-    def compare() -> tuple[Sequence[str], Sequence[str]]:
-        continued, missing, problems = find_groups(groups, saved, number_of)
+        groups = [of for _, of in read_states(optimizer, names, "the optimizer").groups]
+        continued, missing, problems = find_groups(groups, saved)
         numbers.extend(continued)
-        return missing, problems
+        here = [name for of in groups for name in of]
+        return Offer(here, given, {"missing": missing, "hard": problems})
 
-    refuse = partial(check_fits, strict=strict, what="optimizer's states")
-    result = agree_to_load(team, bring, compare, refuse)
+    agreed = agree_to_load(team, bring, partial(_refuse, strict, "optimizer's states"))
     settings = [{} if number is None else _copies(saved[number][0]) for number in numbers]
-    here = {name for of in groups for name in of}
+    here = {*names.values()}
     states = {name: _copies(of) for name, of in state["state"].items() if name in here}
     write_states(optimizer, names, settings, states)
-    return result
+    return agreed
 
 
 def _copies(state: Any) -> Any:
@@ -377,6 +375,13 @@ def check_fits(
         raise StateDictError(
             f"the {what} do not fit, and none were loaded:\n\t" + "\n\t".join(lines)
         )
+
+
+def _refuse(
+    strict: bool, what: str, result: LoadResult, problems: Mapping[str, list[str]], parts: Any
+) -> None:
+    del parts
+    check_fits(result, problems["hard"], strict, what)
 
 
 def _union(lists: Iterable[Sequence[str]]) -> list[str]:
