@@ -116,8 +116,6 @@ def describe_rank(
         "kinds": {"model": WEIGHTS, "optimizer": "AdamW", "scheduler": "a state"},
         "tied": {},
         "groups": {"optimizer": [[name for name, _ in shapes]]},
-        "alone": [name for name, _ in shapes],
-        "rank": shapes[0][0],
     }
     held = held_of(_tensors(shapes, shard, shards, scalars=step is None))
     return {
@@ -134,8 +132,7 @@ def offer_of(shapes: Shapes, table: CheckpointTable) -> Offer:
     """What a rank has when it loads what such ranks have saved, and what it is given."""
     names = [name for name, _ in shapes]
     here = [f"{label}/{name}" for label in ("model", "optimizer") for name in names]
-    about = {"rank": names[0], "alone": names, "weights": ["model"]}
-    about |= {"others": ["optimizer", "scheduler"]}
+    about = [["model"], ["optimizer", "scheduler"]]
     problems: dict[str, list[str]] = {"hard": [], "missing": [], "loose": []}
     return Offer(sorted(here), sorted(table.names), problems, about)
 

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from zlib import crc32
 
 import pytest
@@ -227,7 +227,7 @@ def end_while_saving(case: str, folder: Path) -> None:
                 threading.Event().wait()
         fsync(handle)
 
-    os.fsync = fault
+    os.fsync = cast("Any", fault)
     Checkpoints(folder / case, asynchronous=True).save(1, model=linear())
     if case == "dying":
         raise RuntimeError("dies")

@@ -207,7 +207,8 @@ def counted(group: Any, folder: str) -> list[int]:
         calls: list[Callable[[], object]] = [
             partial(checkpoints.save, step, model=model) for step in (1, 2)
         ]
-        for call in (*calls, partial(checkpoints.load, model=model)):
+        calls.append(partial(checkpoints.load, model=model))
+        for call in calls:
             told[0] = 0
             call()
             counts.append(told[0])

@@ -98,7 +98,7 @@ class Writer:
         """
         assert self._lease is not None  # taken when the writing began
         before = find(self._folder)
-        write_bytes(written / TABLE, table)
+        write_bytes(written / TABLE, table, reads_back=True)
         place = self._folder / _name(step, before)
         self._lease.publish(written, place, sizes)
         # The new one replaces older ones, and one of the same step.

@@ -31,7 +31,7 @@ from penstock.errors import (
 from penstock.parallel import is_sharded, local_part, region_of, spread, with_local
 from penstock.weights.files import Box
 from penstock.weights.optimizers import find_groups, read_states, write_states
-from penstock.weights.states import LoadResult, Offer, check_one_rank_each
+from penstock.weights.states import LoadResult, Offer
 from penstock.weights.team import Team, distinct
 from penstock.weights.trees import decode
 
@@ -161,10 +161,8 @@ class Loading:
         self._states = [label for label in targets.states if self._is_saved(label, STATE)]
         matched = {*self._weights, *self._groups}
         asked = sorted(name for name in self._table.names if name.partition("/")[0] in matched)
-        about = targets.place | {
-            "weights": [*targets.weights], "others": [*targets.optimizers, *targets.states]
-        }  # fmt: skip
-        return Offer(sorted(self._used), asked, self._problems, about)
+        labels = [[*targets.weights], [*targets.optimizers, *targets.states]]
+        return Offer(sorted(self._used), asked, self._problems, labels)
 
     def _is_saved(self, label: str, kind: str) -> bool:
         saved = self._saved.kinds.get(label)
@@ -224,9 +222,7 @@ class Loading:
         self, strict: bool, result: LoadResult, problems: Mapping[str, list[str]], parts: Any
     ) -> None:
         """In the leader: check how the checkpoint fits all processes; one error lists every mismatch."""
-        path, every = self._table.path, distinct(parts, "about")
-        check_one_rank_each((one["rank"], one["alone"]) for one in every)
-        missing, unexpected = result
+        path, (missing, unexpected) = self._table.path, result
         lines, loose = list(problems["hard"]), list(problems["loose"])
         loose += [f"missing in it: {listed(missing)}"] if missing else []
         loose += [f"in it, but not here: {listed(unexpected)}"] if unexpected else []
@@ -241,9 +237,8 @@ class Loading:
             raise StateDictError(
                 f"{path} {fits}, and nothing was loaded{hint}:\n\t" + "\n\t".join(lines)
             )
-        weights, others = (
-            {label for one in every for label in one[of]} for of in ("weights", "others")
-        )
+        rows = distinct(parts, "about")
+        weights, others = ({label for row in rows for label in row[of]} for of in (0, 1))
         left = [
             label for label in self._saved.kinds if label not in weights | others | {RANDOMNESS}
         ]

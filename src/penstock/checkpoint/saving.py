@@ -30,7 +30,6 @@ from penstock.parallel import local_part, region_of
 from penstock.values import bytes_as_text
 from penstock.weights.files import write_file
 from penstock.weights.optimizers import merge_groups
-from penstock.weights.states import check_one_rank_each
 from penstock.weights.storage import check_arrived, patiently, write_bytes
 from penstock.weights.team import Known, Team, distinct
 from penstock.weights.trees import encode
@@ -179,7 +178,6 @@ class Leader:
             For each process, the places of the tensors that it writes; None: those of the last save.
         """
         _check_states(parts, team)
-        check_one_rank_each((one["rank"], one["alone"]) for one in distinct(parts, "names"))
         planned = [of[name] for of in parts for name in ("tensors", "boxes")]
         shares: list[Any] = [None] * len(parts)
         if list(map(id, planned)) != list(map(id, self._planned)):

@@ -92,7 +92,7 @@ class WeightFolder:
         written = {self._folder / name: size for name, size, _ in rows}
         hidden = self._folder / f"{_HIDDEN}{self.save}"
         earlier = {_SINGLE, *_named_by(self._folder)}
-        write_bytes(hidden, (json.dumps(index, indent=2) + "\n").encode())
+        write_bytes(hidden, (json.dumps(index, indent=2) + "\n").encode(), reads_back=True)
         self._lease.publish(hidden, self._folder / INDEX, written)
         self._remove(earlier)
         return sorted(path for path, (*_, of) in zip(written, rows, strict=True) if of)
@@ -137,17 +137,16 @@ def save_weights(
         UsageError: another process writes into the folder, or a weight cannot be saved.
         CheckpointError: some process could not write; the folder holds what it held before.
     """
-    files = weights.files()
-    shown = [
-        [index, {name: one.nbytes if isinstance(one, Tensor) else None for name, one in of.items()}]
-        for index, of in files.items()
-    ]
     with ExitStack() as stack:
+        files: dict[int, dict[str, Any]] = {}
         target: WeightFolder | None = None
+
+        def look() -> None:
+            files.update(weights.files())
+            check_saveable({name: one for of in files.values() for name, one in of.items()})
 
         def begin(of_processes: list[Any]) -> list[str]:
             nonlocal target
-            check_saveable(of for shown in of_processes for _, of in shown)
             target = stack.enter_context(WeightFolder(folder))
             return [target.save] * len(of_processes)
 
@@ -164,7 +163,7 @@ def save_weights(
             target.publish(dict(row for of in of_processes for row in of), weights.names.tied)
             return [None] * len(of_processes)
 
-        save = team.meet("save", lambda: shown if writes else [], begin)
+        save = team.meet("save", look, begin)
         team.meet("save", write, publish)
 
 

@@ -38,6 +38,24 @@ class Names:
         self._shared = {
             name: one for one in table for name in {*one.names, *(name for _, name in one.holders)}
         }
+        self._clashes: list[str] = []
+
+    def find_clashes(self, stages: Iterable[Iterable[str]]) -> None:
+        """Note the names under which stages, each given by the names of its weights, have different ones."""
+        counts = Counter(name for of in stages for name in of if name not in self._shared)
+        self._clashes = [name for name, count in counts.items() if count > 1]
+
+    def check_apart(self) -> None:
+        """Check that each name stands for one weight.
+
+        Raises:
+            UsageError: stages have different weights under one name.
+        """
+        if self._clashes:
+            raise UsageError(
+                f"several stages have weights named {', '.join(self._clashes[:5])}; use modules with the "
+                "names of the unsplit model as stages, or save each stage's module by itself"
+            )
 
     def all(self, name: str) -> tuple[str, ...]:
         """All names of a weight, in the model's order."""
@@ -122,15 +140,15 @@ class StageWeights:
         Raises:
             UsageError: stages have different weights under one name.
         """
-        held: dict[str, tuple[tuple[str, ...], Any]] = {}
-        for stage in self._stages:
-            for name, value in stage.state_dict().items():
-                first = self.names.first(name)
-                if first in held and not _is_same(held[first][1], value):
-                    check_apart([name, name])
-                names = self.names.all(name) if isinstance(value, Tensor) else (name,)
-                held[first] = names, value
-        return held
+        self.names.check_apart()
+        return {
+            self.names.first(name): (
+                self.names.all(name) if isinstance(value, Tensor) else (name,),
+                value,
+            )
+            for stage in self._stages
+            for name, value in stage.state_dict().items()
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """The state dict of the stages, with each weight under all of its names in the model."""
@@ -138,6 +156,7 @@ class StageWeights:
 
     def files(self) -> dict[int, dict[str, Any]]:
         """What each stage saves: each weight in the first stage that uses it, under its first name."""
+        self.names.check_apart()
         return {
             stage.index: {
                 self.names.first(name): value
@@ -178,34 +197,6 @@ class StageWeights:
                     sharded = isinstance(tensor, Tensor) and is_sharded(tensor)
                     picked[name] = spread(tensor, value) if sharded else value
             stage.load_state_dict(picked)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.data_ptr() == other.data_ptr() and one.shape == other.shape
-    return one is other
-
-
-def check_apart(names: Iterable[str]) -> None:
-    """Refuse a name that occurs twice: stages have different weights under that name."""
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise UsageError(
-            f"several stages have weights named {', '.join(twice[:5])}; use modules with the names of the "
-            "unsplit model as stages, or save each stage's module by itself"
-        )
-
-
-def check_one_rank_each(held: Iterable[tuple[int, Iterable[str]]]) -> None:
-    """Refuse a name that stands for different weights on two ranks.
-
-    Args:
-        held: the rank of each process, replicas included, and the names of its weights that are not shared.
-    """
-    names: dict[int, set[str]] = {}
-    for rank, of_process in held:
-        names.setdefault(rank, set()).update(of_process)
-    check_apart(name for of_rank in names.values() for name in of_rank)
 
 
 # ---- load
@@ -391,15 +382,13 @@ def _union(lists: Iterable[Sequence[str]]) -> list[str]:
 # ---- gather
 
 
-def check_saveable(stages: Iterable[Mapping[str, Any]]) -> None:
-    """Check that the weights of all stages fit together: they are tensors, and no name occurs twice.
+def check_saveable(weights: Mapping[str, Any]) -> None:
+    """Check that weights are tensors.
 
-    Args:
-        stages: the names of each stage's weights; those that are not tensors have None.
+    Raises:
+        UsageError: some are not.
     """
-    names = [pair for of_stage in stages for pair in of_stage.items()]
-    check_apart(name for name, size in names if size is not None)
-    if others := [name for name, size in names if size is None]:
+    if others := [name for name, value in weights.items() if not isinstance(value, Tensor)]:
         raise UsageError(
             f"{', '.join(others[:5])} are not tensors, so they cannot be gathered or saved; "
             "use state_dict() without full=True on each rank"
@@ -408,44 +397,33 @@ def check_saveable(stages: Iterable[Mapping[str, Any]]) -> None:
 
 def gather_state(team: Team, ranks: Ranks, weights: StageWeights) -> dict[str, Any]:
     """The unsplit model's state dict on rank 0, as copies on the CPU; empty on other ranks."""
-    keys: list[str] = []
 
     def bring() -> tuple[Any, dict[str, Any]]:
-        files = weights.files()
-        shown = [
-            {name: 0 if isinstance(value, Tensor) else None for name, value in of_stage.items()}
-            for of_stage in files.values()
-        ]
-        mine = {name: one for of_stage in files.values() for name, one in of_stage.items()}
-        return [list(weights.state_dict()), shown], mine
+        mine = {
+            name: one for of_stage in weights.files().values() for name, one in of_stage.items()
+        }
+        check_saveable(mine)
+        return list(weights.state_dict()), mine
 
-    def check(heads: Sequence[Any]) -> None:
-        check_saveable(of_stage for _, shown in heads for of_stage in shown)
-        keys.extend(_union(of_rank for of_rank, _ in heads))
-
-    states = collect(team, ranks, bring, check)
+    keys, states = collect(team, ranks, bring)
     collected = {name: one for of_rank in states for name, one in of_rank.items()}
-    return {key: collected[weights.names.first(key)] for key in keys}
+    return {key: collected[weights.names.first(key)] for key in _union(keys)}
 
 
 def gather_optimizer(
     team: Team, ranks: Ranks, names: Names, held: Callable[[], OptimizerStates]
 ) -> dict[str, Any]:
     """The states of all ranks' optimizers as one state dict on rank 0, on the CPU; empty on other ranks."""
-    groups: list[Any] = []
 
     def bring() -> tuple[Any, Mapping[str, Any]]:
-        kind, here, states = held()
-        return [kind, [(encode(of, "settings", None), members) for of, members in here]], states
+        names.check_apart()
+        _, groups, states = held()
+        return [(encode(of, "settings", None), members) for of, members in groups], states
 
-    def check(heads: Sequence[Any]) -> None:
-        members = [name for _, one in heads for _, of_group in one for name in of_group]
-        check_apart(name for name in members if not names.is_shared(name))
-        groups.extend((decode(of), one) for of, one in merge_groups([one for _, one in heads]))
-
-    collected = collect(team, ranks, bring, check)
+    groups, collected = collect(team, ranks, bring)
     if not team.leads:
         return {}
     # A state that several ranks have is the same on each; the first rank's counts.
     states = {name: one for of_rank in reversed(collected) for name, one in of_rank.items()}
-    return named_state_dict(OptimizerStates("", groups, states))
+    merged = [(decode(of), members) for of, members in merge_groups(groups)]
+    return named_state_dict(OptimizerStates("", merged, states))
