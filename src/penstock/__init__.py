@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from penstock.pipeline import StepEvent as StepEvent
     from penstock.pipeline import TensorBoard as TensorBoard
     from penstock.runtime import ActionEvent as ActionEvent
+    from penstock.runtime import GracefulStop as GracefulStop
     from penstock.runtime import LossScaler as LossScaler
     from penstock.runtime import Replicas as Replicas
     from penstock.runtime import StepResult as StepResult

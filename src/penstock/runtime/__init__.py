@@ -18,6 +18,7 @@ from penstock.runtime.loss import (
 from penstock.runtime.result import StepCost, StepResult, TimelineKind
 from penstock.runtime.runner import Runner
 from penstock.runtime.scaler import LossScaler
+from penstock.runtime.stopping import GracefulStop
 from penstock.runtime.whole import ASKING, ask_inside, forwards_first
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "ActionEvent",
     "ActionHook",
     "Call",
+    "GracefulStop",
     "HookHandle",
     "Hooks",
     "Loss",
