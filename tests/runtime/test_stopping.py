@@ -54,7 +54,8 @@ def run_told(tell: Callable[[int], object], stops: list[Any]) -> None:
 def test_a_signal_is_noted_until_the_step_has_ended(
     number: int, leaves: type[BaseException], caplog: pytest.LogCaptureFixture
 ) -> None:
-    before, stops = signal.getsignal(number), []
+    before = signal.getsignal(number)
+    stops: list[Any] = []
     with pytest.raises(leaves) as left:
         run_told(send(number, at=3), stops)
     assert stops == [3, signal.Signals(number).name]
