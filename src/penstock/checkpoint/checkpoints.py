@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -83,6 +83,7 @@ class Checkpoints:
         self._snapshots: dict[str, Tensor] = {}
         self._pending: Writing | None = None
         self._last: Job | None = None
+        self._complete: Callable[[], None] | None = None
         self._extra: Any = None
         self._skipped: list[str] = []
 
@@ -138,6 +139,7 @@ class Checkpoints:
                     job.tensors = self._snapshots = snapshots(live, self._snapshots)
                 settle(live.values())
                 self._pending = Writing(job, team, self._writer)
+                self._complete = targets.pipe.checkpointed(step) if targets.pipe else None
             except BaseException:
                 shutil.rmtree(job.folder, ignore_errors=True)
                 raise
@@ -155,6 +157,8 @@ class Checkpoints:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
+            if self._complete is not None:
+                self._complete()
 
     @property
     def last(self) -> Saved | None:
@@ -207,6 +211,8 @@ class Checkpoints:
             team.meet("load", loading.read)
             team.meet("load", loading.fill)
         self._extra, self._skipped = loading.extra, choosing.skipped
+        if targets.pipe is not None:
+            targets.pipe.checkpointed(loading.step)()
         return loading.step
 
     @property
