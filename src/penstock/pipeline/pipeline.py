@@ -450,6 +450,14 @@ class Pipeline:
         return self._loss is not None
 
     @property
+    def stopping(self) -> bool:
+        """Whether the run is to stop after the step that was made last, the same on every rank of the job.
+
+        A signal or a time limit has come on some rank, see :class:`penstock.GracefulStop`.
+        """
+        return self._runner.stopping
+
+    @property
     def leads(self) -> bool:
         """Whether this process prints and writes for all, since it holds rank 0.
 
@@ -1120,7 +1128,14 @@ class Pipeline:
             StateDictError: the state does not fit, or holds positions; nothing is changed then.
         """
         names = self._held.names_by_identity()
-        return load_optimizer(self._held.team, optimizer, names, state_dict, strict=strict)
+        loaded = load_optimizer(self._held.team, optimizer, names, state_dict, strict=strict)
+        self.was_loaded(optimizer)
+        return loaded
+
+    def was_loaded(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer got states: those for weights of other ranks are dropped with the cut."""
+        if self._uncut is not None:
+            self._uncut.drop_later(optimizer)
 
     # ---- files
 
@@ -1233,6 +1248,16 @@ class Pipeline:
     def share(self, value: Any, rank: int) -> Any:
         """Send one rank's value, made of tensors and plain data, to every rank; all of them call this."""
         return self._runner.share(value, rank)
+
+    def checkpointed(self, step: int) -> Callable[[], None]:
+        """Return what is to be called when a checkpoint of this moment is complete.
+
+        If the job fails later, the steps since then are counted in the log.
+
+        Args:
+            step: the checkpoint's step.
+        """
+        return partial(self._runner.note_saved, step, self._runner.steps)
 
     def calling(self, name: str, seconds: float = 0.0) -> AbstractContextManager[None]:
         """A context for a call that every rank must make, and that may take so many seconds.
