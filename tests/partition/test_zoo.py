@@ -384,7 +384,7 @@ def test_a_sequential_is_balanced_as_asked(
     ("stages", "options", "says"),
     [
         (2, {"balance": [1.0]}, "balance= has 1 weights for 6 modules"),
-        (2, {"balance": "flop"}, "balance='flop': must be one of time, flops"),
+        (2, {"balance": "flop"}, "balance='flop': must be parameters, flops"),
         (2, {"balance": "flops"}, r"give example=\(args, kwargs\)"),
         (1, {"placement": Placement((0, 1))}, "the placement is for 2 stages, not 1"),
         (

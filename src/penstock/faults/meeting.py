@@ -30,7 +30,7 @@ from penstock.faults.places import ranges
 T = TypeVar("T")
 
 DAY = timedelta(days=1)
-"""The limit for an operation of a group; the watch finds a silent rank much earlier."""
+"""How long a wait on a peer may take; the watch finds a silent one much earlier."""
 LATE = 10.0
 """Seconds after which it is logged who has not come yet."""
 SLACK = 1.0
@@ -412,14 +412,17 @@ def read_environment(environment: Any = os.environ) -> Launch:
             "torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
         )
     address = environment["MASTER_ADDR"]
+    hosted = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     run, restart = (environment.get(f"TORCHELASTIC_{n}", "0") for n in ("RUN_ID", "RESTART_COUNT"))
     return Launch(
         rank,
         ranks,
         address,
         port,
-        f"{run}/{restart}",
-        environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        # torchrun counts on each machine by itself: one that joined later has had fewer restarts. Only a
+        # store that outlives them needs the count.
+        f"{run}/{restart}" if hosted else run,
+        hosted,
         environment.get("LOCAL_WORLD_SIZE") == environment["WORLD_SIZE"] or _is_loopback(address),
     )
 

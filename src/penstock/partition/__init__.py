@@ -9,7 +9,6 @@ from penstock.partition.base import (
     find_shared_between,
     named_tensors,
 )
-from penstock.partition.costs import StageTable, table
 from penstock.partition.entry import partition, randomness, trace, unit_paths
 from penstock.partition.plan import CallPlan
 from penstock.partition.seen import Door
@@ -21,7 +20,6 @@ __all__ = [
     "Example",
     "Partition",
     "Shared",
-    "StageTable",
     "Trace",
     "choose_cuts",
     "find_shared",
@@ -29,7 +27,6 @@ __all__ = [
     "named_tensors",
     "partition",
     "randomness",
-    "table",
     "trace",
     "unit_paths",
 ]

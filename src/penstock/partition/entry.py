@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -14,8 +14,8 @@ from torch import nn
 from penstock.errors import PartitionError, PenstockError, StageError, UsageError
 from penstock.partition.author import Author, has_compiled_forward
 from penstock.partition.balance import choose_cuts, use_up_to
-from penstock.partition.base import Example, Partition, find_shared
-from penstock.partition.costs import weigh_units
+from penstock.partition.base import Example, Partition, count_parameters, find_shared
+from penstock.partition.meter import Meter
 from penstock.partition.plan import first_uses
 from penstock.partition.seen import Door, Seeded, opened
 from penstock.partition.stage import CutStage
@@ -56,10 +56,10 @@ def partition(
             paths of its modules.
         example: arguments for one microbatch, as ``(args, kwargs)``. They show the order in which the model
             calls its modules, if it differs from the order in which it holds them.
-        balance: what to make equal, if you give the number of stages: ``"parameters"``, ``"flops"``,
-            ``"memory"`` or ``"time"``, of which all but the first need the example; or a weight for each
-            module that can be placed. By default parameters; the children of an ``nn.Sequential`` count
-            alike.
+        balance: what to make equal, if you give the number of stages: ``"parameters"``, ``"flops"`` or
+            ``"memory"``, of which the last two need the example; or a weight for each module that can be
+            placed. By default parameters; the children of an ``nn.Sequential`` count alike. For times see
+            ``penstock.plan.measure``.
         placement: which rank holds which stage, if you give the number: balances ranks instead of stages.
         checkpoint: recompute units in the backward instead of keeping their activations: all units, or
             those at or inside these paths.
@@ -243,12 +243,69 @@ def _weights(
 ) -> list[float]:
     if is_sequential(model) and balance is None:
         return [1.0] * len(calls)
-    weights = weigh_units(model, calls, balance, example)
+    weights = _weigh(model, calls, balance, example)
     if balance in (None, "parameters"):
         # A module's weight counts once, however often the module is called.
         counts = Counter(calls)
         weights = [weight / counts[call] for weight, call in zip(weights, calls, strict=True)]
     return weights
+
+
+def _weigh(
+    model: nn.Module,
+    paths: Sequence[str],
+    balance: str | Sequence[float] | None,
+    example: Example | None,
+) -> list[float]:
+    """The weights of units, by which stages are balanced."""
+    if isinstance(balance, Sequence) and not isinstance(balance, str):
+        if len(balance) != len(paths):
+            raise PartitionError(
+                f"balance= has {len(balance)} weights for {len(paths)} modules: {', '.join(paths)}"
+            )
+        return [float(weight) for weight in balance]
+    units = [model.get_submodule(path) for path in paths]
+    if balance is None or balance == "parameters":
+        return [float(count_parameters(unit)) for unit in units]
+    if balance not in ("flops", "memory"):
+        hint = ", or cut by times: profile.at(samples).cut(stages) of penstock.plan.measure"
+        raise UsageError(
+            f"balance={balance!r}: must be parameters, flops, memory or a weight for each module{hint}"
+        )
+    if example is None:
+        raise PartitionError(
+            f"balance={balance!r} needs a call of the model to measure: give example=(args, kwargs)"
+        )
+    flops, made = _work_of(model, paths, example)
+    if balance == "flops":
+        return flops
+    held = [
+        sum(t.nbytes * (4 if t.requires_grad else 1) for t in unit.parameters()) for unit in units
+    ]
+    return [float(one + other) for one, other in zip(held, made, strict=True)]
+
+
+def _work_of(
+    model: nn.Module, paths: Sequence[str], example: Example
+) -> tuple[list[float], list[float]]:
+    """The operations of units' forwards, and the bytes that they make."""
+    work = {path: [0.0, 0.0] for path in paths}
+    with ExitStack() as stack:
+        meter = stack.enter_context(Meter())
+        for path in work:
+            count, module = work[path], model.get_submodule(path)
+
+            def add(sign: int, count: list[float] = count) -> None:
+                count[0] += sign * meter.flops
+                count[1] += sign * meter.live
+
+            for hook in (
+                module.register_forward_pre_hook(lambda *_, add=add: add(-1), prepend=True),
+                module.register_forward_hook(lambda *_, add=add: add(1)),
+            ):
+                stack.callback(hook.remove)
+        record(model, model, _doors(model, paths), example, example)
+    return [work[path][0] for path in paths], [work[path][1] for path in paths]
 
 
 def _homes(

@@ -59,6 +59,10 @@ class Meter(TorchDispatchMode):
         """Restarts `peak` from `live`."""
         self.peak = self.live
 
+    def allocated(self, key: int) -> bool:
+        """Whether memory, by its `storage_key`, was allocated in the mode and is not freed."""
+        return key in self._storages
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
