@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.checkpoint.contents import Targets
 from penstock.checkpoint.folder import Writer, find
-from penstock.checkpoint.loading import Choosing, Loading, check_files
+from penstock.checkpoint.loading import Choosing, Loading
 from penstock.checkpoint.saving import (
     Job,
     Preparing,
@@ -28,6 +28,7 @@ from penstock.checkpoint.saving import (
 from penstock.errors import UsageError
 from penstock.pipeline import Pipeline
 from penstock.transport import Circle
+from penstock.weights.states import agree_to_load
 from penstock.weights.team import Level, Team
 
 _PATIENCE = 300.0
@@ -200,19 +201,16 @@ class Checkpoints:
         if resume not in ("newest", "auto"):
             raise UsageError(f"resume={resume!r}: must be 'newest' or 'auto'")
         team = _team(targets.pipe, self._group)
-        choosing = Choosing(self.folder, step, strict=strict, older=resume == "auto")
+        choosing = Choosing(self.folder, step, older=resume == "auto")
         with team.calling("Checkpoints.load", 10 * _PATIENCE):
-            offer = team.tell("load", lambda: (None, targets.request()), choosing.begin)
-            part = None
-            while offer is not None and part is None:
-                check = partial(check_files, self.folder, offer)
-                offer, part = team.meet("load", check, choosing.judge)
-            if part is None:
+            table = choosing.choose(team)
+            if table is None:
                 return None
-            loading = Loading(self.folder / offer, part, targets)
+            loading = Loading(table, targets)
+            agree_to_load(team, loading.match, partial(loading.check, strict))
             team.meet("load", loading.read)
             team.meet("load", loading.fill)
-        self._extra, self._skipped = loading.extra, loading.skipped
+        self._extra, self._skipped = loading.extra, choosing.skipped
         if targets.pipe is not None:
             targets.pipe.checkpointed(loading.step)()
         return loading.step
