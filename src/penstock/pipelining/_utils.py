@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -318,12 +319,14 @@ def validate_tensors_metadata(
     warn_on_mismatch: bool = False,
 ) -> list[str]:
     """List how tensors differ from their expected metadata, one by one; see :func:`validate_metadata`."""
-    ways = {"raise_on_mismatch": raise_on_mismatch, "warn_on_mismatch": warn_on_mismatch}
     if len(expected) != len(actual):
         unlike = [f"expected {len(expected)} tensors, got {len(actual)}"]
         return _reported(desc, unlike, refuse=raise_on_mismatch, warn=warn_on_mismatch)
+    check = partial(
+        validate_metadata, raise_on_mismatch=raise_on_mismatch, warn_on_mismatch=warn_on_mismatch
+    )
     pairs = enumerate(zip(expected, actual, strict=True))
-    return [one for at, pair in pairs for one in validate_metadata(f"{desc}[{at}]", *pair, **ways)]
+    return [one for place, pair in pairs for one in check(f"{desc}[{place}]", *pair)]
 
 
 def _reported(desc: str, unlike: list[str], *, refuse: bool, warn: bool) -> list[str]:
