@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from penstock.plan.choice import Plan as Plan
     from penstock.plan.choice import PlanShape as PlanShape
     from penstock.plan.choice import with_messages as with_messages
+    from penstock.plan.cluster import Cluster as Cluster
+    from penstock.plan.cluster import Link as Link
     from penstock.plan.costs import MeasuredStages as MeasuredStages
     from penstock.plan.costs import Profile as Profile
     from penstock.plan.costs import StageCosts as StageCosts
