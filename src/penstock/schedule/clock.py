@@ -117,6 +117,7 @@ class Costs:
         backward: time of B; input + weight if not given.
         latency: time from the moment a message is posted at both ends until it has arrived.
         bandwidth: bytes that a channel carries per unit of time, one message after the other.
+        links: latency and bandwidth between pairs of ranks, where they differ from these two.
         message: bytes of each value by its name in the edge table, or one number for all.
         activation: memory that F of a stage holds until its I or B is done.
         stash: memory that I holds until W is done.
@@ -133,6 +134,7 @@ class Costs:
     backward: Cost | None = None
     latency: float = 0
     bandwidth: float = math.inf
+    links: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     message: float | Mapping[str, float] = 0
     activation: Cost = 1
     stash: Cost = 1
@@ -140,7 +142,7 @@ class Costs:
     unit: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("forward", "input", "weight", "activation", "stash", "latency"):
+        for name in ("forward", "input", "weight", "activation", "stash"):
             _check(name, getattr(self, name))
         if self.backward is not None:
             _check("backward", self.backward)
@@ -148,8 +150,10 @@ class Costs:
             "message",
             list(self.message.values()) if isinstance(self.message, Mapping) else self.message,
         )
-        if not self.bandwidth > 0:
-            raise UsageError(f"bandwidth={self.bandwidth}: must be above 0")
+        for latency, bandwidth in ((self.latency, self.bandwidth), *self.links.values()):
+            _check("latency", latency)
+            if not bandwidth > 0:
+                raise UsageError(f"bandwidth={bandwidth}: must be above 0")
         if not 0 <= self.overlap <= 1:
             raise UsageError(f"overlap={self.overlap}: must be from 0 to 1")
 
@@ -176,6 +180,10 @@ class Costs:
                 f"{name} has {len(cost)} numbers for {stages} stages: give one for each stage, or one for all"
             )
         return list(cost)
+
+    def wire(self, source: int, target: int) -> tuple[float, float]:
+        """Latency and bandwidth of messages from one rank to another."""
+        return self.links.get((source, target), (self.latency, self.bandwidth))
 
     def bytes_of(self, value: str) -> float:
         """The bytes that a value of the edge table takes in a message."""
@@ -208,16 +216,18 @@ def transfer_of(schedule: Schedule, send: Action, costs: Costs) -> float:
         and (forward or edge.gradient)
         and rank_of[user] in {rank_of[target] for target in edge.targets}
     )
-    return size / costs.bandwidth
+    return size / costs.wire(rank_of[send.stage], rank_of[send.peer_stage])[1]
 
 
-def under_way(schedule: Schedule, rule: Dependencies, need: Need, costs: Costs) -> float:
-    """How long a result travels to another rank if messages are not spelled out."""
+def under_way(schedule: Schedule, rule: Dependencies, need: Need, user: int, costs: Costs) -> float:
+    """How long a result travels to a stage on another rank if messages are not spelled out."""
+    rank_of = schedule.placement.rank_of
+    latency, _ = costs.wire(rank_of[need.stage], rank_of[user])
     if not costs.message:
-        return costs.latency
+        return latency
     sends = rule.sends(Action(need.stage, need.split_op, 0))
     transfers = (transfer_of(schedule, send, costs) for send in sends)
-    return costs.latency + max(transfers, default=0.0)
+    return latency + max(transfers, default=0.0)
 
 
 # ---- a schedule in numbers
@@ -464,9 +474,11 @@ class Clock:
             is_local = not is_message and rank_of[need.stage] == rank_of[stage]
             if op in MESSAGE_OPS or op in STAGE_OPS or is_local:
                 continue
-            lag = costs.latency
-            if not is_message:
-                lag = under_way(schedule, numbered.rule, need, costs)
+            if is_message:
+                sender = Action(need.stage, need.split_op, 0, need.peer).peer_stage
+                lag, _ = costs.wire(rank_of[sender], rank_of[stage])
+            else:
+                lag = under_way(schedule, numbered.rule, need, stage, costs)
             for number, needed in beside:
                 if is_message and needed in transfer:
                     self._needs[self._forward.get(number, number)].append((transfer[needed], lag))

@@ -96,7 +96,7 @@ class Task:
             for need in rule.needs(stage, op):
                 source = 3 * need.stage + PARTS.index(need.split_op)
                 is_local = self.rank[source] == self.rank[lane]
-                lag = 0.0 if is_local else under_way(self.empty, rule, need, self.costs)
+                lag = 0.0 if is_local else under_way(self.empty, rule, need, stage, self.costs)
                 self.needs[lane].append((source, lag))
                 self.feeds[source].append((lane, lag))
         graph = {lane: [source for source, _ in needs] for lane, needs in enumerate(self.needs)}
