@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeVar, get_args
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -28,7 +29,7 @@ Numbers = tuple[Number, ...]
 Rate = Annotated[float, Field(gt=0)]
 Wire = tuple[int, int, Number, Rate]
 """Two ranks, and the latency and bandwidth of messages from the first to the second."""
-FILE = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
+FILE = ConfigDict(extra="forbid", ser_json_inf_nan="strings", arbitrary_types_allowed=True)
 """How pydantic reads and writes dataclasses in files: JSON has no infinity."""
 
 
@@ -503,12 +504,14 @@ class _Travel:
 # ---- profiles
 
 
-class Coster(Protocol):
+class Coster(ABC):
     """Finds what the units of a model cost, by the number of samples in a microbatch."""
 
+    @abstractmethod
     def __call__(self, samples: int) -> UnitCosts:
         """The costs on the device of the profile."""
 
+    @abstractmethod
     def on(self, samples: int, device: Device) -> UnitCosts:
         """The costs as predicted for a device."""
 

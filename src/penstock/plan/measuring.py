@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from penstock.errors import InputFileError, UsageError
 from penstock.partition import unit_paths
-from penstock.plan.costs import Profile, UnitCosts, Units
+from penstock.plan.costs import Coster, Profile, UnitCosts, Units
 from penstock.plan.devices import Device, device_named
 from penstock.plan.units import measure_units, random_states_kept
 from penstock.values import MISSING, Rules, split_batch, tensors_in
@@ -127,7 +127,7 @@ def predict(  # noqa: PLR0913 - the arguments of a step, by name
     )
 
 
-class _Coster:
+class _Coster(Coster):
     """Finds what the units of a model cost, by the samples of a microbatch.
 
     Args:
