@@ -302,8 +302,6 @@ class UnitCosts:
         bandwidth: float = math.inf,
         handling: float = 0.0,
         copying: float = 0.0,
-        on: Sequence[UnitCosts] = (),
-        links: Sequence[Wire] = (),
     ) -> StageCosts:
         """What the stages of a cut cost.
 
@@ -316,8 +314,6 @@ class UnitCosts:
             bandwidth: The bytes per second of a channel.
             handling: How long a rank is busy with a message that it sends or receives, whatever its size.
             copying: How long it is busy with each byte of it.
-            on: What the units cost on each rank, if ranks differ.
-            links: As in `StageCosts`.
         """
         again = frozenset(checkpoint)
         runs = runs_of(cut, len(self.units))
@@ -325,11 +321,8 @@ class UnitCosts:
 
         def seconds(kind: str) -> Numbers:
             handled = travel.handled[kind != "forward"] if kind != "weight" else [{}] * len(runs)
-            of = [on[rank] if on else self for rank in placement.rank_of]
-            recomputes = again if kind in ("input", "backward") else ()
             return tuple(
-                of[stage].seconds(kind, run)
-                + sum(of[stage].units[n].forward for n in run if n in recomputes)
+                self.seconds(kind, run, again)
                 + handling * len(handled[stage])
                 + copying * sum(handled[stage].values())
                 for stage, run in enumerate(runs)
@@ -366,8 +359,39 @@ class UnitCosts:
             message=travel.bytes,
             latency=latency,
             bandwidth=bandwidth,
-            links=tuple(links),
         )
+
+    def placed(
+        self,
+        stages: StageCosts,
+        cut: Cut,
+        placement: Placement,
+        again: Collection[int],
+        on: Sequence[UnitCosts],
+        links: Sequence[Wire],
+    ) -> StageCosts:
+        """What the stages of a cut cost on ranks that differ.
+
+        Args:
+            stages: What they cost on ranks that are alike.
+            cut: The units that stages start with.
+            placement: Which rank holds which stage.
+            again: The units that are recomputed.
+            on: What the units cost on each rank.
+            links: As in `StageCosts`.
+        """
+        runs = [*zip(placement.rank_of, runs_of(cut, len(self.units)), strict=True)]
+
+        def seconds(kind: str) -> Numbers:
+            before: Numbers = getattr(stages, kind)
+            both = zip(before, runs, strict=True)
+            return tuple(
+                max(0.0, time - self.seconds(kind, run, again) + on[rank].seconds(kind, run, again))
+                for time, (rank, run) in both
+            )
+
+        times: dict[str, Any] = {kind: seconds(kind) for kind in KINDS.values()}
+        return replace(stages, **times, links=tuple(links))
 
     def scaled(self, factors: Sequence[Mapping[str, float]]) -> UnitCosts:
         """The same costs with other times.
@@ -390,10 +414,15 @@ class UnitCosts:
         both = zip(self.units, factors, strict=True)
         return replace(self, units=tuple(replace(unit, **times(unit, by)) for unit, by in both))
 
-    def seconds(self, kind: str, run: range) -> float:
+    def seconds(self, kind: str, run: range, again: Collection[int] = ()) -> float:
         """The time of an action of a stage's units; what is spent once for all of them counts once."""
-        once = [getattr(self.units[number], f"{kind}_once", 0.0) for number in run]
-        return float(sum(getattr(self.units[n], kind) for n in run)) - sum(once) + max(once)
+        once = [0.0]
+        if kind != "forward":
+            once = [getattr(self.units[number], f"{kind}_once") for number in run]
+        recomputes = again if kind in ("input", "backward") else ()
+        more = sum([self.units[number].forward for number in run if number in recomputes])
+        whole: float = sum([getattr(self.units[number], kind) for number in run])
+        return whole - sum(once) + max(once) + more
 
     def _extra(self, op: Op, run: range, held: Sequence[float], pending: Sequence[float]) -> float:
         """The most that a stage needs in an action beyond what it holds before or after, at any of its units.

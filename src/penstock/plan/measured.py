@@ -128,8 +128,10 @@ class MeasuredStages:
                 f"the step had {len(self.seconds)} stages and the cut has {len(cut)}; give the cut that ran"
             )
         of, placement = profile.at(samples), self.placement or Placement(tuple(range(len(cut))))
-        on = [] if cluster is None else profile.on_all(samples, cluster.devices[: placement.ranks])
-        stages = of.stages(cut, placement, on=on)
+        stages = of.stages(cut, placement)
+        if cluster is not None:
+            on = profile.on_all(samples, cluster.devices)
+            stages = of.placed(stages, cut, placement, (), on, ())
         return [
             {kind: self._ratio(stages, stage, kind) for kind in KINDS.values()}
             for stage in range(len(cut))
