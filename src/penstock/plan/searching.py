@@ -779,8 +779,8 @@ def _near(cut: Cut, units: int) -> Iterator[Cut]:
 def _bound(schedule: Schedule, costs: StageCosts) -> float:
     """A time that no order of the actions beats.
 
-    A rank cannot start before a microbatch has passed the stages ahead of it, then has all its own work to do,
-    and after that a whole backward must still pass the stages ahead.
+    A rank cannot start before a microbatch has passed the stages ahead of it, then has all its own work to
+    do, and after that a whole backward must still pass the stages ahead.
     """
     rank_of = schedule.placement.rank_of
     hops = [0.0, *(costs.costs.wire(a, b)[0] if a != b else 0.0 for a, b in pairwise(rank_of))]

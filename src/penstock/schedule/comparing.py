@@ -6,8 +6,10 @@ Only what actions take counts, not what ranks wait: a rank that waits for a slow
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from math import inf
 from operator import mul
 from statistics import median, median_low
 from typing import Any, Literal
@@ -87,25 +89,55 @@ def message_times(schedule: Schedule, timeline: Timeline) -> MessageTimes:
         schedule: The schedule of the step.
         timeline: The step, with its messages as spans; the ranks' clocks may differ by constants.
     """
-    plain = compute_only(schedule)
-    rule, rank_of = Dependencies(plain), schedule.placement.rank_of
-    ends = {span.action: span.end for span in timeline.spans if span.action.op in COMPUTE_OPS}
-    busy, waited = list[float](), defaultdict[Pair, list[float]](list)
-    for rank in range(timeline.ranks):
-        for before, between, span in _gaps(timeline.of_rank(rank)):
-            needed = [one for one in rule.before(span.action) if rank_of[one.stage] != rank]
-            came = max(((_end(ends, one), rank_of[one.stage]) for one in needed), default=None)
-            if came is not None and (before is None or came[0] > before.end):
-                waited[came[1], rank].append(span.start - came[0])
-            elif before is not None and (count := between + bool(needed)):
-                busy.append((span.start - before.end) / count)
-    handling = max(0.0, median(busy)) if busy else 0.0
-    raw = {pair: median(times) for pair, times in waited.items()}
-    # There and back, a difference of clocks counts once for and once against.
-    both = {
-        (a, b): (time + raw[b, a]) / 2 if (b, a) in raw else time for (a, b), time in raw.items()
+    rule, rank_of = Dependencies(compute_only(schedule)), schedule.placement.rank_of
+    spans = {span.action: span for span in timeline.spans if span.action.op in COMPUTE_OPS}
+    came = {
+        span.action: [
+            (made, rank_of[need.stage])
+            for need in rule.before(span.action)
+            if rank_of[need.stage] != span.rank
+            # A whole backward stands for its half.
+            and (made := spans.get(need) or spans.get(need._replace(op=Op.B)))
+        ]
+        for span in spans.values()
     }
-    return MessageTimes(handling, {p: max(0.0, time - 2 * handling) for p, time in both.items()})
+    ahead = _clocks(timeline.ranks, spans, came)
+    busy, waited = list[float](), defaultdict[Pair, list[float]](list)
+    for before, sent, span in chain(*(_gaps(timeline.of_rank(r)) for r in range(timeline.ranks))):
+        rank, needed = span.rank, came[span.action]
+        ends = [(one.end - ahead[source] + ahead[rank], source) for one, source in needed]
+        last, source = max(ends, default=(-inf, rank))
+        if before is None or last > before.end:
+            waited[source, rank] += [span.start - last] if ends else []
+        elif count := sent + bool(needed):
+            busy.append((span.start - before.end) / count)
+    handling = max(0.0, median(busy)) if busy else 0.0
+    return MessageTimes(
+        handling,
+        {pair: max(0.0, median(each) - 2 * handling) for pair, each in waited.items() if each},
+    )
+
+
+def _clocks(
+    ranks: int, spans: Mapping[Action, Span], came: Mapping[Action, Sequence[tuple[Span, int]]]
+) -> list[float]:
+    """By how much each rank's clock is ahead of the first one's.
+
+    The quickest message there and the quickest one back are taken to travel equally long.
+    """
+    least: dict[Pair, float] = {}
+    for action, sources in came.items():
+        for source, rank in sources:
+            pair, late = (rank, spans[action].rank), spans[action].start - source.end
+            least[pair] = min(least.get(pair, inf), late)
+    ahead, found = [0.0] * ranks, {0}
+    for _ in range(ranks):
+        for (a, b), there in least.items():
+            if a in found and b not in found:
+                back = least.get((b, a), there if there < 0 else -there)
+                ahead[b] = ahead[a] + (there - back) / 2
+                found.add(b)
+    return ahead
 
 
 def _gaps(spans: tuple[Span, ...]) -> Iterator[tuple[Span | None, int, Span]]:
@@ -119,9 +151,26 @@ def _gaps(spans: tuple[Span, ...]) -> Iterator[tuple[Span | None, int, Span]]:
             before, sent = span, 0
 
 
-def _end(ends: Mapping[Action, float], action: Action) -> float:
-    """When what is needed was there; a whole backward stands for its half."""
-    return ends.get(action, ends.get(action._replace(op=Op.B), 0.0))
+def costs_of(schedule: Schedule, timeline: Timeline) -> Costs:
+    """What actions and messages took in a step: the costs of another one, if nothing changes.
+
+    Args:
+        schedule: The schedule of the step, with its messages.
+        timeline: The step as it was measured.
+    """
+    names: dict[Op, str] = {Op.F: "forward", Op.I: "input", Op.W: "weight", Op.B: "backward"}
+    took: dict[str, list[list[float]]] = {
+        name: [[] for _ in range(schedule.stages)] for name in names.values()
+    }
+    for span in timeline.spans:
+        if span.action.op in names:
+            took[names[span.action.op]][span.action.stage].append(span.duration)
+    costs: dict[str, Any] = {
+        name: [median(each) if each else 0.0 for each in of] for name, of in took.items()
+    }
+    delays = message_times(schedule, timeline).delays
+    links = {pair: (late, inf) for pair, late in delays.items()}
+    return Costs(**costs, links=links, unit="s")
 
 
 def find_slow(schedule: Schedule, costs: Costs, timeline: Timeline) -> tuple[Slow, ...]:
