@@ -25,7 +25,7 @@ MOST_ORDERS = 24
 
 
 @dataclass(frozen=True)
-class Layout:
+class Arrangement:
     """The ranks of a cluster that form the pipelines, and who does what in each.
 
     Args:
@@ -130,9 +130,9 @@ class Wanted:
                 teams += [tuple(r for r in everyone if groups[r] == one) for one in several]
         return [team for team in dict.fromkeys(teams) if team]
 
-    def layouts(
+    def arrangements(
         self, team: Sequence[int], shape: PlanShape, *, plain: bool = False
-    ) -> list[Layout | None]:
+    ) -> list[Arrangement | None]:
         """The ways in which devices can form the pipelines of a shape, the most promising first.
 
         Args:
@@ -145,12 +145,12 @@ class Wanted:
         count = shape.ranks
         rows = tuple(tuple(team[at : at + count]) for at in range(0, len(team), count))
         if plain:
-            return [Layout(rows, tuple(range(count)))]
+            return [Arrangement(rows, tuple(range(count)))]
         # In columns, each pipeline has a share of each kind, at the same place.
         columns = tuple(tuple(team[at :: shape.replicas]) for at in range(shape.replicas))
         alike = len({*_kinds(self.cluster)}) == 1
         return [
-            Layout(pipelines, order)
+            Arrangement(pipelines, order)
             for pipelines in dict.fromkeys((rows, columns) if alike else (columns, rows))
             for order in _orders(self.cluster.only(pipelines[0]))
         ]
@@ -201,10 +201,12 @@ def _built(shape: PlanShape, order: tuple[int, ...]) -> tuple[Schedule, Order] |
     return schedule, Order(schedule)
 
 
-def schedule_of(shape: PlanShape, layout: Layout | None = None) -> tuple[Schedule, Order] | None:
+def schedule_of(
+    shape: PlanShape, arrangement: Arrangement | None = None
+) -> tuple[Schedule, Order] | None:
     """The schedule of a shape, without edges, and its order; None if there is none for these numbers."""
     # The key leaves out what the schedule does not depend on.
-    order = () if layout is None or layout.is_plain else layout.order
+    order = () if arrangement is None or arrangement.is_plain else arrangement.order
     return _built(replace(shape, replicas=1, samples=1, checkpoint="none"), order)
 
 
@@ -219,7 +221,7 @@ class Candidate:
         lacks: How many bytes each of its ranks lacks; empty if it fits.
         reduce: The seconds in which replicas sum their gradients.
         bound: Seconds that no order of the actions beats.
-        layout: The ranks of a cluster that form its pipelines, and who does what.
+        arrangement: The ranks of a cluster that form its pipelines, and who does what.
         seconds: The simulated time of a step.
         shares: The microbatches of each pipeline, where they are not equal.
         own: Its schedule, if it is not one of the library.
@@ -233,7 +235,7 @@ class Candidate:
     lacks: tuple[float, ...]
     reduce: float
     bound: float
-    layout: Layout | None = None
+    arrangement: Arrangement | None = None
     seconds: float = math.inf
     shares: tuple[int, ...] = ()
     own: Schedule | None = None

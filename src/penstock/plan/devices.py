@@ -71,6 +71,14 @@ class Device:
         moving = moved / (self.bandwidth * self.memory_efficiency)
         return max(computing, moving, self.launch)
 
+    def slower(self, factor: float) -> Device:
+        """The same device, on which all work takes so many times as long."""
+        flops = {dtype: rate / factor for dtype, rate in self.flops.items()}
+        bandwidth, pace = self.bandwidth / factor, self.pace * factor
+        return replace(
+            self, flops=flops, bandwidth=bandwidth, launch=self.launch * factor, pace=pace
+        )
+
     def wire(self, devices: int) -> tuple[float, float]:
         """Latency and bandwidth of the slowest link among so many devices."""
         if devices <= self.node:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, median_low
 from typing import Any
 
 from penstock.errors import UsageError
+from penstock.plan.choice import Plan, seconds_as_text, with_messages
 from penstock.plan.cluster import Cluster
-from penstock.plan.costs import KINDS, Cut, Profile, StageCosts, runs_of
+from penstock.plan.costs import KINDS, Cut, Profile, StageCosts, cut_of, runs_of
+from penstock.plan.devices import Device
+from penstock.plan.searching import Plans, plan_for, search
 from penstock.schedule import MessageTimes, Placement, Schedule, Timeline, message_times
 from penstock.schedule.comparing import SLOWER
 
@@ -68,8 +71,7 @@ class MeasuredStages:
         ratios = self._ratios(profile, samples, cut, cluster)
         pace = self._paces(ratios)
         devices = tuple(
-            replace(device, pace=device.pace * pace.get(rank, 1.0))
-            for rank, device in enumerate(cluster.devices)
+            device.slower(pace.get(rank, 1.0)) for rank, device in enumerate(cluster.devices)
         )
         links = tuple(
             replace(
@@ -143,6 +145,75 @@ class MeasuredStages:
         kinds = [kind] if kind in measured else list(measured)
         expected = sum(getattr(stages, each)[stage] for each in kinds)
         return sum(measured[each] for each in kinds) / expected if expected else 1.0
+
+
+@dataclass(frozen=True)
+class Replanned:
+    """A plan that ran, by the costs that its step showed, and what is planned by them now.
+
+    Args:
+        old: The plan that ran.
+        plans: The plans now, the fastest first.
+        cluster: The ranks, as the step showed them.
+    """
+
+    old: Plan
+    plans: Plans
+    cluster: Cluster
+
+    @property
+    def gain(self) -> float:
+        """How many times as long a step of the old plan takes."""
+        return self.old.seconds / self.plans[0].seconds
+
+    def __str__(self) -> str:
+        best, usual = self.plans[0], min((d.pace for d in self.cluster.devices), default=0.0)
+        slow = [
+            f"rank {rank} takes {device.pace / usual:.2f} times as long for the same work"
+            for rank, device in enumerate(self.cluster.devices)
+            if usual and device.pace > SLOWER * usual
+        ]
+        cuts = [
+            f"{what}: {plan.shape.schedule}, {', '.join(' to '.join(_ends(s)) for s in plan.stages)}: "
+            f"{seconds_as_text(plan.seconds)} a step"
+            for what, plan in (("old cut", self.old), ("new cut", best))
+        ]
+        return "\n".join([str(self.plans), *slow, *cuts, f"gain: {self.gain:.2f} x"])
+
+
+def _ends(paths: Sequence[str]) -> list[str]:
+    return [paths[0]] if len(paths) == 1 else [paths[0], paths[-1]]
+
+
+def plan_again(
+    profile: Profile, old: Plan, timeline: Timeline, cluster: Cluster | None = None, **asked: Any
+) -> Replanned:
+    """Plan again, by what a recorded step of a plan has shown of its units, ranks and links.
+
+    Args:
+        profile: The costs of the units.
+        old: The plan that ran.
+        timeline: The recorded step: ``result.timeline``.
+        cluster: The ranks that it ran on; by default ranks that are alike.
+        asked: As for `search`; by default for as many ranks and microbatches as before.
+
+    Raises:
+        UsageError: The plan is not for this model, or for more ranks than there are.
+    """
+    if cluster is None:
+        alike = Device(profile.device, {"float32": 1.0}, profile.memory, 1.0, pace=1.0, alone=1.0)
+        cluster = Cluster((alike,) * old.ranks, ("here",) * old.ranks)
+    samples = old.shape.samples
+    units = [unit.path for unit in profile.at(samples).units]
+    measured = costs_from(timeline, with_messages(old.schedule))
+    corrected, seen = measured.correct_both(profile, cluster, samples, cut_of(units, old.stages))
+    batch = asked.pop("batch", old.microbatches * samples * old.replicas)
+    default = {"pipeline": old.ranks, "microbatches": old.microbatches}
+    plans = search(corrected, cluster=seen, batch=batch, **{**default, **asked})
+    again = plan_for(
+        corrected, old.schedule, old.stages, batch=old.microbatches * samples, cluster=seen
+    )
+    return Replanned(replace(again, shape=old.shape), plans, seen)
 
 
 def costs_from(result: Any, schedule: Schedule | None = None) -> MeasuredStages:

@@ -20,8 +20,8 @@ from typing import Any
 from penstock.errors import ScheduleError, UsageError
 from penstock.partition import choose_cuts
 from penstock.plan.candidates import (
+    Arrangement,
     Candidate,
-    Layout,
     Wanted,
     divisors,
     policies,
@@ -363,7 +363,7 @@ class _PlanSearch:
         teams = [tuple(range(wanted.devices))] if self._even else wanted.teams()
         tried = [(shape, team) for team in teams for shape in wanted.shapes(len(team), self._units)]
         found = (
-            self._candidate(shape, wanted.layouts(team, shape, plain=self._even)[:1])
+            self._candidate(shape, wanted.arrangements(team, shape, plain=self._even)[:1])
             for shape, team in tried
         )
         listed = sorted(filter(None, found), key=lambda each: each.bound)
@@ -375,9 +375,9 @@ class _PlanSearch:
 
     def _rearranged(self, candidate: Candidate) -> Candidate:
         """The most promising candidate of the same shape, on the same devices."""
-        assert candidate.layout is not None
-        team = sorted(rank for ranks in candidate.layout.pipelines for rank in ranks)
-        found = self._candidate(candidate.shape, self._wanted.layouts(team, candidate.shape))
+        assert candidate.arrangement is not None
+        team = sorted(rank for ranks in candidate.arrangement.pipelines for rank in ranks)
+        found = self._candidate(candidate.shape, self._wanted.arrangements(team, candidate.shape))
         return found or candidate
 
     def _on(self, samples: int, ranks: Sequence[int]) -> list[UnitCosts]:
@@ -389,15 +389,15 @@ class _PlanSearch:
             self._known["on", samples] = every
         return [self._known["on", samples][rank] for rank in ranks]
 
-    def _ranks(self, shape: PlanShape, layout: Layout | None) -> list[_Ranks]:
+    def _ranks(self, shape: PlanShape, arrangement: Arrangement | None) -> list[_Ranks]:
         """The ranks of each pipeline, once for pipelines that are alike."""
-        key = shape.samples, shape.ranks, layout
+        key = shape.samples, shape.ranks, arrangement
         if key not in self._known:
             limit, count = self._wanted.memory, shape.ranks
-            if layout is None:
+            if arrangement is None:
                 self._known[key] = [_Ranks((), (), (limit,) * count, (1.0,) * count)]
             else:
-                self._known[key] = [self._ranks_of(shape, ranks) for ranks in layout.pipelines]
+                self._known[key] = [self._ranks_of(shape, ranks) for ranks in arrangement.pipelines]
         ranks: list[_Ranks] = self._known[key]
         return ranks
 
@@ -415,23 +415,27 @@ class _PlanSearch:
 
     # ---- candidates
 
-    def _candidate(self, shape: PlanShape, layouts: Iterable[Layout | None]) -> Candidate | None:
+    def _candidate(
+        self, shape: PlanShape, arrangements: Iterable[Arrangement | None]
+    ) -> Candidate | None:
         """The most promising candidate of a shape that fits into memory."""
         found = list[Candidate]()
-        for layout in layouts:
-            known = schedule_of(shape, layout)
+        for arrangement in arrangements:
+            known = schedule_of(shape, arrangement)
             if known is None or not known[0].trains:
                 return None
-            fitted = (self._fitted(shape, layout, cut) for cut in self._cuts(shape, layout))
+            fitted = (
+                self._fitted(shape, arrangement, cut) for cut in self._cuts(shape, arrangement)
+            )
             found += filter(None, fitted)
         return min(found, key=lambda each: each.bound, default=None)
 
-    def _cuts(self, shape: PlanShape, layout: Layout | None) -> list[Cut]:
+    def _cuts(self, shape: PlanShape, arrangement: Arrangement | None) -> list[Cut]:
         """Cuts that balance the ranks: by time and, if memory is limited, also by what they hold."""
-        known = schedule_of(shape, layout)
+        known = schedule_of(shape, arrangement)
         assert known is not None
         placement, costs = known[0].placement, self._costs(shape.samples)
-        twice, pipelines = shape.checkpoint == "all", self._ranks(shape, layout)
+        twice, pipelines = shape.checkpoint == "all", self._ranks(shape, arrangement)
         # A cut is one for all pipelines.
         paces = tuple(map(max, zip(*(ranks.paces for ranks in pipelines), strict=True)))
         limits = tuple(map(min, zip(*(ranks.limits for ranks in pipelines), strict=True)))
@@ -451,11 +455,13 @@ class _PlanSearch:
             cuts.append(_even_cut(shares, placement, () if alike else scales))
         return list(dict.fromkeys(cuts))
 
-    def _fitted(self, shape: PlanShape, layout: Layout | None, cut: Cut) -> Candidate | None:
+    def _fitted(
+        self, shape: PlanShape, arrangement: Arrangement | None, cut: Cut
+    ) -> Candidate | None:
         """A candidate that fits into memory, with as many units recomputed as that needs."""
         again = frozenset(range(self._units) if shape.checkpoint == "all" else ())
         while True:
-            candidate = self._composed(shape, layout, cut, again)
+            candidate = self._composed(shape, arrangement, cut, again)
             if not any(candidate.lacks):
                 # If nothing has to be recomputed, this is the candidate of the policy "none".
                 return candidate if again or shape.checkpoint != "needed" else None
@@ -467,17 +473,17 @@ class _PlanSearch:
     def _composed(
         self,
         shape: PlanShape,
-        layout: Layout | None,
+        arrangement: Arrangement | None,
         cut: Cut,
         again: frozenset[int],
         own: Schedule | None = None,
     ) -> Candidate:
         """A candidate in which these units are recomputed."""
-        known = (own, Order(own)) if own else schedule_of(shape, layout)
+        known = (own, Order(own)) if own else schedule_of(shape, arrangement)
         assert known is not None
         schedule, order = known
         base = self._stage_costs(shape, cut, again, schedule.placement)
-        peaks, pipelines = order.peaks(base), self._ranks(shape, layout)
+        peaks, pipelines = order.peaks(base), self._ranks(shape, arrangement)
         limits = [min(limits) for limits in zip(*(one.limits for one in pipelines), strict=True)]
         lacking = [
             max(0.0, most - limit) if limit else 0.0
@@ -486,14 +492,14 @@ class _PlanSearch:
         each = [self._placed(shape, base, cut, again, schedule.placement, one) for one in pipelines]
         bounds = [_bound(schedule, one) for one in each]
         costs = each[bounds.index(max(bounds))]
-        reduce = self._seconds_to_reduce(shape, layout, schedule.placement, costs)
+        reduce = self._seconds_to_reduce(shape, arrangement, schedule.placement, costs)
         # Unequal pipelines share the batch.
         bound = len(bounds) / sum(1 / one if one else math.inf for one in bounds)
         lacks = tuple(lacking) if any(lacking) else ()
         if lacks and (self._least is None or max(peaks) < self._least[0]):
             self._least = max(peaks), shape
         return Candidate(
-            shape, cut, again, costs, peaks, lacks, reduce, bound + reduce, layout, own=own
+            shape, cut, again, costs, peaks, lacks, reduce, bound + reduce, arrangement, own=own
         )
 
     def _placed(
@@ -528,16 +534,20 @@ class _PlanSearch:
         )
 
     def _seconds_to_reduce(
-        self, shape: PlanShape, layout: Layout | None, placement: Placement, costs: StageCosts
+        self,
+        shape: PlanShape,
+        arrangement: Arrangement | None,
+        placement: Placement,
+        costs: StageCosts,
     ) -> float:
         """How long the replicas take to sum gradients in a ring, for the rank with the most."""
         if shape.replicas == 1:
             return 0.0
         wires = [(costs.latency, costs.bandwidth)] * shape.ranks
         cluster = self._wanted.cluster
-        if cluster is not None and layout is not None:
+        if cluster is not None and arrangement is not None:
             wires = []
-            for ranks in zip(*layout.pipelines, strict=True):
+            for ranks in zip(*arrangement.pipelines, strict=True):
                 each = [cluster.wire(a, b) for a, b in pairwise((*ranks, ranks[0]))]
                 wires.append((max(late for late, _ in each), min(rate for _, rate in each)))
         rounds, most = 2 * (shape.replicas - 1), 0.0
@@ -551,7 +561,7 @@ class _PlanSearch:
         shape = candidate.shape
         units = self._costs(shape.samples).units
         runs = runs_of(candidate.cut, len(units))
-        placement = schedule_of(shape, candidate.layout)[0].placement  # type: ignore[index] # it has one
+        placement = schedule_of(shape, candidate.arrangement)[0].placement  # type: ignore[index] # it has one
         alive = min(shape.ranks, shape.microbatches)
         chosen: set[int] = set()
         for rank, lacking in enumerate(candidate.lacks):
@@ -595,9 +605,9 @@ class _PlanSearch:
     def _timed(self, candidate: Candidate) -> Candidate:
         """The candidate after a simulation of its step; unequal pipelines share the batch by their rates."""
         shape = candidate.shape
-        pipelines = self._ranks(shape, candidate.layout)
+        pipelines = self._ranks(shape, candidate.arrangement)
         if len(pipelines) == 1:
-            schedule = candidate.own or schedule_of(shape, candidate.layout)[0]  # type: ignore[index]
+            schedule = candidate.own or schedule_of(shape, candidate.arrangement)[0]  # type: ignore[index]
             seconds = _seconds(schedule, candidate.costs)
             return replace(candidate, seconds=seconds + candidate.reduce)
         equal = self._with_shares(candidate, (shape.microbatches,) * len(pipelines))
@@ -618,10 +628,10 @@ class _PlanSearch:
         found = list[tuple[float, StageCosts]]()
         done: dict[Any, tuple[float, StageCosts]] = {}
         for ranks, count in zip(
-            self._ranks(candidate.shape, candidate.layout), shares, strict=True
+            self._ranks(candidate.shape, candidate.arrangement), shares, strict=True
         ):
             shape = replace(candidate.shape, microbatches=count)
-            known = (candidate.own,) if candidate.own else schedule_of(shape, candidate.layout)
+            known = (candidate.own,) if candidate.own else schedule_of(shape, candidate.arrangement)
             if known is None:
                 return []
             key = tuple(map(id, ranks.on)), ranks.links, count
@@ -637,16 +647,16 @@ class _PlanSearch:
 
     def _why(self, best: Candidate, listed: Sequence[Candidate]) -> Iterator[str]:
         """In sentences, what a plan for a cluster gains by its choices."""
-        cluster, layout = self._wanted.cluster, best.layout
-        if cluster is None or layout is None or self._even:
+        cluster, arrangement = self._wanted.cluster, best.arrangement
+        if cluster is None or arrangement is None or self._even:
             return
-        used = {rank for ranks in layout.pipelines for rank in ranks}
+        used = {rank for ranks in arrangement.pipelines for rank in ranks}
         out = [rank for rank in range(len(cluster)) if rank not in used]
         if out:
             whole = (
                 one
                 for one in listed
-                if one.layout and sum(map(len, one.layout.pipelines)) == len(cluster)
+                if one.arrangement and sum(map(len, one.arrangement.pipelines)) == len(cluster)
             )
             other = next(whole, None)
             told = "with all of them nothing fits"
@@ -654,13 +664,13 @@ class _PlanSearch:
                 told = f"with all of them a step takes {_longer(self._timed(other), best)}"
             named = ", ".join(f"{rank} ({cluster.devices[rank].name})" for rank in out)
             yield f"ranks left out: {named}; {told}"
-        plain = Layout(layout.pipelines, tuple(range(best.shape.ranks)))
-        if not layout.is_plain:
+        plain = Arrangement(arrangement.pipelines, tuple(range(best.shape.ranks)))
+        if not arrangement.is_plain:
             other = self._candidate(best.shape, [plain])
             told = "in their own order nothing fits"
             if other is not None:
                 told = f"in their own order a step takes {_longer(self._timed(other), best)}"
-            order = ", ".join(str(layout.pipelines[0][rank]) for rank in layout.order)
+            order = ", ".join(str(arrangement.pipelines[0][rank]) for rank in arrangement.order)
             yield f"the stages go through ranks {order}; {told}"
         self._even = True
         other = self._candidate(best.shape, [plain])
@@ -678,7 +688,7 @@ class _PlanSearch:
             if cut is None:
                 break
             tried.add(cut)
-            other = self._fitted(best.shape, best.layout, cut)
+            other = self._fitted(best.shape, best.arrangement, cut)
             if other is not None and other.bound < best.seconds:
                 other = self._timed(other)
                 best = other if other.seconds < best.seconds * (1 - 1e-9) else best
@@ -687,13 +697,13 @@ class _PlanSearch:
 
     def _searched(self, candidate: Candidate, until: float) -> Candidate | None:
         """The candidate with a schedule searched for its costs, if that is faster."""
-        shape, costs, layout = candidate.shape, candidate.costs, candidate.layout
-        known = schedule_of(shape, layout)
+        shape, costs, arrangement = candidate.shape, candidate.costs, candidate.arrangement
+        known = schedule_of(shape, arrangement)
         too_large = shape.forwards > LARGEST_SEARCH or shape.ranks == 1 or candidate.shares
         if too_large or known is None or monotonic() > until:
             return None
         placement = known[0].placement
-        limits = self._ranks(shape, layout)[0].limits
+        limits = self._ranks(shape, arrangement)[0].limits
         room = [self._room(placement, costs, rank, limit) for rank, limit in enumerate(limits)]
         if any(limits) and min(room) <= 0:
             return None
@@ -710,7 +720,7 @@ class _PlanSearch:
         except ScheduleError:
             return None
         shape = replace(shape, schedule=SEARCHED)
-        other = self._composed(shape, layout, candidate.cut, candidate.again, order)
+        other = self._composed(shape, arrangement, candidate.cut, candidate.again, order)
         if other.lacks:
             return None
         other = self._timed(other)
@@ -724,13 +734,13 @@ class _PlanSearch:
         return (limit or math.inf) - costs.static_on(placement, rank) - extra - messages
 
     def _plan(self, candidate: Candidate) -> Plan:
-        shape, layout = candidate.shape, candidate.layout
+        shape, arrangement = candidate.shape, candidate.arrangement
         units = self._costs(shape.samples).units
         runs = runs_of(candidate.cut, len(units))
         own = candidate.own
-        if own is None and layout is not None and not layout.is_plain:
-            own = schedule_of(shape, layout)[0]  # type: ignore[index] # it has one
-        limits = {limit for ranks in self._ranks(shape, layout) for limit in ranks.limits}
+        if own is None and arrangement is not None and not arrangement.is_plain:
+            own = schedule_of(shape, arrangement)[0]  # type: ignore[index] # it has one
+        limits = {limit for ranks in self._ranks(shape, arrangement) for limit in ranks.limits}
         return Plan(
             shape=shape,
             stages=tuple(tuple(units[number].path for number in run) for run in runs),
@@ -742,7 +752,7 @@ class _PlanSearch:
             tokens=self._wanted.batch * (self._profile.tokens or 1),
             stage_costs=candidate.costs,
             own=own.with_edges(candidate.costs.edges) if own else None,
-            pipelines=layout.pipelines if layout else (),
+            pipelines=arrangement.pipelines if arrangement else (),
             shares=candidate.shares,
         )
 

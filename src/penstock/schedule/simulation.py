@@ -10,9 +10,9 @@ from itertools import accumulate, compress
 from operator import neg, sub
 from typing import NamedTuple
 
-from penstock.errors import UsageError
-from penstock.schedule.action import COMPUTE_OPS, PEER_OPS, Action, Op, Overlap
-from penstock.schedule.base import Schedule, paused_collection
+from penstock.errors import InputFileError, PenstockError, UsageError
+from penstock.schedule.action import COMPUTE_OPS, PEER_OPS, Action, Op, Overlap, parse_action
+from penstock.schedule.base import Schedule, flat, paused_collection
 from penstock.schedule.clock import Costs, Numbered, durations
 from penstock.schedule.validation import completed
 
@@ -110,6 +110,27 @@ class Timeline:
         names = (_thread_name(rank) for rank in range(self.ranks))
         events = (_event(span, self.start, scale) for span in self.spans)
         return json.dumps({"traceEvents": [*names, *events], "displayTimeUnit": "ms"})
+
+    @staticmethod
+    def from_chrome_trace(text: str) -> Timeline:
+        """Read what `to_chrome_trace` wrote; times are in seconds.
+
+        Raises:
+            InputFileError: the text is not such a trace.
+        """
+        try:
+            events = [event for event in json.loads(text)["traceEvents"] if event["ph"] == "X"]
+            spans = [
+                Span(int(event["tid"]), one, event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
+                for event in events
+                for one in flat((parse_action(event["name"]),))
+            ]
+            ranks = 1 + max((span.rank for span in spans), default=0)
+            return Timeline(tuple(spans), ranks, "s")
+        except (ValueError, KeyError, TypeError, AttributeError, PenstockError) as error:
+            raise InputFileError(
+                f"not a trace of a step as Timeline.to_chrome_trace writes it: {error}"
+            ) from error
 
 
 def _covered(spans: Iterable[Span]) -> float:
