@@ -14,7 +14,19 @@ from typing import Any
 import torch
 
 import penstock
-from benchmarks import backward, buffers, checkpoints, cut, inside, page, plan, replicas, steps
+from benchmarks import (
+    backward,
+    buffers,
+    checkpoints,
+    cut,
+    inside,
+    page,
+    plan,
+    replicas,
+    schedules,
+    steps,
+    watch,
+)
 
 BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "steps": steps.compare,
@@ -25,6 +37,8 @@ BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "buffers": buffers.compare,
     "checkpoints": checkpoints.compare,
     "replicas": replicas.compare,
+    "schedules": schedules.compare,
+    "watch": watch.compare,
 }
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from penstock.errors import PenstockError, ScheduleError, UsageError, check_known, listed
 from penstock.faults import Activity, Members, Patience, Watch, meet, noticing_gone_machines
+from penstock.launchers import read_launcher
 from penstock.parallel import (
     begin_equal,
     group_across,
@@ -56,6 +57,7 @@ def placed_on(device: torch.device | str | None) -> torch.device | None:
         raise UsageError(f"device={device!r}: {said}") from None
     numbered = "" if chosen.index is not None else ", by LOCAL_RANK"
     if chosen.type != "cpu" and numbered:
+        read_launcher()
         chosen = torch.device(chosen.type, int(os.environ.get("LOCAL_RANK", "0")))
     if chosen.type in ("cpu", "meta"):
         return chosen
@@ -336,6 +338,8 @@ def connect(
         PeerFailed: another rank has failed, or is silent.
     """
     chosen, replicas = group_of(group, mesh), replicas or Replicas()
+    if chosen is None and not launched():
+        read_launcher()
     if chosen is None and not launched():
         return None, loss, replicas
     if device.type not in ("cpu", "meta") and device.index is not None:

@@ -1,5 +1,6 @@
 """Runs a step: the agreement before it, the interpreter of its program, and its result."""
 
+from penstock.runtime.asking import ASKING, ask_inside
 from penstock.runtime.calls import Call, StepState, check_plans, describe_stages, mark_of
 from penstock.runtime.hooks import ActionEvent, ActionHook, HookHandle, Hooks, Which
 from penstock.runtime.loss import (
@@ -18,7 +19,8 @@ from penstock.runtime.loss import (
 from penstock.runtime.result import StepCost, StepResult, TimelineKind
 from penstock.runtime.runner import Runner
 from penstock.runtime.scaler import LossScaler
-from penstock.runtime.whole import ASKING, ask_inside, forwards_first
+from penstock.runtime.stopping import GracefulStop
+from penstock.runtime.whole import forwards_first
 
 __all__ = [
     "ASKING",
@@ -26,6 +28,7 @@ __all__ = [
     "ActionEvent",
     "ActionHook",
     "Call",
+    "GracefulStop",
     "HookHandle",
     "Hooks",
     "Loss",

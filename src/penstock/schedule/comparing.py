@@ -19,7 +19,8 @@ from penstock.schedule.base import Schedule
 from penstock.schedule.clock import Costs, durations, transfer_of
 from penstock.schedule.dependencies import Dependencies
 from penstock.schedule.passes import compute_only
-from penstock.schedule.simulation import Span, Timeline, simulate
+from penstock.schedule.simulation import simulate
+from penstock.schedule.timeline import Span, Timeline
 
 SLOWER = 1.25
 """What takes so many times as long as the rest of the step is slow."""
