@@ -205,10 +205,10 @@ class Row:
                 text = in_processes(self._pools["two"], replicas, self._name, folder, cut=False)
             else:
                 text = run(self._name, False, 0, 1, folder, replicas)
-            if text:
-                raise RuntimeError(text)
-            self._plain[replicas] = torch.load(folder / "outcome", weights_only=False)
-        found: dict[str, Any] = self._plain[replicas]
+            self._plain[replicas] = text or torch.load(folder / "outcome", weights_only=False)
+        found: str | dict[str, Any] = self._plain[replicas]
+        if isinstance(found, str):
+            raise RuntimeError(found)
         return found
 
 
