@@ -63,7 +63,9 @@ def run(name: str, cut: bool, rank: int, processes: int, folder: Path, replicas:
             outcome = PROGRAMS[name](setting).plain()
         except Exception as error:
             # A program would end here, and so tell the others.
-            for pipe in [one for one in gc.get_objects() if type(one) is Pipeline]:
+            for pipe in [
+                p for p in gc.get_objects() if type(p) is Pipeline and "_closed" in vars(p)
+            ]:
                 pipe.close(error)
             kind = "refused" if isinstance(error, PenstockError) else "failed"
             text = " ".join(str(error).split())

@@ -64,7 +64,7 @@ def train(
     if callable(options.get("model")):
         options["model"] = options["model"]()
     if options.pop("batched", False):
-        options |= {"measures": False, "compute_metrics": Counted()}
+        options["compute_metrics"] = Counted()
     resume = options.pop("resume", None)
     trainer = make(kind, family, setting.folder, STEPS, batch=setting.each, **options)
     return outcome_of(trainer, setting, evaluates, resume)
@@ -125,11 +125,9 @@ add("preprocess_logits_for_metrics, eval_accumulation_steps", family="bert",
 add("prediction_loss_only", measures=False, arguments={"prediction_loss_only": True})
 add("dataloader_drop_last, num_train_epochs", arguments={
     "dataloader_drop_last": True, "max_steps": -1, "num_train_epochs": 2})  # fmt: skip
-add("dataloader_num_workers=1", arguments={"dataloader_num_workers": 1})
 add("gradient_checkpointing", arguments={"gradient_checkpointing": True})
 add("average_tokens_across_devices=False", arguments={"average_tokens_across_devices": False})
 add("auto_find_batch_size", arguments={"auto_find_batch_size": True})
-add("use_liger_kernel", family="llama", arguments={"use_liger_kernel": True})
 add("eval_use_gather_object", arguments={"eval_use_gather_object": True})
 add("optimizers=(a function of the weights)", optimizer_cls_and_kwargs=(
     torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}))  # fmt: skip
@@ -239,7 +237,7 @@ def _(setting: Setting) -> Outcome:
                 trainer.save_model(str(setting.folder / "saved"))
 
     kind: Any = PipelineTrainer if setting.cut else Trainer
-    options = {"pipeline": setting.options(step_timeout=4.0)} if setting.cut else {}
+    options = {"pipeline": setting.options(timeout=6.0)} if setting.cut else {}
     trainer = make(
         kind, "gpt2", setting.folder, 4, batch=setting.each, callbacks=[Saves()], **options
     )

@@ -147,7 +147,10 @@ class PipelineTrainer(Trainer):
     ) -> Any:
         """As the Trainer's, but all ranks get the logits only where they are asked for."""
         self._loss_only = prediction_loss_only
-        inputs = self._without_repeated(inputs)
+        if (
+            self._foreign is None
+        ):  # otherwise the loss is that of a replica, of which the Trainer keeps rows
+            inputs = self._without_repeated(inputs)
         try:
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
         finally:
