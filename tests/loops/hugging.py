@@ -41,7 +41,7 @@ def outcome_of(
         for place, row in enumerate(log)
         for key, value in {**row, **metrics}.items()
         if isinstance(value, float | int)
-        and not key.endswith(("runtime", "per_second", "total_flos", "_flops"))
+        and not key.endswith(("runtime", "per_second", "total_flos", "_flops", "step_time"))
     }
     losses = [row["loss"] for row in log if "loss" in row]
     state = trainer.pipe.state_dict(full=True) if setting.cut else trainer.model.state_dict()
@@ -79,7 +79,10 @@ class Counted:
     def __call__(self, batch: Any, compute_result: bool = False) -> dict[str, float]:
         self.right += int((batch.predictions.argmax(-1) == batch.label_ids).sum())
         self.all += len(batch.label_ids)
-        found = {"accuracy": self.right / self.all, "inputs": float(batch.inputs.sum())}
+        found = {
+            "accuracy": self.right / self.all,
+            "inputs": float(batch.inputs["input_ids"].sum()),
+        }
         if compute_result:
             self.right = self.all = 0
         return found if compute_result else {}
@@ -340,11 +343,14 @@ ADAPTERS: dict[str, Any] = {
         task_type="CAUSAL_LM", target_modules=["q_proj"], init_r=4, target_r=2, total_step=STEPS
     ),
 }  # fmt: skip
+# The Trainer adds AdaLoRA's own term once for each batch that it accumulates.
+ONE = {"gradient_accumulation_steps": 1}
 for _name, _config in ADAPTERS.items():
 
     @program("Trainer", f"PEFT {_name}")
     def _(setting: Setting, config: Any = _config) -> Outcome:
-        return train(setting, "llama", model=adapted(config()), measures=False)
+        options: Any = {"arguments": ONE} if config is ADAPTERS["AdaLoRA"] else {}
+        return train(setting, "llama", model=adapted(config()), measures=False, **options)
 
 
 @program("Trainer", "PEFT LoRA, a frozen base in bfloat16")
@@ -453,6 +459,8 @@ def reinforced(setting: Setting, kind: Any, config: Any, columns: Any, **options
         args=args, train_dataset=data, processing_class=tokenizer,
         **{"model": make_model("llama"), **more},
     )  # fmt: skip
+    # Replicas that sample draw other numbers than each other, and the same as in two processes.
+    torch.manual_seed(7 + setting.index)
     return outcome_of(trainer, setting, evaluates)
 
 
@@ -524,7 +532,8 @@ for _loss in ("ipo", "hinge", "sigmoid_norm"):
         trainer=lambda: {"ref_model": make_model("llama", seed=3)},
     )  # fmt: skip
 add_trl(
-    "Distillation", trl.DistillationTrainer, trl.DistillationConfig, {"messages": MESSAGES}, lmbda=0.0,
+    "Distillation", trl.DistillationTrainer, trl.DistillationConfig,
+    {"prompt": PAIRS["prompt"], "completion": PAIRS["chosen"]},
     trainer=lambda: {"teacher_model": make_model("llama", seed=3)},
 )  # fmt: skip
 add_trl(
