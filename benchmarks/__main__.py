@@ -24,7 +24,9 @@ from benchmarks import (
     page,
     plan,
     replicas,
+    schedules,
     steps,
+    watch,
 )
 
 BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
@@ -37,6 +39,8 @@ BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "checkpoints": checkpoints.compare,
     "replicas": replicas.compare,
     "loops": loops.compare,
+    "schedules": schedules.compare,
+    "watch": watch.compare,
 }
 
 

@@ -437,6 +437,14 @@ class Pipeline:
         return self._loss is not None
 
     @property
+    def stopping(self) -> bool:
+        """Whether the run is to stop after the step that was made last, the same on every rank of the job.
+
+        A signal or a time limit has come on some rank, see :class:`penstock.GracefulStop`.
+        """
+        return self._runner.stopping
+
+    @property
     def leads(self) -> bool:
         """Whether this process prints and writes for all, since it holds rank 0.
 
@@ -1155,7 +1163,7 @@ class Pipeline:
                 )
             levels.append(exchanging(replicas.index, replicas.number, replicas.exchange))
         return Team(
-            levels, (prod(level.size for level in levels[1:]), levels[0].size), self.patient
+            levels, (prod(level.size for level in levels[1:]), levels[0].size), self.calling
         )
 
     @collective
@@ -1163,9 +1171,24 @@ class Pipeline:
         """Send one rank's value, made of tensors and plain data, to every rank; all of them call this."""
         return self._runner.share(value, rank)
 
-    def calling(self, name: str) -> AbstractContextManager[None]:
-        """A context for a call that every rank must make, under the name by which messages speak of it."""
-        return self._runner.interpreter.activity.calling(name)
+    def checkpointed(self, step: int) -> Callable[[], None]:
+        """Return what is to be called when a checkpoint of this moment is complete.
+
+        If the job fails later, the steps since then are counted in the log.
+
+        Args:
+            step: the checkpoint's step.
+        """
+        return partial(self._runner.note_saved, step, self._runner.steps)
+
+    def calling(self, name: str, seconds: float = 0.0) -> AbstractContextManager[None]:
+        """A context for a call that every rank must make, and that may take so many seconds.
+
+        Args:
+            name: the name by which messages speak of it.
+            seconds: how long it may take, if that is more than usual.
+        """
+        return self._runner.interpreter.activity.calling(name, seconds)
 
     def wrap_transport(self, wrap: Callable[[Transport], Any]) -> None:
         """Wrap this rank's transport, such as by a counter; does nothing in one process."""
@@ -1177,7 +1200,7 @@ class Pipeline:
         Args:
             seconds: the time that it may need. The ranks that wait for it need not call this.
         """
-        return nullcontext() if self._transport is None else self._transport.watch.patient(seconds)
+        return self._runner.interpreter.activity.calling("", seconds)
 
     def report_failures_to(self, folder: str | os.PathLike[str]) -> None:
         """Write the report of a failed rank to ``failure.json`` in a folder."""

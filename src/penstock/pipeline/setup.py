@@ -15,6 +15,7 @@ from torch import nn
 
 from penstock.errors import PenstockError, ScheduleError, UsageError, check_known, listed
 from penstock.faults import Activity, Members, Patience, Watch, meet, noticing_gone_machines
+from penstock.launchers import read_launcher
 from penstock.parallel import (
     begin_equal,
     group_across,
@@ -58,6 +59,7 @@ def placed_on(device: torch.device | str | None) -> torch.device | None:
         return torch.device(chosen.type)  # Accelerate says cpu:0, which no tensor does
     numbered = "" if chosen.index is not None else ", by LOCAL_RANK"
     if numbered:
+        read_launcher()
         chosen = torch.device(chosen.type, int(os.environ.get("LOCAL_RANK", "0")))
     kind = torch.get_device_module(chosen.type)
     count = kind.device_count() if kind.is_available() else 0
@@ -336,6 +338,8 @@ def connect(
         PeerFailed: another rank has failed, or is silent.
     """
     chosen, replicas = group_of(group, mesh), replicas or Replicas()
+    if chosen is None and not launched():
+        read_launcher()
     if chosen is None and not launched():
         return None, loss, replicas
     if device.type not in ("cpu", "meta") and device.index is not None:

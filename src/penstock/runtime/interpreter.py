@@ -330,7 +330,7 @@ class Interpreter:
         name = f"rank {rank}" if self._transport is None else self.activity.name
         at = f"{name}, stage {action.stage}, microbatch {action.microbatch}, action {action}"
         if isinstance(error, StageError):
-            raise _of_rank(type(error)(f"{at}: {error}"), rank) from error.__cause__
+            raise type(error)(f"{at}: {error}") from error.__cause__
         if isinstance(error, PenstockError):
             error.add_note(f"on {name}, in {action}")
             raise error
@@ -339,8 +339,7 @@ class Interpreter:
             raise MessageError(f"{name}, {action}: {error}") from error
         module = failing_module(error)
         where = f"{at}, module {module}" if module else at
-        failure = StageError(f"{where}: {type(error).__name__}: {error}")
-        raise _of_rank(failure, rank) from error
+        raise StageError(f"{where}: {type(error).__name__}: {error}") from error
 
     # ---- forward
 
@@ -787,11 +786,6 @@ class Interpreter:
     def _adapt(self, action: Action, method: Literal["unshard", "reshard", "reduce"]) -> None:
         if self._step.adapters is not None:
             self._step.adapters.tell(action.stage, method)
-
-
-def _of_rank(error: StageError, rank: int) -> StageError:
-    error.rank = rank
-    return error
 
 
 def _values_of(edges: Sequence[Edge], output: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
@@ -51,6 +52,7 @@ from penstock.runtime.kinds import (
 )
 from penstock.runtime.loss import Loss, Weights
 from penstock.runtime.result import Numbers
+from penstock.runtime.stopping import GracefulStop
 from penstock.schedule import Edge, Op, Schedule
 from penstock.stage import PipelineStage, StageModule
 from penstock.transport import (
@@ -92,6 +94,7 @@ class Runner:
 
     Attributes:
         interpreter: runs the programs.
+        stopping: whether the job stops now, as the last training step has found out.
     """
 
     def __init__(
@@ -110,6 +113,8 @@ class Runner:
         self._known = KnownCalls()
         self._failure: BaseException | None = None
         self._steps = 0
+        self.stopping = False
+        self._saved: tuple[int, int] | None = None
         named = {i: _argument_names(s) for i, s in self.stages.items()}
         rows = self.gather([[index, names] for index, names in named.items()])
         self._argument_names = {index: names for row in rows for index, names in row}
@@ -131,6 +136,15 @@ class Runner:
     def steps(self) -> int:
         """The number of training steps that have begun."""
         return self._steps
+
+    def note_saved(self, step: int, steps: int) -> None:
+        """Note what the newest complete checkpoint holds: a failure then says how much is lost.
+
+        Args:
+            step: the checkpoint's step.
+            steps: the training steps that had begun here.
+        """
+        self._saved = step, steps
 
     # ---- exchange of weights, see penstock.weights.ranks
 
@@ -243,6 +257,13 @@ class Runner:
         """The error to raise for one in the middle of a call; between processes, the pipeline has ended."""
         if self.transport is None:
             return error
+        if self._saved and self._failure is None and os.environ.get("LOCAL_RANK", "0") == "0":
+            step, steps = self._saved
+            logger.warning(
+                "penstock: the last complete checkpoint is of step %d: %d steps since then are lost",
+                step,
+                self._steps - steps,
+            )
         self._failure = self.transport.watch.failed(error)
         return self._failure
 
@@ -263,9 +284,22 @@ class Runner:
         step.result = self._numbers.share(
             self.transport, step.tally, call.loss, step.weights, finite=finite
         )
+        if call.trains:
+            self._agree_to_stop(call)
         if call.outputs:
             step.shared = self.share(step.kept, agreement.program.schedule.placement.rank_of[-1])
         step.flops = partial(self._count_flops, agreement.kinds, 3 if call.trains else 1)
+
+    def _agree_to_stop(self, call: Call) -> None:
+        """Learn from the sum after a training step whether the whole job stops."""
+        told, late = self._numbers.wishes
+        beside = None if self.transport is None else self.transport.beside
+        summed = call.loss is not None and call.loss.replicas.number > 1
+        if beside is not None and beside.size > 1 and not summed:
+            # Pipelines of one mesh that are no replicas= of each other have no sum in common.
+            rows = beside.gather(torch.tensor([told, late]), "the word after the step")
+            told, late = rows.sum(0).tolist()
+        self.stopping = bool(GracefulStop.agree(told, late)) or self.stopping
 
     def _count_flops(self, kinds: Sequence[Kind], times: int) -> float | None:
         """The model's floating-point operations in a call: ``times`` those of its forward."""
