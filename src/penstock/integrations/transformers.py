@@ -269,14 +269,14 @@ def _foreign_loss(kind: type) -> type | None:
 
 
 def _check_groups(args: Any, replicas: int) -> None:
-    """Refuse groups of TRL's samples that would lie in several replicas: it puts together what is side by side."""
+    """Refuse groups of TRL's samples that would be spread over replicas."""
     group = getattr(args, "num_generations", 1) or 1
     steps = getattr(args, "steps_per_generation", None) or args.gradient_accumulation_steps
     each = args.per_device_train_batch_size * steps
     if replicas > 1 and each % group:
         raise UsageError(
-            f"num_generations={group}: with {replicas} replicas of a pipeline, each must have whole groups of "
-            f"completions, and it has {each} of them at a time; make per_device_train_batch_size times "
+            f"num_generations={group}: with {replicas} replicas of a pipeline, each must have whole groups "
+            f"of completions, and it has {each} of them at a time; make per_device_train_batch_size times "
             "steps_per_generation a multiple of it"
         )
 
