@@ -101,7 +101,7 @@ class Early(PipelineScheduleSingle):
     def _step_microbatches(
         self, arg_mbs: Any = None, kwarg_mbs: Any = None, *_: Any, **__: Any
     ) -> None:
-        parts, _ = self._check_inputs(arg_mbs, kwarg_mbs)
+        parts = self._check_inputs(arg_mbs, kwarg_mbs)[0]
         self._initialize_stage(parts[0], {})
         self.says(self._stage, parts)
 
