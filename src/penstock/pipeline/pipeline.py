@@ -53,6 +53,7 @@ from penstock.pipeline.setup import (
     warn_of_batch_norms,
     wrap_stages,
 )
+from penstock.pipeline.slowness import Slowness
 from penstock.pipeline.watching import StepEvent, StepHook, peak_flops, peak_memory
 from penstock.pipeline.weights import HeldWeights
 from penstock.rng import Randomness, Seed, own_seed
@@ -80,7 +81,7 @@ from penstock.runtime import (
     describe_stages,
     mark_of,
 )
-from penstock.schedule import Action, Edge, Schedule, Span, Timeline, parse_action, replay
+from penstock.schedule import Action, Edge, Schedule, Slow, Span, Timeline, parse_action, replay
 from penstock.schedule.base import flat, whole_number
 from penstock.stage import Compilation, PipelineStage, device_of, without_compilation
 from penstock.transport import Circle, Transport
@@ -179,6 +180,8 @@ class Pipeline:
             on the meta device; its stages then get memory on ``device``, or on the CPU.
         plan: a plan that :func:`penstock.plan.search` has found, in place of schedule, ranks, microbatches,
             stages and checkpoint.
+        watch_every: every so many training steps, record one, and log a warning for what is slow in it; see
+            docs/measuring.md.
         checkpoint: activation checkpointing. True for all units of the model, or the paths of modules: these
             keep only their inputs, and backward recomputes their forward. By default there is none.
         options: options of the loss: ``reduction``, ``loss_weight``, ``metrics``, ``accumulate``,
@@ -214,6 +217,7 @@ class Pipeline:
         weights: str | os.PathLike[str] | None = None,
         plan: planning.Plan | None = None,
         checkpoint: bool | Sequence[str] = False,
+        watch_every: int | None = None,
         **options: Unpack[LossOptions],
     ) -> None:
         loss, replicas = loss_of(loss_fn, options, Pipeline.__init__)
@@ -222,7 +226,7 @@ class Pipeline:
         model, compile = without_compilation(model, compile)
         if checkpoint and compile:
             raise UsageError("checkpoint= cannot be used with compile=; leave one of them out")
-        device = placed_on(device)
+        self._slowness, device = Slowness(watch_every), placed_on(device)
         if device is None and weights is not None and device_of(model).type == "meta":
             device = torch.device("cpu")
         patience = Patience(timeout, rendezvous_timeout)
@@ -337,6 +341,7 @@ class Pipeline:
             )  # fmt: skip
         pipe._stand_beside(siblings_of(mesh, replicas))
         pipe._chosen = None
+        pipe._slowness = Slowness(None)
         pipe._model = None
         return pipe
 
@@ -848,11 +853,16 @@ class Pipeline:
 
     def _run(self, call: Call, kwargs: Mapping[str, Any], target: Any) -> StepState:
         """Carry out a call; if the model refuses an argument meant for the step, the error says so."""
+        watched = call.trains and self._slowness.is_due()
+        if watched and not call.record:
+            call = replace(call, record=True)
         with self._held.training() if call.trains else nullcontext():
             try:
                 step = self._runner.run(call)
             except StageError as error:
                 raise self._explained(error, call, kwargs, target) from error.__cause__
+        if watched:
+            self._note_slow(step, self._timeline(step)[0], warn=self.leads)
         return step
 
     def _explained(
@@ -880,21 +890,34 @@ class Pipeline:
         result = replace(step.result, outputs=outputs, cost=cost)
         if step.recorder is None:
             return result
+        if not step.call.record:
+            return result
+        timeline, kind = self._timeline(step)
+        slow = self._note_slow(step, timeline)
+        return replace(
+            result, timeline=timeline, timeline_kind=kind, bubble=timeline.bubble, slow=slow
+        )
+
+    def _note_slow(
+        self, step: StepState, timeline: Timeline, *, warn: bool = False
+    ) -> tuple[Slow, ...]:
         schedule = step.agreement.program.schedule
-        replayed = self._transport is None and schedule.ranks > 1
-        if replayed:
-            timeline = replay(schedule, _durations(step.recorder.spans))
-        else:
-            mine = [[s.rank, str(s.action), s.start, s.end] for s in step.recorder.spans]
-            spans = tuple(
-                Span(rank, action, start, end)
-                for row in self._runner.gather(mine)
-                for rank, text, start, end in row
-                for action in flat((parse_action(text),))
-            )
-            timeline = Timeline(spans, schedule.ranks, "s", schedule.pairs)
-        kind: TimelineKind = "replayed" if replayed else "measured"
-        return replace(result, timeline=timeline, timeline_kind=kind, bubble=timeline.bubble)
+        return self._slowness.note(self._chosen, schedule, timeline, warn=warn)
+
+    def _timeline(self, step: StepState) -> tuple[Timeline, TimelineKind]:
+        """When each rank ran each action of a recorded step; every rank calls this."""
+        assert step.recorder is not None
+        schedule = step.agreement.program.schedule
+        if self._transport is None and schedule.ranks > 1:
+            return replay(schedule, _durations(step.recorder.spans)), "replayed"
+        mine = [[s.rank, str(s.action), s.start, s.end] for s in step.recorder.spans]
+        spans = tuple(
+            Span(rank, action, start, end)
+            for row in self._runner.gather(mine)
+            for rank, text, start, end in row
+            for action in flat((parse_action(text),))
+        )
+        return Timeline(spans, schedule.ranks, "s", schedule.pairs), "measured"
 
     def _peak(self, autocast: torch.dtype | None) -> float | None:
         """The device's peak operations per second, in the type of autocast or of the weights."""
