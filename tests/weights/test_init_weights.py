@@ -169,7 +169,7 @@ def test_the_initialiser_of_the_model_goes_along_with_its_stages() -> None:
     # What was built for real keeps what nobody fills.
     assert net.scale.tolist() == [1.0, 1.0]
     stages = [["embed", "blocks.0"], ["blocks.1", "head"]]
-    example = ((torch.zeros(2, 3, dtype=torch.long),), {})
+    example: Any = ((torch.zeros(2, 3, dtype=torch.long),), {})
     parts = partition(Titled(), stages, example=example).modules
     penstock.init_weights(parts, 1)
     parts_state = state(*parts)

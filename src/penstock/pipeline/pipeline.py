@@ -720,11 +720,12 @@ class Pipeline:
             The state of the call, and a function that runs an action.
         """
         call = self._described(describe, trains=trains)
-        with (
-            self._held.training() if trains else nullcontext(),
-            self._runner.driven(call) as driven,
-        ):
+        if trains:
+            self._held.prepare()
+        with self._runner.driven(call) as driven:
             yield driven
+        if trains:
+            self._held.finish()
         flowed_back(driven[0])
 
     def _evaluate(
