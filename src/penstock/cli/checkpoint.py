@@ -20,6 +20,12 @@ Folder = Annotated[
 ]
 Check = Annotated[bool, typer.Option("--check", help="Read everything and compare the checksums.")]
 Out = Annotated[Path, typer.Argument(help="Where to write the weights.")]
+Processor = Annotated[
+    str | None,
+    typer.Option(
+        help="A tokenizer or processor to write too: a name or folder that transformers knows."
+    ),
+]
 
 
 @app.command()
@@ -29,7 +35,12 @@ def show(folder: Folder, check: Check = False) -> None:
 
 
 @app.command()
-def export(folder: Folder, out: Out) -> None:
-    """Write the weights of the latest checkpoint as plain safetensors files."""
-    for path in checkpoint.export(folder, out):
+def export(folder: Folder, out: Out, processor: Processor = None) -> None:
+    """Write the weights of the latest checkpoint as plain safetensors files, and a model's config.json."""
+    processing_class = None
+    if processor is not None:
+        from transformers import AutoProcessor
+
+        processing_class = AutoProcessor.from_pretrained(processor)  # type: ignore[no-untyped-call]
+    for path in checkpoint.export(folder, out, processing_class):
         typer.echo(str(path))
