@@ -206,7 +206,8 @@ def files_beside(model: Any, processing_class: Any = None) -> dict[str, bytes]:
     if hasattr(type(model), "config_class"):
         # Not by save_pretrained, which refuses settings for generation that from_pretrained loads.
         config = deepcopy(model.config)
-        vars(config).pop("transformers_weights", None)  # names a file of the folder it was loaded from
+        # It names a file of the folder that the model was loaded from.
+        vars(config).pop("transformers_weights", None)
         config.architectures = [type(model).__name__]
         config.dtype = str(model.dtype).removeprefix("torch.")
         files["config.json"] = config.to_json_string().encode()
@@ -225,9 +226,7 @@ def files_beside(model: Any, processing_class: Any = None) -> dict[str, bytes]:
         # Whoever writes weights too, as a Trainer does, has none here.
         paths = [path for path in sorted(Path(name).rglob("*")) if path.suffix != ".safetensors"]
         return files | {
-            path.relative_to(name).as_posix(): path.read_bytes()
-            for path in paths
-            if path.is_file()
+            path.relative_to(name).as_posix(): path.read_bytes() for path in paths if path.is_file()
         }
 
 
