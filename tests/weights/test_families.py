@@ -15,9 +15,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Trainer
 
 from penstock import Checkpoints, Pipeline
 from penstock.checkpoint import export
+from penstock.cli.main import main
 from penstock.errors import UsageError
 from penstock.integrations.transformers import PipelineTrainer
-from penstock.testing import WorkerPool
 from penstock.weights import parameters_on_meta
 from tests.integrations.trainers import FAMILIES, SIZES, TOKENS, make, make_model
 
@@ -112,18 +112,9 @@ def tokenizer() -> Any:
     return kind(tokenizer_object=whole, pad_token="w2")
 
 
-def in_two(group: Any, folder: str) -> bool:
-    """A worker's task: save a model of which this process has a part."""
-    with Pipeline(make_model("llama"), ranks=2, group=group) as pipe:
-        pipe.save(folder, tokenizer())
-        return pipe.leads
-
-
-def test_a_tokenizer_goes_along_and_a_plain_trainer_goes_on(
-    workers: WorkerPool, tmp_path: Path
-) -> None:
+def test_a_tokenizer_goes_along_and_a_plain_trainer_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
-    assert workers.run(f"{__name__}:in_two", 2, folder=str(folder)) == [True, False]
+    Pipeline(make_model("llama"), ranks=2).save(folder, tokenizer())
     assert AutoTokenizer.from_pretrained(folder).decode([3, 4]) == "w3 w4"
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
     losses = []
@@ -142,10 +133,15 @@ def test_what_a_trainer_writes_beside_the_weights(tmp_path: Path) -> None:
     files = {path.name for path in (tmp_path / "saved").iterdir()}
     assert {"config.json", "generation_config.json", "tokenizer.json", "training_args.bin"} < files
     assert "model.safetensors" not in files
-    assert alike(
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved"),
-        trainer.pipe.state_dict(),
-    )
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, pipe=trainer.pipe)
+    command = ["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "exported")]
+    assert main([*command, "--processor", str(tmp_path / "nowhere")]) == 2
+    assert main([*command, "--processor", str(tmp_path / "saved")]) == 0
+    for name in ("saved", "exported"):
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert alike(loaded, trainer.pipe.state_dict())
+        assert AutoTokenizer.from_pretrained(tmp_path / name).decode([3, 4]) == "w3 w4"
 
 
 def test_what_has_no_files_is_refused(tmp_path: Path) -> None:
