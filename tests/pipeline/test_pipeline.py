@@ -305,14 +305,14 @@ def test_several_pipelines_live_side_by_side_and_one_model_may_be_cut_anew() -> 
     assert losses == [pytest.approx(losses[0], abs=1e-15)] * 6
     assert pipes[1].leads
     assert list(dict(pipes[1].named_parameters())) == list(dict(model.named_parameters()))
-    assert pipes[1].agree({"same": True}) == [{"same": True}] * 3
+    assert pipes[1].job.agree({"same": True}) == [{"same": True}] * 3
 
 
 def live(group: Any) -> dict[str, Any]:
     """A worker's task: pipelines after others, one of which failed; then the user's group is used."""
     first = make(ranks=3, group=group)
     loss = first.step(X, target=Y).loss
-    norm, values = first.clip_grad_norm_(1e-3), first.agree(first.leads)
+    norm, values = first.clip_grad_norm_(1e-3), first.job.agree(first.leads)
     # What is raised after a close, in a context that closes again, passes through.
     with suppress(KeyError), first:
         first.close()

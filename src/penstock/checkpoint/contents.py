@@ -70,7 +70,7 @@ class Targets:
                     "two pipelines were given; give each Checkpoints of its own, in a folder of its own"
                 )
             self.pipe = value
-            self._add_weights(MODEL, value.held_weights)
+            self._add_weights(MODEL, value.weights.here)
         elif isinstance(value, nn.Module):
             weights = StageWeights([WholeModel(value)], Names(find_shared(value, [value])))
             self._add_weights(MODEL if label == "pipe" else label, weights)

@@ -263,7 +263,7 @@ def examine(
             asdict(report),
             *([asdict(one) for one in several] for several in (links, handlings)),
         ]
-        rows = pipe.agree(parts)
+        rows = pipe.job.agree(parts)
     rows = rows if transport is not None else rows[:1]
     found = [LinkReport(**{**one, "link": Link(**one["link"])}) for row in rows for one in row[1]]
     return Examination(
@@ -282,7 +282,7 @@ def _transport_of(pipe: Pipeline) -> Transport | None:
         seen.append(transport)
         return transport
 
-    pipe.wrap_transport(look)
+    pipe.job.wrap_transport(look)
     return seen[0] if seen else None
 
 
@@ -297,15 +297,15 @@ def _examine_rank(
     """What a rank is and does, while all others do the same; and then by itself on its machine."""
     facts = facts_of(rates.device)
     say("measures all ranks at once")
-    hosts = pipe.agree(facts.host)
+    hosts = pipe.job.agree(facts.host)
     flops, bandwidth, launch = rates.products(dtypes), rates.copies(), rates.least()
     pace = alone = rates.block()
     if len(pipe.ranks) == 1:
         say("measures the ranks of each machine in turn")
         beside = [rank for rank, host in enumerate(hosts) if host == facts.host]
         for turn in range(max(map(hosts.count, hosts))):
-            pipe.agree(None)
+            pipe.job.agree(None)
             if len(beside) > 1 and beside.index(pipe.rank) == turn:
                 alone = rates.block()
-    pipe.agree(None)
+    pipe.job.agree(None)
     return RankReport(facts, flops, bandwidth, launch, pace, alone)

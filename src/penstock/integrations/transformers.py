@@ -185,7 +185,7 @@ class PipelineTrainer(Trainer):
         return torch.tensor(self.pipe.clip_grad_norm_(self.args.max_grad_norm))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        return torch.tensor(self.pipe.grad_norm()) if grad_norm is None else grad_norm
+        return torch.tensor(self.pipe.weights.grad_norm()) if grad_norm is None else grad_norm
 
     # ---- properties of the whole model
 
@@ -219,8 +219,8 @@ class PipelineTrainer(Trainer):
         """Write the weights and the files with them, as ``from_pretrained`` reads them."""
         module, self.model = self.model, self.pipe.model
         try:
-            with self.pipe.calling("save_model"):
-                state = self.pipe.state_dict(full=True)
+            with self.pipe.job.calling("save_model"):
+                state = self.pipe.weights.state_dict(full=True)
             if self.args.should_save:  # the others have no weights to give to PEFT
                 super()._save(output_dir, state_dict=state)
         finally:
@@ -253,7 +253,7 @@ class PipelineTrainer(Trainer):
     def _load_best_model(self) -> None:
         folder = Path(str(self.state.best_model_checkpoint))
         try:
-            self.pipe.load(folder)
+            self.pipe.weights.load(folder)
         except StateDictError:
             # Some models save weights under other names than their own.
             if not (folder / _FOLDER).is_dir():
