@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from collections.abc import Callable
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -350,6 +352,41 @@ def test_processes_hold_their_part_and_a_failure_breaks_no_connection_but_its_ow
         assert answer["values"] == [True, False, False]
         assert "this loss is broken" in answer["error"]
         assert answer["total"] == 3.0
+
+
+MOVED = {
+    "held_weights": "weights.here",
+    "grad_norm": "weights.grad_norm",
+    "state_dict": "weights.state_dict",
+    "save": "weights.save",
+    "patient": "job.patient",
+}
+
+
+@pytest.mark.parametrize(("old", "new"), MOVED.items())
+def test_what_has_moved_keeps_its_old_name_for_a_while(old: str, new: str) -> None:
+    pipe = make(chain())
+    with pytest.warns(DeprecationWarning, match=re.escape(f"Pipeline.{old} is now pipe.{new};")):
+        value = getattr(pipe, old)
+    assert type(value) is type(attrgetter(new)(pipe))
+    assert old not in dir(pipe)
+
+
+def test_a_pipeline_has_few_names() -> None:
+    assert len([name for name in dir(Pipeline) if not name.startswith("_")]) <= 35
+
+
+def test_weights_that_were_asked_for_before_the_cut_are_those_after_it() -> None:
+    model = chain()
+    pipe = Pipeline(model, ranks=2, microbatches=2, loss_fn=mean_loss)
+    weights, state = pipe.weights, model.state_dict()
+    assert_same(weights.state_dict(), state)
+    pipe.step(X, target=Y)
+    assert weights is pipe.weights
+    assert_same(weights.state_dict(full=True), state)
+    assert weights.grad_norm() == pytest.approx(
+        float(nn.utils.get_total_norm([p.grad for p in pipe.parameters() if p.grad is not None]))
+    )
 
 
 def test_it_shows_its_ranks_stages_and_modules() -> None:

@@ -209,7 +209,7 @@ class PipelineModule(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load the unsplit model's weights, see :meth:`~penstock.pipeline.ModelWeights.load_state_dict`. Every rank calls it."""
+        """Load the unsplit model's weights, see :meth:`penstock.ModelWeights.load_state_dict`."""
         return self.pipe.weights.load_state_dict(state_dict, strict)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PipelineModule:

@@ -502,7 +502,7 @@ class Pipeline:
         def __getattr__(self, name: str) -> Any:
             if new := _MOVED.get(name):
                 warnings.warn(
-                    f"Pipeline.{name} is now {new}; the old name goes with the next release",
+                    f"Pipeline.{name} is now pipe.{new}; the old name goes with the next release",
                     DeprecationWarning,
                     stacklevel=2,
                 )

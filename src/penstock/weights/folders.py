@@ -209,8 +209,8 @@ def read_weights(folder: str | os.PathLike[str]) -> WeightFiles:
             break
     else:
         raise InputFileError(
-            f"{path}: it holds neither {INDEX} nor model.safetensors; pass a folder that pipe.weights.save or "
-            "transformers has written"
+            f"{path}: it holds neither {INDEX} nor model.safetensors; pass a folder that pipe.weights.save "
+            "or transformers has written"
         )
     if file == path / INDEX:
         return WeightFiles(*_read_index(path))
