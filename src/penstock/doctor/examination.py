@@ -14,7 +14,7 @@ from penstock.doctor.checks import Check, SmallPipeline
 from penstock.doctor.links import Handling, LinkReport, examine_links, per_message
 from penstock.doctor.rates import WINDOW, Facts, Rates, facts_of
 from penstock.pipeline import Pipeline
-from penstock.pipeline.setup import placed_on
+from penstock.pipeline.settings import placed_on
 from penstock.plan import Cluster, Device, Link, device_called
 from penstock.plan.choice import seconds_as_text
 from penstock.plan.cluster import cluster_file
@@ -246,7 +246,7 @@ def examine(
         PeerFailed: A rank has died or does not come.
     """
     ranks = group.size() if group is not None else world_size() or 2
-    chosen = placed_on(device) or torch.device("cpu")
+    chosen = torch.device("cpu") if device is None else placed_on(device)
     say("makes a small pipeline")
     numbers = SmallPipeline(ranks, chosen, group)
     with numbers.pipe as pipe:

@@ -21,24 +21,15 @@ from torch import nn
 
 from penstock import plan as planning
 from penstock.errors import NonFiniteError, PenstockError, StageError, UsageError
-from penstock.faults import Patience, Timeout, without_own_frames
+from penstock.faults import Timeout, without_own_frames
 from penstock.parallel import siblings_of
 from penstock.partition import Example, Partition, Shared, find_shared_between
 from penstock.pipeline.job import Job, collective
 from penstock.pipeline.model_weights import ModelWeights
 from penstock.pipeline.nonfinite import NonFiniteFinding, find_nonfinite
 from penstock.pipeline.outputs import gradients_by_part, product
-from penstock.pipeline.plan import (
-    Asked,
-    ProvenSchedules,
-    Source,
-    Stages,
-    WithTarget,
-    check_model,
-    check_uncut,
-    make_plan,
-    planned,
-)
+from penstock.pipeline.plan import ProvenSchedules, Source, Stages, WithTarget, planned
+from penstock.pipeline.settings import ModelSettings, Settings, StageSettings
 from penstock.pipeline.setup import (
     Wrap,
     check_loss,
@@ -47,10 +38,8 @@ from penstock.pipeline.setup import (
     check_spread,
     connect,
     described_stages,
-    loss_of,
     make_equal,
     modules_in,
-    placed_on,
     set_up,
     warn_of_batch_norms,
 )
@@ -58,7 +47,7 @@ from penstock.pipeline.slowness import Slowness
 from penstock.pipeline.uncut import HowToCut, UncutModel
 from penstock.pipeline.watching import StepEvent, StepHook, peak_flops, peak_memory
 from penstock.pipeline.weights import CUT_NOW, HeldWeights, WholeWeights
-from penstock.rng import Randomness, Seed, own_seed
+from penstock.rng import Randomness, Seed
 from penstock.runtime import (
     ASKING,
     ActionEvent,
@@ -85,9 +74,9 @@ from penstock.runtime import (
 )
 from penstock.schedule import Action, Edge, Schedule, Slow, Span, Timeline, parse_action, replay
 from penstock.schedule.base import flat, whole_number
-from penstock.stage import Compilation, PipelineStage, device_of, without_compilation
+from penstock.stage import Compilation, PipelineStage
 from penstock.transport import Transport
-from penstock.values import MISSING, Batch, Rules, check_rules, merge, output_dim, split_batch
+from penstock.values import MISSING, Batch, Rules, merge, output_dim, split_batch
 
 logger = logging.getLogger("penstock")
 _HABITS = {
@@ -203,39 +192,43 @@ class Pipeline:
         watch_every: int | None = None,
         **options: Unpack[LossOptions],
     ) -> None:
-        loss, replicas = loss_of(loss_fn, options, Pipeline.__init__)
-        check_model(model, stages)
-        check_rules(rules)
-        model, compile = without_compilation(model, compile)
-        if checkpoint and compile:
-            raise UsageError("checkpoint= cannot be used with compile=; leave one of them out")
-        self._slowness, device = Slowness(watch_every), placed_on(device)
-        if device is None and weights is not None and device_of(model).type == "meta":
-            device = torch.device("cpu")
-        patience = Patience(timeout, rendezvous_timeout)
-        check_uncut(stages, example, checkpoint)
-        home = device or device_of(model)
-        transport, loss, replicas = connect(home, group, mesh, patience, loss, replicas)
+        settings = ModelSettings(
+            caller=Pipeline.__init__, model=model, schedule=schedule, ranks=ranks, microbatches=microbatches,
+            loss_fn=loss_fn, stages=stages, example=example, rules=rules, device=device, group=group,
+            mesh=mesh, wrap=wrap, compile=compile, seed=seed, timeout=timeout,
+            rendezvous_timeout=rendezvous_timeout, weights=weights, plan=plan, checkpoint=checkpoint,
+            watch_every=watch_every, options=options,
+        )  # fmt: skip
+        transport, loss, replicas = connect(
+            settings.home, group, mesh, settings.patience, settings.loss, settings.replicas
+        )
         with set_up(transport) as prepare:
-            prepare("cuts the model")
-            asked = Asked(schedule, ranks, microbatches, stages, checkpoint)
             world = None if transport is None else transport.ranks
             if schedule == "auto":
                 prepare("measures the model and plans")
-                plan, asked = planned(asked, model, world, example, transport, loss_fn)
-            schedule, ranks, microbatches, stages, checkpoint = asked.by(plan)
-            schedules = make_plan(schedule or "1F1B", ranks, stages, microbatches, world)
-            arguments = example and (example[0], example[1])
+                plan = planned(transport, **settings.task(world))
+            prepare("cuts the model")
+            settings = settings.decided_by(plan)
+            model, compile = settings.uncompiled
+            stages, arguments = settings.stages, settings.arguments
             details = {
                 "reduction": str(options.get("reduction", "mean")),
                 **describe_stages(stages.modules if isinstance(stages, Partition) else [model]),
             }
             self._chosen: planning.Plan | None = plan
             self._model: nn.Module | None = model
-            self._begin(schedules, transport, home, loss, replicas, rules, seed, details)
-            how = HowToCut(stages, arguments, checkpoint, device, compile, wrap, weights)
+            self._begin(settings, settings.schedules(world), transport, loss, replicas, details)
+            how = HowToCut(
+                stages,
+                arguments,
+                settings.checkpoint,
+                settings.chosen_device,
+                compile,
+                wrap,
+                weights,
+            )
             uncut = UncutModel(
-                model, how, schedules.training, self._transport, replicas, self._take_cut
+                model, how, self._schedules.training, self._transport, replicas, self._take_cut
             )
             if uncut.needs_call and arguments is None:
                 self._wait_for_cut(uncut)
@@ -282,52 +275,45 @@ class Pipeline:
             rendezvous_timeout: seconds within which all ranks must arrive.
             options: options of the loss.
         """
-        loss, replicas = loss_of(loss_fn, options, cls.from_stages)
-        check_rules(rules)
-        others = [type(stage).__name__ for stage in stages if not isinstance(stage, PipelineStage)]
-        if others or not stages:
-            raise UsageError(
-                f"from_stages was given {', '.join(others) or 'no stages'}; give it the stages of this rank, "
-                "each made by PipelineStage(module, index, count)"
-            )
-        patience = Patience(timeout, rendezvous_timeout)
-        transport, loss, replicas = connect(stages[0].device, group, mesh, patience, loss, replicas)
+        settings = StageSettings(
+            caller=cls.from_stages, stages=stages, schedule=schedule, microbatches=microbatches,
+            loss_fn=loss_fn, rules=rules, edges=None if edges is None else tuple(edges), group=group,
+            mesh=mesh, seed=seed, timeout=timeout, rendezvous_timeout=rendezvous_timeout, options=options,
+        )  # fmt: skip
+        transport, loss, replicas = connect(
+            settings.home, group, mesh, settings.patience, settings.loss, settings.replicas
+        )
         pipe = cls.__new__(cls)
         with set_up(transport) as prepare:
             prepare("plans its stages")
-            world = None if transport is None else transport.ranks
-            schedules = make_plan(schedule, None, stages[0].count, microbatches, world)
-            schedules = replace(schedules, edges=None if edges is None else tuple(edges))
+            schedules = settings.schedules(None if transport is None else transport.ranks)
             check_placed(schedules.training, stages, transport)
             modules = {stage.index: stage.code for stage in stages}
             table = find_shared_between(modules) if shared is None else tuple(shared)
             make_equal(stages, replicas, transport)
             pipe._chosen = pipe._model = None
-            pipe._begin(schedules, transport, stages[0].device, loss, replicas, rules, seed)
+            pipe._begin(settings, schedules, transport, loss, replicas)
             pipe._take(stages, table, modules)
         pipe._job.stand_beside(siblings_of(mesh, replicas))
-        pipe._slowness = Slowness(None)
         return pipe
 
-    def _begin(  # noqa: PLR0913 - all that a pipeline consists of, but its stages
+    def _begin(
         self,
+        settings: Settings,
         schedules: ProvenSchedules,
         transport: Transport | None,
-        home: torch.device,
         loss: Loss | None,
         replicas: Replicas,
-        rules: Rules | None,
-        seed: Seed,
         details: Mapping[str, str] | None = None,
     ) -> None:
         """Put together what needs no stages, and check that all ranks have the same."""
         self._schedules, self._transport = schedules, transport
-        self._runner = Runner(schedules.proven, transport, home)
+        self._runner = Runner(schedules.proven, transport, settings.home)
         self._stages: tuple[PipelineStage, ...] = ()
         self._uncut: UncutModel | None = None
         self._partition: Partition | None = None
-        self._loss = None if loss is None else replace(loss, rules=rules)
-        self._rules = rules
+        self._loss, self._rules = loss, settings.rules
+        self._slowness = Slowness(settings.watch_every)
         self._hooks, self._step_hooks = Hooks(ActionEvent), Hooks(StepEvent)
         self._closed = False
         self._replicas = replicas
@@ -336,7 +322,7 @@ class Pipeline:
         if transport is not None:
             check_plans(transport, schedules.training, details)
         check_loss(loss, schedules.training)
-        self._randomness = Randomness(self._runner.gather(own_seed(seed))[0])
+        self._randomness = Randomness(self._runner.gather(settings.own_seed)[0])
         self._last_seed: tuple[int, int] | None = None
 
     def _wait_for_cut(self, uncut: UncutModel) -> None:
