@@ -32,7 +32,7 @@ def collective(method: Callable[_P, _R]) -> Callable[_P, _R]:
     return called
 
 
-class Job:
+class PipelineJob:
     """The processes that train together: the ranks of a pipeline, and the pipelines side by side with it.
 
     Args:
@@ -50,7 +50,7 @@ class Job:
         self.siblings = Siblings()
 
     @property
-    def job(self) -> Job:
+    def job(self) -> PipelineJob:
         """Itself, for :func:`collective`."""
         return self
 

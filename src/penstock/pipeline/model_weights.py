@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from penstock.pipeline.job import Job, collective
+from penstock.pipeline.job import PipelineJob, collective
 from penstock.pipeline.uncut import UncutModel
 from penstock.pipeline.weights import ListedWeights
 from penstock.weights import Init, read_weights
@@ -32,32 +32,32 @@ class ModelWeights:
         job: reaches the other processes.
         held: the weights in this process.
         uncut: the model, if it waits for its cut.
+
+    Attributes:
+        held: the weights in this process, and those that they share with other stages.
     """
 
-    def __init__(self, job: Job, held: ListedWeights, uncut: UncutModel | None = None) -> None:
-        self.job, self._held, self._uncut = job, held, uncut
+    def __init__(
+        self, job: PipelineJob, held: ListedWeights, uncut: UncutModel | None = None
+    ) -> None:
+        self.job, self.held, self._uncut = job, held, uncut
 
     def take_cut(self, held: ListedWeights) -> None:
         """Go on with what this process holds once the model is cut."""
-        self._held, self._uncut = held, None
-
-    @property
-    def held(self) -> ListedWeights:
-        """The weights in this process, and those that they share with other stages, for the pipeline."""
-        return self._held
+        self.held, self._uncut = held, None
 
     @property
     def here(self) -> StageWeights:
         """The parameters and buffers that live in this process."""
-        return self._held.weights
+        return self.held.weights
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """See :meth:`Pipeline.named_parameters`; one rank may call it alone."""
-        return self._held.named_parameters()
+        return self.held.named_parameters()
 
     def leave_gradients(self) -> None:
         """Leave stand-ins as the gradients of the weights of other ranks, as a step does."""
-        self._held.leave_gradients()
+        self.held.leave_gradients()
 
     # ---- norms and first values
 
@@ -76,8 +76,8 @@ class ModelWeights:
         """
         order = float(norm_type)
         return total_norm(
-            self._held.norms(order), order,
-            error_if_nonfinite=error_if_nonfinite, steps=self._held.ranks.steps,
+            self.held.norms(order), order,
+            error_if_nonfinite=error_if_nonfinite, steps=self.held.ranks.steps,
         )  # fmt: skip
 
     @collective
@@ -105,7 +105,7 @@ class ModelWeights:
         Before the cut, a model on the meta device gets its values with the cut, each process its stages'.
         """
         if self._uncut is None or not self._uncut.fill_later(seed, init):
-            self._held.initialise(seed, init)
+            self.held.initialise(seed, init)
 
     # ---- state dicts
 
@@ -120,7 +120,7 @@ class ModelWeights:
         Raises:
             UsageError: different stages have different weights of one name.
         """
-        return self._held.state_dict() if full else self.here.state_dict()
+        return self.held.state_dict() if full else self.here.state_dict()
 
     @collective
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadResult:
@@ -137,7 +137,7 @@ class ModelWeights:
         Raises:
             StateDictError: something is missing, unexpected or of another size; nothing is changed then.
         """
-        return self._held.load(lambda: state_dict, strict=strict, any_name=False)
+        return self.held.load(lambda: state_dict, strict=strict, any_name=False)
 
     @collective
     def optimizer_state_dict(self, optimizer: Optimizer, *, full: bool = False) -> dict[str, Any]:
@@ -157,9 +157,9 @@ class ModelWeights:
         """
 
         def held() -> OptimizerStates:
-            return read_states(optimizer, self._held.names_by_identity(), "the optimizer")
+            return read_states(optimizer, self.held.names_by_identity(), "the optimizer")
 
-        return self._held.optimizer_state_dict(held) if full else named_state_dict(held())
+        return self.held.optimizer_state_dict(held) if full else named_state_dict(held())
 
     @collective
     def load_optimizer_state_dict(
@@ -179,8 +179,8 @@ class ModelWeights:
         Raises:
             StateDictError: the state does not fit, or holds positions; nothing is changed then.
         """
-        names = self._held.names_by_identity()
-        loaded = load_optimizer(self._held.team, optimizer, names, state_dict, strict=strict)
+        names = self.held.names_by_identity()
+        loaded = load_optimizer(self.held.team, optimizer, names, state_dict, strict=strict)
         self.was_loaded(optimizer)
         return loaded
 
@@ -204,8 +204,8 @@ class ModelWeights:
         """
         with self.job.patient(LONG):
             save_weights(
-                self.job.team(), Path(folder), self.here, self._held.stage_count,
-                writes=self.job.siblings.first and self._held.writes(),
+                self.job.team(), Path(folder), self.here, self.held.stage_count,
+                writes=self.job.siblings.first and self.held.writes(),
             )  # fmt: skip
 
     @collective
@@ -223,4 +223,4 @@ class ModelWeights:
         if self._uncut is not None and self._uncut.load_later(folder, strict=strict):
             return LoadResult([], [])
         with self.job.patient(LONG):
-            return self._held.load(lambda: read_weights(folder), strict=strict, any_name=True)
+            return self.held.load(lambda: read_weights(folder), strict=strict, any_name=True)

@@ -24,7 +24,7 @@ from penstock.errors import NonFiniteError, PenstockError, StageError, UsageErro
 from penstock.faults import Timeout, without_own_frames
 from penstock.parallel import siblings_of
 from penstock.partition import Example, Partition, Shared, find_shared_between
-from penstock.pipeline.job import Job, collective
+from penstock.pipeline.job import PipelineJob, collective
 from penstock.pipeline.model_weights import ModelWeights
 from penstock.pipeline.nonfinite import NonFiniteFinding, find_nonfinite
 from penstock.pipeline.outputs import gradients_by_part, product
@@ -317,7 +317,7 @@ class Pipeline:
         self._hooks, self._step_hooks = Hooks(ActionEvent), Hooks(StepEvent)
         self._closed = False
         self._replicas = replicas
-        self._job = Job(self._runner, schedules.ranks, replicas)
+        self._job = PipelineJob(self._runner, schedules.ranks, replicas)
         self._contents: dict[int, str] = {}
         if transport is not None:
             check_plans(transport, schedules.training, details)
@@ -404,7 +404,7 @@ class Pipeline:
         return self._weights
 
     @property
-    def job(self) -> Job:
+    def job(self) -> PipelineJob:
         """The processes that train together, what they tell each other, and how long each may take."""
         return self._job
 
