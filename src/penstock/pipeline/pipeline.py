@@ -29,7 +29,7 @@ from penstock.pipeline.model_weights import ModelWeights
 from penstock.pipeline.nonfinite import NonFiniteFinding, find_nonfinite
 from penstock.pipeline.outputs import gradients_by_part, product
 from penstock.pipeline.plan import ProvenSchedules, Source, Stages, WithTarget, planned
-from penstock.pipeline.settings import ModelSettings, Settings, StageSettings
+from penstock.pipeline.settings import ModelSettings, PipelineSettings, StageSettings
 from penstock.pipeline.setup import (
     Wrap,
     check_loss,
@@ -299,7 +299,7 @@ class Pipeline:
 
     def _begin(
         self,
-        settings: Settings,
+        settings: PipelineSettings,
         schedules: ProvenSchedules,
         transport: Transport | None,
         loss: Loss | None,

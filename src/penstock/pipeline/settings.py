@@ -58,7 +58,7 @@ _INSTEAD = {
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Settings:
+class PipelineSettings:
     """The arguments that every Pipeline has, as the user gives them; see :class:`~penstock.Pipeline`.
 
     Args:
@@ -189,7 +189,7 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StageSettings(Settings):
+class StageSettings(PipelineSettings):
     """The arguments of :meth:`Pipeline.from_stages <penstock.Pipeline.from_stages>`."""
 
     stages: Sequence[PipelineStage]
@@ -217,7 +217,7 @@ class StageSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ModelSettings(Settings):
+class ModelSettings(PipelineSettings):
     """The arguments of :class:`~penstock.Pipeline`."""
 
     model: nn.Module
