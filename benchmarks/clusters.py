@@ -1,8 +1,8 @@
 """Plans for ranks of one machine that the doctor has examined, beside the steps that they predict.
 
-Predictions: models that Penstock does not measure otherwise (BERT, Llama, ViT, an MLP), on two processes. What the units
-cost is measured in one process; what messages and the other process cost is the doctor's, or that of a
-recorded step. Five plans of each model take turns.
+Predictions: models that Penstock does not measure otherwise (BERT, Llama, ViT, an MLP), on two processes.
+What the units cost is measured in one process; what messages and the other process cost is the doctor's, or
+that of a recorded step. Five plans of each model take turns.
 
 Uneven: the second of two ranks shares its core with a busy process, so that it is half as fast. The plan for
 what the doctor has found, beside even stages.
@@ -94,7 +94,9 @@ def vit() -> Made:
 def mlp(blocks: int = 6, width: int = 512, rows: int = 96) -> Made:
     """Blocks of linear layers."""
     layers = [
-        nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
         for _ in range(blocks)
     ]  # fmt: skip
     x = torch.rand(BATCH, rows, width)
@@ -170,19 +172,22 @@ def steps(group: Any, name: str, plans: list[str], rounds: int, share: bool = Fa
             pipe = Pipeline(model, plan=Plan.from_json(text), loss_fn=loss, group=group)
             runs.append((pipe, batch, target))
         seconds: list[list[float]] = [[] for _ in runs]
-        for number in range(rounds + 2):
+        for _ in range(rounds + 2):
             for (pipe, batch, target), each in zip(runs, seconds, strict=True):
                 dist.barrier(group)
                 start = perf_counter()
                 pipe.step(batch, target=target)
-                if number > 1:
-                    each.append(perf_counter() - start)
+                each.append(perf_counter() - start)
         pipe, batch, target = runs[0]
         recorded = [pipe.step(batch, target=target, record=True) for _ in range(RECORDED)]
         for pipe, _, _ in runs:
             pipe.close()
     traces = [step.timeline.to_chrome_trace() for step in recorded if step.timeline is not None]
-    return {"seconds": seconds, "traces": traces, "slow": [str(s) for s in recorded[-1].slow]}
+    return {
+        "seconds": [each[2:] for each in seconds],
+        "traces": traces,
+        "slow": [str(s) for s in recorded[-1].slow],
+    }
 
 
 # ---- predictions
@@ -202,7 +207,7 @@ def predictions(workers: WorkerPool, rounds: int) -> dict[str, Any]:
         )  # fmt: skip
         corrected = [_priced(again.plans.profile, plan, again.cluster) for plan in plans]
         times = [_wall(ran, number) for number in range(len(plans))]
-        rows = [
+        rows: list[dict[str, Any]] = [
             {"schedule": plan.shape.schedule, "doctor": plan.seconds, "recorded": other.seconds,
              "measured": statistics.median(each)}
             for plan, other, each in zip(plans, corrected, times, strict=True)
@@ -219,8 +224,8 @@ def predictions(workers: WorkerPool, rounds: int) -> dict[str, Any]:
         off = [abs(_off(row, by)) for rows in found.values() for row in rows]
         lost = [_lost(rows, by) for rows in found.values()]
         print(
-            f"by the {by}: off by {statistics.median(off):.1%} in the median, {max(off):.1%} at worst; the chosen "
-            f"plans take {', '.join(f'{one:.1%}' for one in lost)} longer than the best"
+            f"by the {by}: off by {statistics.median(off):.1%} in the median, {max(off):.1%} at worst; "
+            f"the chosen plans take {', '.join(f'{one:.1%}' for one in lost)} longer than the best"
         )
     return found
 
