@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import inf
@@ -166,12 +167,30 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has n
             checkpoints.save(self.step, pipe=self.pipe, **self._states())
         return folder
 
-    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> bool:
         """Load what :meth:`save_state` wrote, with any layout.
+
+        Args:
+            input_dir: the folder; by default the newest one that automatic naming made. ``"auto"`` is the
+                newest one that is complete, if there is any; incomplete ones are removed.
+            args: those of ``Accelerator.load_state``, by position.
+            kwargs: those of ``Accelerator.load_state``, by name.
+
+        Returns:
+            Whether there was something to load.
 
         Raises:
             UsageError: another Accelerator has saved it.
         """
+        if input_dir == "auto":
+            # The first process chooses for all: a file system may show others older files.
+            number = self.pipe.team().meet(
+                "resume", lambda: None, lambda of_all: [self._newest_complete()] * len(of_all)
+            )
+            if number is None:
+                return False
+            self.project_configuration.iteration = number + 1
+            input_dir = str(_numbered(self.project_dir, number))
         if input_dir is None:
             folders = Path(self.project_dir, "checkpoints").glob("checkpoint_*")
             input_dir = str(max(folders, key=lambda one: int(one.name.rpartition("_")[2])))
@@ -186,6 +205,18 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has n
         # Samplers draw from torch's generator; with more ranks than were saved, some find no state of it.
         first = self.pipe.agree(torch.get_rng_state().tolist())[0]
         torch.set_rng_state(torch.tensor(first, dtype=torch.uint8))
+        return True
+
+    def _newest_complete(self) -> int | None:
+        """The number of the newest complete state that automatic naming made; removes incomplete ones."""
+        complete = []
+        for folder in Path(self.project_dir, "checkpoints").glob("checkpoint_*"):
+            # The pipeline's part is written last.
+            if Checkpoints(folder / _FOLDER).steps():
+                complete.append(int(folder.name.rpartition("_")[2]))
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+        return max(complete, default=None)
 
     def _states(self) -> dict[str, Any]:
         """What is saved with the pipeline, under the names that it has in its folder."""
@@ -232,6 +263,10 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has n
 
         total = super().reduce(tensor, reduction, scale)
         return map_tensors(total, once) if reduction == "sum" else total
+
+
+def _numbered(project_dir: str, number: int) -> Path:
+    return Path(project_dir, "checkpoints", f"checkpoint_{number}")
 
 
 class _PipelineOptimizer(AcceleratedOptimizer):  # type: ignore[misc] # Accelerate has no types

@@ -25,7 +25,7 @@ from penstock.errors import PartitionError, UsageError
 from penstock.integrations.module import PipelineModule, clip_whole
 from penstock.parallel import pipelines_in, side_by_side
 from penstock.pipeline import Pipeline
-from penstock.runtime import ASKING
+from penstock.runtime import ASKING, GracefulStop
 
 try:
     from lightning.fabric.strategies.ddp import DDPStrategy as FabricProcesses
@@ -423,7 +423,20 @@ class PipelineStrategy(_Cuts, TrainerProcesses):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step``, forward and backward; the loss's backward then adds the gradients."""
-        return self._run("train", "training_step", args, kwargs)
+        loss = self._run("train", "training_step", args, kwargs)
+        trainer = self.lightning_module.trainer  # type: ignore[union-attr] # there is one in a step
+        if self.pipe.stopping and not trainer.fit_loop._should_accumulate():
+            # Read after the hooks of this batch: all ranks then raise SIGTERMException (Lightning 2.6).
+            trainer._signal_connector.received_sigterm = True
+        return loss
+
+    def on_train_start(self) -> None:
+        """Leave signals to an open :class:`penstock.GracefulStop`.
+
+        Lightning's handler of SIGTERM waits in a broadcast, to which ranks without the signal do not come.
+        """
+        super().on_train_start()
+        GracefulStop.take_signals()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``validation_step``."""

@@ -102,6 +102,13 @@ class GracefulStop:
                 signal.Signals(number).name,
             )
 
+    @classmethod
+    def take_signals(cls) -> None:
+        """Take the signals again, after a library has put handlers of its own over those of open contexts."""
+        for one in cls._open:
+            for number in one._handlers:
+                signal.signal(number, one._note)
+
     # ---- for the sum after a step
 
     @classmethod
