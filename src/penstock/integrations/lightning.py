@@ -32,6 +32,7 @@ try:
     from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import (
         BaseFinetuning,
+        ModelCheckpoint,
         ModelPruning,
         StochasticWeightAveraging,
         WeightAveraging,
@@ -428,6 +429,9 @@ class PipelineStrategy(_Cuts, TrainerProcesses):
         if self.pipe.stopping and not trainer.fit_loop._should_accumulate():
             # Read after the hooks of this batch: all ranks then raise SIGTERMException (Lightning 2.6).
             trainer._signal_connector.received_sigterm = True
+            for callback in trainer.checkpoint_callbacks:
+                if isinstance(callback, ModelCheckpoint):
+                    callback.save_on_exception = True
         return loss
 
     def on_train_start(self) -> None:

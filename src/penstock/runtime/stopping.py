@@ -83,7 +83,9 @@ class GracefulStop:
     ) -> None:
         self._restore()
         self._open.remove(self)
-        if error is None and self._agreed == SIGNAL:
+        # Lightning ends a loop by an exit without a status, which would count as done.
+        ends_well = error is None or (isinstance(error, SystemExit) and not error.code)
+        if ends_well and self._agreed == SIGNAL:
             raise KeyboardInterrupt if self._received == signal.SIGINT else SystemExit(TERMINATED)
 
     def _restore(self) -> None:
