@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from penstock.checkpoint import Checkpoints
 from penstock.errors import PartitionError, UsageError
 from penstock.integrations.module import PipelineModule, clip_whole
-from penstock.parallel import pipelines_in, side_by_side
+from penstock.parallel import meeting_in_time, pipelines_in, side_by_side
 from penstock.pipeline import Pipeline
 from penstock.runtime import ASKING, GracefulStop
 
@@ -311,8 +311,11 @@ class _Cuts:
         strategy: Any = self
         if self._layout() == (1, 1):
             strategy.accelerator.setup_device(strategy.root_device)
-        else:
+            return
+        limit = strategy._timeout
+        with meeting_in_time(self._options.get("rendezvous_timeout"), limit) as strategy._timeout:
             super().setup_environment()  # type: ignore[misc] # of Lightning's strategy
+        strategy._timeout = limit
 
     def _configure_launcher(self) -> None:
         # A launcher would change the number of threads of this process.
