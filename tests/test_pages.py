@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import reduce
@@ -169,23 +167,6 @@ def run_command(block: Block, command: list[str]) -> None:
         )
         ran = run_script(*started[program], *arguments)
     assert all(found.status == 0 for found in ran), ran
-
-
-def test_the_spawned_processes_of_the_page_about_launchers_train(tmp_path: Path) -> None:
-    (text,) = (
-        block.text for block in CODE_OF[ROOT / "docs/launchers.md"] if "mp.spawn" in block.text
-    )
-    (tmp_path / "spawned.py").write_text(text)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "spawned.py"]
-    ran = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110
-    )
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
-    plain = mse_loss(model(torch.ones(8, 16)), torch.zeros(8, 16)).item()
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout == f"{plain:.6f}\n"
 
 
 def test_few_programs_are_skipped() -> None:
