@@ -661,6 +661,23 @@ class Pipeline:
         """
         return flowed_back(self._run(self._described(describe, trains=trains), {}, MISSING))
 
+    @contextmanager
+    def driven(
+        self, describe: Callable[[], Call], *, trains: bool
+    ) -> Iterator[tuple[StepState, Callable[[Action], None]]]:
+        """A context like :meth:`carry_out`, in which the caller runs the actions, in any order of its own.
+
+        Yields:
+            The state of the call, and a function that runs an action.
+        """
+        call = self._described(describe, trains=trains)
+        with (
+            self._held.training() if trains else nullcontext(),
+            self._runner.driven(call) as driven,
+        ):
+            yield driven
+        flowed_back(driven[0])
+
     def _evaluate(
         self,
         args: Sequence[Any],
