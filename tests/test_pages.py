@@ -136,7 +136,8 @@ def run_block(block: Block, names: dict[str, Any]) -> None:
         return
     if block.mark == "file":
         Path(block.said).write_text(block.text)
-        if not any(block.said in other.text for other in CODE_OF[block.page] if is_command(other)):
+        commands = (other for other in CODE_OF[block.page] if other.language != "python")
+        if not any(block.said in command.text for command in commands):
             runpy.run_path(block.said, run_name="__main__")
     elif block.language == "python":
         # There is no GPU here; and Penstock reads a model's source, so that there has to be a file.
@@ -146,10 +147,6 @@ def run_block(block: Block, names: dict[str, Any]) -> None:
     else:
         for command in re.findall(r"^\$ (.*)", block.text.replace("\\\n", " "), re.MULTILINE):
             run_command(block, shlex.split(command, comments=True))
-
-
-def is_command(block: Block) -> bool:
-    return block.mark != "skip" and block.language != "python"
 
 
 def run_command(block: Block, command: list[str]) -> None:
