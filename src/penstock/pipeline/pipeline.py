@@ -87,7 +87,7 @@ from penstock.stage import Compilation, PipelineStage, device_of, without_compil
 from penstock.transport import Circle, Transport
 from penstock.values import MISSING, Batch, Rules, check_rules, merge, output_dim, split_batch
 from penstock.weights import Init, load_partition, read_weights
-from penstock.weights.folders import save_weights
+from penstock.weights.folders import files_beside, save_weights
 from penstock.weights.initialise import initialise
 from penstock.weights.norms import all_norms, scale_gradients, total_norm
 from penstock.weights.optimizers import OptimizerStates, named_state_dict, read_states
@@ -1104,8 +1104,11 @@ class Pipeline:
     # ---- files
 
     @collective
-    def save(self, folder: str | os.PathLike[str]) -> None:
+    def save(self, folder: str | os.PathLike[str], processing_class: Any = None) -> None:
         """Write the weights as safetensors, one file per stage and an index, under the model's names.
+
+        A model of transformers gets its ``config.json`` and ``generation_config.json`` too, so that
+        ``from_pretrained(folder)`` loads it.
 
         Every rank of all pipelines given by ``mesh=`` or ``replicas=`` calls it; the first pipeline writes.
         The folder holds the weights that it held before until all new files are there: it is never between
@@ -1113,11 +1116,17 @@ class Pipeline:
 
         A weight that has several names or stages is written once. :func:`penstock.read_weights` returns it
         under all its names, so that the unsplit model loads it.
+
+        Args:
+            folder: the folder; it is made if necessary.
+            processing_class: a tokenizer or processor, whose files are written too: whatever has
+                ``save_pretrained(folder)``. Rank 0 calls it.
         """
         with self.patient(LONG):
             save_weights(
                 self.team(), Path(folder), self._held.weights, self._held.stage_count,
                 writes=self.siblings.first,
+                beside=partial(files_beside, self.model, processing_class),
             )  # fmt: skip
 
     @collective
