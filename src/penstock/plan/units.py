@@ -32,10 +32,10 @@ from penstock.errors import UsageError
 from penstock.partition import Door
 from penstock.partition.base import count_parameters
 from penstock.partition.held import Held
-from penstock.partition.meter import FusedAttention, Meter, Operation, storage_key
 from penstock.partition.seen import left, opened
 from penstock.partition.trace import as_written, home_of
 from penstock.plan.costs import UnitCost, Units, ValueCost, Work
+from penstock.plan.meter import FusedAttention, Meter, Operation, storage_key
 from penstock.stage import enter
 from penstock.values import map_tensors, tensors_in
 
