@@ -80,9 +80,9 @@ def vit() -> Made:
 
     config = ViTConfig(
         hidden_size=192, num_hidden_layers=6, num_attention_heads=4, intermediate_size=768,
-        image_size=64, patch_size=8, num_labels=10, hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+        image_size=64, patch_size=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
+    config.num_labels = 10
 
     def loss(output: Any, target: Tensor) -> Tensor:
         return nn.functional.cross_entropy(output.logits, target)
