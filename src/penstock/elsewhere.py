@@ -28,7 +28,8 @@ _NORMS = "pipe.clip_grad_norm_(...) and pipe.grad_norm() measure the gradients o
 _FILES = "save the whole model with pipe.save(folder), penstock.Checkpoints, or pipe.state_dict(full=True)"
 _INPUTS = (
     "in a pipeline only the stages that hold a weight compute with it: pipe.predict runs the whole model, "
-    "and a loss that needs a weight gets it if the model returns it with its output"
+    "a loss that needs a weight gets it if the model returns it with its output, and a copy or an average of "
+    "weights is made when the model is cut, for which example=(args, kwargs) or pipe.cut comes before it"
 )
 
 _NUMBERS = frozenset(
@@ -149,7 +150,9 @@ class Elsewhere(Tensor):
         where = self.place
         return f"Elsewhere({where.name!r}, rank {where.rank}, {list(self.shape)}, {self.dtype})"
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:
+        # As that of the tensor that it was, so that dictionaries of parameters find it.
+        return id(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Elsewhere:
         copied: Elsewhere | None = memo.get(id(self))

@@ -47,6 +47,8 @@ def generate(pipe: Pipeline, args: Any, kwargs: Mapping[str, Any]) -> Any:
         # All ranks draw the random numbers of rank 0.
         states = [pipe.share(state, 0).cpu() for state in generator_states([pipe.device])]
         set_generator_states(states, [pipe.device])
+        if not pipe.is_cut:
+            return model.generate(*args, **kwargs)
         split = _SplitModel(pipe, model)
         split.open()
         try:

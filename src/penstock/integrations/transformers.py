@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 try:
     from accelerate.utils import convert_to_fp32
-    from transformers import Trainer
+    from transformers import PreTrainedModel, Trainer
 except ImportError as error:
     raise ImportError(
         "penstock.integrations.transformers needs transformers and accelerate: "
@@ -20,7 +21,7 @@ except ImportError as error:
     ) from error
 
 from penstock.checkpoint import Checkpoints
-from penstock.errors import StateDictError, UsageError
+from penstock.errors import UsageError
 from penstock.integrations.accelerate import CountsPipelines, share_batches
 from penstock.integrations.module import PipelineModel, PipelineModule, own_loss
 from penstock.launchers import read_launcher
@@ -220,6 +221,13 @@ class PipelineTrainer(Trainer):
         module, self.model = self.model, self.pipe.model
         try:
             with self.pipe.calling("save_model"):
+                # Of a model with adapters, these alone are saved, as transformers does.
+                adapters = getattr(self.model, "_hf_peft_config_loaded", False)
+                if isinstance(self.model, PreTrainedModel) and not adapters:
+                    # Each rank writes its part; the first one, what the Trainer writes beside it.
+                    files = _TrainerFiles(partial(super()._save, state_dict={}))
+                    self.pipe.save(output_dir or str(self.args.output_dir), files)
+                    return
                 state = self.pipe.state_dict(full=True)
             if self.args.should_save:  # the others have no weights to give to PEFT
                 super()._save(output_dir, state_dict=state)
@@ -252,14 +260,17 @@ class PipelineTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         folder = Path(str(self.state.best_model_checkpoint))
-        try:
+        if not (folder / _FOLDER).is_dir():
             self.pipe.load(folder)
-        except StateDictError:
-            # Some models save weights under other names than their own.
-            if not (folder / _FOLDER).is_dir():
-                raise
-            with Checkpoints(folder / _FOLDER) as checkpoints:
-                checkpoints.load(pipe=self.pipe)
+            return
+        with Checkpoints(folder / _FOLDER) as checkpoints:
+            checkpoints.load(pipe=self.pipe)
+
+
+class _TrainerFiles(NamedTuple):
+    """What a Trainer writes beside the weights."""
+
+    save_pretrained: Callable[[str], None]
 
 
 def _foreign_loss(kind: type) -> type | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, combinations, pairwise, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +22,36 @@ Cut = tuple[int, ...]
 Array = npt.NDArray[Any]
 
 
-def choose_cuts(costs: Sequence[float], stages: int, placement: Placement | None = None) -> Cut:
+class Room(NamedTuple):
+    """The memory that the stages have.
+
+    Attributes:
+        nbytes: how much each stage may hold.
+        in_flight: for each stage, how many microbatches it holds at once.
+    """
+
+    nbytes: float
+    in_flight: Sequence[int]
+
+
+def choose_cuts(
+    costs: Sequence[float],
+    stages: int,
+    placement: Placement | None = None,
+    paces: Sequence[float] = (),
+    memory: Sequence[tuple[float, float]] = (),
+    room: Room | None = None,
+) -> Cut:
     """The first block of each stage, beginning with block 0.
 
     Args:
         costs: The cost of each block, in the order in which they run.
         stages: How many stages to make.
         placement: Which rank holds which stage; by default each rank holds one.
+        paces: How many times as much a cost is on each rank; by default, alike.
+        memory: The bytes that each block holds, and those that it makes for each microbatch.
+        room: The memory of the stages, which no stage exceeds if there is such a cut; if there is none, the
+            stages hold equally much.
 
     Raises:
         PartitionError: There are more stages than blocks.
@@ -48,10 +71,30 @@ def choose_cuts(costs: Sequence[float], stages: int, placement: Placement | None
         if any(costs)
         else [*map(float, range(len(costs) + 1))]
     )
-    cut = _even_stages(sums, stages)
+    rank_of = placement.rank_of if placement else tuple(range(stages))
+    pace_of = paces or [1.0] * (max(rank_of) + 1)
+    stage_paces = [pace_of[rank] for rank in rank_of]
+    if room is not None:
+        taken = [_taken(memory, flying) for flying in room.in_flight]
+        fits: list[Array] = [one <= room.nbytes for one in taken]
+        cut = _even_stages(sums, stage_paces, fits)
+        return cut if _all_fit(cut, fits) else _best(taken, np.maximum)[1]
+    cut = _even_stages(sums, stage_paces)
     if placement is None or placement.ranks == stages:
         return cut
-    return _even_ranks(sums, cut, placement.rank_of)
+    return _even_ranks(sums, cut, rank_of, pace_of)
+
+
+def _taken(memory: Sequence[tuple[float, float]], in_flight: int) -> Array:
+    """The bytes of a stage from one block (row) up to just before another (column)."""
+    sums = np.array([0.0, *accumulate(held + in_flight * made for held, made in memory)])
+    later = ~np.tri(len(sums), dtype=bool)
+    return np.where(later, sums - sums[:, None], math.inf)
+
+
+def _all_fit(cut: Cut, fits: Sequence[Array]) -> bool:
+    stops = (*cut[1:], len(fits[0]) - 1)
+    return all(of[a, b] for of, a, b in zip(fits, cut, stops, strict=True))
 
 
 def use_up_to(most: int) -> str:
@@ -62,44 +105,61 @@ def use_up_to(most: int) -> str:
 def loads(costs: Sequence[float], cut: Cut, placement: Placement | None = None) -> list[float]:
     """The cost of each rank under a cut."""
     rank_of = placement.rank_of if placement else tuple(range(len(cut)))
-    return _loads([0.0, *accumulate(map(float, costs))], cut, rank_of)
+    sums = [0.0, *accumulate(map(float, costs))]
+    return _loads(sums, cut, rank_of, [1.0] * (max(rank_of) + 1))
 
 
-def _loads(sums: Sequence[float], cut: Cut, rank_of: Sequence[int]) -> list[float]:
+def _loads(
+    sums: Sequence[float], cut: Cut, rank_of: Sequence[int], paces: Sequence[float]
+) -> list[float]:
     result = [0.0] * (max(rank_of) + 1)
     for rank, (start, stop) in zip(rank_of, pairwise((*cut, len(sums) - 1)), strict=True):
-        result[rank] += sums[stop] - sums[start]
+        result[rank] += (sums[stop] - sums[start]) * paces[rank]
     return result
 
 
 # ---- even stages: dynamic programming over the best cuts of each prefix
 
 
-def _even_stages(sums: Sequence[float], stages: int) -> Cut:
-    """The most even of the cuts whose heaviest stage is lightest."""
+def _even_stages(sums: Sequence[float], paces: Sequence[float], fits: Sequence[Array] = ()) -> Cut:
+    """The most even of the cuts whose heaviest stage is lightest.
+
+    Args:
+        sums: The cost of all blocks before each one.
+        paces: How many times as much a cost is in each stage.
+        fits: For each stage, whether it may go from one block (row) up to just before another (column).
+    """
     prefix = np.array(sums)
     later = ~np.tri(len(prefix), dtype=bool)
     costs = np.where(later, prefix - prefix[:, None], math.inf)
-    heaviest, _ = _best(costs, stages, np.maximum)
-    costs[costs > heaviest * (1 + 1e-12)] = math.inf
-    _, cut = _best(costs * costs, stages, np.add)
+    # Alike stages share a table: there may be hundreds.
+    alike = {pace: costs * pace for pace in set(paces)}
+    prices = [alike[pace] for pace in paces]
+    if fits:
+        prices = [np.where(fit, price, math.inf) for fit, price in zip(fits, prices, strict=True)]
+    heaviest, _ = _best(prices, np.maximum)
+    most = heaviest * (1 + 1e-12)
+    squares: dict[int, Array] = {}
+    for price in prices:
+        if id(price) not in squares:
+            squares[id(price)] = np.where(price > most, math.inf, price * price)
+    _, cut = _best([squares[id(price)] for price in prices], np.add)
     return cut
 
 
-def _best(prices: Array, stages: int, join: Callable[[Array, Array], Array]) -> tuple[float, Cut]:
+def _best(prices: Sequence[Array], join: Callable[[Array, Array], Array]) -> tuple[float, Cut]:
     """The lowest joint price of all stages, and its cut.
 
     Args:
-        prices: The price of a stage from one block (row) up to just before another (column).
-        stages: How many stages to make.
+        prices: For each stage, its price from one block (row) up to just before another (column).
         join: Combines two prices into one.
     """
-    blocks = len(prices) - 1
+    blocks = len(prices[0]) - 1
     best: Array = np.full(blocks + 1, math.inf)
     best[0] = 0.0
     starts: list[Array] = []
-    for _ in range(stages):
-        joined = join(best[:, None], prices)
+    for of_stage in prices:
+        joined = join(best[:, None], of_stage)
         starts.append(joined.argmin(axis=0))
         best = joined.min(axis=0)
     return float(best[blocks]), tuple(_back(starts, blocks))[::-1]
@@ -114,12 +174,14 @@ def _back(starts: Sequence[Array], stop: int) -> Iterator[int]:
 # ---- even ranks: start from even stages, and move one block at a time
 
 
-def _even_ranks(sums: Sequence[float], cut: Cut, rank_of: Sequence[int]) -> Cut:
+def _even_ranks(
+    sums: Sequence[float], cut: Cut, rank_of: Sequence[int], paces: Sequence[float]
+) -> Cut:
     """Moves neighbouring boundaries by one block for as long as the ranks get more even."""
     tiny = sums[-1] * 1e-12
 
     def unevenness(cut: Cut) -> tuple[float, float]:
-        ranks = _loads(sums, cut, rank_of)
+        ranks = _loads(sums, cut, rank_of, paces)
         return max(ranks), sum(load * load for load in ranks)
 
     best = unevenness(cut)
