@@ -171,6 +171,7 @@ def run_command(block: Block, command: list[str]) -> None:
     assert all(found.status == 0 for found in ran), ran
 
 
+@pytest.mark.nightly
 def test_the_spawned_processes_of_the_page_about_launchers_train(tmp_path: Path) -> None:
     (text,) = (
         block.text for block in CODE_OF[ROOT / "docs/launchers.md"] if "mp.spawn" in block.text
