@@ -159,9 +159,11 @@ def steps(case: str, schedule: str, rounds: int, workers: WorkerPool | None) -> 
     seconds = replies[0]["seconds"]
     ratios = Ratios(seconds["ours"], seconds["beside"])
     shape = build(schedule, ranks=RANKS, microbatches=made.microbatches)
-    host = sum(reply["host"] for reply in replies) / sum(1 for _ in shape.actions())
+    host = sum(reply["host"] for reply in replies) / sum(
+        1 for rank in range(RANKS) for _ in shape.actions(rank)
+    )
     simulated = simulate(shape).bubble
-    where = "one GPU" if workers is None else f"{RANKS} GPUs"
+    where = "one device" if workers is None else f"{RANKS} GPUs"
     print(f"step on {where}, {schedule}, {case}: {ratios.told(base)}")
     print(
         f"  idle {replies[0]['idle']:.1%}, simulated {simulated:.1%}; "
