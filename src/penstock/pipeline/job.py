@@ -126,7 +126,7 @@ class PipelineJob:
         """
         return self.calling("", seconds)
 
-    def checkpointed(self, step: int) -> Callable[[], None]:
+    def when_checkpointed(self, step: int) -> Callable[[], None]:
         """Return what is to be called when a checkpoint of this moment is complete.
 
         If the job fails later, the steps since then are counted in the log.
