@@ -7,7 +7,6 @@ present, is an error that says where the weight lies and which call does this fo
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeGuard, cast
 
@@ -29,7 +28,8 @@ _NORMS = "pipe.clip_grad_norm_(...) and pipe.grad_norm() measure the gradients o
 _FILES = "save the whole model with pipe.save(folder), penstock.Checkpoints, or pipe.state_dict(full=True)"
 _INPUTS = (
     "in a pipeline only the stages that hold a weight compute with it: pipe.predict runs the whole model, "
-    "and a loss that needs a weight gets it if the model returns it with its output"
+    "a loss that needs a weight gets it if the model returns it with its output, and a copy or an average of "
+    "weights is made when the model is cut, for which example=(args, kwargs) or pipe.cut comes before it"
 )
 
 _NUMBERS = frozenset(
@@ -150,7 +150,9 @@ class Elsewhere(Tensor):
         where = self.place
         return f"Elsewhere({where.name!r}, rank {where.rank}, {list(self.shape)}, {self.dtype})"
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:
+        # As that of the tensor that it was, so that dictionaries of parameters find it.
+        return id(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Elsewhere:
         copied: Elsewhere | None = memo.get(id(self))
@@ -404,18 +406,16 @@ def put_elsewhere(tensor: Tensor, place: Whereabouts) -> Tensor:
     """Free a tensor's data and leave a stand-in: the same object if possible, so that lists keep it."""
     _hook_optimizers()
     new = Elsewhere.of(tensor, place, parameter=isinstance(tensor, nn.Parameter))
+    try:
+        tensor.__class__, new.__class__ = Elsewhere, type(tensor)  # type: ignore[assignment]
+    except TypeError:
+        return new  # a DTensor has slots
     marks = {key: value for key, value in vars(tensor).items() if key not in vars(new)}
-    vars(new).update(marks)
-    for last in (False, True):
-        try:
-            torch.utils.swap_tensors(tensor, new)
-        except (RuntimeError, TypeError):
-            # Weak references to a tensor, or a graph that has saved it, keep torch from swapping it.
-            if not last:
-                gc.collect()
-        else:
-            return tensor
-    return new
+    tensor.__dict__, new.__dict__ = vars(new) | marks, vars(tensor)
+    # torch.utils.swap_tensors refuses tensors with weak references, or that a graph has saved. Here both may
+    # keep what they have: the object, and the data. Of torch 2.13.
+    torch._C._swap_tensor_impl(tensor, new)
+    return tensor
 
 
 def leave_gradients(absent: Iterable[Elsewhere], norms: Norms) -> None:

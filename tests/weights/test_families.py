@@ -18,7 +18,6 @@ from penstock.checkpoint import export
 from penstock.cli.main import main
 from penstock.errors import UsageError
 from penstock.integrations.transformers import PipelineTrainer
-from penstock.weights import parameters_on_meta
 from tests.integrations.trainers import FAMILIES, SIZES, TOKENS, make, make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -99,10 +98,6 @@ def test_families_are_loaded_from_what_was_saved(tmp_path: Path, family: str) ->
         assert loaded.dtype is torch.bfloat16
         assert alike(loaded, state)
         assert loaded.can_generate() == (folder / "generation_config.json").exists()
-    with parameters_on_meta():
-        empty = kind(loaded.config).bfloat16()
-    with Pipeline(empty, ranks=2, weights=tmp_path / "saved") as filled:
-        assert alike(filled, state)
 
 
 def tokenizer() -> Any:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from penstock.errors import InputFileError, StateDictError, UsageError
 from penstock.partition import Partition, partition
 from penstock.weights import load_partition, parameters_on_meta, read_weights
 from penstock.weights.files import Entry, entries
+from tests.scripts import run_script
 
 
 class Words(nn.Module):
@@ -139,7 +138,7 @@ def test_what_a_pipeline_saved_is_read_and_replaced(tmp_path: Path) -> None:
     with torch.no_grad():
         linear = model.get_submodule("blocks.0")
         linear.weight = nn.Parameter(linear.get_parameter("weight").t())
-    with Pipeline(model, ranks=4, stages=CUTS) as pipe:
+    with Pipeline(model, ranks=4, stages=CUTS, example=((TOKENS[:2],), {})) as pipe:
         pipe.save(folder)
         with torch.no_grad():
             model.get_parameter("norm.bias").fill_(7)
@@ -157,7 +156,7 @@ def test_what_a_pipeline_saved_is_read_and_replaced(tmp_path: Path) -> None:
         [*{*index["weight_map"].values()}, "model.safetensors.index.json"]
     )
     # A file of another save is named, and so is one that is missing.
-    pipe = Pipeline(model, ranks=4, stages=CUTS)
+    pipe = Pipeline(model, ranks=4, stages=CUTS, example=((TOKENS[:2],), {}))
     before = (folder / name).read_bytes()
     pipe.save(folder)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -210,14 +209,9 @@ def test_every_type_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak memory")
 def test_a_rank_needs_the_memory_of_its_share() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.weights.peak"],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=True,
-    )
-    assert float(done.stdout) < 1.1
+    (ran,) = run_script("-m", "tests.weights.peak")
+    assert ran.status == 0, ran
+    assert float(ran.out) < 1.1
 
 
 def header(about: dict[str, Any], data: bytes = b"") -> bytes:

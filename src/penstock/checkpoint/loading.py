@@ -309,7 +309,11 @@ class Loading:
         for label, matched in self._weights.items():
             self._fill_weights(label, matched)
         pipe = self._targets.pipe
-        if pipe is not None and RANDOMNESS not in self._saved.kinds:
+        if pipe is None:
+            return
+        for optimizer in self._targets.optimizers.values():
+            pipe.was_loaded(optimizer)
+        if RANDOMNESS not in self._saved.kinds:
             # A plain loop, for example, saves none.
             text = "%s holds no seed and step of random numbers: the next step is taken to be number %d"
             log.warning(text, self._table.path, self.step)

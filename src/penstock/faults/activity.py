@@ -125,6 +125,11 @@ class Activity:
         for probe in tuple(_PROBES):
             probe(self, what)
 
+    def prepared(self) -> None:
+        """Note that the set-up is over; this counts as progress."""
+        self.setup = None
+        self._move(None)
+
     def begin(self, step: int) -> None:
         """Note that a step, or an evaluation after it, begins.
 

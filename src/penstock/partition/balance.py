@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, combinations, pairwise, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +22,25 @@ Cut = tuple[int, ...]
 Array = npt.NDArray[Any]
 
 
+class Room(NamedTuple):
+    """The memory that the stages have.
+
+    Attributes:
+        nbytes: how much each stage may hold.
+        in_flight: for each stage, how many microbatches it holds at once.
+    """
+
+    nbytes: float
+    in_flight: Sequence[int]
+
+
 def choose_cuts(
     costs: Sequence[float],
     stages: int,
     placement: Placement | None = None,
     paces: Sequence[float] = (),
+    memory: Sequence[tuple[float, float]] = (),
+    room: Room | None = None,
 ) -> Cut:
     """The first block of each stage, beginning with block 0.
 
@@ -35,6 +49,9 @@ def choose_cuts(
         stages: How many stages to make.
         placement: Which rank holds which stage; by default each rank holds one.
         paces: How many times as much a cost is on each rank; by default, alike.
+        memory: The bytes that each block holds, and those that it makes for each microbatch.
+        room: The memory of the stages, which no stage exceeds if there is such a cut; if there is none, the
+            stages hold equally much.
 
     Raises:
         PartitionError: There are more stages than blocks.
@@ -56,10 +73,28 @@ def choose_cuts(
     )
     rank_of = placement.rank_of if placement else tuple(range(stages))
     pace_of = paces or [1.0] * (max(rank_of) + 1)
-    cut = _even_stages(sums, [pace_of[rank] for rank in rank_of])
+    stage_paces = [pace_of[rank] for rank in rank_of]
+    if room is not None:
+        taken = [_taken(memory, flying) for flying in room.in_flight]
+        fits: list[Array] = [one <= room.nbytes for one in taken]
+        cut = _even_stages(sums, stage_paces, fits)
+        return cut if _all_fit(cut, fits) else _best(taken, np.maximum)[1]
+    cut = _even_stages(sums, stage_paces)
     if placement is None or placement.ranks == stages:
         return cut
     return _even_ranks(sums, cut, rank_of, pace_of)
+
+
+def _taken(memory: Sequence[tuple[float, float]], in_flight: int) -> Array:
+    """The bytes of a stage from one block (row) up to just before another (column)."""
+    sums = np.array([0.0, *accumulate(held + in_flight * made for held, made in memory)])
+    later = ~np.tri(len(sums), dtype=bool)
+    return np.where(later, sums - sums[:, None], math.inf)
+
+
+def _all_fit(cut: Cut, fits: Sequence[Array]) -> bool:
+    stops = (*cut[1:], len(fits[0]) - 1)
+    return all(of[a, b] for of, a, b in zip(fits, cut, stops, strict=True))
 
 
 def use_up_to(most: int) -> str:
@@ -86,17 +121,29 @@ def _loads(
 # ---- even stages: dynamic programming over the best cuts of each prefix
 
 
-def _even_stages(sums: Sequence[float], paces: Sequence[float]) -> Cut:
-    """The most even of the cuts whose heaviest stage is lightest; each stage has its pace."""
+def _even_stages(sums: Sequence[float], paces: Sequence[float], fits: Sequence[Array] = ()) -> Cut:
+    """The most even of the cuts whose heaviest stage is lightest.
+
+    Args:
+        sums: The cost of all blocks before each one.
+        paces: How many times as much a cost is in each stage.
+        fits: For each stage, whether it may go from one block (row) up to just before another (column).
+    """
     prefix = np.array(sums)
     later = ~np.tri(len(prefix), dtype=bool)
     costs = np.where(later, prefix - prefix[:, None], math.inf)
     # Alike stages share a table: there may be hundreds.
-    prices = {pace: costs * pace for pace in set(paces)}
-    heaviest, _ = _best([prices[pace] for pace in paces], np.maximum)
+    alike = {pace: costs * pace for pace in set(paces)}
+    prices = [alike[pace] for pace in paces]
+    if fits:
+        prices = [np.where(fit, price, math.inf) for fit, price in zip(fits, prices, strict=True)]
+    heaviest, _ = _best(prices, np.maximum)
     most = heaviest * (1 + 1e-12)
-    squares = {pace: np.where(one > most, math.inf, one * one) for pace, one in prices.items()}
-    _, cut = _best([squares[pace] for pace in paces], np.add)
+    squares: dict[int, Array] = {}
+    for price in prices:
+        if id(price) not in squares:
+            squares[id(price)] = np.where(price > most, math.inf, price * price)
+    _, cut = _best([squares[id(price)] for price in prices], np.add)
     return cut
 
 

@@ -25,7 +25,7 @@ from penstock.parallel import (
     ranks_in,
     spread_parts,
 )
-from penstock.partition import Shared
+from penstock.partition import Partition, Shared
 from penstock.pipeline.plan import REMEDIES
 from penstock.runtime import (
     Loss,
@@ -87,12 +87,42 @@ def modules_in(stage: nn.Module) -> str:
     rows: list[tuple[str, str, str]] = []
     for path, module in (named or {"": stage}).items():
         kind = type(module).__name__
-        if rows and path.rpartition(".")[2].isdecimal() and rows[-1][2] == kind:
+        if rows and rows[-1][2] == kind and _numbered(path) == _numbered(rows[-1][1]) is not None:
             rows[-1] = (rows[-1][0], path, kind)
         else:
             rows.append((path, path, kind))
     texts = [f"{a} to {b} ({kind})" if a != b else f"{a} ({kind})".strip() for a, b, kind in rows]
     return ", ".join(texts)
+
+
+def _numbered(path: str) -> str | None:
+    """The last name of a path without its number; None if it has none."""
+    name = path.rpartition(".")[2]
+    return name.rstrip("0123456789") if name[-1:].isdecimal() else None
+
+
+_UNEVEN = 1.25
+"""How many times its fair part of the work a stage may have before the reason is said."""
+
+
+def described_stages(
+    schedule: Schedule, contents: Mapping[int, str], partition: Partition | None
+) -> list[str]:
+    """A line for each stage: its rank, its modules and its part of the work; and what makes them uneven."""
+    shares = () if partition is None else partition.shares
+    rows = []
+    for rank in range(schedule.ranks):
+        for stage in schedule.placement.stages_on(rank):
+            work = f" - {shares[stage]:.0%} of the work" if shares else ""
+            held = contents.get(stage, "in another process")
+            rows.append(f"  rank {rank}, stage {stage}: {held}{work}")
+    if partition is not None and max(shares, default=0) * len(shares) > _UNEVEN:
+        path, share = partition.heaviest
+        if share * len(shares) > 1:
+            rows.append(
+                f"  uneven: {path!r} holds {share:.0%} of the work; name its children in stages="
+            )
+    return rows
 
 
 def wrap_stages(stages: Sequence[PipelineStage], wrap: Wrap | None) -> None:

@@ -15,8 +15,8 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from penstock.errors import InputFileError, UsageError
 from penstock.partition import choose_cuts
-from penstock.partition.meter import Operation
 from penstock.plan.devices import Device
+from penstock.plan.meter import Operation
 from penstock.schedule import Costs, Edge, Op, Placement
 
 Cut = tuple[int, ...]

@@ -16,7 +16,7 @@ from penstock.partition import unit_paths
 from penstock.plan.costs import Coster, Profile, UnitCosts, Units
 from penstock.plan.devices import Device, device_named
 from penstock.plan.units import measure_units, random_states_kept
-from penstock.values import MISSING, Rules, split_batch, tensors_in
+from penstock.values import MISSING, Rules, split_batch
 
 REPEATS = 5
 """The number of timed runs by default, after a first run that does not count."""
@@ -157,10 +157,8 @@ class _Coster(Coster):
         if loss_fn is not None and target is MISSING:
             self._loss = lambda output, _: loss_fn(output)
         self._device, self._repeats = device, repeats
-        has_data = not any(tensor.is_meta for tensor in tensors_in((args, kwargs)))
         with random_states_kept(model):
-            example = (args, kwargs) if has_data else None
-            self._paths = unit_paths(model, stages, example=example)
+            self._paths = unit_paths(model, stages, (args, kwargs))
         sizes = split_batch(args, kwargs, MISSING, rules, 1).samples
         self._batch = sizes[0] if sizes else 1
         self._known: dict[int, Units] = {}

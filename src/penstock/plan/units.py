@@ -32,10 +32,10 @@ from penstock.errors import UsageError
 from penstock.partition import Door
 from penstock.partition.base import count_parameters
 from penstock.partition.held import Held
-from penstock.partition.meter import FusedAttention, Meter, Operation, storage_key
 from penstock.partition.seen import left, opened
 from penstock.partition.trace import as_written, home_of
 from penstock.plan.costs import UnitCost, Units, ValueCost, Work
+from penstock.plan.meter import FusedAttention, Meter, Operation, storage_key
 from penstock.stage import enter
 from penstock.values import map_tensors, tensors_in
 
@@ -655,7 +655,8 @@ class _Runs:
         work: dict[str, Counter[Operation]] = {kind: Counter() for kind in KINDS}
         for number, section in enumerate(counts.sections):
             for kind in KINDS if section.unit == unit else ():
-                work[kind] += counts.sections[counts.alike[number]].work[kind]
+                # What no later unit uses has no backward.
+                work[kind] += counts.sections[counts.alike[number]].work.get(kind, Counter())
         return work
 
     def cost(

@@ -17,7 +17,7 @@ from penstock.runtime.loss import (
     collect_losses,
 )
 from penstock.runtime.result import StepCost, StepResult, TimelineKind
-from penstock.runtime.runner import Runner
+from penstock.runtime.runner import Runner, without_data
 from penstock.runtime.scaler import LossScaler
 from penstock.runtime.stopping import GracefulStop
 from penstock.runtime.whole import forwards_first
@@ -53,4 +53,5 @@ __all__ = [
     "describe_stages",
     "forwards_first",
     "mark_of",
+    "without_data",
 ]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
+from penstock.partition.work import formula_of
 from penstock.values import flatten
 
 Operation = tuple[float, float, str]
@@ -100,8 +100,7 @@ class Meter(TorchDispatchMode):
         result: Any,
         results: list[Tensor],
     ) -> None:
-        packet = func._overloadpacket
-        formula = cast("Any", flop_registry).get(_KNOWN_AS.get(packet, packet))
+        formula = formula_of(func)
         flops = formula(*args, **kwargs, out_val=result) if formula else 0
         self.flops += flops
         operands = [*_tensors(args), *results]
@@ -130,12 +129,3 @@ class FusedAttention(TorchFunctionMode):
             if len(args) > 4:
                 del kwargs["dropout_p"]
         return func(*args, **kwargs)
-
-
-_KNOWN_AS = {
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: (
-        _ATEN._scaled_dot_product_flash_attention_backward
-    ),
-}
-"""Kernels of the CPU, whose operations PyTorch does not count, and their GPU twins, which it counts."""
