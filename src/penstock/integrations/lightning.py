@@ -336,8 +336,9 @@ class _Cuts:
         def write() -> None:
             if strategy.is_global_zero:
                 files: Any = strategy.checkpoint_io
+                # What the checkpoint names is on the disk before it.
                 if isinstance(files, AsyncCheckpointIO):
-                    files = files.checkpoint_io  # what the checkpoint names is on the disk before it
+                    files = files.checkpoint_io
                 files.save_checkpoint(rest, folder / name)
                 with (folder / name).open("rb") as file:
                     os.fsync(file.fileno())
