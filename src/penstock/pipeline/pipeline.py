@@ -1299,15 +1299,12 @@ class Pipeline:
         """Send one rank's value, made of tensors and plain data, to every rank; all of them call this."""
         return self._runner.share(value, rank)
 
-    def checkpointed(self, step: int) -> Callable[[], None]:
+    def checkpointed(self) -> Callable[[], None]:
         """Return what is to be called when a checkpoint of this moment is complete.
 
         If the job fails later, the steps since then are counted in the log.
-
-        Args:
-            step: the checkpoint's step.
         """
-        return partial(self._runner.note_saved, step, self._runner.steps)
+        return partial(self._runner.note_saved, self._runner.steps)
 
     def calling(self, name: str, seconds: float = 0.0) -> AbstractContextManager[None]:
         """A context for a call that every rank must make, and that may take so many seconds.
