@@ -77,6 +77,7 @@ from penstock.schedule.base import flat, whole_number
 from penstock.stage import Compilation, PipelineStage
 from penstock.transport import Transport
 from penstock.values import MISSING, Batch, Rules, merge, output_dim, split_batch
+from penstock.weights.states import LoadResult
 
 logger = logging.getLogger("penstock")
 _HABITS = {
@@ -486,13 +487,8 @@ class Pipeline:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            if new := _MOVED.get(name):
-                warnings.warn(
-                    f"Pipeline.{name} is now pipe.{new}; the old name goes with the next release",
-                    DeprecationWarning,
-                    stacklevel=2,
-                )
-                return attrgetter(new)(self)
+            if name in _MOVED:
+                return moved(self, name)
             hint = _HABITS.get(name)
             told = f"'{type(self).__name__}' object has no attribute {name!r}"
             raise AttributeError(f"{told}: {hint}" if hint else told, name=name, obj=self)
@@ -970,6 +966,18 @@ class Pipeline:
             max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
         )
 
+    # ``torch.distributed.checkpoint`` saves what has these two, and pickles what has not.
+
+    def state_dict(self, *, full: bool = False) -> dict[str, Any]:
+        """The old name of ``pipe.weights.state_dict``."""
+        state: dict[str, Any] = moved(self, "state_dict")(full=full)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadResult:
+        """The old name of ``pipe.weights.load_state_dict``."""
+        result: LoadResult = moved(self, "load_state_dict")(state_dict, strict)
+        return result
+
     # ---- hooks, and the end
 
     def on(
@@ -1108,6 +1116,17 @@ def check_in_fewer(
 
     modules = (module for stage in pipe._stages for module in stage.called_modules())
     return ask_inside(count, evaluate, pipe._runner.gather, modules, pipe.device)
+
+
+def moved(pipe: Pipeline, name: str) -> Any:
+    """What an old name of a Pipeline's attribute stands for, with a warning that says the new one."""
+    new = _MOVED[name]
+    warnings.warn(
+        f"Pipeline.{name} is now pipe.{new}; the old name goes with the next release",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return attrgetter(new)(pipe)
 
 
 def flowed_back(step: StepState) -> StepState:
