@@ -29,7 +29,7 @@ def gradients_by_part(
     for gradient in gradients:
         if gradient is None:
             columns.append([None] * count)
-        elif gradient.shape[dim] == sum(sizes):
+        elif gradient.dim() > dim and gradient.shape[dim] == sum(sizes):
             columns.append(gradient.split(sizes, dim))
         elif gradient.dim() == 1 and len(gradient) == count:
             # Numbers without dimensions, one of each microbatch, which were stacked.
