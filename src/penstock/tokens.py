@@ -98,7 +98,7 @@ class Row:
         raise MicrobatchError(
             f"{path} of shape {list(value.shape)} has neither a dimension of the {self.length} tokens of "
             f"the packed row nor one of its {self.sequences} sequences; say in rules= how to split it: "
-            "REPLICATE, or a function (value, sizes) -> parts, which gets the number of sequences of each microbatch"
+            "REPLICATE, or a function (value, sizes) -> parts, which gets the number of sequences in each"
         )
 
     def dim_of(self, value: Tensor) -> int | None:

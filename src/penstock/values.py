@@ -1280,11 +1280,13 @@ def merge(
 
 def _dim_in(leaves: Sequence[Any], dim: int, tokens: Sequence[int]) -> int:
     """The dimension along which some tensors are merged: 0 if it is for tokens, which they do not have."""
-    of_tokens = all(
-        isinstance(leaf, Tensor) and leaf.dim() > dim and leaf.shape[dim] == number
-        for leaf, number in zip(leaves, tokens, strict=False)
-    )
-    return dim if of_tokens else 0
+    if not tokens:
+        return dim
+    has_dim = all(isinstance(leaf, Tensor) and leaf.dim() > dim for leaf in leaves)
+    pairs = zip(leaves, tokens, strict=False)
+    # Losses of single labels lack that of the first token.
+    missing = {number - leaf.shape[dim] for leaf, number in pairs} if has_dim else set()
+    return dim if missing in ({0}, {1}) else 0
 
 
 _ONE_BY_ONE = "; pass Microbatches(...) instead of a batch to get them one by one"

@@ -61,7 +61,7 @@ def test_a_packed_row_is_split_between_sequences_by_tokens(told: str) -> None:
 
 def test_rows_of_other_shapes() -> None:
     row, square = torch.randn(TOTAL, 3), torch.ones(1, 1, TOTAL, TOTAL)
-    kwargs = {
+    kwargs: dict[str, Any] = {
         "x": row,
         "cu_seqlens": BOUNDS,
         "max_seqlen": 9,
@@ -90,6 +90,7 @@ def test_rows_of_other_shapes() -> None:
 
 
 def test_what_is_no_packed_row() -> None:
+    kwargs: dict[str, Any]
     plain = torch.arange(30)[None]
     for kwargs in ({"position_ids": plain}, {"position_ids": POSITIONS, "attention_mask": TOKENS}):
         assert split(3, input_ids=TOKENS, **kwargs)[0].count == 1
@@ -181,7 +182,8 @@ class Attends(nn.Module):
         for layer in self.layers:
             scores = hidden @ hidden.transpose(-1, -2)
             hidden = hidden + layer(scores.masked_fill(~mask, -1e9).softmax(-1) @ hidden)
-        return self.head(hidden)
+        logits: Tensor = self.head(hidden)
+        return logits
 
 
 def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
@@ -207,7 +209,7 @@ def test_the_loss_and_gradients_are_those_of_the_whole_batch(name: str, schedule
     result = pipe.step(**kwargs, target=labels, outputs=name != "padded")
     logits = plain(**kwargs)
     expected = loss_fn(logits, labels)
-    expected.backward()  # type: ignore[no-untyped-call]
+    expected.backward()
     assert result.loss == pytest.approx(expected.item(), rel=1e-12)
     assert result.weight == int((labels != -100).sum())
     if name != "padded":
