@@ -90,9 +90,12 @@ def test_rows_of_other_shapes() -> None:
 
 
 def test_what_is_no_packed_row() -> None:
-    kwargs: dict[str, Any]
     plain = torch.arange(30)[None]
-    for kwargs in ({"position_ids": plain}, {"position_ids": POSITIONS, "attention_mask": TOKENS}):
+    ways: list[dict[str, Any]] = [
+        {"position_ids": plain},
+        {"position_ids": POSITIONS, "attention_mask": TOKENS},
+    ]
+    for kwargs in ways:
         assert split(3, input_ids=TOKENS, **kwargs)[0].count == 1
     rules: Rules = {"position_ids": Split(0)}
     assert split(3, rules, input_ids=TOKENS, position_ids=POSITIONS)[0].count == 1
