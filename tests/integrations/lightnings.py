@@ -26,7 +26,7 @@ from penstock.errors import AgreementError
 from penstock.integrations.lightning import FabricPipelineStrategy, PipelineStrategy
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
-STEPS = 10
+STEPS = 6
 HALF = STEPS // 2
 
 
@@ -166,7 +166,7 @@ def count_labels(batch: Any) -> Tensor:
     return (tokens[:, 1:] != -1).sum()
 
 
-def images(count: int = 40, batch: int = 8, seed: int = 1) -> Any:
+def images(count: int = 24, batch: int = 8, seed: int = 1) -> Any:
     draw = torch.Generator().manual_seed(seed)
     pixels = torch.randn(count, 1, 8, 8, generator=draw)
     labels = torch.randint(5, (count,), generator=draw)
@@ -175,12 +175,12 @@ def images(count: int = 40, batch: int = 8, seed: int = 1) -> Any:
 
 class Tokens(Dataset[Any]):
     def __init__(self) -> None:
-        self.tokens = torch.randint(20, (40, 12), generator=torch.Generator().manual_seed(3))
-        for row in range(40):
+        self.tokens = torch.randint(20, (24, 12), generator=torch.Generator().manual_seed(3))
+        for row in range(24):
             self.tokens[row, 4 + row * 7 % 9 :] = -1
 
     def __len__(self) -> int:
-        return 40
+        return 24
 
     def __getitem__(self, index: int) -> Any:
         return {"tokens": self.tokens[index]}
@@ -228,12 +228,12 @@ def classify(strategy: Any = "auto", resume: Any = None, **options: Any) -> dict
     }
 
 
-def measure(strategy: Any = "auto", batch: int = 8, **options: Any) -> dict[str, float]:
-    """What metrics, lists and hooks saw in two epochs."""
+def measure(strategy: Any = "auto", epochs: int = 2, **options: Any) -> dict[str, float]:
+    """What metrics, lists and hooks saw."""
     torch.manual_seed(0)
     module = Measured()
-    trainer = trainer_of(strategy, max_epochs=2, **{"max_steps": -1} | options)
-    trainer.fit(module, images(batch=batch), images(11, 6))
+    trainer = trainer_of(strategy, max_epochs=epochs, max_steps=-1, **options)
+    trainer.fit(module, images(), images(11, 6))
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return metrics | {f"seen {place}": value for place, value in enumerate(module.seen)}
 
@@ -281,7 +281,7 @@ def report(folder: Path) -> dict[str, Any]:
     tokens = model_language(strategy, load=folder / "plain.ckpt")
     halves = FabricPipelineStrategy(ranks=PROCESSES // 2, microbatches=2, loss_weight=count_labels)
     replicas = model_language(halves, batch=4, save=folder / "tokens.ckpt")
-    measured = measure(PipelineStrategy(**options))
+    measured = measure(PipelineStrategy(**options), epochs=1)
     message = ""
     try:
         others = images(seed=trainer.global_rank)
