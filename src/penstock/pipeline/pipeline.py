@@ -672,7 +672,7 @@ class Pipeline:
         def describe() -> Call:
             batch = self._split(args, kwargs, MISSING, None)
             self._schedules.check_trains(batch.count)
-            targets = gradients_by_part(gradients, batch, output_dim(self._rules))
+            targets = gradients_by_part(gradients, batch, output_dim(self._rules, batch.dim))
             return Call(replace(batch, targets=targets), loss, True, seed=draws)
 
         flowed_back(self._run(self._described_call(describe, trains=True), kwargs, MISSING))
@@ -865,8 +865,10 @@ class Pipeline:
 
     def _result(self, step: StepState, seconds: float) -> StepResult:
         outputs: Any = step.shared if step.call.outputs else None
-        if outputs and not step.agreement.model_call.presplit:
-            outputs = merge(outputs, output_dim(self._rules))
+        made = step.agreement.model_call
+        if outputs and not made.presplit:
+            tokens = () if made.dim is None else made.samples
+            outputs = merge(outputs, output_dim(self._rules, made.dim), tokens=tokens)
         device = self.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         devices = 1 if self._transport is None else self._schedules.ranks
