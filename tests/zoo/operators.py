@@ -1,10 +1,11 @@
 """Torchvision's Python part beside a torch for which its compiled part was not built.
 
-Its models need one operation of the compiled part, ``nms``; its own Python code has the others.
+Its models need one operation of the compiled part, ``nms``; its own Python code has ``roi_align`` too.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from typing import Any
 
@@ -39,7 +40,10 @@ def have_torchvision() -> bool:
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         library.impl("nms", kept, "CPU")
         _LIBRARY = library
-        import torchvision.ops.boxes
+        import torchvision.ops
 
         torchvision.ops.boxes._assert_has_ops = lambda: None
+        # Written in Python, but compiled at its first call.
+        align = importlib.import_module("torchvision.ops.roi_align")
+        align._roi_align = align._roi_align.__wrapped__
     return True

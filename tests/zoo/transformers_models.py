@@ -5,6 +5,8 @@ A rule makes sizes small by their names, and gives arguments by theirs; :data:`S
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -99,6 +101,12 @@ RULES: dict[str, int] = {
     r"(upsample_initial_channel)": 16,
     r"(output_channels)": 32,
 }
+COUNTS = (
+    r"(num_hidden_layers|n_layers?|num_layers|layers|depth|(en|de)coder_layers|num_(en|de)coder_layers)"
+    r"|\w*vocab_size|max_position_embeddings|n_positions|num_queries|num_denoising|num_local_experts"
+    r"|(en|de)coder_num_hidden_layers|train_num_points|codebook_size|num_experts|n_routed_experts"
+)
+"""The sizes that are no widths."""
 """Sizes by name; a whole number that is 0 or below by default stays, since it turns something off."""
 MARKS = {"pad": 0, "bos": 1, "eos": 2, "decoder_start": 1, "cls": 1, "sep": 2, "mask": 3, "unk": 3}
 IMAGE, VIDEO, AUDIO = 90, 91, 92
@@ -106,12 +114,13 @@ IMAGE, VIDEO, AUDIO = 90, 91, 92
 TEXT = (10, 80)
 
 
-def shrunk(config: Any, changes: Mapping[str, Any]) -> Any:
+def shrunk(config: Any, changes: Mapping[str, Any], *, widths: bool = True) -> Any:
     """A configuration of the same class with small sizes.
 
     Args:
         config: the usual one.
         changes: what the rules do not know, by name; for inner configurations ``inner.name``.
+        widths: whether to make widths small too, rather than numbers of layers, words and the like alone.
     """
     wanted: dict[str, Any] = {}
     known = inspect.signature(type(config).__init__).parameters
@@ -122,15 +131,20 @@ def shrunk(config: Any, changes: Mapping[str, Any]) -> Any:
     for name, value in vars(config).items():
         inner = {n.partition(".")[2]: v for n, v in changes.items() if n.startswith(f"{name}.")}
         if isinstance(value, transformers.PreTrainedConfig):
-            wanted[name] = shrunk(value, inner).to_dict()
+            wanted[name] = shrunk(value, inner, widths=widths).to_dict()
+        elif isinstance(value, dict) and "mrope_section" in value and widths:
+            wanted[name] = {**value, "mrope_section": [2, 1, 1]}
         elif name in known and (known[name].default is not None or value is None):
-            small = _small(name, value, layers)
+            small = _small(name, value, layers, widths)
             if small is not value:
                 wanted[name] = small
         elif name in known and isinstance(value, int) and _token(name) is not None:
             wanted[name] = _token(name)
-    if usual.get("kv_lora_rank"):
+    if usual.get("kv_lora_rank") and widths:
         wanted["num_key_value_heads"] = HEADS
+    if any(isinstance(usual.get(name), list | tuple) for name in ("depths", "hidden_sizes")):
+        wanted |= {name: min(usual[name], 64) for name in ("image_size",) if type(usual.get(name)) is int}
+        wanted.pop("patch_size", None)
     wanted |= {name: value for name, value in changes.items() if "." not in name}
     wanted = {name: value for name, value in wanted.items() if value is not _KEEP}
     return type(config)(**wanted)
@@ -149,17 +163,18 @@ RANDOM = re.compile(r"\w*layer_?drop\w*|mask_time_prob|mask_feature_prob|apply_s
 """Settings that make a model drop layers, or draw by numpy."""
 
 
-def _small(name: str, value: Any, layers: int) -> Any:
+def _small(name: str, value: Any, layers: int, widths: bool) -> Any:
     if value is None:
-        return NEEDED.get(name)
+        return NEEDED.get(name) if widths else None
     if RANDOM.fullmatch(name):
         return type(value)(0)
     if isinstance(value, float | bool | str):
         return value
     if isinstance(value, int):
-        return value if value <= 0 and _token(name) is None else _number(name, value)
+        counts = widths or re.fullmatch(COUNTS, name)
+        return _number(name, value) if _token(name) is not None or (value > 0 and counts) else value
     if isinstance(value, list | tuple) and value:
-        return _list(name, value, layers)
+        return _list(name, value, layers, widths)
     return value
 
 
@@ -187,7 +202,7 @@ def _token(name: str) -> int | None:
     return 85 if re.search(r"_token_(id|index)$", name) else None
 
 
-def _list(name: str, value: Any, layers: int) -> Any:
+def _list(name: str, value: Any, layers: int, widths: bool) -> Any:
     if layers > LAYERS and len(value) == layers:
         return type(value)(_varied(value))
     if re.fullmatch("(backbone_)?out_(indices|features)", name) and 1 < len(value) <= LAYERS:
@@ -196,10 +211,12 @@ def _list(name: str, value: Any, layers: int) -> Any:
     numbers = all(type(one) is int for one in value)
     if not numbers:
         return value
+    if re.search("depths|num_block|stage_blocks|^layers$", name):
+        return type(value)(1 for _ in value)
+    if not widths:
+        return value
     if re.fullmatch("num_(attention_)?heads", name):
         return type(value)(2**place for place in range(len(value)))
-    if re.search("depths|layers|blocks|num_block", name):
-        return type(value)(1 for _ in value)
     if re.search("(hidden_sizes|dims|embed_dim|conv_dim)$", name) and max(value) > 32:
         least = min(value)
         return type(value)(max(1, one // least * 16) for one in value)
@@ -231,8 +248,13 @@ def call_for(model: Any, changes: Mapping[str, Any]) -> Call:
             found[name] = maker(config)
     if "input_ids" not in found:
         found.pop("attention_mask", None)
+    if "image_grid_thw" in names and "pixel_values" in found:
+        _grids(config, found)
     if "pixel_values" in found and "input_ids" in found:
         _put_images(config, found)
+    if "mm_token_type_ids" in names and "input_ids" in found:
+        token = of(config, "image_token_id", "image_token_index", default=-1)
+        found["mm_token_type_ids"] = (found["input_ids"] == token).long()
     if "input_ids" in found and "labels" in names and _learns_labels(model):
         ids = found.get("decoder_input_ids", found["input_ids"])
         found["labels"] = _labels(model, ids)
@@ -244,6 +266,15 @@ def call_for(model: Any, changes: Mapping[str, Any]) -> Call:
         else:
             found[name] = value(config, found) if callable(value) else value
     return (), found
+
+
+def _grids(config: Any, found: dict[str, Any]) -> None:
+    """Images as rows of patches, with the numbers of patches in time, height and width."""
+    patch = of(config, "patch_size", default=PATCH)
+    frames = of(config, "temporal_patch_size", default=1)
+    wide = of(config, "in_channels", "num_channels", "in_chans", default=3) * frames * patch**2
+    found["pixel_values"] = torch.randn(SAMPLES * 16, wide)
+    found["image_grid_thw"] = torch.tensor([[1, 4, 4]] * SAMPLES)
 
 
 def _learns_labels(model: Any) -> bool:
@@ -283,7 +314,7 @@ def mask(_: Any) -> Tensor:
 
 
 def side(config: Any) -> int:
-    size = of(config, "image_size", default=32)
+    size = of(config, "image_size", default=64)
     return int(size[0] if isinstance(size, list | tuple) else size["height"] if isinstance(size, dict) else size)
 
 
@@ -320,11 +351,9 @@ OPTIONAL = {"pixel_values_videos", "bbox"}
 
 def _put_images(config: Any, found: dict[str, Any]) -> None:
     token = of(config, "image_token_id", "image_token_index", "media_token_id")
-    if token is None:
-        return
-    found["input_ids"] = torch.cat([torch.full((SAMPLES, 1), token), found["input_ids"]], 1)
-    if "attention_mask" in found:
-        found["attention_mask"] = torch.cat([torch.ones(SAMPLES, 1, dtype=torch.long), found["attention_mask"]], 1)
+    if token is not None:
+        count = 16 // of(config, "spatial_merge_size", default=4) ** 2 if "image_grid_thw" in found else 1
+        found |= with_tokens(((), found), token, count)[1]
 
 
 def with_tokens(call: Call, token: int, wanted: int) -> Call:
@@ -373,14 +402,29 @@ def make(family: str, kind: str, name: str) -> Example:
     usual = CONFIG_MAPPING[kind]
     if not issubclass(model_class.config_class, usual):
         usual = model_class.config_class
-    model = model_class(shrunk(usual(), special.get("config", {})))
-    weights = sum(p.numel() for p in model.parameters())
-    if weights > 100e6:
-        largest = max(model.named_parameters(), key=lambda p: p[1].numel())
-        raise ValueError(f"{weights / 1e6:.0f} million parameters; {largest[0]} has {list(largest[1].shape)}")
-    model.train()
-    calls = [call_for(model, special.get("call", {})) for _ in range(MICROBATCHES)]
+    errors: list[Exception] = []
+    for widths in (True, False):
+        try:
+            config = shrunk(usual(), special.get("config", {}), widths=widths)
+            return _made(model_class, config, special.get("call", {}))
+        except Exception as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _made(model_class: Any, config: Any, changes: Mapping[str, Any]) -> Example:
+    torch.manual_seed(0)
+    with torch.device("meta"), contextlib.suppress(NotImplementedError, RuntimeError):
+        weights = sum(p.numel() for p in model_class(copy.deepcopy(config)).parameters())
+        if weights > LARGEST_MODEL:
+            raise ValueError(f"{weights / 1e6:.0f} million parameters")
+    model = model_class(config).train()
+    calls = [call_for(model, changes) for _ in range(MICROBATCHES)]
     return Example(model, [_repaired(model, call) for call in calls])
+
+
+LARGEST_MODEL = 60e6
+"""In parameters."""
 
 
 def _repaired(model: Any, call: Call) -> Call:
@@ -405,6 +449,9 @@ def _more_tokens(config: Any, call: Call, found: re.Match[str]) -> Call:
              "udio": ("audio_token_id", "audio_token_index")}  # fmt: skip
     names = next((names for kind, names in kinds.items() if kind in found[0]), kinds["mage"])
     wanted = int(found["features"])
+    if wanted == int(found["tokens"]):
+        # It counted numbers, not vectors.
+        wanted //= WIDTH
     have, shown = call[1]["input_ids"].shape, int(found["tokens"])
     token = of(config, *names)
     count = int((call[1]["input_ids"] == token).sum())
@@ -441,7 +488,147 @@ REPAIRS: dict[str, Callable[[Any, Call, re.Match[str]], Call]] = {
     r"expected input\[1, 2, \d+\] to have 1 channels": _with_more(1),
 }
 """What to change in a call after an error."""
-SPECIAL: dict[str, dict[str, Any]] = {}
+def _normal(*sizes: int) -> Callable[[Any, Any], Tensor]:
+    return lambda config, found: torch.randn(SAMPLES, *sizes)
+
+
+def _whole_numbers(most: int, *sizes: int) -> Callable[[Any, Any], Tensor]:
+    return lambda config, found: torch.randint(0, most, (SAMPLES, *sizes))
+
+
+def _ones(*sizes: int) -> Callable[[Any, Any], Tensor]:
+    return lambda config, found: torch.ones(SAMPLES, *sizes)
+
+
+_SERIES = {
+    "config": {
+        "prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2, 3], "num_time_features": 1,
+        "encoder_layers": 3, "decoder_layers": 3, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0,
+    },
+    "call": {
+        "past_values": _normal(11), "past_time_features": _normal(11, 1), "past_observed_mask": _ones(11),
+        "future_values": _normal(4), "future_time_features": _normal(4, 1),
+    },
+}  # fmt: skip
+_NECK = {
+    "neck_hidden_sizes": [16, 16, 32, 32], "backbone_out_indices": [0, 1, 2, 3], "fusion_hidden_size": 16,
+    "backbone_featmap_shape": [1, 16, 4, 4], "image_size": 32, "patch_size": 8,
+    "backbone_config": {"model_type": "dinov2", "hidden_size": 32, "num_hidden_layers": 4,
+                        "num_attention_heads": 4, "image_size": 28, "patch_size": 7, "mlp_ratio": 2,
+                        "out_features": ["stage1", "stage2", "stage3", "stage4"], "reshape_hidden_states": False,
+                        "apply_layernorm": True},
+    "patch_size": 7, "reassemble_hidden_size": 32,
+}  # fmt: skip
+_NECKS = {"config": _NECK, "call": {"pixel_values": _normal(3, 28, 28), "labels": None}}
+_RESNET = {
+    "model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1],
+    "layer_type": "basic", "out_features": ["stage2", "stage3", "stage4"],
+}  # fmt: skip
+_DETR = {
+    "config": {"backbone_config": _RESNET, "use_timm_backbone": False, "use_pretrained_backbone": False,
+               "backbone": None, "num_feature_levels": 3, "d_model": 32, "num_queries": 6},
+    "call": {"pixel_values": _normal(3, 64, 64)},
+}  # fmt: skip
+_ONE_STAGE = {**_DETR, "config": {**_DETR["config"], "backbone_config": {**_RESNET, "out_features": ["stage4"]}}}
+_TILES = {"pixel_values": _normal(2, 3, SIDE, SIDE), "image_sizes": lambda c, f: torch.full((SAMPLES, 2), SIDE)}
+_SIZES = {"image_sizes": lambda config, found: torch.full((SAMPLES, 2), side(config))}
+_PATCHED = {
+    "pixel_values": lambda config, found: torch.randn(SAMPLES, 16, 3 * PATCH**2),
+    "pixel_attention_mask": lambda config, found: torch.ones(SAMPLES, 16, dtype=torch.long),
+    "spatial_shapes": lambda config, found: torch.full((SAMPLES, 2), 4),
+}
+_BOXES = {"bbox": lambda config, found: INPUTS["bbox"](config)}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "blip_2": {"config": {"image_token_index": IMAGE}},
+    "layoutlmv3": {"config": {"coordinate_size": 6, "shape_size": 4, "input_size": 16}, "call": _BOXES},
+    "bros": {"call": {"bbox": _normal(LENGTH, 8)}},
+    "udop": {"call": {"bbox": lambda config, found: torch.rand(SAMPLES, LENGTH, 4)}},
+    "lxmert": {
+        "config": {"l_layers": 3, "x_layers": 2, "r_layers": 2, "visual_feat_dim": 16, "num_qa_labels": 10,
+                   "num_object_labels": 10, "num_attr_labels": 10},
+        "call": {"visual_feats": _normal(5, 16), "visual_pos": _normal(5, 4), "labels": None},
+    },
+    "decision_transformer": {
+        "config": {"state_dim": 5, "act_dim": 3, "max_ep_len": 32, "n_layer": 4, "n_head": 4, "hidden_size": 32},
+        "call": {
+            "input_ids": None, "states": _normal(6, 5), "actions": _normal(6, 3), "rewards": _normal(6, 1),
+            "returns_to_go": _normal(6, 1), "timesteps": _whole_numbers(30, 6), "attention_mask": _ones(6),
+        },
+    },
+    "time_series_transformer": _SERIES,
+    "informer": _SERIES,
+    "autoformer": {**_SERIES, "config": {**_SERIES["config"], "label_length": 4, "moving_average": 3}},
+    "patchtst": {"config": {"context_length": 16, "patch_length": 4, "patch_stride": 4},
+                 "call": {"past_values": _normal(16, 1)}},
+    "patchtsmixer": {"config": {"context_length": 16, "patch_length": 4, "patch_stride": 4, "d_model": 8},
+                     "call": {"past_values": _normal(16, 1)}},
+    "dpt": {"config": {**_NECK, "backbone_config": None}, "call": {"labels": None}},
+    "depth_anything": _NECKS, "zoedepth": _NECKS, "prompt_depth_anything": _NECKS,
+    "beit": {"config": {"image_size": 32, "patch_size": 8, "out_indices": [1, 2, 3, 4], "auxiliary_channels": 16,
+                        "num_labels": 3}, "call": {"pixel_values": _normal(3, 32, 32)}},
+    "upernet": {"config": {"backbone_config": {**_RESNET, "out_features": ["stage1", "stage2", "stage3", "stage4"]},
+                           "auxiliary_channels": 16, "auxiliary_in_channels": 16, "num_labels": 3}},
+    "conditional_detr": _ONE_STAGE, "dab_detr": _ONE_STAGE, "table_transformer": _ONE_STAGE,
+    "detr": {**_ONE_STAGE, "model": "DetrForObjectDetection"},
+    "deformable_detr": _DETR,
+    "yolos": {"config": {"image_size": [16, 16], "num_detection_tokens": 5}},
+    "pvt": {"config": {"image_size": 64}, "call": {"pixel_values": _normal(3, 64, 64)}},
+    "llava_next": {"call": _TILES}, "llava_next_video": {"call": _TILES}, "llava_onevision": {"call": _TILES},
+    "mistral3": {"call": _SIZES}, "lighton_ocr": {"call": _SIZES}, "mistral_large4": {"call": _SIZES},
+    "siglip2": {"call": _PATCHED}, "lfm2_vl": {"call": _PATCHED},
+    "instructblip": {"config": {"image_token_index": IMAGE}, "call": {"qformer_input_ids": lambda c, f: text(c)}},
+    "clap": {
+        "config": {"audio_config.patch_embeds_hidden_size": 16, "audio_config.hidden_size": 128, "audio_config.spec_size": 64,
+                   "audio_config.depths": [1, 1, 1, 1], "audio_config.num_attention_heads": [1, 2, 4, 8],
+                   "audio_config.num_mel_bins": 16, "audio_config.patch_size": 4},
+        "call": {"input_features": _normal(1, 64, 16), "is_longer": lambda c, f: torch.zeros(SAMPLES, 1, dtype=torch.bool)},
+    },
+    "audio_spectrogram_transformer": {"config": {"max_length": 32}, "call": {"input_values": _normal(32, 16)}},
+    "wav2vec2_bert": {"config": {"feature_projection_input_dim": 16}},
+    "gemma3n": {"model": "Gemma3nForCausalLM", "config": {"num_hidden_layers": 6, "num_kv_shared_layers": 2,
+                                                         "layer_types": ["sliding_attention", "full_attention"] * 3,
+                                                         "hidden_size_per_layer_input": 8, "laurel_rank": 4,
+                                                         "vocab_size_per_layer_input": VOCAB}},
+    "gemma4": {"model": "Gemma4ForCausalLM"},
+    "mamba2": {"config": {"num_heads": 8, "head_dim": 8}},
+    "pix2struct": {"call": {"flattened_patches": _normal(9, 18), "attention_mask": _ones(9), "input_ids": None},
+                   "config": {"vision_config.patch_embed_hidden_size": 16}},
+    "perceiver": {"config": {"d_latents": 32, "d_model": 32, "num_latents": 8, "num_blocks": 1,
+                             "num_self_attends_per_block": 6, "num_self_attention_heads": 4,
+                             "num_cross_attention_heads": 4, "qk_channels": 16, "v_channels": 32,
+                             "max_position_embeddings": LENGTH}},
+    "esm": {"config": {"vocab_size": VOCAB, "pad_token_id": 0, "mask_token_id": 3}},
+    "gpt_neo": {"config": {"attention_types": [[["global", "local"], 2]], "window_size": 4, "num_layers": 4}},
+    "flaubert": {"config": {"emb_dim": 32, "n_layers": 4, "n_heads": 4}},
+    "xlm": {"config": {"emb_dim": 32, "n_layers": 4, "n_heads": 4}},
+    "reformer": {"config": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [2, 4],
+                            "attn_layers": ["local", "lsh", "local", "lsh"], "local_attn_chunk_length": 4,
+                            "lsh_attn_chunk_length": 4, "num_hashes": 1, "num_buckets": 2, "is_decoder": False,
+                            "feed_forward_size": 48}},
+    "xmod": {"config": {"default_language": "en_XX"}},
+    "jamba": {"config": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
+                         "expert_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4}},
+    "bamba": {"config": {"attn_layer_indices": [1, 3]}},
+    "granitemoehybrid": {"config": {"layer_types": ["mamba", "attention"] * 2}},
+    "zamba2": {"config": {"layer_types": ["mamba", "hybrid"] * 2, "layers_block_type": ["mamba", "hybrid"] * 2}},
+    "swin": {"config": {"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2],
+                        "window_size": 4}},
+    "swinv2": {"config": {"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2],
+                          "window_size": 4}},
+    "donut": {"config": {"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2],
+                         "window_size": 4}},
+    "swin2sr": {"config": {"image_size": 16, "patch_size": 1, "embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2],
+                           "window_size": 4}},
+    "splinter": {"call": {"input_ids": lambda c, f: torch.cat([torch.full((SAMPLES, 1), 104), text(c)[:, 1:]], 1)},
+                 "config": {"vocab_size": 128}},
+    "idefics": {"call": {"pixel_values": _normal(1, 3, SIDE, SIDE),
+                         "image_attention_mask": lambda c, f: torch.ones(SAMPLES, LENGTH, 1, dtype=torch.long)}},
+    "bridgetower": {"config": {"num_attention_heads": 4, "vision_config.hidden_size": 64, "text_config.hidden_size": 64,
+                               "hidden_size": 64, "text_config.num_attention_heads": 4}},
+    "sam3_video": {"model": "Sam3Model"},
+}  # fmt: skip
+"""What is special, by family: the model, ``config`` sizes and ``call`` arguments; ``None`` leaves one out."""
 MODELS: dict[str, Callable[[], Example]] = {
-    f"{family} {name}": partial(make, family, kind, name) for family, kind, name in families()
+    f"{family} {SPECIAL.get(family, {}).get('model', name)}": partial(make, family, kind, name)
+    for family, kind, name in families()
 }
