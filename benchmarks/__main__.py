@@ -14,7 +14,18 @@ from typing import Any
 import torch
 
 import penstock
-from benchmarks import backward, buffers, checkpoints, cut, inside, page, plan, replicas, steps
+from benchmarks import (
+    backward,
+    buffers,
+    checkpoints,
+    cut,
+    inside,
+    page,
+    plan,
+    replicas,
+    steps,
+    watch,
+)
 
 BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "steps": steps.compare,
@@ -25,6 +36,7 @@ BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "buffers": buffers.compare,
     "checkpoints": checkpoints.compare,
     "replicas": replicas.compare,
+    "watch": watch.compare,
 }
 
 

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from benchmarks.work import RANKS
 from penstock import ActionEvent, Pipeline
 from penstock import plan as planning
-from penstock.partition.meter import Meter
 from penstock.plan import Plan, Profile, UnitCosts, with_messages
+from penstock.plan.meter import Meter
 from penstock.schedule import parse_action, replay, simulate
 from penstock.schedule.action import COMPUTE_OPS
 from penstock.testing import WorkerPool

@@ -1,14 +1,13 @@
 """What the watch costs the store: simulated processes of a job, with the real records and a real store.
 
-``python -m benchmarks.watch`` starts a store in a process of its own, and in others 2 to 1,024 desks, as the
-processes of a job have them. It prints what a process sends and gets, what share of a core the store takes,
-and how long it takes until all have read of a failure that one of them reports. Torch looks up the name of
-each client of its store: where no server of names answers, run it in a network namespace that has none.
+A store is in a process of its own, and in others are 2 to 1,024 desks, as the processes of a job have them.
+Measured are the bytes that a process sends and gets, the share of a core that the store takes, and the time
+until all have read of a failure that one of them reports. Torch looks up the name of each client of its
+store: where no server of names answers, that takes longer than the rest.
 """
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import resource
@@ -26,6 +25,8 @@ from penstock.faults.desk import Desk
 from penstock.faults.failure import at_place
 from penstock.faults.meeting import Meeting, Members
 
+SIZES = 2, 8, 16, 1024
+"""The numbers of processes."""
 CLIENTS = 4
 """Processes that the desks are in."""
 SECONDS = 20.0
@@ -93,8 +94,10 @@ def loopback_bytes() -> int:
     return int(next(line for line in lines if line.strip().startswith("lo:")).split()[1])
 
 
-def measure(size: int) -> str:
-    """Play a job of some processes; returns a line for people."""
+def measure(size: int) -> dict[str, Any]:
+    """Play a job of some processes; returns its figures."""
+    # Torch warns for each client whose name it cannot look up.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     context = multiprocessing.get_context("spawn")
     pipe, end = context.Pipe()
     store = context.Process(target=host, args=(end,), daemon=True)
@@ -112,7 +115,7 @@ def measure(size: int) -> str:
         pipes.append(mine)
     lost = [one for each in pipes for one in each.recv() if one]
     if lost:
-        return f"{size} processes: {len(lost)} lost the store: {lost[0]}"
+        raise AssertionError(f"{len(lost)} of {size} processes lost the store: {lost[0]}")
     busy, travelled, began = cpu_seconds(store.pid or 0), loopback_bytes(), time.monotonic()
     time.sleep(SECONDS)
     seconds = time.monotonic() - began
@@ -121,27 +124,30 @@ def measure(size: int) -> str:
         each.send("report" if index == 0 else "wait")
     at = pipes[0].recv()
     heard = [one for each in pipes for one in each.recv()]
-    deaf = heard.count(None)
-    last = max(one for one in heard if one is not None) - at
+    if None in heard:
+        raise AssertionError(
+            f"{heard.count(None)} of {size} processes have not read of the failure"
+        )
     for client in clients:
         client.join(5.0)
         client.kill()
     pipe.send("end")
     store.join(5.0)
-    rate, share = travelled / seconds / size, busy / seconds
-    return (
-        f"{size:5} processes: {rate:.0f} bytes/s each, both ways, with headers; the store takes "
-        f"{share:.2%} of a core; a failure was read by all but {deaf} after {last:.2f} s"
-    )
+    return {
+        "bytes a second and process": travelled / seconds / size,
+        "share of a core": busy / seconds,
+        "seconds until all know": max(heard) - at,
+    }
 
 
-def main() -> None:
-    """Play jobs of all sizes."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.watch", description=__doc__)
-    parser.add_argument("sizes", nargs="*", type=int, default=[2, 8, 16, 64, 256, 1024])
-    for size in parser.parse_args().sizes:
-        print(measure(size), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def compare(rounds: int) -> dict[str, Any]:
+    """All sizes, printed, and as JSON data; each is measured once, whatever the rounds."""
+    figures: dict[str, Any] = {}
+    for size in SIZES:
+        found = figures[f"{size} processes"] = measure(size)
+        rate, share, last = found.values()
+        print(
+            f"watch of {size} processes: {rate:.0f} bytes/s each, both ways, with headers; the store takes "
+            f"{share:.2%} of a core; a failure was read by all after {last:.2f} s"
+        )
+    return figures

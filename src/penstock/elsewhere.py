@@ -21,12 +21,16 @@ from torch.optim.optimizer import (
 
 from penstock.errors import UsageError
 
-_WEIGHTS = "pipe.state_dict(full=True) gives rank 0 the weights of the whole model"
+_WEIGHTS = (
+    "pipe.state_dict(full=True) gives rank 0 the weights of the whole model; a term of the loss that is made "
+    "of weights is for the modules that have them: penstock.add_loss"
+)
 _NORMS = "pipe.clip_grad_norm_(...) and pipe.grad_norm() measure the gradients of the whole model"
 _FILES = "save the whole model with pipe.save(folder), penstock.Checkpoints, or pipe.state_dict(full=True)"
 _INPUTS = (
-    "in a pipeline only the stages that hold a weight compute with it; a loss that needs one gets it if the "
-    "model returns it with its output"
+    "in a pipeline only the stages that hold a weight compute with it: pipe.predict runs the whole model, "
+    "a loss that needs a weight gets it if the model returns it with its output, and a copy or an average of "
+    "weights is made when the model is cut, for which example=(args, kwargs) or pipe.cut comes before it"
 )
 
 _NUMBERS = frozenset(
@@ -440,6 +444,8 @@ def _hide(optimizer: Optimizer) -> None:
         for parameter in group["params"]:
             if isinstance(parameter, Elsewhere):
                 parameter._hidden = True
+                # What was loaded before the model was cut; its rank has it.
+                optimizer.state.pop(parameter, None)
 
 
 def _hidden_in_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:

@@ -275,6 +275,10 @@ class PipelineStage:
         if self.device.type == "meta":
             self.device = device_of(self._module)
 
+    def follow_mode(self, *, training: bool) -> None:
+        """Be in the mode of the author's model, if the slice was made while that was in another one."""
+        self.code.training = training
+
     def called_modules(self) -> Iterator[nn.Module]:
         """All modules that the stage may call: its own, and those of the author around them."""
         yield from self._module.modules()

@@ -10,7 +10,8 @@ import pytest
 from tests.scripts import run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-PROCESSES = {"llama": 2, "unet": 2, "hand_placed": 3, "mesh": 4}
+PROCESSES = {"llama": 2, "lora": 2, "unet": 2, "hand_placed": 3, "mesh": 4}
+NEEDS = {"llama": "transformers", "lora": "peft"}
 
 
 def steps(*command: str, processes: int = 1) -> list[str]:
@@ -27,8 +28,8 @@ def steps(*command: str, processes: int = 1) -> list[str]:
     sorted(PROCESSES),
 )
 def test_examples_run_in_one_process_and_in_several(name: str) -> None:
-    if name == "llama" and find_spec("transformers") is None:
-        pytest.skip("transformers is not installed")
+    if name in NEEDS and find_spec(NEEDS[name]) is None:
+        pytest.skip(f"{NEEDS[name]} is not installed")
     script = str(EXAMPLES / f"{name}.py")
     alone = steps(script)
     assert len(alone) == 10

@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from penstock import Checkpoints, Pipeline
 from penstock.errors import AgreementError, UsageError
@@ -105,6 +107,8 @@ def run_job(
         case: ``fault``: arguments of :func:`fail_at`; ``first``, ``timeout``, ``meeting``, ``steps``;
             ``forks``: an action in which a stage forks; ``spaces``: for each rank its network namespace and
             the device there; ``shape``: the number of pipelines side by side, and of ranks in each;
+            ``shards``: whether ``wrap=`` shards stages over the pipelines, without ``replicas=``, and gathers
+            them for each microbatch;
             ``sleeps``: where in step 3 processes sleep, which, and for how many seconds;
             ``terminates``: the process that gets SIGTERM in step 3, and raises SystemExit;
             ``weightless``: the replica and step without a target, by which the loss is weighted;
@@ -132,12 +136,16 @@ def run_job(
 @contextmanager
 def started(folder: Path, **case: Any) -> Iterator[list[Any]]:
     """The processes of a job; all are dead afterwards."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     (folder / "port").write_text(str(port))
     count = math.prod(case.get("shape", (1, RANKS)))
-    with forked(_main, ((rank, port, str(folder), case) for rank in range(count))) as processes:
+    with forked(run_rank, ((rank, port, str(folder), case) for rank in range(count))) as processes:
         yield processes
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def _ended(folder: Path, rank: int, status: int | None) -> Ended:
@@ -148,7 +156,8 @@ def _ended(folder: Path, rank: int, status: int | None) -> Ended:
     return Ended(status, **record, output=(folder / f"out-{rank}").read_text())
 
 
-def _main(rank: int, port: int, folder: str, case: dict[str, Any]) -> None:
+def run_rank(rank: int, port: int, folder: str, case: dict[str, Any]) -> None:
+    """Run one rank of a job in this process, and exit."""
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -162,7 +171,8 @@ def _main(rank: int, port: int, folder: str, case: dict[str, Any]) -> None:
     sys.stdout = sys.stderr = out
     if spaces := case.get("spaces"):
         _enter(*spaces[rank])
-    sys.exit(work(rank, Path(folder), case))
+    error = work(rank, Path(folder), case)
+    sys.exit(0 if error is None else status_of(error))
 
 
 def _enter(space: str, device: str) -> None:
@@ -178,8 +188,8 @@ def _enter(space: str, device: str) -> None:
     logging.basicConfig(level=logging.DEBUG)
 
 
-def work(rank: int, folder: Path, case: dict[str, Any]) -> int:
-    """Run one rank; returns its exit status."""
+def work(rank: int, folder: Path, case: dict[str, Any]) -> BaseException | None:
+    """Run one rank; returns what it raised."""
     # Where the tests run in the background, a shell has it ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if "limit" not in case:
@@ -197,7 +207,7 @@ def work(rank: int, folder: Path, case: dict[str, Any]) -> int:
             traceback.print_exc()
     record = {"error": type(error).__name__, "text": str(error), "time": time.monotonic()}
     (folder / f"ended-{rank}").write_text(json.dumps(record))
-    return 0 if error is None else status_of(error)
+    return error
 
 
 def mean_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -218,6 +228,9 @@ def make_pipeline(case: dict[str, Any]) -> Pipeline:
         dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("dp", "pp"))
         options = {"mesh": mesh, "replicas": mesh["dp"]}
+        if case.get("shards"):
+            gathers = partial(fully_shard, mesh=mesh["dp"], reshard_after_forward=True)
+            options = {"mesh": mesh, "wrap": lambda stage, _: gathers(stage)}
     loss_fn = mean_loss
     if "weightless" in case:
         options["loss_weight"] = len
@@ -340,4 +353,6 @@ def fork(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(work(int(os.environ["RANK"]), Path(sys.argv[1]), json.loads(sys.argv[2])))
+    raised = work(int(os.environ["RANK"]), Path(sys.argv[1]), json.loads(sys.argv[2]))
+    if raised is not None:
+        raise raised

@@ -22,9 +22,10 @@ def fault(how: str, action: str = "0F2", step: int = 2, **more: Any) -> dict[str
     return {"fault": injected, "shape": (2, 2), **more}
 
 
-def silent(how: str, action: str = "0F2", step: int = 2) -> dict[str, Any]:
+def silent(how: str, action: str = "0F2", step: int = 2, **more: Any) -> dict[str, Any]:
     """A case in which a rank falls silent."""
-    return fault(how, action, step, timeout=SILENT, frozen=2 if how == "SIGSTOP" else -1)
+    frozen = 2 if how == "SIGSTOP" else -1
+    return fault(how, action, step, timeout=SILENT, frozen=frozen, **more)
 
 
 NEVER = fault("sleep", step=99)
@@ -43,6 +44,8 @@ def nightly(*values: Any) -> Any:
         nightly(fault("exit", "between", 3), "its process died without reporting an error", 3.0),
         (fault("short iterator", step=3), "left after 2 training steps, while others go on", 3.0),
         (silent("sleep", "between", 3), "it is between steps, after step 2", SILENT + 5.0),
+        # Rank 0 of the other replica waits in a collective of the wrapper's, which nobody notes.
+        (silent("sleep", shards=True), "it is in 0F2 for", SILENT + 5.0),
         nightly(silent("sleep"), "it is in 0F2 for", SILENT + 5.0),
         nightly(silent("SIGSTOP"), "is stopped by a signal", SILENT + 5.0),
     ],

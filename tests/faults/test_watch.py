@@ -82,12 +82,12 @@ def check(
             "step 2, stage 0, microbatch 1, action 0F1: InjectedError: ",
             70,
         ),
-        (
+        nightly(
             fault("exception", "2B0", 2),
             "step 2, stage 2, microbatch 0, action 2B0: InjectedError: ",
             70,
         ),
-        (fault("out of memory"), "microbatch 2, action 1F2: OutOfMemoryError: ", 70),
+        nightly(fault("out of memory"), "microbatch 2, action 1F2: OutOfMemoryError: ", 70),
         (fault("exception", "cuts", step=0), "rank 1: InjectedError: ", 70),
         (fault("exception", "between", step=3), "rank 1, step 2: InjectedError: ", 70),
         (fault("SIGINT"), r"action 1F2: was interrupted by Ctrl-C \(SIGINT\)", 130),
@@ -111,9 +111,9 @@ def test_an_exception_is_told_once_and_named_everywhere(
     [
         fault("SIGKILL"),
         fault("SIGKILL", "0F2", 0),
-        fault("SIGSEGV"),
-        fault("SIGTERM", "2B0", 2),
-        fault("exit"),
+        nightly(fault("SIGSEGV")),
+        nightly(fault("SIGTERM", "2B0", 2)),
+        nightly(fault("exit")),
         fault("SIGKILL", "cuts", step=0),
         fault("exit", "between", step=3),
     ],
@@ -223,7 +223,7 @@ def test_garbage_in_the_store_kills_nobody_and_is_not_printed(tmp_path: Path) ->
     assert not any("\x1b" in ended.output for ended in job.ranks)
 
 
-@pytest.mark.parametrize("how", ["dtype", "shape"])
+@pytest.mark.parametrize("how", ["dtype", nightly("shape")])
 def test_a_value_that_changed_is_not_sent(how: How, tmp_path: Path) -> None:
     """What a stage gives is held against the plan before it is sent."""
     job = run_job(tmp_path, **fault(how))

@@ -38,8 +38,7 @@ from penstock.errors import (
     PlanError,
     StageError,
 )
-from penstock.partition import unit_paths
-from penstock.partition.units import at_points, in_lists
+from penstock.partition import Cutting
 from penstock.testing import WorkerError, WorkerPool
 
 Report = dict[str, Any]
@@ -196,7 +195,7 @@ def microbatches(
 ) -> tuple[float, Any]:
     """The same of the microbatches of one replica, each with its weight, one after the other."""
     run, seed, outputs = program.RUN, program.RUN["seed"], []
-    units = None if seed is None else units_of(model, run["cut"])
+    units = None if seed is None else units_of(program, model, step)
     total, whole = 0.0, torch.zeros(())
     # The replicas' gradients are averaged at the end, as those of DistributedDataParallel.
     factor = replicas / (run["accumulate"] if run["reduction"] == "mean" else 1)
@@ -245,12 +244,14 @@ def average(replicas: Sequence[nn.Module], mine: int, earlier: Sequence[Tensor |
                 buffer.copy_(first)
 
 
-def units_of(model: nn.Module, cut: Any) -> list[str]:
-    """What a pipeline with these ``stages=`` seeds one by one."""
-    if isinstance(cut, int):
-        return unit_paths(model, cut)
-    stages = at_points(model, cut, ()) if isinstance(cut[0], str) else in_lists(model, cut)
-    return [path for paths in stages for path in paths]
+def units_of(program: Any, model: nn.Module, step: int) -> list[str]:
+    """What a pipeline seeds one by one that was cut by its first batch."""
+    cutting = Cutting(model, program.RUN["cut"])
+    first = min(step, 1 if program.RUN.get("swap") else 0)
+    args, kwargs, _ = microbatches_of(program, first, 0)[0]
+    paths = {path for path, _ in model.named_modules()}
+    homes = cutting.decide((args, kwargs) if cutting.needs_call else None)
+    return [path for path in homes if path in paths]
 
 
 def shares(program: Any, parts: Sequence[Any]) -> list[float]:

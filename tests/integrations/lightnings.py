@@ -191,7 +191,8 @@ class Curve(Callback):
         self.losses: list[float] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-        self.losses.append(float(outputs["loss"]))
+        if outputs:
+            self.losses.append(float(outputs["loss"]))
 
 
 class Thaw(BaseFinetuning):

@@ -290,6 +290,18 @@ def test_a_number_of_a_tensor_is_refused_and_the_tensor_recommended() -> None:
         fit(Odd(lambda module, batch, loss: module.log("loss", loss.item()) or loss))
 
 
+def test_a_logged_number_that_is_no_mean_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    def change(module: Any, batch: Any, loss: Any) -> Any:
+        module.log("spread", module(batch[0]).std())
+        return loss
+
+    module = Odd(change)
+    trainer_of(PipelineStrategy(ranks=2, microbatches=4), max_steps=11).fit(module, images())
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "penstock"]
+    assert "self.log('spread', ...) of training_step is" in told
+    assert "torchmetrics, which gets the whole batch" in told
+
+
 def test_a_metric_is_given_rows_of_samples() -> None:
     def change(module: Any, batch: Any, loss: Any) -> Any:
         module.seen.append(torch.ones(3, 3))

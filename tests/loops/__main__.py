@@ -3,7 +3,9 @@
 ``python -m tests.loops [--only TEXT] [--layouts one two 2x2] [--to FILE]``
 
 Each program runs unmodified, then as a pipeline in one process, in two, and in two replicas of two. A row
-of the table has the largest difference of losses, metrics and weights, or the sentence of the refusal.
+of the table has the largest difference of losses, metrics and weights, or the sentence of the refusal, and
+what was warned of. Two replicas are held against one process, and if they differ from it, as those of DDP do
+where a loss is no mean over samples, against the library's own data parallelism in two.
 """
 
 from __future__ import annotations
@@ -11,8 +13,11 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import math
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,6 +34,8 @@ from tests.loops.setting import PROGRAMS, RANKS, Setting, launched
 
 LONGEST = 400
 """Letters of a refusal that are shown."""
+CLOSE = 1e-4
+"""Differences above this are shown with the name of the number."""
 LAYOUTS = {"one": 1, "two": 2, "2x2": 4}
 
 
@@ -42,14 +49,16 @@ def load(names: str = "") -> None:
         import_module(f"tests.loops.{module}")
 
 
-def run(name: str, cut: bool, rank: int, processes: int, folder: Path) -> str:
+def run(name: str, cut: bool, rank: int, processes: int, folder: Path, replicas: int = 1) -> str:
     """Run a program and save what it gives; returns what it was refused or failed with, or nothing."""
     warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
+    for quiet in ("lightning.pytorch", "transformers", "accelerate"):
+        logging.getLogger(quiet).setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    replicas = max(1, processes // RANKS)
-    setting = Setting(cut, processes, replicas, rank // RANKS, folder)
-    with launched(rank, processes):
+    ranks = RANKS if cut else 1
+    replicas = max(replicas, processes // ranks)
+    setting = Setting(cut, processes, replicas, rank // ranks, folder)
+    with launched(rank, processes), warned() as texts:
         try:
             outcome = PROGRAMS[name](setting).plain()
         except Exception as error:
@@ -60,39 +69,70 @@ def run(name: str, cut: bool, rank: int, processes: int, folder: Path) -> str:
             text = " ".join(str(error).split())
             return f"{kind} {type(error).__name__}: {text}"
     if rank == 0:
-        torch.save(outcome, folder / "outcome")
+        torch.save({**outcome, "warnings": texts}, folder / "outcome")
     return ""
 
 
-def in_worker(group: Any, name: str, folder: str) -> str:
+@contextmanager
+def warned() -> Iterator[list[str]]:
+    """A context that collects what Penstock warns of."""
+    texts: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("penstock")
+    logger.addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logger.removeHandler(handler)
+
+
+def in_worker(group: Any, name: str, folder: str, cut: bool) -> str:
     """A worker's task."""
     load(name)
-    return run(name, True, dist.get_rank(), dist.get_world_size(), Path(folder))
+    return run(name, cut, dist.get_rank(), dist.get_world_size(), Path(folder))
 
 
-def difference(folder: Path, plain: dict[str, Any]) -> list[str]:
-    """The largest differences of losses, metrics and weights, relative to numbers above 1."""
+def in_processes(pool: WorkerPool, processes: int, name: str, folder: Path, cut: bool) -> str:
+    """What a program in several processes was refused with, if it was."""
+    task = "tests.loops.__main__:in_worker"
+    try:
+        texts = pool.run(task, processes, 150.0, name=name, folder=str(folder), cut=cut)
+    except WorkerError as error:
+        return "failed: " + " ".join(str(error).split())[-250:]
+    told = [text for text in texts if text]
+    causes = [text for text in told if "PeerFailed" not in text]
+    text = (causes or told or [""])[0]
+    return f"on {len(told)} of {len(texts)} ranks: {text}" if 0 < len(told) < len(texts) else text
+
+
+def gap(mine: Any, theirs: Any) -> float:
+    """The largest difference of two tensors, relative to numbers above 1; nan only equals nan."""
+    a, b = torch.as_tensor(mine).double(), torch.as_tensor(theirs).double()
+    if a.shape != b.shape:
+        return math.inf
+    same = (a == b) | (a.isnan() & b.isnan())
+    gaps = ((a - b).abs() / b.abs().clamp(min=1)).nan_to_num(math.inf).masked_fill(same, 0.0)
+    return float(gaps.max()) if gaps.numel() else 0.0
+
+
+def difference(folder: Path, plain: dict[str, Any]) -> tuple[str, float]:
+    """The largest differences of losses, metrics and weights, in words, and the largest of all."""
     outcome = torch.load(folder / "outcome", weights_only=False)
-    rows = []
+    cells, largest = [], 0.0
     for what in ("losses", "metrics", "weights"):
         mine, theirs = outcome[what], plain[what]
         if what == "losses":
             mine, theirs = {"": mine}, {"": theirs}
-        if mine.keys() != theirs.keys():
-            apart = sorted(mine.keys() ^ theirs.keys())
-            rows.append(f"names differ: {apart[:3]}")
-            continue
-        gaps = [0.0]
-        for key, value in theirs.items():
-            a, b = torch.as_tensor(mine[key]).double(), torch.as_tensor(value).double()
-            if a.shape != b.shape:
-                rows.append(f"{key}: shape {list(a.shape)}, not {list(b.shape)}")
-                break
-            if a.numel():
-                gaps.append(float(((a - b).abs() / b.abs().clamp(min=1)).nan_to_num(0.0).max()))
-        else:
-            rows.append(f"{max(gaps):.0e}")
-    return rows
+        gaps = {key: gap(mine[key], theirs[key]) for key in theirs.keys() & mine.keys()}
+        worst = max(gaps, key=lambda key: gaps[key], default="")
+        most = gaps.get(worst, 0.0)
+        cells.append(f"{most:.0e}" + (f" ({worst})" if most > CLOSE else ""))
+        if apart := sorted(mine.keys() ^ theirs.keys()):
+            cells.append(f"names differ: {apart[:3]}")
+        largest = max(largest, most, math.inf if apart else 0.0)
+    warned = "".join(f"; warned: {text}" for text in outcome["warnings"])
+    return " / ".join(cells) + warned, largest
 
 
 def main() -> None:
@@ -106,7 +146,8 @@ def main() -> None:
     load(options.only)
     done = Path(options.skip).read_text() if options.skip and Path(options.skip).exists() else ""
     started = time.monotonic()
-    pools = {layout: WorkerPool(LAYOUTS[layout]) for layout in options.layouts if layout != "one"}
+    sizes = {layout: LAYOUTS[layout] for layout in {"two", *options.layouts} - {"one"}}
+    pools = {layout: WorkerPool(size) for layout, size in sizes.items()}
     try:
         for name in PROGRAMS:
             if options.only not in name or f"| {name} |" in done:
@@ -123,39 +164,60 @@ def main() -> None:
             pool.close()
 
 
+class Row:
+    """One row of the table: a program beside the unmodified one.
+
+    Args:
+        name: of the program.
+        pools: the processes, by layout.
+        base: a folder for files.
+    """
+
+    def __init__(self, name: str, pools: dict[str, WorkerPool], base: str) -> None:
+        self._name, self._pools, self._base = name, pools, Path(base)
+        self._plain: dict[int, Any] = {}
+
+    def cell(self, layout: str) -> str:
+        """What became of the program in a layout."""
+        processes = LAYOUTS[layout]
+        (folder := self._base / layout).mkdir()
+        try:
+            one = self._reference(1)
+            if processes == 1:
+                text = run(self._name, True, 0, 1, folder)
+            else:
+                text = in_processes(self._pools[layout], processes, self._name, folder, cut=True)
+            if text:
+                return text[:LONGEST]
+            text, worst = difference(folder, one)
+            if worst <= CLOSE or processes == RANKS or processes == 1:
+                return text
+            other, gap = difference(folder, self._reference(processes // RANKS))
+        except RuntimeError as error:
+            return f"unmodified: {error}"[:LONGEST]
+        return f"{other} (of two processes)" if gap < worst else text
+
+    def _reference(self, replicas: int) -> dict[str, Any]:
+        """What the unmodified program gives."""
+        if replicas not in self._plain:
+            (folder := self._base / f"plain{replicas}").mkdir()
+            if replicas > 1 and not self._name.startswith("own"):
+                text = in_processes(self._pools["two"], replicas, self._name, folder, cut=False)
+            else:
+                text = run(self._name, False, 0, 1, folder, replicas)
+            if text:
+                raise RuntimeError(text)
+            self._plain[replicas] = torch.load(folder / "outcome", weights_only=False)
+        found: dict[str, Any] = self._plain[replicas]
+        return found
+
+
 def compare(name: str, layouts: list[str], pools: dict[str, WorkerPool]) -> str:
     """One row of the table."""
-    began, cells = time.monotonic(), []
+    began = time.monotonic()
     with TemporaryDirectory() as base:
-        folder = Path(base, "plain")
-        folder.mkdir()
-        said = run(name, False, 0, 1, folder)
-        if said:
-            return f"| {name} | unmodified: {said[:300]} |"
-        plain = torch.load(folder / "outcome", weights_only=False)
-        for layout in layouts:
-            folder = Path(base, layout)
-            folder.mkdir()
-            if layout == "one":
-                said = run(name, True, 0, 1, folder)
-            else:
-                try:
-                    task = (
-                        f"{__spec__.name}:in_worker"
-                        if __spec__
-                        else "tests.loops.__main__:in_worker"
-                    )
-                    saids = pools[layout].run(
-                        task, LAYOUTS[layout], 90.0, name=name, folder=str(folder)
-                    )
-                    told = [one for one in saids if one]
-                    causes = [one for one in told if "PeerFailed" not in one]
-                    said = (causes or told or [""])[0]
-                    if told and len(told) < len(saids):
-                        said = f"on {len(told)} of {len(saids)} ranks: {said}"
-                except WorkerError as error:
-                    said = "failed: " + " ".join(str(error).split())[-250:]
-            cells.append(said[:LONGEST] or " / ".join(difference(folder, plain)))
+        row = Row(name, pools, base)
+        cells = [row.cell(layout) for layout in layouts]
     if len(set(cells)) == 1 and cells[0].startswith("refused"):
         cells = [cells[0], *['"'] * (len(cells) - 1)]
     return f"| {name} | {' | '.join(cells)} | {time.monotonic() - began:.0f} s |"

@@ -9,7 +9,9 @@ import torch
 import transformers
 import trl
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from datasets import Dataset
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy, kl_div
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -19,6 +21,7 @@ from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from penstock import PipelineModule
+from penstock.integrations import own_loss
 from penstock.integrations.accelerate import PipelineAccelerator
 from penstock.integrations.transformers import PipelineTrainer
 from tests.integrations import accelerated
@@ -27,8 +30,10 @@ from tests.integrations.trainers import SIZES, STILL, WORDS, Examples, make, mak
 from tests.loops.setting import STEPS, Outcome, Setting, program
 
 
-def outcome_of(trainer: Any, setting: Setting, evaluates: bool = True) -> Outcome:
-    trainer.train()
+def outcome_of(
+    trainer: Any, setting: Setting, evaluates: bool = True, resume: str | None = None
+) -> Outcome:
+    trainer.train(resume_from_checkpoint=resume)
     metrics = trainer.evaluate() if evaluates else {}
     log = trainer.state.log_history
     numbers = {
@@ -58,8 +63,26 @@ def train(
         options.pop("pipeline", None)
     if callable(options.get("model")):
         options["model"] = options["model"]()
+    if options.pop("batched", False):
+        options |= {"measures": False, "compute_metrics": Counted()}
+    resume = options.pop("resume", None)
     trainer = make(kind, family, setting.folder, STEPS, batch=setting.each, **options)
-    return outcome_of(trainer, setting, evaluates)
+    return outcome_of(trainer, setting, evaluates, resume)
+
+
+class Counted:
+    """Counts right answers from batch to batch."""
+
+    def __init__(self) -> None:
+        self.right = self.all = 0
+
+    def __call__(self, batch: Any, compute_result: bool = False) -> dict[str, float]:
+        self.right += int((batch.predictions.argmax(-1) == batch.label_ids).sum())
+        self.all += len(batch.label_ids)
+        found = {"accuracy": self.right / self.all, "inputs": float(batch.inputs.sum())}
+        if compute_result:
+            self.right = self.all = 0
+        return found if compute_result else {}
 
 
 def add(name: str, **options: Any) -> None:
@@ -80,6 +103,38 @@ add("activation_checkpointing", arguments={"activation_checkpointing": True})
 add("group_by_length", arguments={"train_sampling_strategy": "group_by_length"})
 add("neftune_noise_alpha", arguments={"neftune_noise_alpha": 5.0})
 add("torch_compile", arguments={"torch_compile": True})
+add("bf16, label_smoothing_factor", family="llama",
+    arguments={"bf16": True, "label_smoothing_factor": 0.1})  # fmt: skip
+add("bf16, compute_loss_func", family="llama", compute_loss_func=squared, arguments={"bf16": True})
+add("fp16", family="llama", arguments={"fp16": True})
+add("max_grad_norm=0, sgd", arguments={"max_grad_norm": 0.0, "optim": "sgd"})
+add("adamw_torch_fused, reduce_lr_on_plateau", arguments={
+    "optim": "adamw_torch_fused", "lr_scheduler_type": "reduce_lr_on_plateau",
+    "eval_strategy": "steps", "eval_steps": 5,
+})  # fmt: skip
+add("warmup_stable_decay, eval_on_start", arguments={
+    "lr_scheduler_type": "warmup_stable_decay", "eval_on_start": True, "eval_strategy": "epoch",
+    "lr_scheduler_kwargs": {"num_decay_steps": 5},
+})  # fmt: skip
+add("batch_eval_metrics, include_for_metrics", family="bert", batched=True, arguments={
+    "batch_eval_metrics": True, "include_for_metrics": ["loss", "inputs"],
+})  # fmt: skip
+add("preprocess_logits_for_metrics, eval_accumulation_steps", family="bert",
+    preprocess_logits_for_metrics=lambda logits, labels: logits * 2,
+    arguments={"eval_accumulation_steps": 1})  # fmt: skip
+add("prediction_loss_only", measures=False, arguments={"prediction_loss_only": True})
+add("dataloader_drop_last, num_train_epochs", arguments={
+    "dataloader_drop_last": True, "max_steps": -1, "num_train_epochs": 2})  # fmt: skip
+add("dataloader_num_workers=1", arguments={"dataloader_num_workers": 1})
+add("gradient_checkpointing", arguments={"gradient_checkpointing": True})
+add("average_tokens_across_devices=False", arguments={"average_tokens_across_devices": False})
+add("auto_find_batch_size", arguments={"auto_find_batch_size": True})
+add("use_liger_kernel", family="llama", arguments={"use_liger_kernel": True})
+add("eval_use_gather_object", arguments={"eval_use_gather_object": True})
+add("optimizers=(a function of the weights)", optimizer_cls_and_kwargs=(
+    torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}))  # fmt: skip
+add("save_total_limit, save_only_model", arguments={
+    "save_strategy": "steps", "save_steps": 5, "save_total_limit": 1, "save_only_model": True})  # fmt: skip
 add(
     "load_best_model_at_end, EarlyStoppingCallback", family="bert",
     arguments={
@@ -130,6 +185,65 @@ def _(setting: Setting) -> Outcome:
         for row in Examples("text", 64, 1).tokens
     ]
     return special(setting, answering(), rows)
+
+
+@program("Trainer", "resume_from_checkpoint")
+def _(setting: Setting) -> Outcome:
+    arguments = {"save_strategy": "steps", "save_steps": 10}
+    first = train(setting, arguments=arguments)
+    torch.manual_seed(3)
+    again = type(setting)(
+        setting.cut, setting.processes, setting.replicas, setting.index, setting.folder
+    )
+    second = train(again, arguments=arguments, resume=str(setting.folder / "checkpoint-10"))
+    return Outcome(first.losses + second.losses, second.metrics, second.weights)
+
+
+@program("Trainer", "Seq2SeqTrainer, predict_with_generate")
+def _(setting: Setting) -> Outcome:
+    kind: Any = transformers.Seq2SeqTrainer
+    more: dict[str, Any] = {}
+    if setting.cut:
+        kind = type("PipelineSeq2Seq", (PipelineTrainer, kind), {})
+        more["pipeline"] = setting.options()
+    arguments = transformers.Seq2SeqTrainingArguments(
+        str(setting.folder), max_steps=STEPS, logging_steps=1, report_to=[], use_cpu=True,
+        per_device_train_batch_size=setting.each, per_device_eval_batch_size=setting.each,
+        save_strategy="no", disable_tqdm=True, predict_with_generate=True, generation_max_length=6,
+    )  # fmt: skip
+    rows = [Examples("text", 64, 1)[at] for at in range(64)]
+    trainer = kind(
+        model=make_model("t5"), args=arguments, train_dataset=rows, eval_dataset=rows[:16],
+        compute_metrics=lambda p: {"sum": float(p.predictions.sum())}, **more,
+    )  # fmt: skip
+    return outcome_of(trainer, setting)
+
+
+class Logs(transformers.TrainerCallback):
+    """Reads weights, as callbacks of one's own do."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.norm = float(sum(p.detach().norm() for p in kwargs["model"].parameters()))
+
+
+add("a callback that reads weights", callbacks=[Logs()])
+
+
+@program("Trainer", "save_model on one process alone")
+def _(setting: Setting) -> Outcome:
+    trainer: Any = None
+
+    class Saves(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.is_world_process_zero and state.global_step == 2:
+                trainer.save_model(str(setting.folder / "saved"))
+
+    kind: Any = PipelineTrainer if setting.cut else Trainer
+    options = {"pipeline": setting.options(step_timeout=4.0)} if setting.cut else {}
+    trainer = make(
+        kind, "gpt2", setting.folder, 4, batch=setting.each, callbacks=[Saves()], **options
+    )
+    return outcome_of(trainer, setting)
 
 
 def special(setting: Setting, model: Any, rows: Any, **pipeline: Any) -> Outcome:
@@ -208,12 +322,61 @@ ADAPTERS: dict[str, Any] = {
         task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
     ),
     "prompt tuning": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "p-tuning": lambda: peft.PromptEncoderConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=16
+    ),
+    "prefix tuning": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "LoRA, modules_to_save": lambda: peft.LoraConfig(
+        task_type="CAUSAL_LM", r=4, target_modules=["v_proj"], modules_to_save=["lm_head"]
+    ),
+    "rsLoRA, all-linear, dropout=0": lambda: peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules="all-linear", use_rslora=True
+    ),
+    "VeRA": lambda: peft.VeraConfig(task_type="CAUSAL_LM", target_modules=["o_proj"], r=4),
+    "LoHa": lambda: peft.LoHaConfig(task_type="CAUSAL_LM", target_modules=["v_proj"], r=4),
+    "OFT": lambda: peft.OFTConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj"], oft_block_size=8
+    ),
+    "LN tuning": lambda: peft.LNTuningConfig(task_type="CAUSAL_LM", target_modules=["norm"]),
+    "AdaLoRA": lambda: peft.AdaLoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj"], init_r=4, target_r=2, total_step=STEPS
+    ),
 }  # fmt: skip
 for _name, _config in ADAPTERS.items():
 
     @program("Trainer", f"PEFT {_name}")
     def _(setting: Setting, config: Any = _config) -> Outcome:
         return train(setting, "llama", model=adapted(config()), measures=False)
+
+
+@program("Trainer", "PEFT LoRA, a frozen base in bfloat16")
+def _(setting: Setting) -> Outcome:
+    def model() -> Any:
+        base = make_model("llama").to(torch.bfloat16)
+        torch.manual_seed(1)
+        return peft.get_peft_model(base, ADAPTERS["LoRA"]())
+
+    return train(setting, "llama", model=model, measures=False)
+
+
+@program("Trainer", "PEFT save_model, and loaded by PeftModel")
+def _(setting: Setting) -> Outcome:
+    kind: Any = PipelineTrainer if setting.cut else Trainer
+    options = {"pipeline": setting.options()} if setting.cut else {}
+    model = adapted(ADAPTERS["LoRA, modules_to_save"]())()
+    trainer = make(
+        kind, "llama", setting.folder, STEPS, batch=setting.each, model=model, measures=False, **options
+    )  # fmt: skip
+    outcome = outcome_of(trainer, setting)
+    trainer.save_model(str(setting.folder / "adapter"))
+    trainer.accelerator.wait_for_everyone()
+    loaded = peft.PeftModel.from_pretrained(make_model("llama"), setting.folder / "adapter")
+    state: Any = peft.get_peft_model_state_dict(loaded)
+    states = trainer.optimizer.state_dict()["state"]
+    if setting.cut:
+        whole = trainer.pipe.optimizer_state_dict(trainer.optimizer.optimizer, full=True)
+        states = whole.get("state", {})
+    return Outcome(outcome.losses, {"learning": len(states)}, state)
 
 
 @program("Trainer", "PEFT merge_and_unload after training")
@@ -253,8 +416,6 @@ def _(setting: Setting) -> Outcome:
 
     outcome = train(setting, "llama", model=model, measures=False)
     made[0].save_pretrained(setting.folder / "adapter")
-    from safetensors.torch import load_file
-
     state = load_file(setting.folder / "adapter/adapter_model.safetensors")
     return Outcome(outcome.losses, {n: float(v.sum()) for n, v in state.items()}, {})
 
@@ -276,22 +437,25 @@ CHAT = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 def reinforced(setting: Setting, kind: Any, config: Any, columns: Any, **options: Any) -> Outcome:
     """Some steps of a trainer of TRL."""
     data = Dataset.from_dict(columns)
-    more = options.pop("trainer", dict)()
+    more, evaluates = options.pop("trainer", dict)(), options.pop("evaluates", False)
+    options = {"max_steps": STEPS, **options}
     if setting.cut:
         kind = type(f"Pipeline{kind.__name__}", (PipelineTrainer, kind), {})
         more["pipeline"] = setting.options()
     args = config(
-        str(setting.folder), max_steps=STEPS, per_device_train_batch_size=setting.each,
+        str(setting.folder), per_device_train_batch_size=setting.each,
         per_device_eval_batch_size=setting.each, logging_steps=1, report_to=[], use_cpu=True,
         save_strategy="no", bf16=False, gradient_checkpointing=False, disable_tqdm=True, **options,
     )  # fmt: skip
     tokenizer = words()
     tokenizer.chat_template = CHAT
+    if evaluates:
+        more["eval_dataset"] = data.select(range(16))
     trainer = kind(
         args=args, train_dataset=data, processing_class=tokenizer,
         **{"model": make_model("llama"), **more},
     )  # fmt: skip
-    return outcome_of(trainer, setting, evaluates=False)
+    return outcome_of(trainer, setting, evaluates)
 
 
 def add_trl(name: str, kind: Any, config: Any, columns: Any, **options: Any) -> None:
@@ -301,7 +465,7 @@ def add_trl(name: str, kind: Any, config: Any, columns: Any, **options: Any) -> 
 
 
 ROWS = {"input_ids": TOKENS.tolist()}
-add_trl("SFT", trl.SFTTrainer, trl.SFTConfig, ROWS)
+add_trl("SFT", trl.SFTTrainer, trl.SFTConfig, ROWS, evaluates=True)
 add_trl("SFT, packing", trl.SFTTrainer, trl.SFTConfig, ROWS, packing=True, max_length=16)
 add_trl("SFT, loss_type='dft'", trl.SFTTrainer, trl.SFTConfig, ROWS, loss_type="dft")
 add_trl(
@@ -334,6 +498,37 @@ add_trl(
     "Reward", trl.RewardTrainer, trl.RewardConfig,
     {"chosen": PAIRS["chosen"], "rejected": PAIRS["rejected"]}, trainer=lambda: {"model": scorer()},
 )  # fmt: skip
+
+
+def rewards(completions: Any, **_: Any) -> list[float]:
+    return [float(len({*text.split()}) - text.count("w4")) for text in completions]
+
+
+SAMPLED: dict[str, Any] = {
+    "num_generations": 4, "max_completion_length": 5, "max_steps": 4, "temperature": 1.0,
+}  # fmt: skip
+PROMPTS = {"prompt": PAIRS["prompt"]}
+for _name, _kind, _settings in (
+    ("GRPO", trl.GRPOTrainer, trl.GRPOConfig), ("RLOO", trl.RLOOTrainer, trl.RLOOConfig),
+):  # fmt: skip
+    add_trl(_name, _kind, _settings, PROMPTS, **SAMPLED, trainer=lambda: {"reward_funcs": rewards})
+add_trl(
+    "GRPO, beta and LoRA", trl.GRPOTrainer, trl.GRPOConfig, PROMPTS, **SAMPLED, beta=0.1,
+    trainer=lambda: {"reward_funcs": rewards, "peft_config": ADAPTERS["LoRA"]()},
+)  # fmt: skip
+add_trl(
+    "DPO, LoRA", trl.DPOTrainer, trl.DPOConfig, PAIRS, evaluates=True,
+    trainer=lambda: {"peft_config": ADAPTERS["LoRA"]()},
+)  # fmt: skip
+for _loss in ("ipo", "hinge", "sigmoid_norm"):
+    add_trl(
+        f"DPO, loss_type={_loss!r}", trl.DPOTrainer, trl.DPOConfig, PAIRS, loss_type=_loss,
+        trainer=lambda: {"ref_model": make_model("llama", seed=3)},
+    )  # fmt: skip
+add_trl(
+    "Distillation", trl.DistillationTrainer, trl.DistillationConfig, {"messages": MESSAGES}, lmbda=0.0,
+    trainer=lambda: {"teacher_model": make_model("llama", seed=3)},
+)  # fmt: skip
 add_trl(
     "GKD", GKDTrainer, GKDConfig, {"messages": MESSAGES}, lmbda=0.0,
     trainer=lambda: {"teacher_model": make_model("llama", seed=3)},
@@ -344,11 +539,18 @@ add_trl(
 
 
 def accelerate(
-    setting: Setting, loader: Any = None, saves: bool = False, **options: Any
+    setting: Setting,
+    loader: Any = None,
+    *,
+    saves: bool = False,
+    objects: bool = False,
+    net: Any = None,
+    schedule: Any = lambda made, _: torch.optim.lr_scheduler.StepLR(made, 5, 0.5),
+    **options: Any,
 ) -> Outcome:
     """Batches of eight through Accelerate's loop."""
     torch.manual_seed(0)
-    model: Any = accelerated.make()
+    model: Any = net if net is not None else accelerated.make()
     settings = {"cpu": True, **options}
     if setting.cut:
         pipe = setting.pipeline(model, loss_fn=cross_entropy)
@@ -357,34 +559,41 @@ def accelerate(
     else:
         accelerator = Accelerator(**settings)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
-    schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
-    made = loader(setting) if loader else DataLoader(data(), batch_size=setting.each, shuffle=True)
-    model, optimizer, schedule, made = accelerator.prepare(model, optimizer, schedule, made)
+    made: Any = schedule(optimizer, accelerator.num_processes)
+    batches = (
+        loader(setting) if loader else DataLoader(data(), batch_size=setting.each, shuffle=True)
+    )
+    model, optimizer, made, batches = accelerator.prepare(model, optimizer, made, batches)
     losses: list[float] = []
     norms: list[float] = []
     items: list[int] = []
     while len(losses) < STEPS:
-        for x, target in made:
-            with accelerator.accumulate(model):
+        for x, target in batches:
+            with accelerator.accumulate(model), accelerator.autocast():
                 loss = model(x, target=target) if setting.cut else cross_entropy(model(x), target)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.1)))
                 optimizer.step()
-                schedule.step()
+                made.step()
                 optimizer.zero_grad()
-            losses.append(float(loss.detach()))
-            items.append(len(accelerator.gather_for_metrics(target)))
+            losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+            given = target.tolist() if objects else target
+            items.append(len(accelerator.gather_for_metrics(given, use_gather_object=objects)))
         if saves and len(losses) < STEPS:
             accelerator.save_state(setting.folder / "state")
+            accelerator.wait_for_everyone()
             accelerator.load_state(setting.folder / "state")
-    metrics = {f"norm {p}": n for p, n in enumerate(norms)} | {"items": sum(items)}
+    accelerator.save_model(model, setting.folder / "saved")
+    accelerator.wait_for_everyone()
+    metrics = {f"norm {p}": n for p, n in enumerate(norms)}
+    metrics |= {"items": sum(items), "lr": optimizer.param_groups[0]["lr"]}
     return Outcome(losses, metrics, accelerator.get_state_dict(model))
 
 
 def data() -> TensorDataset:
     x, y = accelerated.data().tensors
-    return TensorDataset(x.to(torch.float64), y)
+    return TensorDataset(x.to(torch.get_default_dtype()), y)
 
 
 class Stream(IterableDataset[Any]):
@@ -423,6 +632,93 @@ def _(setting: Setting) -> Outcome:
 @program("Accelerate", "IterableDataset")
 def _(setting: Setting) -> Outcome:
     return accelerate(setting, streamed)
+
+
+@program("Accelerate", "dispatch_batches=True")
+def _(setting: Setting) -> Outcome:
+    config = DataLoaderConfiguration(dispatch_batches=True)
+    return accelerate(setting, streamed, dataloader_config=config)
+
+
+@program("Accelerate", "split_batches=True")
+def _(setting: Setting) -> Outcome:
+    config = DataLoaderConfiguration(split_batches=True)
+    return accelerate(setting, lambda _: DataLoader(data(), batch_size=8), dataloader_config=config)
+
+
+@program("Accelerate", "even_batches=False")
+def _(setting: Setting) -> Outcome:
+    config = DataLoaderConfiguration(even_batches=False)
+    return accelerate(setting, shuffled, dataloader_config=config)
+
+
+@program("Accelerate", "use_seedable_sampler=True")
+def _(setting: Setting) -> Outcome:
+    config = DataLoaderConfiguration(use_seedable_sampler=True)
+    return accelerate(setting, dataloader_config=config)
+
+
+@program("Accelerate", "a last batch that is not full")
+def _(setting: Setting) -> Outcome:
+    rows = TensorDataset(*(tensor[:22] for tensor in data().tensors))
+    return accelerate(setting, lambda s: DataLoader(rows, batch_size=s.each))
+
+
+@program("Accelerate", "mixed_precision='bf16'")
+def _(setting: Setting) -> Outcome:
+    torch.set_default_dtype(torch.float32)
+    return accelerate(setting, shuffled, mixed_precision="bf16")
+
+
+@program("Accelerate", "OneCycleLR over max_steps * num_processes")
+def _(setting: Setting) -> Outcome:
+    def schedule(optimizer: Any, processes: int) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, STEPS * processes)
+
+    return accelerate(setting, shuffled, schedule=schedule)
+
+
+@program("Accelerate", "gather_for_metrics(use_gather_object=True)")
+def _(setting: Setting) -> Outcome:
+    rows = TensorDataset(*(tensor[:22] for tensor in data().tensors))
+    return accelerate(setting, lambda s: DataLoader(rows, batch_size=s.each), objects=True)
+
+
+@program("Accelerate", "save_state with a tied weight, save_model")
+def _(setting: Setting) -> Outcome:
+    net: Any = accelerated.make().double()
+    net[3][0].weight = net[1][0].weight
+    outcome = accelerate(setting, shuffled, saves=True, net=net)
+    saved = load_file(setting.folder / "saved/model.safetensors")
+    return Outcome(outcome.losses, outcome.metrics, {**outcome.weights, **saved})
+
+
+@program("Accelerate", "unwrap_model(model).save_pretrained")
+def _(setting: Setting) -> Outcome:
+    net = make_model("llama")
+    accelerator: Any = Accelerator(cpu=True)
+    model: Any = net
+    if setting.cut:
+        pipe = setting.pipeline(net, **own_loss(net))
+        accelerator, model = PipelineAccelerator(pipe, cpu=True), PipelineModule(pipe)
+    made: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+    tokens = TensorDataset(Examples("text", 64, 1).tokens)
+    loader: Any = DataLoader(tokens, batch_size=setting.each)
+    model, made, loader = accelerator.prepare(model, made, loader)
+    losses = []
+    for (rows,) in loader:
+        loss = model(input_ids=rows, labels=rows).loss
+        accelerator.backward(loss)
+        made.step()
+        made.zero_grad()
+        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+    accelerator.unwrap_model(model).save_pretrained(
+        setting.folder / "model", is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save, state_dict=accelerator.get_state_dict(model),
+    )  # fmt: skip
+    accelerator.wait_for_everyone()
+    saved = transformers.LlamaForCausalLM.from_pretrained(setting.folder / "model", dtype="auto")
+    return Outcome(losses, {}, saved.state_dict())
 
 
 @program("Accelerate", "a plain Accelerator around PipelineModule")

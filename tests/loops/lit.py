@@ -9,17 +9,29 @@ import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BasePredictionWriter,
+    BatchSizeFinder,
     Callback,
+    DeviceStatsMonitor,
     EarlyStopping,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
     LambdaCallback,
     LearningRateFinder,
+    LearningRateMonitor,
     ModelCheckpoint,
     ModelPruning,
     ModelSummary,
+    OnExceptionCheckpoint,
+    RichModelSummary,
+    RichProgressBar,
+    SpikeDetection,
     StochasticWeightAveraging,
+    ThroughputMonitor,
     Timer,
+    TQDMProgressBar,
+    WeightAveraging,
 )
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
@@ -53,6 +65,7 @@ def fit(
     *callbacks: Callback,
     strategy: dict[str, Any] | None = None,
     saves: bool = False,
+    loads: bool = True,
     resume: Any = None,
     **options: Any,
 ) -> Outcome:
@@ -70,8 +83,12 @@ def fit(
         accelerator="cpu", devices=setting.processes, strategy=cut,
         callbacks=[curve, *callbacks], default_root_dir=setting.folder, **usual | options,
     )  # fmt: skip
-    trainer.fit(model, shared(setting, 80), shared(setting, 16), ckpt_path=resume)
+    train, val = (shared(setting, rows) if loads else None for rows in (80, 16))
+    trainer.fit(model, train, val, ckpt_path=resume)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    # A metric's value for a step is that of a replica.
+    metrics.pop("accuracy_step", None)
+    metrics |= {f"lr {n}": g["lr"] for n, g in enumerate(trainer.optimizers[0].param_groups)}
     state = cut.pipelined.state() if setting.cut else model.state_dict()
     return Outcome(curve.losses, {n: v for n, v in metrics.items() if "nan" not in n}, state)
 
@@ -81,6 +98,8 @@ def add(name: str, *args: Any, **options: Any) -> None:
 
     @program("Lightning", name)
     def _(setting: Setting) -> Outcome:
+        if "precision" in options:
+            torch.set_default_dtype(torch.float32)
         made = [one(setting) if i else one for i, one in enumerate(args)]
         return fit(setting, *made, **options)
 
@@ -121,6 +140,204 @@ add("LearningRateFinder", Found, lambda _: LearningRateFinder(num_training_steps
 add("Timer, ModelSummary, LambdaCallback", Classifier,
     lambda _: Timer(), lambda _: ModelSummary(),
     lambda _: LambdaCallback(on_fit_start=lambda *_: None))  # fmt: skip
+add("progress bars", Classifier, lambda _: TQDMProgressBar(), enable_progress_bar=True)
+add("RichProgressBar, RichModelSummary", Classifier, lambda _: RichProgressBar(),
+    lambda _: RichModelSummary(), enable_progress_bar=True)  # fmt: skip
+add("LearningRateMonitor, DeviceStatsMonitor, CSVLogger", Classifier,
+    lambda _: LearningRateMonitor("step"), lambda _: DeviceStatsMonitor(), logger=True)  # fmt: skip
+add("ThroughputMonitor", Classifier,
+    lambda _: ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0])), logger=True)  # fmt: skip
+add("OnExceptionCheckpoint", Classifier, lambda s: OnExceptionCheckpoint(s.folder), saves=True)
+
+
+class Sized(Classifier):
+    """Its batches have a size that a callback finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_size = 2
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(images(80).dataset, batch_size=self.batch_size)
+
+
+add("BatchSizeFinder", Sized, lambda _: BatchSizeFinder(max_trials=2), loads=False)
+add("WeightAveraging", Classifier, lambda _: WeightAveraging())
+add("SpikeDetection", Classifier, lambda s: Spikes(exclude_batches_path=s.folder / "skip"))
+add("precision='bf16-true'", precision="bf16-true")
+add("precision='32-true'", precision="32-true")
+add("precision='16-mixed'", precision="16-mixed")
+add("detect_anomaly, deterministic", detect_anomaly=True, deterministic=True)
+add("fast_dev_run=5", fast_dev_run=5)
+add("limit_train_batches, max_epochs", limit_train_batches=3, max_epochs=3, max_steps=-1)
+add("profiler='simple', barebones", profiler="simple")
+add("inference_mode=False, sanity steps", inference_mode=False, num_sanity_val_steps=2)
+add("reload_dataloaders_every_n_epochs=1", reload_dataloaders_every_n_epochs=1)
+add("sync_batchnorm=True", sync_batchnorm=True)
+
+
+class Spikes(SpikeDetection):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+        super().on_train_batch_end(trainer, module, outputs["loss"].float(), *args)
+
+
+class Plateau(Classifier):
+    """A schedule that watches a metric, and one for each step."""
+
+    def configure_optimizers(self) -> Any:
+        made = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        kinds = torch.optim.lr_scheduler
+        return {
+            "optimizer": made,
+            "lr_scheduler": {
+                "scheduler": kinds.ReduceLROnPlateau(made, patience=0, threshold=1.0),
+                "monitor": "val_loss", "interval": "epoch",
+            },
+        }  # fmt: skip
+
+
+class EachStep(Classifier):
+    def configure_optimizers(self) -> Any:
+        made = torch.optim.AdamW(self.parameters(), lr=0.01)
+        schedule: Any = torch.optim.lr_scheduler.OneCycleLR(made, 0.05, STEPS)
+        return [made], [{"scheduler": schedule, "interval": "step"}]
+
+
+add("ReduceLROnPlateau", Plateau)
+add("OneCycleLR each step", EachStep)
+
+
+class OwnStep(Classifier):
+    """It steps the optimizer itself, and warms up."""
+
+    def optimizer_step(self, epoch: int, idx: int, optimizer: Any, closure: Any = None) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.001 * min(1.0, (self.trainer.global_step + 1) / 5)
+        optimizer.step(closure=closure)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.log("zeroed", 1.0)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("epochs", float(self.current_epoch))
+
+
+add("optimizer_step and hooks overridden", OwnStep)
+
+
+class Prepared(Classifier):
+    """Layers that are made late, hyperparameters that are saved, a step that prints."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.late: Any = None
+
+    def configure_model(self) -> None:
+        if self.late is None:
+            with torch.random.fork_rng():
+                torch.manual_seed(5)
+                self.late = nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        images, labels = batch
+        return super().training_step((self.late(images[..., None])[..., 0], labels), batch_idx)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.print("", end="")
+
+
+add("configure_model, save_hyperparameters", Prepared)
+
+
+class Copies(Callback):
+    """Keeps clones of the weights in its state."""
+
+    def state_dict(self) -> Any:
+        return {"weights": {n: p.detach().clone() for n, p in self.module.named_parameters()}}
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.module = pl_module
+
+
+add("a callback with clones of weights in its state", Classifier, lambda _: Copies(),
+    lambda s: ModelCheckpoint(s.folder / "saved"), saves=True)  # fmt: skip
+
+
+class Norms(Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        module.log("norm", sum(p.detach().norm() for p in module.parameters()))
+
+
+add("p.norm() in a callback", Classifier, lambda _: Norms())
+
+
+class SkipsBatches(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 3 else loss
+
+
+add("training_step returns None", SkipsBatches)
+
+
+class Several(Classifier):
+    """Two loaders to validate with, and a largest logit that is logged."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        logits = self(batch[0])
+        self.log(f"val_{dataloader_idx}", cross_entropy(logits, batch[1]))
+        if dataloader_idx == 0:
+            self.log("largest", logits.max(), add_dataloader_idx=False)
+
+    def val_dataloader(self) -> Any:
+        return [images(8), images(8, seed=4)]
+
+
+@program("Lightning", "several loaders to validate, a largest logit that is logged")
+def _(setting: Setting) -> Outcome:
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.manual_seed(0)
+    model, curve = Several(), Curve()
+    cut: Any = PipelineStrategy(**setting.options()) if setting.cut else "auto"
+    trainer = Trainer(
+        accelerator="cpu", devices=setting.processes, strategy=cut, callbacks=[curve], max_epochs=2,
+        logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        use_distributed_sampler=False,
+    )  # fmt: skip
+    trainer.fit(model, shared(setting, 80))
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return Outcome(curve.losses, {n: v for n, v in metrics.items() if "val" in n or n == "largest"})
+
+
+class Written(BasePredictionWriter):
+    def __init__(self) -> None:
+        super().__init__("batch")
+        self.sums: list[float] = []
+
+    def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, *_: Any) -> None:
+        self.sums.append(float(prediction.square().sum()))
+
+
+@program("Lightning", "validate, test, predict with BasePredictionWriter")
+def _(setting: Setting) -> Outcome:
+    torch.manual_seed(0)
+    model, writer = Classifier(), Written()
+    model.test_step = model.validation_step  # type: ignore[method-assign]
+    cut: Any = PipelineStrategy(**setting.options()) if setting.cut else "auto"
+    trainer = Trainer(
+        accelerator="cpu", devices=setting.processes, strategy=cut, callbacks=[writer], logger=False,
+        enable_progress_bar=False, use_distributed_sampler=False,
+    )  # fmt: skip
+    batches = images(16, 8)
+    metrics: dict[str, float] = {}
+    for call in (trainer.validate, trainer.test):
+        for row in call(model, batches, verbose=False):
+            metrics |= {f"{call.__name__} {name}": of for name, of in row.items()}
+    trainer.predict(model, batches)
+    return Outcome(
+        writer.sums, metrics, cut.pipelined.state() if setting.cut else model.state_dict()
+    )
 
 
 class Thawed(Classifier):
@@ -129,6 +346,15 @@ class Thawed(Classifier):
 
 
 add("BaseFinetuning", Thawed, lambda _: Thaw())
+
+
+class Backbone(Thawed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = self.features
+
+
+add("BackboneFinetuning", Backbone, lambda _: BackboneFinetuning(unfreeze_backbone_at_epoch=1))
 
 
 class Normed(Classifier):

@@ -161,12 +161,81 @@ def contrastive(output: Tensor, target: Tensor) -> Tensor:
 
 @program("own loop", "contrastive, loss_over='batch'")
 def _(setting: Setting) -> Outcome:
-    return loop(setting, contrastive, options={"loss_over": "batch", "schedule": "GPipe"})
+    """The batch is that of one replica."""
+
+    def of_replicas(output: Tensor, target: Tensor) -> Tensor:
+        parts = output.chunk(1 if setting.cut else setting.replicas)
+        return torch.stack([contrastive(part, target) for part in parts]).mean()
+
+    return loop(setting, of_replicas, options={"loss_over": "batch", "schedule": "GPipe"})
 
 
 @program("own loop", "contrastive, nothing said")
 def _(setting: Setting) -> Outcome:
     return loop(setting, contrastive)
+
+
+@program("own loop", "a sum, nothing said")
+def _(setting: Setting) -> Outcome:
+    return loop(setting, lambda o, t: functional.cross_entropy(o, t, reduction="sum"))
+
+
+def supervised(output: Tensor, target: Tensor) -> Tensor:
+    """Supervised contrastive learning: rows of one class attract each other."""
+    rows = functional.normalize(output)
+    apart = (rows @ rows.T / 0.5).masked_fill(torch.eye(len(rows), dtype=torch.bool), -1e9)
+    same = (target[:, None] == target) & ~torch.eye(len(rows), dtype=torch.bool)
+    shares = (apart.log_softmax(-1) * same).sum(1) / same.sum(1).clamp(min=1)
+    return -shares.mean()
+
+
+@program("own loop", "SupCon, nothing said")
+def _(setting: Setting) -> Outcome:
+    return loop(setting, supervised)
+
+
+class Clip(nn.Module):
+    """Two towers and a temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = mlp(), mlp()
+        self.logit_scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Any:
+        return functional.normalize(self.left(x)), functional.normalize(self.right(x.flip(1)))
+
+
+@program("own loop", "loss_fn reads a weight of the model (logit_scale)")
+def _(setting: Setting) -> Outcome:
+    net = Clip()
+
+    def loss_fn(output: Any, target: Tensor) -> Tensor:
+        left, right = output
+        each = net.logit_scale.exp() * (left * right).sum(1)
+        return functional.softplus(-each).mean()
+
+    return loop(setting, loss_fn, model=lambda: net)
+
+
+@program("own loop", "loss_fn reads a tied table")
+def _(setting: Setting) -> Outcome:
+    net: Any = nn.Sequential(nn.Embedding(12, 8), *[nn.Linear(8, 8) for _ in range(3)])
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(functional.linear(output, net[0].weight), target)
+
+    data = [(target + 1, target) for _, target in batches()]
+    return loop(setting, loss_fn, model=lambda: net, data=data)
+
+
+@program("own loop", "bfloat16, ignore_index, nothing said")
+def _(setting: Setting) -> Outcome:
+    data = [(x.bfloat16(), y) for x, y in batches()]
+    return loop(
+        setting, lambda o, t: functional.cross_entropy(o.float(), t, ignore_index=3),
+        model=lambda: mlp().bfloat16(), data=data,
+    )  # fmt: skip
 
 
 @program("own loop", "root of a mean, nothing said")

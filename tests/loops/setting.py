@@ -75,8 +75,8 @@ class Setting:
         return Pipeline(model, **options)
 
     def part(self, batch: Tensor) -> Tensor:
-        """This replica's part of a batch."""
-        return batch.tensor_split(self.replicas)[self.index]
+        """This replica's part of a batch; all of it without a pipeline."""
+        return batch if not self.cut else batch.tensor_split(self.replicas)[self.index]
 
 
 Program = Callable[[Setting], Outcome]

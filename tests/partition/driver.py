@@ -12,11 +12,24 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.partition import CallPlan, Partition
+from penstock.partition import CallPlan, Partition, partition
 from penstock.rng import LOSS, Draws
 from penstock.stage import StageCall, StageModule
+from penstock.values import map_tensors
 
 Score = Callable[[Any], Tensor]
+
+
+def cut(
+    model: nn.Module,
+    stages: Any,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Partition:
+    """Cut a model as the first batch does: by how the arguments look."""
+    call = map_tensors((tuple(args), dict(kwargs or {})), lambda tensor: tensor.to("meta"))
+    return partition(model, stages, example=call, **options)
 
 
 def square_mean(output: Any) -> Tensor:
@@ -105,7 +118,7 @@ def randomness(model: nn.Module, microbatch: int, units: list[str]) -> Any:
 
 def check_equal(  # noqa: PLR0913 - one oracle, many cases
     model: nn.Module,
-    cut: Callable[[nn.Module], Partition],
+    stages: Any,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
@@ -113,12 +126,17 @@ def check_equal(  # noqa: PLR0913 - one oracle, many cases
     tolerance: float = 1e-10,
     draws: bool = False,
     repeat: int = 1,
+    checkpoint: Any = False,
 ) -> Partition:
     """Check the loss (bit by bit) and every gradient against the plain model's; names and buffers too."""
     whole = copy.deepcopy(model)
-    made = cut(model)
-    stages = [m for m in made.modules if isinstance(m, StageModule)]
-    units = [path for m in stages for path, part in m.named_modules() if part in m.units]
+    made = (
+        stages(model)
+        if callable(stages)
+        else cut(model, stages, args, kwargs, checkpoint=checkpoint)
+    )
+    codes = [m for m in made.modules if isinstance(m, StageModule)]
+    units = [path for m in codes for path, part in m.named_modules() if part in m.units]
     for microbatch in range(repeat):
         own, theirs = copy.deepcopy((args, kwargs or {})), copy.deepcopy((args, kwargs or {}))
         seeded = randomness(whole, microbatch, units) if draws else contextlib.nullcontext()

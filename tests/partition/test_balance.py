@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PartitionError, UsageError
-from penstock.partition.balance import choose_cuts, loads
+from penstock.partition.balance import Room, choose_cuts, loads
 from penstock.schedule import Placement, looped, v_shaped
 
 COSTS = st.lists(
@@ -74,6 +74,14 @@ def test_a_rank_weighs_all_its_stages() -> None:
     costs = [4.0, 1, 1, 1, 1, 1, 1, 4]
     cut = choose_cuts(costs, 4, v_shaped(2))
     assert loads(costs, cut, v_shaped(2)) == [8.0, 6.0]
+
+
+def test_no_stage_holds_more_than_fits() -> None:
+    costs, memory = [1.0] * 6, [(9.0, 0.0), *[(1.0, 1.0)] * 5]
+    assert choose_cuts(costs, 2, memory=memory, room=Room(99.0, (2, 1))) == (0, 3)
+    assert choose_cuts(costs, 2, memory=memory, room=Room(10.0, (2, 1))) == (0, 1)
+    # If nothing fits, all stages hold equally much.
+    assert choose_cuts(costs, 2, memory=memory, room=Room(1.0, (2, 1))) == (0, 1)
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import penstock
 from penstock.errors import PartitionError
 from penstock.partition import (
     Partition,
@@ -16,7 +17,6 @@ from penstock.partition import (
     find_shared_between,
     partition,
 )
-from penstock.pipeline.plan import cut
 
 
 class Rotary(nn.Module):
@@ -88,10 +88,10 @@ def test_between_stages_without_a_model() -> None:
 def test_a_partition_of_the_users_must_hold_everything() -> None:
     model = tied()
     with pytest.raises(PartitionError, match=r"in no stage: embed.weight, head.weight"):
-        cut(model, Partition((nn.Tanh(), nn.Tanh())), 2)
+        penstock.Pipeline(model, stages=Partition((nn.Tanh(), nn.Tanh())))
 
 
 def test_a_users_partition_gets_its_table() -> None:
     model = tied()
-    mine = Partition((model["embed"], model["head"]))
-    assert [one.stages for one in cut(model, mine, 2).shared] == [(0, 1)]
+    pipe = penstock.Pipeline(model, stages=Partition((model["embed"], model["head"])))
+    assert [name for name, _ in pipe.named_parameters()] == ["embed.weight"]

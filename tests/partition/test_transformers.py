@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from penstock.errors import PartitionError
-from penstock.partition import partition
-from tests.partition.driver import check_equal, forwards
+from tests.partition.driver import check_equal, cut, forwards
 from tests.partition.families import FAMILIES, make
 
 pytestmark = pytest.mark.slow
@@ -28,11 +27,11 @@ USUAL = {"gpt2", "llama tied", "bert", "t5"}
 )
 def test_by_count(name: str, stages: int, training: bool) -> None:
     model, kwargs, tolerance = make(name, training=training)
-    check_equal(model, lambda m: partition(m, stages), (), kwargs, tolerance=tolerance, draws=True)
+    check_equal(model, stages, (), kwargs, tolerance=tolerance, draws=True)
 
 
 def values(model: Any, stages: Any, kwargs: Any) -> list[Any]:
-    edges = partition(model, stages).plan((), kwargs).edges
+    edges = cut(model, stages, (), kwargs).plan((), kwargs).edges
     return [(edge.value, edge.source, edge.targets) for edge in edges]
 
 
@@ -53,45 +52,45 @@ def test_an_encoder_feeds_all_decoders() -> None:
 def test_checkpointed_layers() -> None:
     model, kwargs, tolerance = make("llama")
     model.activation_checkpointing_enable()  # type: ignore[operator]
-    check_equal(model, lambda m: partition(m, 3), (), kwargs, tolerance=tolerance, draws=True)
+    check_equal(model, 3, (), kwargs, tolerance=tolerance, draws=True)
     model, kwargs, tolerance = make("gpt2")
-    cut = lambda m: partition(m, 3, checkpoint=["transformer.h"])  # noqa: E731
     kwargs["use_cache"] = False
-    check_equal(model, cut, (), kwargs, tolerance=tolerance, draws=True)
+    options: dict[str, Any] = {"checkpoint": ["transformer.h"]}
+    check_equal(model, 3, (), kwargs, **options, tolerance=tolerance, draws=True)
 
 
 def test_a_new_length_and_a_mask_that_is_full() -> None:
     model, kwargs, _ = make("llama", training=False)
-    cut, plain = partition(model, 3), copy.deepcopy(model)
+    parts, plain = cut(model, 3, (), kwargs), copy.deepcopy(model)
     for length in (5, 7):
         for full in (True, False):
             mask = torch.ones(2, length, dtype=torch.long)
             mask[0, 0] = int(full)
             given = {"input_ids": kwargs["input_ids"][:, :length], "attention_mask": mask}
             with torch.no_grad():
-                assert torch.equal(forwards(cut, (), given).output.logits, plain(**given).logits)
+                assert torch.equal(forwards(parts, (), given).output.logits, plain(**given).logits)
 
 
 def test_a_cache_is_in_no_output_and_hidden_states_are_refused() -> None:
     model, kwargs, _ = make("llama", training=False)
-    assert forwards(partition(model, 2), (), kwargs).output.past_key_values is None
+    assert forwards(cut(model, 2, (), kwargs), (), kwargs).output.past_key_values is None
     with pytest.raises(PartitionError, match="hidden states"):
-        forwards(partition(model, 2), (), {**kwargs, "output_hidden_states": True})
+        forwards(cut(model, 2, (), kwargs), (), {**kwargs, "output_hidden_states": True})
 
 
 def test_layers_that_are_left_out_by_chance() -> None:
     model, kwargs, _ = make("m2m")
     model.model.decoder.layerdrop = 1.0  # type: ignore[union-attr]
-    cut = partition(model, 2)
-    cut.plan((), kwargs)
+    parts = cut(model, 2, (), kwargs)
+    parts.plan((), kwargs)
     model.model.decoder.layerdrop = 0.5  # type: ignore[union-attr]
     with pytest.raises(PartitionError, match=r"went another way in stage .*chance"):
-        run_often(cut, kwargs)
+        run_often(parts, kwargs)
 
 
-def run_often(cut: Any, kwargs: Any) -> None:
+def run_often(parts: Any, kwargs: Any) -> None:
     for _ in range(20):
-        forwards(cut, (), kwargs)
+        forwards(parts, (), kwargs)
 
 
 def test_seventy_billion_without_memory() -> None:
@@ -105,6 +104,6 @@ def test_seventy_billion_without_memory() -> None:
     )
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
-    cut = partition(model, 16)
-    plan = cut.plan((), {"input_ids": torch.zeros(1, 2048, dtype=torch.long)})
+    kwargs = {"input_ids": torch.zeros(1, 2048, dtype=torch.long)}
+    plan = cut(model, 16, (), kwargs).plan((), kwargs)
     assert [edge.source for edge in plan.edges] == list(range(15))

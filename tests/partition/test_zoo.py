@@ -17,7 +17,7 @@ from penstock.partition import Partition, partition, unit_paths
 from penstock.schedule import Placement
 from penstock.stage import StageCall, StageModule
 from tests.partition import zoo
-from tests.partition.driver import check_equal, forwards
+from tests.partition.driver import check_equal, cut, forwards
 from tests.partition.zoo import WIDTH
 
 torch.set_num_threads(1)
@@ -105,32 +105,28 @@ def make(name: str) -> Call:
     return model.double(), args, kwargs
 
 
-def by_count(count: int, **options: Any) -> Callable[[nn.Module], Partition]:
-    return lambda model: partition(model, count, **options)
-
-
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_by_count(name: str, stages: int, training: bool) -> None:
     model, args, kwargs = make(name)
-    check_equal(model.train(training), by_count(stages), args, kwargs, draws=True, repeat=2)
+    check_equal(model.train(training), stages, args, kwargs, draws=True, repeat=2)
 
 
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("name", ["residual", "begins in place", "lstm", "loop", "noisy"])
 def test_units_that_are_recomputed(name: str, stages: int) -> None:
     model, args, kwargs = make(name)
-    check_equal(model, by_count(stages, checkpoint=True), args, kwargs, draws=True, repeat=2)
+    check_equal(model, stages, args, kwargs, draws=True, repeat=2, checkpoint=True)
 
 
 def test_recomputed_units_by_path() -> None:
     model, args, kwargs = make("residual")
-    check_equal(model, by_count(2, checkpoint=["layers", "norm"]), args, kwargs, draws=True)
+    check_equal(model, 2, args, kwargs, draws=True, checkpoint=["layers", "norm"])
     with pytest.raises(
         PartitionError, match="checkpoint='layer': must name a module that is placed"
     ):
-        partition(model, 2, checkpoint=["layer"])
+        cut(model, 2, args, kwargs, checkpoint=["layer"])
 
 
 def test_what_is_recomputed_is_not_held() -> None:
@@ -139,8 +135,8 @@ def test_what_is_recomputed_is_not_held() -> None:
         model = nn.Sequential(
             *(nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 8)) for _ in range(4))
         )
-        cut, x = partition(model, 2, checkpoint=checkpoint), torch.randn(64, 8)
-        plan = cut.plan((x,), {})
+        parts, x = partition(model, 2, checkpoint=checkpoint), torch.randn(64, 8)
+        plan = parts.plan((x,), {})
         saved: list[int] = []
 
         def pack(tensor: Tensor, saved: list[int] = saved) -> Tensor:
@@ -148,7 +144,7 @@ def test_what_is_recomputed_is_not_held() -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            forwards(cut, (x,), plan=plan)
+            forwards(parts, (x,), plan=plan)
         held.append(sum(saved))
     assert held[1] < held[0] / 10
 
@@ -165,8 +161,8 @@ POINTS = {
 @pytest.mark.parametrize("name", sorted(POINTS))
 def test_by_points(name: str) -> None:
     model, args, kwargs = make(name)
-    cut = check_equal(model, lambda m: partition(m, POINTS[name]), args, kwargs, draws=True)
-    assert len(cut.modules) == len(POINTS[name]) + 1
+    parts = check_equal(model, POINTS[name], args, kwargs, draws=True)
+    assert len(parts.modules) == len(POINTS[name]) + 1
 
 
 class Detaches(zoo.Deciding):
@@ -177,13 +173,12 @@ class Detaches(zoo.Deciding):
 
 
 EDGES = {
-    # A sum travels, not its summands; and this model ends with the embedding's weight.
+    # A sum travels, not its summands; this model ends with the embedding's weight, and uses its scale late.
     "residual": (
         ["layers.2"],
         {
             ("add after layers.1.1", 0, (1,), True),
             ("embed.weight", 0, (1,), True),
-            ("scale", 0, (1,), True),
         },
     ),
     # Skips go to all who use them. What is between units is in the latest stage among its arguments'.
@@ -214,7 +209,7 @@ EDGES = {
 def test_what_travels(name: str) -> None:
     model, args, _ = make(name)
     points, expected = EDGES[name]
-    edges = partition(model, points).plan(args, {}).edges
+    edges = cut(model, points, args).plan(args, {}).edges
     assert {(e.value, e.source, e.targets, e.gradient) for e in edges} == expected
 
 
@@ -225,16 +220,15 @@ LISTS = [["enter", "block"], ["block"], ["block", "leave"]]
 
 
 def test_a_loop_over_stages_shares_the_module() -> None:
-    cut = check_equal(zoo.Loop().double(), lambda m: partition(m, LISTS), (rows(),))
-    assert [one.stages for one in cut.shared] == [(0, 1, 2), (0, 1, 2)]
+    parts = check_equal(zoo.Loop().double(), LISTS, (rows(),))
+    assert [one.stages for one in parts.shared] == [(0, 1, 2), (0, 1, 2)]
 
 
 @pytest.mark.parametrize("stages", [2, 5])
 def test_a_loop_is_cut_by_count_between_its_calls(stages: int) -> None:
     torch.manual_seed(0)
-    x = rows()
-    cut = check_equal(zoo.Loop().double(), by_count(stages, example=((x,), {})), (x,))
-    assert len(cut.modules) == stages
+    parts = check_equal(zoo.Loop().double(), stages, (rows(),))
+    assert len(parts.modules) == stages
 
 
 def test_a_loop_that_cannot_be_cut() -> None:
@@ -244,7 +238,9 @@ def test_a_loop_that_cannot_be_cut() -> None:
                 x = self.leave(self.block(x))
             return self.enter(x)  # type: ignore[no-any-return]
 
-    with pytest.raises(PartitionError, match=r"block in stage 0 uses leave of stage 1.*example="):
+    with pytest.raises(
+        PartitionError, match=r"block in stage 0 uses leave of stage 1.*in both lists"
+    ):
         partition(Interleaved().double(), [["block"], ["leave", "enter"]]).plan((rows(),), {})
 
 
@@ -265,39 +261,38 @@ class Backwards(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-def test_an_example_shows_the_order_of_the_calls() -> None:
-    example: Any = ((rows(),), {})
-    with pytest.raises(
-        PartitionError, match=r"values go to later stages only.*example=\(args, kwargs\)"
-    ):
-        partition(Backwards().double(), 2).plan((rows(),), {})
-    check_equal(Backwards().double(), by_count(2, example=example), (rows(),))
+def test_a_call_shows_the_order_of_the_modules() -> None:
+    with pytest.raises(PartitionError, match=r"a call shows: give example=\(args, kwargs\)"):
+        partition(Backwards().double(), 2)
+    check_equal(Backwards().double(), 2, (rows(),))
     order = ["layers.0", "layers.1", "layers.2", "head"]
-    assert unit_paths(Backwards().double(), 2, example=example) == order
+    assert unit_paths(Backwards().double(), 2, ((rows(),), {})) == order
 
 
 def test_a_model_without_data_is_cut() -> None:
     with torch.device("meta"):
         model = zoo.Residual()
-    cut = partition(model, 3)
-    assert cut.plan((torch.zeros(3, 5, dtype=torch.long),), {}).edges
-    assert cut.plan((torch.zeros(3, 5, dtype=torch.long, device="meta"),), {}).edges
-    assert all(parameter.is_meta for stage in cut.modules for parameter in stage.parameters())
+    parts = cut(model, 3, (torch.zeros(3, 5, dtype=torch.long),))
+    assert parts.plan((torch.zeros(3, 5, dtype=torch.long),), {}).edges
+    assert parts.plan((torch.zeros(3, 5, dtype=torch.long, device="meta"),), {}).edges
+    assert all(parameter.is_meta for stage in parts.modules for parameter in stage.parameters())
 
 
 def test_a_process_lets_go_of_other_stages() -> None:
     model, args, _ = make("residual")
     expected = copy.deepcopy(model)(*args)
-    cut = partition(model, 2)
-    values = forwards(cut, args)
-    cut.keep([1], [0, 1], torch.device("cpu"))
-    kept = {name for name, parameter in cut.modules[1].named_parameters() if not parameter.is_meta}
+    parts = cut(model, 2, args)
+    values = forwards(parts, args)
+    parts.keep([1], [0, 1], torch.device("cpu"))
+    kept = {
+        name for name, parameter in parts.modules[1].named_parameters() if not parameter.is_meta
+    }
     assert kept == {name for name, parameter in model.named_parameters() if not parameter.is_meta}
     assert kept
     assert len(kept) < len(list(model.parameters()))
-    plan = cut.plan((args[0].to("meta"),), {})
+    plan = parts.plan((args[0].to("meta"),), {})
     assert plan.edges == values.plan.edges
-    output, sent = cut.modules[1](StageCall(plan, 0), values.sent[0], args[0].to("meta"))
+    output, sent = parts.modules[1](StageCall(plan, 0), values.sent[0], args[0].to("meta"))
     assert not sent
     assert torch.equal(output, expected)
 
@@ -310,10 +305,10 @@ def test_arguments_that_are_missing_are_named() -> None:
                 h = block(h) * x
             return h
 
-    cut = partition(UsesAgain().double(), 2)
-    done = forwards(cut, (rows(),))
+    parts = cut(UsesAgain().double(), 2, (rows(),))
+    done = forwards(parts, (rows(),))
     with pytest.raises(Exception, match=r"mul in stage 1 needs an argument .* was not given"):
-        cut.modules[1](StageCall(done.plan, 0), done.sent[0], rows().to("meta"))
+        parts.modules[1](StageCall(done.plan, 0), done.sent[0], rows().to("meta"))
 
 
 @pytest.mark.parametrize(
@@ -321,7 +316,7 @@ def test_arguments_that_are_missing_are_named() -> None:
     [
         (["layers.9"], "no module 'layers.9' in the model; did you mean layers"),
         (40, "modules that can be placed, too few for 40 stages"),
-        (["layers.2", "layers.1"], "leave a stage without modules; the model's order is embed, "),
+        (["layers.1", "layers.1"], "leave a stage without modules; the model's order is embed, "),
         ([["embed"], ["layers", "norm"], []], r"stages \[2\] have no modules"),
         ([["embed"], ["norm"]], "in no stage: layers"),
         ([["embed", "layers"], ["layers.1", "norm"]], "also a module that contains them: layers.1"),
@@ -331,7 +326,7 @@ def test_arguments_that_are_missing_are_named() -> None:
 def test_refused_stages(stages: Any, text: str) -> None:
     model, args, _ = make("residual")
     with pytest.raises(PartitionError, match=text):
-        partition(model, stages).plan(args, {})
+        cut(model, stages, args)
 
 
 def compile_in_place(model: nn.Module) -> nn.Module:
@@ -354,8 +349,8 @@ def test_a_model_that_was_compiled_as_a_whole(compiled: Callable[[nn.Module], nn
 # ---- nn.Sequential, and modules without a forward
 
 
-def children(cut: Partition) -> list[list[str]]:
-    return [[name for name, _ in stage.named_children()] for stage in cut.modules]
+def children(parts: Partition) -> list[list[str]]:
+    return [[name for name, _ in stage.named_children()] for stage in parts.modules]
 
 
 LOPSIDED = nn.Sequential(nn.Linear(4, 99), nn.Linear(99, 4), *(nn.Linear(4, 4) for _ in range(4)))
@@ -384,7 +379,8 @@ def test_a_sequential_is_balanced_as_asked(
     ("stages", "options", "says"),
     [
         (2, {"balance": [1.0]}, "balance= has 1 weights for 6 modules"),
-        (2, {"balance": "flop"}, "balance='flop': must be one of time, flops"),
+        (2, {"balance": "flop"}, "balance='flop': must be flops, parameters"),
+        (2, {"balance": "time"}, "balance='time'.*cut by times"),
         (2, {"balance": "flops"}, r"give example=\(args, kwargs\)"),
         (1, {"placement": Placement((0, 1))}, "the placement is for 2 stages, not 1"),
         (
@@ -452,9 +448,9 @@ class OnFeatures(nn.Module):
 @pytest.mark.parametrize("stages", [2, 3, [["body"], ["head"]], ["head"]])
 def test_a_dict_of_modules_with_a_forward_of_its_own_runs_it(stages: Any) -> None:
     model, x = OnFeatures(), rows()
-    check_equal(model, lambda whole: partition(whole, stages), (x,))
+    check_equal(model, stages, (x,))
     inner = model.body
-    done = forwards(partition(copy.deepcopy(inner), 2), (x,))
+    done = forwards(cut(copy.deepcopy(inner), 2, (x,)), (x,))
     assert all(torch.equal(done.output[name], value) for name, value in inner(x).items())
 
 
@@ -465,7 +461,7 @@ def test_a_plan_leaves_no_trace() -> None:
     model, args, kwargs = make("unet")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state, kinds = torch.get_rng_state(), [dict(vars(module)) for module in model.modules()]
-    partition(model, 3).plan(args, kwargs)
+    cut(model, 3, args, kwargs).plan(args, kwargs)
     assert torch.equal(torch.get_rng_state(), state)
     assert [dict(vars(module)) for module in model.modules()] == kinds
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -474,10 +470,10 @@ def test_a_plan_leaves_no_trace() -> None:
 
 def test_equal_calls_get_equal_plans_and_what_a_plan_depends_on_is_described() -> None:
     model, args, _ = make("residual")
-    cut = partition(model, 2)
-    states = [stage.state() for stage in cut.modules if isinstance(stage, StageModule)]
-    assert cut.plan(args, {}).edges == cut.plan((args[0][:2] + 1,), {}).edges
-    assert [stage.state() for stage in cut.modules if isinstance(stage, StageModule)] == states
+    parts = cut(model, 2, args)
+    states = [stage.state() for stage in parts.modules if isinstance(stage, StageModule)]
+    assert parts.plan(args, {}).edges == parts.plan((args[0][:2] + 1,), {}).edges
+    assert [stage.state() for stage in parts.modules if isinstance(stage, StageModule)] == states
     assert json.loads(json.dumps(states)) == json.loads(json.dumps(states))
     for change in (
         model.eval,
@@ -486,7 +482,7 @@ def test_equal_calls_get_equal_plans_and_what_a_plan_depends_on_is_described() -
         lambda: setattr(model, "setting", 1),
     ):
         change()
-        now = [stage.state() for stage in cut.modules if isinstance(stage, StageModule)]
+        now = [stage.state() for stage in parts.modules if isinstance(stage, StageModule)]
         assert now != states
         states = now
 
@@ -519,16 +515,16 @@ class Scaled(nn.Module):
 )
 def test_what_was_replaced_after_the_cut_is_named(name: str, change: Callable[[Any], Any]) -> None:
     model = Scaled()
-    cut = partition(model, 2)
-    done = forwards(cut, (torch.ones(2, WIDTH),))
+    parts = cut(model, 2, (torch.ones(2, WIDTH),))
+    done = forwards(parts, (torch.ones(2, WIDTH),))
     model.get_buffer("lost").fill_(2)
     model.get_parameter("first.bias").requires_grad_(False)
-    assert torch.equal(forwards(cut, (torch.ones(2, WIDTH),)).output, model(torch.ones(2, WIDTH)))
+    assert torch.equal(forwards(parts, (torch.ones(2, WIDTH),)).output, model(torch.ones(2, WIDTH)))
     assert not torch.equal(done.output, model(torch.ones(2, WIDTH)))
-    cut.check_unchanged()
+    parts.check_unchanged()
     change(model)
     with pytest.raises(UsageError, match=rf"'{name}' was replaced.*in place.*new Pipeline"):
-        cut.check_unchanged()
+        parts.check_unchanged()
 
 
 class Batch(UserDict[str, Tensor]):
@@ -546,4 +542,4 @@ def test_a_mapping_as_an_argument() -> None:
             return self.second(hidden) * batch["mask"]  # type: ignore[no-any-return]
 
     torch.manual_seed(0)
-    check_equal(Model().double(), by_count(2), (Batch(x=rows(), mask=rows().relu()),))
+    check_equal(Model().double(), 2, (Batch(x=rows(), mask=rows().relu()),))

@@ -299,7 +299,7 @@ def everything(group: Any, schedule: str, everywhere: bool) -> list[Any]:
     case = language((X,), RAGGED_Y, loss_weight=valid, **BALANCED)
     options: dict[str, Any] = {"loss_weight": valid, "metrics": METRICS, "group": group}
     pipe = pipeline(case, stages, schedule=schedule, microbatches=6, **options)
-    last = stages - 1 in [stage.index for stage in pipe.stages]
+    last = stages - 1 in pipe.schedule.placement.stages_on(group.rank())
     target = RAGGED_Y if everywhere or last else MISSING
     result = pipe.step(X, target=target, outputs=True)
     grads = gradients(pipe)

@@ -132,7 +132,7 @@ def test_a_shared_weight_that_was_replaced_on_each_rank_is_named(workers: Worker
 
 def test_a_shared_weight_that_was_replaced_in_one_stage_is_named() -> None:
     of = TIED()
-    pipe = pipeline(of, 2)
+    pipe = pipeline(of, 2, example=(of.args, {}))
     head = pipe.stages[1].module.get_submodule("head")
     head.weight = nn.Parameter(head.get_parameter("weight").detach())
     with pytest.raises(UsageError, match=r"'head.weight' of stage 1 was replaced.*embed.weight"):
@@ -144,7 +144,7 @@ def test_stages_that_were_filled_one_by_one_are_tied_before_they_are_loaded() ->
     state = of.model.state_dict()
     with torch.device("meta"):
         empty = TIED()
-    pipe = pipeline(empty, 2)
+    pipe = pipeline(empty, 2, example=(of.args, {}))
     for stage in pipe.stages:
         stage.module.to_empty(device="cpu")
     assert len(list(pipe.parameters())) == len(list(of.model.parameters()))
@@ -180,7 +180,7 @@ def run_unlike(group: Any) -> dict[str, Any]:
     of = TIED()
     with torch.no_grad():
         of.model.get_parameter("embed.weight").add_(group.rank())
-    with pipeline(of, 2, group=group) as pipe:
+    with pipeline(of, 2, group=group, example=(of.args, {})) as pipe:
         held = pipe.state_dict()["embed.weight"]
     logging.getLogger("penstock").removeHandler(handler)
     return {

@@ -135,7 +135,7 @@ def test_a_model_on_the_meta_device_gets_memory_first(tmp_path: Path) -> None:
     of = TIED()
     pipeline(of, 2).save(tmp_path)
     empty = replace(of, model=copy.deepcopy(of.model).to("meta"))
-    pipe = pipeline(empty, 2, device="cpu")
+    pipe = pipeline(empty, 2, device="cpu", example=(of.args, {}))
     with pytest.raises(UsageError, match=r"embed.weight.* are on the meta device.*init_weights"):
         pipe.load(tmp_path)
     init_weights(pipe, 0)
@@ -162,7 +162,7 @@ def test_a_folder_loads_into_another_number_of_stages(
 
 
 def test_a_tied_weight_is_written_once(tmp_path: Path) -> None:
-    pipeline(TIED()).save(tmp_path)
+    pipeline(TIED(), example=(TIED().args, {})).save(tmp_path)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert "head.weight" not in index["weight_map"]
     assert index["weight_map"]["embed.weight"].startswith("model-00001-of-00004-")

@@ -10,7 +10,6 @@ from torch import nn
 
 from penstock import Pipeline
 from penstock.errors import InputFileError, UsageError
-from penstock.partition.meter import Meter
 from penstock.plan import (
     DEVICES,
     Order,
@@ -25,6 +24,7 @@ from penstock.plan import (
     measure,
     predict,
 )
+from penstock.plan.meter import Meter
 from penstock.schedule import build, looped, v_shaped
 from tests.plan.models import SLOW, Skips, Tower, profile
 

@@ -164,7 +164,7 @@ def test_as_many_kinds_are_kept_as_were_said(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("penstock.runtime.kinds.MOST_KINDS", 3)
     planned: list[int] = []
     model = Asks()
-    pipe = make(model, stages=["middle", "last"], ranks=3)
+    pipe = make(model, stages=["middle", "last"], ranks=3, example=((X[:4],), {}))
     kind: Any = type(pipe.stages[0].code)
     made = kind.plan
 

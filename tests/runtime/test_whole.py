@@ -205,6 +205,7 @@ class Counting(nn.Linear):
     def __init__(self) -> None:
         super().__init__(4, 4, dtype=torch.float64)
         self.calls = 0
+        self.register_buffer("kept", torch.zeros(3))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -216,11 +217,12 @@ class Inside(nn.Module):
 
     def __init__(self, function: Any, noise: float = 0.0) -> None:
         super().__init__()
-        self.model, self.counting, self.dropout = chain(), Counting(), nn.Dropout(0.5)
+        self.begin, self.model = Counting(), chain()
+        self.counting, self.dropout = Counting(), nn.Dropout(0.5)
         self.function, self.noise = function, noise
 
     def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
-        output = self.dropout(self.counting(self.model(x)))
+        output = self.dropout(self.counting(self.model(self.begin(x))))
         if self.noise:
             output = output + self.noise * torch.rand_like(output)
         return {"loss": self.function(output, target), "logits": output}
@@ -298,6 +300,9 @@ def test_it_is_asked_again_when_what_it_is_may_show() -> None:
         pipe.step(X, target=CLASSES)
 
 
+SEEN: list[int] = []
+
+
 class Counts(nn.Module):
     """A loss with a state of its own, which draws no numbers."""
 
@@ -307,9 +312,12 @@ class Counts(nn.Module):
         super().__init__()
         self.calls, self.seen = 0, list[float]()
         self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+        self.norm = nn.BatchNorm1d(4, dtype=torch.float64)
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         loss = mean_loss(output, target)
+        self.norm(output.detach())
+        SEEN.append(1)
         self.calls += 1
         self.seen.append(float(loss.detach()))
         self.mean.lerp_(loss.detach(), 0.5)
@@ -329,9 +337,15 @@ def test_asking_leaves_no_trace(as_method: bool) -> None:
         chain(), ranks=2, microbatches=4, loss_fn=counts.forward if as_method else counted
     )
     before = torch.get_rng_state()
+    SEEN.clear()
     result = pipe.step(X, target=Y)
     assert torch.equal(before, torch.get_rng_state())
-    assert counts.calls == len(counts.seen) == 4
+    assert counts.calls == len(counts.seen) == len(SEEN) == counts.norm.num_batches_tracked == 4
+    means = copy.deepcopy(counts.norm).train()
+    means.reset_running_stats()
+    for part in chain()(X).split(2):
+        means(part)
+    torch.testing.assert_close(counts.norm.running_mean, means.running_mean)
     assert calls == ([] if as_method else [0, 1, 2, 3])
     expected = torch.zeros((), dtype=torch.float64)
     for loss in counts.seen:

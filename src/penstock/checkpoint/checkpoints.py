@@ -127,10 +127,10 @@ class Checkpoints:
             raise UsageError(f"step={step!r}: must be the number of steps made, from 0")
         targets = Targets(states)
         team = _team(targets.pipe, self._group)
-        with team.patient(_PATIENCE):
+        with team.calling("Checkpoints.save", _PATIENCE):
             job = self._preparing.job(team, targets, step, extra, self._writer)
         size = sum(tensor.nbytes for tensor in job.tensors.values())
-        with team.patient(_PATIENCE + size / _PER_SECOND):
+        with team.calling("Checkpoints.save", _PATIENCE + size / _PER_SECOND):
             try:
                 live = job.tensors
                 if self._asynchronous:
@@ -197,7 +197,7 @@ class Checkpoints:
             raise UsageError(f"resume={resume!r}: must be 'newest' or 'auto'")
         team = _team(targets.pipe, self._group)
         choosing = Choosing(self.folder, step, strict=strict, older=resume == "auto")
-        with team.patient(10 * _PATIENCE):
+        with team.calling("Checkpoints.load", 10 * _PATIENCE):
             offer = team.tell("load", lambda: (None, targets.request()), choosing.begin)
             part = None
             while offer is not None and part is None:
@@ -254,4 +254,4 @@ def _team(pipe: Pipeline | None, group: Any) -> Team:
         return pipe.team()
     circle = Circle(group)
     level = Level(circle.rank, circle.size, circle.to_first, circle.from_first)
-    return Team([level], (1, circle.size), *([] if pipe is None else [pipe.patient]))
+    return Team([level], (1, circle.size), *([] if pipe is None else [pipe.calling]))

@@ -111,7 +111,9 @@ class Targets:
             for one in held
             if weights and not weights.names.is_shared(one)
         ]
-        return {"rank": 0 if self.pipe is None else self.pipe.ranks[0], "alone": alone}
+        # Until the model is cut, each process has all of it.
+        rank = self.pipe.ranks[0] if self.pipe is not None and self.pipe.is_cut else 0
+        return {"rank": rank, "alone": alone}
 
     def request(self) -> dict[str, Any]:
         """What the leader must know to say what this process needs of a checkpoint."""

@@ -113,6 +113,8 @@ def guarded(command: Callable[[], object]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         result = INTERRUPTED
     except Exception as error:
+        # As the interpreter does: torchrun's error file tells it.
+        sys.last_value = error
         return _report(error)
     if result == INTERRUPTED and _is_first_of_machine():
         _print("interrupted")

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
+from threading import get_ident
 from time import monotonic
 from typing import Any, NamedTuple
+
+import torch
 
 from penstock.errors import UsageError
 from penstock.faults.places import Place, name_of, ranges
@@ -90,6 +95,7 @@ class Activity:
         self.durations: deque[float] = deque(maxlen=50)
         self.call = ""
         self._began: float | None = None
+        self._thread = get_ident()
         self._beats = itertools.count(1)
 
     @property
@@ -98,24 +104,31 @@ class Activity:
         return name_of(self.rank, self.process, self.replica)
 
     @contextmanager
-    def calling(self, name: str) -> Iterator[None]:
+    def calling(self, name: str, seconds: float = 0.0) -> Iterator[None]:
         """A context for a call that every rank must make; of calls inside each other, the outermost counts.
 
         Args:
-            name: its name as the user writes it.
+            name: its name as the user writes it; empty if not every rank makes it.
+            seconds: how long it may take, if that is more than usual.
         """
-        before, self.call = self.call, self.call or name
+        before = self.call, self.slack
+        self.call, self.slack = self.call or name, max(self.slack, seconds)
         try:
             yield
         finally:
-            self.call = before
+            self.call, self.slack = before
 
     def prepare(self, what: str) -> None:
         """Note that a part of the set-up begins, such as ``"cuts the model"``; this counts as progress."""
-        self.setup = what
+        self.setup, self._thread = what, get_ident()
         self._move(None)
         for probe in tuple(_PROBES):
             probe(self, what)
+
+    def prepared(self) -> None:
+        """Note that the set-up is over; this counts as progress."""
+        self.setup = None
+        self._move(None)
 
     def begin(self, step: int) -> None:
         """Note that a step, or an evaluation after it, begins.
@@ -128,7 +141,7 @@ class Activity:
             # Whatever was computed without training says nothing of the first training step.
             self.durations.clear()
         self._began = self.since if step != self.step or not step else None
-        self.step = step
+        self.step, self._thread = step, get_ident()
         self.calls += 1
         self.inside = True
 
@@ -199,7 +212,7 @@ class Activity:
         """
         action, waits, peer, collective = self.action, self.waits, self.peer, self.collective
         if waits is None:
-            awaited, collective = "", None
+            waits, awaited, collective = self._unnoted(), "", None
         elif collective is not None:
             awaited = collective.members
         elif peer is not None and peer < len(self.pipeline):
@@ -227,6 +240,25 @@ class Activity:
             age=round(max(0.0, monotonic() - self.since), 1),
             slack=self.slack,
         )
+
+    def _unnoted(self) -> str | None:
+        """A wait that nobody has noted, as in a wrapper's or the user's own collective."""
+        if monotonic() - self.since < LONG:
+            return None
+        frame = sys._current_frames().get(self._thread)
+        while frame is not None and frame.f_code.co_filename == _OPERATORS:
+            frame = frame.f_back
+        file = "" if frame is None else frame.f_code.co_filename
+        if frame is None or not file.startswith(_COLLECTIVES) or file.startswith(_FILES):
+            return None
+        return f"{frame.f_code.co_name}() of torch.distributed"
+
+
+LONG = 1.0
+"""Seconds without progress after which it is looked where the program's thread is."""
+_OPERATORS = str(Path(torch.__file__).parent / "_ops.py")
+_COLLECTIVES = str(Path(torch.__file__).parent / "distributed") + os.sep
+_FILES = str(Path(_COLLECTIVES) / "checkpoint") + os.sep  # reads and writes them
 
 
 # ---- limits on the time without progress

@@ -11,7 +11,7 @@ import platform
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,11 +29,9 @@ from penstock.errors import (
     TEMPORARY,
     TERMINATED,
     USAGE,
-    AgreementError,
     InputFileError,
     NonFiniteError,
     PeerFailed,
-    PenstockError,
     StageError,
     UsageError,
 )
@@ -59,7 +57,6 @@ class Failure(Where):
         status: the exit status for this failure.
         time: when it was noticed, in seconds since the epoch, on the clock of rank ``by``.
         by: the global rank of the process that noticed it.
-        everywhere: whether every rank finds the same error on its own, as when ranks disagree.
     """
 
     kind: str = ""
@@ -70,7 +67,6 @@ class Failure(Where):
     status: int = TEMPORARY
     time: float = field(default_factory=time.time)
     by: int = -1
-    everywhere: bool = False
 
     def __str__(self) -> str:
         parts = [self.name]
@@ -99,8 +95,6 @@ def of_exception(error: BaseException, place: Place) -> Failure:
         module=cut(failing_module(root)) if is_placed else "",
         status=status,
         by=place.process,
-        everywhere=isinstance(error, PenstockError)
-        and (error.rank is not None or isinstance(error, AgreementError | NonFiniteError)),
     )
 
 
@@ -108,56 +102,6 @@ def at_place(place: Place, kind: str, what: str, **more: Any) -> Failure:
     """A failure of the rank at this place."""
     where = {one.name: getattr(place, one.name) for one in fields(Where)}
     return Failure(**where, kind=kind, what=cut(what), **more)
-
-
-MUTE = (
-    "its process has ended or is stopped by a signal, its interpreter is held by code that does not let "
-    "other threads run, its machine is down, or the network to it is cut"
-)
-
-
-def of_silence(place: Place, stale: float, by: int) -> Failure:
-    """The failure of a rank that waits for nobody and makes no progress, or is not heard of."""
-    if stale:
-        what = (
-            f"makes no progress: it {place.doing}, by its last heartbeat {stale:.1f} s ago; {MUTE}"
-        )
-    else:
-        what = f"makes no progress: it {place.doing} for {place.age:.1f} s, and waits for nobody"
-        if place.setup is not None:
-            what += "; if it needs that long, raise rendezvous_timeout="
-        elif not place.inside:
-            what += "; if it needs that long, say so by pipe.patient() or timeout="
-    return at_place(place, "silent", what, by=by)
-
-
-def of_death(place: Place, stale: float, by: int) -> Failure:
-    """The failure of a rank whose connections broke, and which has not been heard of since."""
-    what = (
-        "its process died without reporting an error, its machine is down, or the network to it is cut; "
-        f"it {place.doing}, by its last heartbeat at least {stale:.1f} s ago"
-    )
-    return at_place(place, "died", what, by=by)
-
-
-def of_circle(places: Sequence[Place], by: int) -> Failure:
-    """The failure of ranks that wait for each other."""
-    listed = "; ".join(map(str, places[:4]))
-    what = (
-        f"{len(places)} ranks wait for each other: {listed}: they call different things, the network "
-        "between them is cut, or messages were lost"
-    )
-    return at_place(places[0], "lost", what, by=by)
-
-
-def of_leaving(place: Place, by: int) -> Failure:
-    """The failure of a rank that has finished while others go on."""
-    what = (
-        f"left after {place.step} training step{'' if place.step == 1 else 's'}, while others go on; every "
-        "rank must make the same calls of the pipeline: look for a loop that ends earlier there"
-    )
-    alone = Place(place.rank, place.process, place.replica, step=place.step)
-    return at_place(alone, "left", what, by=by)
 
 
 # ---- Python exceptions
@@ -267,50 +211,29 @@ def write_report(folder: Path | None, failure: Failure, places: Iterable[Place])
         logger.error("penstock: the report of the failure could not be written: %s", error)
 
 
-_last: tuple[Failure, BaseException | None] | None = None
-"""The latest failure that ended a call here, with this rank's own error; None where another rank failed."""
-
-
-def note_for_torchrun(failure: Failure, error: BaseException | None = None) -> None:
-    """Note why this rank stops, for torchrun's error file.
-
-    Args:
-        failure: the failure.
-        error: the exception on this rank; None if another rank failed.
-    """
-    global _last
-    _last = failure, error
-
-
 def uncaught_error() -> BaseException | None:
     """The error that ends the program, at the interpreter's exit."""
     return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
 
 
 def _tell_torchrun() -> None:
-    """At exit, write torchrun's error file: of the error that ends the program, or of the failure noted last.
+    """At exit, write torchrun's error file about the error that ends the program.
 
     Torchrun reports the file with the earliest time stamp, in seconds, as the cause. So a rank that only
-    stops because of another one dates its file a little later.
+    stops because of another one dates its file later.
     """
-    name, last = os.environ.get("TORCHELASTIC_ERROR_FILE"), uncaught_error()
-    failure, noted = _last or (None, None)
-    error, said = last, str(failure)
-    while error is not None and error is not noted and not isinstance(error, PeerFailed):
-        error = error.__cause__ or error.__context__
-    if last is not None and error is None:  # an error elsewhere in the program
-        failure, noted = of_exception(last, Place(0)), last
-        said = f"{failure.error}: {failure.what}"
-    if not name or failure is None:
+    name, error = os.environ.get("TORCHELASTIC_ERROR_FILE"), uncaught_error()
+    if not name or error is None:
         return
-    moment = failure.time
-    if noted is None:
-        said, moment = f"stopped because {said}", max(moment, time.time()) + 2
-    extra = {"py_callstack": failure.trace, "timestamp": str(int(moment))}
+    said, trace = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, PeerFailed):
+        cause = cause.__cause__ or cause.__context__
+    later = 0 if cause is None else 10
+    extra = {"py_callstack": cut(trace, "trace"), "timestamp": str(int(time.time() + later))}
     with contextlib.suppress(OSError):
-        Path(name).write_text(
-            json.dumps({"message": {"message": said, "extraInfo": extra}}), "utf-8"
-        )
+        message = {"message": {"message": cut(said), "extraInfo": extra}}
+        Path(name).write_text(json.dumps(message), "utf-8")
 
 
 atexit.register(_tell_torchrun)

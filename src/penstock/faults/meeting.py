@@ -30,7 +30,7 @@ from penstock.faults.places import ranges
 T = TypeVar("T")
 
 DAY = timedelta(days=1)
-"""The limit for an operation of a group; the watch finds a silent rank much earlier."""
+"""How long a wait on a peer may take; the watch finds a silent one much earlier."""
 LATE = 10.0
 """Seconds after which it is logged who has not come yet."""
 SLACK = 1.0

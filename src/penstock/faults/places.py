@@ -88,7 +88,8 @@ class Place(Where):
         inside: whether it is in a step or an evaluation.
         setup: the part of the set-up that it is in; ``None`` once its pipeline is made.
         waits: what it waits for; ``None`` while it works.
-        awaited: the global ranks that it waits for, as :func:`ranges` writes them.
+        awaited: the global ranks that it waits for, as :func:`ranges` writes them; empty if anybody may be
+            waited for.
         call: the call of the user's that it is in and that every rank must make; empty for none.
         collective: the number of the collective of these that it waits for; ``None`` for another wait.
         arrived: for each group of processes, to how many of its collectives this one has come.
@@ -123,7 +124,7 @@ class Place(Where):
             after = f"step {self.step}" if self.step else f"call {self.calls}"
             begun = self.step or self.calls
             steps = f"between steps, after {after}" if begun else "before its first step"
-            return f"is {steps}, in its own code"
+            return f"is {steps}, in {self.call or 'its own code'}"
         return f"is in {self.action}" if self.action else "prepares a step"
 
     @property

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from penstock.faults.failure import Failure, of_circle, of_death, of_leaving, of_silence
-from penstock.faults.places import Place, in_ranges, ranges
+from penstock.faults.failure import Failure, at_place
+from penstock.faults.places import Place, in_ranges
 
 STALE = 2.5
 """Seconds without a heartbeat, sent once a second, after which a process's threads count as stopped."""
@@ -43,22 +43,20 @@ class Search:
         """Follow the waits from one process to those that wait for nobody.
 
         Args:
-            start: the place of the process that waits. If it notes no wait, as in a wrapper's collective, it
-                may wait for anybody.
+            start: the place of the process that waits.
             read: reads places.
             clock: the seconds in which the store has answered so far.
 
         Returns:
             The places on the way, in the order in which they were found.
         """
-        if start.waits is None:
-            start = replace(start, waits="others", awaited=ranges(self._members))
         self._clock = clock
         order, known = [start], {start.process: start}
         for place in order:
-            if place.waits is None or place.status == "left" or self.is_mute(place):
+            ends = place.waits is None and place is not start
+            if ends or place.status == "left" or self.is_mute(place):
                 continue
-            awaited = in_ranges(place.awaited, self._members)
+            awaited = in_ranges(place.awaited, self._members) or self._members
             answer = read([process for process in awaited if process not in known])
             known |= answer
             for one in answer.values():
@@ -90,31 +88,63 @@ class Search:
             limit: seconds for which a rank may make no progress, unless it has asked for more.
             broken: whether a connection of the first one broke.
         """
-        failure = self._judged(places, limit, broken=broken)
+        found = self._culprit(places, limit, broken=broken)
+        if found is None:
+            return None
+        place, kind, what = found
         # A call that one rank alone makes is what keeps it waiting for another that knows nothing of it.
-        calls = {place.call: place for place in places if place.call and place.waits}
-        culprit = next((one for one in places if failure and one.process == failure.process), None)
-        if failure is None or len(calls) != 1 or culprit is None or culprit.call in calls:
-            return failure
-        (name, caller), *_ = calls.items()
-        return replace(
-            failure, what=f"{failure.what}; {caller.name} is in {name}, which every rank must call"
-        )
+        calls = {one.call: one for one in places if one.call and one.waits}
+        if len(calls) == 1 and place.call not in calls:
+            ((name, caller),) = calls.items()
+            what += f"; {caller.name} is in {name}, which every rank must call"
+        return at_place(place, kind, what, by=places[0].process)
 
-    def _judged(self, places: Sequence[Place], limit: float, *, broken: bool) -> Failure | None:
+    def _culprit(
+        self, places: Sequence[Place], limit: float, *, broken: bool
+    ) -> tuple[Place, str, str] | None:
+        """The process to blame, the kind of its failure, and what is known of it."""
         start, *others = places
         for place in others:
             stale = self.stale(place)
             if place.status == "left" and (place.calls < start.calls or broken):
-                return of_leaving(place, start.process)
+                plural = "" if place.step == 1 else "s"
+                # Where it was before it left says nothing.
+                alone = replace(place, stage=None, microbatch=None, action=None)
+                return alone, "left", f"left after {place.step} training step{plural}, {LEFT}"
             if broken and stale > CAUSE:
-                return of_death(place, stale, start.process)
+                what = f"{DEAD}; it {place.doing}, by its last heartbeat at least {stale:.1f} s ago"
+                return place, "died", what
             if stale > STALE and start.age > max(limit, place.slack):
-                return of_silence(place, stale, start.process)
+                what = f"it {place.doing}, by its last heartbeat {stale:.1f} s ago; {MUTE}"
+                return place, "silent", f"makes no progress: {what}"
         alive = [one for one in others if one.status == "runs" and not self.is_mute(one)]
         late = [one for one in alive if one.age > max(limit, one.slack)]
         if ends := [one for one in late if one.waits is None]:
-            return of_silence(max(ends, key=lambda place: place.age), 0.0, start.process)
+            place = max(ends, key=lambda one: one.age)
+            what = f"it {place.doing} for {place.age:.1f} s, and waits for nobody{_remedy(place)}"
+            return place, "silent", f"makes no progress: {what}"
         if late and len(late) == len(others) and not broken:
-            return of_circle([start, *late], start.process)
+            listed = "; ".join(map(str, [start, *late][:4]))
+            return start, "lost", f"{len(late) + 1} ranks wait for each other: {listed}: {CIRCLE}"
         return None
+
+
+def _remedy(place: Place) -> str:
+    """What helps a rank that is only slow."""
+    if place.setup is not None:
+        return "; if it needs that long, raise rendezvous_timeout="
+    return "" if place.inside else "; if it needs that long, say so by pipe.patient() or timeout="
+
+
+LEFT = (
+    "while others go on; every rank must make the same calls of the pipeline: look for a loop that ends "
+    "earlier there"
+)
+DEAD = (
+    "its process died without reporting an error, its machine is down, or the network to it is cut"
+)
+MUTE = (
+    "its process has ended or is stopped by a signal, its interpreter is held by code that does not let "
+    "other threads run, its machine is down, or the network to it is cut"
+)
+CIRCLE = "they call different things, the network between them is cut, or messages were lost"

@@ -10,8 +10,8 @@ import multiprocessing
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
 from time import monotonic
@@ -19,15 +19,21 @@ from typing import Any
 
 import torch.distributed as dist
 
-from penstock.errors import TEMPORARY, MessageError, PeerFailed, PenstockError, UsageError
+from penstock.errors import (
+    TEMPORARY,
+    AgreementError,
+    MessageError,
+    NonFiniteError,
+    PeerFailed,
+    PenstockError,
+    UsageError,
+)
 from penstock.faults.activity import Activity, Patience
 from penstock.faults.desk import PERIOD, Desk
 from penstock.faults.failure import (
     Failure,
     at_place,
-    note_for_torchrun,
     of_exception,
-    of_leaving,
     status_of,
     uncaught_error,
     write_report,
@@ -42,8 +48,6 @@ UNKNOWN = 4.0
 """Seconds to look for the cause of a broken connection."""
 LINGER = 1.5
 """Seconds that a failed rank gives the others to learn the reason, before a launcher ends them."""
-BOW = 0.5
-"""Seconds that a rank waits for the report of an error that all raise because of another one."""
 LAST = 4.0
 """Seconds after a failure until a rank that still hangs ends its own process."""
 LOST = 2.0
@@ -52,6 +56,8 @@ LOOKERS = 2
 """How many processes look for a culprit once a second; others look more rarely, since each reads places."""
 REPEAT = 60.0
 """Seconds from one line about a slow rank to the next."""
+AHEAD = 3.5
+"""Seconds before the limit when the search begins, so that who writes nothing is known by then."""
 
 logger = logging.getLogger("penstock")
 
@@ -94,7 +100,7 @@ class Watch:
         self._folder: Path | None = None
         self._status = "runs"
         self._broken = False
-        self._aborted = self._named = 0.0
+        self._aborted, self._named = 0.0, -REPEAT
         self._search = Search(self._members)
         self._ending = threading.Event()
         self._closed = False
@@ -131,16 +137,6 @@ class Watch:
         self._folder = folder
         self._desk.keeps_places = folder is not None
 
-    @contextmanager
-    def patient(self, seconds: float) -> Iterator[None]:
-        """Give this rank at least this many seconds for its work in this context."""
-        before = self.activity.slack
-        self.activity.slack = max(before, seconds)
-        try:
-            yield
-        finally:
-            self.activity.slack = before
-
     def check(self) -> None:
         """Raise if this rank must stop; called before every action.
 
@@ -153,9 +149,8 @@ class Watch:
                 f"this process was forked from that of rank {self.activity.rank}, and is not a rank of the "
                 "pipeline: it must not continue the step, but do its own work and exit"
             )
-        failure = self._desk.failure
-        if failure is not None and self._is_due(failure):
-            raise self._peer_failed(failure)
+        if self._desk.failure is not None:
+            raise self._peer_failed(self._desk.failure)
 
     def failed(self, error: BaseException) -> BaseException:
         """Report an error of this rank to the others, or find the failure that caused it.
@@ -164,23 +159,16 @@ class Watch:
             The exception to raise: the error itself, or a :class:`PeerFailed` if another rank's failure
             caused it.
         """
-        if self.is_child() or self._status == "stops" or isinstance(error, PeerFailed):
+        if self.is_child() or self._status == "stops" or _is_raised_by_all(error):
             return error
         if isinstance(error, SystemExit) and status_of(error) == 0:
             return error
         if _is_broken_wait(error):
             return self._peer_failed(self._find_cause(error))
         failure = of_exception(error, self.activity.place())
-        own = not isinstance(error, PenstockError) or error.rank in (None, self.activity.rank)
         self._stop()
-        note_for_torchrun(failure, error)
-        if not own:
-            # All ranks raise this error because of one rank, which reports it.
-            self._desk.wait_for(lambda: self._desk.failure, BOW)
-            return error
         self._desk.report(failure, LINGER)
-        if not failure.everywhere:
-            self._end_waits()
+        self._end_waits()
         self._await_others()
         first = self._desk.failure or failure
         if first.process == self.activity.process:
@@ -226,7 +214,6 @@ class Watch:
         """The error with which this rank must stop."""
         self._stop()
         self._end_waits()
-        note_for_torchrun(failure)
         self._report(failure)
         text = str(failure)
         if failure.process != self.activity.process:
@@ -291,14 +278,8 @@ class Watch:
         if lost or (waits and idle > self._limit and self._desk.unanswered > STALE):
             self._desk.learn(self._lost_store())
 
-    def _is_due(self, failure: Failure) -> bool:
-        """Whether to stop because of a failure: what each rank finds by itself it may raise by itself."""
-        return not failure.everywhere or monotonic() - self._desk.since > LINGER
-
     def _react(self, failure: Failure) -> None:
         """There is a failure elsewhere: end the waits here, and this process if that does not help."""
-        if not self._is_due(failure):
-            return
         seconds, waits = monotonic() - self._desk.since, self.activity.waits is not None
         if (waits or self.activity.inside) and monotonic() - self._aborted > 1.0:
             self._end_waits(groups=seconds > 1.0)
@@ -309,56 +290,44 @@ class Watch:
     # ---- in the desk's thread
 
     def _look(self) -> Failure | None:
-        """Look for whom this rank waits, if its wait is broken or lasts too long."""
-        idle, waits = self._idle, self.activity.waits is not None
-        if self._status != "runs":
+        """Look for whom this rank waits, if its wait is broken or lasts long."""
+        own, now = self.activity.place(self._status), monotonic()
+        # In a step also what nobody has noted: its collectives are those of wrappers.
+        waits = self.activity.waits is not None or (own.waits is not None and own.inside)
+        early = min(self._patience.slow(self.activity.durations), self._limit - AHEAD)
+        is_late = self._broken or (waits and own.age > early)
+        if self._status != "runs" or not is_late or now < self._search.next:
             return None
-        if self._broken or (waits and idle > self._limit):
-            return self._find_culprit()
-        if waits and idle > self._patience.slow(self.activity.durations):
-            return self._name_the_slow(idle)
-        return None
-
-    def _find_culprit(self) -> Failure | None:
-        if monotonic() < self._search.next:
-            return None
-        calls = self.activity.calls
-        if self._search.calls != calls:
-            order = self._desk.count(f"look/{calls}")
-            self._search = Search(self._members, calls, order)
+        if self._search.calls != own.calls:
+            order = self._desk.count(f"look/{own.calls}")
+            self._search = Search(self._members, own.calls, order)
+        search, leads = self._search, own.process in self._members[:LOOKERS]
         # Most wait for the same rank: not all of them need to read places.
-        order = self._search.order
-        pause = float(order) if order > LOOKERS else 0.3 if self._broken else 0.9 * PERIOD
-        self._search.next = monotonic() + pause
-        places = self._places_on_the_way()
-        failure = self._search.judge(places, self._limit, broken=self._broken)
-        if failure is not None and not self._broken:
+        rarely = search.order > LOOKERS and not leads
+        search.next = now + (search.order if rarely else 0.3 if self._broken else 0.9 * PERIOD)
+        places = search.look(own, self._desk.read, self._desk.clock)
+        failure = search.judge(places, self._limit, broken=self._broken)
+        if failure is None and leads:
+            self._name_the_slow(places)
+        elif failure is not None and not self._broken:
             listing = "\n".join(f"  {place}" for place in places)
             logger.error("penstock: %s\nwhat waits for what:\n%s", failure, listing)
         return failure
 
-    def _places_on_the_way(self) -> list[Place]:
-        own = self.activity.place(self._status)
-        return self._search.look(own, self._desk.read, self._desk.clock)
-
-    def _name_the_slow(self, idle: float) -> Failure | None:
+    def _name_the_slow(self, places: Sequence[Place]) -> None:
         """The first process of the job, or the second if the first is slow, logs who is waited for."""
-        position = self._members.index(self.activity.process)
-        if position > 1 or monotonic() - self._named < REPEAT:
-            return None
-        self._named = monotonic()
-        ends = [place for place in self._places_on_the_way() if place.waits is None]
-        if position == 1 and all(place.process != self._members[0] for place in ends):
-            return None
-        calls = self.activity.calls
-        if left := [one for one in ends if one.status == "left" and one.calls < calls]:
-            return of_leaving(left[0], self.activity.process)
-        if ends:
+        own, *others = places
+        ends = [place for place in others if place.waits is None]
+        is_first = own.process == self._members[0]
+        if not is_first and all(place.process != self._members[0] for place in ends):
+            return
+        is_slow = own.age > self._patience.slow(self.activity.durations)
+        if ends and is_slow and monotonic() - self._named > REPEAT:
+            self._named = monotonic()
             logger.warning(
                 "penstock: %s has waited for %.0f s, because %s; the job ends after %g s without progress",
-                *(self.activity.name, idle, "; ".join(map(str, ends[:4])), self._limit),
+                *(own.name, own.age, "; ".join(map(str, ends[:4])), self._limit),
             )
-        return None
 
     # ---- in any of them
 
@@ -402,6 +371,13 @@ class Watch:
         with suppress(Exception):  # where there is no file to print to
             faulthandler.dump_traceback()
         os._exit(status)
+
+
+def _is_raised_by_all(error: BaseException) -> bool:
+    """Whether every rank raises an error, as when they disagree: nobody needs to be told."""
+    return isinstance(error, PeerFailed | AgreementError | NonFiniteError) or (
+        isinstance(error, PenstockError) and error.rank is not None
+    )
 
 
 def _is_broken_wait(error: BaseException) -> bool:

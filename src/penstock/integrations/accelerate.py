@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,9 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has n
         model, optimizer, loader = accelerator.prepare(PipelineModule(pipe), optimizer, loader)
 
     Ranks of one pipeline get the same batches, and replicas different ones. ``clip_grad_norm_`` measures the
-    whole model, ``gather`` and ``reduce`` count each pipeline once, and a scheduler steps once for each step
-    of the optimizer. ``save_state`` lets each process write its part into the folder ``penstock``, and
-    ``load_state`` reads it with any schedule and number of ranks.
+    whole model, ``num_processes``, ``gather`` and ``reduce`` count each pipeline once, and so a scheduler
+    steps as often as with so many processes of Accelerate. ``save_state`` lets each process write its part
+    into the folder ``penstock``, and ``load_state`` reads it with any schedule and number of ranks.
 
     Args:
         pipe: the pipeline.
@@ -87,9 +88,15 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has n
     def __init__(self, pipe: Pipeline, **options: Any) -> None:
         super().__init__(**options)
         self.pipe = pipe
-        self._ranks = pipe.schedule.ranks if self.num_processes > 1 else 1
+        self._ranks = pipe.schedule.ranks if self.state.num_processes > 1 else 1
         if self._ranks > 1:
             share_batches(self, pipe)
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes that have batches of their own: that of pipelines."""
+        ranks: int = vars(self).get("_ranks", 1)
+        return int(self.state.num_processes) // ranks
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -119,10 +126,21 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has n
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Wrap a scheduler, which steps once for each step of the optimizer."""
+        """Wrap a scheduler, which steps once for each pipeline at each step of the optimizer."""
         prepared = super().prepare_scheduler(scheduler)
-        # Otherwise it would step once for each process.
-        prepared.split_batches = True
+        if self._ranks > 1 and not prepared.split_batches:
+            # It would step once for each process.
+            prepared.split_batches, step = True, prepared.step
+
+            def step_for_each(*args: Any, **kwargs: Any) -> None:
+                for _ in range(self.num_processes):
+                    # As Accelerate does: a schedule of fixed length may end between two of these.
+                    if getattr(scheduler, "_step_count", 0) <= getattr(
+                        scheduler, "total_steps", inf
+                    ):
+                        step(*args, **kwargs)
+
+            prepared.step = step_for_each
         return prepared
 
     def clip_grad_norm_(
@@ -137,15 +155,8 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has n
         return clip_whole(self.pipe, parameters, max_norm, norm_type=norm_type)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The state dict of the unsplit model on rank 0, an empty one on the others; every rank calls it.
-
-        A tied weight has the first of its names.
-        """
-        kept: dict[int, str] = {}
-        for name, value in (state := self.pipe.state_dict(full=True)).items():
-            # Files of safetensors have one name for one memory.
-            kept.setdefault(value.data_ptr() if isinstance(value, Tensor) else id(value), name)
-        return {name: state[name] for name in kept.values()}
+        """The state dict of the unsplit model on rank 0, an empty one on the others; every rank calls it."""
+        return dict(self.pipe.state_dict(full=True))
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Save the run; every process writes its part, and rank 0 what Accelerate keeps beside it."""

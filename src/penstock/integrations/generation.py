@@ -45,6 +45,8 @@ def generate(pipe: Pipeline, args: Any, kwargs: Mapping[str, Any]) -> Any:
             raise AgreementError("generate was called with different arguments on different ranks")
         for device in {torch.device("cpu"), pipe.device}:
             _share_draws(pipe, device)
+        if not pipe.is_cut:
+            return model.generate(*args, **kwargs)
         split = _SplitModel(pipe, model)
         split.open()
         try:

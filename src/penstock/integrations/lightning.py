@@ -8,6 +8,8 @@ which is used except DistributedDataParallel.
 from __future__ import annotations
 
 import inspect
+import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +25,7 @@ from penstock.errors import PartitionError, UsageError
 from penstock.integrations.module import PipelineModule, clip_whole
 from penstock.parallel import pipelines_in, side_by_side
 from penstock.pipeline import Pipeline
+from penstock.runtime import ASKING
 
 try:
     from lightning.fabric.strategies.ddp import DDPStrategy as FabricProcesses
@@ -46,8 +49,11 @@ from penstock.integrations.steps import (
     StepLog,
     choices_of,
     counters_of,
+    described,
     loss_in,
 )
+
+logger = logging.getLogger("penstock")
 
 _OURS = {"loss_fn", "reduction", "device", "group", "mesh", "replicas"}
 """Arguments of a Pipeline that the step and Lightning's arguments determine."""
@@ -94,6 +100,10 @@ class _OnPipeline(nn.Module):
         self._weighs = callable(options.get("loss_weight"))
         self._log = StepLog(module)
         self._quiet: set[Any] = set()
+        # The loss is asked here, together with what is logged.
+        self._asks = options.get("loss_over", "samples") == "samples"
+        self._calls, self._told = Counter[str](), set[str]()
+        options = {**options, "loss_over": "microbatch"} if self._asks else options
         with self._log.without_metrics():
             self.pipe = Pipeline(LightningStep(module, self._log), loss_fn=loss_in, **options)
             vars(self)["_inner"] = PipelineModule(self.pipe)
@@ -144,6 +154,7 @@ class _OnPipeline(nn.Module):
             else:
                 result = self.pipe.eval(*args, same_batch=True, **kwargs)
                 loss = self._inner.loss_of(result)
+            self._ask(*args, **kwargs)
         with torch.set_grad_enabled(trains):
             # Where only numbers leave a step, no other rank needs its outputs.
             outputs = result.outputs["rest"] if kwargs["outputs"] else None
@@ -154,6 +165,28 @@ class _OnPipeline(nn.Module):
         if returns is None:
             return returned
         return {"loss": loss, **(returned or {})} if issubclass(returns, Mapping) else loss
+
+    def _ask(self, *args: Any, outputs: bool, **kwargs: Any) -> None:
+        """Ask whether the loss and the numbers of a step are means over samples, now and then.
+
+        Raises:
+            UsageError: the loss is not.
+        """
+        count, step_name = self.pipe.schedule.microbatches, kwargs["step_name"]
+        self._calls[step_name] += 1
+        if not self._asks or count == 1 or self._calls[step_name] not in ASKING:
+            return
+        with torch.no_grad():
+            apart = self.pipe.ask_inside(None, count, *args, **kwargs)
+        for name in apart.keys() - self._told if self.pipe.leads else ():
+            many, few = apart[name]
+            logger.warning(
+                "penstock: %s of %s is %.6g for a batch in %d microbatches, and %.6g in %d: the mean over "
+                "microbatches is not what it is for the batch. Give what it is computed from to a metric of "
+                "torchmetrics, which gets the whole batch",
+                described(name), step_name, many, count, few, max(1, count // 2),
+            )  # fmt: skip
+        self._told |= apart.keys()
 
     # ---- weights, and the states of optimizers
 

@@ -52,8 +52,8 @@ class PipelineModule(nn.Module):
     For a transformers model it takes that model's arguments and returns its output class; see
     :class:`penstock.integrations.PipelineModel`.
 
-    Parameters and the state dict are those of the whole model, see :meth:`Pipeline.named_parameters`; modules
-    are those of the stages that live in this process, under their names in the unsplit model.
+    Parameters, the state dict and modules are those of the whole model, see
+    :meth:`Pipeline.named_parameters`.
 
     In float16, under autocast or with float16 weights, the step scales its loss by the factor of the last
     backward, so that gradients do not vanish in the step although ``torch.amp.GradScaler`` scales the loss
@@ -81,8 +81,11 @@ class PipelineModule(nn.Module):
         dtypes = {parameter.dtype for parameter in pipe.parameters()}
         self._has_half_weights = any(pipe.agree(torch.float16 in dtypes))
         self._dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-        for stage in pipe.stages:
-            _graft(self, stage.code)
+        if pipe.model is not None:
+            self._modules.update(pipe.model._modules)
+        else:
+            for stage in pipe.stages:
+                _graft(self, stage.code)
         self.training = any(module.training for module in self.children())
 
     # ---- calls
@@ -112,6 +115,7 @@ class PipelineModule(nn.Module):
         for name in kwargs.keys() & {"accumulate", "scaler"}:
             raise UsageError(f"{name}= belongs to Pipeline.step; here, divide or scale the loss")
         of_model = {name: value for name, value in kwargs.items() if name not in _OF_STEP}
+        self.pipe.cut(*args, **of_model)
         run = self._pass(args, of_model, again=outputs)
         args, kwargs = run.args, {**kwargs, **run.kwargs}
         scale = self._factor if self._computes_in_half else 1.0
@@ -133,6 +137,7 @@ class PipelineModule(nn.Module):
         """
         if not self.training and not torch.is_grad_enabled():
             return self.pipe.predict(*args, same_batch=True, **kwargs)
+        self.pipe.cut(*args, **kwargs)
         run = self._pass(args, kwargs, again=torch.is_grad_enabled())
         with torch.no_grad():
             output = self.pipe.run_forward(*run.args, same_batch=True, **run.kwargs)
@@ -164,9 +169,11 @@ class PipelineModule(nn.Module):
         return self._has_half_weights
 
     def train(self, mode: bool = True) -> PipelineModule:
-        """Set the mode of this process's stages."""
+        """Set the mode of the model."""
         super().train(mode)
-        for stage in self.pipe.stages:
+        if self.pipe.model is not None:
+            self.pipe.model.train(mode)
+        for stage in self.pipe.stages if self.pipe.is_cut else ():
             stage.module.train(mode)
         return self
 
@@ -211,10 +218,15 @@ class PipelineModule(nn.Module):
         Raises:
             UsageError: the call would move or convert the stages.
         """
+        home = self.pipe.device
         for name, parameter in self.pipe.held_weights.named_parameters():
+            # Of a model that is not cut yet, this process may hold too much for its device.
+            whole = self.pipe.is_cut
             with torch.no_grad():
-                changed = fn(parameter) is not parameter
-            if changed:
+                probe = parameter if whole else parameter.new_empty((0,) * parameter.dim())
+                moved = fn(probe)
+            stays = moved.dtype == parameter.dtype and moved.device in (home, parameter.device)
+            if moved is not probe and (whole or not stays):
                 raise UsageError(
                     f"to(), half() and the like would change {name}, and the pipeline's stages stay as they "
                     "are: say where they live with Pipeline(device=), and convert the model before the cut. "

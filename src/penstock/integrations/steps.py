@@ -439,6 +439,13 @@ def counters_of(module: nn.Module) -> dict[str, int]:
     return {name: int(getattr(*where)) for name, where in _counters(module).items()}
 
 
+def described(name: str) -> str:
+    """What a number among a step's losses is to the user."""
+    if name.startswith(_LOGGED):
+        return f"self.log({name.removeprefix(_LOGGED)!r}, ...)"
+    return "a number that is returned, or given to a metric or a list,"
+
+
 def loss_in(output: Any, _: Any) -> Tensor:
     """The loss that the step returned; 0 if an evaluation returned none."""
     loss: Tensor | None = output["loss"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -122,12 +121,10 @@ class Siblings(NamedTuple):
 
     Attributes:
         first: whether this is the pipeline that writes for all.
-        wait: a barrier over all of them.
         groups: for each dimension of pipelines, the process group of the ranks at the same position.
     """
 
     first: bool = True
-    wait: Callable[[], None] = lambda: None
     groups: tuple[Any, ...] = ()
 
 
@@ -148,12 +145,8 @@ def siblings_of(mesh: Any, replicas: Any) -> Siblings:
     known = {tuple(dist.get_process_group_ranks(group)): group for group in groups}
     groups = [group for group in known.values() if group.size() > 1]
 
-    def wait() -> None:
-        for group in groups:
-            group.barrier().wait()
-
     first = replicas.index == 0 and all(group.rank() == 0 for group in groups)
-    return Siblings(first, wait, tuple(groups))
+    return Siblings(first, tuple(groups))
 
 
 def replicated_mesh(

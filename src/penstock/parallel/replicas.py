@@ -31,7 +31,7 @@ class GradientAverage:
 
     def __init__(self, group: dist.ProcessGroup, activity: Activity | None = None) -> None:
         self._group = group
-        self._activity = activity
+        self._activity = activity or Activity(0)
         self._members = dist.get_process_group_ranks(group)
         self._under_way: deque[tuple[Any, Tensor, list[nn.Parameter], Any]] = deque()
 
@@ -42,7 +42,7 @@ class GradientAverage:
             parts = [_flat_gradient(parameter) for parameter in bucket]
             present = parts[0].new_tensor([parameter.grad is not None for parameter in bucket])
             flat = torch.cat([*parts, present]).div_(self._group.size())
-            come = None if self._activity is None else self._activity.arrive(self._members)
+            come = self._activity.arrive(self._members)
             work = dist.all_reduce(flat, group=self._group, async_op=True)
             self._under_way.append((work, flat, bucket, come))
 
@@ -54,8 +54,7 @@ class GradientAverage:
         """
         while self._under_way:
             work, flat, bucket, come = self._under_way.popleft()
-            if self._activity is not None:
-                self._activity.wait(what, collective=come)
+            self._activity.wait(what, collective=come)
             work.wait()
             sizes = [local_part(parameter).numel() for parameter in bucket]
             *parts, present = flat.split([*sizes, len(bucket)])
@@ -66,8 +65,7 @@ class GradientAverage:
             for parameter, part, has_gradient in zip(bucket, parts, somewhere, strict=True):
                 if has_gradient:
                     _replace_gradient(parameter, part)
-        if self._activity is not None:
-            self._activity.go_on()
+        self._activity.go_on()
 
     def forget(self) -> None:
         """Forget the all-reduces of a call that was interrupted."""

@@ -1,6 +1,6 @@
 """Cut a model into stages."""
 
-from penstock.partition.balance import choose_cuts
+from penstock.partition.balance import Room, choose_cuts
 from penstock.partition.base import (
     Example,
     Partition,
@@ -9,27 +9,25 @@ from penstock.partition.base import (
     find_shared_between,
     named_tensors,
 )
-from penstock.partition.costs import StageTable, table
-from penstock.partition.entry import partition, randomness, trace, unit_paths
+from penstock.partition.cutting import Cutting, explained, partition, unit_paths
+from penstock.partition.draws import randomness
 from penstock.partition.plan import CallPlan
 from penstock.partition.seen import Door
-from penstock.partition.trace import Trace
 
 __all__ = [
     "CallPlan",
+    "Cutting",
     "Door",
     "Example",
     "Partition",
+    "Room",
     "Shared",
-    "StageTable",
-    "Trace",
     "choose_cuts",
+    "explained",
     "find_shared",
     "find_shared_between",
     "named_tensors",
     "partition",
     "randomness",
-    "table",
-    "trace",
     "unit_paths",
 ]

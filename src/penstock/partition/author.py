@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from penstock.errors import PartitionError, UsageError
 from penstock.partition.base import Example
 from penstock.partition.held import put
-from penstock.partition.meter import Meter
 from penstock.partition.plan import CallPlan, assign, empty_plan
+from penstock.partition.run import WithoutData, kind_of
 from penstock.partition.seen import Door
 from penstock.partition.settings import Settings
 from penstock.partition.sizes import UnitSizes
-from penstock.partition.trace import Homes, Trace, record
-from penstock.values import tensors_in
+from penstock.partition.trace import Homes, Trace, home_of
 
 _NOTHING = empty_plan()
 """The plan of a model in one stage, whose forward runs as it is."""
@@ -30,29 +29,30 @@ class Author:
     Args:
         model: the model.
         doors: the doors of its units.
-        forward: runs the model.
+        run: runs the model without data.
         recomputes: the paths of the units to checkpoint.
         homes: the stages of each unit by path, and of each parameter outside of units by name.
         stages: the number of stages.
-        example: arguments whose numbers the run without data uses for calls of the same kind.
 
     Raises:
         PartitionError: a module that is in several stages was compiled as a whole.
     """
 
-    def __init__(  # noqa: PLR0913 - a model, where its parts are, and how it is run
+    def __init__(
         self,
         model: nn.Module,
         doors: Sequence[Door],
-        forward: Callable[..., Any],
+        run: WithoutData,
         recomputes: Collection[str],
         homes: Homes,
         stages: int,
-        example: Example | None,
     ) -> None:
-        self.model, self.doors, self.forward = model, doors, forward
+        self.model, self.doors, self.forward = model, doors, run.forward
         self.recomputes, self.homes, self.stages = frozenset(recomputes), homes, stages
-        self._example = example
+        self._run = run
+        self._expected: tuple[Any, CallPlan] | None = None
+        self.shares: tuple[float, ...] = ()
+        self.heaviest = ("", 0.0)
         self._held: dict[str, tuple[Any, str, Tensor | None]] = {}
         inside = {id(part) for door in doors for part in door.module.modules()}
         self.outside = [module for module in model.modules() if id(module) not in inside]
@@ -61,16 +61,14 @@ class Author:
             module for module in self.outside if not type(module).__module__.startswith("torch.nn.")
         ]
         self.paths = {id(module): path for path, module in model.named_modules()}
-        units = {id(door.module) for door in doors}
-        self._opened = [m for m in self.outside if any(id(part) in units for part in m.modules())]
-        self._loose = [m for m in self.outside if not any(m is other for other in self._opened)]
+        self._opened = opened_in(self.outside, doors)
         self._form = _form_of(model)
         self._sizes = UnitSizes()
         self._around = Settings(self.outside)
         self.to_set: list[tuple[Any, str, Any]] = []
         self._settings = [self._settings_of(stage) for stage in range(stages)]
         if stages > 1:
-            self._check_not_compiled()
+            check_not_compiled(model, self.outside)
 
     # ---- what happens in a call
 
@@ -83,13 +81,54 @@ class Author:
         """The plan of a call; see :meth:`Partition.plan`."""
         if self.stages == 1 and not self.recomputes:
             return _NOTHING
+        call = tuple(args), dict(kwargs)
         with ExitStack() as stack:
             for stage, (_, rows) in (states or {}).items():
                 stack.enter_context(self._settings[int(stage)].taken_over(rows))
             self._check_hooks()
-            doors = [*self.doors, *self._hooked()] if self.stages > 1 else self.doors
-            trace = self._record(doors, (tuple(args), dict(kwargs)), self._sizes_now())
-            return assign(trace, self.homes, self.stages)
+            expected, self._expected = self._expected, None
+            if expected is not None and expected[0] == self._key(call):
+                return expected[1]
+            sizes = self._sizes
+            sizes.enter((torch.is_grad_enabled(), *self._looks()))
+            return self._planned(self._run.record(self._all_doors(), call, self.homes, sizes))
+
+    def expect(self, call: Example, trace: Trace | None) -> None:
+        """Plan a call whose plan may be asked for next.
+
+        Args:
+            call: the model's arguments for a microbatch.
+            trace: the run of this call by which the model was cut.
+        """
+        if self.stages == 1 and not self.recomputes:
+            return
+        self._check_hooks()
+        doors = self._all_doors()
+        known = trace is not None and [d.path for d in trace.doors] == [d.path for d in doors]
+        if trace is None or not (known and trace.for_any_homes):
+            trace = self._run.record(doors, call, self.homes)
+        self._expected = self._key(call), self._planned(trace)
+
+    def _planned(self, trace: Trace) -> CallPlan:
+        plan = assign(trace, self.homes, self.stages)
+        if not self.shares and trace.flops is not None:
+            self.shares, self.heaviest = plan.shares()
+        return plan
+
+    def _all_doors(self) -> Sequence[Door]:
+        """The doors of units, and of the modules between units that have hooks."""
+        more = hooked_in(self.model, self.outside, self.doors) if self.stages > 1 else []
+        return [*self.doors, *more]
+
+    def _key(self, call: Example) -> Any:
+        """What the plan of a call depends on."""
+        kinds = ("cpu", home_of(self.model).type)
+        casts = [torch.is_autocast_enabled(k) and torch.get_autocast_dtype(k) for k in kinds]
+        return kind_of(call), torch.is_grad_enabled(), casts, self._looks()
+
+    def _looks(self) -> list[Any]:
+        """All settings, as they are now."""
+        return [one.look() for one in (self._around, *self._settings)]
 
     def state(self, stage: int) -> tuple[Any, ...]:
         """The settings on which plans depend; see :meth:`penstock.stage.StageModule.state`."""
@@ -106,12 +145,6 @@ class Author:
         for settings in (self._around, *self._settings):
             settings.refresh()
 
-    def _sizes_now(self) -> UnitSizes:
-        """What units gave at other sizes, with all settings as they are now."""
-        settings = [one.look() for one in (self._around, *self._settings)]
-        self._sizes.enter((torch.is_grad_enabled(), *settings))
-        return self._sizes
-
     def _settings_of(self, stage: int) -> Settings:
         """The settings of a stage's units, and of its parameters outside of units."""
         units = [door.module for door in self.doors if stage in self.homes[door.path]]
@@ -127,24 +160,7 @@ class Author:
 
     def flops(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
         """The floating-point operations of the whole model's forward; see :meth:`StageModule.flops`."""
-        with Meter() as meter:
-            self._record(self.doors, (tuple(args), dict(kwargs)))
-        return float(meter.flops)
-
-    def _record(
-        self, doors: Sequence[Door], call: Example, sizes: UnitSizes | None = None
-    ) -> Trace:
-        fits = self._example is not None and _kind(self._example) == _kind(call)
-        example = self._example if fits else None
-        return record(self.model, self.forward, doors, call, example, self.homes, sizes)
-
-    def _hooked(self) -> list[Door]:
-        """Doors of the modules between units that have hooks: each call is in one stage, like a unit's."""
-        paths = [
-            self.paths[id(m)] for m in self._loose if any(_hooks_of(part) for part in m.modules())
-        ]
-        outer = [p for p in paths if not any(p.startswith(f"{other}.") for other in paths)]
-        return [Door(self.model.get_submodule(path), path) for path in outer]
+        return self._run.record(self.doors, (tuple(args), dict(kwargs)), self.homes).flops or 0.0
 
     # ---- what cannot be split
 
@@ -156,15 +172,6 @@ class Author:
                     f"{self.paths[id(module)] or 'the model'} has backward hooks, and its parts are placed "
                     "by themselves: no stage has its gradients on both ends. Set the hooks on its parts, or "
                     "place it as a whole by naming it in stages="
-                )
-
-    def _check_not_compiled(self) -> None:
-        for module in self.outside:
-            if module._compiled_call_impl or has_compiled_forward(module):
-                raise PartitionError(
-                    f"{self.paths[id(module)] or 'the model'} (a {type(module).__name__}) was compiled as a "
-                    "whole, and its parts are placed by themselves; compile these instead, or place it as a "
-                    "whole by naming it in stages="
                 )
 
     # ---- edits of the model
@@ -183,6 +190,38 @@ class Author:
                 f"{edited[0]!r} was replaced, added or taken away in the model after the Pipeline was made, "
                 "and its stages have what was there before; change a tensor in place, as by copy_(), or make "
                 "a new Pipeline"
+            )
+
+
+def opened_in(outside: Sequence[nn.Module], doors: Sequence[Door]) -> list[nn.Module]:
+    """The modules outside of units that hold units."""
+    units = {id(door.module) for door in doors}
+    return [m for m in outside if any(id(part) in units for part in m.modules())]
+
+
+def hooked_in(model: nn.Module, outside: Sequence[nn.Module], doors: Sequence[Door]) -> list[Door]:
+    """Doors of the modules between units that have hooks: each call is in one stage, like a unit's."""
+    opened = {id(module) for module in opened_in(outside, doors)}
+    known = {id(module): path for path, module in model.named_modules()}
+    loose = [module for module in outside if id(module) not in opened]
+    paths = [known[id(m)] for m in loose if any(_hooks_of(part) for part in m.modules())]
+    outer = [p for p in paths if not any(p.startswith(f"{other}.") for other in paths)]
+    return [Door(model.get_submodule(path), path) for path in outer]
+
+
+def check_not_compiled(model: nn.Module, outside: Sequence[nn.Module]) -> None:
+    """Refuse modules outside of units that were compiled as a whole.
+
+    Raises:
+        PartitionError: the message names the first of them.
+    """
+    for module in outside:
+        if module._compiled_call_impl or has_compiled_forward(module):
+            paths = {id(part): path for path, part in model.named_modules()}
+            raise PartitionError(
+                f"{paths[id(module)] or 'the model'} (a {type(module).__name__}) was compiled as a "
+                "whole, and its parts are placed by themselves; compile these instead, or place it as a "
+                "whole by naming it in stages="
             )
 
 
@@ -205,21 +244,3 @@ def _form_of(model: nn.Module) -> dict[str, Any]:
     return modules | dict.fromkeys(
         [name for name, _ in model.named_parameters(remove_duplicate=False)], "parameter"
     )
-
-
-def _kind(call: Example) -> Any:
-    """The kind of a call: its shapes, types and plain values."""
-    tensors = tuple(
-        (tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for t in tensors_in(call)
-    )
-    return tensors, _plain((tuple(call[0]), dict(call[1])))
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, int | float | str | type(None) | torch.dtype | torch.device):
-        return repr(value)
-    if isinstance(value, Mapping):
-        return f"{type(value).__name__}{[(name, _plain(child)) for name, child in value.items()]}"
-    if isinstance(value, list | tuple):
-        return f"{type(value).__name__}{[_plain(child) for child in value]}"
-    return type(value).__name__

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, combinations, pairwise, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +22,34 @@ Cut = tuple[int, ...]
 Array = npt.NDArray[Any]
 
 
-def choose_cuts(costs: Sequence[float], stages: int, placement: Placement | None = None) -> Cut:
+class Room(NamedTuple):
+    """The memory that the stages have.
+
+    Attributes:
+        nbytes: how much each stage may hold.
+        in_flight: for each stage, how many microbatches it holds at once.
+    """
+
+    nbytes: float
+    in_flight: Sequence[int]
+
+
+def choose_cuts(
+    costs: Sequence[float],
+    stages: int,
+    placement: Placement | None = None,
+    memory: Sequence[tuple[float, float]] = (),
+    room: Room | None = None,
+) -> Cut:
     """The first block of each stage, beginning with block 0.
 
     Args:
         costs: The cost of each block, in the order in which they run.
         stages: How many stages to make.
         placement: Which rank holds which stage; by default each rank holds one.
+        memory: The bytes that each block holds, and those that it makes for each microbatch.
+        room: The memory of the stages, which no stage exceeds if there is such a cut; if there is none, the
+            stages hold equally much.
 
     Raises:
         PartitionError: There are more stages than blocks.
@@ -48,10 +69,27 @@ def choose_cuts(costs: Sequence[float], stages: int, placement: Placement | None
         if any(costs)
         else [*map(float, range(len(costs) + 1))]
     )
+    if room is not None:
+        taken = [_taken(memory, flying) for flying in room.in_flight]
+        fits: list[Array] = [one <= room.nbytes for one in taken]
+        cut = _even_stages(sums, stages, fits)
+        return cut if _all_fit(cut, fits) else _best(taken, np.maximum)[1]
     cut = _even_stages(sums, stages)
     if placement is None or placement.ranks == stages:
         return cut
     return _even_ranks(sums, cut, placement.rank_of)
+
+
+def _taken(memory: Sequence[tuple[float, float]], in_flight: int) -> Array:
+    """The bytes of a stage from one block (row) up to just before another (column)."""
+    sums = np.array([0.0, *accumulate(held + in_flight * made for held, made in memory)])
+    later = ~np.tri(len(sums), dtype=bool)
+    return np.where(later, sums - sums[:, None], math.inf)
+
+
+def _all_fit(cut: Cut, fits: Sequence[Array]) -> bool:
+    stops = (*cut[1:], len(fits[0]) - 1)
+    return all(of[a, b] for of, a, b in zip(fits, cut, stops, strict=True))
 
 
 def use_up_to(most: int) -> str:
@@ -75,31 +113,37 @@ def _loads(sums: Sequence[float], cut: Cut, rank_of: Sequence[int]) -> list[floa
 # ---- even stages: dynamic programming over the best cuts of each prefix
 
 
-def _even_stages(sums: Sequence[float], stages: int) -> Cut:
-    """The most even of the cuts whose heaviest stage is lightest."""
+def _even_stages(sums: Sequence[float], stages: int, fits: Sequence[Array] = ()) -> Cut:
+    """The most even of the cuts whose heaviest stage is lightest.
+
+    Args:
+        sums: The cost of all blocks before each one.
+        stages: How many stages to make.
+        fits: For each stage, whether it may go from one block (row) up to just before another (column).
+    """
     prefix = np.array(sums)
     later = ~np.tri(len(prefix), dtype=bool)
     costs = np.where(later, prefix - prefix[:, None], math.inf)
-    heaviest, _ = _best(costs, stages, np.maximum)
-    costs[costs > heaviest * (1 + 1e-12)] = math.inf
-    _, cut = _best(costs * costs, stages, np.add)
+    prices = [np.where(of, costs, math.inf) for of in fits] or [costs] * stages
+    heaviest, _ = _best(prices, np.maximum)
+    most = heaviest * (1 + 1e-12)
+    _, cut = _best([np.where(of > most, math.inf, of * of) for of in prices], np.add)
     return cut
 
 
-def _best(prices: Array, stages: int, join: Callable[[Array, Array], Array]) -> tuple[float, Cut]:
+def _best(prices: Sequence[Array], join: Callable[[Array, Array], Array]) -> tuple[float, Cut]:
     """The lowest joint price of all stages, and its cut.
 
     Args:
-        prices: The price of a stage from one block (row) up to just before another (column).
-        stages: How many stages to make.
+        prices: For each stage, its price from one block (row) up to just before another (column).
         join: Combines two prices into one.
     """
-    blocks = len(prices) - 1
+    blocks = len(prices[0]) - 1
     best: Array = np.full(blocks + 1, math.inf)
     best[0] = 0.0
     starts: list[Array] = []
-    for _ in range(stages):
-        joined = join(best[:, None], prices)
+    for of_stage in prices:
+        joined = join(best[:, None], of_stage)
         starts.append(joined.argmin(axis=0))
         best = joined.min(axis=0)
     return float(best[blocks]), tuple(_back(starts, blocks))[::-1]

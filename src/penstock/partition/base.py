@@ -73,6 +73,22 @@ class Partition:
         """
         return self.planner.plan(args, kwargs)
 
+    @property
+    def units(self) -> list[str]:
+        """The paths of the modules that are placed as a whole; none of stages that were made by hand."""
+        return [] if self.planner is None else [door.path for door in self.planner.doors]
+
+    @property
+    def shares(self) -> Sequence[float]:
+        """The part of the work that each stage has in the first call that was planned; empty before it."""
+        return () if self.planner is None else self.planner.shares
+
+    @property
+    def heaviest(self) -> tuple[str, float]:
+        """The unit with the most work in that call, and its part of the work."""
+        unit: tuple[str, float] = self.planner.heaviest
+        return unit
+
     def check_unchanged(self) -> None:
         """Check that the model has the modules and parameters that it had when it was cut.
 

@@ -127,6 +127,18 @@ class CallPlan:
             return None
         return Quick(step.what, step.owner == stage, self.trace.values[number].tensor)
 
+    def shares(self) -> tuple[tuple[float, ...], tuple[str, float]]:
+        """The part of the work that each stage has; the unit that has the most, and its part."""
+        stages, units = [0.0] * len(self.last), Counter[str]()
+        for step in self.steps:
+            stages[step.owner] += step.event.work
+            units[step.what if step.event.is_unit else ""] += step.event.work  # type: ignore[assignment]
+        total = sum(stages) or 1.0
+        path, work = max(
+            units.items(), key=lambda pair: (bool(pair[0]), pair[1]), default=("", 0.0)
+        )
+        return tuple(of / total for of in stages), (path, work / total)
+
     def apart(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of the last stage, such as a loss, that may not read other stages' attributes.
 
@@ -292,9 +304,8 @@ class _Owners:
 def _backwards(event: Event, owner: int, value: Value, source: int) -> str:
     return (
         f"{event.where}: {event.name} in stage {owner} uses {value.name.rstrip('!')} of stage {source}, but "
-        "values go to later stages only; place the modules in the order of their calls, for which "
-        "example=(args, kwargs) helps, or let the later one's module be called again there by naming it in "
-        "both lists of stages="
+        "values go to later stages only; list the modules in the order of their calls, or name the one that "
+        "is called again in both lists of stages="
     )
 
 

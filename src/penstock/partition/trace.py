@@ -59,6 +59,7 @@ from penstock.partition.seen import (
     uncheckpointed,
 )
 from penstock.partition.sizes import UnitSizes, without_data
+from penstock.partition.work import Work
 from penstock.values import (
     Place,
     check_tensor,
@@ -178,6 +179,8 @@ class Event:
         objects: what caches and other objects among a unit's arguments held before the call.
         mutable: whether there are lists, dictionaries or objects among a unit's arguments.
         shares: whether a tensor of the result shares memory with an argument.
+        work: its operations, see :class:`Work`.
+        nbytes: the bytes that it made.
     """
 
     what: Any
@@ -196,6 +199,8 @@ class Event:
     mutable: bool = False
     left: dict[Place, Any] = field(default_factory=dict)
     shares: bool = False
+    work: float = 0.0
+    nbytes: float = 0.0
 
     @property
     def sets_hook(self) -> bool:
@@ -247,6 +252,9 @@ class Trace:
         foreign: parameters of other models, such as a frozen teacher's, by their identity.
         kept: the attributes that units have set.
         decides: whether the code between units read numbers, such as those of the model's arguments.
+        work: the operations of modules inside units, by the identity of the module, if they were counted.
+        flops: the floating-point operations of the whole run; None if units were not run, but foretold.
+        for_any_homes: whether the run would have been the same wherever the units are placed.
     """
 
     mode: FakeTensorMode
@@ -270,6 +278,9 @@ class Trace:
     foreign: dict[int, Tensor] = field(default_factory=dict)
     kept: list[Attribute] = field(default_factory=list)
     decides: bool = False
+    work: dict[int, float] = field(default_factory=dict)
+    flops: float | None = 0.0
+    for_any_homes: bool = True
 
     def calls(self) -> list[str]:
         """The paths of the units in the order of their calls."""
@@ -307,6 +318,7 @@ def record(  # noqa: PLR0913 - a model, and how to run it
     numbers: Example | None = None,
     homes: Homes | None = None,
     sizes: UnitSizes | None = None,
+    inner: Sequence[Door] = (),
 ) -> Trace:
     """Run a model's forward without data.
 
@@ -318,6 +330,7 @@ def record(  # noqa: PLR0913 - a model, and how to run it
         numbers: other arguments of the same kind, whose numbers the run uses.
         homes: the stages of the units, if they are known.
         sizes: what units gave at other sizes, which need not run again.
+        inner: the doors of modules inside units, whose operations are counted too.
     """
     learns = torch.is_grad_enabled()
     held = Held(model, {door.path: door.module for door in doors})
@@ -327,7 +340,7 @@ def record(  # noqa: PLR0913 - a model, and how to run it
         recorder = _Recorder(model, doors, homes or {}, sizes if numbers is None else None)
         # Outside of inference mode, whose tensors have no versions; that alone would enable gradients.
         with torch.inference_mode(False), torch.set_grad_enabled(learns):
-            trace = recorder.run(forward, call, numbers, held)
+            trace = recorder.run(forward, call, numbers, held, inner)
     finally:
         logger.disabled = silent
         held.restore()
@@ -373,6 +386,7 @@ class _Recorder(TorchFunctionMode):
         self._promoted: dict[int, list[int]] = {}
         self._written: tuple[Any, Any] = ((), {})
         self._paths = {id(module): path for path, module in model.named_modules()}
+        self._work = Work()
 
     # ---- the model without data
 
@@ -444,6 +458,7 @@ class _Recorder(TorchFunctionMode):
         call: Example,
         numbers: Example | None,
         held: Held,
+        inner: Sequence[Door],
     ) -> Trace:
         trace = self.trace
         args, kwargs = self._arguments_of(call, numbers)
@@ -458,6 +473,7 @@ class _Recorder(TorchFunctionMode):
             hooks_without_data([door.module for door in self.doors])
             paths = {door.path for door in self.doors}
             stack.enter_context(opened(self.doors, self._unit, paths))
+            stack.enter_context(opened(inner, self._counted))
             stack.enter_context(others_seen(self))
             stack.enter_context(self._encoders_watched())
             units = {door.path: door.module for door in self.doors}
@@ -471,6 +487,8 @@ class _Recorder(TorchFunctionMode):
                     raise self._refused[0] from None
                 raise self._told(error) from error
             trace.kept, trace.outer = self._private.left, held.outer()
+            trace.for_any_homes &= not trace.kept
+            trace.flops = None if trace.flops is None else self._work.flops
             trace.set_in = held.set_once()
             trace.state = [
                 *held.changes(),
@@ -682,7 +700,7 @@ class _Recorder(TorchFunctionMode):
             if self._sizes is not None and not shown:
                 make = self._sizes.result((path, number), args, kwargs, self.mode)
             if make is not None:
-                self._latest = path
+                self._latest, self.trace.flops = path, None
                 return self._event(event, path, lambda *_, **__: make(), args, kwargs)
             output = self._event(event, path, run, args, kwargs)
         self._near = set()
@@ -696,6 +714,14 @@ class _Recorder(TorchFunctionMode):
             self._sizes.add((path, number), *event.call, gave)
         self.current = None
         self._latest = path
+        return output
+
+    def _counted(self, door: Door, run: Run, args: Any, kwargs: Any) -> Any:
+        """Count the operations of a module inside a unit."""
+        before = self._work.total
+        output = run(*args, **kwargs)
+        work = self.trace.work
+        work[id(door.module)] = work.get(id(door.module), 0.0) + self._work.total - before
         return output
 
     def _only_gives(self, event: Event) -> bool:
@@ -855,6 +881,8 @@ class _Recorder(TorchFunctionMode):
             change = map_tensors(thing.change(), lambda t: twins.get(id(t), t))
             if change is not None:
                 event.left[thing.place] = change
+            elif not self._homes:
+                self.trace.for_any_homes = False
             elif len({stage for stages in self._homes.values() for stage in stages}) > 1:
                 raise PartitionError(
                     f"{event.where}: {event.name} changes numbers in an object (of type "
@@ -975,6 +1003,7 @@ class _Recorder(TorchFunctionMode):
 
     def _run(self, event: Event, index: int, run: Run, args: Any, kwargs: Any) -> Any:
         self.current, self._index = event, index
+        work, nbytes = self._work.total, self._work.nbytes
         try:
             with self.mode, _MadeUp(self):
                 output = run(*args, **kwargs)
@@ -987,6 +1016,7 @@ class _Recorder(TorchFunctionMode):
             return self._run_with_data(event, run, error)
         finally:
             self.current = None
+            event.work, event.nbytes = self._work.total - work, self._work.nbytes - nbytes
             # A weight that two units share is cast in each, since each may be in a stage of its own.
             torch.clear_autocast_cache()
 
@@ -1015,7 +1045,7 @@ class _Recorder(TorchFunctionMode):
         # A mask of ones may leave nothing.
         for number in (1, 0):
             try:
-                with _filled_with_ones(module):
+                with _filled_with_ones(module), _CountsWork(self._work):
                     args, kwargs = map_tensors(self._written, functools.partial(filled, number))
                     return map_tensors(run(*args, **kwargs), back)
             except Exception as error:
@@ -1103,6 +1133,7 @@ class _MadeUp(TorchDispatchMode):
             ):
                 recorder._made.setdefault(key, recorder._index)
                 recorder._held.append(tensor)
+        recorder._work.add(func, args, kwargs, output)
         return output
 
     def _note_reads(self, event: Event, args: Any, kwargs: Any) -> None:
@@ -1122,6 +1153,19 @@ class _MadeUp(TorchDispatchMode):
                 output = func(*filled, **named)
                 return map_tensors(output, lambda t: mode.from_tensor(t.detach()))
         raise reason
+
+
+class _CountsWork(TorchDispatchMode):
+    """Counts the operations of a unit that runs on ones."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._work = work
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        self._work.add(func, args, kwargs or {}, output)
+        return output
 
 
 _PATIENCE = 64

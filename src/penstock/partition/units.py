@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -33,19 +33,52 @@ def is_sequential(model: nn.Module) -> bool:
     return forward_of(model) is nn.Sequential.forward
 
 
-def find_units(model: nn.Module, stages: int) -> list[str]:
+Weigh = Callable[[nn.Module], float]
+"""Says how heavy a module is."""
+
+
+def find_units(
+    model: nn.Module,
+    stages: int,
+    weigh: Weigh = count_parameters,
+    units: Sequence[str] | None = None,
+    whole: Collection[str] = (),
+) -> list[str]:
     """The units of a model for a number of stages, by path, in the order in which the model holds them.
 
-    Takes the model's parts apart, the heaviest first, until there are enough, and no part that holds a chain
-    is too heavy for a stage. The members of a chain stay whole while there are enough parts.
+    Takes the model's parts apart, the heaviest first, until there are enough, and none is in the way of even
+    stages: a chain of modules is taken apart if it is heavier than half a stage, and any other part if it is
+    heavier than a stage.
+
+    Args:
+        model: the whole model.
+        stages: the number of stages.
+        weigh: says how heavy a part is: by its parameters, until its operations have been counted.
+        units: where to begin; by default with the largest parts.
+        whole: the paths of parts that stay whole.
     """
-    if is_sequential(model):
-        return [name for name, _ in model.named_children()]
-    units = list(parts(model, ""))
-    while (heaviest := _to_open(model, units, stages)) is not None:
+    units = _largest(model) if units is None else list(units)
+    while (heaviest := _to_open(model, units, stages, weigh, whole)) is not None:
         place = units.index(heaviest)
         units[place : place + 1] = parts(model.get_submodule(heaviest), heaviest)
     return once(model, units)
+
+
+def _largest(model: nn.Module) -> list[str]:
+    """The units to begin with: the model's parts; inside these, what a plan of transformers names."""
+    if is_sequential(model):
+        return [name for name, _ in model.named_children()]
+    units = list(parts(model, ""))
+    for path in _planned(model):
+        units = _opened(model, units, path)
+    return units
+
+
+def _planned(model: nn.Module) -> list[str]:
+    """The modules that transformers would place: ``base_model_pp_plan`` of the configurations inside."""
+    plan = getattr(model, "pp_plan", None) or getattr(model, "_pp_plan", None)
+    known = dict(model.named_modules())
+    return [path for path in plan if path in known] if isinstance(plan, dict) else []
 
 
 def once(model: nn.Module, paths: Iterable[str]) -> list[str]:
@@ -68,28 +101,34 @@ def parts(module: nn.Module, path: str) -> Iterator[str]:
             yield from parts(child, full)
 
 
-def _to_open(model: nn.Module, units: list[str], stages: int) -> str | None:
+def _to_open(
+    model: nn.Module, units: list[str], stages: int, weigh: Weigh, whole: Collection[str]
+) -> str | None:
     """The unit to take apart next, if any."""
-    weights = {path: count_parameters(model.get_submodule(path)) for path in units}
-    total = sum(weights.values())
-    inner = {path: list(parts(model.get_submodule(path), path)) for path in units}
-    wanted = [
-        path
-        for path in units
-        if inner[path]
-        and (
-            len(units) < stages
-            or (weights[path] * 2 * stages > total and _holds_chain(model, path))
-        )
-    ]
-    return max(wanted, key=lambda path: weights[path], default=None)
+    modules = {path: model.get_submodule(path) for path in units}
+    weights = {path: weigh(module) for path, module in modules.items()}
+    # What would be in every second place of a chain is in the way at half a stage.
+    stage = sum(weights.values()) / stages
+
+    def is_wanted(path: str) -> bool:
+        few, weight = len(units) < stages, weights[path]
+        heavy = weight > _TOO_HEAVY * stage or (weight > stage / 2 and _is_chained(model, path))
+        return (few or heavy) and path not in whole and any(parts(modules[path], path))
+
+    return max(filter(is_wanted, units), key=weights.__getitem__, default=None)
 
 
-def _holds_chain(model: nn.Module, path: str) -> bool:
-    """Whether a part holds a chain worth taking apart, and is not itself a member of one."""
+_TOO_HEAVY = 1.25
+"""A part that is this many times as heavy as a stage is taken apart, whatever it is."""
+
+
+def _is_chained(model: nn.Module, path: str) -> bool:
+    """Whether a part is a chain or holds one worth taking apart, and is not itself a member of a list."""
+    module = model.get_submodule(path)
+    if is_sequential(module):
+        return True
     if isinstance(model.get_submodule(path.rpartition(".")[0]), nn.Sequential | nn.ModuleList):
         return False
-    module = model.get_submodule(path)
     return any(_is_chain(inner, count_parameters(module)) for inner in module.modules())
 
 
@@ -107,36 +146,30 @@ def _is_chain(module: nn.Module, whole: int) -> bool:
 # ---- stages by path
 
 
-def at_points(model: nn.Module, points: Sequence[str], calls: Sequence[str]) -> list[list[str]]:
+def units_at_points(model: nn.Module, points: Sequence[str]) -> list[str]:
+    """The largest units between which a model can be cut before the modules at some paths."""
+    check_paths(model, points)
+    units = list(parts(model, "")) if not is_sequential(model) else find_units(model, 1)
+    for point in points:
+        units = _opened(model, units, point)
+    return once(model, units)
+
+
+def at_points(model: nn.Module, points: Sequence[str], units: Sequence[str]) -> list[list[str]]:
     """The units of each stage, given the modules to cut before.
 
     Args:
         model: the whole model.
         points: the paths before which to cut.
-        calls: the paths of modules in the order of their calls, as far as known.
+        units: the units, in the order of their calls.
     """
-    check_paths(model, points)
-    units = list(parts(model, "")) if not is_sequential(model) else find_units(model, 1)
-    for point in points:
-        units = _opened(model, units, point)
-    units = sort_by(calls, units)
-    starts = [0, *(_first_at(model, units, point) for point in points)]
+    starts = [0, *sorted(_first_at(model, units, point) for point in points)]
     if any(a >= b for a, b in pairwise([*starts, len(units)])):
         raise PartitionError(
             f"cuts before {', '.join(points)} leave a stage without modules; the model's order is "
             f"{', '.join(units)}"
         )
-    return [units[a:b] for a, b in pairwise([*starts, len(units)])]
-
-
-def sort_by(order: Sequence[str], items: Sequence[str]) -> list[str]:
-    """Items by their first place in an order; an item that is not in it stays behind the one before."""
-    first = {name: index for index, name in reversed(list(enumerate(order)))}
-    places: dict[str, int] = {}
-    latest = -1
-    for item in items:
-        latest = places[item] = first.get(item, latest)
-    return sorted(items, key=places.__getitem__)
+    return [list(units[a:b]) for a, b in pairwise([*starts, len(units)])]
 
 
 def _opened(model: nn.Module, units: list[str], point: str) -> list[str]:
@@ -150,7 +183,7 @@ def _opened(model: nn.Module, units: list[str], point: str) -> list[str]:
     return units
 
 
-def _first_at(model: nn.Module, units: list[str], point: str) -> int:
+def _first_at(model: nn.Module, units: Sequence[str], point: str) -> int:
     """The index of the first unit at or after a path."""
     paths = [path for path, _ in model.named_modules() if path]
     if point not in paths:

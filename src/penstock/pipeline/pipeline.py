@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial, wraps
@@ -24,7 +24,7 @@ from penstock import plan as planning
 from penstock.errors import NonFiniteError, PenstockError, StageError, UsageError
 from penstock.faults import Patience, Timeout, without_own_frames
 from penstock.parallel import Siblings, siblings_of
-from penstock.partition import Example, Shared, find_shared_between
+from penstock.partition import Example, Partition, Shared, find_shared_between
 from penstock.pipeline.nonfinite import NonFiniteFinding, find_nonfinite
 from penstock.pipeline.outputs import gradients_by_part, product
 from penstock.pipeline.plan import (
@@ -34,7 +34,7 @@ from penstock.pipeline.plan import (
     Stages,
     WithTarget,
     check_model,
-    cut,
+    check_uncut,
     make_plan,
     planned,
 )
@@ -45,20 +45,20 @@ from penstock.pipeline.setup import (
     check_shared,
     check_spread,
     connect,
+    described_stages,
     loss_of,
     make_equal,
     modules_in,
     placed_on,
     set_up,
     warn_of_batch_norms,
-    wrap_stages,
 )
+from penstock.pipeline.uncut import HowToCut, UncutModel
 from penstock.pipeline.watching import StepEvent, StepHook, peak_flops, peak_memory
-from penstock.pipeline.weights import HeldWeights
+from penstock.pipeline.weights import CUT_NOW, HeldWeights, ListedWeights, WholeWeights
 from penstock.rng import Randomness, Seed, own_seed
 from penstock.runtime import (
     ASKING,
-    MAIN,
     ActionEvent,
     ActionHook,
     Call,
@@ -86,16 +86,13 @@ from penstock.schedule.base import flat, whole_number
 from penstock.stage import Compilation, PipelineStage, device_of, without_compilation
 from penstock.transport import Circle, Transport
 from penstock.values import MISSING, Batch, Rules, check_rules, merge, output_dim, split_batch
-from penstock.weights import Init, load_partition, read_weights
+from penstock.weights import Init, read_weights
 from penstock.weights.folders import save_weights
-from penstock.weights.initialise import initialise
-from penstock.weights.norms import all_norms, scale_gradients, total_norm
+from penstock.weights.norms import scale_gradients, total_norm
 from penstock.weights.optimizers import OptimizerStates, named_state_dict, read_states
 from penstock.weights.states import (
     LoadResult,
     StageWeights,
-    gather_optimizer,
-    gather_state,
     load_optimizer,
 )
 from penstock.weights.team import Level, Team, exchanging
@@ -148,8 +145,9 @@ class Pipeline:
         loss_fn: ``(output, target) -> scalar``; without it the pipeline only predicts.
         stages: the number of stages, the module paths to cut before, the paths of each stage's modules, or a
             Partition.
-        example: arguments of the model for one microbatch, as ``(args, kwargs)``, the same on every rank.
-            They show in which order and how often the model calls its modules, if its source does not. For
+        example: arguments of the model for one microbatch, as ``(args, kwargs)``, the same on every rank,
+            with which the model is cut at once. Without it, the first call of :meth:`step` or another method
+            brings the arguments that show in which order the model calls its modules, and their work. For
             ``schedule="auto"`` also ``(args, kwargs, target)``, so that the time of the loss is measured too.
         rules: how arguments are split, by position or name; by default along dimension 0. The rule for
             ``"target"`` splits the target, and the one for ``"output"`` says along which dimension outputs
@@ -191,8 +189,6 @@ class Pipeline:
         AgreementError: the ranks were given different plans.
     """
 
-    _check_unchanged: Callable[[], None]
-
     def __init__(  # noqa: PLR0913 - the one place where a user says everything, by name
         self,
         model: nn.Module,
@@ -227,9 +223,9 @@ class Pipeline:
         if device is None and weights is not None and device_of(model).type == "meta":
             device = torch.device("cpu")
         patience = Patience(timeout, rendezvous_timeout)
-        transport, loss, replicas = connect(
-            device or device_of(model), group, mesh, patience, loss, replicas
-        )
+        check_uncut(stages, example, checkpoint)
+        home = device or device_of(model)
+        transport, loss, replicas = connect(home, group, mesh, patience, loss, replicas)
         with set_up(transport) as prepare:
             prepare("cuts the model")
             asked = Asked(schedule, ranks, microbatches, stages, checkpoint)
@@ -240,37 +236,22 @@ class Pipeline:
             schedule, ranks, microbatches, stages, checkpoint = asked.by(plan)
             schedules = make_plan(schedule or "1F1B", ranks, stages, microbatches, world)
             arguments = example and (example[0], example[1])
-            partition = cut(model, stages, schedules.stages, arguments, checkpoint)
-            placement = schedules.training.placement
-            rank = None if transport is None else transport.rank
-            here = range(placement.stages) if rank is None else placement.stages_on(rank)
-            # Only these stages are moved to the device, where the others may not fit.
-            home = device or device_of(model)
-            partition.keep(here, placement.rank_of, home)
-            if weights is not None:
-                load_partition(
-                    partition, list(here), weights, device=device or device_of(model), seen=prepare
-                )
-            prepare("makes its stages")
-            modules = partition.modules
-            held = [
-                PipelineStage(modules[i], i, len(modules), device, compile=compile) for i in here
-            ]
-            # After weights are loaded, and before anything looks at the stages' parameters.
-            make_equal(held, replicas, transport)
-            wrap_stages(held, wrap)
             details = {
-                "reduction": str(options.get("reduction", "mean")), **describe_stages(modules)
-            }  # fmt: skip
-            self._check_unchanged = partition.check_unchanged
-            self._assemble(
-                schedules, Runner(held, schedules.proven, transport), partition.shared,
-                loss, replicas, rules, seed, dict(enumerate(modules)), details,
-                None if partition.planner is None else list(model.named_parameters()),
-            )  # fmt: skip
-        self._chosen = plan
+                "reduction": str(options.get("reduction", "mean")),
+                **describe_stages(stages.modules if isinstance(stages, Partition) else [model]),
+            }
+            self._chosen: planning.Plan | None = plan
+            self._model: nn.Module | None = model
+            self._begin(schedules, transport, loss, replicas, rules, seed, details)
+            how = HowToCut(stages, arguments, checkpoint, device, compile, wrap, weights)
+            uncut = UncutModel(
+                model, how, schedules.training, self._transport, replicas, self._take_cut
+            )
+            if uncut.needs_call and arguments is None:
+                self._wait_for_cut(uncut)
+            else:
+                self._runner.cut_now(uncut, arguments)
         self._stand_beside(siblings_of(mesh, replicas))
-        self._model: nn.Module | None = model if partition.planner is not None else None
 
     @classmethod
     def from_stages(  # noqa: PLR0913 - as the constructor
@@ -331,49 +312,73 @@ class Pipeline:
             modules = {stage.index: stage.code for stage in stages}
             table = find_shared_between(modules) if shared is None else tuple(shared)
             make_equal(stages, replicas, transport)
-            pipe._check_unchanged = lambda: None
-            pipe._assemble(
-                schedules, Runner(stages, schedules.proven, transport), table,
-                loss, replicas, rules, seed, modules,
-            )  # fmt: skip
+            pipe._chosen = pipe._model = None
+            pipe._begin(schedules, transport, loss, replicas, rules, seed)
+            pipe._take(stages, table, modules)
         pipe._stand_beside(siblings_of(mesh, replicas))
-        pipe._chosen = None
-        pipe._model = None
         return pipe
 
-    def _assemble(  # noqa: PLR0913 - all that a pipeline consists of
+    def _begin(  # noqa: PLR0913 - all that a pipeline consists of, but its stages
         self,
         schedules: ProvenSchedules,
-        runner: Runner,
-        shared: Sequence[Shared],
+        transport: Transport | None,
         loss: Loss | None,
         replicas: Replicas,
         rules: Rules | None,
         seed: Seed,
-        modules: Mapping[int, nn.Module],
         details: Mapping[str, str] | None = None,
-        named: Sequence[tuple[str, nn.Parameter]] | None = None,
     ) -> None:
-        """Put the parts together, and check that all ranks have the same."""
-        self._schedules = schedules
-        self._runner = runner
-        self._transport = runner.transport
-        self._stages = tuple(runner.stages[index] for index in sorted(runner.stages))
+        """Put together what needs no stages, and check that all ranks have the same."""
+        self._schedules, self._transport = schedules, transport
+        self._runner = Runner(schedules.proven, transport)
+        self._stages: tuple[PipelineStage, ...] = ()
+        self._uncut: UncutModel | None = None
+        self._partition: Partition | None = None
         self._loss = None if loss is None else replace(loss, rules=rules)
         self._rules = rules
         self._hooks, self._step_hooks = Hooks(ActionEvent), Hooks(StepEvent)
         self._closed = False
         self._replicas = replicas
-        self._contents = {index: modules_in(module) for index, module in modules.items()}
-        if runner.transport is not None:
-            check_plans(runner.transport, schedules.training, details)
+        self._contents: dict[int, str] = {}
+        if transport is not None:
+            check_plans(transport, schedules.training, details)
         check_loss(loss, schedules.training)
-        self._check_spread(weighted=loss is not None and loss.loss_weight is not None)
-        check_shared(self._stages, shared, replicas, runner.gather)
-        rank_of = schedules.training.placement.rank_of
-        self._held = HeldWeights(self._stages, runner, shared, rank_of, named)
-        self._randomness = Randomness(runner.gather(own_seed(seed))[0])
+        self._randomness = Randomness(self._runner.gather(own_seed(seed))[0])
         self._last_seed: tuple[int, int] | None = None
+
+    def _wait_for_cut(self, uncut: UncutModel) -> None:
+        """Let the first call cut the model; until then, each process has all of it."""
+        self._uncut = uncut
+        self._held: ListedWeights = WholeWeights(
+            uncut.model, self._runner, uncut.device, lambda: uncut.waiting
+        )
+
+    def _take_cut(self, stages: Sequence[PipelineStage], partition: Partition) -> None:
+        """Take this process's stages of a model that has been cut."""
+        self._partition = partition
+        if partition.planner is None:
+            self._model = None
+        model = self._model
+        named = None if model is None else list(model.named_parameters())
+        self._take(stages, partition.shared, dict(enumerate(partition.modules)), named)
+
+    def _take(
+        self,
+        stages: Sequence[PipelineStage],
+        shared: Sequence[Shared],
+        modules: Mapping[int, nn.Module],
+        named: Sequence[tuple[str, nn.Parameter]] | None = None,
+    ) -> None:
+        """Take the stages of this process, and check that they fit those of the others."""
+        runner, loss = self._runner, self._loss
+        runner.hold(stages)
+        self._stages = tuple(runner.stages[index] for index in sorted(runner.stages))
+        self._contents = {index: modules_in(module) for index, module in modules.items()}
+        self._check_spread(weighted=loss is not None and loss.loss_weight is not None)
+        check_shared(self._stages, shared, self._replicas, runner.gather)
+        rank_of = self._schedules.training.placement.rank_of
+        self._held = HeldWeights(self._stages, runner, shared, rank_of, named)
+        self._uncut = None
 
     def _stand_beside(self, siblings: Siblings) -> None:
         self._siblings = siblings
@@ -386,9 +391,15 @@ class Pipeline:
     def model(self) -> nn.Module | None:
         """The model that was cut, of which this process holds only its stages; None without one.
 
-        In it, stand-ins that say where they lie take the place of the weights of other processes.
+        In it, stand-ins that say where they lie take the place of the weights of other processes. Before the
+        first batch cuts it, each process holds all of it.
         """
         return self._model
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the model is cut: at once with ``example=`` or lists of modules, else by the first call."""
+        return self._uncut is None
 
     @property
     def schedule(self) -> Schedule:
@@ -447,24 +458,38 @@ class Pipeline:
 
     @property
     def stages(self) -> tuple[PipelineStage, ...]:
-        """The stages that live in this process, in order."""
+        """The stages that live in this process, in order.
+
+        Raises:
+            UsageError: the model is not cut yet, see :attr:`is_cut`.
+        """
+        if self._uncut is not None:
+            raise UsageError(f"there are no stages yet: the first batch cuts the model; {CUT_NOW}")
         return self._stages
+
+    @property
+    def units(self) -> list[str]:
+        """The paths of the modules that are placed as a whole, as :func:`penstock.randomness` takes them.
+
+        Raises:
+            UsageError: the model is not cut yet, see :attr:`is_cut`.
+        """
+        return [] if not self.stages or self._partition is None else self._partition.units
 
     @property
     def device(self) -> torch.device:
         """Where the stages of this process live."""
-        return self._stages[0].device
+        return self._stages[0].device if self._uncut is None else self._uncut.device
 
     def __repr__(self) -> str:
         schedule = self._schedules.training
-        rows = [
-            f"  rank {rank}, stage {stage}: {self._contents.get(stage, 'in another process')}"
-            for rank in range(schedule.ranks)
-            for stage in schedule.placement.stages_on(rank)
-        ]
         here = "" if self._transport is None else f"; this process is rank {self.rank}"
         count = self._replicas.number
         beside = f"; {count} replicas" if count > 1 else ""
+        if self._uncut is not None:
+            rows = [f"  not cut yet: the first batch cuts the {type(self._uncut.model).__name__}"]
+        else:
+            rows = described_stages(schedule, self._contents, self._partition)
         return "\n".join(
             [
                 f"Pipeline({schedule.name}, ranks={schedule.ranks}, stages={schedule.stages}, "
@@ -541,8 +566,6 @@ class Pipeline:
                 self._check_spread(weighted=True)
             batch = self._split(args, kwargs, target, microbatches)
             self._schedules.check_trains(batch.count)
-            if not number and self.siblings.first:
-                warn_of_batch_norms(self._stages, batch.count)
             # A loss scaler lets gradients become infinite on purpose, and checks them itself.
             return Call(
                 batch, loss, True, outputs, record, draws, hooks=self._hooks or None,
@@ -553,6 +576,8 @@ class Pipeline:
         step = flowed_back(self._run(call, kwargs, target))
         self._held.leave_gradients()
         self._ask_inside(step, args, kwargs, target)
+        if not number and self.siblings.first:
+            warn_of_batch_norms(self._stages, step.agreement.model_call.count)
         self._last_seed = draws
         self._randomness.advance()
         seconds = perf_counter() - started
@@ -564,6 +589,28 @@ class Pipeline:
         if self._step_hooks:
             self._step_hooks.call("after", replace(event, result=result, seconds=seconds))
         return result
+
+    @collective
+    def cut(self, *args: Any, **kwargs: Any) -> None:
+        """Cut the model now, by the arguments of a batch, as the first step would. Every rank calls it.
+
+        Does nothing to a model that is cut. ``example=`` does the same when the Pipeline is made.
+
+        Args:
+            args: the model's arguments, as for :meth:`step`.
+            kwargs: the model's arguments by name.
+
+        Raises:
+            PartitionError: the model cannot be cut; it stays whole.
+        """
+        if self._uncut is None:
+            return
+        trains = torch.is_grad_enabled()
+
+        def describe() -> Call:
+            return Call(self._split(args, kwargs, MISSING, None), trains=trains)
+
+        self._runner.cut_by(self._uncut, self._described(describe, trains=trains))
 
     def eval(
         self,
@@ -674,14 +721,24 @@ class Pipeline:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """A context in evaluation mode, which restores each module's own mode."""
-        modes = [(m, m.training) for stage in self._stages for m in stage.called_modules()]
-        for stage in self._stages:
-            stage.module.eval()
+        uncut = self._uncut
+        if uncut is not None:
+            roots, modules = [uncut.model], list(uncut.model.modules())
+        else:
+            roots = [stage.module for stage in self._stages]
+            modules = [m for stage in self._stages for m in stage.called_modules()]
+        modes = [(module, module.training) for module in modules]
+        for root in roots:
+            root.eval()
         try:
             yield
         finally:
             for module, mode in modes:
                 module.training = mode
+            if uncut is not None:
+                # Stages that were made in here.
+                for stage in self._stages:
+                    stage.follow_mode(training=uncut.model.training)
 
     def _ask_inside(
         self, step: StepState, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any
@@ -697,30 +754,34 @@ class Pipeline:
             self.ask_inside(loss, model_call.count, *args, target=target, **kwargs)
 
     def ask_inside(
-        self, loss: Loss, count: int, *args: Any, target: Any = MISSING, **kwargs: Any
-    ) -> None:
+        self, loss: Loss | None, count: int, *args: Any, target: Any = MISSING, **kwargs: Any
+    ) -> dict[str, tuple[float, float]]:
         """Check that a loss is the same in fewer microbatches; every rank calls this.
 
         Args:
-            loss: the loss.
+            loss: the loss, or None for that of the pipeline.
             count: the number of microbatches.
             args: as for :meth:`step`.
             target: as for :meth:`step`.
             kwargs: as for :meth:`step`.
 
-        Raises:
-            UsageError: it is not.
-        """
+        Returns:
+            Both values of each loss that the model adds and that is not the same, by name.
 
-        def evaluate(microbatches: int) -> float:
+        Raises:
+            UsageError: the loss is not the same.
+        """
+        loss = self._loss if loss is None else loss
+
+        def evaluate(microbatches: int) -> Mapping[str, float]:
             def describe() -> Call:
                 return Call(self._split(args, kwargs, target, microbatches), loss, trains=False)
 
             step = self._run(self._described(describe, trains=False, loss=loss), kwargs, target)
-            return step.result.losses[MAIN]
+            return step.result.losses
 
         modules = (module for stage in self._stages for module in stage.called_modules())
-        ask_inside(count, evaluate, self._runner.gather, modules, self.device)
+        return ask_inside(count, evaluate, self._runner.gather, modules, self.device)
 
     def find_nonfinite(
         self, *args: Any, target: Any = MISSING, **kwargs: Any
@@ -750,7 +811,7 @@ class Pipeline:
         def run(hooks: Hooks) -> StepState:
             return self._run(replace(call, hooks=hooks), kwargs, target)
 
-        return find_nonfinite(self._stages, self._schedules.training, self._runner.gather, run)
+        return find_nonfinite(self.stages, self._schedules.training, self._runner.gather, run)
 
     # ---- what the calls have in common
 
@@ -806,7 +867,8 @@ class Pipeline:
         """The call that ``describe`` returns; or, if it raises, one that reports the error to all ranks."""
         self._runner.check_usable()
         try:
-            self._check_unchanged()
+            if self._partition is not None:
+                self._partition.check_unchanged()
             self._held.check_filled()
             if outputs:
                 output_dim(self._rules)
@@ -820,11 +882,16 @@ class Pipeline:
 
     def _run(self, call: Call, kwargs: Mapping[str, Any], target: Any) -> StepState:
         """Carry out a call; if the model refuses an argument meant for the step, the error says so."""
-        with self._held.training() if call.trains else nullcontext():
-            try:
-                step = self._runner.run(call)
-            except StageError as error:
-                raise self._explained(error, call, kwargs, target) from error.__cause__
+        try:
+            if self._uncut is not None:
+                self._runner.cut_by(self._uncut, call)
+            if call.trains:
+                self._held.prepare()
+            step = self._runner.run(call)
+        except StageError as error:
+            raise self._explained(error, call, kwargs, target) from error.__cause__
+        if call.trains:
+            self._held.finish()
         return step
 
     def _explained(
@@ -902,6 +969,8 @@ class Pipeline:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of the whole model, each once, under their names in it and in its order.
 
+        They are the same objects before and after the cut, so an optimizer can be made at any time.
+
         In a process of several, those of other ranks are stand-ins, which optimizers leave out. What needs
         the numbers of one is an error that names it and its rank; see docs/weights.md.
         """
@@ -934,10 +1003,10 @@ class Pipeline:
             NonFiniteError: the norm is not finite.
         """
         order = float(norm_type)
-        norms = all_norms(self._held.ranks, self._held.weights.counted(), order)
         return total_norm(
-            norms, order, error_if_nonfinite=error_if_nonfinite, steps=self._held.ranks.steps
-        )
+            self._held.norms(order), order,
+            error_if_nonfinite=error_if_nonfinite, steps=self._runner.steps,
+        )  # fmt: skip
 
     @collective
     def clip_grad_norm_(
@@ -960,10 +1029,12 @@ class Pipeline:
 
     @collective
     def init_weights(self, seed: int, init: Init | None = None) -> None:
-        """Initialise all weights, as :func:`penstock.init_weights` does. Every rank calls it."""
-        initialise([(stage.code, stage.device) for stage in self._held.stages], seed, init)
-        # A shared weight may have been filled differently in each process.
-        self._held.align(logging.DEBUG)
+        """Initialise all weights, as :func:`penstock.init_weights` does. Every rank calls it.
+
+        Before the cut, a model on the meta device gets its values with the cut, each process its stages'.
+        """
+        if self._uncut is None or not self._uncut.fill_later(seed, init):
+            self._held.initialise(seed, init)
 
     # ---- state dicts
 
@@ -980,7 +1051,7 @@ class Pipeline:
         """
         if not full:
             return self._held.weights.state_dict()
-        return gather_state(self._held.team, self._held.ranks, self._held.weights)
+        return self._held.state_dict()
 
     @collective
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadResult:
@@ -1025,7 +1096,7 @@ class Pipeline:
 
         if not full:
             return named_state_dict(held())
-        return gather_optimizer(self._held.team, self._held.ranks, self._held.names, held)
+        return self._held.optimizer_state_dict(held)
 
     @collective
     def load_optimizer_state_dict(
@@ -1066,7 +1137,7 @@ class Pipeline:
         with self.patient(LONG):
             save_weights(
                 self.team(), Path(folder), self._held.weights, self._held.stage_count,
-                writes=self.siblings.first,
+                writes=self.siblings.first and self._held.writes(),
             )  # fmt: skip
 
     @collective
@@ -1081,6 +1152,8 @@ class Pipeline:
             InputFileError: there are no such files.
             StateDictError: the files hold another model.
         """
+        if self._uncut is not None and self._uncut.load_later(folder, strict=strict):
+            return LoadResult([], [])
         with self.patient(LONG):
             return self._held.load(lambda: read_weights(folder), strict=strict, any_name=True)
 
@@ -1152,7 +1225,7 @@ class Pipeline:
                 )
             levels.append(exchanging(replicas.index, replicas.number, replicas.exchange))
         return Team(
-            levels, (prod(level.size for level in levels[1:]), levels[0].size), self.patient
+            levels, (prod(level.size for level in levels[1:]), levels[0].size), self.calling
         )
 
     @collective
@@ -1160,9 +1233,14 @@ class Pipeline:
         """Send one rank's value, made of tensors and plain data, to every rank; all of them call this."""
         return self._runner.share(value, rank)
 
-    def calling(self, name: str) -> AbstractContextManager[None]:
-        """A context for a call that every rank must make, under the name by which messages speak of it."""
-        return self._runner.interpreter.activity.calling(name)
+    def calling(self, name: str, seconds: float = 0.0) -> AbstractContextManager[None]:
+        """A context for a call that every rank must make, and that may take so many seconds.
+
+        Args:
+            name: the name by which messages speak of it.
+            seconds: how long it may take, if that is more than usual.
+        """
+        return self._runner.interpreter.activity.calling(name, seconds)
 
     def wrap_transport(self, wrap: Callable[[Transport], Any]) -> None:
         """Wrap this rank's transport, such as by a counter; does nothing in one process."""
@@ -1174,7 +1252,7 @@ class Pipeline:
         Args:
             seconds: the time that it may need. The ranks that wait for it need not call this.
         """
-        return nullcontext() if self._transport is None else self._transport.watch.patient(seconds)
+        return self._runner.interpreter.activity.calling("", seconds)
 
     def report_failures_to(self, folder: str | os.PathLike[str]) -> None:
         """Write the report of a failed rank to ``failure.json`` in a folder."""

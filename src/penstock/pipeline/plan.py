@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -14,7 +14,7 @@ from torch import nn
 from penstock import plan as planning
 from penstock.errors import PartitionError, ScheduleError, UsageError
 from penstock.parallel import spread_parts
-from penstock.partition import Example, Partition, find_shared, partition
+from penstock.partition import Example, Partition
 from penstock.plan import measure, search
 from penstock.schedule import (
     Schedule,
@@ -24,7 +24,8 @@ from penstock.schedule import (
     load,
     validate,
 )
-from penstock.schedule.base import Edges, whole_number
+from penstock.schedule.action import GRADIENT_OPS, Op
+from penstock.schedule.base import Edges, flat, whole_number
 from penstock.schedule.library import built
 from penstock.schedule.library.schedules import forward_only
 from penstock.transport import Transport
@@ -403,28 +404,25 @@ REMEDIES = {
 }
 
 
-def cut(
-    model: nn.Module,
-    stages: Stages,
-    count: int,
-    example: Example | None = None,
-    checkpoint: bool | Sequence[str] = False,
-) -> Partition:
-    """Cut a model into ``count`` stages.
+def check_uncut(stages: Stages, example: Any, checkpoint: bool | Sequence[str]) -> None:
+    """Refuse what is said of a cut beside a partition, which is cut already.
 
     Raises:
-        PartitionError: the model cannot be cut like that; the message says what to give instead.
-        UsageError: an example or checkpoints were asked for of a model that is already cut.
+        UsageError: an example or checkpoints were given.
     """
-    if not isinstance(stages, Partition):
-        where = count if stages is None else stages
-        return partition(model, where, example=example, checkpoint=checkpoint)
-    if example is not None or checkpoint:
+    if isinstance(stages, Partition) and (example is not None or checkpoint):
         name = "checkpoint" if example is None else "example"
         raise UsageError(
             f"{name}= is used to cut a model, but stages= is a Partition, which is already cut; give "
             f"{name}= to penstock.partition.partition"
         )
-    stages = replace(stages, shared=find_shared(model, stages.modules))
-    stages.check_covers(model)
-    return stages
+
+
+def in_flight(schedule: Schedule) -> list[int]:
+    """For each stage, how many microbatches it holds at once at most."""
+    most, now = [0] * schedule.stages, [0] * schedule.stages
+    for rank in range(schedule.ranks):
+        for action in flat(tuple(schedule.actions(rank))):
+            now[action.stage] += (action.op is Op.F) - (action.op in GRADIENT_OPS)
+            most[action.stage] = max(most[action.stage], now[action.stage])
+    return most

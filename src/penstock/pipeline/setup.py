@@ -24,7 +24,7 @@ from penstock.parallel import (
     ranks_in,
     spread_parts,
 )
-from penstock.partition import Shared
+from penstock.partition import Partition, Shared
 from penstock.pipeline.plan import REMEDIES
 from penstock.runtime import (
     Loss,
@@ -91,6 +91,30 @@ def modules_in(stage: nn.Module) -> str:
             rows.append((path, path, kind))
     texts = [f"{a} to {b} ({kind})" if a != b else f"{a} ({kind})".strip() for a, b, kind in rows]
     return ", ".join(texts)
+
+
+_UNEVEN = 1.25
+"""How many times its fair part of the work a stage may have before the reason is said."""
+
+
+def described_stages(
+    schedule: Schedule, contents: Mapping[int, str], partition: Partition | None
+) -> list[str]:
+    """A line for each stage: its rank, its modules and its part of the work; and what makes them uneven."""
+    shares = () if partition is None else partition.shares
+    rows = []
+    for rank in range(schedule.ranks):
+        for stage in schedule.placement.stages_on(rank):
+            work = f" - {shares[stage]:.0%} of the work" if shares else ""
+            held = contents.get(stage, "in another process")
+            rows.append(f"  rank {rank}, stage {stage}: {held}{work}")
+    if partition is not None and max(shares, default=0) * len(shares) > _UNEVEN:
+        path, share = partition.heaviest
+        if share * len(shares) > 1:
+            rows.append(
+                f"  uneven: {path!r} holds {share:.0%} of the work; name its children in stages="
+            )
+    return rows
 
 
 def wrap_stages(stages: Sequence[PipelineStage], wrap: Wrap | None) -> None:

@@ -3,29 +3,248 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from hashlib import sha256
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from penstock.elsewhere import Elsewhere, Whereabouts, is_elsewhere, leave_gradients
-from penstock.partition import Shared
+from penstock.errors import UsageError
+from penstock.parallel import local_part
+from penstock.partition import Shared, find_shared, named_tensors
 from penstock.runtime import Runner
 from penstock.stage import PipelineStage
+from penstock.weights import Init
+from penstock.weights.files import digest
+from penstock.weights.initialise import initialise
 from penstock.weights.norms import all_norms
-from penstock.weights.optimizers import remember_names
+from penstock.weights.optimizers import OptimizerStates, named_state_dict, remember_names
 from penstock.weights.sharing import SharedWeights
-from penstock.weights.states import LoadResult, Names, StageWeights, load_state
+from penstock.weights.states import (
+    LoadResult,
+    Names,
+    StageWeights,
+    WholeModel,
+    gather_optimizer,
+    gather_state,
+    load_state,
+)
 from penstock.weights.team import Level, Team
 
+CUT_NOW = (
+    "give example=(args, kwargs) to cut the model when the Pipeline is made, or pipe.cut() a batch"
+)
+"""What to do where something needs the stages before the first batch has come."""
 Listed = list[tuple[str, Elsewhere | None]]
 """All parameters of the model by name, in order: stand-ins for those elsewhere, None for those held here."""
 
 
-class HeldWeights:
+class ListedWeights(ABC):
+    """The weights of a pipeline in this process, and the ranks that save and load theirs together.
+
+    Args:
+        ranks: the runner, through which this process reaches the others.
+        shared: the table of weights that stages share.
+
+    Attributes:
+        stage_count: the number of stages whose weights are saved.
+    """
+
+    stage_count = 1
+
+    def __init__(self, ranks: Runner, shared: Sequence[Shared]) -> None:
+        self.ranks, self.names = ranks, Names(shared)
+
+    @property
+    @abstractmethod
+    def weights(self) -> StageWeights:
+        """The parameters and buffers that live in this process."""
+
+    @abstractmethod
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of the whole model, each once; those of other ranks are stand-ins."""
+
+    @abstractmethod
+    def check_filled(self) -> None:
+        """Check that the weights have memory.
+
+        Raises:
+            UsageError: a tensor is on the meta device.
+        """
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state dict on rank 0, an empty one on the others; all ranks call it."""
+
+    @abstractmethod
+    def optimizer_state_dict(self, held: Callable[[], OptimizerStates]) -> dict[str, Any]:
+        """An optimizer's whole state dict on rank 0, an empty one on the others; all ranks call it."""
+
+    @abstractmethod
+    def norms(self, order: float) -> Tensor:
+        """The norms of all gradients of the model."""
+
+    def writes(self) -> bool:
+        """Whether this process saves what it has; all ranks call it."""
+        return True
+
+    @abstractmethod
+    def leave_gradients(self) -> None:
+        """After a step: leave stand-ins as the gradients of the weights of other ranks."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Before a training step."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """After a training step: sum the gradients of shared weights over stages."""
+
+    @abstractmethod
+    def align(self, level: int = logging.WARNING) -> None:
+        """Make the ranks' copies of shared weights equal, and log where they differed."""
+
+    def initialise(self, seed: int, init: Init | None) -> None:
+        """Give the weights here their first values."""
+        initialise([(module, device) for module, device in self._homes()], seed, init)
+        # A shared weight may have been filled differently in each process.
+        self.align(logging.DEBUG)
+
+    @abstractmethod
+    def _homes(self) -> Iterator[tuple[nn.Module, torch.device]]:
+        """The modules whose weights are here, and where they live."""
+
+    def names_by_identity(self) -> dict[int, str]:
+        """The name of each parameter that lives in this process, by its ``id``."""
+        return {id(parameter): name for name, parameter in self.weights.named_parameters()}
+
+    def load(
+        self, read: Callable[[], Mapping[str, Any]], *, strict: bool, any_name: bool
+    ) -> LoadResult:
+        """Load values by name; with ``any_name``, one of a weight's names is enough."""
+        result = load_state(self.team, self.weights, read, strict=strict, any_name=any_name)
+        self.align()
+        return result
+
+    @property
+    def level(self) -> Level:
+        """The ranks of this pipeline, of which the first collects what the others tell."""
+        transport = self.ranks.transport
+        size = 1 if transport is None else transport.ranks
+        return Level(self.ranks.rank, size, self.ranks.to_first, self.ranks.from_first)
+
+    @property
+    def team(self) -> Team:
+        """The ranks of this pipeline, as processes that load together."""
+        return Team([self.level], (1, self.level.size))
+
+
+class WholeWeights(ListedWeights):
+    """The weights of a model that is not cut yet: each process has all of them.
+
+    Args:
+        model: the model.
+        ranks: the runner, through which this process reaches the others.
+        device: where the stages will live.
+        waiting: what the weights still wait for, for messages; empty if they are there.
+    """
+
+    def __init__(
+        self, model: nn.Module, ranks: Runner, device: torch.device, waiting: Callable[[], str]
+    ) -> None:
+        super().__init__(ranks, find_shared(model, [model]))
+        self._model, self._device, self._waiting = model, device, waiting
+
+    @property
+    def weights(self) -> StageWeights:
+        """The parameters and buffers of the model."""
+        if waiting := self._waiting():
+            raise UsageError(f"{waiting}, with the first batch; {CUT_NOW}")
+        return StageWeights([WholeModel(self._model)], self.names)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of the model."""
+        return self._model.named_parameters()
+
+    def check_filled(self) -> None:
+        """Check that the model has memory, or will get memory for this process's stages with the cut."""
+        if not self._waiting():
+            self.weights.check_filled()
+
+    def writes(self) -> bool:
+        """Whether this process saves the weights."""
+        self.check_equal()
+        return self.ranks.rank == 0
+
+    def check_equal(self) -> None:
+        """Check that all ranks have the same weights, since each of them will keep only its own part.
+
+        Raises:
+            UsageError: they do not.
+        """
+        tensors = [digest(local_part(tensor)) for _, tensor in named_tensors(self._model)]
+        of_ranks = self.ranks.gather(sha256(repr(tensors).encode()).hexdigest())
+        if len({*of_ranks}) > 1:
+            raise UsageError(
+                "the ranks have made the model with different weights, and only the cut says which rank's "
+                f"count: build it with the same seed on every rank, or {CUT_NOW}"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of the model's state dict on rank 0."""
+        state = self.weights.state_dict()
+        self.check_equal()
+        return {name: _copy(value) for name, value in state.items()} if not self.ranks.rank else {}
+
+    def optimizer_state_dict(self, held: Callable[[], OptimizerStates]) -> dict[str, Any]:
+        """The optimizer's state dict on rank 0."""
+        return tree_map_only(Tensor, _copy, named_state_dict(held())) if not self.ranks.rank else {}
+
+    def leave_gradients(self) -> None:
+        """Nothing: all weights are here."""
+
+    def prepare(self) -> None:
+        """Nothing: no step runs before the cut."""
+
+    def finish(self) -> None:
+        """Nothing: likewise."""
+
+    def align(self, level: int = logging.WARNING) -> None:
+        """Nothing: no stages share weights."""
+
+    def norms(self, order: float) -> Tensor:
+        """The norms of the gradients that this process has, which has all."""
+        return all_norms(_Alone(), self.weights.counted(), order)
+
+    def _homes(self) -> Iterator[tuple[nn.Module, torch.device]]:
+        yield self._model, self._device
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+
+
+class _Alone:
+    """A process that reaches no other one."""
+
+    rank = 0
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def open(self, pairs: Any) -> None:
+        del pairs
+
+    def swap(self, sends: Any, receives: Any) -> None:
+        del sends, receives
+
+
+class HeldWeights(ListedWeights):
     """The weights of the stages of this process, and those that they share with other stages.
 
     Args:
@@ -47,11 +266,10 @@ class HeldWeights:
         rank_of: Sequence[int],
         named: Iterable[tuple[str, nn.Parameter]] | None = None,
     ) -> None:
+        super().__init__(ranks, shared)
         self.stages = stages
         self._rank_of = rank_of
-        self.ranks = ranks
         self.stage_count = len(rank_of)
-        self.names = Names(shared)
         self._sharing = SharedWeights(stages, shared, rank_of, ranks)
         self.align()
         self._listed = self._list_by_hand() if named is None else _listed(named)
@@ -134,11 +352,12 @@ class HeldWeights:
         """Make the ranks' copies of shared weights equal, and log where they differed."""
         self._sharing.align(level)
 
-    @contextmanager
-    def training(self) -> Iterator[None]:
-        """A context for a training step; its exit sums the gradients of shared weights over stages."""
+    def prepare(self) -> None:
+        """Before a training step: tie shared weights again, and note the shared buffers."""
         self._sharing.prepare()
-        yield
+
+    def finish(self) -> None:
+        """After a training step: sum the gradients of shared weights over stages."""
         try:
             self._sharing.check_buffers()
             self._sharing.sum_gradients()
@@ -165,29 +384,21 @@ class HeldWeights:
         for stage in self.stages:
             stage.follow_memory()
 
-    def names_by_identity(self) -> dict[int, str]:
-        """The name of each parameter that lives in this process, by its ``id``."""
-        return {id(parameter): name for name, parameter in self.weights.named_parameters()}
+    def state_dict(self) -> dict[str, Any]:
+        """The state dict of all ranks, collected on rank 0."""
+        return gather_state(self.team, self.ranks, self.weights)
 
-    def load(
-        self, read: Callable[[], Mapping[str, Any]], *, strict: bool, any_name: bool
-    ) -> LoadResult:
-        """Load values by name; with ``any_name``, one of a weight's names is enough."""
-        result = load_state(self.team, self.weights, read, strict=strict, any_name=any_name)
-        self.align()
-        return result
+    def optimizer_state_dict(self, held: Callable[[], OptimizerStates]) -> dict[str, Any]:
+        """The optimizer's state dict of all ranks, collected on rank 0."""
+        return gather_optimizer(self.team, self.ranks, self.names, held)
 
-    @property
-    def level(self) -> Level:
-        """The ranks of this pipeline, of which the first collects what the others tell."""
-        transport = self.ranks.transport
-        size = 1 if transport is None else transport.ranks
-        return Level(self.ranks.rank, size, self.ranks.to_first, self.ranks.from_first)
+    def norms(self, order: float) -> Tensor:
+        """The norms of the gradients of all ranks."""
+        return all_norms(self.ranks, self.weights.counted(), order)
 
-    @property
-    def team(self) -> Team:
-        """The ranks of this pipeline, as processes that load together."""
-        return Team([self.level], (1, self.level.size))
+    def _homes(self) -> Iterator[tuple[nn.Module, torch.device]]:
+        for stage in self.stages:
+            yield stage.code, stage.device
 
 
 def _listed(named: Iterable[tuple[str, nn.Parameter]]) -> Listed:

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING
 from penstock.lazily import lazily
 
 if TYPE_CHECKING:
-    from penstock.partition.costs import UnitCost as UnitCost
-    from penstock.partition.costs import ValueCost as ValueCost
     from penstock.plan.choice import Order as Order
     from penstock.plan.choice import Plan as Plan
     from penstock.plan.choice import PlanShape as PlanShape
@@ -25,7 +23,9 @@ if TYPE_CHECKING:
     from penstock.plan.costs import MeasuredStages as MeasuredStages
     from penstock.plan.costs import Profile as Profile
     from penstock.plan.costs import StageCosts as StageCosts
+    from penstock.plan.costs import UnitCost as UnitCost
     from penstock.plan.costs import UnitCosts as UnitCosts
+    from penstock.plan.costs import ValueCost as ValueCost
     from penstock.plan.costs import costs_from as costs_from
     from penstock.plan.costs import cut_of as cut_of
     from penstock.plan.devices import DEVICES as DEVICES

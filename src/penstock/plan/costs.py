@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from statistics import median
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from penstock.errors import InputFileError, UsageError
-from penstock.partition.costs import UnitCost, ValueCost
+from penstock.partition import choose_cuts
 from penstock.schedule import Costs, Edge, Op, Placement, Timeline
 
 Cut = tuple[int, ...]
@@ -46,6 +46,98 @@ def cut_of(units: Sequence[str], stages: Sequence[Sequence[str]]) -> Cut:
         starts.append(at)
         at += len(paths)
     return tuple(starts)
+
+
+# ---- units
+
+
+Measure = Literal["time", "flops", "parameters", "memory"]
+COPIES = 4
+"""The copies of a trained weight in memory: itself, its gradient and the two moments of AdamW."""
+
+
+@dataclass(frozen=True)
+class UnitCost:
+    """What one unit costs for one microbatch, in seconds and bytes.
+
+    Args:
+        path: The path of its module.
+        forward: The time of F.
+        input: The time of I, which computes the gradients of its inputs.
+        weight: The time of W, which computes the gradients of its weights.
+        backward: The time of B, which computes both.
+        input_once: The part of I that a stage spends once, however many units it has.
+        weight_once: The same for W.
+        backward_once: The same for B.
+        spread: Half the interquartile range of its times, as a share of their median; 0 if predicted.
+        held: The bytes that F leaves until I or B, apart from the values that units pass on.
+        around: The part of `held` from operations around its module, which checkpointing does not free.
+        stash: The bytes that I leaves until W.
+        forward_extra: The bytes that F needs while it runs, beyond those held before or after it.
+        input_extra: The same for I.
+        weight_extra: The same for W.
+        backward_extra: The same for B.
+        parameters: The bytes of its weights and buffers.
+        trained: How many of these bytes get gradients.
+        numbers: The number of elements in its weights.
+        flops: The floating-point operations of its forward.
+    """
+
+    path: str
+    forward: float
+    input: float
+    weight: float
+    backward: float
+    input_once: float = 0.0
+    weight_once: float = 0.0
+    backward_once: float = 0.0
+    spread: float = 0.0
+    held: float = 0.0
+    around: float = 0.0
+    stash: float = 0.0
+    forward_extra: float = 0.0
+    input_extra: float = 0.0
+    weight_extra: float = 0.0
+    backward_extra: float = 0.0
+    parameters: int = 0
+    trained: int = 0
+    numbers: int = 0
+    flops: float = 0.0
+
+    def by(self, measure: Measure) -> float:
+        """The number by which stages are balanced.
+
+        ``"memory"`` counts trained weights four times, for their gradients and the state of an optimizer like
+        AdamW, and adds what forward holds for one microbatch.
+        """
+        numbers: dict[Measure, float] = {
+            "time": self.forward + self.backward,
+            "flops": self.flops,
+            "parameters": float(self.numbers),
+            "memory": self.parameters + (COPIES - 1) * self.trained + self.held,
+        }
+        return numbers[measure]
+
+
+@dataclass(frozen=True)
+class ValueCost:
+    """Tensors that one unit makes, and that the same later units use.
+
+    Args:
+        name: Its name, unique among the values.
+        source: The unit that makes it.
+        targets: The units that use it, in ascending order.
+        bytes: Its size in bytes.
+        gradient: Whether a gradient comes back.
+        kept: The units whose graphs keep it until backward.
+    """
+
+    name: str
+    source: int
+    targets: tuple[int, ...]
+    bytes: float
+    gradient: bool = True
+    kept: tuple[int, ...] = ()
 
 
 # ---- stages
@@ -139,6 +231,27 @@ class UnitCosts:
     values: tuple[ValueCost, ...]
 
     __pydantic_config__ = FILE
+
+    def cut(
+        self, stages: int, *, by: Measure = "time", placement: Placement | None = None
+    ) -> list[list[str]]:
+        """The most even stages, as ``stages=`` of a Pipeline takes them.
+
+        Args:
+            stages: How many stages to make.
+            by: What to make equal: ``"time"`` of forward and backward, ``"flops"``, ``"parameters"`` or
+                ``"memory"``, see `UnitCost.by`.
+            placement: Which rank holds which stage; then ranks are made equal, not stages.
+
+        Raises:
+            PartitionError: There are more stages than units.
+            UsageError: There is no such measure.
+        """
+        if by not in get_args(Measure):
+            raise UsageError(f"by={by!r}: must be one of {', '.join(get_args(Measure))}")
+        starts = choose_cuts([unit.by(by) for unit in self.units], stages, placement)
+        runs = runs_of(starts, len(self.units))
+        return [[self.units[number].path for number in run] for run in runs]
 
     def stages(  # noqa: PLR0913 - what lies between the stages, by name
         self,

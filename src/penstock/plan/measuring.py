@@ -13,10 +13,10 @@ from torch.nn import functional
 
 from penstock.errors import InputFileError, UsageError
 from penstock.partition import unit_paths
-from penstock.partition.costs import measure_units
 from penstock.plan.costs import Coster, Profile, UnitCosts
 from penstock.plan.devices import Device, device_named
-from penstock.values import MISSING, Rules, flatten, split_batch
+from penstock.plan.units import measure_units, random_states_kept
+from penstock.values import MISSING, Rules, split_batch
 
 REPEATS = 5
 """The number of timed runs by default, after a first run that does not count."""
@@ -140,8 +140,8 @@ def _coster(
     loss = loss_fn
     if loss_fn is not None and target is MISSING:
         loss = lambda output, _: loss_fn(output)  # noqa: E731 - as short as it is
-    has_data = not any(tensor.is_meta for tensor in flatten((args, kwargs))[0])
-    units = unit_paths(model, stages, example=(args, kwargs) if has_data else None)
+    with random_states_kept(model):
+        units = unit_paths(model, stages, (args, kwargs))
     sizes = split_batch(args, kwargs, MISSING, rules, 1).samples
     batch = sizes[0] if sizes else 1
 

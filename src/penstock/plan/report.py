@@ -8,9 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from penstock.partition.costs import UnitCost
 from penstock.plan.choice import COLUMNS, Plan, row_of
-from penstock.plan.costs import Profile
+from penstock.plan.costs import Profile, UnitCost
 from penstock.schedule import Action, Op, Span, Timeline
 from penstock.schedule.drawing import COLOURS, NAMES
 

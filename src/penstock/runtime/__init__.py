@@ -1,5 +1,6 @@
 """Runs a step: the agreement before it, the interpreter of its program, and its result."""
 
+from penstock.runtime.asking import ASKING, ask_inside
 from penstock.runtime.calls import Call, StepState, check_plans, describe_stages, mark_of
 from penstock.runtime.hooks import ActionEvent, ActionHook, HookHandle, Hooks, Which
 from penstock.runtime.loss import (
@@ -16,9 +17,9 @@ from penstock.runtime.loss import (
     collect_losses,
 )
 from penstock.runtime.result import StepCost, StepResult, TimelineKind
-from penstock.runtime.runner import Runner
+from penstock.runtime.runner import Runner, without_data
 from penstock.runtime.scaler import LossScaler
-from penstock.runtime.whole import ASKING, ask_inside, forwards_first
+from penstock.runtime.whole import forwards_first
 
 __all__ = [
     "ASKING",
@@ -50,4 +51,5 @@ __all__ = [
     "describe_stages",
     "forwards_first",
     "mark_of",
+    "without_data",
 ]

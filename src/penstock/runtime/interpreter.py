@@ -31,18 +31,12 @@ from penstock.errors import (
 from penstock.faults import Activity, failing_module, has_probes
 from penstock.parallel import arrived, gathered, put_together, replicated, take_apart
 from penstock.rng import LOSS
+from penstock.runtime.asking import Differentiations, Inquiry, Question
 from penstock.runtime.calls import StepState
 from penstock.runtime.hooks import ActionEvent
 from penstock.runtime.kinds import Kind
 from penstock.runtime.loss import Loss, Losses, zero_loss
-from penstock.runtime.whole import (
-    BatchOutputs,
-    Differentiations,
-    Evaluate,
-    Inquiry,
-    Joins,
-    Question,
-)
+from penstock.runtime.whole import BatchOutputs, Evaluate, Joins
 from penstock.schedule import Action, Dependencies, Edge, Op, Schedule, merged
 from penstock.schedule.action import MESSAGE_OPS, RECV_OPS, SEND_OPS
 from penstock.schedule.dependencies import counterpart
@@ -336,7 +330,7 @@ class Interpreter:
         name = f"rank {rank}" if self._transport is None else self.activity.name
         at = f"{name}, stage {action.stage}, microbatch {action.microbatch}, action {action}"
         if isinstance(error, StageError):
-            raise _of_rank(type(error)(f"{at}: {error}"), rank) from error.__cause__
+            raise type(error)(f"{at}: {error}") from error.__cause__
         if isinstance(error, PenstockError):
             error.add_note(f"on {name}, in {action}")
             raise error
@@ -345,8 +339,7 @@ class Interpreter:
             raise MessageError(f"{name}, {action}: {error}") from error
         module = failing_module(error)
         where = f"{at}, module {module}" if module else at
-        failure = StageError(f"{where}: {type(error).__name__}: {error}")
-        raise _of_rank(failure, rank) from error
+        raise StageError(f"{where}: {type(error).__name__}: {error}") from error
 
     # ---- forward
 
@@ -793,11 +786,6 @@ class Interpreter:
     def _adapt(self, action: Action, method: Literal["unshard", "reshard", "reduce"]) -> None:
         if self._step.adapters is not None:
             self._step.adapters.tell(action.stage, method)
-
-
-def _of_rank(error: StageError, rank: int) -> StageError:
-    error.rank = rank
-    return error
 
 
 def _values_of(edges: Sequence[Edge], output: Any) -> dict[str, Any]:

@@ -9,15 +9,13 @@ from difflib import get_close_matches
 from functools import partial
 from inspect import Parameter, signature
 from operator import attrgetter
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import (
     AgreementError,
-    MessageError,
-    PeerFailed,
     PenstockError,
     PlanError,
     PoisonedError,
@@ -37,6 +35,7 @@ from penstock.parallel import (
 )
 from penstock.rng import generators_kept
 from penstock.runtime.calls import REFUSED, Call, StepState, check_marks, exchange_or_refuse
+from penstock.runtime.cut import BROKEN, Example, LateCut, agree_on_cut, together
 from penstock.runtime.interpreter import Interpreter, Program
 from penstock.runtime.job import refusal_in_job
 from penstock.runtime.kinds import (
@@ -55,7 +54,6 @@ from penstock.schedule import Edge, Op, Schedule
 from penstock.stage import PipelineStage, StageModule
 from penstock.transport import (
     WEIGHTS,
-    DifferentCalls,
     Transport,
     check_called,
     is_marked,
@@ -72,49 +70,60 @@ from penstock.values import (
 )
 
 logger = logging.getLogger("penstock")
-_Made = TypeVar("_Made")
 Schedules: TypeAlias = Callable[..., Schedule]
 """Returns the proven schedule for a number of microbatches, the edges if they depend on the call, and whether
 it trains."""
 _WEIGHTS_TAG = 8
 """The tag of messages that carry weights."""
-_BROKEN = (MessageError, PeerFailed, DifferentCalls)
-"""Errors of an exchange itself: they refuse nothing, but end the pipeline."""
 
 
 class Runner:
     """The ranks of a pipeline that live in this process, and the calls that they carry out.
 
     Args:
-        stages: the stages of this process.
         schedules: returns the schedule of a call.
         transport: this rank's end, if each rank is a process; None if all ranks share this process.
 
     Attributes:
+        stages: the stages of this process, by index; none before :meth:`hold`.
         interpreter: runs the programs.
     """
 
-    def __init__(
-        self,
-        stages: Sequence[PipelineStage],
-        schedules: Schedules,
-        transport: Transport | None = None,
-    ) -> None:
-        self.stages = {stage.index: stage for stage in stages}
+    def __init__(self, schedules: Schedules, transport: Transport | None = None) -> None:
+        self.stages: dict[int, PipelineStage] = {}
         self.transport = transport
         self.schedules = schedules
-        code = stages[0].code
-        self._planned = code if isinstance(code, StageModule) else None
+        self._planned: StageModule | None = None
         self._numbers = Numbers()
         self._adapters: dict[int, Adapter] = {}
         self._known = KnownCalls()
         self._failure: BaseException | None = None
         self._steps = 0
+        self._argument_names: dict[int, list[str] | None] = {}
+        activity = Activity(0) if transport is None else transport.activity
+        self.interpreter = Interpreter(self.stages, activity)
+        self._devices: list[torch.device] = []
+
+    def cut_now(self, cut: LateCut, call: Example | None) -> None:
+        """Cut the model before any call; all processes of the job call this.
+
+        Args:
+            cut: the model.
+            call: the arguments of the model for a microbatch, if only they show where to cut.
+        """
+        error = agree_on_cut(self.transport, cut, lambda: (0, call), 0)
+        if error is not None:
+            raise error
+        cut.carry_out()
+
+    def hold(self, stages: Sequence[PipelineStage]) -> None:
+        """Take the stages of this process; all processes of the pipeline call this."""
+        self.stages.update((stage.index, stage) for stage in stages)
+        code = stages[0].code
+        self._planned = code if isinstance(code, StageModule) else None
         named = {i: _argument_names(s) for i, s in self.stages.items()}
         rows = self.gather([[index, names] for index, names in named.items()])
         self._argument_names = {index: names for row in rows for index, names in row}
-        activity = Activity(0) if transport is None else transport.activity
-        self.interpreter = Interpreter(self.stages, activity)
         self._devices = list({stage.device for stage in stages})
 
     @property
@@ -222,6 +231,25 @@ class Runner:
         finally:
             self.interpreter.activity.rest()
 
+    def cut_by(self, cut: LateCut, call: Call) -> None:
+        """Cut a model by what the first call brings; all processes of the job call this.
+
+        Raises:
+            PenstockError: the call was refused, or the model cannot be cut, and nothing was changed.
+        """
+        self.check_usable()
+        activity = self.interpreter.activity
+        activity.begin(self._steps + call.trains)
+        try:
+            with torch.set_grad_enabled(call.trains):
+                self._cut_by(cut, call)
+        except _Refused as refused:
+            raise refused.error.with_traceback(None) from refused.error.__cause__
+        except BaseException as error:
+            raise self.fail(error) from None if error.__cause__ is None else error.__cause__
+        finally:
+            activity.rest()
+
     @property
     def usable(self) -> bool:
         """False once a call between processes has failed in the middle."""
@@ -285,6 +313,33 @@ class Runner:
 
     # ---- the word before the step
 
+    def _cut_by(self, cut: LateCut, call: Call) -> None:
+        """Cut the model by what the first call brings; if it is wrong, all ranks raise ``_Refused``."""
+
+        def describe() -> dict[str, Any]:
+            if call.refusal is not None:
+                raise call.refusal
+            return Brought(call.mode, [], call.batch).describe()
+
+        def bring() -> tuple[int, Example]:
+            _, rows = together(self.transport, describe, lambda row: row)
+            model_call = merge(rows)
+            part = model_call.complete(self.rank, call.batch.parts)[0]
+            return min(model_call.holders, default=0), (part.args, part.kwargs)
+
+        self._exchange_words(REFUSED if call.refusal is not None else 0, call)
+        activity = self.interpreter.activity
+        activity.prepare("cuts the model")
+        try:
+            error = agree_on_cut(self.transport, cut, bring, self._steps)
+            if error is not None:
+                raise _Refused(error)
+            activity.prepare("makes its stages")
+            with torch.inference_mode(mode=False), torch.enable_grad():
+                cut.carry_out()
+        finally:
+            activity.prepared()
+
     def _agree(self, call: Call) -> StepState:
         """Learn what all ranks bring. If it is wrong, all of them raise ``_Refused`` before they begin."""
         let_cross(map(attrgetter("module"), self.stages.values()))
@@ -308,7 +363,7 @@ class Runner:
                 self._known.add(words, agreement)
             check_marks(marks)
             counts = self._counts(call.loss, agreement.model_call, counts)
-        except _BROKEN:
+        except BROKEN:
             raise
         except PenstockError as error:
             refusal_here = error
@@ -347,7 +402,7 @@ class Runner:
         Raises:
             PenstockError: it is refused, the same on all ranks.
         """
-        _, rows = self._together(brought.describe, lambda row: row)
+        _, rows = together(self.transport, brought.describe, lambda row: row)
         model_call = merge(rows)
         states = {
             index: state
@@ -355,7 +410,8 @@ class Runner:
             for index, state in row["state"]
             if index not in self.stages
         }
-        agreement, plans = self._together(
+        agreement, plans = together(
+            self.transport,
             lambda: self._plan_call(call, model_call, states),
             lambda made: repr(made.program.schedule.edges),
         )
@@ -369,26 +425,16 @@ class Runner:
             self.transport.connect(agreement.program.channels)
         return agreement
 
-    def _together(
-        self, make: Callable[[], _Made], tell: Callable[[_Made], Any]
-    ) -> tuple[_Made, list[Any]]:
-        """What this rank makes, and what each rank tells of it; if one cannot, all raise its error."""
-        try:
-            made = make()
-        except PenstockError as error:
-            exchange_or_refuse(self.transport, None, error)
-            raise
-        return made, exchange_or_refuse(self.transport, tell(made), None)
-
     def _plan_call(self, call: Call, model_call: ModelCall, states: Mapping[int, Any]) -> Agreement:
         kinds: dict[str, Kind] = {}
         new: list[Kind] = []
         numbers = self._known.free_numbers()
-        for text, arguments in zip(model_call.texts, model_call.layouts, strict=True):
+        parts = model_call.complete(self.rank, call.batch.parts)
+        for text, arguments, part in zip(model_call.texts, model_call.layouts, parts, strict=True):
             known = kinds.get(text) or self._known.kind(text)
             if known is None:
                 known = Kind(text, next(numbers), arguments)
-                known.plan = self._plan(known, states, trains=call.trains)
+                known.plan = self._plan((part.args, part.kwargs), states, trains=call.trains)
                 new.append(known)
             kinds[text] = known
         of_parts = tuple(kinds[text] for text in model_call.texts)
@@ -404,27 +450,12 @@ class Runner:
             program = Program(schedule, None if self.transport is None else self.transport.rank)
         return Agreement(model_call, of_parts, program)
 
-    def _plan(self, kind: Kind, states: Mapping[int, Any], *, trains: bool) -> Any:
+    def _plan(self, example: Example, states: Mapping[int, Any], *, trains: bool) -> Any:
         """The partition's plan for a kind, made from its arguments without data."""
-        if self._planned is None:
+        planned = self._planned
+        if planned is None:
             return None
-        try:
-            # Tensors made in inference mode have no versions, by which a run without data sees changes.
-            with torch.inference_mode(mode=False), torch.set_grad_enabled(trains):
-                example = kind.example
-                return self._planned.plan(example.args, example.kwargs, states)
-        except PenstockError:
-            raise
-        except Exception as error:
-            module = failing_module(error)
-            where = f"module {module}, before" if module else "before"
-            what = f"{type(error).__name__}: {error}"
-            if isinstance(error, ValueError | LookupError | ArithmeticError | AssertionError):
-                what += (
-                    "; this run had no data: numbers were ones, or those of example=(args, kwargs)"
-                )
-            cause = error.with_traceback(without_own_frames(error))
-            raise StageError(f"{where} the first microbatch: {what}") from cause
+        return without_data(lambda: planned.plan(*example, states), trains=trains)
 
     def _keywords(self, names: Iterable[Key], schedule: Schedule) -> dict[int, list[str]]:
         """The keyword arguments that go to each stage that was placed by hand.
@@ -576,6 +607,24 @@ class Runner:
         arrived = iter([self.transport.broadcast(tensor, source) for tensor in tensors])
         leaves = [next(arrived) if isinstance(x, TensorLayout) else x for x in layout.leaves]
         return unflatten(leaves, layout.tree)
+
+
+def without_data(run: Callable[[], Any], *, trains: bool) -> Any:
+    """Run the model's code without data; explain its errors."""
+    try:
+        # Tensors made in inference mode have no versions, by which a run without data sees changes.
+        with torch.inference_mode(mode=False), torch.set_grad_enabled(trains):
+            return run()
+    except PenstockError:
+        raise
+    except Exception as error:
+        module = failing_module(error)
+        where = f"module {module}, before" if module else "before"
+        what = f"{type(error).__name__}: {error}"
+        if isinstance(error, ValueError | LookupError | ArithmeticError | AssertionError):
+            what += "; this run had no data: numbers were ones, or those of example=(args, kwargs)"
+        cause = error.with_traceback(without_own_frames(error))
+        raise StageError(f"{where} the first microbatch: {what}") from cause
 
 
 class _Refused(Exception):

@@ -15,10 +15,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from penstock.errors import AgreementError, MessageError, UsageError
-from penstock.faults import Meeting, Watch, end_waits, ranges
-
-DAY = timedelta(days=1)
-"""How long a wait on a peer may take; the watch notices a silent peer much earlier."""
+from penstock.faults import DAY, Activity, Meeting, Watch, end_waits, ranges
 
 
 def launched() -> bool:
@@ -62,6 +59,7 @@ def _check_launcher() -> None:
 
 
 _JSON = 0x4A534F4E
+WITH_FIRST = "an exchange with the leader"
 TO_FIRST, FROM_FIRST = _JSON + 1, _JSON + 2
 """These mark the length of JSON bytes, to tell it from another collective's data."""
 
@@ -184,6 +182,7 @@ class Circle:
         world: Any = dist.group.WORLD if is_launched else None
         self._group: Any = None if alone else group or world
         self._watch = watch
+        self._activity = Activity(0) if watch is None else watch.activity
         self._device: Any = torch.device("cpu")
         self.rank = 0 if self._group is None else self._group.rank()
         self.size = 1 if self._group is None else self._group.size()
@@ -197,24 +196,25 @@ class Circle:
 
     def exchange(self, value: Any) -> list[Any]:
         """The JSON values of all processes, in rank order; all of them call this."""
-        return exchange_json(value, self._gather, self._call)
-
-    @property
-    def _call(self) -> str:
-        return "" if self._watch is None else self._watch.activity.call
+        return exchange_json(value, self._gather, self._activity.call)
 
     def to_first(self, value: Any) -> list[Any] | None:
         """Send a JSON value to the first process, which gets those of all; all of them call this."""
         if self._group is None:
             return [value]
         text = as_text(value)
-        sizes = sizes_of(text.numel() if self.rank else 0, TO_FIRST, self._gather, self._call)
+        sizes = sizes_of(
+            text.numel() if self.rank else 0, TO_FIRST, self._gather, self._activity.call
+        )
         longest = max(sizes)
         # All texts travel padded to one length; the first process's own stays where it is.
         mine = self._padded(text if self.rank else text[:0], longest)
         rows = [] if self.rank else [torch.empty_like(mine) for _ in sizes]
         if longest:
-            self._move(self._group.gather, dist.GatherOptions(), [rows] if rows else [], [mine])
+            options: Any = dist.GatherOptions()
+            options.rootRank = 0
+            outputs = [rows] if rows else []
+            self._wait(WITH_FIRST, lambda: self._group.gather(outputs, [mine], options))
         if self.rank:
             return None
         others = zip(rows[1:], sizes[1:], strict=True)
@@ -227,13 +227,16 @@ class Circle:
             return values[0]
         texts = [as_text(None)] + [as_text(value) for value in (values or ())[1:]]
         most = max(text.numel() for text in texts)
-        longest = sizes_of(most, FROM_FIRST, self._gather, self._call)[0] + 8
+        longest = sizes_of(most, FROM_FIRST, self._gather, self._activity.call)[0] + 8
         mine = self._padded(texts[0], longest)
         # Each text follows its length.
         lengths = [torch.tensor([text.numel()]).view(torch.uint8) for text in texts]
         pairs = zip(lengths, texts, strict=True)
         rows = [] if self.rank else [self._padded(torch.cat(pair), longest) for pair in pairs]
-        self._move(self._group.scatter, dist.ScatterOptions(), [mine], [rows] if rows else [])
+        options: Any = dist.ScatterOptions()
+        options.rootRank = 0
+        inputs = [rows] if rows else []
+        self._wait(WITH_FIRST, lambda: self._group.scatter([mine], inputs, options))
         if values is not None:
             return values[0]
         data = mine.cpu()
@@ -244,18 +247,17 @@ class Circle:
         padded[: text.numel()] = text
         return padded.to(self._device)
 
-    def _move(self, move: Any, options: Any, outputs: Any, inputs: Any) -> None:
-        options.rootRank = 0
-        activity = None if self._watch is None else self._watch.activity
-        if activity is not None:
-            activity.come("an exchange with the leader", self._members)
+    def _wait(self, what: str, start: Callable[[], Any]) -> None:
+        """Start an operation, and wait for it on the host."""
+        self._activity.come(what, self._members)
         try:
-            move(outputs, inputs, options).wait()
+            start().wait()
+            if self._device.type != "cpu":
+                torch.accelerator.current_stream(self._device).synchronize()
         except RuntimeError as error:
             broken = MessageError(f"a connection is closed: {error}")
             raise (broken if self._watch is None else self._watch.failed(broken)) from error
-        if activity is not None:
-            activity.go_on()
+        self._activity.go_on()
 
     def sum(self, values: Tensor, what: str = "a sum") -> Tensor:
         """The sum of all processes' CPU tensors, the same bits on each; all of them call this."""
@@ -270,21 +272,10 @@ class Circle:
         """
         if self._group is None:
             return values[None]
-        activity = None if self._watch is None else self._watch.activity
-        if activity is not None:
-            activity.come(what, self._members)
         mine = values.to(self._device).contiguous()
-        # The rows leave the device together.
         rows = torch.empty((self.size, *mine.shape), dtype=mine.dtype, device=self._device)
-        try:
-            self._group.allgather([list(rows.unbind())], [mine]).wait()
-            total = rows.cpu()
-        except RuntimeError as error:
-            broken = MessageError(f"a connection is closed: {error}")
-            raise (broken if self._watch is None else self._watch.failed(broken)) from error
-        if activity is not None:
-            activity.go_on()
-        return total
+        self._wait(what, lambda: self._group.allgather([list(rows.unbind())], [mine]))
+        return rows.cpu()
 
     def abort(self) -> None:
         """End all waits on this circle, here and elsewhere; its connections are broken for good."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from penstock.errors import MessageError
-from penstock.faults import Activity, Meeting, Watch, end_waits
+from penstock.faults import DAY, Activity, Meeting, Watch, end_waits
 from penstock.transport.base import (
     LEFT,
     VALUES,
@@ -34,7 +34,7 @@ from penstock.transport.base import (
     unpack,
     wait_for,
 )
-from penstock.transport.circle import DAY, Circle, DifferentCalls, circle_beside
+from penstock.transport.circle import Circle, DifferentCalls, circle_beside
 from penstock.transport.sockets import SMALL, Line, connect_lines
 from penstock.values import TensorLayout
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from penstock.errors import MessageError
-from penstock.faults import Meeting
+from penstock.faults import DAY, Meeting
 from penstock.transport.base import (
     VALUES,
     Arrival,
@@ -30,7 +30,7 @@ from penstock.transport.base import (
     packed,
     parcels_for,
 )
-from penstock.transport.circle import DAY, Circle
+from penstock.transport.circle import Circle
 from penstock.transport.gloo import GlooTransport
 from penstock.values import TensorLayout
 

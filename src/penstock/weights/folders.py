@@ -24,7 +24,7 @@ from penstock.errors import (
     quoted,
 )
 from penstock.parallel import whole
-from penstock.partition.base import Partition, named_tensors
+from penstock.partition.base import Partition, find_shared, named_tensors
 from penstock.weights.files import SAVE, WeightFiles, entries, write_file
 from penstock.weights.initialise import give_data
 from penstock.weights.lease import Lease
@@ -292,6 +292,24 @@ def parameters_on_meta() -> Iterator[None]:
         handle.remove()
 
 
+def check_folder(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Check that a folder holds the weights of a model, as :func:`load_partition` will.
+
+    Raises:
+        InputFileError: there are no such files, or they are damaged.
+        StateDictError: the files do not match the model.
+    """
+    _check_files(
+        model.state_dict(keep_vars=True), read_weights(folder), Names(find_shared(model, [model]))
+    )
+
+
+def _check_files(saved: Mapping[str, Any], files: Mapping[str, Any], names: Names) -> None:
+    missing, problems = compare(saved, names, files)
+    unexpected = [name for name in files if name not in saved and not names.is_shared(name)]
+    check_fits(LoadResult(missing, unexpected), problems)
+
+
 def load_partition(
     partition: Partition,
     stages: Iterable[int],
@@ -322,10 +340,7 @@ def load_partition(
         {name: of[name] for name in module.state_dict(keep_vars=True) if name in of}
         for module, of in zip(partition.modules, tensors, strict=True)
     ]
-    here = {name: tensor for of in saved for name, tensor in of.items()}
-    missing, problems = compare(here, names, files)
-    unexpected = [name for name in files if name not in here and not names.is_shared(name)]
-    check_fits(LoadResult(missing, unexpected), problems)
+    _check_files({name: tensor for of in saved for name, tensor in of.items()}, files, names)
     for index in sorted(stages):
         # Only the model's code can compute what no file holds.
         lost = [

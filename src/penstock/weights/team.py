@@ -95,7 +95,8 @@ class Team:
     Args:
         levels: the ranks of a pipeline and its replicas in each dimension, or one level of all processes.
         layout: the number of replicas, and of processes in each.
-        patient: lets this process take so many seconds before it counts as silent.
+        calling: a context for a call of a name, which may take this process so many seconds before it counts
+            as silent.
 
     Attributes:
         rank: this process's place.
@@ -107,11 +108,11 @@ class Team:
         self,
         levels: Sequence[Level],
         layout: tuple[int, int],
-        patient: Callable[[float], AbstractContextManager[None]] = lambda _: nullcontext(),
+        calling: Callable[[str, float], AbstractContextManager[None]] = lambda *_: nullcontext(),
     ) -> None:
         self._levels = levels
         self.layout = layout
-        self.patient = patient
+        self.calling = calling
         self.rank, self.size = 0, 1
         for level in levels:
             self.rank, self.size = self.rank + self.size * level.rank, self.size * level.size

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
+from penstock.partition.work import formula_of
 from penstock.values import flatten
 
 Rate = Callable[[float, float, str], float]
@@ -59,6 +59,10 @@ class Meter(TorchDispatchMode):
         """Restarts `peak` from `live`."""
         self.peak = self.live
 
+    def allocated(self, key: int) -> bool:
+        """Whether memory, by its `storage_key`, was allocated in the mode and is not freed."""
+        return key in self._storages
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -99,8 +103,7 @@ class Meter(TorchDispatchMode):
         result: Any,
         results: list[Tensor],
     ) -> None:
-        packet = func._overloadpacket
-        formula = cast("Any", flop_registry).get(_KNOWN_AS.get(packet, packet))
+        formula = formula_of(func)
         flops = formula(*args, **kwargs, out_val=result) if formula else 0
         self.flops += flops
         if self._rate is not None:
@@ -130,12 +133,3 @@ class FusedAttention(TorchFunctionMode):
             if len(args) > 4:
                 del kwargs["dropout_p"]
         return func(*args, **kwargs)
-
-
-_KNOWN_AS = {
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: (
-        _ATEN._scaled_dot_product_flash_attention_backward
-    ),
-}
-"""Kernels of the CPU, whose operations PyTorch does not count, and their GPU twins, which it counts."""

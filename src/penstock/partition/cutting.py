@@ -1,0 +1,464 @@
+"""Cut a model into stages: by one call, which shows the order and the work of its modules, or by lists."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+
+from penstock.errors import PartitionError, PenstockError, StageError, UsageError
+from penstock.partition.author import (
+    Author,
+    check_not_compiled,
+    has_compiled_forward,
+    hooked_in,
+)
+from penstock.partition.balance import Room, choose_cuts, use_up_to
+from penstock.partition.base import (
+    Example,
+    Partition,
+    count_parameters,
+    find_shared,
+    named_tensors,
+)
+from penstock.partition.order import CallOrder
+from penstock.partition.plan import first_uses
+from penstock.partition.run import WithoutData
+from penstock.partition.seen import Door
+from penstock.partition.stage import CutStage
+from penstock.partition.trace import Trace
+from penstock.partition.units import (
+    at_points,
+    find_units,
+    has_forward,
+    in_lists,
+    is_sequential,
+    loose_parameters,
+    once,
+    units_at_points,
+)
+from penstock.schedule import Placement
+
+Where = int | Sequence[str] | Sequence[Sequence[str]]
+"""The number of stages; or the module paths to cut before; or for each stage the paths of its modules."""
+Homes = dict[str, list[int]]
+"""Where a model is cut, as JSON data: the stages of each unit, and of each parameter outside of units."""
+_BALANCES = ("flops", "parameters", "memory")
+_MANY = 2**31
+_ROUNDS = 4
+"""How often units are taken apart for the sake of even stages, each time with another run without data."""
+
+
+class Cutting:
+    """How a model is to be cut.
+
+    Args:
+        model: any module; the stages hold its parameters, not copies of them.
+        stages: as for :func:`partition`.
+        example: arguments whose numbers the runs without data use.
+        balance: as for :func:`partition`.
+        placement: as for :func:`partition`.
+        checkpoint: as for :func:`partition`.
+        room: the memory of the stages.
+
+    Raises:
+        PartitionError: the model cannot be cut this way, whatever it is called with.
+        UsageError: an argument is wrong.
+    """
+
+    def __init__(  # noqa: PLR0913 - all that a user may say of a cut
+        self,
+        model: nn.Module,
+        stages: Where,
+        *,
+        example: Example | None = None,
+        balance: str | Sequence[float] | None = None,
+        placement: Placement | None = None,
+        checkpoint: bool | Sequence[str] = False,
+        room: Room | None = None,
+    ) -> None:
+        self.model, self._stages = model, stages
+        self._balance, self._placement, self._checkpoint = balance, placement, checkpoint
+        self._room = room
+        if not isinstance(stages, int) and (balance is not None or placement is not None):
+            raise UsageError(
+                "balance= and placement= say where to cut if the number of stages is given; stages= names "
+                "the modules here: leave them out"
+            )
+        if isinstance(balance, str) and balance not in _BALANCES:
+            raise UsageError(
+                f"balance={balance!r}: must be {', '.join(_BALANCES)} or a weight for each module, or cut by "
+                "times: profile.at(samples).cut(stages) of penstock.plan.measure"
+            )
+        if stages != 1:
+            _check_compiled(model)
+        if isinstance(stages, int) and stages != 1 and not has_forward(model):
+            raise PartitionError(
+                f"a {type(model).__name__} has no forward; name the modules of each stage in the order of "
+                "their calls: stages=[[...], [...]]"
+            )
+        self._listed = self._units_in_lists()
+        self.count = self._count()
+        if not self._listed and isinstance(stages, int):
+            most = len(find_units(model, _MANY))
+            if not most or (is_sequential(model) and most < stages):
+                raise self._too_few(most)
+        forward = (
+            model if has_forward(model) else _chain(model, [p for of in self._listed for p in of])
+        )
+        self._run = WithoutData(model, forward, example)
+        self._trace: Trace | None = None
+
+    def _count(self) -> int:
+        if isinstance(self._stages, int):
+            return self._stages
+        return len(self._listed) or len(self._stages) + 1
+
+    def _units_in_lists(self) -> list[list[str]]:
+        """The units of each stage, where they are known without a call; else nothing."""
+        model, stages = self.model, self._stages
+        if stages == 1:
+            choose_cuts([1.0], 1, self._placement)  # for its checks
+            return [find_units(model, 1)]
+        if isinstance(stages, int):
+            return self._children_of_sequential(stages) if is_sequential(model) else []
+        if stages and all(isinstance(path, str) for path in stages):
+            points = [str(path) for path in stages]
+            units = units_at_points(model, points)
+            return at_points(model, points, units) if is_sequential(model) else []
+        return in_lists(model, [list(paths) for paths in stages])
+
+    def _children_of_sequential(self, stages: int) -> list[list[str]]:
+        """The children of each stage; nothing if only a call shows their work, or there are too few."""
+        children, balance = list(self.model._modules), self._balance
+        if stages > len(children) or balance in ("flops", "memory"):
+            return []
+        starts = [0] * stages
+        if balance is None and self._placement is None:
+            # Of several equally even cuts, the one whose first stages are the larger ones.
+            size, rest = divmod(len(children), stages)
+            starts = [index * size + min(index, rest) for index in range(stages)]
+        else:
+            weights = self._weights_of(children)
+            starts = list(choose_cuts(weights or [1.0] * len(children), stages, self._placement))
+        return [children[a:b] for a, b in pairwise([*starts, len(children)])]
+
+    def _weights_of(self, paths: Sequence[str]) -> list[float]:
+        """How heavy units are by ``balance=``, as far as it says so without a call."""
+        balance = self._balance
+        if balance == "parameters":
+            return [float(count_parameters(self.model.get_submodule(path))) for path in paths]
+        if not isinstance(balance, Sequence) or isinstance(balance, str):
+            return []
+        if len(balance) != len(paths):
+            raise PartitionError(
+                f"balance= has {len(balance)} weights for {len(paths)} modules: {', '.join(paths)}"
+            )
+        return [float(weight) for weight in balance]
+
+    @property
+    def needs_call(self) -> bool:
+        """Whether only a call of the model shows where it is to be cut."""
+        if not self._listed:
+            return True
+        paths = [path for of in self._listed for path in of]
+        return (
+            self.count > 1 and has_forward(self.model) and bool(loose_parameters(self.model, paths))
+        )
+
+    # ---- where to cut
+
+    def decide(self, call: Example | None = None) -> Homes:
+        """Where the model is cut.
+
+        Args:
+            call: the arguments of the model for a microbatch, as ``(args, kwargs)``; only shapes, types and
+                plain values count, as long as the model's code goes on with ones.
+
+        Raises:
+            PartitionError: the model cannot be cut, or only by a call, and there is none.
+        """
+        self._trace = None
+        if call is None:
+            if self.needs_call:
+                raise PartitionError(
+                    f"the {type(self.model).__name__} is cut in the order in which it calls its modules, "
+                    "which a call shows: give example=(args, kwargs), arguments for one microbatch"
+                )
+            return self._with_loose(self._homes_of(self._listed))
+        if self._listed and (not isinstance(self._stages, int) or self.count == 1):
+            homes = self._homes_of(self._listed)
+            if self.needs_call:
+                self._trace = self._record(list(homes), call)
+            return self._with_loose(homes)
+        if not isinstance(self._stages, int):
+            return self._with_loose(self._at_points(call))
+        return self._with_loose(self._by_work(call))
+
+    def _homes_of(self, placed: Sequence[Sequence[str]]) -> Homes:
+        """The stages of each unit, of lists of units."""
+        homes: Homes = {}
+        every = [path for of in placed for path in of]
+        first = {id(self.model.get_submodule(path)): path for path in reversed(every)}
+        for stage, paths in enumerate(placed):
+            for path in paths:
+                homes.setdefault(first[id(self.model.get_submodule(path))], []).append(stage)
+        return homes
+
+    def _with_loose(self, homes: Homes) -> Homes:
+        """The stages, also of each parameter that no unit holds: where it is used first."""
+        loose = loose_parameters(self.model, list(homes))
+        if not loose:
+            return homes
+        uses: dict[str, int] = {}
+        if self._trace is not None:
+            uses = first_uses(self._trace, _with_weights(self.model, homes))
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        known = {id(tensor): uses[n] for n, tensor in parameters.items() if n in uses}
+        for name, near in loose.items():
+            # One that nothing uses is with its neighbours.
+            other = min((stage for path in near for stage in homes[path]), default=0)
+            homes[name] = [known.setdefault(id(parameters[name]), other)]
+        return homes
+
+    def _record(self, units: Sequence[str], call: Example, *, counts: bool = False) -> Trace:
+        """The trace of a call; with ``counts``, the work of modules inside units is counted."""
+        doors = doors_of(self.model, units)
+        inside = {id(part) for door in doors for part in door.module.modules()}
+        outside = [module for module in self.model.modules() if id(module) not in inside]
+        if self.count > 1:
+            check_not_compiled(self.model, outside)
+            doors += hooked_in(self.model, outside, doors)
+        inside -= {id(door.module) for door in doors}
+        inner = [
+            Door(module, path)
+            for path, module in self.model.named_modules()
+            if counts and id(module) in inside and next(module.children(), None) is not None
+        ]
+        return self._run.record(doors, call, inner=inner)
+
+    def _at_points(self, call: Example) -> Homes:
+        points = [str(path) for path in self._stages]  # type: ignore[union-attr] # no number
+        units = units_at_points(self.model, points)
+        self._trace = self._record(units, call)
+        order = CallOrder(self.model, units, self._trace)
+        paths = [item.path for item in order.once()]
+        return self._homes_of(at_points(self.model, points, paths))
+
+    def _by_work(self, call: Example) -> Homes:
+        """The stages of equal work."""
+        order = self.order(call)
+        homes = order.even(self.count, self._placement, self._room)
+        if homes is None:
+            raise self._too_few(len(order.again(self.count)))
+        return homes
+
+    def _too_few(self, most: int) -> PartitionError:
+        return PartitionError(
+            f"a {type(self.model).__name__} has {most} modules that can be placed, too few for "
+            f"{self.count} stages; {use_up_to(most)}"
+        )
+
+    def order(self, call: Example) -> CallOrder:
+        """The units in the order of their calls, taken apart as far as even stages need it."""
+        model = self.model
+        units = find_units(model, self.count)
+        self._trace = trace = self._record(units, call, counts=True)
+        whole: set[str] = set()
+        for _ in range(_ROUNDS):
+            finer = find_units(model, self.count, _work_in(trace), units, whole)
+            if finer == units:
+                break
+            try:
+                trace = self._record(finer, call, counts=True)
+            except PartitionError:
+                # What cannot be taken apart stays whole.
+                whole |= {*units} - {*finer}
+            else:
+                self._trace, units = trace, finer
+        order = CallOrder(model, units, self._trace)
+        self._weigh(order)
+        return order
+
+    def _weigh(self, order: CallOrder) -> None:
+        """Let units be as heavy as ``balance=`` says."""
+        items = order.once()
+        weights = self._weights_of([item.path for item in items])
+        if self._balance == "memory":
+            weights = [item.held + item.made for item in items]
+        if weights:
+            order.weigh({item.path: of for item, of in zip(items, weights, strict=True)})
+
+    # ---- the stages
+
+    def make(self, homes: Homes, call: Example | None = None) -> Partition:
+        """The stages of a model that is cut at given places.
+
+        Args:
+            homes: what :meth:`decide` has given, here or on another rank.
+            call: the arguments of the call that will come first, which is planned now.
+
+        Raises:
+            PartitionError: the model cannot be cut there.
+        """
+        trace, self._trace = self._trace, None
+        model = self.model
+        modules = dict(model.named_modules(remove_duplicate=False))
+        units = [path for path in homes if path in modules]
+        doors = [Door(modules[path], path) for path in units]
+        recomputes = _recomputed(units, self._checkpoint)
+        author = Author(
+            model, doors, self._run, recomputes, _with_weights(model, homes), self.count
+        )
+        stages = tuple(CutStage(author, index) for index in range(self.count))
+        result = Partition(stages, find_shared(model, stages), author)
+        result.check_covers(model)
+        if call is not None:
+            author.expect(call, trace)
+        return result
+
+
+def partition(
+    model: nn.Module,
+    stages: Where,
+    *,
+    example: Example | None = None,
+    balance: str | Sequence[float] | None = None,
+    placement: Placement | None = None,
+    checkpoint: bool | Sequence[str] = False,
+) -> Partition:
+    """Cut a model into stages that together compute what it computes.
+
+    Every stage runs the author's own forward, but only its own units in it.
+
+    Args:
+        model: any module; the stages hold its parameters, not copies of them.
+        stages: the number of stages; or the paths of the modules before which to cut; or for each stage the
+            paths of its modules.
+        example: arguments for one microbatch, as ``(args, kwargs)``, which show in which order the model
+            calls its modules, and their work. Not needed for lists of paths that cover all parameters, nor
+            for an ``nn.Sequential``.
+        balance: what to make equal, if you give the number of stages: ``"flops"``, ``"parameters"`` or
+            ``"memory"``; or a weight for each module that is placed, in the order of their calls. By default
+            the work of the forward; in an ``nn.Sequential`` without example, the number of children.
+        placement: which rank holds which stage, if you give the number: balances ranks instead of stages.
+        checkpoint: recompute units in the backward instead of keeping their activations: all units, or
+            those at or inside these paths.
+
+    Raises:
+        PartitionError: the model cannot be cut this way; the message says why, and what to do.
+    """
+    cutting = Cutting(
+        model, stages, example=example, balance=balance, placement=placement, checkpoint=checkpoint
+    )
+    with explained(model):
+        return cutting.make(cutting.decide(example), example)
+
+
+def unit_paths(model: nn.Module, stages: int, example: Example) -> list[str]:
+    """The modules that are placed for a number of stages, in the order of their calls.
+
+    Args:
+        model: any module.
+        stages: the number of stages: the model is taken apart only as far as it requires.
+        example: arguments for one microbatch.
+
+    Returns:
+        Their paths; a run of them for each stage is a ``stages=`` of :func:`partition`.
+    """
+    with explained(model):
+        order = Cutting(model, stages, example=example).order(example)
+    return [item.path for item in order.once()]
+
+
+def doors_of(model: nn.Module, units: Sequence[str]) -> list[Door]:
+    """The doors of units, each module once."""
+    return [Door(model.get_submodule(path), path) for path in once(model, units)]
+
+
+def _work_in(trace: Trace) -> Callable[[nn.Module], float]:
+    """Says how much work each module has, of those that are units or inside one."""
+    work = dict(trace.work)
+    modules = {door.path: id(door.module) for door in trace.doors}
+    for event in trace.events:
+        if event.is_unit:
+            work[modules[event.what]] = work.get(modules[event.what], 0.0) + event.work
+    return lambda module: work.get(id(module), 0.0)
+
+
+def _with_weights(model: nn.Module, homes: Homes) -> Homes:
+    """The stages of units and parameters, also by the names of all weights that units hold."""
+    tensors: dict[int, set[int]] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for path, stages in homes.items():
+        for _, tensor in named_tensors(modules[path]) if path in modules else ():
+            tensors.setdefault(id(tensor), set()).update(stages)
+    named = ((name, id(tensor)) for name, tensor in named_tensors(model))
+    return {**homes, **{name: sorted(tensors[key]) for name, key in named if key in tensors}}
+
+
+@contextmanager
+def explained(model: nn.Module) -> Iterator[None]:
+    """A context in which errors of the model's code say that it was run with an example."""
+    try:
+        yield
+    except PenstockError:
+        raise
+    except Exception as error:
+        raise StageError(
+            f"the {type(model).__name__} failed in a run with example=, on tensors without data where it "
+            f"is possible: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _check_compiled(model: nn.Module) -> None:
+    compiled = type(model).__name__ == "OptimizedModule" or model._compiled_call_impl
+    if compiled or has_compiled_forward(model):
+        name = type(getattr(model, "_orig_mod", model)).__name__
+        raise PartitionError(
+            f"the {name} was compiled as a whole, which cannot be cut. Give the model as it was before, and "
+            "compile its blocks: for block in model.layers: block.compile()"
+        )
+
+
+def _recomputed(units: Sequence[str], checkpoint: bool | Sequence[str]) -> list[str]:
+    if isinstance(checkpoint, bool):
+        return list(units) if checkpoint else []
+    recomputes = []
+    for path in checkpoint:
+        inside = [u for u in units if u == path or u.startswith(f"{path}.")]
+        if not inside:
+            raise PartitionError(
+                f"checkpoint={path!r}: must name a module that is placed as a whole, or one that holds such: "
+                f"{', '.join(units[:5])}{' and more' if len(units) > 5 else ''}"
+            )
+        recomputes += inside
+    return recomputes
+
+
+def _chain(model: nn.Module, paths: Sequence[str]) -> Callable[..., Any]:
+    """A forward that calls modules in a chain. It unpacks a tuple into the next one's arguments."""
+    names = {path: _takes(model.get_submodule(path)) for path in paths}
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        first, *rest = paths
+        value = model.get_submodule(first)(
+            *args, **{n: v for n, v in kwargs.items() if n in names[first]}
+        )
+        for path in rest:
+            passed = value if type(value) is tuple else (value,)
+            more = {name: kwargs[name] for name in names[path][len(passed) :] if name in kwargs}
+            value = model.get_submodule(path)(*passed, **more)
+        return value
+
+    return forward
+
+
+def _takes(module: nn.Module) -> tuple[str, ...]:
+    """The names of a module's arguments."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))

@@ -1,0 +1,51 @@
+"""The random numbers that a pipeline would draw, without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from penstock.partition.cutting import doors_of
+from penstock.partition.seen import Door, Seeded, opened
+from penstock.partition.units import find_units
+from penstock.rng import LOSS, Draws, generators_kept
+
+
+@contextmanager
+def randomness(
+    model: nn.Module,
+    *,
+    seed: int,
+    step: int = 0,
+    microbatch: int = 0,
+    units: Sequence[str] | None = None,
+) -> Iterator[None]:
+    """Draw what a pipeline would draw for a microbatch: the same dropout masks, bit for bit.
+
+    Run the forward and the loss of the microbatch once each in the context. It restores the states of
+    torch's generators.
+
+    Args:
+        model: the whole model.
+        seed: the seed of the training, as given to :class:`penstock.Pipeline`.
+        step: the number of the step, from 0.
+        microbatch: the index of the microbatch.
+        units: the paths of the modules that the pipeline places as a whole; by default those of a pipeline
+            with few stages.
+    """
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    device = next((d for d in devices if d.type not in {"cpu", "meta"}), None)
+    draws = Draws(seed, step, microbatch, device)
+    seeded = Seeded(doors_of(model, find_units(model, 2) if units is None else units), draws, {})
+    root = Door(model, "")
+
+    def call(_: Door, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        output = seeded.run(run, args, kwargs)
+        draws.enter(LOSS, 0)
+        return output
+
+    with generators_kept(devices), opened([root], call):
+        yield

@@ -1,0 +1,225 @@
+"""A model that a Pipeline has not cut yet, and all that is to be done when it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from os import PathLike
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from penstock.errors import UsageError
+from penstock.partition import Cutting, Example, Partition, Room, explained, find_shared
+from penstock.pipeline.plan import in_flight
+from penstock.pipeline.setup import Wrap, make_equal, wrap_stages
+from penstock.pipeline.weights import CUT_NOW
+from penstock.runtime import Replicas, without_data
+from penstock.schedule import Schedule
+from penstock.stage import Compilation, PipelineStage, device_of
+from penstock.transport import Transport
+from penstock.weights import Init, load_partition
+from penstock.weights.folders import check_folder
+from penstock.weights.initialise import initialise
+
+_SHARE = 0.9
+"""The part of a device's memory that a stage may fill."""
+
+
+class HowToCut(NamedTuple):
+    """What a user says of the stages of a model.
+
+    Attributes:
+        stages: how many, or where, or a partition.
+        example: arguments of the model whose numbers count in runs without data.
+        checkpoint: the units to recompute.
+        device: where the stages live; None where the model is.
+        compile: how to compile them.
+        wrap: wraps each.
+        weights: a folder to read their weights from.
+    """
+
+    stages: Any
+    example: Example | None
+    checkpoint: bool | Sequence[str]
+    device: torch.device | None
+    compile: Compilation
+    wrap: Wrap | None
+    weights: str | PathLike[str] | None
+
+
+class UncutModel:
+    """A model that waits for its cut.
+
+    Args:
+        model: the model.
+        how: what the user says of its stages.
+        schedule: the schedule of a training step.
+        transport: this process's end, if each rank is a process.
+        replicas: the pipelines that train the same weights.
+        done: called with the stages of this process and the partition.
+
+    Raises:
+        PartitionError: the model cannot be cut this way, whatever it is called with.
+        StateDictError: the folder holds the weights of another model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        how: HowToCut,
+        schedule: Schedule,
+        transport: Transport | None,
+        replicas: Replicas,
+        done: Callable[[Sequence[PipelineStage], Partition], None],
+    ) -> None:
+        self.model, self._how, self._schedule = model, how, schedule
+        self._transport, self._replicas, self._done = transport, replicas, done
+        self.device = how.device or device_of(model)
+        self._partition: Partition | None = None
+        self._cutting: Cutting | None = None
+        self._where: Any = None
+        self._call: Example | None = None
+        self._first_values: tuple[int, Init | None] | None = None
+        self._folder = how.weights
+        if self._folder is not None:
+            check_folder(model, self._folder)
+        if isinstance(how.stages, Partition):
+            stages = replace(how.stages, shared=find_shared(model, how.stages.modules))
+            stages.check_covers(model)
+            self._partition = stages
+        else:
+            self._cutting = Cutting(
+                model,
+                schedule.stages if how.stages is None else how.stages,
+                example=how.example,
+                checkpoint=how.checkpoint,
+                room=self._room(),
+            )
+
+    def _room(self) -> Room | None:
+        """The memory of the stages, where each rank has a device of its own."""
+        if self._transport is None or self.device.type == "cpu" or self.device.type == "meta":
+            return None
+        _, nbytes = torch.get_device_module(self.device.type).mem_get_info(self.device)
+        placement = self._schedule.placement
+        here = max(len(placement.stages_on(rank)) for rank in range(placement.ranks))
+        return Room(_SHARE * nbytes / here, in_flight(self._schedule))
+
+    @property
+    def needs_call(self) -> bool:
+        """Whether only a call shows where to cut."""
+        return self._cutting is not None and self._cutting.needs_call
+
+    # ---- until then
+
+    @property
+    def waiting(self) -> str:
+        """What the weights still wait for, for messages; empty if they are there."""
+        if self._folder is not None:
+            return f"the weights of {self._folder} are read when the model is cut"
+        return "the weights get values when the model is cut" if self._first_values else ""
+
+    def fill_later(self, seed: int, init: Init | None) -> bool:
+        """Let a model on the meta device get its first values with the cut; False if it has memory."""
+        if self._has_memory():
+            return False
+        self._first_values = seed, init
+        return True
+
+    def load_later(self, folder: str | PathLike[str], *, strict: bool) -> bool:
+        """Let a model on the meta device get weights from a folder with the cut; False if it has memory."""
+        if self._has_memory():
+            return False
+        if not strict:
+            raise UsageError(f"strict=False, and the model is on the meta device: {CUT_NOW}")
+        check_folder(self.model, folder)
+        self._folder = folder
+        return True
+
+    def _has_memory(self) -> bool:
+        """Whether the model has memory; if not, its stages live on the CPU, unless the user says where."""
+        if not any(tensor.is_meta for tensor in (*self.model.parameters(), *self.model.buffers())):
+            return True
+        if self.device.type == "meta":
+            self.device = torch.device("cpu")
+        return False
+
+    # ---- the cut, see penstock.runtime.LateCut
+
+    def decide(self, call: Example | None) -> Any:
+        """Where to cut; see :class:`penstock.runtime.LateCut`."""
+        if self._cutting is None:
+            return None
+        cutting = self._cutting
+
+        def cut() -> Any:
+            where = cutting.decide(call)
+            self._partition, self._where = cutting.make(where, call), where
+            return where
+
+        self._call = call
+        return self._run(cut)
+
+    def _run(self, cut: Callable[[], Any]) -> Any:
+        """Run the model without data, by the example or in the first call."""
+        if self.needs_call and self._how.example is None:
+            return without_data(cut, trains=torch.is_grad_enabled())
+        with explained(self.model):
+            return cut()
+
+    def adopt(self, where: Any) -> None:
+        """Cut where another rank does; see :class:`penstock.runtime.LateCut`."""
+        if self._cutting is None or where == self._where:
+            return
+        cutting = self._cutting
+
+        def cut() -> None:
+            self._partition, self._where = cutting.make(where, self._call), where
+
+        self._run(cut)
+
+    def carry_out(self) -> None:
+        """Take the stages of this process; see :class:`penstock.runtime.LateCut`."""
+        partition, placement = self._partition, self._schedule.placement
+        assert partition is not None
+        rank = None if self._transport is None else self._transport.rank
+        here = range(placement.stages) if rank is None else placement.stages_on(rank)
+        # Only these stages are moved to the device, where the others may not fit.
+        partition.keep(here, placement.rank_of, self.device)
+        self._fill(partition, here)
+        stages = [
+            PipelineStage(
+                partition.modules[i],
+                i,
+                placement.stages,
+                self._how.device,
+                compile=self._how.compile,
+            )
+            for i in here
+        ]
+        # After weights are loaded, and before anything looks at the stages' parameters.
+        make_equal(stages, self._replicas, self._transport)
+        before = {id(p): name for stage in stages for name, p in stage.named_parameters()}
+        wrap_stages(stages, self._how.wrap)
+        after = {id(p) for stage in stages for _, p in stage.named_parameters()}
+        replaced = [name for key, name in before.items() if key not in after]
+        if replaced and self.needs_call and self._how.example is None:
+            raise UsageError(
+                f"wrap= has replaced {replaced[0]!r} and other parameters by new ones, as fully_shard does, "
+                "and an optimizer that was made before would train nothing; give example=(args, kwargs), so "
+                "that the model is cut and wrapped when the Pipeline is made"
+            )
+        self._done(stages, partition)
+        self._transport = self._cutting = self._partition = None
+
+    def _fill(self, partition: Partition, here: Sequence[int]) -> None:
+        """Give the stages here their weights, where they wait for them."""
+        seen = str if self._transport is None else self._transport.activity.prepare
+        if self._first_values is not None:
+            homes = [(partition.modules[i], self.device) for i in here]
+            initialise(homes, *self._first_values)
+        if self._folder is not None:
+            device = self.device
+            load_partition(partition, list(here), self._folder, device=device, seen=seen)

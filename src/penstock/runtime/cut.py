@@ -1,0 +1,91 @@
+"""The cut of a model, which waits for the first call: all ranks of the job make the same one, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from penstock.errors import MessageError, PeerFailed, PenstockError
+from penstock.runtime.calls import exchange_or_refuse
+from penstock.runtime.job import refusal_in_job
+from penstock.transport import DifferentCalls, Transport
+
+Made = TypeVar("Made")
+Example = tuple[Sequence[Any], Mapping[str, Any]]
+BROKEN = (MessageError, PeerFailed, DifferentCalls)
+"""Errors of an exchange itself: they refuse nothing, but end the pipeline."""
+
+
+class LateCut(Protocol):
+    """A model that is not cut yet."""
+
+    def decide(self, call: Example | None) -> Any:
+        """Where to cut, as JSON data; with it the stages are made, but nothing is moved or freed.
+
+        Args:
+            call: the arguments of the model for a microbatch.
+        """
+
+    def adopt(self, where: Any) -> None:
+        """Make the stages where another rank has decided to cut."""
+
+    def carry_out(self) -> None:
+        """Take the stages of this process, and free the others."""
+
+
+def together(
+    transport: Transport | None, make: Callable[[], Made], tell: Callable[[Made], Any]
+) -> tuple[Made, list[Any]]:
+    """What this rank makes, and what each rank tells of it; if one cannot, all raise its error."""
+    try:
+        made = make()
+    except PenstockError as error:
+        exchange_or_refuse(transport, None, error)
+        raise
+    return made, exchange_or_refuse(transport, tell(made), None)
+
+
+def agree_on_cut(
+    transport: Transport | None,
+    cut: LateCut,
+    bring: Callable[[], tuple[int, Example | None]],
+    step: int,
+) -> PenstockError | None:
+    """Let all ranks of the job cut at the same places: where the first rank with arguments would.
+
+    Args:
+        transport: this rank's end; None if all ranks share this process.
+        cut: the model.
+        bring: returns the first rank that was given arguments, and the arguments for one microbatch.
+        step: the number of the step that this pipeline begins.
+
+    Returns:
+        The error with which all ranks refuse, and the model is not cut; None if the stages are made.
+    """
+
+    def decide() -> Any:
+        first, call = bring()
+        _, of_ranks = together(transport, lambda: cut.decide(call), lambda where: where)
+        return adopted(of_ranks, of_ranks[first])
+
+    def adopted(decisions: Sequence[Any], where: Any) -> Any:
+        if any(one != where for one in decisions):
+            together(transport, lambda: cut.adopt(where), lambda _: None)
+        return where
+
+    def refused(make: Callable[[], Any]) -> tuple[Any, PenstockError | None]:
+        made = refusal = None
+        try:
+            made = make()
+        except BROKEN:
+            raise
+        except PenstockError as error:
+            refusal = error
+        return made, refusal_in_job(transport, refusal, step, whole=True)
+
+    where, refusal = refused(decide)
+    if refusal is None and transport is not None and transport.beside.size > 1:
+        of_replicas = transport.beside.exchange(where)
+        if any(one != of_replicas[0] for one in of_replicas):
+            _, refusal = refused(lambda: adopted([where], of_replicas[0]))
+    return refusal

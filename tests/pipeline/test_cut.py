@@ -1,0 +1,383 @@
+"""The cut waits for the first batch: what is asked before it, what it does, and what refuses it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import penstock
+from penstock import Checkpoints, Pipeline
+from penstock.elsewhere import is_elsewhere
+from penstock.errors import PartitionError, StageError, UsageError
+from penstock.schedule import build
+from penstock.testing import WorkerPool
+from penstock.weights import init_weights, parameters_on_meta
+from tests.pipeline.models import WIDTH, X, Y, assert_same, gradients, mean_loss
+
+
+class Backwards(nn.Module):
+    """Holds its modules in another order than it calls them, and is told to fail or to branch."""
+
+    fails = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head: nn.Module = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("shift", torch.zeros(WIDTH), persistent=False)
+        self.shift: Tensor
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(getattr(module, "scale", None), nn.Parameter):
+            module.get_parameter("scale").fill_(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x) + self.shift
+        if self.fails and float(x.sum()) > 0:
+            x = -x
+        for block in self.blocks:
+            x = torch.tanh(block(x)) + x
+        return self.head(x * self.scale)  # type: ignore[no-any-return]
+
+
+def model() -> Backwards:
+    torch.manual_seed(0)
+    return Backwards().double()
+
+
+def make(module: nn.Module | None = None, **options: Any) -> Pipeline:
+    usual: dict[str, Any] = {"ranks": 2, "microbatches": 4, "loss_fn": mean_loss}
+    return Pipeline(model() if module is None else module, **(usual | options))
+
+
+def trained(owner: Any, step: Callable[[], Any], optimizer: Any, count: int = 2) -> dict[str, Any]:
+    for _ in range(count):
+        optimizer.zero_grad()
+        step()
+        optimizer.step()
+    named = owner.named_parameters()
+    return {name: p.detach().clone() for name, p in named if not is_elsewhere(p)}
+
+
+def plain() -> dict[str, Any]:
+    """The weights after two steps of a plain loop."""
+    whole = model()
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=0.1)
+    return trained(whole, lambda: mean_loss(whole(X), Y).backward(), optimizer)
+
+
+FIRST: dict[str, Callable[[Pipeline], Any]] = {
+    "step": lambda pipe: None,
+    "eval": lambda pipe: pipe.eval(X, target=Y),
+    "predict": lambda pipe: pipe.predict(X),
+    "run_forward": lambda pipe: pipe.run_forward(X),
+    "cut": lambda pipe: pipe.cut(X),
+}
+
+
+@pytest.mark.parametrize("first", FIRST)
+def test_an_optimizer_made_before_the_cut_trains(first: str) -> None:
+    pipe = make(schedule="ZB-V")
+    listed = dict(pipe.named_parameters())
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
+    FIRST[first](pipe)
+    assert pipe.is_cut == (first != "step")
+    weights = trained(pipe, lambda: pipe.step(X, target=Y), optimizer)
+    assert_same(weights, plain())
+    assert all(parameter is listed[name] for name, parameter in pipe.named_parameters())
+    assert all(module.training for stage in pipe.stages for module in stage.called_modules())
+    assert all(stage.code.training for stage in pipe.stages)
+
+
+def test_what_is_asked_before_the_cut(tmp_path: Path) -> None:
+    other = model()
+    with torch.no_grad():
+        other.scale.fill_(3)
+    pipe = make()
+    assert "not cut yet" in repr(pipe)
+    with pytest.raises(UsageError, match=r"no stages yet.*example=\(args, kwargs\).*pipe\.cut"):
+        _ = pipe.stages
+    assert pipe.grad_norm() == pipe.clip_grad_norm_(1.0) == 0
+    pipe.load_state_dict(other.state_dict())
+    for state in (pipe.state_dict(), pipe.state_dict(full=True)):
+        assert_same(state, other.state_dict())
+    pipe.save(tmp_path / "weights")
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(0, pipe=pipe, optimizer=optimizer)
+    again = make()
+    again.load(tmp_path / "weights")
+    assert_same(again.state_dict(), other.state_dict())
+    again = make()
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        assert checkpoints.load(pipe=again, optimizer=torch.optim.AdamW(again.parameters())) == 0
+    assert not again.is_cut
+    assert again.step(X, target=Y).loss == pytest.approx(float(mean_loss(other(X), Y).detach()))
+
+
+@pytest.mark.parametrize("how", ["weights", "load", "init", "both"])
+def test_a_model_on_the_meta_device_gets_its_weights_with_the_cut(how: str, tmp_path: Path) -> None:
+    expected = model()
+    make(expected).save(tmp_path)
+    with parameters_on_meta():
+        empty = Backwards().double()
+    pipe = make(empty, weights=tmp_path if how == "weights" else None)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    if how == "init" or how == "both":
+        init_weights(pipe, 7)
+    if how == "init":
+        init_weights(expected, 7)
+    if how == "load" or how == "both":
+        assert pipe.load(tmp_path) == ([], [])
+    with pytest.raises(UsageError, match=r"when the model is cut.*example=\(args, kwargs\)"):
+        pipe.state_dict()
+    assert pipe.step(X, target=Y).loss == pytest.approx(float(mean_loss(expected(X), Y).detach()))
+    optimizer.step()
+    assert not torch.equal(pipe.state_dict()["head.bias"], expected.state_dict()["head.bias"])
+
+
+def test_a_model_without_memory_is_refused_and_may_get_it() -> None:
+    with parameters_on_meta():
+        empty = Backwards().double()
+    pipe = make(empty)
+    with pytest.raises(UsageError, match=r"on the meta device.*init_weights"):
+        pipe.step(X, target=Y)
+    assert not pipe.is_cut
+    init_weights(pipe, 0)
+    assert pipe.step(X, target=Y).loss > 0
+
+
+def test_a_first_call_that_fails_leaves_the_model_whole() -> None:
+    whole = model()
+    pipe = make(whole)
+    whole.fails = True
+    with pytest.raises(PartitionError, match=r"test_cut\.py.*needs numbers of a tensor"):
+        pipe.step(X, target=Y)
+    with pytest.raises(StageError, match="before the first microbatch"):
+        pipe.step(X[:, :2], target=Y)
+    assert not pipe.is_cut
+    whole.fails = False
+    assert pipe.step(X, target=Y).loss == pytest.approx(float(mean_loss(model()(X), Y).detach()))
+
+
+def test_modules_may_change_until_the_cut() -> None:
+    whole = model()
+    pipe = make(whole)
+    whole.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double()
+    expected = mean_loss(copy.deepcopy(whole)(X), Y)
+    assert pipe.step(X, target=Y).loss == pytest.approx(float(expected.detach()))
+    whole.head = nn.Linear(WIDTH, WIDTH).double()
+    with pytest.raises(UsageError, match="'head' was replaced"):
+        pipe.step(X, target=Y)
+
+
+def test_a_wrapper_that_replaces_weights_needs_an_example() -> None:
+    def replace(stage: nn.Module, index: int) -> None:
+        for part in stage.modules():
+            for name, weight in part._parameters.items():
+                assert weight is not None
+                part._parameters[name] = nn.Parameter(weight.detach())
+
+    with pytest.raises(UsageError, match=r"wrap= has replaced .*example=\(args, kwargs\)"):
+        make(wrap=replace).step(X, target=Y)
+    make(wrap=replace, example=((X[:2],), {})).step(X, target=Y)
+
+
+# ---- numbers that the model's code needs
+
+
+class Counts(nn.Module):
+    """Goes on only if its input holds a two, as a model does that looks for its image tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.last = nn.Embedding(4, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if not (tokens == 2).any():
+            raise ValueError("no token is a two")
+        return self.last(self.embed(tokens))  # type: ignore[no-any-return]
+
+
+def test_the_numbers_of_the_batch_are_used_where_ones_do_not_do() -> None:
+    torch.manual_seed(0)
+    whole, tokens = Counts(), torch.tensor([[2, 0], [3, 2], [1, 2], [2, 2]])
+    pipe = Pipeline(whole, ranks=2, microbatches=2, loss_fn=lambda output, _: output.mean())
+    expected = copy.deepcopy(whole)(tokens).mean()
+    assert pipe.step(tokens).loss == pytest.approx(float(expected.detach()))
+
+
+# ---- stages of equal work
+
+
+class Vision(nn.Module):
+    """A plain container holds nearly all of the work, and the classifier nearly all of the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [
+            nn.Sequential(nn.Conv2d(16 if i else 3, 16, 3, padding=1), nn.ReLU()) for i in range(8)
+        ]
+        self.features = nn.Sequential(*[layer for pair in layers for layer in pair])
+        self.classifier = nn.Linear(16 * 64, 40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.features(x).flatten(1))  # type: ignore[no-any-return]
+
+
+def test_stages_have_equal_work_and_a_container_is_taken_apart() -> None:
+    pipe = Pipeline(Vision(), ranks=4, microbatches=2, loss_fn=lambda output, _: output.mean())
+    pipe.step(torch.randn(4, 3, 8, 8))
+    shares = [
+        float(line.rpartition(" - ")[2].partition("%")[0]) for line in repr(pipe).split("\n")[1:]
+    ]
+    assert len(shares) == 4
+    assert max(shares) <= 35
+
+
+def test_what_stands_in_the_way_is_said() -> None:
+    stages = [["features"], ["classifier"]]
+    pipe = Pipeline(
+        Vision(), stages=stages, microbatches=2, loss_fn=lambda output, _: output.mean()
+    )
+    pipe.step(torch.randn(4, 3, 8, 8))
+    assert "'features' holds 9" in repr(pipe)
+    assert "name its children in stages=" in repr(pipe)
+
+
+# ---- between processes
+
+
+def run(group: Any, schedule: str, first: str) -> Any:
+    """A worker's task: only the first rank has the arguments, and only the last one the target."""
+    rank = group.rank()
+    last = rank == build(schedule, ranks=2, microbatches=4).placement.rank_of[-1]
+    pipe = make(model(), ranks=None, schedule=schedule, group=group)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
+    everywhere = len(list(pipe.parameters()))
+    held = sum(not is_elsewhere(p) for p in pipe.parameters())
+    options: dict[str, Any] = {"target": Y} if last else {}
+    call = (X,) if rank == 0 else ()
+    if first == "eval":
+        pipe.eval(*call, **options)
+    weights = trained(pipe, lambda: pipe.step(*call, **options), optimizer)
+    assert_same(weights, {name: plain()[name] for name in weights})
+    assert len(list(pipe.parameters())) == everywhere
+    assert all(not is_elsewhere(p) for p in optimizer.state)
+    pipe.close()
+    return [held, len(weights), everywhere]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("schedule", "first"), [("1F1B", "step"), ("ZB-V", "eval")])
+def test_ranks_cut_by_one_description(workers: WorkerPool, schedule: str, first: str) -> None:
+    rows = workers.run(f"{__name__}:run", 2, 100.0, schedule=schedule, first=first)
+    assert all(held == everywhere for held, _, everywhere in rows)
+    assert all(after < everywhere for _, after, everywhere in rows)
+    assert sum(after for _, after, _ in rows) == rows[0][2]
+
+
+def refuse(group: Any, folder: str) -> list[str]:
+    """A worker's task: refusals before the cut, states before the cut, and the same pipeline goes on."""
+    whole, said = model(), []
+    pipe = make(whole, ranks=None, group=group)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
+    whole.fails = True
+    calls: list[Callable[[], Any]] = [
+        lambda: pipe.step(X, target=Y),
+        lambda: pipe.step(X if group.rank() else X[:, :2], target=Y),
+        lambda: pipe.step(X, target=Y, microbatches=0 if group.rank() else None),
+    ]
+    for call in calls:
+        with pytest.raises(penstock.errors.PenstockError) as error:
+            call()
+        said.append(f"{type(error.value).__name__}: {error.value}")
+    whole.fails = False
+    assert not pipe.is_cut
+    state = pipe.state_dict(full=True)
+    assert len(state) == (0 if group.rank() else len(whole.state_dict()))
+    pipe.save(Path(folder, "weights"))
+    with Checkpoints(Path(folder, "run")) as checkpoints:
+        checkpoints.save(3, pipe=pipe, optimizer=optimizer)
+        with torch.no_grad():
+            for parameter in pipe.parameters():
+                parameter.zero_()
+        assert checkpoints.load(pipe=pipe, optimizer=optimizer) == 3
+    weights = trained(pipe, lambda: pipe.step(X, target=Y), optimizer)
+    assert_same(weights, {name: plain()[name] for name in weights})
+    pipe.close()
+    return said
+
+
+@pytest.mark.timeout(120)
+def test_a_refused_cut_is_raised_on_all_ranks(workers: WorkerPool, tmp_path: Path) -> None:
+    one, two = workers.run(f"{__name__}:refuse", 2, 100.0, folder=str(tmp_path))
+    for text, words in zip(
+        one, ("needs numbers of a tensor", "different shapes", "0 microbatches"), strict=True
+    ):
+        assert words in text
+    for text, words in zip(
+        two, ("needs numbers of a tensor", "different shapes", "0 microbatches"), strict=True
+    ):
+        assert words in text
+
+
+def resume(group: Any, folder: str, writes: bool) -> list[str]:
+    """A worker's task: train two steps and save; or resume before the first batch, and train the second."""
+    pipe = make(model(), ranks=None, schedule="ZB-V" if writes else "1F1B", group=group)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
+    with Checkpoints(folder) as checkpoints:
+        if writes:
+            trained(pipe, lambda: pipe.step(X, target=Y), optimizer, 1)
+            checkpoints.save(1, pipe=pipe, optimizer=optimizer)
+        else:
+            assert checkpoints.load(pipe=pipe, optimizer=optimizer) == 1
+    if writes:
+        pipe.close()
+        return []
+    weights = trained(pipe, lambda: pipe.step(X, target=Y), optimizer, 1)
+    assert_same(weights, {name: plain()[name] for name in weights})
+    left = [name for name, p in pipe.named_parameters() if is_elsewhere(p) and p in optimizer.state]
+    pipe.close()
+    return left
+
+
+@pytest.mark.timeout(120)
+def test_a_run_resumes_before_the_first_batch(workers: WorkerPool, tmp_path: Path) -> None:
+    for writes in (True, False):
+        left = workers.run(f"{__name__}:resume", 2, 100.0, folder=str(tmp_path), writes=writes)
+        assert left == [[], []]
+
+
+def beside(group: Any) -> list[Any]:
+    """A worker's task: two pipelines of two ranks, whose first batches have other sizes."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    replica = mesh.get_local_rank("dp")
+    pipe = make(model(), ranks=None, mesh=mesh, replicas=mesh["dp"], microbatches=2)
+    part = slice(0, 6) if replica == 0 else slice(6, 8)
+    pipe.step(X[part], target=Y[part])
+    gaps = gradients(pipe)
+    whole = model()
+    mean_loss(whole(X), Y).backward()
+    expected = {name: p.grad for name, p in whole.named_parameters() if name in gaps}
+    assert_same(gaps, expected)
+    names = sorted(gaps)
+    pipe.close()
+    return names
+
+
+@pytest.mark.timeout(120)
+def test_replicas_are_cut_alike(workers: WorkerPool) -> None:
+    names = workers.run(f"{__name__}:beside", 4, 100.0)
+    assert names[0] == names[2]
+    assert names[1] == names[3]
+    assert sorted(names[0] + names[1]) == sorted(name for name, _ in model().named_parameters())
