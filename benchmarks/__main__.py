@@ -23,6 +23,7 @@ from benchmarks import (
     page,
     plan,
     replicas,
+    schedules,
     steps,
     watch,
 )
@@ -36,6 +37,7 @@ BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "buffers": buffers.compare,
     "checkpoints": checkpoints.compare,
     "replicas": replicas.compare,
+    "schedules": schedules.compare,
     "watch": watch.compare,
 }
 

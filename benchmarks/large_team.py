@@ -12,19 +12,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.checkpoint.contents import WEIGHTS, alike, held_of
-from penstock.checkpoint.loading import Choosing
+from penstock.checkpoint.contents import WEIGHTS, Targets, alike, held_of
+from penstock.checkpoint.loading import Loading
 from penstock.checkpoint.planning import file_of
 from penstock.checkpoint.saving import Leader
 from penstock.checkpoint.table import TABLE, CheckpointTable, table_text
 from penstock.weights import team as teams
+from penstock.weights.states import Offer, agree_to_load
 
 TEAMS = ((16, 4), (32, 8), (64, 16))
 """Ranks of a pipeline, and replicas over which each weight is sharded."""
+SAVE, LOAD = 6, 12
+"""The messages that a rank sends and gets; tests/checkpoint/test_meshes.py counts them."""
 Shapes = list[tuple[str, tuple[int, ...]]]
 
 
@@ -112,8 +116,6 @@ def describe_rank(
         "kinds": {"model": WEIGHTS, "optimizer": "AdamW", "scheduler": "a state"},
         "tied": {},
         "groups": {"optimizer": [[name for name, _ in shapes]]},
-        "alone": [name for name, _ in shapes],
-        "rank": shapes[0][0],
     }
     held = held_of(_tensors(shapes, shard, shards, scalars=step is None))
     return {
@@ -126,18 +128,13 @@ def describe_rank(
     }
 
 
-def request_of(shapes: Shapes) -> dict[str, Any]:
-    """What a rank asks for when it loads what such ranks have saved."""
-    types: dict[Any, int] = {}
-    rows = [
-        [types.setdefault(("torch.bfloat16", shape), len(types)), f"model/{name}"]
-        for name, shape in shapes
-    ]
+def offer_of(shapes: Shapes, table: CheckpointTable) -> Offer:
+    """What a rank has when it loads what such ranks have saved, and what it is given."""
     names = [name for name, _ in shapes]
-    request = {"weights": {"model": rows}, "types": [*types], "states": ["scheduler"]}
-    request |= {"optimizers": {"optimizer": ["AdamW", [names]]}}
-    request |= {"schedulers": {"scheduler": "optimizer"}, "rank": names[0], "alone": names}
-    return {"request": request}
+    here = [f"{label}/{name}" for label in ("model", "optimizer") for name in names]
+    about = [["model"], ["optimizer", "scheduler"]]
+    problems: dict[str, list[str]] = {"hard": [], "missing": [], "loose": []}
+    return Offer(sorted(here), sorted(table.names), problems, about)
 
 
 def _scalar(key: str) -> dict[str, str]:
@@ -174,7 +171,7 @@ class Team:
         self.size = ranks * replicas
         self.team = teams.Team([], (replicas, ranks))
         self.known, self.leader = teams.Known(), Leader()
-        self.rank_seconds, self.before = 0.0, 0
+        self.before = 0
 
     def _counted(self, sent: Sequence[int], got: Sequence[int], messages: int, *of: Any) -> Costs:
         # The first rank of each pipeline passes on what the others of it send and get.
@@ -226,26 +223,35 @@ class Team:
         seconds += time.process_time() - started
         memory = _memory("VmHWM") - self.before
         note = len(json.dumps([file_of(0), 10**12, 2**32]))
-        return self._counted([one + note for one in sent], got, 6, seconds, memory), table
+        return self._counted([one + note for one in sent], got, SAVE, seconds, memory), table
 
-    def load(self, table: bytes) -> Costs:
-        """Load: the leader reads the table, compares it with what all have, and passes on parts of it."""
-        requests = [request_of(self.stages[i % self.ranks]) for i in range(self.size)]
+    def load(self, content: bytes) -> tuple[Costs, float]:
+        """Load: each rank reads the table and compares it; return the seconds of a rank for that, too."""
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "step-00000007")
-            path.mkdir()
-            (path / TABLE).write_bytes(table)
-            choosing = Choosing(Path(folder), None, strict=True, older=False)
-            sent, got, seconds, _ = self._tell(requests, teams.Known(), None, choosing.begin)
+            (Path(folder) / TABLE).write_bytes(content)
             started = time.process_time()
-            parts = [json.dumps(one) for one in choosing.judge([""] * self.size)]
-            seconds += time.process_time() - started
-            memory = _memory("VmHWM") - self.before
-            started = time.process_time()
-            CheckpointTable(path, json.loads(parts[-1])[1]["table"])
-            self.rank_seconds = time.process_time() - started
-        got = [a + len(b) for a, b in zip(got, parts, strict=True)]
-        return self._counted(sent, got, 10, seconds, memory)
+            table = CheckpointTable(Path(folder))
+            offers = [offer_of(self.stages[0], table)._asdict()]
+            rank_seconds = time.process_time() - started
+        offers += [offer_of(shapes, table)._asdict() for shapes in self.stages[1:]]
+        counted: list[Any] = []
+
+        class Simulated:
+            def tell(_, doing: str, bring: Any, judge: Any) -> Any:
+                parts = [offers[process % self.ranks] for process in range(self.size)]
+                counted[:] = self._tell(parts, teams.Known(), None, judge)
+                return json.loads(counted[-1][0])
+
+        check = partial(Loading(table, Targets({})).check, True)
+        left = agree_to_load(Simulated(), lambda: Offer(**offers[0]), check)  # type: ignore[arg-type]
+        assert left == ([], [])
+        memory = _memory("VmHWM") - self.before
+        sent, got, seconds, _ = counted
+        # Before that, the leader tells which checkpoints there are, and all what they found of one.
+        name = len(json.dumps([["step-00000007", 7]]))
+        look = len(json.dumps(["0" * 12, ""]))
+        sent, got = [one + look for one in sent], [one + name for one in got]
+        return self._counted(sent, got, LOAD, seconds, memory), rank_seconds
 
 
 def _clear_peak() -> int:
@@ -274,8 +280,9 @@ def main() -> None:
                 f"{title}: first save: {first}; a table of {len(table) / 1e6:.1f} MB\n"
             )
             sys.stdout.write(f"{title}: later save: {team.save(None, 0.2)[0]}\n")
+            costs, seconds = team.load(table)
             sys.stdout.write(
-                f"{title}: load:       {team.load(table)}; another rank {team.rank_seconds:.2f} s\n"
+                f"{title}: load:       {costs}; each rank {seconds:.2f} s for the table\n"
             )
             team.save(1, 0.1)
             sys.stdout.write(f"{title}: a number as step: {team.save(2, 0.2)[0]}\n")

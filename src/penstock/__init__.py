@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from penstock import errors as errors
     from penstock import faults as faults
     from penstock import integrations as integrations
+    from penstock import launchers as launchers
     from penstock import parallel as parallel
     from penstock import partition as partition
     from penstock import pipeline as pipeline
@@ -34,12 +35,14 @@ if TYPE_CHECKING:
     from penstock import weights as weights
     from penstock.checkpoint import Checkpoints as Checkpoints
     from penstock.integrations import PipelineModule as PipelineModule
+    from penstock.launchers import read_launcher as read_launcher
     from penstock.partition import Partition as Partition
     from penstock.partition import randomness as randomness
     from penstock.pipeline import Pipeline as Pipeline
     from penstock.pipeline import StepEvent as StepEvent
     from penstock.pipeline import TensorBoard as TensorBoard
     from penstock.runtime import ActionEvent as ActionEvent
+    from penstock.runtime import GracefulStop as GracefulStop
     from penstock.runtime import LossScaler as LossScaler
     from penstock.runtime import Replicas as Replicas
     from penstock.runtime import StepResult as StepResult

@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from penstock.errors import UsageError
+from penstock.errors import StateDictError, UsageError
 
 _WEIGHTS = (
     "pipe.state_dict(full=True) gives rank 0 the weights of the whole model; a term of the loss that is made "
@@ -151,7 +151,9 @@ class Elsewhere(Tensor):
         where = self.place
         return f"Elsewhere({where.name!r}, rank {where.rank}, {list(self.shape)}, {self.dtype})"
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:
+        # As that of the tensor that it was, so that dictionaries of parameters find it.
+        return id(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Elsewhere:
         copied: Elsewhere | None = memo.get(id(self))
@@ -444,8 +446,20 @@ def _hide(optimizer: Optimizer) -> None:
         for parameter in group["params"]:
             if isinstance(parameter, Elsewhere):
                 parameter._hidden = True
-                # What was loaded before the model was cut; its rank has it.
-                optimizer.state.pop(parameter, None)
+                _check_absent(parameter, optimizer.state.get(parameter, {}))
+
+
+def _check_absent(weight: Elsewhere, state: Mapping[str, Any]) -> None:
+    """Check that an optimizer keeps nothing for a weight elsewhere, as after loading that rank's state."""
+    kept = [one for one in state.values() if isinstance(one, Tensor) and one.dim()]
+    if any(not isinstance(one, Elsewhere) for one in kept):
+        name, rank, _ = weight.place
+        raise StateDictError(
+            f"this optimizer was given the state of another one: it keeps values for {name!r}, which rank "
+            f"{rank} has. An optimizer's own state_dict() holds the part of its rank alone; save and load "
+            "with penstock.Checkpoints, or with pipe.optimizer_state_dict(optimizer, full=True) and "
+            "pipe.load_optimizer_state_dict()"
+        )
 
 
 def _hidden_in_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:

@@ -6,9 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from zlib import crc32
 
 import pytest
@@ -47,7 +48,8 @@ def try_to_save(folder: Path) -> str:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.weights.lease.PATIENCE", 0.0)
+    monkeypatch.setattr("penstock.weights.lease.RENEWAL", 0.05)
+    monkeypatch.setattr("penstock.weights.lease.PATIENCE", 0.5)
 
 
 def read_lock(folder: Path, _: Checkpoints) -> None:
@@ -118,7 +120,7 @@ def test_a_killed_run_leaves_no_lock_even_if_its_children_live(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_lock_that_is_a_link_or_a_pipe_is_refused(tmp_path: Path) -> None:
+def test_a_lock_that_is_a_link_or_a_pipe_is_replaced(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("mine")
     plants: list[Callable[[Path], None]] = [
@@ -130,8 +132,9 @@ def test_a_lock_that_is_a_link_or_a_pipe_is_refused(tmp_path: Path) -> None:
         folder = tmp_path / str(number)
         folder.mkdir()
         plant(folder / ".lock")
-        with pytest.raises(CheckpointError, match=r"\.lock|cannot be written"):
-            Checkpoints(folder).save(1, model=linear())
+        with Checkpoints(folder) as checkpoints:
+            checkpoints.save(1, model=linear())
+            assert "host=" in (folder / ".lock").read_text()
     assert precious.read_text() == "mine"
     with pytest.raises(CheckpointError, match=r"precious/run cannot be made on the host .*ENOTDIR"):
         Checkpoints(precious / "run").save(1, model=linear())
@@ -202,43 +205,59 @@ def test_a_failure_beside_the_training_is_raised_by_the_next_call(
 
 # ---- the end of a process
 
-PROGRAM = """
-import os, sys, threading, torch
-from penstock import Checkpoints
-checkpoints = Checkpoints(sys.argv[1], asynchronous=True)
-fsync = os.fsync
-def fault(handle):
-    if threading.current_thread().name != "penstock-checkpoint":
-        return fsync(handle)
-    {fault}
-os.fsync = fault
-checkpoints.save(1, model=torch.nn.Linear(3, 3))
-{end}
-"""
 ENDS = {
-    "failure": ('raise OSError(28, "No space left on device")', "", 70, "No space left on device"),
-    "slow": ("threading.main_thread().join(); fsync(handle)", "", 0, ""),
-    "hanging": ("threading.Event().wait()", "", 70, "it was not complete"),
-    "dying": ("threading.Event().wait()", "1 / 0", 70, "it was not complete"),
+    "failure": (70, "No space left on device"),
+    "slow": (0, ""),
+    "hanging": (70, "it was not complete"),
+    "dying": (70, "it was not complete"),
 }
+
+
+def end_while_saving(case: str, folder: Path) -> None:
+    """In a process of its own: begin to save, and end."""
+    fsync = os.fsync
+
+    def fault(handle: Any) -> None:
+        if threading.current_thread().name == "penstock-checkpoint":
+            if case == "failure":
+                raise OSError(28, "No space left on device")
+            if case == "slow":
+                threading.main_thread().join()
+            else:
+                threading.Event().wait()
+        fsync(handle)
+
+    os.fsync = cast("Any", fault)
+    Checkpoints(folder / case, asynchronous=True).save(1, model=linear())
+    if case == "dying":
+        raise RuntimeError("dies")
 
 
 def test_the_end_of_a_process_that_is_saving(tmp_path: Path) -> None:
     """It completes what it writes, or says what was lost, and does not wait for long."""
-    ends = {
-        name: subprocess.Popen(
-            [sys.executable, "-c", PROGRAM.format(fault=fault, end=end), str(tmp_path / name)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for name, (fault, end, *_) in ENDS.items()
-    }
-    for name, (*_, status, text) in ENDS.items():
-        _, printed = ends[name].communicate(timeout=100)
-        assert ends[name].returncode == status, printed
+    code = f"from {__name__} import main; from pathlib import Path; main(Path({str(tmp_path)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE)
+    statuses = dict(zip(ENDS, map(int, done.stdout.split()), strict=True))
+    for name, (status, text) in ENDS.items():
+        printed = (tmp_path / f"{name}.txt").read_text()
+        assert statuses[name] == status, printed
         assert ("the checkpoint of step 1 was lost" in printed) == bool(text)
         assert text in printed
         assert Checkpoints(tmp_path / name).steps() == ([] if text else [1])
+
+
+def main(folder: Path) -> None:
+    """Let a process end in each way, all side by side, and print their statuses."""
+    children = []
+    for case in ENDS:
+        children.append(os.fork())
+        if not children[-1]:
+            os.dup2(os.open(folder / f"{case}.txt", os.O_CREAT | os.O_WRONLY), 2)
+            end_while_saving(case, folder)
+            return
+    for child in children:
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        sys.stdout.write(f"{status} ")
 
 
 # ---- tables of any kind

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,11 +14,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from benchmarks.large_team import LOAD, SAVE
 from penstock import Checkpoints, Pipeline, PipelineStage
 from penstock.checkpoint import describe
 from penstock.errors import PenstockError
 from penstock.testing import WorkerPool
-from tests.checkpoint.runs import AFTER, BEFORE, Keeps, Run, resumed, saved
+from penstock.transport import Circle
+from tests.checkpoint.runs import AFTER, BEFORE, Keeps, Run, linear, resumed, saved
 
 LIMIT = 2e-6
 
@@ -142,7 +145,7 @@ def test_a_failure_beside_the_training_is_an_error_on_all(
     assert first[::2] == second[::2] == ["", ""]
     assert "rank 1 cannot save: " in first[1]
     assert all("No space left on device" in one[1] for one in (first, second))
-    assert {*os.listdir(tmp_path)} == {".lock", "step-00000001", "step-00000003"}
+    assert {*os.listdir(tmp_path)} == {"step-00000001", "step-00000003"}
 
 
 def on_one_alone(group: Any, folder: str) -> str:
@@ -183,3 +186,38 @@ def test_different_weights_of_one_name_on_two_ranks(workers: WorkerPool, tmp_pat
     for outcomes in workers.run(f"{__name__}:by_hand", 2, 60.0, **folders):
         assert len(outcomes) == 3
         assert all("several stages have weights named 0." in text for text in outcomes)
+
+
+def counted(group: Any, folder: str) -> list[int]:
+    """A worker's task: the messages of a first save, another one, and a load."""
+    told, counts = [0], []
+
+    def counting(move: Any) -> Any:
+        def inner(circle: Circle, value: Any) -> Any:
+            told[0] += 1
+            return move(circle, value)
+
+        return inner
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("to_first", "from_first"):
+            patch.setattr(Circle, name, counting(getattr(Circle, name)))
+        model = linear()
+        checkpoints = Checkpoints(folder, group=group)
+        calls: list[Callable[[], object]] = [
+            partial(checkpoints.save, step, model=model) for step in (1, 2)
+        ]
+        calls.append(partial(checkpoints.load, model=model))
+        for call in calls:
+            told[0] = 0
+            call()
+            counts.append(told[0])
+        checkpoints.close()
+    return counts
+
+
+def test_a_save_and_a_load_take_so_many_messages(workers: WorkerPool, tmp_path: Path) -> None:
+    """However many processes there are."""
+    for ranks in (2, 4):
+        counts = workers.run(f"{__name__}:counted", ranks, folder=str(tmp_path / str(ranks)))
+        assert counts == [[SAVE, SAVE, LOAD]] * ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -13,16 +14,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 @pytest.mark.parametrize(
-    "way",
+    ("way", "shape"),
     [
-        "to the far side",
+        ("to the far side", (2, 2)),
         *(
-            pytest.param(way, marks=pytest.mark.nightly)
+            pytest.param(way, (1, 3), marks=pytest.mark.nightly)
             for way in ("both ways", "to the near side", "a machine is gone")
         ),
     ],
 )
-def test_all_sides_of_a_cut_network_stop(tmp_path: Path, way: str) -> None:
+def test_all_sides_of_a_cut_network_stop(tmp_path: Path, way: str, shape: tuple[int, int]) -> None:
+    """Replicas are on one machine each; of one pipeline, the first rank is on a machine of its own."""
+    count = math.prod(shape)
     with machines() as spaces:
         if not spaces:
             pytest.skip("this machine does not let us make network namespaces and links")
@@ -31,16 +34,18 @@ def test_all_sides_of_a_cut_network_stop(tmp_path: Path, way: str) -> None:
             assert cuts(spaces)[way]()
 
         # The store is with rank 0; of those that lose it, two are on one machine.
+        near = count - 2
         job = run_job(
             tmp_path,
             fault={"rank": 9, "step": 1, "how": "sleep"},
             steps=10**9,
             timeout=60.0,
-            spaces=[spaces[0], spaces[1], spaces[1]],
+            spaces=[spaces[0]] * near + [spaces[1]] * 2,
+            shape=shape,
             meddle=cut,
         )
-    assert [ended.error for ended in job.ranks] == ["PeerFailed"] * 3, job.ranks[0].output
-    assert [ended.status for ended in job.ranks] == [75] * 3
+    assert [ended.error for ended in job.ranks] == ["PeerFailed"] * count, job.ranks[0].output
+    assert [ended.status for ended in job.ranks] == [75] * count
     assert all("or the network to it is cut" in ended.text for ended in job.ranks)
     # Ten seconds on a quiet machine.
     assert job.heard() < 10.0 + SLACK

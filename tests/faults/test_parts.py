@@ -242,13 +242,21 @@ def address_of_this_machine() -> str:
 @pytest.mark.skipif(
     not Path("/proc/self/fd").exists(), reason="only Linux lists a process's sockets"
 )
-def test_every_new_connection_to_another_machine_is_watched(tmp_path: Path) -> None:
+def test_every_connection_to_another_machine_of_the_job_is_watched(tmp_path: Path) -> None:
     """Also one that takes the number of a file that was open a moment before; no copies stay open."""
     with ExitStack() as stack:
         server = stack.enter_context(socket.create_server((address_of_this_machine(), 0)))
+        local = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        before, other = (
+            stack.enter_context(socket.create_connection(to.getsockname()))
+            for to in (server, local)
+        )
         with noticing_gone_machines():
             end = stack.enter_context(socket.create_connection(server.getsockname()))
             stack.enter_context((tmp_path / "file").open("w"))
             count = len(os.listdir("/proc/self/fd"))
-        assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        watched = [
+            one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for one in (before, end, other)
+        ]
+        assert watched == [1, 1, 0]
         assert len(os.listdir("/proc/self/fd")) == count

@@ -423,7 +423,8 @@ def overflowing(output: tuple[Tensor, Tensor], target: Any) -> Tensor:
 
 
 def overflow(group: Any) -> Any:
-    model = PipelineModule(make(Two(), group=group, microbatches=1, loss_fn=overflowing))
+    options: Any = {"microbatches": 1, "loss_fn": overflowing, "example": ((torch.ones(2, 8),), {})}
+    model = PipelineModule(make(Two(), group=group, **options))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     held = [p for p in model.parameters() if not is_elsewhere(p)]

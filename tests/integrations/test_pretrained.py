@@ -91,7 +91,11 @@ MADE: dict[str, Any] = {
 def generated(name: str, group: Any = None, rank: int = 0, plain: bool = False) -> Any:
     torch.manual_seed(0)
     model = MADE[name]()
-    generate = (model.eval() if plain else as_module(model, group=group)).generate
+    module: Any = model.eval() if plain else as_module(model, group=group)
+    if group is not None and name != "gpt2":
+        # Of a model that is not cut yet, each process has all.
+        module.pipe.cut(input_ids=ROWS.tokens, labels=ROWS.tokens)
+    generate = module.generate
     mask = torch.ones(3, 10, dtype=torch.long)
     mask[0, :3] = 0
     rows = []
@@ -125,6 +129,7 @@ def refuse(group: Any) -> list[str]:
         linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
     )  # fmt: skip
     module = as_module(transformers.Qwen3NextForCausalLM(config), group=group)
+    module.pipe.cut(input_ids=ROWS.tokens)
     texts = []
     for rows in (ROWS.tokens[:2], ROWS.tokens[group.rank() : group.rank() + 2]):
         try:

@@ -74,6 +74,8 @@ def run(group: Any, schedule: str, how: str) -> dict[str, Any]:  # noqa: PLR0915
         mesh=mesh,
         wrap=lambda module, stage: wrap(module, how, mesh),
         replicas=None if how == "tp" else mesh["dp"],
+        # Except by DistributedDataParallel, weights are replaced.
+        example=None if how == "ddp" else ((X[:2].to(kind),), {}),
     )
     half = slice(None) if how == "tp" else half_of(mesh)
     x, y = X[half].to(kind), Y[half].to(kind)
@@ -193,6 +195,7 @@ def run_tied(group: Any, schedule: str, how: str) -> float | str:
             mesh=mesh,
             replicas=mesh["dp"],
             wrap=lambda module, stage: wrap(module, how, mesh),
+            example=(of.args, {}),
         )
     except (UsageError, PeerFailed) as error:
         return str(error)

@@ -700,6 +700,25 @@ def test_a_scripted_function_between_units() -> None:
         refused(lambda body=body: make(body), r"test_as_made.*compiled code .* torch\.jit")  # type: ignore[misc]
 
 
+class Attention(nn.Module):
+    """In evaluation, PyTorch's attention takes another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        mask = torch.ones(3, 3, dtype=torch.bool).triu(1)
+        return self.last(self.first(x, x, x, attn_mask=mask, need_weights=False)[0])
+
+
+def test_attention_is_evaluated() -> None:
+    x = torch.linspace(-1, 1, 24).reshape(2, 3, 4)
+    model = Attention()
+    pipe = penstock.Pipeline(model, ranks=2, microbatches=1, loss_fn=torch.dist)
+    torch.testing.assert_close(pipe.predict(x), model.eval()(x))
+
+
 def test_an_example_with_which_the_model_fails() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(3, 4))
 

@@ -435,32 +435,3 @@ def test_a_buffer_that_a_later_microbatch_changes_before_backward_is_named(sched
         UsageError, match=r"needs 1.mean \(Averages\) as forward left it.*new tensor"
     ):
         pipe.step(torch.ones(4, 2), target=torch.ones(4, 2))
-
-
-@pytest.mark.parametrize(
-    ("variables", "says"),
-    [
-        (
-            {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"},
-            "srun started 2 processes .*SLURM_PROC",
-        ),
-        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}, "mpirun started 4 processes"),
-        (
-            {"PMI_SIZE": "3", "PMI_RANK": "2"},
-            r"RANK=\$PMI_RANK WORLD_SIZE=\$PMI_SIZE .*WORLD_SIZE=1",
-        ),
-    ],
-)
-def test_processes_of_a_launcher_without_torchs_variables_are_no_runs_of_their_own(
-    variables: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match=says):
-        make()
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    make().close()
-    monkeypatch.delenv("WORLD_SIZE")
-    for name in variables:
-        monkeypatch.setenv(name, "1")
-    make().close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -451,6 +452,41 @@ def body_what_tensors_look_like(p: Names) -> list[Any]:
         check(wider, warn_on_mismatch=True)
     kinds = [len(check(other)) > 0 for other in (sharded, x.double(), x.t(), x.detach())]
     return [*kinds, check(wider), sharded.get_diff(u.extract_tensor_meta(spread))]
+
+
+def body_several_tensors_at_once(p: Names) -> list[Any]:
+    u = p._utils
+    x = torch.ones(2, 4, requires_grad=True)
+    meta = u.extract_tensor_meta(x)
+    check = functools.partial(u.validate_tensors_metadata, "grads")
+    assert check((meta, None), (x, None)) == []
+    for wrong in ((x,), (None, None), (x, x), (x.double(), None)):
+        says = refused(u.PipeliningMetadataError, lambda w=wrong: check((meta, None), w))
+        assert says.startswith("grads")
+        with pytest.warns(UserWarning, match="grads"):
+            check((meta, None), wrong, raise_on_mismatch=False, warn_on_mismatch=True)
+    return [len(check((meta, None), w, raise_on_mismatch=False)) for w in ((x,), (x.double(), x))]
+
+
+def body_local_parts_and_what_examples_leave_open(p: Names) -> list[Any]:
+    u = p._utils
+    x = torch.ones(2, 4, requires_grad=True)
+    mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False, _rank=0)
+    spread = DTensor.from_local(x, mesh, [Shard(0)], run_check=False)
+    assert u.to_local_if_dtensor(x) is x
+    local = [u.to_local_if_dtensor(one, detach) for one in (x, spread) for detach in (False, True)]
+    plain, sharded = ((u.extract_tensor_meta(one),) for one in (x, spread.detach()))
+    names = ("inputs", "outputs", "input_grads", "output_grads")
+    known = [(None, plain), (plain, plain), (sharded, plain), (plain, sharded, plain, plain)]
+    metas = [SimpleNamespace(**dict.fromkeys(names)) for _ in known]
+    asked = []
+    for meta, of in zip(metas, known, strict=True):
+        vars(meta).update(zip(names, of, strict=False))
+        meta.is_complete_for_forward = lambda m=meta: None not in (m.inputs, m.outputs)
+        meta.has_dtensors = lambda m=meta: sharded in (m.inputs, m.outputs)
+        asked += [u.InferenceMode.needs_dynamic(meta, learns) for learns in (False, True)]
+    modes = [u.InferenceMode(value).name for value in ("static", "dynamic")]
+    return [*asked, *modes, *((type(one) is Tensor, one.requires_grad) for one in local)]
 
 
 BODIES = {name: body for name, body in vars().items() if name.startswith("body_")}

@@ -154,7 +154,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
         with pytest.raises(UsageError, match=gist):
             costs_of(model, torch.ones(3, 4), measured=False)
     for balance, given, gist in (
-        ("flops", None, r"balance='flops' needs a call .* give example="),
+        ("flops", None, r"by flops, which a call shows: give example="),
         ("time", example, r"balance='time': must be .* penstock\.plan\.measure"),
         ([1.0, 2.0], None, "2 weights for 3 modules"),
     ):

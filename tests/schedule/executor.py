@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 from penstock.schedule import Action, Dependencies, Op, Schedule
-from penstock.schedule.action import COMPUTE_OPS, MESSAGE_OPS, RECV_OPS, SEND_OPS, WAIT_SEND_OPS
+from penstock.schedule.action import (
+    COMPUTE_OPS,
+    MESSAGE_OPS,
+    RECV_OPS,
+    SEND_OPS,
+    STAGE_OPS,
+    WAIT_SEND_OPS,
+)
 from penstock.schedule.base import flat
 from penstock.schedule.dependencies import counterpart
 
@@ -21,10 +28,14 @@ class Fault(Exception):
 
 
 class Executor:
-    """Runs a schedule; :meth:`run` raises Fault unless every rank comes to its end with nothing amiss."""
+    """Runs a schedule; :meth:`run` raises Fault unless every rank comes to its end with nothing amiss.
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
+    With ``blocking``, a rank goes on after a SEND only when the message is complete.
+    """
+
+    def __init__(self, schedule: Schedule, *, blocking: bool) -> None:
+        self.schedule, self.blocking = schedule, blocking
+        self.sending: dict[int, Action] = {}
         self.rule = Dependencies(schedule)
         self.at = [0] * schedule.ranks
         self.done: set[tuple[int, Action]] = set()
@@ -45,6 +56,10 @@ class Executor:
         if self.at[rank] == len(program):
             return False
         actions = list(flat((program[self.at[rank]],)))
+        if self.blocking and rank in self.sending and actions[0].op not in STAGE_OPS:
+            if not self.message_complete(rank, self.sending[rank]):
+                return False
+            del self.sending[rank]
         if not all(self.may(rank, action) for action in actions):
             return False
         for action in actions:
@@ -99,6 +114,7 @@ class Executor:
         self.done.add((rank, action))
         if action.op in SEND_OPS:
             self.sent[self.channel(action)].append(action)
+            self.sending[rank] = action
         if action.op in RECV_OPS:
             self.received[self.channel(action)].append(action)
 
@@ -138,10 +154,10 @@ class Executor:
                     raise Fault(f"stage {stage}, microbatch {m}: F {f}, I {i}, W {w}, B {b}")
 
 
-def fault(schedule: Schedule) -> str | None:
+def fault(schedule: Schedule, *, blocking: bool = False) -> str | None:
     """Why a schedule does not complete, or ``None`` if it does."""
     try:
-        Executor(schedule).run()
+        Executor(schedule, blocking=blocking).run()
     except Fault as found:
         return str(found)
     return None

@@ -259,11 +259,11 @@ UNEQUAL = Costs(
 def test_in_a_v_with_memory_for_two_microbatches_the_result_is_near_the_best_known(
     costs: Costs, memory: Sequence[float], microbatches: int, least: float
 ) -> None:
-    """No schedule of the library fits; at a fifth of the default effort ten seeds end within 3 %."""
+    """No schedule of the library fits; a tenth of the default effort comes this near."""
     placement = v_shaped(len(memory))
     assert not any(fits(simulate(each, costs), memory) for each in library(placement, microbatches))
     step = step_of(placement, microbatches, memory)
-    ran = simulate(search(costs, **step, effort=0.2, seconds=math.inf), costs)
+    ran = simulate(search(costs, **step, effort=0.1, seconds=math.inf), costs)
     assert lower_bound(costs, **step) <= ran.makespan * (1 + 1e-9) <= 1.05 * least
     assert fits(ran, memory)
 

@@ -14,6 +14,7 @@ from penstock.schedule import (
     add_communication,
     build,
     looped,
+    prefetch,
     replay,
     simulate,
 )
@@ -60,6 +61,19 @@ def test_the_critical_path_goes_through_the_ranks() -> None:
         assert path == ["0F0", "1F0", "1B0", "0B0"]
 
 
+def test_what_recurs_runs_each_time_anew() -> None:
+    """A stage is gathered twice: neither the critical path nor a replay takes one time for the other."""
+    made = prefetch(build("LoopedBFS", ranks=2, microbatches=1, stages_per_rank=3), unsharded=1)
+    path = [str(span.action) for span in simulate(made).critical_path]
+    assert path == [
+        f"{s}{op}0" for op, order in (("F", 1), ("B", -1)) for s in [*range(6)][::order]
+    ]
+    line = replay(made, {action: 1.0 for rank in range(2) for action in made.actions(rank)})
+    gathered = [span.start for span in line.of_rank(0) if str(span.action) == "0UNSHARD"]
+    assert len(gathered) == 2
+    assert gathered == sorted(set(gathered))
+
+
 def test_memory_over_time() -> None:
     ran = simulate(schedule("0F0 0F1 0I0 0W0 0B1", microbatches=2), Costs(activation=4, stash=3))
     assert ran.memory(0) == [(0, 4), (1, 8), (3, 7), (4, 4), (6, 0)]
@@ -73,6 +87,10 @@ def test_an_overlapped_pair_hides_a_share_of_its_shorter_half() -> None:
     assert simulate(overlapped).makespan == 6
     assert simulate(overlapped, Costs(overlap=0.5)).makespan == 5.5
     assert simulate(overlapped, Costs(overlap=1)).busy == (5,)
+    # The end of a forward and the start of its backward are one time, however that is rounded.
+    odd = Costs(forward=[0.67, 0.62], input=[2.99, 0.85], weight=[2.81, 1.41])
+    ran = simulate(build("DualPipeV", ranks=1, microbatches=3), odd)
+    assert ran.gaps(0) == []
 
 
 @pytest.mark.parametrize(

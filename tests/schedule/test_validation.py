@@ -70,6 +70,12 @@ def test_what_does_not_complete_can_neither_be_simulated_nor_merged(
             use(schedule(*programs))
 
 
+def test_a_reduction_names_the_gradient_that_is_missing() -> None:
+    lacking = schedule("0F0 0F1 0B0 0REDUCE_GRAD", microbatches=2)
+    with pytest.raises(ScheduleError, match="position 3, 0REDUCE_GRAD: needs 0B1, which is in no"):
+        simulate(lacking)
+
+
 def test_all_problems_are_reported_at_once() -> None:
     report = validate(schedule("0B0 0F0 0F0", "1F0 1W0"))
     assert len(report.problems) >= 3

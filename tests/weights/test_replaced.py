@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +18,16 @@ from torch import nn
 from penstock import Checkpoints, Pipeline, read_weights
 from penstock.checkpoint import export
 from penstock.errors import CheckpointError, StorageError, UsageError
-from penstock.weights import lease
+from penstock.weights import files, lease
 from tests.checkpoint.runs import linear
 from tests.checkpoint.test_kills import in_child, kill_at
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "RENEWAL", 0.05)
+    monkeypatch.setattr(lease, "PATIENCE", 0.5)
+    monkeypatch.setattr("penstock.weights.storage.PATIENCE", 0.2)
 
 
 def pipe_at(number: int) -> Pipeline:
@@ -31,6 +39,7 @@ def values(folder: Path) -> dict[str, Any]:
     return {name: tensor.tolist() for name, tensor in read_weights(folder).items()}
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_save_that_is_killed_leaves_the_old_weights_or_the_new(tmp_path: Path) -> None:
     expected = [values_of(pipe_at(number)) for number in range(80)]
     pipe_at(0).save(tmp_path)
@@ -58,6 +67,7 @@ def values_of(pipe: Pipeline) -> dict[str, Any]:
     return {name: tensor.tolist() for name, tensor in pipe.state_dict().items()}
 
 
+@pytest.mark.usefixtures("quick")
 def test_an_export_that_is_killed_leaves_nothing_or_all(tmp_path: Path) -> None:
     model, out = nn.Sequential(linear(), nn.Linear(2, 2)), tmp_path / "out"
     Checkpoints(tmp_path / "run").save(1, model=model)
@@ -79,26 +89,27 @@ def test_an_export_that_is_killed_leaves_nothing_or_all(tmp_path: Path) -> None:
 # ---- one writer
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "RENEWAL", 0.05)
-    monkeypatch.setattr(lease, "PATIENCE", 0.5)
-    monkeypatch.setattr("penstock.weights.storage.PATIENCE", 0.2)
-
-
 def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on NFS without its lock daemon, where names cannot be exchanged either."""
+
     def flock(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", flock)
+    monkeypatch.setattr("filelock._util._rename_call", lambda: None)
 
 
 def other_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Locks stay on each host, and another host's clock is an hour off."""
+    """Locks stay on each host, and the clock of every second one is an hour off."""
     monkeypatch.setattr("fcntl.flock", lambda *_: None)
-    mine, clock = f"machine-{os.getpid()}", time.ctime
-    monkeypatch.setattr(lease, "_machine", lambda: f"{mine}-{os.getpid()}")
-    monkeypatch.setattr(time, "ctime", lambda *_: clock(time.time() + os.getpid() % 2 * 3600))
+    monkeypatch.setattr(socket, "gethostname", lambda: f"host{os.getpid()}")
+    clock, utime = time.time, os.utime
+
+    def shifted() -> float:
+        return clock() + os.getpid() % 2 * 3600
+
+    monkeypatch.setattr(time, "time", shifted)
+    monkeypatch.setattr(os, "utime", lambda file, times=None, **_: utime(file, (shifted(),) * 2))
 
 
 @pytest.mark.usefixtures("quick")
@@ -133,20 +144,35 @@ def test_two_runs_where_locks_do_nothing(
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_run_whose_folder_was_taken_publishes_nothing(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=1)
+def test_a_run_whose_folder_was_taken_publishes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was silent for so long, as a machine is that was stopped, that another run has begun to save."""
+    (waiting, going), (reading, writing) = os.pipe(), os.pipe()
+    other = os.fork()
+    if not other:
+        os.read(waiting, 1)
+        (tmp_path / ".lock").unlink()
+        taken = Checkpoints(tmp_path)
+        taken.save(2, model=linear())
+        os.write(writing, b"saved")
+        signal.pause()
+    write, checkpoints = files.write_file, Checkpoints(tmp_path, keep=1)
     checkpoints.save(1, model=linear())
 
-    def take() -> None:
-        (tmp_path / ".lock").unlink()
-        other = Checkpoints(tmp_path)
-        other.save(2, model=linear())
-        os._exit(0)
+    def write_late(*args: Any) -> Any:
+        os.write(going, b"!")
+        assert os.read(reading, 5) == b"saved"
+        return write(*args)
 
-    assert in_child(take) == 0
-    (tmp_path / ".lock").write_text((tmp_path / ".lock").read_text().replace("of ", "of x"))
-    checkpoints.save(3, model=linear())
-    assert checkpoints.steps() == [3]
+    monkeypatch.setattr("penstock.checkpoint.saving.write_file", write_late)
+    try:
+        with pytest.raises(UsageError, match=f"another run writes here .process {other} on"):
+            checkpoints.save(3, model=linear())
+    finally:
+        os.kill(other, signal.SIGKILL)
+        os.waitpid(other, 0)
+    assert Checkpoints(tmp_path).steps() == [2, 1]
 
 
 # ---- file systems that fail
@@ -162,13 +188,12 @@ def outcome(call: Callable[[], object]) -> StorageError | None:
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EMFILE, errno.EIO])
-@pytest.mark.parametrize("what", ["open", "fsync", "replace", "rename", "scandir"])
+@pytest.mark.parametrize("what", ["open", "fsync", "replace", "scandir", "mkdir"])
 def test_an_error_of_a_file_system_is_not_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, number: int
 ) -> None:
     """Once, it is tried again; for good, it is told, nothing older is taken, and nothing is lost."""
-    home: Any = Path if what == "rename" else os
-    real, left = getattr(home, what), [0]
+    real, left = getattr(os, what), [0]
 
     def failing(*args: Any, **options: Any) -> Any:
         ours = what == "fsync" or str(tmp_path) in str(args[0])
@@ -177,7 +202,7 @@ def test_an_error_of_a_file_system_is_not_damage(
             raise OSError(number, os.strerror(number))
         return real(*args, **options)
 
-    monkeypatch.setattr(home, what, failing)
+    monkeypatch.setattr(os, what, failing)
     run, weights = tmp_path / "run", tmp_path / "weights"
     checkpoints, model, pipe = Checkpoints(run, keep=2), linear(), pipe_at(1)
     for step in (1, 2):
@@ -232,7 +257,7 @@ def test_a_table_that_could_not_be_read_is_not_published(
     deep: Any = []
     for _ in range(200):
         deep = [deep]
-    with pytest.raises(CheckpointError, match=r"cannot be read: .*deeper than 100"):
+    with pytest.raises(CheckpointError, match=r"could not be read: .*deeper than 100"):
         checkpoints.save(2, model=linear(), extra=deep)
     monkeypatch.setattr("penstock.checkpoint.table.LONGEST_JSON", 100)
     with pytest.raises(CheckpointError, match="100 are the most that can be read"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.checkpoint.contents import Targets
 from penstock.checkpoint.folder import Writer, find
-from penstock.checkpoint.loading import Choosing, Loading, check_files
+from penstock.checkpoint.loading import Choosing, Loading
 from penstock.checkpoint.saving import (
     Job,
     Preparing,
@@ -28,6 +28,7 @@ from penstock.checkpoint.saving import (
 from penstock.errors import UsageError
 from penstock.pipeline import Pipeline
 from penstock.transport import Circle
+from penstock.weights.states import agree_to_load
 from penstock.weights.team import Level, Team
 
 _PATIENCE = 300.0
@@ -82,6 +83,7 @@ class Checkpoints:
         self._snapshots: dict[str, Tensor] = {}
         self._pending: Writing | None = None
         self._last: Job | None = None
+        self._complete: Callable[[], None] | None = None
         self._extra: Any = None
         self._skipped: list[str] = []
 
@@ -137,6 +139,7 @@ class Checkpoints:
                     job.tensors = self._snapshots = snapshots(live, self._snapshots)
                 settle(live.values())
                 self._pending = Writing(job, team, self._writer)
+                self._complete = targets.pipe.checkpointed(step) if targets.pipe else None
             except BaseException:
                 shutil.rmtree(job.folder, ignore_errors=True)
                 raise
@@ -154,6 +157,8 @@ class Checkpoints:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
+            if self._complete is not None:
+                self._complete()
 
     @property
     def last(self) -> Saved | None:
@@ -196,19 +201,18 @@ class Checkpoints:
         if resume not in ("newest", "auto"):
             raise UsageError(f"resume={resume!r}: must be 'newest' or 'auto'")
         team = _team(targets.pipe, self._group)
-        choosing = Choosing(self.folder, step, strict=strict, older=resume == "auto")
+        choosing = Choosing(self.folder, step, older=resume == "auto")
         with team.calling("Checkpoints.load", 10 * _PATIENCE):
-            offer = team.tell("load", lambda: (None, targets.request()), choosing.begin)
-            part = None
-            while offer is not None and part is None:
-                check = partial(check_files, self.folder, offer)
-                offer, part = team.meet("load", check, choosing.judge)
-            if part is None:
+            table = choosing.choose(team)
+            if table is None:
                 return None
-            loading = Loading(self.folder / offer, part, targets)
+            loading = Loading(table, targets)
+            agree_to_load(team, loading.match, partial(loading.check, strict))
             team.meet("load", loading.read)
             team.meet("load", loading.fill)
-        self._extra, self._skipped = loading.extra, loading.skipped
+        self._extra, self._skipped = loading.extra, choosing.skipped
+        if targets.pipe is not None:
+            targets.pipe.checkpointed(loading.step)()
         return loading.step
 
     @property

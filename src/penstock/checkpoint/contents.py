@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.checkpoint.planning import HeldTensors
 from penstock.checkpoint.table import ITSELF, replaced
@@ -101,46 +100,6 @@ class Targets:
             keys = dict.fromkeys(f"{label}/{path_without_wrappers(one)}" for one in (first, *names))
             yield first, list(keys), value
 
-    @property
-    def place(self) -> dict[str, Any]:
-        """The first rank of the pipeline that lives here, and the names that no other one may have."""
-        weights = self.weights.get(MODEL)
-        held = {} if weights is None else weights.held()
-        alone = [
-            path_without_wrappers(one)
-            for one in held
-            if weights and not weights.names.is_shared(one)
-        ]
-        # Until the model is cut, each process has all of it.
-        rank = self.pipe.ranks[0] if self.pipe is not None and self.pipe.is_cut else 0
-        return {"rank": rank, "alone": alone}
-
-    def request(self) -> dict[str, Any]:
-        """What the leader must know to say what this process needs of a checkpoint."""
-        types: dict[Any, int] = {}
-
-        def kind(value: Any) -> int:
-            if not isinstance(value, Tensor):
-                return -1
-            return types.setdefault((str(value.dtype), tuple(value.shape)), len(types))
-
-        weights = {
-            label: [[kind(value), *keys] for _, keys, value in self.held(label)]
-            for label in self.weights
-        }
-        optimizers = {}
-        for label, optimizer in self.optimizers.items():
-            name, groups, _ = read_states(optimizer, self.names, f"{label}=")
-            optimizers[label] = [name, [members for _, members in groups]]
-        schedulers = {
-            label: next((n for n, of in self.optimizers.items() if of is state.optimizer), "")
-            for label, state in self.states.items()
-            if isinstance(state, LRScheduler)
-        }
-        request = {"weights": weights, "types": [*types], "optimizers": optimizers}
-        request |= {"states": [*self.states], "schedulers": schedulers}
-        return {"request": request | self.place}
-
 
 @dataclass
 class Flat:
@@ -149,7 +108,7 @@ class Flat:
     Args:
         tensors: the tensors by key; DTensors as they are.
         names: ``kinds`` of labels, ``tied`` keys, names of the parameters in each of an optimizer's
-            ``groups``, and the names of weights that are ``alone``.
+            ``groups``.
         values: JSON data by key: what an optimizer keeps for each parameter, and weights that are no tensors.
         settings: the settings of each optimizer's groups.
         states: each other object's JSON data, and the digests of its tensors.
@@ -183,7 +142,6 @@ class Flat:
             key: tensor if region_of(tensor) is not None else whole(tensor)
             for key, tensor in flat.tensors.items()
         }
-        flat.names |= targets.place
         return flat
 
     def _add_weights(self, label: str, targets: Targets) -> None:

@@ -13,14 +13,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.checkpoint.table import TABLE, CheckpointTable
-from penstock.errors import CheckpointError, InputFileError
+from penstock.checkpoint.table import TABLE
+from penstock.errors import StorageError, UsageError
 from penstock.weights.lease import Lease
-from penstock.weights.storage import is_there, patiently, sync_folder, write_bytes
+from penstock.weights.storage import is_there, patiently, write_bytes
 
 _NAME = re.compile(r"step-(\d{1,18})(?:-(\d{1,9}))?")
 
@@ -71,7 +72,7 @@ class Writer:
         if self._lease is None or not self._lease.is_ours():
             folder = self._folder
             patiently("made", folder, lambda: folder.mkdir(parents=True, exist_ok=True))
-            self._lease = Lease.of(folder, self._clean)
+            self._lease = Lease(folder, self._clean)
 
     def _clean(self) -> None:
         """Remove what killed runs left."""
@@ -79,13 +80,14 @@ class Writer:
             for left in (*self._folder.glob(".writing-*"), *self._folder.glob(".removing-*")):
                 shutil.rmtree(left, ignore_errors=True)
 
-    def publish(self, written: Path, step: int, table: bytes) -> Path:
+    def publish(self, written: Path, step: int, table: bytes, sizes: Mapping[Path, int]) -> Path:
         """Write a checkpoint's table, make the checkpoint visible, and remove old ones.
 
         Args:
             written: the folder that :meth:`begin` made, with all other files.
             step: the checkpoint's step.
             table: the content of its table.
+            sizes: the size in bytes of each file.
 
         Returns:
             The checkpoint's final folder.
@@ -94,33 +96,35 @@ class Writer:
             CheckpointError: the checkpoint cannot be written or not be read; earlier ones are as they were.
             UsageError: another run has taken the folder.
         """
+        assert self._lease is not None  # taken when the writing began
         before = find(self._folder)
-        path = written / TABLE
-        write_bytes(path, table)
-        try:
-            CheckpointTable(written)
-        except InputFileError as error:
-            raise CheckpointError(f"the table that was written cannot be read: {error}") from error
-        patiently("written", written, lambda: sync_folder(written))
+        write_bytes(written / TABLE, table, reads_back=True)
         place = self._folder / _name(step, before)
-        self.check()
-        patiently("written", place, lambda: _rename(written, place))
+        self._lease.publish(written, place, sizes)
         # The new one replaces older ones, and one of the same step.
         others = [one for one in before if one.step != step]
         kept = others if self._keep is None else others[: self._keep - 1]
-        self.check()
+        self._lease.check()
         for one in before:
             if one not in kept:
                 _remove(one.path)
         return place
 
-    def check(self) -> None:
-        """Check that no other run has taken the folder."""
-        if self._lease is not None:
-            self._lease.check()
+    def reason(self, error: Exception) -> Exception:
+        """Why writing has failed: another run that has taken the folder removes what it finds there."""
+        try:
+            if self._lease is not None:
+                self._lease.check()
+        except UsageError as taken:
+            return taken
+        except StorageError:
+            pass
+        return error
 
     def close(self) -> None:
         """Let another run write here."""
+        if self._lease is not None:
+            self._lease.release()
         self._lease = None
 
 
@@ -129,13 +133,6 @@ def _name(step: int, before: list[CheckpointFolder]) -> str:
     if before and before[0].step >= step:
         generation += 1
     return f"step-{step:08d}" + (f"-{generation}" if generation > 1 else "")
-
-
-def _rename(written: Path, place: Path) -> None:
-    # A server may have renamed it, and its answer was lost.
-    if written.exists() or not place.exists():
-        written.rename(place)
-    sync_folder(place.parent)
 
 
 def _remove(path: Path) -> None:

@@ -1,21 +1,24 @@
-"""Load a checkpoint: the leader compares its table with what all have; each process reads what it needs."""
+"""Load a checkpoint: all compare it with what they have, before each reads what it needs."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.checkpoint.contents import MODEL, OPTIMIZER, RANDOMNESS, STATE, WEIGHTS, Targets
-from penstock.checkpoint.folder import CheckpointFolder, find
-from penstock.checkpoint.table import CheckpointTable, check_file
+from penstock.checkpoint.folder import find
+from penstock.checkpoint.table import CheckpointTable
 from penstock.errors import (
+    CheckpointError,
     InputFileError,
     PenstockError,
     StateDictError,
@@ -27,309 +30,244 @@ from penstock.errors import (
 )
 from penstock.parallel import is_sharded, local_part, region_of, spread, with_local
 from penstock.weights.files import Box
-from penstock.weights.optimizers import find_groups, write_states
-from penstock.weights.states import check_one_rank_each
-from penstock.weights.team import distinct
+from penstock.weights.optimizers import find_groups, read_states, write_states
+from penstock.weights.states import LoadResult, Offer
+from penstock.weights.team import Team, distinct
 from penstock.weights.trees import decode
 
 log = logging.getLogger("penstock")
 
-# ---- in the leader: choose a checkpoint, and compare it with what all processes have
-
-
-@dataclass
-class Match:
-    """How a checkpoint fits what one process has.
-
-    Attributes:
-        problems: what does not fit, by how much it matters.
-        used: the keys in it that the process has.
-        keys: for each label of weights, those that are not under their first name: their key, None for none.
-        groups: for each label of optimizers, the number of the saved group for each of its groups.
-        states: the labels of states.
-    """
-
-    problems: dict[str, list[str]] = field(
-        default_factory=lambda: {"hard": [], "missing": [], "loose": []}
-    )
-    used: set[str] = field(default_factory=set)
-    keys: dict[str, dict[str, str | None]] = field(default_factory=dict)
-    groups: dict[str, list[int | None]] = field(default_factory=dict)
-    states: list[str] = field(default_factory=list)
+# ---- choose a checkpoint
 
 
 class Choosing:
-    """Chooses the checkpoint, and the part of its table that each process needs.
+    """Chooses a checkpoint that is whole; the processes share the work of looking.
 
     Args:
         folder: the folder of checkpoints.
         step: the step to load; None for the checkpoint that was written last.
-        strict: whether everything must fit.
         older: whether to take an older one if the newest is damaged.
+
+    Attributes:
+        skipped: why newer checkpoints were not taken.
     """
 
-    _table: CheckpointTable
+    def __init__(self, folder: Path, step: int | None, *, older: bool) -> None:
+        self._folder, self._step, self._older = folder, step, older
+        self.skipped: list[str] = []
 
-    def __init__(self, folder: Path, step: int | None, *, strict: bool, older: bool) -> None:
-        self._folder, self._step, self._strict, self._older = folder, step, strict, older
-        self._requests: list[Any] = []
-        self._every: list[Any] = []
-        self._left: list[CheckpointFolder] = []
-        self._newest = 0
-        self._damage: list[str] = []
+    def choose(self, team: Team) -> CheckpointTable | None:
+        """The table of the checkpoint, or None if there is none; all processes call this."""
+        listed_ones = team.meet("load", lambda: None, lambda of: [self._candidates()] * len(of))
+        for place, (name, step) in enumerate(listed_ones):
+            tables: list[CheckpointTable] = []
+            look = partial(self._look, name, slice(team.rank, None, team.size), tables)
+            if not (damage := team.meet("load", look, self._judge)):
+                if self.skipped and team.leads:
+                    log.warning(
+                        "%s: resumes from step %d, not from the newest, step %d: %s",
+                        self._folder, step, listed_ones[0][1], "; ".join(self.skipped),
+                    )  # fmt: skip
+                return tables[0]
+            self._pass_over(damage, [one for _, one in listed_ones[place + 1 :]])
+        return None
 
-    def begin(self, parts: list[dict[str, Any]]) -> list[Any]:
-        """Begin with what all processes have; return what each is to check."""
-        self._requests = [of["request"] for of in parts]
-        self._every = distinct(parts, "request")
-        self._left = find(self._folder)
-        if self._step is not None:
-            chosen = [one for one in self._left if one.step == self._step]
-            if not chosen:
-                steps = ", ".join(str(one.step) for one in self._left)
-                raise UsageError(
-                    f"step={self._step}: {self._folder} has no checkpoint of it; it has those of steps "
-                    f"{steps or 'none'}"
-                )
-            self._left = chosen[:1]
-        if not self._left:
-            return [None] * len(parts)
-        self._newest = self._left[0].step
-        return self._offers()
-
-    def _offers(self) -> list[Any]:
-        """The next checkpoint whose table is whole, and a share of its files for each process."""
-        while self._left:
-            path = self._left.pop(0).path
-            try:
-                self._table = CheckpointTable(path)
-            except InputFileError as error:
-                self._pass_over(path, str(error))
-                continue
-            count = len(self._requests)
-            files = [[one.name, one.bytes, one.crc32] for one in self._table.contents.files]
-            return [[path.name, self._table.save, files[i::count]] for i in range(count)]
-        raise InputFileError(f"no checkpoint in {self._folder} is whole: {'; '.join(self._damage)}")
-
-    def _pass_over(self, path: Path, damage: str) -> None:
-        self._damage.append(damage if str(path) in damage else f"{path}: {damage}")
-        if self._step is not None:
-            raise InputFileError(self._damage[-1])
-        if self._older:
-            return
-        if not self._left:
-            raise InputFileError(f"{damage}; nothing was loaded, and there is no other checkpoint")
-        step = self._left[0].step
-        raise InputFileError(
-            f"{self._damage[-1]}; nothing was loaded. The one before it is of step {step}: "
-            f'load(step={step}) takes that, and resume="auto" the newest one that is whole'
-        )
-
-    def judge(self, damage: list[str]) -> list[Any]:
-        """From what all have found of the files: the next offer for each, or its part of the table."""
-        if any(damage):
-            self._pass_over(self._table.path, "; ".join(dict.fromkeys(filter(None, damage))))
-            return [[offer, None] for offer in self._offers()]
-        matches = {id(one): self._match(one) for one in self._every}
-        self._check(list(matches.values()))
-        if self._damage:
-            log.warning(
-                "%s: resumes from step %d, not from the newest, step %d: %s",
-                self._folder, self._table.step, self._newest, "; ".join(self._damage),
-            )  # fmt: skip
-        parts = {id(one): self._part(one, matches[id(one)]) for one in self._every}
-        return [[self._table.path.name, parts[id(one)]] for one in self._requests]
-
-    def _part(self, request: Any, match: Match) -> dict[str, Any]:
-        members = {
-            name for _, groups in request["optimizers"].values() for of in groups for name in of
-        }
-        return {
-            "table": self._table.part({*match.used, *match.states}, members, match.groups),
-            "keys": match.keys,
-            "groups": match.groups,
-            "states": match.states,
-            "skipped": self._damage,
-        }
-
-    # ---- compare
-
-    def _match(self, request: Any) -> Match:
-        match = Match()
-        for label, rows in request["weights"].items():
-            if self._is_saved(match, label, WEIGHTS):
-                self._match_weights(match, label, rows, request["types"])
-        for label, (kind, members) in request["optimizers"].items():
-            if self._is_saved(match, label, OPTIMIZER):
-                self._match_groups(match, label, kind, members, request["schedulers"])
-        match.states = [label for label in request["states"] if self._is_saved(match, label, STATE)]
-        return match
-
-    def _is_saved(self, match: Match, label: str, kind: str) -> bool:
-        contents = self._table.contents
-        saved = contents.kinds.get(label)
-        is_saved = saved == kind or (kind == OPTIMIZER and label in contents.groups)
-        if not is_saved and not (saved is None and label == RANDOMNESS):
-            labels = ", ".join(f"{one}=" for one in contents.kinds)
-            what = "was not saved" if saved is None else f"is {kind}, {shortened(saved)} was saved"
-            match.problems["loose"].append(f"{label}= {what}; there are {labels}")
-        return is_saved
-
-    def _match_weights(
-        self, match: Match, label: str, rows: Sequence[Any], types: Sequence[Any]
-    ) -> None:
-        contents, problems = self._table.contents, match.problems
-        match.keys[label] = {}
-        for kind, *keys in rows:
-            keys += [contents.tied[key] for key in keys if key in contents.tied]
-            match.used.update(keys)
-            there: Any = contents.tensors if kind >= 0 else contents.place_of_value
-            key = next((one for one in keys if one in there), None)
-            if key != keys[0]:
-                match.keys[label][keys[0]] = key
-            if key is None:
-                problems["missing"].append(keys[0])
-            elif kind >= 0:
-                shape, dtype = list(self._table.shape(key)), str(self._table.dtype(key))
-                dtype_here, shape_here = types[kind]
-                if shape != shape_here:
-                    text = f"{key}: {shape} was saved, {shape_here} is here"
-                    problems["hard"].append(f"of another shape: {text}")
-                elif dtype != dtype_here:
-                    text = f"{key}: {dtype} was saved, {dtype_here} is here"
-                    problems["loose"].append(f"of another type: {text}")
-
-    def _match_groups(
-        self, match: Match, label: str, kind: str, members: Sequence[Any], schedulers: Any
-    ) -> None:
-        """Find the number of the saved group for each of an optimizer's groups."""
-        contents, problems = self._table.contents, match.problems
-        saved_kind, saved = contents.kinds.get(label, ""), contents.groups[label]
-        if saved_kind != kind:
-            text = f"{label}= is of the class {kind}, {printable(saved_kind, '')} was saved"
-            problems["loose"].append(text)
-        groups = [(g.settings, g.parameters) for g in saved]
-        numbers, missing, differ = find_groups(members, groups, self._table.group_of[label])
-        problems["loose"] += [f"{label}: {text}" for text in differ]
-        problems["missing"] += [f"{label}/{name}" for name in missing]
-        match.used.update(f"{label}/{name}" for names in members for name in names)
-        if numbers != list(range(len(saved))):
-            problems["hard"] += [
-                f"{one}= keeps a value for each group of {label}=, which has other groups here than when it "
-                "was saved; make the same ones in the same order, or leave it out"
-                for one, of in schedulers.items()
-                if of == label and one in contents.kinds
-            ]
-        match.groups[label] = numbers
-
-    def _check(self, matches: Sequence[Match]) -> None:
-        """Check how the checkpoint fits all processes; one error lists every mismatch."""
-        table, kinds = self._table, self._table.contents.kinds
-        lines, missing, loose = (
-            list(dict.fromkeys(text for one in matches for text in one.problems[kind]))
-            for kind in ("hard", "missing", "loose")
-        )
-        weights = {label for one in self._every for label in one["weights"]}
-        others = {
-            label for one in self._every for of in ("optimizers", "states") for label in one[of]
-        }
-        matched = {label for one in matches for label in (*one.keys, *one.groups)}
-        check_one_rank_each((one["rank"], one["alone"]) for one in self._every)
-        # What belongs to no object that was given is told below.
-        asked = {name for name in table.names if name.partition("/")[0] in matched}
-        unexpected = sorted(asked.difference(*(one.used for one in matches)))
-        loose += [f"missing in it: {listed(missing)}"] if missing else []
-        loose += [f"in it, but not here: {listed(unexpected)}"] if unexpected else []
-        if self._strict:
-            lines += loose
-        elif loose:
-            log.warning("%s fits in part:\n\t%s", table.path, "\n\t".join(loose))
-        if lines:
-            other = asked == {*unexpected} != set()
-            fits = "is of another model" if other else "does not fit"
-            hint = "; strict=False loads what fits of it" if self._strict else ""
-            raise StateDictError(
-                f"{table.path} {fits}, and nothing was loaded{hint}:\n\t" + "\n\t".join(lines)
+    def _candidates(self) -> list[Any]:
+        """The names and steps of checkpoints, in the order in which they are tried."""
+        there = find(self._folder)
+        chosen = [one for one in there if self._step in (None, one.step)]
+        if self._step is not None and not chosen:
+            steps = ", ".join(str(one.step) for one in there)
+            raise UsageError(
+                f"step={self._step}: {self._folder} has no checkpoint of it; it has those of steps "
+                f"{steps or 'none'}"
             )
-        left = [label for label in kinds if label not in weights | others | {RANDOMNESS}]
-        if left and others - {RANDOMNESS}:
-            log.warning("%s also holds %s, which load() was not given", table.path, ", ".join(left))
+        return [[one.path.name, one.step] for one in chosen]
+
+    def _look(self, name: str, share: slice, tables: list[CheckpointTable]) -> list[str]:
+        """Read a table, and compare a share of its files with it; return its save, and the damage."""
+        try:
+            tables.append(CheckpointTable(self._folder / name))
+            tables[0].check_files(share)
+        except InputFileError as error:
+            text = str(error)
+            return ["", text if name in text else f"{self._folder / name}: {text}"]
+        return [tables[0].save, ""]
+
+    def _judge(self, seen: list[Any]) -> list[str]:
+        damage = "; ".join(dict.fromkeys(text for _, text in seen if text))
+        if not damage and len({save for save, _ in seen}) > 1:
+            raise CheckpointError(
+                f"the hosts see different checkpoints in {self._folder.absolute()}; it must lie where all "
+                "processes see the same files"
+            )
+        return [damage] * len(seen)
+
+    def _pass_over(self, damage: str, others: Sequence[int]) -> None:
+        self.skipped.append(damage)
+        if self._older and others:
+            return
+        if self._older:
+            raise InputFileError(
+                f"no checkpoint in {self._folder} is whole: {'; '.join(self.skipped)}"
+            )
+        if self._step is not None:
+            raise InputFileError(damage)
+        hint = ", and there is no other checkpoint"
+        if others:
+            hint = (
+                f". The one before it is of step {others[0]}: load(step={others[0]}) takes that, and "
+                'resume="auto" the newest one that is whole'
+            )
+        raise InputFileError(f"{damage}; nothing was loaded{hint}")
 
 
-def check_files(folder: Path, offer: Sequence[Any]) -> str:
-    """Compare this process's share of a checkpoint's files with their checksums; return the damage."""
-    name, save, files = offer
-    try:
-        for file in files:
-            check_file(folder / name, save, *file)
-    except InputFileError as error:
-        return str(error)
-    return ""
-
-
-# ---- in each process: read, and fill the targets
+# ---- compare it, read it, and fill the targets
 
 
 class Loading:
-    """A checkpoint that fits, and the objects to load it into.
+    """A checkpoint, and the objects to load it into.
 
     Args:
-        path: the checkpoint's folder.
-        part: what :meth:`Choosing.judge` has returned for this process.
+        table: the checkpoint's table.
         targets: the objects that the user passed.
 
     Attributes:
         step: the checkpoint's step.
         extra: the user's JSON data.
-        skipped: why newer checkpoints were not taken.
     """
 
-    def __init__(self, path: Path, part: Mapping[str, Any], targets: Targets) -> None:
-        self._table = CheckpointTable(path, part["table"])
-        self._saved = self._table.contents
-        self._part = part
+    def __init__(self, table: CheckpointTable, targets: Targets) -> None:
+        self._table, self._saved = table, table.contents
         self._targets = targets
         self._weights: dict[str, list[tuple[str, Any, str]]] = {}
+        self._groups: dict[str, list[int | None]] = {}
+        self._states: list[str] = []
+        self._used: set[str] = set()
+        self._problems: dict[str, list[str]] = {"hard": [], "missing": [], "loose": []}
         self._ready: list[Callable[[], None]] = []
-        self.step: int = self._table.step
+        self.step = table.step
         self.extra = decode(self._saved.extra)
-        self.skipped: list[str] = part["skipped"]
+
+    def match(self) -> Offer:
+        """Compare the checkpoint with what this process has."""
+        targets = self._targets
+        for label in targets.weights:
+            if self._is_saved(label, WEIGHTS):
+                self._weights[label] = list(self._match_weights(label))
+        for label, optimizer in targets.optimizers.items():
+            if self._is_saved(label, OPTIMIZER):
+                self._groups[label] = self._match_groups(label, optimizer)
+        self._states = [label for label in targets.states if self._is_saved(label, STATE)]
+        matched = {*self._weights, *self._groups}
+        asked = sorted(name for name in self._table.names if name.partition("/")[0] in matched)
+        labels = [[*targets.weights], [*targets.optimizers, *targets.states]]
+        return Offer(sorted(self._used), asked, self._problems, labels)
+
+    def _is_saved(self, label: str, kind: str) -> bool:
+        saved = self._saved.kinds.get(label)
+        is_saved = saved == kind or (kind == OPTIMIZER and label in self._saved.groups)
+        if not is_saved and not (saved is None and label == RANDOMNESS):
+            labels = ", ".join(f"{one}=" for one in self._saved.kinds)
+            what = "was not saved" if saved is None else f"is {kind}, {shortened(saved)} was saved"
+            self._problems["loose"].append(f"{label}= {what}; there are {labels}")
+        return is_saved
+
+    def _match_weights(self, label: str) -> Iterator[tuple[str, Any, str]]:
+        """Yield each weight's name, the weight itself, and its key in the checkpoint."""
+        saved, problems = self._saved, self._problems
+        for first, keys, value in self._targets.held(label):
+            keys += [saved.tied[key] for key in keys if key in saved.tied]
+            self._used.update(keys)
+            is_tensor = isinstance(value, Tensor)
+            there: Any = saved.tensors if is_tensor else saved.place_of_value
+            key = next((one for one in keys if one in there), None)
+            if key is None:
+                problems["missing"].append(keys[0])
+                continue
+            if is_tensor:
+                shape, dtype = list(self._table.shape(key)), self._table.dtype(key)
+                if shape != list(value.shape):
+                    text = f"{key}: {shape} was saved, {list(value.shape)} is here"
+                    problems["hard"].append(f"of another shape: {text}")
+                elif dtype != value.dtype:
+                    text = f"{key}: {dtype} was saved, {value.dtype} is here"
+                    problems["loose"].append(f"of another type: {text}")
+            yield first, value, key
+
+    def _match_groups(self, label: str, optimizer: Optimizer) -> list[int | None]:
+        """The number of the saved group for each of an optimizer's groups."""
+        saved_kind, problems = self._saved.kinds.get(label, ""), self._problems
+        kind, groups, _ = read_states(optimizer, self._targets.names, f"{label}=")
+        if saved_kind != kind:
+            text = f"{label}= is of the class {kind}, {printable(saved_kind, '')} was saved"
+            problems["loose"].append(text)
+        saved = [(of.settings, of.parameters) for of in self._saved.groups[label]]
+        numbers, missing, differ = find_groups([of for _, of in groups], saved)
+        problems["loose"] += [f"{label}: {text}" for text in differ]
+        problems["missing"] += [f"{label}/{name}" for name in missing]
+        self._used.update(f"{label}/{name}" for _, names in groups for name in names)
+        if numbers != list(range(len(saved))):
+            problems["hard"] += [
+                f"{one}= keeps a value for each group of {label}=, which has other groups here than when it "
+                "was saved; make the same ones in the same order, or leave it out"
+                for one, of in self._targets.states.items()
+                if isinstance(of, LRScheduler)
+                and of.optimizer is optimizer
+                and one in self._saved.kinds
+            ]
+        return numbers
+
+    def check(
+        self, strict: bool, result: LoadResult, problems: Mapping[str, list[str]], parts: Any
+    ) -> None:
+        """In the leader: check how the checkpoint fits all processes; one error lists every mismatch."""
+        path, (missing, unexpected) = self._table.path, result
+        lines, loose = list(problems["hard"]), list(problems["loose"])
+        loose += [f"missing in it: {listed(missing)}"] if missing else []
+        loose += [f"in it, but not here: {listed(unexpected)}"] if unexpected else []
+        if strict:
+            lines += loose
+        elif loose:
+            log.warning("%s fits in part:\n\t%s", path, "\n\t".join(loose))
+        if lines:
+            asked = set[str]().union(*distinct(parts, "loaded"))
+            fits = "is of another model" if asked == {*unexpected} != set() else "does not fit"
+            hint = "; strict=False loads what fits of it" if strict else ""
+            raise StateDictError(
+                f"{path} {fits}, and nothing was loaded{hint}:\n\t" + "\n\t".join(lines)
+            )
+        rows = distinct(parts, "about")
+        weights, others = ({label for row in rows for label in row[of]} for of in (0, 1))
+        left = [
+            label for label in self._saved.kinds if label not in weights | others | {RANDOMNESS}
+        ]
+        if left and others - {RANDOMNESS}:
+            log.warning("%s also holds %s, which load() was not given", path, ", ".join(left))
 
     @torch.no_grad()
     def read(self) -> None:
         """Read all but the weights into new memory, and look for these; nothing is changed."""
         try:
-            for label in self._part["keys"]:
-                self._weights[label] = list(self._stored_weights(label))
-            for label in self._part["states"]:
+            # Weights are read last, when other targets have already changed.
+            for _, value, key in chain.from_iterable(self._weights.values()):
+                if isinstance(value, Tensor):
+                    whole = (0,) * value.dim(), tuple(value.shape)
+                    self._table.reads(key, region_of(value) or whole)
+            for label in self._states:
                 state = decode(self._table.value(label), self._table.read)
                 self._ready.append(partial(self._targets.states[label].load_state_dict, state))
-            for label in self._part["groups"]:
-                self._ready.append(self._read_optimizer(label))
+            for label, numbers in self._groups.items():
+                self._ready.append(self._read_optimizer(label, numbers))
         except InputFileError as error:
             raise InputFileError(
                 f"{self._table.path} is damaged, and nothing was loaded: {error}"
             ) from error
 
-    def _stored_weights(self, label: str) -> Iterator[tuple[str, Any, str]]:
-        """Yield each weight's name, the weight itself, and its key in the checkpoint."""
-        renamed = self._part["keys"][label]
-        for first, keys, value in self._targets.held(label):
-            key = renamed.get(keys[0], keys[0])
-            if key is not None:
-                if isinstance(value, Tensor):
-                    # Weights are read last, when other targets have already changed.
-                    whole = (0,) * value.dim(), tuple(value.shape)
-                    self._table.reads(key, region_of(value) or whole)
-                yield first, value, key
-
-    def _read_optimizer(self, label: str) -> Callable[[], None]:
+    def _read_optimizer(self, label: str, numbers: Sequence[int | None]) -> Callable[[], None]:
         optimizer, names = self._targets.optimizers[label], self._targets.names
         saved = self._saved.groups[label]
-        settings = [
-            {} if number is None else decode(saved[number].settings)
-            for number in self._part["groups"][label]
-        ]
+        settings = [{} if number is None else decode(saved[number].settings) for number in numbers]
         known = {name for group in saved for name in group.parameters}
         states = {}
         for parameter in (one for group in optimizer.param_groups for one in group["params"]):
@@ -371,7 +309,11 @@ class Loading:
         for label, matched in self._weights.items():
             self._fill_weights(label, matched)
         pipe = self._targets.pipe
-        if pipe is not None and RANDOMNESS not in self._saved.kinds:
+        if pipe is None:
+            return
+        for optimizer in self._targets.optimizers.values():
+            pipe.was_loaded(optimizer)
+        if RANDOMNESS not in self._saved.kinds:
             # A plain loop, for example, saves none.
             text = "%s holds no seed and step of random numbers: the next step is taken to be number %d"
             log.warning(text, self._table.path, self.step)

@@ -49,7 +49,7 @@ def describe(folder: str | os.PathLike[str], *, check: bool = False) -> str:
         try:
             table = CheckpointTable(path)
             if check:
-                table.verify()
+                table.check_files()
         except InputFileError as error:
             lines.append(f"{path.name}  DAMAGED: {error}")
             continue
@@ -115,7 +115,7 @@ def export(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> list[
         raise UsageError(f"{table.path} holds no weights of a pipeline or of model=")
     if any(is_there(path / name) for name in (INDEX, "model.safetensors")):
         raise UsageError(f"{str(path)!r} holds weights already; choose another folder")
-    table.verify()
+    table.check_files()
     files, size = [list[str]()], 0
     for key in table.tensors_of(MODEL):
         nbytes = math.prod(table.shape(key)) * table.dtype(key).itemsize
@@ -124,16 +124,13 @@ def export(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> list[
             size = 0
         files[-1].append(key)
         size += nbytes
-    tied = table.contents.tied.items()
-    sizes: dict[int, tuple[dict[str, int], list[Any]]] = {}
+    tied = {_name(k): _name(v) for k, v in table.contents.tied.items() if k.startswith(f"{MODEL}/")}
     with WeightFolder(path) as target:
+        written = {}
         for number, keys in enumerate(files):
             state = {_name(key): table.read(key) for key in keys}
-            file = save_stage(state, path, number, len(files), target.save)
-            sizes[number] = {name: one.nbytes for name, one in state.items()}, file
-        return target.publish(
-            sizes, {_name(k): _name(v) for k, v in tied if k.startswith(f"{MODEL}/")}
-        )
+            written[number] = save_stage(state, path, number, len(files), target.save)
+        return target.publish(written, tied)
 
 
 def _name(key: str) -> str:

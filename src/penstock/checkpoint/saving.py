@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import shutil
-import socket
 import sys
 import threading
 import time
@@ -26,14 +25,12 @@ from penstock.checkpoint.contents import Flat, Targets
 from penstock.checkpoint.folder import Writer
 from penstock.checkpoint.planning import HeldTensors, WritePlan, file_of, part_name, plan_writes
 from penstock.checkpoint.table import table_text
-from penstock.errors import FAILURE, CheckpointError, StorageError, UsageError
+from penstock.errors import FAILURE, CheckpointError, UsageError
 from penstock.parallel import local_part, region_of
 from penstock.values import bytes_as_text
 from penstock.weights.files import write_file
-from penstock.weights.folders import check_arrived
 from penstock.weights.optimizers import merge_groups
-from penstock.weights.states import check_one_rank_each
-from penstock.weights.storage import NO_SUCH_FILE, patiently, write_bytes
+from penstock.weights.storage import check_arrived, patiently, write_bytes
 from penstock.weights.team import Known, Team, distinct
 from penstock.weights.trees import encode
 
@@ -134,7 +131,7 @@ class Preparing:
 
         def look(told: list[str]) -> None:
             place[:] = told
-            _look(Path(told[0]))
+            check_arrived(Path(told[0]))
 
         try:
             share = team.tell(
@@ -181,7 +178,6 @@ class Leader:
             For each process, the places of the tensors that it writes; None: those of the last save.
         """
         _check_states(parts, team)
-        check_one_rank_each((one["rank"], one["alone"]) for one in distinct(parts, "names"))
         planned = [of[name] for of in parts for name in ("tensors", "boxes")]
         shares: list[Any] = [None] * len(parts)
         if list(map(id, planned)) != list(map(id, self._planned)):
@@ -291,24 +287,11 @@ def check_seen(team: Team, folder: Path) -> None:
 
     try:
         name = team.meet("write", write, lambda of_all: [token] * len(of_all))
-        team.meet("see the files of the run", lambda: _look(folder / name))
+        team.meet("see the files of the run", lambda: check_arrived(folder / name))
     finally:
         if team.leads:
             with suppress(OSError):
                 (folder / token).unlink(missing_ok=True)
-
-
-def _look(path: Path) -> None:
-    """Look whether what the leader has made is here too."""
-    try:
-        patiently("read", path, path.stat)
-    except StorageError as error:
-        if error.errno not in NO_SUCH_FILE:
-            raise
-        raise CheckpointError(
-            f"the host {socket.gethostname()} does not see {path}, which the leader has written: "
-            f"{path.parent.absolute()} must lie where all processes see the same files"
-        ) from error
 
 
 # ---- write, while training continues or waits
@@ -359,9 +342,10 @@ class Writing:
                 self._publish([note for note in notes if note])
             self._end.set_result(None)
         except Exception as error:
+            reason = self._writer.reason(error)
             if not self._file.done():
-                self._file.set_exception(error)
-            self._end.set_exception(error)
+                self._file.set_exception(reason)
+            self._end.set_exception(reason)
 
     def _write(self) -> list[Any]:
         folder, note = self.job.folder, list[Any]()
@@ -391,16 +375,14 @@ class Writing:
 
     def _publish(self, notes: Sequence[Sequence[Any]]) -> None:
         job = self.job
-        for name, size, _ in notes:
-            check_arrived(job.folder / name, size)
         for process in range(self._team.size):
             note = self._note_of(process)
             patiently("removed", note, partial(note.unlink, missing_ok=True))
         files = [{"name": name, "bytes": size, "crc32": summed} for name, size, summed in notes]
         table = table_text({**job.contents, "files": files}, job.save, job.step)
-        path = self._writer.publish(job.folder, job.step, table)
-        size = sum(size for _, size, _ in notes)
-        job.complete = path, size, time.perf_counter() - job.started
+        sizes = {job.folder / name: size for name, size, _ in notes}
+        path = self._writer.publish(job.folder, job.step, table, sizes)
+        job.complete = path, sum(sizes.values()), time.perf_counter() - job.started
 
     def is_settled(self) -> bool:
         """After an error: whether the writing has ended; a run of one process waits for that."""

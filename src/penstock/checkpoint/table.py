@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -166,9 +166,29 @@ def replaced(tree: Any, old: str, new: str) -> Any:
 # ---- the file
 
 
-def read_head(path: Path) -> tuple[str, int, bytes]:
-    """Read the identifier of a checkpoint's save, its step, and its JSON text from its table."""
-    content = read_bytes(path, LONGEST_JSON)
+def table_text(contents: Mapping[str, Any], save: str, step: int) -> bytes:
+    """The content of a table's file.
+
+    Raises:
+        CheckpointError: it could not be read.
+    """
+    body = json.dumps(contents, allow_nan=False)
+    summed = f'{FORMAT}, "save": "{save}", "step": {step}}}\n{body}'.encode()
+    text = b'{"crc32": %d, "format": ' % crc32(summed) + summed
+    if len(text) > LONGEST_JSON:
+        raise CheckpointError(
+            f"the table of the checkpoint would have {len(text):,} bytes, and {LONGEST_JSON:,} are the most "
+            "that can be read; save fewer objects, or states of fewer parts"
+        )
+    try:
+        _parsed(text, Path(TABLE))
+    except InputFileError as error:
+        raise CheckpointError(f"the table of the checkpoint could not be read: {error}") from error
+    return text
+
+
+def _parsed(content: bytes, path: Path) -> tuple[str, int, TableContents]:
+    """The identifier of a checkpoint's save, its step, and the contents of its table."""
     head = _HEAD.match(content)
     older = _OLDER.match(content)
     if older is not None and int(older[1]) != FORMAT:
@@ -180,24 +200,14 @@ def read_head(path: Path) -> tuple[str, int, bytes]:
         raise InputFileError(f"{path} is damaged: it does not begin as a checkpoint's table does")
     if crc32(memoryview(content)[head.start(2) :]) != int(head[1]):
         raise InputFileError(f"{path} is damaged: it is not what was written")
-    return head[3].decode(), int(head[4]), content[head.end() :]
-
-
-def table_text(contents: Mapping[str, Any], save: str, step: int) -> bytes:
-    """The content of a table's file.
-
-    Raises:
-        CheckpointError: it would be too long to be read.
-    """
-    body = json.dumps(contents, allow_nan=False)
-    summed = f'{FORMAT}, "save": "{save}", "step": {step}}}\n{body}'.encode()
-    text = b'{"crc32": %d, "format": ' % crc32(summed) + summed
-    if len(text) > LONGEST_JSON:
-        raise CheckpointError(
-            f"the table of the checkpoint would have {len(text):,} bytes, and {LONGEST_JSON:,} are the most "
-            "that can be read; save fewer objects, or states of fewer parts"
-        )
-    return text
+    try:
+        contents = TableContents.model_validate(parse_json(content[head.end() :], path))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = "/".join(map(str, first["loc"]))
+        problem = printable(f"{place}: {first['msg']}", "")[:300]
+        raise InputFileError(f"{path} is not the table of a checkpoint ({problem})") from error
+    return head[3].decode(), int(head[4]), contents
 
 
 class CheckpointTable:
@@ -205,85 +215,17 @@ class CheckpointTable:
 
     Args:
         path: the checkpoint's folder.
-        part: what :meth:`part` has returned in another process; otherwise the table is read.
     """
 
-    def __init__(self, path: Path, part: Sequence[Any] = ()) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        file = path / TABLE
-        if part:
-            self.save, self.step, contents = part
-        else:
-            self.save, self.step, text = read_head(file)
-            contents = parse_json(text, file)
-        try:
-            self.contents = TableContents.model_validate(contents)
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = "/".join(map(str, first["loc"]))
-            problem = printable(f"{place}: {first['msg']}", "")[:300]
-            raise InputFileError(f"{file} is not the table of a checkpoint ({problem})") from error
+        self.save, self.step, self.contents = _parsed(read_bytes(path / TABLE), path / TABLE)
         self._entries: dict[str, dict[str, Entry]] = {}
 
     def value(self, key: str, default: Any = None) -> Any:
         """The encoded JSON data of a key."""
         place = self.contents.place_of_value.get(key)
         return default if place is None else replaced(self.contents.alike[place].value, ITSELF, key)
-
-    def part(self, keys: Iterable[str], parameters: Set[str], labels: Iterable[str]) -> list[Any]:
-        """The part of the table for another process.
-
-        Args:
-            keys: the keys of weights, of states, and of what optimizers keep.
-            parameters: the names of the parameters in its optimizers' groups.
-            labels: the labels of optimizers.
-        """
-        contents = self.contents
-        tensors, alike = dict[str, None](), dict[int, list[str]]()
-        for key in sorted(keys):
-            if key in contents.tensors:
-                tensors[key] = None
-            if key in contents.place_of_value:
-                alike.setdefault(contents.place_of_value[key], []).append(key)
-                tensors |= dict.fromkeys(keys_of(self.value(key)))
-        kinds, divisions, files = _Renumbered(), _Renumbered(), _Renumbered()
-        places = {
-            key: [
-                kinds.number(contents.tensors[key][0]),
-                files.number(place) if place >= 0 else -1 - divisions.number(-1 - place),
-            ]
-            for key in tensors
-            for _, place in [self._stored(key)]
-        }
-        pieces = [
-            [
-                one.model_copy(update={"file": files.number(one.file)})
-                for one in contents.divisions[of]
-            ]
-            for of in divisions
-        ]
-        part = contents.model_copy(
-            update={
-                "tensors": places,
-                "types": [contents.types[of] for of in kinds],
-                "divisions": pieces,
-                "files": [contents.files[of] for of in files],
-                "alike": [
-                    _Alike(value=contents.alike[n].value, keys=of) for n, of in alike.items()
-                ],
-                "tied": {},
-                "groups": {
-                    label: [
-                        of.model_copy(
-                            update={"parameters": [n for n in of.parameters if n in parameters]}
-                        )
-                        for of in contents.groups[label]
-                    ]
-                    for label in labels
-                },
-            }
-        )
-        return [self.save, self.step, part.model_dump()]
 
     @cached_property
     def names(self) -> set[str]:
@@ -312,10 +254,26 @@ class CheckpointTable:
         """Return the keys of a label's tensors."""
         return [key for key in self.contents.tensors if key.startswith(f"{label}/")]
 
-    def verify(self) -> None:
-        """Check the sizes and checksums of the files."""
-        for about in self.contents.files:
-            check_file(self.path, self.save, about.name, about.bytes, about.crc32)
+    def check_files(self, share: slice = slice(None)) -> None:
+        """Compare the files, or a share of them, with their sizes and checksums.
+
+        Raises:
+            InputFileError: a file is not what was written.
+        """
+        for about in self.contents.files[share]:
+            path = self.path / about.name
+            size, summed = size_and_checksum(path)
+            if summed != about.crc32 and save_of(path) not in (None, self.save):
+                raise InputFileError(
+                    f"{path} is of another save than its table: copy the whole checkpoint again"
+                )
+            if size != about.bytes:
+                text = f"it has {size:,} bytes, {about.bytes:,} were written"
+                raise InputFileError(f"{path} is damaged: {text}")
+            if summed != about.crc32:
+                raise InputFileError(
+                    f"{path} is damaged: its bytes are not those that were written"
+                )
 
     def _stored(self, key: str) -> tuple[_Type, int]:
         if key not in self.contents.tensors:
@@ -365,31 +323,6 @@ class CheckpointTable:
             place = tuple(slice(begin, begin + size) for begin, size in zip(*target, strict=True))
             part[place] = entry.read(source)
         return part
-
-
-class _Renumbered(dict[int, int]):
-    """New numbers for those that are used, in the order of their use."""
-
-    def number(self, old: int) -> int:
-        return self.setdefault(old, len(self))
-
-
-def check_file(folder: Path, save: str, name: str, written: int, checksum: int) -> None:
-    """Check the size and the checksum of a checkpoint's file.
-
-    Raises:
-        InputFileError: it is not what was written.
-    """
-    path = folder / name
-    size, summed = size_and_checksum(path)
-    if summed != checksum and save_of(path) not in (None, save):
-        raise InputFileError(
-            f"{path} is of another save than its table: copy the whole checkpoint again"
-        )
-    if size != written:
-        raise InputFileError(f"{path} is damaged: it has {size:,} bytes, {written:,} were written")
-    if summed != checksum:
-        raise InputFileError(f"{path} is damaged: its bytes are not those that were written")
 
 
 def _within(box: Box, outer: Box) -> Box:

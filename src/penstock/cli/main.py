@@ -33,6 +33,7 @@ from penstock.errors import (
     UsageError,
     printable,
 )
+from penstock.launchers import read_launcher
 
 app = typer.Typer()
 
@@ -82,8 +83,13 @@ def main(arguments: list[str] | None = None) -> int:
         the user's code or in Penstock, 75 a rank died or fell silent, so that it makes sense to try again, 76
         a loss or gradient that is not finite, 130 interrupted, 143 terminated.
     """
+
+    def run() -> object:
+        read_launcher()
+        return app(arguments, prog_name="penstock", standalone_mode=False)
+
     with leaving_on_signals():
-        return guarded(lambda: app(arguments, prog_name="penstock", standalone_mode=False))
+        return guarded(run)
 
 
 # ---- from an error or a signal to an exit status, and to a message

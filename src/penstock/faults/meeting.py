@@ -325,7 +325,7 @@ GONE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TIMEO
 
 @contextmanager
 def noticing_gone_machines() -> Iterator[None]:
-    """Connections to other machines that are opened in this context break when the machine is gone.
+    """Connections that are opened in this context, and others to the same machines, break when one is gone.
 
     Otherwise a wait on a machine that lost its power, or whose network was cut, would not end: TCP is silent
     while nothing is sent. The system asks the other machine's system, so that a process there that is
@@ -333,9 +333,13 @@ def noticing_gone_machines() -> Iterator[None]:
     """
     before = _open_sockets()
     yield
-    for number, _ in _open_sockets() - before:
+    after = _open_sockets()
+    machines = {_machine(number) for number, _ in after - before} - {""}
+    for number in [number for number, _ in after if _machine(number) in machines]:
         with suppress(OSError), socket.socket(fileno=os.dup(number)) as end:
-            _notice_if_gone(end)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in GONE.items():
+                end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _open_sockets() -> set[tuple[int, int]]:
@@ -349,12 +353,13 @@ def _open_sockets() -> set[tuple[int, int]]:
     return sockets
 
 
-def _notice_if_gone(end: socket.socket) -> None:
-    internet = end.family in (socket.AF_INET, socket.AF_INET6)
-    if internet and not _is_loopback(end.getpeername()[0].removeprefix("::ffff:")):
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in GONE.items():
-            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+def _machine(number: int) -> str:
+    """The address of the other machine that a socket is connected to; empty for any other socket."""
+    with suppress(OSError), socket.socket(fileno=os.dup(number)) as end:
+        if end.family in (socket.AF_INET, socket.AF_INET6):
+            address = str(end.getpeername()[0]).removeprefix("::ffff:")
+            return "" if _is_loopback(address) else address
+    return ""
 
 
 def _group_of(group: Any) -> Any:
@@ -412,14 +417,17 @@ def read_environment(environment: Any = os.environ) -> Launch:
             "torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
         )
     address = environment["MASTER_ADDR"]
+    hosted = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     run, restart = (environment.get(f"TORCHELASTIC_{n}", "0") for n in ("RUN_ID", "RESTART_COUNT"))
     return Launch(
         rank,
         ranks,
         address,
         port,
-        f"{run}/{restart}",
-        environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        # torchrun counts on each machine by itself: one that joined later has had fewer restarts. Only a
+        # store that outlives them needs the count.
+        f"{run}/{restart}" if hosted else run,
+        hosted,
         environment.get("LOCAL_WORLD_SIZE") == environment["WORLD_SIZE"] or _is_loopback(address),
     )
 

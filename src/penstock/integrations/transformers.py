@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from penstock.checkpoint import Checkpoints
 from penstock.errors import StateDictError, UsageError
 from penstock.integrations.accelerate import one_of_each, share_batches
 from penstock.integrations.module import PipelineModel, PipelineModule, own_loss
+from penstock.launchers import read_launcher
 from penstock.parallel import side_by_side
 from penstock.pipeline import Pipeline
 from penstock.values import tensors_in
@@ -96,6 +98,12 @@ class PipelineTrainer(Trainer):
         """Options of the Pipeline: its loss, and its place among the processes."""
         options = {**self._loss_options(model), "device": self.args.device, **options}
         world = self.args.world_size
+        read_launcher()
+        if world == 1 and os.environ.get("WORLD_SIZE", "1") != "1":
+            raise UsageError(
+                "TrainingArguments was made before this process knew of the others: call "
+                "penstock.read_launcher() at the top of the program"
+            )
         if world == 1 or "mesh" in options or "group" in options:
             return options
         ranks = options.setdefault("ranks", world)

@@ -185,9 +185,11 @@ class Cutting:
         self._trace = None
         if call is None:
             if self.needs_call:
+                why = f"the {type(self.model).__name__} is cut in the order in which it calls its modules"
+                if self._balance in ("flops", "memory"):
+                    why = f"stages are balanced by {self._balance}"
                 raise PartitionError(
-                    f"the {type(self.model).__name__} is cut in the order in which it calls its modules, "
-                    "which a call shows: give example=(args, kwargs), arguments for one microbatch"
+                    f"{why}, which a call shows: give example=(args, kwargs), arguments for one microbatch"
                 )
             return self._with_loose(self._homes_of(self._listed))
         if self._listed and (not isinstance(self._stages, int) or self.count == 1):

@@ -336,6 +336,9 @@ def record(  # noqa: PLR0913 - a model, and how to run it
     held = Held(model, {door.path: door.module for door in doors})
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     silent, logger.disabled = logger.disabled, True
+    # Its fused kernels give other tensors without data than with data. As of torch 2.13.
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         recorder = _Recorder(model, doors, homes or {}, sizes if numbers is None else None)
         # Outside of inference mode, whose tensors have no versions; that alone would enable gradients.
@@ -343,6 +346,7 @@ def record(  # noqa: PLR0913 - a model, and how to run it
             trace = recorder.run(forward, call, numbers, held, inner)
     finally:
         logger.disabled = silent
+        torch.backends.mha.set_fastpath_enabled(fused)
         held.restore()
         if FakeTensorMode.cache_info().size > MOST_CACHED:
             FakeTensorMode.cache_clear()

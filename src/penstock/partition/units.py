@@ -118,7 +118,7 @@ def _to_open(
     return max(filter(is_wanted, units), key=weights.__getitem__, default=None)
 
 
-_TOO_HEAVY = 1.25
+_TOO_HEAVY = 1.5
 """A part that is this many times as heavy as a stage is taken apart, whatever it is."""
 
 

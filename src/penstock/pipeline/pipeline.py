@@ -242,7 +242,7 @@ class Pipeline:
             }
             self._chosen: planning.Plan | None = plan
             self._model: nn.Module | None = model
-            self._begin(schedules, transport, loss, replicas, rules, seed, details)
+            self._begin(schedules, transport, home, loss, replicas, rules, seed, details)
             how = HowToCut(stages, arguments, checkpoint, device, compile, wrap, weights)
             uncut = UncutModel(
                 model, how, schedules.training, self._transport, replicas, self._take_cut
@@ -313,7 +313,7 @@ class Pipeline:
             table = find_shared_between(modules) if shared is None else tuple(shared)
             make_equal(stages, replicas, transport)
             pipe._chosen = pipe._model = None
-            pipe._begin(schedules, transport, loss, replicas, rules, seed)
+            pipe._begin(schedules, transport, stages[0].device, loss, replicas, rules, seed)
             pipe._take(stages, table, modules)
         pipe._stand_beside(siblings_of(mesh, replicas))
         return pipe
@@ -322,6 +322,7 @@ class Pipeline:
         self,
         schedules: ProvenSchedules,
         transport: Transport | None,
+        home: torch.device,
         loss: Loss | None,
         replicas: Replicas,
         rules: Rules | None,
@@ -330,7 +331,7 @@ class Pipeline:
     ) -> None:
         """Put together what needs no stages, and check that all ranks have the same."""
         self._schedules, self._transport = schedules, transport
-        self._runner = Runner(schedules.proven, transport)
+        self._runner = Runner(schedules.proven, transport, home)
         self._stages: tuple[PipelineStage, ...] = ()
         self._uncut: UncutModel | None = None
         self._partition: Partition | None = None
@@ -447,6 +448,14 @@ class Pipeline:
     def computes_loss(self) -> bool:
         """Whether the pipeline was given a ``loss_fn``, so that it can train by :meth:`step`."""
         return self._loss is not None
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the run is to stop after the step that was made last, the same on every rank of the job.
+
+        A signal or a time limit has come on some rank, see :class:`penstock.GracefulStop`.
+        """
+        return self._runner.stopping
 
     @property
     def leads(self) -> bool:
@@ -1119,7 +1128,14 @@ class Pipeline:
             StateDictError: the state does not fit, or holds positions; nothing is changed then.
         """
         names = self._held.names_by_identity()
-        return load_optimizer(self._held.team, optimizer, names, state_dict, strict=strict)
+        loaded = load_optimizer(self._held.team, optimizer, names, state_dict, strict=strict)
+        self.was_loaded(optimizer)
+        return loaded
+
+    def was_loaded(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer got states: those for weights of other ranks are dropped with the cut."""
+        if self._uncut is not None:
+            self._uncut.drop_later(optimizer)
 
     # ---- files
 
@@ -1232,6 +1248,16 @@ class Pipeline:
     def share(self, value: Any, rank: int) -> Any:
         """Send one rank's value, made of tensors and plain data, to every rank; all of them call this."""
         return self._runner.share(value, rank)
+
+    def checkpointed(self, step: int) -> Callable[[], None]:
+        """Return what is to be called when a checkpoint of this moment is complete.
+
+        If the job fails later, the steps since then are counted in the log.
+
+        Args:
+            step: the checkpoint's step.
+        """
+        return partial(self._runner.note_saved, step, self._runner.steps)
 
     def calling(self, name: str, seconds: float = 0.0) -> AbstractContextManager[None]:
         """A context for a call that every rank must make, and that may take so many seconds.

@@ -15,6 +15,7 @@ from torch import nn
 
 from penstock.errors import PenstockError, ScheduleError, UsageError, check_known, listed
 from penstock.faults import Activity, Members, Patience, Watch, meet, noticing_gone_machines
+from penstock.launchers import read_launcher
 from penstock.parallel import (
     begin_equal,
     group_across,
@@ -56,6 +57,7 @@ def placed_on(device: torch.device | str | None) -> torch.device | None:
         raise UsageError(f"device={device!r}: {said}") from None
     numbered = "" if chosen.index is not None else ", by LOCAL_RANK"
     if chosen.type != "cpu" and numbered:
+        read_launcher()
         chosen = torch.device(chosen.type, int(os.environ.get("LOCAL_RANK", "0")))
     if chosen.type in ("cpu", "meta"):
         return chosen
@@ -85,12 +87,18 @@ def modules_in(stage: nn.Module) -> str:
     rows: list[tuple[str, str, str]] = []
     for path, module in (named or {"": stage}).items():
         kind = type(module).__name__
-        if rows and path.rpartition(".")[2].isdecimal() and rows[-1][2] == kind:
+        if rows and rows[-1][2] == kind and _numbered(path) == _numbered(rows[-1][1]) is not None:
             rows[-1] = (rows[-1][0], path, kind)
         else:
             rows.append((path, path, kind))
     texts = [f"{a} to {b} ({kind})" if a != b else f"{a} ({kind})".strip() for a, b, kind in rows]
     return ", ".join(texts)
+
+
+def _numbered(path: str) -> str | None:
+    """The last name of a path without its number; None if it has none."""
+    name = path.rpartition(".")[2]
+    return name.rstrip("0123456789") if name[-1:].isdecimal() else None
 
 
 _UNEVEN = 1.25
@@ -360,6 +368,8 @@ def connect(
         PeerFailed: another rank has failed, or is silent.
     """
     chosen, replicas = group_of(group, mesh), replicas or Replicas()
+    if chosen is None and not launched():
+        read_launcher()
     if chosen is None and not launched():
         return None, loss, replicas
     if device.type not in ("cpu", "meta") and device.index is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -9,7 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from penstock.elsewhere import is_elsewhere
 from penstock.errors import UsageError
 from penstock.partition import Cutting, Example, Partition, Room, explained, find_shared
 from penstock.pipeline.plan import in_flight
@@ -81,6 +84,7 @@ class UncutModel:
         self._cutting: Cutting | None = None
         self._where: Any = None
         self._call: Example | None = None
+        self._optimizers: list[weakref.ref[Optimizer]] = []
         self._first_values: tuple[int, Init | None] | None = None
         self._folder = how.weights
         if self._folder is not None:
@@ -137,6 +141,10 @@ class UncutModel:
         check_folder(self.model, folder)
         self._folder = folder
         return True
+
+    def drop_later(self, optimizer: Optimizer) -> None:
+        """With the cut, drop what an optimizer keeps for weights that then lie on other ranks."""
+        self._optimizers.append(weakref.ref(optimizer))
 
     def _has_memory(self) -> bool:
         """Whether the model has memory; if not, its stages live on the CPU, unless the user says where."""
@@ -212,6 +220,9 @@ class UncutModel:
                 "that the model is cut and wrapped when the Pipeline is made"
             )
         self._done(stages, partition)
+        for optimizer in filter(None, (of() for of in self._optimizers)):
+            for parameter in filter(is_elsewhere, list(optimizer.state)):
+                del optimizer.state[parameter]
         self._transport = self._cutting = self._partition = None
 
     def _fill(self, partition: Partition, here: Sequence[int]) -> None:

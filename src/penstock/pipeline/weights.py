@@ -23,7 +23,7 @@ from penstock.weights import Init
 from penstock.weights.files import digest
 from penstock.weights.initialise import initialise
 from penstock.weights.norms import all_norms
-from penstock.weights.optimizers import OptimizerStates, named_state_dict, remember_names
+from penstock.weights.optimizers import OptimizerStates, named_state_dict
 from penstock.weights.sharing import SharedWeights
 from penstock.weights.states import (
     LoadResult,
@@ -273,7 +273,6 @@ class HeldWeights(ListedWeights):
         self._sharing = SharedWeights(stages, shared, rank_of, ranks)
         self.align()
         self._listed = self._list_by_hand() if named is None else _listed(named)
-        remember_names(self.named_parameters())
 
     # ---- the parameters of the whole model
 
@@ -307,7 +306,10 @@ class HeldWeights(ListedWeights):
             for name, p in stage.named_parameters()
         ]
         device, listed, seen = self.stages[0].device, Listed(), set[str]()
-        of_ranks = self.ranks.gather(rows)
+        saved = [[*stage.state_dict()] for stage in self.stages]
+        gathered = self.ranks.gather([rows, saved])
+        of_ranks = [rows for rows, _ in gathered]
+        self.names.find_clashes(names for _, of_rank in gathered for names in of_rank)
         held = {name for _, name, *_ in rows} if len(of_ranks) > 1 else ()
         for index, name, shape, dtype, learns in sorted(row for rows in of_ranks for row in rows):
             rank, shared = self._rank_of[index], self.names.is_shared(name)

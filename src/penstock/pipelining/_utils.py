@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from enum import Enum
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -103,6 +105,28 @@ class GetMeshCallback(Protocol):
         """Return the mesh of these dimensions."""
 
 
+class InferenceMode(Enum):
+    """How torch's stages learn what travels: from examples or a run. Penstock's always ask each other."""
+
+    STATIC = "static"
+    DYNAMIC = "dynamic"
+
+    @classmethod
+    def needs_dynamic(cls, meta: Any, stage_has_backward: bool) -> bool:
+        """Whether a stage's examples leave open what travels.
+
+        Args:
+            meta: metadata of the examples: tuples ``inputs``, ``outputs``, ``input_grads`` and
+                ``output_grads``, each of which may be ``None``.
+            stage_has_backward: whether gradients travel, too.
+        """
+        if meta.inputs is None or meta.outputs is None:
+            return True
+        # The gradient of a plain tensor looks like it; that of a DTensor may be placed otherwise.
+        sharded = any(isinstance(one, _DTensorMeta) for one in (*meta.inputs, *meta.outputs))
+        return sharded and stage_has_backward and None in (meta.input_grads, meta.output_grads)
+
+
 @dataclass(frozen=True)
 class PipeInfo:
     """The part of a pipe that :func:`penstock.pipelining.build_stage` needs.
@@ -132,6 +156,13 @@ def flatten_args(args: Any, *, detach: bool = False) -> Any:
         x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in leaves
     ]
     return pytree.tree_unflatten(fresh, tree), fresh
+
+
+def to_local_if_dtensor(tensor: Tensor, detach: bool = False) -> Tensor:
+    """Return the local part of a DTensor, or a plain tensor itself; with ``detach``, outside of its graph."""
+    whole: Any = tensor.detach() if detach else tensor
+    part: Tensor = whole.to_local() if is_sharded(whole) else whole
+    return part
 
 
 def validate_and_normalize_to_tuple(args: Any, allow_none: bool = False) -> tuple[Any, ...] | None:
@@ -259,8 +290,8 @@ def extract_tensor_metas(
 
 def validate_metadata(
     desc: str,
-    expected: _TensorMeta,
-    actual: Tensor | _TensorMeta,
+    expected: _TensorMeta | None,
+    actual: Tensor | _TensorMeta | None,
     *,
     raise_on_mismatch: bool = False,
     warn_on_mismatch: bool = False,
@@ -271,13 +302,40 @@ def validate_metadata(
         PipeliningMetadataError: the tensor differs, and ``raise_on_mismatch`` is set.
     """
     meta = extract_tensor_meta(actual) if isinstance(actual, Tensor) else actual
-    unlike = expected.get_diff(meta)
-    if unlike and raise_on_mismatch:
+    if expected is None or meta is None:
+        kinds = ["None" if one is None else "a tensor" for one in (expected, meta)]
+        unlike = [] if expected is meta else [f"expected {kinds[0]}, got {kinds[1]}"]
+    else:
+        unlike = expected.get_diff(meta)
+    return _reported(desc, unlike, refuse=raise_on_mismatch, warn=warn_on_mismatch)
+
+
+def validate_tensors_metadata(
+    desc: str,
+    expected: Sequence[_TensorMeta | None],
+    actual: Sequence[Tensor | _TensorMeta | None],
+    *,
+    raise_on_mismatch: bool = True,
+    warn_on_mismatch: bool = False,
+) -> list[str]:
+    """List how tensors differ from their expected metadata, one by one; see :func:`validate_metadata`."""
+    if len(expected) != len(actual):
+        unlike = [f"expected {len(expected)} tensors, got {len(actual)}"]
+        return _reported(desc, unlike, refuse=raise_on_mismatch, warn=warn_on_mismatch)
+    check = partial(
+        validate_metadata, raise_on_mismatch=raise_on_mismatch, warn_on_mismatch=warn_on_mismatch
+    )
+    pairs = enumerate(zip(expected, actual, strict=True))
+    return [one for place, pair in pairs for one in check(f"{desc}[{place}]", *pair)]
+
+
+def _reported(desc: str, unlike: list[str], *, refuse: bool, warn: bool) -> list[str]:
+    if unlike and refuse:
         raise PipeliningMetadataError(f"{desc}: {'; '.join(unlike)}")
-    if unlike and warn_on_mismatch:
+    if unlike and warn:
         warnings.warn(
             f"{desc}: Metadata mismatch between the example and what the step gives: {'; '.join(unlike)}. "
             "The step runs with what it gives; correct the example, or leave it out",
-            stacklevel=2,
+            stacklevel=3,
         )
     return unlike

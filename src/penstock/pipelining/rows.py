@@ -13,6 +13,7 @@ from penstock.pipeline.plan import prove
 from penstock.pipelining._utils import PlacementError, RowsError
 from penstock.schedule import (
     Action,
+    Costs,
     Limits,
     Op,
     Overlap,
@@ -26,9 +27,8 @@ from penstock.schedule import (
 )
 from penstock.schedule.action import OVERLAPPED, STAGE_OPS, Entry
 from penstock.schedule.base import flat
-from penstock.schedule.clock import Numbered
 from penstock.schedule.files import read_text
-from penstock.schedule.validation import completed
+from penstock.schedule.simulation import Numbered, completed
 
 # ---- actions and their kinds
 
@@ -276,18 +276,16 @@ def spaced(
     """
     rows = [[action for action in order[rank] if action] for rank in sorted(order)]
     halved = dict(enumerate(map(_halved, rows)))
-    numbered = Numbered(schedule_on(halved, rank_of, microbatches_of(order)))
-    takes = numbered.per_lane(lambda lane: widths.get(lane[1].value, 1))
-    ran = completed(numbered, takes)
-    end = round(max(ran.end, default=0))
+    numbered = Numbered(schedule_on(halved, rank_of, microbatches_of(order)), Costs())
+    ran = completed(numbered, [widths.get(action.op.value, 1) for action in numbered.actions])
+    end = round(max((span.end for span in ran.spans), default=0))
     steps: dict[int, list[ActionTuple | None]] = {}
     for rank, row in enumerate(rows):
         steps[rank], now = [], 0
         for action, same in zip(row, halved[rank], strict=True):
-            number = numbered.number(next(flat((to_entry(same),))))
-            assert number is not None
-            # Actions on a whole stage wait for nothing, and may recur.
-            starts = now if action.computation_type.value in STAGE_OPS else round(ran.start[number])
+            starts = round(ran.span(next(flat((to_entry(same),)))).start)
+            if action.computation_type.value in STAGE_OPS:
+                starts = now  # they wait for nothing, and may recur
             steps[rank] += [*([None] * (starts - now)), action]
             now = starts + widths.get(action.computation_type.value, 1)
         steps[rank] += [None] * (end - now)

@@ -29,7 +29,7 @@ from penstock.pipelining._utils import (
     flatten_args,
     generate_stage_to_rank_mapping,
     validate_and_normalize_to_tuple,
-    validate_metadata,
+    validate_tensors_metadata,
 )
 from penstock.pipelining.by_hand import (
     Neighbour,
@@ -190,12 +190,11 @@ class PipelineStage(StageBase, engine.PipelineStage):
     def _compare(self, inputs: Any, output: Any) -> None:
         """Compare the examples with the first microbatch's inputs and output."""
         for name, value in (("input", inputs), ("output", output)):
-            expected = extract_tensor_metas(self._expected.pop(name)) or ()
-            pairs = zip(expected, tensors_in(value), strict=False)
-            for place, (meta, tensor) in enumerate(pairs):
-                assert meta is not None
-                what = f"stage {self.stage_index}, {name}_args[{place}]"
-                validate_metadata(what, meta, tensor, warn_on_mismatch=True)
+            expected = extract_tensor_metas(self._expected.pop(name))
+            if expected is not None:
+                what = f"stage {self.stage_index}, {name}_args"
+                ways = {"raise_on_mismatch": False, "warn_on_mismatch": True}
+                validate_tensors_metadata(what, expected, list(tensors_in(value)), **ways)
 
     def backward(self, microbatch: int, output_grads: Gradients | None) -> Gradients:
         """Run the full backward of a microbatch, and what ``dw_builder`` builds."""

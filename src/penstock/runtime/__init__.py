@@ -19,6 +19,7 @@ from penstock.runtime.loss import (
 from penstock.runtime.result import StepCost, StepResult, TimelineKind
 from penstock.runtime.runner import Runner, without_data
 from penstock.runtime.scaler import LossScaler
+from penstock.runtime.stopping import GracefulStop
 from penstock.runtime.whole import forwards_first
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "ActionEvent",
     "ActionHook",
     "Call",
+    "GracefulStop",
     "HookHandle",
     "Hooks",
     "Loss",

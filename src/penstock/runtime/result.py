@@ -25,6 +25,7 @@ from penstock.runtime.loss import (
     Weights,
     metric_terms,
 )
+from penstock.runtime.stopping import GracefulStop
 from penstock.schedule import Timeline
 from penstock.transport import Transport
 
@@ -203,10 +204,14 @@ class Numbers:
 
     All ranks of all replicas keep one table of the names that they have met, so that each number has its
     place in the sums. A new name, on whichever rank, enters all tables, and the sums are made again.
+
+    Attributes:
+        wishes: how many processes wished to stop in the last call, see :class:`GracefulStop`.
     """
 
     def __init__(self) -> None:
         self._rows = sorted([_MAIN, _ADDED])
+        self.wishes = 0.0, 0.0
 
     def share(
         self,
@@ -231,20 +236,20 @@ class Numbers:
             UsageError: replicas that can only add up numbers have losses or metrics of different names.
         """
         replicas = Replicas() if loss is None else loss.replicas
-        sums, unknown = tally.sums(), 1.0
+        sums, unknown, wishes = tally.sums(), 1.0, GracefulStop.wishes()
         while unknown:
             new = [row for row in sums if row not in self._rows]
             here = [part for row in self._rows for part in (sums.get(row, 0.0), row in sums)]
-            checks = [float(not finite), float(len(new)), weights.mark, weights.mark**2]
+            checks = [float(not finite), float(len(new)), *wishes, weights.mark, weights.mark**2]
             total = torch.tensor([*here, *checks], dtype=torch.float64)
             if transport is not None:
                 total = transport.sum(total, "the sum after the step")
                 _check_weights(transport, weights, *total[-2:].tolist())
-            value, count = total[:-4].reshape(-1, 2).unbind(1)
+            value, count = total[:-6].reshape(-1, 2).unbind(1)
             there = count.sign()
-            columns = torch.cat([value, there, there * _share(loss, weights), total[-4:-2]])
+            columns = torch.cat([value, there, there * _share(loss, weights), total[-6:-2]])
             summed = replicas.added(columns) if replicas.number > 1 else columns
-            *numbers, ill, unknown = summed.tolist()
+            *numbers, ill, unknown, told, late = summed.tolist()
             if unknown:
                 self._learn(transport, replicas, new)
         values = self._means(numbers, replicas.number)
@@ -256,6 +261,7 @@ class Numbers:
             for name in metrics
         }
         is_finite = not ill and math.isfinite(main + added)
+        self.wishes = told, late
         return StepResult(main + added, {MAIN: main, **losses}, ratios, weights.total, is_finite)
 
     def _means(self, numbers: Sequence[float], replicas: int) -> dict[_Row, float]:

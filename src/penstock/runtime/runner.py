@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
@@ -50,6 +51,7 @@ from penstock.runtime.kinds import (
 )
 from penstock.runtime.loss import Loss, Weights
 from penstock.runtime.result import Numbers
+from penstock.runtime.stopping import GracefulStop
 from penstock.schedule import Edge, Op, Schedule
 from penstock.stage import PipelineStage, StageModule
 from penstock.transport import (
@@ -83,13 +85,17 @@ class Runner:
     Args:
         schedules: returns the schedule of a call.
         transport: this rank's end, if each rank is a process; None if all ranks share this process.
+        device: where the stages will live.
 
     Attributes:
         stages: the stages of this process, by index; none before :meth:`hold`.
         interpreter: runs the programs.
+        stopping: whether the job stops now, as the last training step has found out.
     """
 
-    def __init__(self, schedules: Schedules, transport: Transport | None = None) -> None:
+    def __init__(
+        self, schedules: Schedules, transport: Transport | None, device: torch.device
+    ) -> None:
         self.stages: dict[int, PipelineStage] = {}
         self.transport = transport
         self.schedules = schedules
@@ -99,10 +105,12 @@ class Runner:
         self._known = KnownCalls()
         self._failure: BaseException | None = None
         self._steps = 0
+        self.stopping = False
+        self._saved: tuple[int, int] | None = None
         self._argument_names: dict[int, list[str] | None] = {}
         activity = Activity(0) if transport is None else transport.activity
         self.interpreter = Interpreter(self.stages, activity)
-        self._devices: list[torch.device] = []
+        self._devices = [device]
 
     def cut_now(self, cut: LateCut, call: Example | None) -> None:
         """Cut the model before any call; all processes of the job call this.
@@ -140,6 +148,15 @@ class Runner:
     def steps(self) -> int:
         """The number of training steps that have begun."""
         return self._steps
+
+    def note_saved(self, step: int, steps: int) -> None:
+        """Note what the newest complete checkpoint holds: a failure then says how much is lost.
+
+        Args:
+            step: the checkpoint's step.
+            steps: the training steps that had begun here.
+        """
+        self._saved = step, steps
 
     # ---- exchange of weights, see penstock.weights.ranks
 
@@ -271,6 +288,13 @@ class Runner:
         """The error to raise for one in the middle of a call; between processes, the pipeline has ended."""
         if self.transport is None:
             return error
+        if self._saved and self._failure is None and os.environ.get("LOCAL_RANK", "0") == "0":
+            step, steps = self._saved
+            logger.warning(
+                "penstock: the last complete checkpoint is of step %d: %d steps since then are lost",
+                step,
+                self._steps - steps,
+            )
         self._failure = self.transport.watch.failed(error)
         return self._failure
 
@@ -291,9 +315,22 @@ class Runner:
         step.result = self._numbers.share(
             self.transport, step.tally, call.loss, step.weights, finite=finite
         )
+        if call.trains:
+            self._agree_to_stop(call)
         if call.outputs:
             step.shared = self.share(step.kept, agreement.program.schedule.placement.rank_of[-1])
         step.flops = partial(self._count_flops, agreement.kinds, 3 if call.trains else 1)
+
+    def _agree_to_stop(self, call: Call) -> None:
+        """Learn from the sum after a training step whether the whole job stops."""
+        told, late = self._numbers.wishes
+        beside = None if self.transport is None else self.transport.beside
+        summed = call.loss is not None and call.loss.replicas.number > 1
+        if beside is not None and beside.size > 1 and not summed:
+            # Pipelines of one mesh that are no replicas= of each other have no sum in common.
+            rows = beside.gather(torch.tensor([told, late]), "the word after the step")
+            told, late = rows.sum(0).tolist()
+        self.stopping = bool(GracefulStop.agree(told, late)) or self.stopping
 
     def _count_flops(self, kinds: Sequence[Kind], times: int) -> float | None:
         """The model's floating-point operations in a call: ``times`` those of its forward."""

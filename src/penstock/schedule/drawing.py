@@ -8,7 +8,7 @@ from html import escape
 from typing import NamedTuple
 
 from penstock.schedule.action import COMPUTE_OPS, Action, Op
-from penstock.schedule.simulation import Span, Timeline
+from penstock.schedule.timeline import Span, Timeline
 
 # ---- readable times: a suitable unit, round ticks, short numbers
 

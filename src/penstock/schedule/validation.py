@@ -1,62 +1,20 @@
-"""Proof that a schedule completes, or everything that is wrong with it.
+"""Everything that is wrong with a schedule, or the proof that it completes.
 
-The proof gives actions this meaning: SEND and RECV *post* and return. A message is complete when both
-ends have posted it and the earlier ones on its channel are complete; there is one first-in first-out channel
-per ordered pair of ranks and kind of message. A compute action waits for what it needs, WAIT_SEND for its
-message. An overlapped pair starts when both halves may.
-
-An action that may run now may also run later. So one run of the programs, on simulated clocks, shows for all
-runs whether they complete.
+A run on simulated clocks shows what keeps a schedule from its end; ``simulation.py`` says what actions mean
+there. What else can be wrong is found here.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import (
-    COMPUTE_OPS,
-    GRADIENT_OPS,
-    MESSAGE_OPS,
-    PEER_OPS,
-    RECV_OPS,
-    SEND_OPS,
-    Action,
-    Op,
-    Overlap,
-)
+from penstock.schedule.action import COMPUTE_OPS, GRADIENT_OPS, SEND_OPS, Action, Op
 from penstock.schedule.base import Schedule, flat, paused_collection
-from penstock.schedule.clock import Clock, Costs, Numbered
-from penstock.schedule.dependencies import counterpart
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One thing that is wrong with a schedule.
-
-    Attributes:
-        rank: the rank whose program is wrong; ``None`` if it is not a single one.
-        position: the place in that program, from 0; ``None`` for a missing action.
-        action: the action at fault.
-        what: what is wrong.
-        remedy: what to change.
-    """
-
-    rank: int | None
-    position: int | None
-    action: Action | None
-    what: str
-    remedy: str
-
-    def __str__(self) -> str:
-        rank = None if self.rank is None else f"rank {self.rank}"
-        position = None if self.position is None else f"position {self.position}"
-        action = None if self.action is None else str(self.action)
-        where = ", ".join(part for part in (rank, position, action) if part is not None)
-        return f"{where}: {self.what}; {self.remedy}"
+from penstock.schedule.clock import Costs
+from penstock.schedule.simulation import Numbered, Problem, Simulation
 
 
 @dataclass(frozen=True)
@@ -106,62 +64,24 @@ def validate(schedule: Schedule, *, blocking_sends: bool = False) -> Report:
     Returns:
         A report of all problems.
     """
-    numbered = Numbered(schedule)
+    numbered = Numbered(schedule, Costs())
+    at_once = [0.0] * len(numbered.actions)
     problems = list(_incomplete(numbered))
     absent = {problem.action for problem in problems}
-    problems += _order(numbered, absent)
+    problems += Simulation(numbered, at_once).obstacles(absent)
     problems += (problem for check in CHECKS for problem in check(numbered))
-    clock = Clock(numbered, [0.0] * len(numbered))
-    if not clock.completes:
-        problems.append(_deadlock(numbered, clock))
-    survives = not problems and clock.completes_blocking()
-    if blocking_sends and not problems and not survives:
-        problems.append(_deadlock(numbered, clock))
+    survives = False
+    if not problems:
+        blocked = Simulation(numbered, at_once, blocking_sends=True)
+        survives = blocked.completes
+        problems += blocked.obstacles() if blocking_sends else ()
     return Report(schedule.name, tuple(problems), survives_blocking_sends=survives)
 
 
-def completed(numbered: Numbered, takes: Sequence[float], costs: Costs | None = None) -> Clock:
-    """Run a schedule on simulated clocks; it must complete.
-
-    Raises:
-        ScheduleError: an action is on a wrong rank, or needs one that no program has or that comes
-            later, or there is a deadlock.
-    """
-    problem = next(
-        (p for check in (_order, _unreceived, _wrong_rank) for p in check(numbered)), None
-    )
-    clock = Clock(numbered, takes, costs)
-    if not clock.completes and problem is None:
-        problem = _deadlock(numbered, clock)
-    if problem:
-        raise ScheduleError(f"{numbered.schedule.name} does not complete: {problem}")
-    return clock
+# ---- what can be wrong beside what keeps it from its end: one function for each kind of problem
 
 
-@paused_collection()
-def merged(schedule: Schedule) -> list[Action]:
-    """Merge all ranks' actions into one order that respects every dependency, for a single process.
-
-    Each rank's own order is kept. The backward of an overlapped pair directly follows its forward. The time
-    is linear in the number of actions.
-
-    Args:
-        schedule: the schedule; its messages are left out, since one process needs none.
-
-    Raises:
-        ScheduleError: there is a deadlock, or an action needs one that comes later or is in no program; the
-            message says which rank waits for which.
-    """
-    silent = schedule.with_programs(
-        (e for e in program if isinstance(e, Overlap) or e.op not in PEER_OPS)
-        for program in schedule.programs
-    )
-    numbered = Numbered(silent)
-    clock = completed(numbered, [0.0] * len(numbered))
-    return [numbered.action(number) for number in clock.order]
-
-
-# ---- what can be wrong with a schedule: one function for each kind of problem
+Check = Callable[[Numbered], Iterator[Problem]]
 
 
 def _incomplete(numbered: Numbered) -> Iterator[Problem]:
@@ -170,89 +90,41 @@ def _incomplete(numbered: Numbered) -> Iterator[Problem]:
     for stage in range(schedule.stages):
         home = schedule.placement.rank_of[stage]
         for absent in _absent(numbered, stage):
-            yield Problem(
-                home, None, absent, "missing", f"add {absent} to the program of rank {home}"
-            )
+            remedy = f"add {absent} to the program of rank {home}"
+            yield Problem(home, None, absent, "missing", remedy)
 
 
 def _absent(numbered: Numbered, stage: int) -> Iterator[Action]:
-    rows = (numbered.has(stage, op) for op in (Op.F, Op.B, Op.I, Op.W))
-    for microbatch, (forward, whole, half, weight) in enumerate(zip(*rows, strict=True)):
-        if not forward:
-            yield Action(stage, Op.F, microbatch)
-        if numbered.schedule.trains and not whole and not (half and weight):
-            absent = Action(stage, Op.W, microbatch)
-            yield absent if half else numbered.rule.gradient(stage, microbatch)
-
-
-def _order(numbered: Numbered, absent: Container[Action | None] = ()) -> Iterator[Problem]:
-    """Everything that an action needs is in a program, and comes first if it is on the same rank.
-
-    Args:
-        numbered: the schedule.
-        absent: actions that are known to be missing.
-    """
-    place = numbered.place
-    for (_, op, _), need, links in numbered.needs:
-        for number, needed in links if op not in RECV_OPS else ():
-            at, there = place[number], place.get(needed)
-            if there is None:
-                action = numbered.rule.settle(need, number % numbered.schedule.microbatches)
-                home = numbered.schedule.placement.rank_of[action.stage]
-                what, remedy = f"needs {action}, which is in no program", f"add it to rank {home}"
-            elif there[0] == at[0] and there[1] >= at[1]:
-                action = numbered.action(needed)
-                what = f"needs {action}, which comes later, at position {there[1]}"
-                remedy = f"move {action} before it"
-            else:
-                continue
-            if action not in absent:
-                yield Problem(*at, numbered.action(number), what, remedy)
-
-
-Check = Callable[[Numbered], Iterator[Problem]]
+    done = {
+        op: {numbered.actions[n][2] for n in numbered.lanes.get((stage, op, None), ())}
+        for op in COMPUTE_OPS
+    }
+    for m in range(numbered.schedule.microbatches):
+        if m not in done[Op.F]:
+            yield Action(stage, Op.F, m)
+        if (
+            numbered.schedule.trains
+            and m not in done[Op.B]
+            and not (m in done[Op.I] and m in done[Op.W])
+        ):
+            absent = Action(stage, Op.W, m)
+            yield absent if m in done[Op.I] else numbered.rule.gradient(stage, m)
 
 
 def _duplicate(numbered: Numbered) -> Iterator[Problem]:
     """Only UNSHARD and RESHARD may occur twice; no microbatch has both B and I or W."""
-    for number, (rank, position) in numbered.again:
-        action = numbered.action(number)
-        if action.op not in (Op.UNSHARD, Op.RESHARD):
-            first = numbered.place[number]
-            what = f"is already at position {first[1]} of rank {first[0]}"
-            yield Problem(rank, position, action, what, "remove one of the two")
-    for stage in range(numbered.schedule.stages if Op.B in numbered.schedule.ops else 0):
-        whole = numbered.has(stage, Op.B)
-        halves = [number for op in (Op.I, Op.W) for number in numbered.numbers_of(stage, op)]
-        for number, has_whole in zip(halves, 2 * whole, strict=True):
-            if has_whole and number in numbered.place:
+    for number, action in enumerate(numbered.actions):
+        first = numbered.number[action]
+        if first != number and action.op not in (Op.UNSHARD, Op.RESHARD):
+            what = (
+                f"is already at position {numbered.position(first)} of rank {numbered.rank[first]}"
+            )
+            yield numbered.problem(number, what, "remove one of the two")
+    for (stage, op, _), numbers in numbered.lanes.items():
+        for number in numbers if op in (Op.I, Op.W) else ():
+            if (stage, Op.B, numbered.actions[number].microbatch, None) in numbered.number:
                 what = "the microbatch has a full backward as well (B = I and W)"
-                remedy = "keep either B, or I and W"
-                yield Problem(*numbered.place[number], numbered.action(number), what, remedy)
-
-
-def _wrong_rank(numbered: Numbered) -> Iterator[Problem]:
-    """Every action is on the rank that holds its stage."""
-    rank_of = numbered.schedule.placement.rank_of
-    homes = numbered.per_lane(lambda lane: rank_of[lane[0]])
-    for number, (rank, position) in numbered.place.items():
-        if rank != homes[number]:
-            action, home = numbered.action(number), homes[number]
-            what = f"stage {action.stage} is on rank {home}"
-            yield Problem(rank, position, action, what, f"move it to rank {home}")
-
-
-def _unreceived(numbered: Numbered) -> Iterator[Problem]:
-    """Every message has both ends."""
-    is_message = numbered.per_lane(lambda lane: lane[1] in MESSAGE_OPS)
-    whole = {end for message in numbered.messages for end in message}
-    for number, place in numbered.place.items():
-        if is_message[number] and number not in whole:
-            other = counterpart(numbered.action(number))
-            home = numbered.schedule.placement.rank_of[other.stage]
-            what = f"no rank has the {other.op.value} at its other end"
-            remedy = f"add {other} to rank {home}, or remove it"
-            yield Problem(*place, numbered.action(number), what, remedy)
+                yield numbered.problem(number, what, "keep either B, or I and W")
 
 
 def _purposeless(numbered: Numbered) -> Iterator[Problem]:
@@ -260,37 +132,25 @@ def _purposeless(numbered: Numbered) -> Iterator[Problem]:
     stages = range(numbered.schedule.stages)
     makers = [Action(stage, op, 0) for stage in stages for op in (Op.F, *GRADIENT_OPS)]
     known = {send for maker in makers for send in numbered.rule.sends(maker)}
-    sends = (lane for lane in numbered.lanes if lane[1] in SEND_OPS)
-    unknown = (s for s in sends if Action(s[0], s[1], 0, s[2]) not in known)
-    for number in (number for lane in unknown for number in numbered.numbers_of(*lane)):
-        if number in numbered.place:
+    for (stage, op, peer), numbers in numbered.lanes.items():
+        if op in SEND_OPS and Action(stage, op, 0, peer) not in known:
             what = "no edge carries such a message between these stages' ranks"
             remedy = "remove it and its RECV, or give the schedule the edge"
-            yield Problem(*numbered.place[number], numbered.action(number), what, remedy)
+            yield from (numbered.problem(number, what, remedy) for number in numbers)
 
 
 def _channels(numbered: Numbered) -> Iterator[Problem]:
     """Both ends of a channel have its messages in the same order."""
-    place = numbered.place
-    kinds = numbered.per_lane(lambda lane: lane[1])
-    channels: dict[object, list[tuple[int, int]]] = defaultdict(list)
-    for send, receive in sorted(numbered.messages, key=lambda ends: place[ends[0]]):
-        channels[place[send][0], place[receive][0], kinds[send]].append((send, receive))
-    for messages in channels.values():
-        for one, two in pairwise(messages):
-            if place[two[1]] < place[one[1]]:
-                yield _crossed(numbered, one, two)
-
-
-def _crossed(numbered: Numbered, one: tuple[int, int], two: tuple[int, int]) -> Problem:
-    """Report two messages of a channel that are received in the wrong order."""
-    (rank, late), (_, early) = numbered.place[one[1]], numbered.place[two[1]]
-    what = (
-        f"is sent after {numbered.action(one[0])}, but rank {rank} posts {numbered.action(two[1])} "
-        f"(position {early}) before {numbered.action(one[1])} (position {late})"
-    )
-    remedy = "give both ends of the channel the same order"
-    return Problem(*numbered.place[two[0]], numbered.action(two[0]), what, remedy)
+    actions = numbered.actions
+    for messages in numbered.channels.values():
+        for (before, late), (send, early) in pairwise(messages):
+            if early < late:
+                what = (
+                    f"is sent after {actions[before]}, but rank {numbered.rank[late]} posts {actions[early]} "
+                    f"(position {numbered.position(early)}) before {actions[late]} "
+                    f"(position {numbered.position(late)})"
+                )
+                yield numbered.problem(send, what, "give both ends of the channel the same order")
 
 
 def _shards(numbered: Numbered) -> Iterator[Problem]:
@@ -313,25 +173,4 @@ def _shards(numbered: Numbered) -> Iterator[Problem]:
                 (gathered.add if op is Op.UNSHARD else gathered.discard)(stage)
 
 
-CHECKS: tuple[Check, ...] = (
-    _duplicate,
-    _wrong_rank,
-    _unreceived,
-    _purposeless,
-    _channels,
-    _shards,
-)
-
-
-def _deadlock(numbered: Numbered, clock: Clock) -> Problem:
-    """Report which ranks wait for which where programs stopped: most often a cycle."""
-    waits = clock.blame()
-    circle = " -> ".join(
-        f"rank {rank} at {numbered.action(number)} waits for {numbered.action(needed)} "
-        f"of rank {numbered.place[needed][0]}"
-        for rank, number, needed in waits
-    )
-    number = waits[0][1]
-    remedy = "move one of these actions before the one it holds up"
-    what = f"deadlock: {circle}"
-    return Problem(*numbered.place[number], numbered.action(number), what, remedy)
+CHECKS: tuple[Check, ...] = (_duplicate, _purposeless, _channels, _shards)

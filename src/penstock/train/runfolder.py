@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
-import signal
-import threading
-import time
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from penstock.errors import UsageError
 from penstock.weights.storage import replace_file
@@ -39,22 +36,22 @@ class RunFolder:
             with (self.path / METRICS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
 
-    def rewind(self, step: int) -> None:
-        """Drop the measurements after the step from which the run resumes."""
+    def rewind(self, step: int) -> int:
+        """Drop the measurements after the step from which the run resumes; return the last step made."""
         if not self._writes:
-            return
+            return step
         path = self.path / METRICS
-        lines = path.read_text("utf-8").splitlines()
-        kept = "".join(f"{line}\n" for line in lines if _until(line, step))
-        replace_file(path, kept.encode())
+        lines = [(_step_of(line), line) for line in path.read_text("utf-8").splitlines()]
+        replace_file(path, "".join(f"{line}\n" for of, line in lines if of <= step).encode())
+        return int(max((of for of, _ in lines if of < math.inf), default=step))
 
 
-def _until(line: str, step: int) -> bool:
-    """Whether a line of the metrics is for a step up to this one; a kill may have truncated the last line."""
+def _step_of(line: str) -> float:
+    """The step of a line of the metrics; infinite for one that a kill has cut off."""
     try:
-        return int(json.loads(line)["step"]) <= step
+        return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return False
+        return math.inf
 
 
 def create_folder(out: str | None, *, resumes: bool = False) -> Path:
@@ -85,49 +82,6 @@ def create_folder(out: str | None, *, resumes: bool = False) -> Path:
 
 
 AUTO = "auto"
-
-
-class Stop:
-    """Records why the run must stop after this step: a signal, or the time limit.
-
-    Inside its context, a first SIGINT or SIGTERM is only recorded; a second one acts as it does outside.
-
-    Args:
-        limit: the seconds that the run may take from now on; None for no limit.
-        say: prints a line when a signal arrives.
-    """
-
-    def __init__(self, limit: float | None, say: Callable[[str], object]) -> None:
-        self._end = None if limit is None else time.monotonic() + limit
-        self._say = say
-        self._signal = ""
-        self._handlers: dict[int, Any] = {}
-
-    @property
-    def reason(self) -> str:
-        """The name of the signal, ``"time limit"``, or an empty string if the run goes on."""
-        late = self._end is not None and time.monotonic() >= self._end
-        return self._signal or ("time limit" if late else "")
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._handlers[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, _: object) -> None:
-        if self._signal:
-            self.__exit__()
-            signal.raise_signal(number)
-            return
-        self._signal = signal.Signals(number).name
-        self._say(
-            f"{self._signal}: finishing and saving this step first; a second signal ends the run at once"
-        )
 
 
 def source_of(resume: str, out: Path) -> Path:

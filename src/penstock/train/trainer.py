@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -21,6 +20,7 @@ from penstock.errors import CheckpointError, ConfigError, InputFileError, NonFin
 from penstock.parallel import replicated_mesh, shard
 from penstock.pipeline import Pipeline
 from penstock.plan import Plan, Profile
+from penstock.runtime import GracefulStop
 from penstock.schedule import Timeline, draw_svg
 from penstock.train.config import TrainConfig, ranks_of, schedule_of, to_toml, world_size
 from penstock.train.corpus import Batch, Corpus, load
@@ -37,7 +37,6 @@ from penstock.train.runfolder import (
     AUTO,
     CHECKPOINTS,
     RunFolder,
-    Stop,
     command_to_resume,
     create_folder,
     source_of,
@@ -83,16 +82,15 @@ def train(config: TrainConfig, console: Console | None = None) -> Outcome:
     corpus = load(config.data, config.sequence)
     mesh = mesh_of(config)
     torch.set_num_threads(config.threads)
-    with make_pipeline(config, corpus, device, mesh) as pipe:
+    with (
+        GracefulStop(config.time_limit) as stop,
+        make_pipeline(config, corpus, device, mesh) as pipe,
+    ):
         out = (console or Console()) if pipe.leads else Console(quiet=True)
         folder, checkpoints = _claim_folder(pipe, config)
         pipe.report_failures_to(folder.path)
-        with checkpoints, Stop(config.time_limit, lambda text: say(out, text)) as stop:
-            run = Run(config, pipe, corpus, folder, checkpoints, out)
-            outcome = run.complete(stop)
-    # Only now, so that no rank mistakes the exit of another for a failure.
-    if run.stopped in signal.Signals.__members__:
-        signal.raise_signal(signal.Signals[run.stopped])
+        with checkpoints:
+            outcome = Run(config, pipe, corpus, folder, checkpoints, out).complete(stop)
     return outcome
 
 
@@ -243,11 +241,7 @@ def _claim_folder(pipe: Pipeline, config: TrainConfig) -> tuple[RunFolder, Check
 
 @dataclass
 class Run:
-    """The steps of a run, and the work after them.
-
-    Attributes:
-        stopped: why the run was stopped, if it was: the name of a signal, or ``"time limit"``.
-    """
+    """The steps of a run, and the work after them."""
 
     config: TrainConfig
     pipe: Pipeline
@@ -255,21 +249,20 @@ class Run:
     folder: RunFolder
     checkpoints: Checkpoints
     console: Console
-    stopped: str = ""
     _timeline: tuple[int, Timeline, str] | None = None
 
     def __post_init__(self) -> None:
         self._optimizer = make_optimizer(self.pipe.named_parameters(), self.config)
 
-    def complete(self, stop: Stop) -> Outcome:
-        """Train, then measure and save; or stop early if ``stop`` gives a reason."""
+    def complete(self, stop: GracefulStop) -> Outcome:
+        """Train, then measure and save; or stop early, when the ranks have agreed to."""
         say(self.console, self._introduction())
         first = self._resume()
         self.folder.write("config.toml", to_toml(self.config))
-        losses = self._train(first, stop)
-        if self.stopped:
+        losses = self._train(first)
+        if self.pipe.stopping:
             self.checkpoints.wait()
-            say(self.console, f"{self.stopped}: {self.checkpoints.last}")
+            say(self.console, f"{stop.reason}: {self.checkpoints.last}")
             say(self.console, f"resume with: {command_to_resume(self.folder.path)}")
             return Outcome(losses, None, self.folder.path)
         held_out_loss = self._measure_held_out()
@@ -309,11 +302,14 @@ class Run:
         step = reader.load(resume=how, pipe=self.pipe, optimizer=self._optimizer)
         if step is None and resume != AUTO:
             raise UsageError(f"resume={resume!r}: there is no checkpoint in {source}")
-        self.folder.rewind(step or 0)
+        made = self.folder.rewind(step or 0)
         if step is None:
+            if made:
+                say(self.console, f"there is no checkpoint: {made} steps were lost")
             return 0
         older = f", which is not the newest: {'; '.join(reader.skipped)}" if reader.skipped else ""
-        say(self.console, f"resumed from step {step} of {source}{older}")
+        lost = f"; {made - step} steps after it were lost" if ours and made > step else ""
+        say(self.console, f"resumed from step {step} of {source}{older}{lost}")
         for name, value in self._origin().items():
             before = reader.extra.get(name)
             if before != value:
@@ -329,14 +325,14 @@ class Run:
 
     # ---- the steps
 
-    def _train(self, first: int, stop: Stop) -> tuple[float, ...]:
+    def _train(self, first: int) -> tuple[float, ...]:
         """Train from the step after ``first``; return the losses of the steps."""
         losses, steps, every = [], self.config.steps, self.config.save_every
         with self.console.status("the first step …") as status:
             for step in range(first + 1, steps + 1):
                 prints = step % self.config.log_every == 0 or step == steps
                 # On a GPU, recording when each action runs slows a step down.
-                metrics = self._step(step, stop, record=prints or self.config.device == "cpu")
+                metrics = self._step(step, record=prints or self.config.device == "cpu")
                 losses.append(metrics["loss"])
                 self.folder.log(
                     {name: value for name, value in metrics.items() if value is not None}
@@ -345,16 +341,18 @@ class Run:
                 status.update(Text(text))
                 if prints:
                     say(self.console, text)
-                if self.stopped or (every is not None and (step % every == 0 or step == steps)):
+                if self.pipe.stopping or (
+                    every is not None and (step % every == 0 or step == steps)
+                ):
                     saved = self.checkpoints.save(
                         step, pipe=self.pipe, optimizer=self._optimizer, extra=self._origin()
                     )
                     self.folder.log({"step": step, "checkpoint": True, "stall": saved.stall})
-                if self.stopped:
+                if self.pipe.stopping:
                     break
         return tuple(losses)
 
-    def _step(self, step: int, stop: Stop, *, record: bool) -> dict[str, Any]:
+    def _step(self, step: int, *, record: bool) -> dict[str, Any]:
         """Train one step; return its metrics."""
         started = perf_counter()
         tokens, target = _training_batch(self.config, self.corpus, step)
@@ -373,9 +371,6 @@ class Run:
         seconds = perf_counter() - started
         if result.timeline is not None:
             self._timeline = (step, result.timeline, str(result.timeline_kind))
-        memory, reasons = zip(*exchange(self.pipe, [result.memory, stop.reason]), strict=True)
-        # A signal comes before the time limit: it decides the exit status.
-        self.stopped = min(filter(None, reasons), default="")
         return {
             "step": step,
             "time": time(),
@@ -385,7 +380,7 @@ class Run:
             "learning_rate": rate,
             "seconds": seconds,
             "tokens_per_second": tokens.numel() / seconds,
-            "memory": max(memory),
+            "memory": max(exchange(self.pipe, result.memory)),
             "mfu": result.mfu,
             "bubble": result.bubble,
             "clocks": result.timeline_kind,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from penstock.errors import AgreementError, MessageError, UsageError
+from penstock.errors import AgreementError, MessageError
 from penstock.faults import DAY, Activity, Meeting, Watch, end_waits, ranges
 
 
@@ -23,36 +23,7 @@ def launched() -> bool:
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size() > 1
     # RANK without WORLD_SIZE is the launcher's mistake, which is reported when the ranks meet.
-    if not {"RANK", "WORLD_SIZE"} & os.environ.keys():
-        _check_launcher()
     return os.environ.get("WORLD_SIZE", "2" if "RANK" in os.environ else "1") != "1"
-
-
-_LAUNCHERS = {
-    "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
-    "mpirun": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    "mpiexec": ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),
-}
-"""Launchers that know nothing of torch: their variables for the number of processes, the rank and the place
-on the machine."""
-
-
-def _check_launcher() -> None:
-    """Refuse to take each of several processes for a whole run.
-
-    Raises:
-        UsageError: a launcher has started several processes without the variables of torch.
-    """
-    for launcher, (size, rank, local) in _LAUNCHERS.items():
-        count = os.environ.get(size, "1")
-        if count != "1" and rank in os.environ:
-            raise UsageError(
-                f"{launcher} started {count} processes ({size}={count}) without RANK and WORLD_SIZE, so each "
-                f"would train the whole model by itself. In each process set RANK=${rank} WORLD_SIZE=${size} "
-                f"LOCAL_RANK=${local}, and MASTER_ADDR and MASTER_PORT to an address that all reach; or have "
-                f"{launcher} start torchrun once per machine. If each process is a run of its own, set "
-                "WORLD_SIZE=1"
-            )
 
 
 # ---- exchanges

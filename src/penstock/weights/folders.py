@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from penstock.errors import (
-    CheckpointError,
     InputFileError,
-    StorageError,
     UsageError,
     listed,
     quoted,
@@ -37,19 +35,18 @@ from penstock.weights.states import (
     compare,
 )
 from penstock.weights.storage import (
-    NO_SUCH_FILE,
     is_there,
     parse_json,
     patiently,
     read_bytes,
-    replace_file,
+    write_bytes,
 )
 from penstock.weights.team import Team
 
 INDEX = "model.safetensors.index.json"
-
-
 _SINGLE = "model.safetensors"
+_HIDDEN = f".{INDEX}."
+"""The name of an index that is being written begins so."""
 _OURS = re.compile(r"model-\d{5}-of-\d{5}-[0-9a-f]{12}\.safetensors")
 
 
@@ -57,8 +54,8 @@ class WeightFolder:
     """A folder whose weights are replaced as a whole.
 
     The new files have new names, which carry the identifier of the save. When all are on the disk, the index
-    is renamed into place; what it no longer names is removed after that. So a reader finds the old weights or
-    the new ones, whenever the writer is killed.
+    gets its name; what it no longer names is removed after that. So a reader finds the old weights or the new
+    ones, whenever the writer is killed.
 
     Args:
         folder: the folder; it is made if necessary.
@@ -67,15 +64,14 @@ class WeightFolder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         patiently("made", folder, lambda: folder.mkdir(parents=True, exist_ok=True))
-        self._lease = Lease.of(folder)
+        self._lease = Lease(folder)
         self.save = os.urandom(6).hex()
 
-    def publish(self, sizes: Mapping[int, Sequence[Any]], tied: Mapping[str, str]) -> list[Path]:
+    def publish(self, stages: Mapping[int, Sequence[Any]], tied: Mapping[str, str]) -> list[Path]:
         """Write the index of which file holds each tensor, in the form that transformers reads.
 
         Args:
-            sizes: for each stage, the size of each tensor in bytes by name, and what :func:`save_stage`
-                returned for its file.
+            stages: for each stage, what :func:`save_stage` returned.
             tied: each further name of a tensor, with its name in a file.
 
         Returns:
@@ -85,30 +81,29 @@ class WeightFolder:
             CheckpointError: a file is not here as its process has written it.
             UsageError: another run has taken the folder.
         """
-        for name, size in (file for _, file in sizes.values()):
-            check_arrived(self._folder / name, size)
+        rows = [row for _, row in sorted(stages.items())]
         about: dict[str, Any] = {
-            "total_size": sum(sum(of.values()) for of, _ in sizes.values()),
+            "total_size": sum(sum(tensors.values()) for *_, tensors in rows),
             SAVE: self.save,
         }
         if tied:
             about["tied"] = dict(tied)
-        files = {name: file[0] for _, (of, file) in sorted(sizes.items()) for name in of}
-        text = json.dumps({"metadata": about, "weight_map": files}, indent=2) + "\n"
-        self._lease.check()
+        index = {"metadata": about, "weight_map": {key: name for name, _, of in rows for key in of}}
+        written = {self._folder / name: size for name, size, _ in rows}
+        hidden = self._folder / f"{_HIDDEN}{self.save}"
         earlier = {_SINGLE, *_named_by(self._folder)}
-        replace_file(self._folder / INDEX, text.encode(), self.save)
+        write_bytes(hidden, (json.dumps(index, indent=2) + "\n").encode(), reads_back=True)
+        self._lease.publish(hidden, self._folder / INDEX, written)
         self._remove(earlier)
-        return sorted(self._folder / file for file in {*files.values()})
+        return sorted(path for path, (*_, of) in zip(written, rows, strict=True) if of)
 
     def _remove(self, earlier: set[str]) -> None:
         """Remove what the index does not name: files of earlier saves, and of those that were killed."""
         kept = _named_by(self._folder)
-        partial = f".{INDEX}."
         with suppress(OSError):
             for path in list(self._folder.iterdir()):
                 name = path.name
-                is_old = name in earlier or _OURS.fullmatch(name) or name.startswith(partial)
+                is_old = name in earlier or _OURS.fullmatch(name) or name.startswith(_HIDDEN)
                 if is_old and name not in kept:
                     path.unlink(missing_ok=True)
 
@@ -117,7 +112,7 @@ class WeightFolder:
         with suppress(Exception):
             if self._lease.is_ours():
                 self._remove(set())
-        self._lease.release(remove=True)
+        self._lease.release()
 
     def __enter__(self) -> WeightFolder:
         return self
@@ -142,17 +137,16 @@ def save_weights(
         UsageError: another process writes into the folder, or a weight cannot be saved.
         CheckpointError: some process could not write; the folder holds what it held before.
     """
-    files = weights.files()
-    shown = [
-        [index, {name: one.nbytes if isinstance(one, Tensor) else None for name, one in of.items()}]
-        for index, of in files.items()
-    ]
     with ExitStack() as stack:
+        files: dict[int, dict[str, Any]] = {}
         target: WeightFolder | None = None
+
+        def look() -> None:
+            files.update(weights.files())
+            check_saveable({name: one for of in files.values() for name, one in of.items()})
 
         def begin(of_processes: list[Any]) -> list[str]:
             nonlocal target
-            check_saveable(of for shown in of_processes for _, of in shown)
             target = stack.enter_context(WeightFolder(folder))
             return [target.save] * len(of_processes)
 
@@ -161,44 +155,29 @@ def save_weights(
             for index, of in files.items():
                 state = {name: whole(tensor) for name, tensor in of.items()}
                 if writes:
-                    sizes = {name: tensor.nbytes for name, tensor in state.items()}
-                    written.append([index, sizes, save_stage(state, folder, index, stages, save)])
+                    written.append([index, save_stage(state, folder, index, stages, save)])
             return written
 
         def publish(of_processes: list[Any]) -> list[None]:
             assert target is not None
-            sizes = {index: (of, file) for of_one in of_processes for index, of, file in of_one}
-            target.publish(sizes, weights.names.tied)
+            target.publish(dict(row for of in of_processes for row in of), weights.names.tied)
             return [None] * len(of_processes)
 
-        save = team.meet("save", lambda: shown if writes else [], begin)
+        save = team.meet("save", look, begin)
         team.meet("save", write, publish)
 
 
 def save_stage(
     state: Mapping[str, Tensor], folder: Path, stage: int, stages: int, save: str
 ) -> list[Any]:
-    """Write one stage's file, under a name of its own for each save; return the name and the size."""
-    name = f"model-{stage + 1:05d}-of-{stages:05d}-{save}.safetensors"
-    return [name, write_file(folder / name, state, save)[0]]
+    """Write one stage's file, under a name of its own for each save.
 
-
-def check_arrived(path: Path, size: int) -> None:
-    """Check that a file is here as the process that wrote it says, perhaps on another host.
-
-    Raises:
-        CheckpointError: it is not.
+    Returns:
+        The file's name and its size, and the size of each tensor by name, all in bytes.
     """
-    wrong = CheckpointError(
-        f"{path} is not there, on the host {socket.gethostname()}, as its process has written it: the folder "
-        "must lie where all processes see the same files"
-    )
-    try:
-        found = patiently("read", path, path.stat).st_size
-    except StorageError as error:
-        raise wrong if error.errno in NO_SUCH_FILE else error from error
-    if found != size:
-        raise wrong
+    name = f"model-{stage + 1:05d}-of-{stages:05d}-{save}.safetensors"
+    size, _ = write_file(folder / name, state, save)
+    return [name, size, {key: tensor.nbytes for key, tensor in state.items()}]
 
 
 def _named_by(folder: Path) -> set[str]:

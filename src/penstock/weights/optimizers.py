@@ -1,29 +1,25 @@
 """Optimizer states, by the parameters' names in the unsplit model.
 
-An optimizer's own state dict identifies parameters by position, and positions mean different parameters on
-each rank. So each group of an optimizer is marked with the names of its parameters: if one rank's state is
-loaded on another, the next step raises.
+An optimizer's own state dict identifies parameters by position, and holds what belongs to one rank: if it is
+loaded on another, the next step raises (see :mod:`penstock.elsewhere`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
 from penstock.elsewhere import is_elsewhere
-from penstock.errors import StateDictError, UsageError, quoted, shortened
+from penstock.errors import UsageError, quoted, shortened
 from penstock.parallel import is_sharded, replicated_like, spread
 
-MARK = "penstock"
-"""The key in a parameter group that says what the group holds."""
-NOT_SETTINGS = frozenset({"params", "param_names", MARK})
+NOT_SETTINGS = frozenset({"params", "param_names"})
 """Keys of a group that are not settings."""
 HERE = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Settings for how a step is computed; they are not loaded with a state."""
@@ -74,7 +70,9 @@ def read_states(optimizer: Optimizer, names: Mapping[int, str], called: str) -> 
             "pipe.parameters(), or from the model's, after they were last replaced"
         )
     odd: list[Any] = [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]
-    odd += [key for key in optimizer.state if id(key) not in names]
+    # Some optimizers begin with a state for each parameter, elsewhere or not.
+    here = {key: of for key, of in optimizer.state.items() if not is_elsewhere(key)}
+    odd += [key for key in here if id(key) not in names]
     if odd:
         raise UsageError(
             f"{called} keeps {', '.join(shortened(repr(key)) for key in odd[:5])} for no parameter, which "
@@ -85,7 +83,7 @@ def read_states(optimizer: Optimizer, names: Mapping[int, str], called: str) -> 
         (settings_of(group), [names[id(p)] for p in group["params"] if not is_elsewhere(p)])
         for group in optimizer.param_groups
     ]
-    states = {names[id(parameter)]: dict(state) for parameter, state in optimizer.state.items()}
+    states = {names[id(parameter)]: dict(state) for parameter, state in here.items()}
     return OptimizerStates(type(optimizer).__name__, groups, states)
 
 
@@ -162,18 +160,18 @@ def merge_groups(ranks: Sequence[Sequence[Group]]) -> list[Group]:
 
 
 def find_groups(
-    here: Sequence[Sequence[str]], saved: Sequence[Group], number_of: Mapping[str, int]
+    here: Sequence[Sequence[str]], saved: Sequence[Group]
 ) -> tuple[list[int | None], list[str], list[str]]:
     """Compare an optimizer's groups with those that were saved.
 
     Args:
         here: the names of the parameters in each group.
         saved: the saved groups.
-        number_of: the number of each parameter's saved group.
 
     Returns:
         The number of each group's saved group, the names that were not saved, and the conflicts.
     """
+    number_of = {name: number for number, (_, names) in enumerate(saved) for name in names}
     continued: list[int | None] = []
     problems, missing = [], []
     for place, names in enumerate(here):
@@ -190,57 +188,6 @@ def find_groups(
         by_place = place if len(here) == len(saved) else None
         continued.append(numbers[0] if numbers else by_place)
     return continued, missing, problems
-
-
-# ---- find states of one rank that were loaded on another
-
-_NAME = "penstock_name"
-"""The attribute of a parameter that holds its name. (A weak reference would keep torch from swapping it.)"""
-_hooked = False
-
-
-def remember_names(parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Mark these parameters with their names, so that their optimizers are checked at every step."""
-    global _hooked
-    for name, parameter in parameters:
-        setattr(parameter, _NAME, name)
-    if not _hooked:
-        register_optimizer_step_pre_hook(_check_names)
-        _hooked = True
-
-
-def _check_names(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Before each step, check that groups are marked with their own names; load_state_dict replaces marks.
-
-    torch's ``param_names`` cannot serve here: a user may give any names, and once one group has them, torch
-    refuses to add a group without.
-    """
-    del args, kwargs
-    for number, group in enumerate(optimizer.param_groups):
-        names = [getattr(parameter, _NAME, "") for parameter in group["params"]]
-        if "" in names:
-            continue
-        # A state of this rank has nothing for the parameters of others.
-        names = [
-            "" if is_elsewhere(parameter) else name
-            for name, parameter in zip(names, group["params"], strict=True)
-        ]
-        before = group.get(MARK, names)
-        # load_state_dict keeps the number of parameters; if it differs, the group itself was changed.
-        if before != names and len(before) == len(names):
-            # Rather a parameter of this rank than one of others.
-            places = [i for i, name in enumerate(names) if name != before[i]]
-            place = max(places, key=lambda i: bool(names[i]))
-            here = repr(names[place]) if names[place] else "nothing"
-            there = f"is of {before[place]!r}" if before[place] else "has nothing"
-            raise StateDictError(
-                f"this optimizer was given the state of another one: its group {number} holds "
-                f"{here} where the state {there}. An optimizer's own state_dict() "
-                "holds positions, which mean different parameters on each rank; save and load with "
-                "penstock.Checkpoints, or with pipe.optimizer_state_dict(optimizer, full=True) and "
-                "pipe.load_optimizer_state_dict()"
-            )
-        group[MARK] = names
 
 
 # ---- state dicts by name

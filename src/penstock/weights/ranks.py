@@ -33,11 +33,8 @@ class Ranks(Protocol):
 
 
 def collect(
-    team: Team,
-    ranks: Ranks,
-    bring: Callable[[], tuple[Any, Mapping[str, Any]]],
-    check: Callable[[Sequence[Any]], None],
-) -> list[dict[str, Any]]:
+    team: Team, ranks: Ranks, bring: Callable[[], tuple[Any, Mapping[str, Any]]]
+) -> tuple[list[Any], list[dict[str, Any]]]:
     """Collect the states of all ranks on rank 0, with whole tensors as copies on the CPU.
 
     They travel where the ranks are connected already; no channel is opened for them.
@@ -46,10 +43,9 @@ def collect(
         team: the ranks of the pipeline.
         ranks: how this process reaches the others.
         bring: returns JSON data about this process's state, and the state.
-        check: called on rank 0 with the data about all states, in the order of the ranks.
 
     Returns:
-        The states of all ranks, on rank 0; none on other ranks.
+        The data about all states, and the states, in the order of the ranks; none on other ranks than 0.
     """
     tensors: dict[str, Tensor] = {}
     replies: list[Any] = []
@@ -61,7 +57,6 @@ def collect(
         return [head, trees, about]
 
     def take(of_all: list[Any]) -> list[None]:
-        check([head for head, *_ in of_all])
         replies.extend(of_all)
         return [None] * len(of_all)
 
@@ -69,7 +64,7 @@ def collect(
     if not team.leads:
         for tensor in tensors.values():
             ranks.swap({0: [whole(tensor)]}, {})
-        return []
+        return [], []
     device = next((one.device for one in tensors.values()), torch.device("cpu"))
     states = []
     for rank, (_, trees, about) in enumerate(replies):
@@ -82,4 +77,4 @@ def collect(
             else:
                 arrived[key] = whole(tensors[key]).cpu().clone()
         states.append({name: decode(tree, arrived.__getitem__) for name, tree in trees.items()})
-    return states
+    return [head for head, *_ in replies], states

@@ -38,6 +38,24 @@ class Names:
         self._shared = {
             name: one for one in table for name in {*one.names, *(name for _, name in one.holders)}
         }
+        self._clashes: list[str] = []
+
+    def find_clashes(self, stages: Iterable[Iterable[str]]) -> None:
+        """Note the names under which stages, each given by the names of its weights, have different ones."""
+        counts = Counter(name for of in stages for name in of if name not in self._shared)
+        self._clashes = [name for name, count in counts.items() if count > 1]
+
+    def check_apart(self) -> None:
+        """Check that each name stands for one weight.
+
+        Raises:
+            UsageError: stages have different weights under one name.
+        """
+        if self._clashes:
+            raise UsageError(
+                f"several stages have weights named {', '.join(self._clashes[:5])}; use modules with the "
+                "names of the unsplit model as stages, or save each stage's module by itself"
+            )
 
     def all(self, name: str) -> tuple[str, ...]:
         """All names of a weight, in the model's order."""
@@ -122,15 +140,15 @@ class StageWeights:
         Raises:
             UsageError: stages have different weights under one name.
         """
-        held: dict[str, tuple[tuple[str, ...], Any]] = {}
-        for stage in self._stages:
-            for name, value in stage.state_dict().items():
-                first = self.names.first(name)
-                if first in held and not _is_same(held[first][1], value):
-                    check_apart([name, name])
-                names = self.names.all(name) if isinstance(value, Tensor) else (name,)
-                held[first] = names, value
-        return held
+        self.names.check_apart()
+        return {
+            self.names.first(name): (
+                self.names.all(name) if isinstance(value, Tensor) else (name,),
+                value,
+            )
+            for stage in self._stages
+            for name, value in stage.state_dict().items()
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """The state dict of the stages, with each weight under all of its names in the model."""
@@ -138,6 +156,7 @@ class StageWeights:
 
     def files(self) -> dict[int, dict[str, Any]]:
         """What each stage saves: each weight in the first stage that uses it, under its first name."""
+        self.names.check_apart()
         return {
             stage.index: {
                 self.names.first(name): value
@@ -180,34 +199,6 @@ class StageWeights:
             stage.load_state_dict(picked)
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.data_ptr() == other.data_ptr() and one.shape == other.shape
-    return one is other
-
-
-def check_apart(names: Iterable[str]) -> None:
-    """Refuse a name that occurs twice: stages have different weights under that name."""
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise UsageError(
-            f"several stages have weights named {', '.join(twice[:5])}; use modules with the names of the "
-            "unsplit model as stages, or save each stage's module by itself"
-        )
-
-
-def check_one_rank_each(held: Iterable[tuple[int, Iterable[str]]]) -> None:
-    """Refuse a name that stands for different weights on two ranks.
-
-    Args:
-        held: the rank of each process, replicas included, and the names of its weights that are not shared.
-    """
-    names: dict[int, set[str]] = {}
-    for rank, of_process in held:
-        names.setdefault(rank, set()).update(of_process)
-    check_apart(name for of_rank in names.values() for name in of_rank)
-
-
 # ---- load
 
 
@@ -223,44 +214,51 @@ class LoadResult(NamedTuple):
     unexpected_keys: list[str]
 
 
+class Offer(NamedTuple):
+    """What a process has, and what it was given to load.
+
+    Attributes:
+        here: the names that this process has.
+        loaded: the names that it was given.
+        problems: what does not fit, by kind: ``"missing"`` names, and others.
+        about: further JSON data for the check.
+    """
+
+    here: Sequence[str]
+    loaded: Sequence[str]
+    problems: Mapping[str, Sequence[str]]
+    about: Any = None
+
+
+Refuse = Callable[[LoadResult, Mapping[str, list[str]], list[dict[str, Any]]], None]
+"""Raises if something does not fit: given the result, the problems of all processes, and their offers."""
+
+
 def agree_to_load(
-    team: Team,
-    bring: Callable[[], tuple[Sequence[str], Sequence[str]]],
-    compare: Callable[[], tuple[Sequence[str], Sequence[str]]],
-    refuse: Callable[[LoadResult, Sequence[str]], None],
-    further: Iterable[str] = (),
+    team: Team, bring: Callable[[], Offer], refuse: Refuse, further: Iterable[str] = ()
 ) -> LoadResult:
     """Compare what all processes have with what they load; nothing is changed.
 
     Args:
         team: the processes that load.
-        bring: returns the names that this process has, and those that it was given to load.
-        compare: returns the names that are missing, and problems.
-        refuse: raises if something does not fit.
+        bring: compares what this process has with what it loads.
+        refuse: called in the leader.
         further: names that are not unexpected either.
 
     Raises:
         StateDictError: it does not fit; the message lists every problem.
     """
-    unexpected: list[str] = []
 
-    def tell() -> tuple[None, dict[str, Sequence[str]]]:
-        here, loaded = bring()
-        return None, {"here": here, "loaded": loaded}
-
-    def look(parts: list[dict[str, Any]]) -> list[None]:
+    def judge(parts: list[dict[str, Any]]) -> list[Any]:
         known = {*further}.union(*distinct(parts, "here"))
-        loaded = distinct(parts, "loaded")
-        unexpected.extend(_union([one for one in names if one not in known] for names in loaded))
-        return [None] * len(parts)
+        unexpected = [one for one in _union(distinct(parts, "loaded")) if one not in known]
+        every = distinct(parts, "problems")
+        problems = {kind: _union(of[kind] for of in every) for kind in every[0]}
+        result = LoadResult(problems["missing"], unexpected)
+        refuse(result, problems, parts)
+        return [[*result]] * len(parts)
 
-    def judge(reports: list[Any]) -> list[Any]:
-        missing, problems = (_union(one[i] for one in reports) for i in (0, 1))
-        refuse(LoadResult(missing, unexpected), problems)
-        return [[missing, unexpected]] * len(reports)
-
-    team.tell("load", tell, look)
-    return LoadResult(*team.meet("load", compare, judge))
+    return LoadResult(*team.tell("load", lambda: (None, bring()._asdict()), judge))
 
 
 def load_state(
@@ -280,22 +278,18 @@ def load_state(
         strict: whether missing and unexpected names are an error, before anything is changed.
         any_name: whether any one of a weight's names is enough.
     """
-    here: dict[str, Any] = {}
     state: Mapping[str, Any] = {}
 
-    def bring() -> tuple[list[str], list[str]]:
+    def bring() -> Offer:
         nonlocal state
         weights.check_filled()
-        here.update(weights.state_dict())
-        state = read()
-        return [*here], [*state]
+        state, here = read(), weights.state_dict()
+        missing, problems = compare(here, weights.names if any_name else Names(()), state)
+        return Offer([*here], [*state], {"missing": missing, "hard": problems})
 
-    def fit() -> tuple[Sequence[str], Sequence[str]]:
-        return compare(here, weights.names if any_name else Names(()), state)
-
-    result = agree_to_load(team, bring, fit, partial(check_fits, strict=strict), weights.names.tied)
+    agreed = agree_to_load(team, bring, partial(_refuse, strict, "weights"), weights.names.tied)
     weights.load(state)
-    return result
+    return agreed
 
 
 def load_optimizer(
@@ -307,40 +301,35 @@ def load_optimizer(
     strict: bool,
 ) -> LoadResult:
     """Load an optimizer from a state dict by names, once all ranks have compared theirs with it."""
-    groups: list[Sequence[str]] = []
     saved: list[Any] = []
-    number_of: dict[str, int] = {}
     numbers: list[int | None] = []
 
-    def bring() -> tuple[list[str], list[str]]:
+    def bring() -> Offer:
         if not {"state", "param_groups"} <= state.keys():
             raise StateDictError(
                 f"an optimizer's state dict has 'state' and 'param_groups', not {sorted(map(str, state))}; "
                 "pass what pipe.optimizer_state_dict(optimizer) returned"
             )
         saved.extend((settings_of(group), group["params"]) for group in state["param_groups"])
-        number_of.update((name, place) for place, (_, of) in enumerate(saved) for name in of)
-        if not all(isinstance(name, str) for name in [*state["state"], *number_of]):
+        given = [name for _, of in saved for name in of]
+        if not all(isinstance(name, str) for name in [*state["state"], *given]):
             raise StateDictError(
                 "this optimizer's state dict holds positions, which mean different parameters on each rank; "
                 "save what pipe.optimizer_state_dict(optimizer, full=True) returns, or use "
                 "penstock.Checkpoints"
             )
-        groups.extend(of for _, of in read_states(optimizer, names, "the optimizer").groups)
-        return [name for of in groups for name in of], [*number_of]
-
-    def compare() -> tuple[Sequence[str], Sequence[str]]:
-        continued, missing, problems = find_groups(groups, saved, number_of)
+        groups = [of for _, of in read_states(optimizer, names, "the optimizer").groups]
+        continued, missing, problems = find_groups(groups, saved)
         numbers.extend(continued)
-        return missing, problems
+        here = [name for of in groups for name in of]
+        return Offer(here, given, {"missing": missing, "hard": problems})
 
-    refuse = partial(check_fits, strict=strict, what="optimizer's states")
-    result = agree_to_load(team, bring, compare, refuse)
+    agreed = agree_to_load(team, bring, partial(_refuse, strict, "optimizer's states"))
     settings = [{} if number is None else _copies(saved[number][0]) for number in numbers]
-    here = {name for of in groups for name in of}
+    here = {*names.values()}
     states = {name: _copies(of) for name, of in state["state"].items() if name in here}
     write_states(optimizer, names, settings, states)
-    return result
+    return agreed
 
 
 def _copies(state: Any) -> Any:
@@ -379,6 +368,13 @@ def check_fits(
         )
 
 
+def _refuse(
+    strict: bool, what: str, result: LoadResult, problems: Mapping[str, list[str]], parts: Any
+) -> None:
+    del parts
+    check_fits(result, problems["hard"], strict, what)
+
+
 def _union(lists: Iterable[Sequence[str]]) -> list[str]:
     return list(dict.fromkeys(name for one in lists for name in one))
 
@@ -386,15 +382,13 @@ def _union(lists: Iterable[Sequence[str]]) -> list[str]:
 # ---- gather
 
 
-def check_saveable(stages: Iterable[Mapping[str, Any]]) -> None:
-    """Check that the weights of all stages fit together: they are tensors, and no name occurs twice.
+def check_saveable(weights: Mapping[str, Any]) -> None:
+    """Check that weights are tensors.
 
-    Args:
-        stages: the names of each stage's weights; those that are not tensors have None.
+    Raises:
+        UsageError: some are not.
     """
-    names = [pair for of_stage in stages for pair in of_stage.items()]
-    check_apart(name for name, size in names if size is not None)
-    if others := [name for name, size in names if size is None]:
+    if others := [name for name, value in weights.items() if not isinstance(value, Tensor)]:
         raise UsageError(
             f"{', '.join(others[:5])} are not tensors, so they cannot be gathered or saved; "
             "use state_dict() without full=True on each rank"
@@ -403,44 +397,33 @@ def check_saveable(stages: Iterable[Mapping[str, Any]]) -> None:
 
 def gather_state(team: Team, ranks: Ranks, weights: StageWeights) -> dict[str, Any]:
     """The unsplit model's state dict on rank 0, as copies on the CPU; empty on other ranks."""
-    keys: list[str] = []
 
     def bring() -> tuple[Any, dict[str, Any]]:
-        files = weights.files()
-        shown = [
-            {name: 0 if isinstance(value, Tensor) else None for name, value in of_stage.items()}
-            for of_stage in files.values()
-        ]
-        mine = {name: one for of_stage in files.values() for name, one in of_stage.items()}
-        return [list(weights.state_dict()), shown], mine
+        mine = {
+            name: one for of_stage in weights.files().values() for name, one in of_stage.items()
+        }
+        check_saveable(mine)
+        return list(weights.state_dict()), mine
 
-    def check(heads: Sequence[Any]) -> None:
-        check_saveable(of_stage for _, shown in heads for of_stage in shown)
-        keys.extend(_union(of_rank for of_rank, _ in heads))
-
-    states = collect(team, ranks, bring, check)
+    keys, states = collect(team, ranks, bring)
     collected = {name: one for of_rank in states for name, one in of_rank.items()}
-    return {key: collected[weights.names.first(key)] for key in keys}
+    return {key: collected[weights.names.first(key)] for key in _union(keys)}
 
 
 def gather_optimizer(
     team: Team, ranks: Ranks, names: Names, held: Callable[[], OptimizerStates]
 ) -> dict[str, Any]:
     """The states of all ranks' optimizers as one state dict on rank 0, on the CPU; empty on other ranks."""
-    groups: list[Any] = []
 
     def bring() -> tuple[Any, Mapping[str, Any]]:
-        kind, here, states = held()
-        return [kind, [(encode(of, "settings", None), members) for of, members in here]], states
+        names.check_apart()
+        _, groups, states = held()
+        return [(encode(of, "settings", None), members) for of, members in groups], states
 
-    def check(heads: Sequence[Any]) -> None:
-        members = [name for _, one in heads for _, of_group in one for name in of_group]
-        check_apart(name for name in members if not names.is_shared(name))
-        groups.extend((decode(of), one) for of, one in merge_groups([one for _, one in heads]))
-
-    collected = collect(team, ranks, bring, check)
+    groups, collected = collect(team, ranks, bring)
     if not team.leads:
         return {}
     # A state that several ranks have is the same on each; the first rank's counts.
     states = {name: one for of_rank in reversed(collected) for name, one in of_rank.items()}
-    return named_state_dict(OptimizerStates("", groups, states))
+    merged = [(decode(of), members) for of, members in merge_groups(groups)]
+    return named_state_dict(OptimizerStates("", merged, states))

@@ -17,7 +17,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeVar
 
-from penstock.errors import InputFileError, PenstockError, StorageError
+from penstock.errors import CheckpointError, InputFileError, PenstockError, StorageError
 
 LONGEST_JSON = 256_000_000
 DEEPEST_JSON = 100
@@ -105,7 +105,59 @@ def is_there(path: Path, *, folder: bool = False) -> bool:
     return patiently("read", path, look)
 
 
-def sync_folder(folder: Path) -> None:
+def check_arrived(path: Path, size: int | None = None) -> None:
+    """Check that this host sees a file or folder that another process has written.
+
+    Args:
+        path: the file or folder.
+        size: the file's size in bytes, if it is known.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    try:
+        seen = patiently("read", path, path.stat).st_size
+    except StorageError as error:
+        if error.errno not in NO_SUCH_FILE:
+            raise
+        seen = -1
+    if seen < 0 or size not in (None, seen):
+        what = "does not see" if seen < 0 else f"sees {seen:,} of {size:,} bytes of"
+        raise CheckpointError(
+            f"the host {socket.gethostname()} {what} {path}, which another process has written: "
+            f"{path.parent.absolute()} must lie where all processes see the same files"
+        )
+
+
+def write_bytes(path: Path, content: bytes, *, reads_back: bool = False) -> None:
+    """Write a file, and flush it to disk; perhaps check that it can be read."""
+
+    def write() -> None:
+        with path.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+
+    patiently("written", path, write)
+    if reads_back and read_bytes(path, len(content)) != content:
+        raise CheckpointError(f"{path} is not what was just written: the file system has lost it")
+
+
+def rename(hidden: Path, place: Path) -> None:
+    """Give a file or folder, which is on the disk, its final name; a file may replace another one."""
+
+    def move() -> None:
+        # Again, perhaps: a server may have renamed it, and its answer was lost; or only the flush has failed.
+        if hidden.exists() or not place.exists():
+            hidden.replace(place)
+        _sync(place.parent)
+
+    if hidden.is_dir():
+        patiently("written", hidden, lambda: _sync(hidden))
+    patiently("written", place, move)
+
+
+def _sync(folder: Path) -> None:
     """Flush a folder's entries to disk, where the system can."""
     if not hasattr(os, "O_DIRECTORY"):
         return
@@ -116,31 +168,12 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file, and flush it to disk."""
-
-    def write() -> None:
-        with path.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-
-    patiently("written", path, write)
-
-
-def replace_file(path: Path, content: bytes, mark: str = "partial") -> None:
+def replace_file(path: Path, content: bytes) -> None:
     """Write a file whole, or leave the old one: under another name, flushed to disk, and renamed."""
-    partial = path.with_name(f".{path.name}.{mark}")
-
-    def rename() -> None:
-        # Not again where only the flush has failed.
-        if partial.exists():
-            os.replace(partial, path)
-        sync_folder(path.parent)
-
+    partial = path.with_name(f".{path.name}.partial")
     try:
-        write_bytes(partial, content)
-        patiently("written", path, rename)
+        write_bytes(partial, content, reads_back=True)
+        rename(partial, path)
     except BaseException:
         with suppress(OSError):
             partial.unlink(missing_ok=True)

@@ -238,7 +238,7 @@ def _placements(costs: Costs, ranks: int) -> list[Placement]:
 
 def _library(task: Task) -> Iterator[tuple[float, Schedule]]:
     """The schedules of the library that solve a task, each with its makespan."""
-    placement = task.empty.placement
+    placement = task.split.placement
     for recipe in RECIPES.values():
         try:
             schedule = recipe.make(task.ranks, task.microbatches, len(placement.stages_on(0)))
@@ -246,7 +246,7 @@ def _library(task: Task) -> Iterator[tuple[float, Schedule]]:
             continue
         if schedule.placement != placement or not schedule.trains:
             continue
-        schedule = schedule.with_edges(task.empty.edges)
+        schedule = schedule.with_edges(task.split.edges)
         ran = simulate(schedule, task.costs)
         if all(peak <= limit for peak, limit in zip(ran.peak_memory, task.limit, strict=True)):
             yield ran.makespan, schedule

@@ -44,10 +44,9 @@ class Annealer:
 
     def __init__(self, draft: Draft, random: Random) -> None:
         self.best = draft
-        self._task, self._links, self._random = draft.task, draft.task.links, random.random
+        self._task, self._random = draft.task, random.random
         self._programs, self._wholes = list(draft.programs), draft.wholes
-        self._duration, self._growth = draft.task.per_action(draft.wholes)
-        self._rank = [rank for rank in draft.task.rank for _ in range(draft.task.microbatches)]
+        self._duration, self._growth = draft.task.per_number(draft.wholes)
         self._spent = 0.0
         self._is_timed(self._programs, inf)
 
@@ -73,9 +72,9 @@ class Annealer:
         """Put an action elsewhere in its program if the makespan stays within a bound."""
         self._spent += 1
         random, m = self._random, self._task.microbatches
-        among = self._critical if random() < CRITICAL else range(len(self._rank))
+        among = self._critical if random() < CRITICAL else range(len(self._duration))
         number = among[int(random() * len(among))]
-        rank = self._rank[number]
+        rank = self._task.rank[number]
         program = self._programs[rank]
         way = 1 + int(-REACH * log(1 - random()))
         source = program.index(number)
@@ -100,18 +99,18 @@ class Annealer:
         """Fuse a backward into a B, or split a B, if the makespan stays within a bound."""
         self._spent += 1
         task, before = self._task, (self._wholes, self._duration, self._growth)
-        stage = task.fusible[int(self._random() * len(task.fusible))]
-        place = stage * task.microbatches + int(self._random() * task.microbatches)
-        self._wholes = self._wholes ^ {place}
-        self._duration, self._growth = task.per_action(self._wholes)
-        rank = task.rank[3 * stage]
+        lane = task.fusible[int(self._random() * len(task.fusible))]
+        number = lane * task.microbatches + int(self._random() * task.microbatches)
+        self._wholes = self._wholes ^ {number}
+        self._duration, self._growth = task.per_number(self._wholes)
+        rank = task.rank[number]
         held = accumulate(map(self._growth.__getitem__, self._programs[rank]))
         if not (max(held) <= task.limit[rank] and self._is_timed(self._programs, bound)):
             self._wholes, self._duration, self._growth = before
 
     def _is_allowed(self, rank: int, first: int, window: Sequence[int]) -> bool:
         """Whether needs and memory allow a rank to run a stretch of its program in another order."""
-        growth, before, most = self._growth, self._links.before, self._task.limit[rank]
+        growth, before, most = self._growth, self._task.before, self._task.limit[rank]
         held = sum(map(growth.__getitem__, self._programs[rank][:first]))
         later = set(window)
         for number in window:
@@ -124,7 +123,7 @@ class Annealer:
     def _estimate(self, program: Sequence[int], first: int, window: Sequence[int]) -> float:
         """The longest path through a changed stretch of a program, if nothing else changed."""
         end, after, duration = self._end, self._after, self._duration
-        needs, feeds = self._links.needs, self._links.feeds
+        needs, feeds = self._task.needs, self._task.feeds
         now = end[program[first - 1]] if first else 0.0
         starts = []
         for number in window:
@@ -146,9 +145,9 @@ class Annealer:
 
     def _is_timed(self, programs: list[list[int]], bound: float) -> bool:
         """Time programs; keep them if they complete within a bound."""
-        duration, rank_of, feeds = self._duration, self._rank, self._links.feeds
+        duration, rank_of, feeds = self._duration, self._task.rank, self._task.feeds
         self._spent += TIMING * len(duration)
-        ran = run(programs, duration, self._links.needs)
+        ran = run(programs, duration, self._task.needs)
         makespan = max(ran.end)
         if ran.stuck or makespan > bound:
             return False

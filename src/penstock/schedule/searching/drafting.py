@@ -41,14 +41,13 @@ class Dispatcher:
     def __init__(self, task: Task, rule: Rule) -> None:
         m = task.microbatches
         self._task, self._rule = task, rule
-        stages = [s for s, must in enumerate(task.is_whole) if must]
-        stages += task.fusible if rule.whole else []
-        self._wholes = frozenset(stage * m + k for stage in stages for k in range(m))
-        self._duration, self._growth = task.per_action(self._wholes)
+        lanes = [*task.whole, *(task.fusible if rule.whole else ())]
+        self._wholes = frozenset(number for n in lanes for number in range(n * m, n * m + m))
+        self._duration, self._growth = task.per_number(self._wholes)
         self._clock = [0.0] * task.ranks
         self._held = [0.0] * task.ranks
-        self._done = [0] * len(task.duration)
         self._end = [NEVER] * len(self._duration)
+        self._done = [0] * (len(self._end) // m)
         self._through = 0
         """The number of microbatches that have passed all forwards."""
 
@@ -59,12 +58,13 @@ class Dispatcher:
         chosen = [self._choose(rank) for rank in range(task.ranks)]
         for _ in self._end:
             start, _, lane = min(chosen)
-            rank, number = task.rank[lane], lane * m + done[lane]
+            number = lane * m + done[lane]
+            rank = task.rank[number]
             programs[rank].append(number)
             self._clock[rank] = self._end[number] = start + self._duration[number]
             self._held[rank] += self._growth[number]
             done[lane] += 1
-            stale = {rank, *(task.rank[fed] for fed, _ in task.feeds[lane])}
+            stale = {rank, *(task.rank[fed] for fed, _ in task.feeds[number])}
             if lane % 3 == FORWARD and min(done[::3]) > self._through:
                 self._through += 1
                 stale.update(range(task.ranks))
@@ -80,28 +80,29 @@ class Dispatcher:
             k = done[lane]
             if k == m or (lane % 3 == FORWARD and not self._has_room(rank, lane)):
                 continue
-            start = self._clock[rank]
-            for source, lag in task.needs[lane]:
-                start = max(start, self._end[source * m + k] + lag)
+            number = lane * m + k
+            start = max([self._clock[rank], *map(self._end.__getitem__, task.before[number])])
+            for needed, lag in task.needs[number]:
+                start = max(start, self._end[needed] + lag)
             priority = k * len(done) - lane
             patience = self._rule.patience if lane % 3 == WEIGHT else 0.0
-            when = start + patience * self._duration[lane * m + k], priority
+            when = start + patience * self._duration[number], priority
             if when < best_when:
                 best, best_when = (start, priority, lane), when
         return best
 
     def _has_room(self, rank: int, lane: int) -> bool:
         """Whether a rank may take the next forward of a lane."""
-        task, done, growth, most = self._task, self._done, self._task.growth, self._task.limit[rank]
+        task, done, most = self._task, self._done, self._task.limit[rank]
+        held = {each: task.growth[each * task.microbatches] for each in task.lanes[rank][::3]}
         if done[lane] - done[lane + GRADIENT] >= self._rule.ahead:
             return False
-        if self._held[rank] + growth[lane] > most:
+        if self._held[rank] + held[lane] > most:
             return False
-        if len(task.lanes[rank]) == 3 or done[lane] <= self._through:
+        if len(held) == 1 or done[lane] <= self._through:
             return True
-        forwards = task.lanes[rank][::3]
-        later = sum(growth[each] * max(0, done[each] - self._through - 1) for each in forwards)
-        return task.held_by_one(rank) + growth[lane] + later <= most
+        later = sum(takes * max(0, done[each] - self._through - 1) for each, takes in held.items())
+        return task.held_by_one(rank) + held[lane] + later <= most
 
 
 def rules(task: Task) -> Iterator[Rule]:
@@ -116,7 +117,7 @@ def _depths(task: Task) -> list[int]:
     if all(task.activation):
         holds = (
             task.limit[rank] / task.activation[stage]
-            for stage, rank in enumerate(task.empty.placement.rank_of)
+            for stage, rank in enumerate(task.split.placement.rank_of)
         )
         most = int(min(most, max(holds)))
     most = max(1, min(most, task.microbatches - 1))
