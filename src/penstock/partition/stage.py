@@ -33,6 +33,7 @@ from penstock.partition.plan import CallPlan, Quick, Step
 from penstock.partition.recomputing import checkpointed
 from penstock.partition.seen import (
     BETWEEN,
+    Context,
     Door,
     Run,
     Seeded,
@@ -44,6 +45,7 @@ from penstock.partition.seen import (
     uncheckpointed,
 )
 from penstock.partition.trace import (
+    DIRECT,
     OVERWRITTEN,
     Event,
     Trace,
@@ -398,6 +400,7 @@ class _Runner(TorchFunctionMode):
         self._drawn = self._region = 0
         self._recomputes: Mapping[str, Any] | None = None
         self._region_runs = False
+        self._context = Context() if plan.trace.has_context else None
 
     def run(self, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
         plan, author = self._plan, self._author
@@ -494,6 +497,9 @@ class _Runner(TorchFunctionMode):
         placed = located((args, kwargs))
         self._check_memory(list(placed.values()))
         numbers = {place: n for place, t in placed.items() if (n := self._number(t)) is not None}
+        if step.event.mutable:
+            # What units have put into a list among the arguments is no input.
+            numbers = {p: n for p, n in numbers.items() if p in step.inputs or len(p) <= DIRECT}
         if numbers != {place: n for place, n in step.inputs.items() if n is not None}:
             raise self._diverged(step.what, self._at, " with other values")
 
@@ -514,6 +520,8 @@ class _Runner(TorchFunctionMode):
         if self._busy:
             return run(*args, **kwargs)
         step = self._next(door.path)
+        if self._context is not None:
+            run, kwargs = self._context.beside(run, kwargs)
         if step.owner != self._stage:
             return self._answer(step, args, kwargs)
         if self._draws is not None:

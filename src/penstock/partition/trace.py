@@ -49,6 +49,7 @@ from penstock.partition.held import (
     swapped,
 )
 from penstock.partition.seen import (
+    Context,
     Door,
     Run,
     hooks_without_data,
@@ -114,6 +115,8 @@ def is_ours(function: Any) -> bool:
     return str(getattr(function, "__module__", "")).startswith("penstock.")
 
 
+DIRECT = 2
+"""The length of the place of an argument; what lies in a container has a longer one."""
 _MODEL = -1
 """Stands for the event that made a tensor, if the tensor is the model's own."""
 
@@ -255,6 +258,7 @@ class Trace:
         work: the operations of modules inside units, by the identity of the module, if they were counted.
         flops: the floating-point operations of the whole run; None if units were not run, but foretold.
         for_any_homes: whether the run would have been the same wherever the units are placed.
+        has_context: whether the model's code keeps containers in context variables.
     """
 
     mode: FakeTensorMode
@@ -281,6 +285,7 @@ class Trace:
     work: dict[int, float] = field(default_factory=dict)
     flops: float | None = 0.0
     for_any_homes: bool = True
+    has_context: bool = False
 
     def calls(self) -> list[str]:
         """The paths of the units in the order of their calls."""
@@ -390,7 +395,7 @@ class _Recorder(TorchFunctionMode):
         self._promoted: dict[int, list[int]] = {}
         self._written: tuple[Any, Any] = ((), {})
         self._paths = {id(module): path for path, module in model.named_modules()}
-        self._work = Work()
+        self._work, self._context = Work(), Context()
 
     # ---- the model without data
 
@@ -692,6 +697,8 @@ class _Recorder(TorchFunctionMode):
         elif not isinstance(door.module, torch.jit.ScriptModule):
             # A compiled module runs as it was written.
             run = getattr(door.module, "_orig_mod", door.module)._call_impl
+        plain, (run, kwargs) = kwargs, self._context.beside(run, kwargs)
+        self.trace.has_context |= kwargs is not plain
         path, number = door.path, self._calls[door.path]
         self._calls[path] += 1
         event = Event(path, path, where(self._paths, path), number)
@@ -900,7 +907,7 @@ class _Recorder(TorchFunctionMode):
     def _note_inputs(self, event: Event, placed: Mapping[Place, Tensor]) -> None:
         for place, tensor in placed.items():
             number = self._numbers.get(id(tensor))
-            if number is not None and len(place) > 2 and storage_of(tensor) in self._promoted:
+            if number is not None and len(place) > DIRECT and storage_of(tensor) in self._promoted:
                 # A unit has put it there; it is an input if the event reads it.
                 continue
             if number is not None:
