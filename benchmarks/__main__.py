@@ -20,6 +20,7 @@ from benchmarks import (
     checkpoints,
     cut,
     inside,
+    loops,
     page,
     plan,
     replicas,
@@ -37,6 +38,7 @@ BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "buffers": buffers.compare,
     "checkpoints": checkpoints.compare,
     "replicas": replicas.compare,
+    "loops": loops.compare,
     "schedules": schedules.compare,
     "watch": watch.compare,
 }

@@ -32,6 +32,7 @@ PARTS = {
     "penstock.integrations": "In the loops of other libraries",
     "penstock.testing": "Testing",
     "penstock.train": "The trainer",
+    "penstock.doctor": "Examining a job",
     "penstock.pipelining": "torch's names",
     "penstock.errors": "Errors",
 }

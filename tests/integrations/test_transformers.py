@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -28,6 +28,7 @@ from transformers import (
 
 from penstock.errors import UsageError
 from penstock.integrations.transformers import PipelineTrainer
+from penstock.testing import WorkerPool
 from tests.integrations.trainers import (
     FAMILIES,
     SIZES,
@@ -39,6 +40,7 @@ from tests.integrations.trainers import (
     report,
     saved,
 )
+from tests.loops.setting import launched
 from tests.scripts import run_script
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -191,7 +193,7 @@ def test_without_accelerate_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "accelerate.utils", None)
     monkeypatch.delitem(sys.modules, "penstock.integrations.transformers")
     with pytest.raises(ImportError, match=r"pip install 'penstock-pipeline\[transformers\]'"):
-        import_module("penstock.integrations.transformers")
+        importlib.import_module("penstock.integrations.transformers")
 
 
 # ---- trainers with a loss of their own
@@ -300,6 +302,28 @@ def test_adapters_are_trained_and_saved_as_peft_does(tmp_path: Path) -> None:
         torch.testing.assert_close(states[1], states[0], atol=1e-5, rtol=1e-4)
         loaded = peft.PeftModel.from_pretrained(make_model("llama"), folder)
         assert peft.get_peft_model_state_dict(loaded).keys() == states[0].keys()
+
+
+def saves_an_adapter(group: Any, folder: str) -> list[str]:
+    """A layer of its own, and a model that asks tensors for their device, which Accelerate calls cpu:0."""
+    peft = importlib.import_module("peft")
+    with launched(torch.distributed.get_rank(), 4):
+        torch.set_default_dtype(torch.float32)
+        config = peft.LoraConfig(target_modules=["v_proj"], modules_to_save=["lm_head"])
+        model = peft.get_peft_model(make_model("llama"), config)
+        options: dict[str, Any] = {"model": model, "measures": False, "pipeline": {"ranks": 2}}
+        trainer = make(PipelineTrainer, "llama", Path(folder), 1, **options)
+        trainer.train()
+        trainer.save_model(folder)
+        trainer.pipe.close()
+        return sorted(name for name, p in model.named_parameters() if p.requires_grad)
+
+
+@pytest.mark.nightly
+def test_an_adapter_is_saved_by_one_process(tmp_path: Path, workers: WorkerPool) -> None:
+    pytest.importorskip("peft")
+    learned, *_ = workers.run(f"{__name__}:saves_an_adapter", 4, 100.0, folder=str(tmp_path))
+    assert len(load_file(tmp_path / "adapter_model.safetensors")) == len(learned)
 
 
 # ---- trainers of TRL

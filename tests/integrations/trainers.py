@@ -134,12 +134,13 @@ def make(
     }
     given |= options.pop("arguments", {})
     model = options.pop("model", None)
+    measures = measure if options.pop("measures", True) else None
     return kind(
         model=make_model(family) if model is None else model,
         args=TrainingArguments(output_dir=str(folder), **given),
         train_dataset=Examples(data, 64, 1),
         eval_dataset=Examples(data, 20, 2),
-        compute_metrics=measure if options.pop("measures", True) else None,
+        compute_metrics=options.pop("compute_metrics", measures),
         **options,
     )
 

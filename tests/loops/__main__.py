@@ -14,6 +14,8 @@ import argparse
 import gc
 import logging
 import math
+import re
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -63,7 +65,9 @@ def run(name: str, cut: bool, rank: int, processes: int, folder: Path, replicas:
             outcome = PROGRAMS[name](setting).plain()
         except Exception as error:
             # A program would end here, and so tell the others.
-            for pipe in [one for one in gc.get_objects() if type(one) is Pipeline]:
+            for pipe in [
+                p for p in gc.get_objects() if type(p) is Pipeline and "_closed" in vars(p)
+            ]:
                 pipe.close(error)
             kind = "refused" if isinstance(error, PenstockError) else "failed"
             text = " ".join(str(error).split())
@@ -78,7 +82,12 @@ def warned() -> Iterator[list[str]]:
     """A context that collects what Penstock warns of."""
     texts: list[str] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+
+    def emit(record: logging.LogRecord) -> None:
+        texts.append(record.getMessage())
+        print(record.getMessage(), file=sys.stderr)
+
+    handler.emit = emit  # type: ignore[method-assign]
     logger = logging.getLogger("penstock")
     logger.addHandler(handler)
     try:
@@ -99,7 +108,9 @@ def in_processes(pool: WorkerPool, processes: int, name: str, folder: Path, cut:
     try:
         texts = pool.run(task, processes, 150.0, name=name, folder=str(folder), cut=cut)
     except WorkerError as error:
-        return "failed: " + " ".join(str(error).split())[-250:]
+        # A process that waits in another library's call cannot raise: it says why, and ends.
+        ended = re.search("penstock: .* ends itself: (.*)", text := str(error))
+        return f"refused, {ended[1]}" if ended else "failed: " + " ".join(text.split())[-250:]
     told = [text for text in texts if text]
     causes = [text for text in told if "PeerFailed" not in text]
     text = (causes or told or [""])[0]
@@ -205,10 +216,10 @@ class Row:
                 text = in_processes(self._pools["two"], replicas, self._name, folder, cut=False)
             else:
                 text = run(self._name, False, 0, 1, folder, replicas)
-            if text:
-                raise RuntimeError(text)
-            self._plain[replicas] = torch.load(folder / "outcome", weights_only=False)
-        found: dict[str, Any] = self._plain[replicas]
+            self._plain[replicas] = text or torch.load(folder / "outcome", weights_only=False)
+        found: str | dict[str, Any] = self._plain[replicas]
+        if isinstance(found, str):
+            raise RuntimeError(found)
         return found
 
 

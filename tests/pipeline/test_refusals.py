@@ -398,8 +398,8 @@ def test_a_device_of_this_machine_goes_to_each_local_rank(monkeypatch: pytest.Mo
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert placed_on("cuda") == torch.device("cuda:1")
     assert placed_on("cuda:0") == torch.device("cuda:0")
-    assert make(ranks=1, device="meta").stages[0].device == torch.device("meta:1")
-    assert make(ranks=1, device="cpu").stages[0].device == torch.device("cpu")
+    assert make(ranks=1, device="meta:1").stages[0].device == torch.device("meta")
+    assert make(ranks=1, device="cpu:0").stages[0].device == torch.device("cpu")
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(
         UsageError, match=r"number 2, by LOCAL_RANK, but there are only 2; start at most 2"

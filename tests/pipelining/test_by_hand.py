@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,6 @@ from torch import Tensor, nn
 
 from penstock.partition import Shared
 from penstock.pipelining import PipelineStage, ScheduleGPipe
-from penstock.pipelining._utils import PipeliningMetadataError
 from penstock.pipelining.schedules import PipelineScheduleSingle
 from penstock.testing import WorkerPool
 from tests.pipelining.either import WIDTH, Layer, Seat, X
@@ -60,11 +60,11 @@ def test_without_a_schedule(halves: bool, examples: dict[str, Any]) -> None:
 
 def test_what_comes_too_early_is_named() -> None:
     first, last = driven().stages
-    with pytest.raises(RuntimeError, match="get_fwd_recv_ops comes first"):
+    with pytest.raises(RuntimeError, match="set_local_fwd_input comes first"):
         last.forward_one_chunk(0, ())
     last.set_local_fwd_input(first.forward_one_chunk(0, (PART,)), 0)
     last.forward_one_chunk(0, ())
-    with pytest.raises(RuntimeError, match="get_bwd_recv_ops comes first"):
+    with pytest.raises(RuntimeError, match="set_local_bwd_input comes first"):
         first.backward_one_chunk(0)
     with pytest.raises(RuntimeError, match="out of range of 2 chunks"):
         first.backward_one_chunk(2)
@@ -73,10 +73,11 @@ def test_what_comes_too_early_is_named() -> None:
     with pytest.raises(AssertionError, match="full_backward=False"):
         last.backward_weight_one_chunk(0)
     fresh = PipelineStage(Layer(), 0, 2, "cpu")
-    with pytest.raises(RuntimeError, match="_initialize_stage"):
-        fresh.get_fwd_recv_ops(0)
-    assert fresh.backward_one_chunk(0) is None
-    assert fresh.backward_weight_one_chunk(0) is None
+    fresh.stage_index_to_group_rank = {0: 0, 1: 1}
+    with pytest.raises(RuntimeError, match="drive them in its _step_microbatches"):
+        fresh.get_fwd_send_ops(0)
+    fresh.backward_one_chunk(0)  # without a backward they do nothing
+    fresh.backward_weight_one_chunk(0)
     fresh._has_backward = True
     with pytest.raises(RuntimeError, match="no chunks yet"):
         fresh.backward_one_chunk(0)
@@ -91,34 +92,64 @@ def test_the_next_step_drops_what_was_left() -> None:
     assert stage.fwd_cache == {}
 
 
-class Once(PipelineScheduleSingle):
-    """Sends one microbatch of another length than was agreed."""
+class Early(PipelineScheduleSingle):
+    """Does, on each rank, what a function says."""
+
+    says: Any
+    current: Any
 
     def _step_microbatches(
         self, arg_mbs: Any = None, kwarg_mbs: Any = None, *_: Any, **__: Any
     ) -> None:
-        args, kwargs = self._check_inputs(arg_mbs, kwarg_mbs)
-        self._initialize_stage(args[0], kwargs[0])
-        stage: Any = self._stage
-        if stage.is_first:
-            stage.forward_one_chunk(0, (args[0][0].repeat(2, 1),), kwargs[0])
-            stage.get_fwd_send_ops(0)
+        parts = self._check_inputs(arg_mbs, kwarg_mbs)[0]
+        self._initialize_stage(parts[0], {})
+        self.says(self._stage, parts)
 
 
-def other_values(group: Any) -> str:
+def other_values(stage: Any, args: Any) -> None:
+    """The second microbatch gives another length than the first."""
+    for index, (x,) in enumerate(args if stage.is_first else []):
+        stage.forward_one_chunk(index, (x.repeat(1 + index, 1),))
+        stage.get_fwd_send_ops(index)
+
+
+def too_early(stage: Any, args: Any) -> None:
+    if not stage.is_first:
+        stage.forward_one_chunk(0)
+
+
+def by_the_schedule_too(stage: Any, args: Any) -> None:
+    """The class has no actions, and the step has begun by hand."""
+    PipelineScheduleSingle._step_microbatches(Early.current)
+
+
+WRONG = {"other_values": other_values, "too_early": too_early, "both": by_the_schedule_too}
+
+
+def wrong_loop(group: Any, what: str) -> str:
     seat = Seat("penstock", group, "GPipe")
-    schedule = seat.schedule(Once, 2)
-    if not seat.is_first:
-        schedule.step(return_outputs=False)
-        return ""
-    with pytest.raises(PipeliningMetadataError) as raised:
-        schedule.step(PART)
-    return str(raised.value)
+    Early.says, Early.current = staticmethod(WRONG[what]), seat.schedule(Early, 2)
+    try:
+        Early.current.step(*([PART] if seat.is_first else []), return_outputs=False)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
-def test_another_value_than_was_agreed(workers: WorkerPool) -> None:
-    says, _ = workers.run(f"{__name__}:other_values", 2, 60.0)
-    assert says == ("stage 0, microbatch 0: its output is float32[2, 4]; expected float32[1, 4]")
+@pytest.mark.parametrize(
+    ("what", "rank", "says"),
+    [
+        ("other_values", 0, "SpecError: 0SEND_F1: .*float32.2, 4.*float32.1, 4"),
+        ("too_early", 1, "stage 1 has nothing for microbatch 0; get_fwd_recv_ops comes first"),
+        ("both", 0, "either by a loop over stages or by the schedule"),
+    ],
+)
+def test_a_loop_that_goes_wrong_is_named_on_every_rank(
+    workers: WorkerPool, what: str, rank: int, says: str
+) -> None:
+    answers = workers.run(f"{__name__}:wrong_loop", 2, 60.0, what=what)
+    assert re.search(says, answers[rank])
+    assert all(answers)
 
 
 # ---- weights that stages share: equal where that is asked for

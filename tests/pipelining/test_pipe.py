@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from penstock.pipelining import (
     SplitPoint,
     pipeline,
 )
-from penstock.pipelining.schedules import get_schedule_class
+from penstock.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from penstock.testing import WorkerPool
 from tests.partition.families import make
 from tests.pipelining.either import CHUNKS, Names, placed
@@ -96,18 +96,41 @@ def test_a_cut_model_computes_and_trains_as_the_model_does_under_its_names(name:
         close(pipe.split_gm(*copy.deepcopy(args), **kwargs), plain)
 
 
+class Loop(PipelineScheduleMulti):
+    """A loop over the stages of a rank, call by call."""
+
+    def _step_microbatches(self, *batch: Any, **_: Any) -> None:
+        args, kwargs, targets, losses = [*batch, None, None, None][:4]
+        args, kwargs = self._check_inputs(args, kwargs, targets)
+        held: Sequence[Any] = self._stages
+        for stage, index in [(s, i) for s in held for i in range(self._n_microbatches)]:
+            stage.get_fwd_recv_ops(index)
+            output = stage.forward_one_chunk(index, args[index], kwargs[index])
+            self._maybe_compute_loss(stage, output, targets, index)
+            stage.get_fwd_send_ops(index)
+        for stage, index in [(s, i) for s in held[::-1] for i in range(self._n_microbatches)]:
+            stage.get_bwd_recv_ops(index)
+            stage.backward_one_chunk(index, loss=self._maybe_get_loss(stage, index))
+            stage.get_bwd_send_ops(index)
+        self._update_losses(held, losses)
+        for stage in held:
+            stage.perform_reduce_grad(self._n_microbatches)
+
+
 def piped(group: Any, name: str, schedule: str) -> None:
     """Two steps of this process's stages: the gradients are the model's."""
     example = EXAMPLES[name]
     model, expected = example.model(), example.model()
     rank = dist.get_rank(group)
     stages = stages_of(cut(example, model), group, placed(schedule, 2)[rank])
-    kind: Any = get_schedule_class(schedule)
+    kind: Any = Loop if schedule == "by hand" else get_schedule_class(schedule)
     one = kind(stages, CHUNKS, loss_fn=example.loss)
     for _ in range(2):
         args = copy.deepcopy(example.args) if rank == 0 else ()
         kwargs = example.kwargs if rank == 0 else {}
         target = example.target if any(stage.is_last for stage in stages) else None
+        for each in (model, expected):
+            each.zero_grad()
         one.step(*args, target=target, **kwargs)
         plain_step(expected, example)
     for stage in stages:
@@ -116,7 +139,7 @@ def piped(group: Any, name: str, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["words", "marked", "sizes"])
-@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble", "by hand"])
 def test_a_pipe_over_processes(workers: WorkerPool, name: str, schedule: str) -> None:
     workers.run(f"{__name__}:piped", 2, 100.0, name=name, schedule=schedule)
 

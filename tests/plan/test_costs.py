@@ -163,7 +163,9 @@ def test_a_rank_is_busy_around_actions_with_messages() -> None:
     costs = replace(of, units=units).stages((0, 2), looped(2), handling=0.25).costs
     assert (costs.forward, costs.input) == ((2.25, 2.25), (1.75, 1.75))
     assert (costs.weight, costs.backward) == ((1.75, 1.75), (4.25, 4.25))
-    assert of.stages((0, 1, 2, 3), looped(4), handling=0.25).costs.forward == (1.25,) * 4
+    # What skips stages goes to three ranks.
+    apart = of.stages((0, 1, 2, 3), looped(4), handling=0.25).costs.forward
+    assert apart == (1.75, 1.25, 1.25, 1.25)
 
 
 class Pooled(nn.Module):
@@ -243,7 +245,7 @@ def test_every_number_of_the_table_has_a_source() -> None:
 
 
 def test_a_meter_counts_what_is_alive() -> None:
-    with Meter(SLOW.seconds) as meter:
+    with Meter() as meter:
         first = torch.zeros(100)
         second = first.view(10, 10) @ torch.ones(10, 10)
         assert meter.live == 800

@@ -146,7 +146,7 @@ def test_wrong_numbers_are_refused_before_costs_are_found(wrong: dict[str, Any],
         ('"replicas": 1', '"replicas": 10000000', "replicas=10000000"),
         ('"ranks": 2', '"ranks": 3', "has 3 stages"),
         ('"seconds": ', '"seconds": -', "plan.seconds"),
-        ('"version": 3', '"version": 2', "version: Input should be 3"),
+        ('"version": 4', '"version": 3', "version: Input should be 4"),
     ],
 )
 def test_a_file_that_is_no_plan_is_refused_before_anything_is_built(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,16 @@ def test_a_run_is_planned_by_the_command_or_by_itself(tmp_path: Path, capsys: Ca
     assert losses(plan=str(plan)) == pytest.approx(plain, rel=1e-5)
     with pytest.raises(ConfigError, match="is for batch=8, but this run has 16"):
         losses(plan=str(plan), batch=16)
+    # The run left a plan and a recorded step, from which it is planned again.
+    run = max(tmp_path.glob("run*/plan.json")).parent
+    asked = ["plan", "--corrected", str(run), "--seconds", "0", "--keep", "1"]
+    assert main(asked) == 0
+    shown = capsys.readouterr().out
+    assert "old cut: " in shown
+    assert re.search(r"gain: \d+\.\d+ x", shown)
+    (run / "timeline.json").write_text("{}")
+    assert main(asked) == 65
+    assert "not a trace of a step" in capsys.readouterr().err
     plan.write_text("{}")
     with pytest.raises(InputFileError, match=r"plan\.json: not a plan"):
         losses(plan=str(plan))
@@ -94,6 +105,10 @@ def test_the_command_plans_a_model_of_transformers(tmp_path: Path, capsys: Captu
     asked += ["--hf", str(tmp_path / "config.json")]
     assert main([*asked, "--pipeline", "4", "--schedule", "ZB-H1"]) == 0
     assert "ZB-H1" in capsys.readouterr().out
+    mixed = [one for one in asked if not one.startswith(("--ranks", "--device"))]
+    links = ["--ranks=2xh100,2xa100", "--links=0..1-2..3=1GB/s", "--schedule=1F1B", "--keep=1"]
+    assert main([*mixed, *links, "--pipeline=4"]) == 0
+    assert "the same with even stages, in the ranks' own order, takes" in capsys.readouterr().out
     assert main([*asked, "--memory", "1KB"]) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("penstock: nothing fits into memory=1000")
@@ -113,6 +128,15 @@ HF = ["--hf", "nowhere.json", "--ranks=2", "--batch=2"]
     [
         ([], "give the settings"),
         (["--hf", "nowhere.json"], "needs --ranks, --batch, --device"),
+        (["--hf", "nowhere.json", "--ranks", "4xh1000"], "did you mean 'h100'"),
+        (["--hf", "nowhere.json", "--ranks", "0"], "--ranks must be at least 1"),
+        (["--hf", "nowhere.json", "--ranks", "4", "--links", "0-1=1GB/s"], "--links is of devices"),
+        (
+            ["--hf", "nowhere.json", "--ranks", "4", "--cluster", "c"],
+            "leave --ranks and --links out",
+        ),
+        (["--hf", "nowhere.json", "--cluster", "nowhere"], "nowhere: cannot be read"),
+        (["--corrected", "nowhere"], "no such file"),
         ([*HF, "--device=h100"], "no such file"),
         ([*HF, "--device=h1000"], "did you mean 'h100'"),
         ([*HF, "--device=h100", "--dtype=int8"], "dtype='int8': must be one of"),

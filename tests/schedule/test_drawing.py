@@ -115,6 +115,18 @@ def test_colours_change_nothing_but_the_colour() -> None:
     assert coloured.count("\x1b[30;48;5;") == len(line.spans) + 3
 
 
+def test_a_forward_is_drawn_above_the_backward_that_runs_beside_it() -> None:
+    line = simulate(build("DualPipeV", ranks=2, microbatches=6), Costs(overlap=1)).timeline
+    tree = ElementTree.fromstring(draw_svg(line))
+    boxes = {
+        (box[0].text or "").partition(":")[0]: box[1] for box in tree if box.tag.endswith("}g")
+    }
+    for pair in line.pairs:
+        forward, backward = (boxes[str(half)] for half in pair)
+        end = float(forward.attrib["y"]) + float(forward.attrib["height"])
+        assert float(backward.attrib["y"]) == end
+
+
 def test_the_svg_frames_what_overlaps() -> None:
     made = build("DualPipeV", ranks=2, microbatches=6)
     svg = draw_svg(simulate(made).timeline)

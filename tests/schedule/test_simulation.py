@@ -53,6 +53,13 @@ def test_gaps_name_what_is_waited_for() -> None:
     ran = simulate(add_communication(schedule("0F0 0B0", "1F0 1B0")))
     (gap,) = ran.gaps(0)
     assert (gap.start, gap.end, str(gap.action), str(gap.waits_for)) == (1, 4, "0B0", "0RECV_B0")
+    # A value may be made in time, and come too late.
+    late = schedule("0F0 0F1", "1F0 1F1", microbatches=2)
+    gaps = simulate(late, Costs(forward=[2, 1], latency=1.5)).gaps(1)
+    assert [(gap.start, gap.end, str(gap.waits_for)) for gap in gaps] == [
+        (0, 3.5, "0F0"),
+        (4.5, 5.5, "0F1"),
+    ]
 
 
 def test_the_critical_path_goes_through_the_ranks() -> None:

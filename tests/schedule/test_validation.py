@@ -107,6 +107,14 @@ def test_a_deadlock_prints_who_waits_for_whom(programs: tuple[str, ...], circle:
         simulate(stuck)
 
 
+def test_a_rank_that_waits_for_a_deadlock_is_no_part_of_it() -> None:
+    stuck = schedule("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", "2F1 2B1 2F0 2B0", microbatches=2)
+    (problem,) = validate(stuck).problems
+    assert problem.what == (
+        "deadlock: rank 1 at 1B0 waits for 2B0 of rank 2 -> rank 2 at 2F1 waits for 1F1 of rank 1"
+    )
+
+
 def test_channel_orders_that_differ_are_named_at_both_ends() -> None:
     crossed = schedule("0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F1 1RECV_F0 1F0 1F1", microbatches=2)
     (problem,) = validate(crossed).problems

@@ -168,7 +168,9 @@ def test_the_initialiser_of_the_model_goes_along_with_its_stages() -> None:
     assert wanted["embed.weight"].std() > 0.5
     # What was built for real keeps what nobody fills.
     assert net.scale.tolist() == [1.0, 1.0]
-    parts = partition(Titled(), [["embed", "blocks.0"], ["blocks.1", "head"]]).modules
+    stages = [["embed", "blocks.0"], ["blocks.1", "head"]]
+    example: Any = ((torch.zeros(2, 3, dtype=torch.long),), {})
+    parts = partition(Titled(), stages, example=example).modules
     penstock.init_weights(parts, 1)
     parts_state = state(*parts)
     assert all(torch.equal(value, wanted[name]) for name, value in parts_state.items())

@@ -139,7 +139,7 @@ def test_what_a_pipeline_saved_is_read_and_replaced(tmp_path: Path) -> None:
     with torch.no_grad():
         linear = model.get_submodule("blocks.0")
         linear.weight = nn.Parameter(linear.get_parameter("weight").t())
-    with Pipeline(model, ranks=4, stages=CUTS) as pipe:
+    with Pipeline(model, ranks=4, stages=CUTS, example=((TOKENS[:2],), {})) as pipe:
         pipe.save(folder)
         with torch.no_grad():
             model.get_parameter("norm.bias").fill_(7)
@@ -157,7 +157,7 @@ def test_what_a_pipeline_saved_is_read_and_replaced(tmp_path: Path) -> None:
         [*{*index["weight_map"].values()}, "model.safetensors.index.json"]
     )
     # A file of another save is named, and so is one that is missing.
-    pipe = Pipeline(model, ranks=4, stages=CUTS)
+    pipe = Pipeline(model, ranks=4, stages=CUTS, example=((TOKENS[:2],), {}))
     before = (folder / name).read_bytes()
     pipe.save(folder)
     index = json.loads((folder / "model.safetensors.index.json").read_text())

@@ -41,6 +41,7 @@ class Targets:
         optimizers: the optimizers of their parameters.
         states: all other objects with a state dict.
         pipe: the pipeline, if there is one.
+        model: the model of the pipeline, or the unsplit one.
         names: the names of all parameters, by ``id``.
     """
 
@@ -49,6 +50,7 @@ class Targets:
         self.optimizers: dict[str, Optimizer] = {}
         self.states: dict[str, Any] = {}
         self.pipe: Pipeline | None = None
+        self.model: nn.Module | None = None
         self.names: dict[int, str] = {}
         for label, value in arguments.items():
             if value is not None:
@@ -69,11 +71,13 @@ class Targets:
                 raise UsageError(
                     "two pipelines were given; give each Checkpoints of its own, in a folder of its own"
                 )
-            self.pipe = value
+            self.pipe, self.model = value, value.model
             self._add_weights(MODEL, value.held_weights)
         elif isinstance(value, nn.Module):
             weights = StageWeights([WholeModel(value)], Names(find_shared(value, [value])))
-            self._add_weights(MODEL if label == "pipe" else label, weights)
+            label = MODEL if label == "pipe" else label
+            self._add_weights(label, weights)
+            self.model = value if label == MODEL else self.model
         elif isinstance(value, Optimizer):
             check_kept_per_parameter(value, f"{label}=")
             self.optimizers[label] = value

@@ -14,7 +14,7 @@ from penstock.checkpoint.folder import find
 from penstock.checkpoint.table import TABLE, CheckpointTable
 from penstock.errors import InputFileError, UsageError, printable
 from penstock.values import bytes_as_text
-from penstock.weights.folders import INDEX, WeightFolder, save_stage
+from penstock.weights.folders import INDEX, WeightFolder, files_beside, save_stage
 from penstock.weights.storage import is_there
 
 LARGEST = 2 << 30
@@ -94,14 +94,18 @@ def _setting(value: Any) -> Any:
     return value["of"] if isinstance(value, Mapping) and "of" in value else value
 
 
-def export(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> list[Path]:
+def export(
+    folder: str | os.PathLike[str], out: str | os.PathLike[str], processing_class: Any = None
+) -> list[Path]:
     """Write the weights of a checkpoint (of several, the latest) as plain safetensors files and an index.
 
-    :func:`penstock.read_weights`, ``Pipeline(weights=)`` and transformers read them.
+    :func:`penstock.read_weights` and ``Pipeline(weights=)`` read them. A model of transformers gets its
+    ``config.json`` and ``generation_config.json`` too, so that ``from_pretrained(out)`` loads it.
 
     Args:
         folder: a run folder, a folder of checkpoints, or one of these.
         out: the folder to write to, which must not hold such files.
+        processing_class: a tokenizer or processor, whose files are written too.
 
     Returns:
         The paths of the files.
@@ -116,6 +120,8 @@ def export(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> list[
     if any(is_there(path / name) for name in (INDEX, "model.safetensors")):
         raise UsageError(f"{str(path)!r} holds weights already; choose another folder")
     table.check_files()
+    beside = files_beside(None, processing_class)
+    beside |= {name: text.encode() for name, text in table.contents.beside.items()}
     files, size = [list[str]()], 0
     for key in table.tensors_of(MODEL):
         nbytes = math.prod(table.shape(key)) * table.dtype(key).itemsize
@@ -130,7 +136,7 @@ def export(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> list[
         for number, keys in enumerate(files):
             state = {_name(key): table.read(key) for key in keys}
             written[number] = save_stage(state, path, number, len(files), target.save)
-        return target.publish(written, tied)
+        return target.publish(written, tied, beside)
 
 
 def _name(key: str) -> str:

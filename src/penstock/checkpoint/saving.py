@@ -29,6 +29,7 @@ from penstock.errors import FAILURE, CheckpointError, UsageError
 from penstock.parallel import local_part, region_of
 from penstock.values import bytes_as_text
 from penstock.weights.files import write_file
+from penstock.weights.folders import files_beside
 from penstock.weights.optimizers import merge_groups
 from penstock.weights.storage import check_arrived, patiently, write_bytes
 from penstock.weights.team import Known, Team, distinct
@@ -109,6 +110,7 @@ class Preparing:
         self._known = Known()
         self._leader = Leader()
         self._share: list[int] = []
+        self._beside: dict[str, str] | None = None
 
     def job(self, team: Team, targets: Targets, step: int, extra: Any, writer: Writer) -> Job:
         """Agree with the other processes on who writes what."""
@@ -118,6 +120,9 @@ class Preparing:
             nonlocal flat
             flat = Flat.of(targets)
             encode(extra, "extra=", None)  # an error here is one before anything is written
+            if team.leads and self._beside is None:
+                files = files_beside(targets.model)
+                self._beside = {name: content.decode() for name, content in files.items()}
             return step, flat.described()
 
         def begin(steps: list[Any]) -> list[str]:
@@ -140,7 +145,9 @@ class Preparing:
             )  # fmt: skip
             if share is not None:
                 self._share = share
-            contents = self._leader.contents | _about(team, targets, extra) if team.leads else {}
+            contents = {"beside": self._beside, **self._leader.contents}
+            if team.leads:
+                contents |= _about(team, targets, extra)
             return Job(step, Path(place[0]), place[1], contents, self._written(flat))
         except BaseException:
             if place[0] and team.leads:

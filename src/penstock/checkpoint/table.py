@@ -113,6 +113,7 @@ class TableContents(_Part):
         tied: further keys of tied weights, each mapped to the first key.
         groups: the groups of each optimizer.
         extra: the user's JSON data.
+        beside: the files that describe the model, by name.
     """
 
     torch: str
@@ -127,6 +128,7 @@ class TableContents(_Part):
     tied: dict[str, str]
     groups: dict[str, list[_Group]]
     extra: Any
+    beside: dict[str, str] = {}
 
     @model_validator(mode="after")
     def _check(self) -> TableContents:

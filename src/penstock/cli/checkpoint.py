@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from penstock import checkpoint
+from penstock.errors import UsageError
 
 app = typer.Typer(
     help="See what checkpoints hold, and export weights.",
@@ -20,6 +22,12 @@ Folder = Annotated[
 ]
 Check = Annotated[bool, typer.Option("--check", help="Read everything and compare the checksums.")]
 Out = Annotated[Path, typer.Argument(help="Where to write the weights.")]
+Processor = Annotated[
+    str | None,
+    typer.Option(
+        help="A tokenizer or processor to write too: a name or folder that transformers knows."
+    ),
+]
 
 
 @app.command()
@@ -29,7 +37,19 @@ def show(folder: Folder, check: Check = False) -> None:
 
 
 @app.command()
-def export(folder: Folder, out: Out) -> None:
-    """Write the weights of the latest checkpoint as plain safetensors files."""
-    for path in checkpoint.export(folder, out):
+def export(folder: Folder, out: Out, processor: Processor = None) -> None:
+    """Write the weights of the latest checkpoint as plain safetensors files, and a model's config.json."""
+    processing_class = None if processor is None else _processor(processor)
+    for path in checkpoint.export(folder, out, processing_class):
         typer.echo(str(path))
+
+
+def _processor(name: str) -> Any:
+    try:
+        return import_module("transformers").AutoProcessor.from_pretrained(name)
+    except ImportError:
+        raise UsageError(
+            "--processor needs transformers: pip install 'penstock-pipeline[transformers]'"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--processor {name}: transformers finds none there: {error}") from error

@@ -18,7 +18,7 @@ from typing import Annotated, Protocol, runtime_checkable
 
 import typer
 
-from penstock.cli import checkpoint, plan, schedule, train
+from penstock.cli import checkpoint, doctor, plan, schedule, train
 from penstock.errors import (
     FAILURE,
     INPUT,
@@ -68,6 +68,7 @@ def _root(version: Version = False) -> None:
 
 app.command()(train.train)
 app.command()(plan.plan)
+app.command()(doctor.doctor)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(schedule.app, name="schedule")
 
@@ -79,9 +80,10 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: what follows the program's name; by default from ``sys.argv``.
 
     Returns:
-        The exit status: 0 done, 2 a wrong flag or argument, 65 a file that cannot be used, 70 an exception in
-        the user's code or in Penstock, 75 a rank died or fell silent, so that it makes sense to try again, 76
-        a loss or gradient that is not finite, 130 interrupted, 143 terminated.
+        The exit status: 0 done, 1 ``doctor`` found something odd, 2 a wrong flag or argument, 65 a file that
+        cannot be used, 70 an exception in the user's code or in Penstock, 75 a rank died or fell silent, so
+        that it makes sense to try again, 76 a loss or gradient that is not finite, 130 interrupted, 143
+        terminated.
     """
 
     def run() -> object:

@@ -16,6 +16,14 @@ def check_folder(path: Path | None) -> None:
         raise UsageError(f"{path}: cannot be written: there is no folder {path.parent}")
 
 
+def read_text(path: Path) -> str:
+    """The text of a file that a flag names."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+
+
 def write(path: Path | None, writes: Callable[[Path], object]) -> None:
     """Write a file, if a flag asks for it, and say so."""
     if path is None:

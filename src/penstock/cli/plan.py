@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from penstock import plan as planning
+from penstock import schedule as schedules
 from penstock import train
-from penstock.cli.output import check_folder, write, write_text
+from penstock.cli.output import check_folder, read_text, write, write_text
 from penstock.errors import ConfigError
 
 Config = Annotated[
@@ -24,7 +25,24 @@ Hf = Annotated[
         "--hf", help="A config.json of transformers: a causal language model, no weights."
     ),
 ]
-Ranks = Annotated[int | None, typer.Option("--ranks", min=1, help="How many devices there are.")]
+Ranks = Annotated[
+    str | None,
+    typer.Option("--ranks", help="How many devices there are, or which: 4xh100-80GB,4xa100-40GB."),
+]
+Links = Annotated[
+    str,
+    typer.Option(
+        "--links", help="Links that differ from what the devices have, such as 3-4=10GB/s@50us."
+    ),
+]
+ClusterFile = Annotated[
+    Path | None,
+    typer.Option("--cluster", help="The ranks and links that penstock doctor --out has measured."),
+]
+Corrected = Annotated[
+    Path | None,
+    typer.Option("--corrected", help="Plan again from the recorded step in this run folder."),
+]
 Memory = Annotated[
     str | None,
     typer.Option(
@@ -73,6 +91,9 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
     config: Config = None,
     hf: Hf = None,
     ranks: Ranks = None,
+    links: Links = "",
+    cluster: ClusterFile = None,
+    corrected: Corrected = None,
     memory: Memory = None,
     batch: Batch = None,
     sequence: Sequence = None,
@@ -94,6 +115,8 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
     """
     check_folder(report)
     check_folder(json)
+    if corrected is not None:
+        config = config or corrected / "config.toml"
     if (config is None) == (hf is None):
         raise ConfigError(
             "give the settings of penstock train as --config, or a model's config as --hf"
@@ -101,19 +124,25 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
     if efficiency is not None and device is None:
         raise ConfigError("--efficiency is of a device to predict for; give its name as --device")
     limit = None if memory is None else bytes_of(memory)
-    described = None
+    count, machines = _cluster_of(ranks, links, cluster)
+    measures = machines is None or (config is not None and cluster is not None)
+    described = None if measures or machines is None else machines.devices[0]
     if device is not None:
         described = planning.device_named(device, compute_efficiency=efficiency or 0.0)
+    asked: dict[str, Any] = {"schedules": schedule or None, "keep": keep, "seconds": seconds}
+    asked |= {"memory": limit, "microbatches": microbatches, "checkpoint": checkpoint}
     if config is not None:
-        flags = {"ranks": ranks, "batch": batch, "sequence": sequence}
+        flags = {"ranks": count, "batch": batch, "sequence": sequence}
         chosen = {name: value for name, value in flags.items() if value is not None}
         settings = train.resolve(chosen, config)
         profile = partial(train.profile_of, settings, described)
-        ranks, batch = train.ranks_of(settings), settings.batch
-        pipeline = pipeline or ranks
+        count, batch = train.ranks_of(settings), settings.batch
+        if machines is not None and len(machines) != count:
+            raise ConfigError(f"the cluster has {len(machines)} ranks, and the run {count}")
+        pipeline = pipeline or count
     else:
-        if ranks is None or batch is None or described is None or hf is None:
-            needed = {"--ranks": ranks, "--batch": batch, "--device": described}
+        if count is None or batch is None or described is None or hf is None:
+            needed = {"--ranks": count, "--batch": batch, "--device": described}
             lacking = ", ".join(flag for flag, value in needed.items() if value is None)
             raise ConfigError(f"--hf needs {lacking} too")
         profile = partial(
@@ -123,26 +152,50 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
             device=described,
             sequence=sequence,
             dtype=dtype,
-            stages=ranks,
+            stages=count,
         )
-    plans = planning.search(
-        profile,
-        ranks=ranks,
-        batch=batch,
-        memory=limit,
-        schedules=schedule or None,
-        pipeline=pipeline,
-        microbatches=microbatches,
-        checkpoint=checkpoint,
-        keep=keep,
-        seconds=seconds,
-    )
-    typer.echo(str(plans))
+    asked |= {"batch": batch, "pipeline": pipeline, "cluster": machines}
+    plans = _plans(profile, corrected, asked | {"ranks": count})
     write(report, plans.report)
     write_text(json, lambda: plans[0].to_json() + "\n")
 
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+def _cluster_of(
+    ranks: str | None, links: str, file: Path | None
+) -> tuple[int | None, planning.Cluster | None]:
+    """The number of ranks, and their devices if these are given."""
+    if file is not None:
+        if ranks is not None or links:
+            raise ConfigError(
+                "--cluster says which ranks and links there are; leave --ranks and --links out"
+            )
+        cluster = planning.Cluster.from_json(read_text(file))
+        return len(cluster), cluster
+    if ranks is None or ranks.strip().isdecimal():
+        if links:
+            raise ConfigError("--links is of devices; give them as --ranks 4xh100,4xa100")
+        count = None if ranks is None else int(ranks)
+        if count == 0:
+            raise ConfigError("--ranks must be at least 1")
+        return count, None
+    cluster = planning.Cluster.parse(ranks, links)
+    return len(cluster), cluster
+
+
+def _plans(
+    profile: Callable[[], planning.Profile], run: Path | None, asked: dict[str, Any]
+) -> planning.Plans:
+    """The best plans, which are printed; with a run folder, from the step that is recorded in it."""
+    if run is None:
+        plans = planning.search(profile, **asked)
+        typer.echo(str(plans))
+        return plans
+    old = planning.Plan.from_json(read_text(run / "plan.json"))
+    timeline = schedules.Timeline.from_chrome_trace(read_text(run / "timeline.json"))
+    given = {name: value for name, value in asked.items() if value is not None and name != "ranks"}
+    again = planning.plan_again(profile(), old, timeline, **given)
+    typer.echo(str(again))
+    return again.plans
 
 
 def bytes_of(text: str) -> float:
@@ -151,14 +204,11 @@ def bytes_of(text: str) -> float:
     Raises:
         ConfigError: the text is not a size of at least one byte.
     """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
+    size = planning.bytes_of(text)
+    if size is None:
         raise ConfigError(
             f"memory={text!r}: must be a size such as 80GB, 512MiB or a number of bytes"
         )
-    number, prefix, binary = match.groups()
-    base = 1024.0 if binary else 1000.0
-    size: float = float(number) * base ** " kmgt".index(prefix.lower() or " ")
     if not 1 <= size < math.inf:
         raise ConfigError(f"memory={text!r}: must be a number of at least one byte, such as 80GB")
     return size

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 try:
-    from accelerate import Accelerator, PartialState
+    from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
 except ImportError as error:
@@ -57,17 +57,48 @@ def share_batches(accelerator: Any, pipe: Pipeline) -> None:
     accelerator.state.device_mesh = mesh
 
 
-def one_of_each(gathered: Any, ranks: int) -> Any:
-    """From tensors gathered from all processes, pick those of one rank of each pipeline."""
+class CountsPipelines(Accelerator):  # type: ignore[misc] # Accelerate has no types
+    """An ``Accelerator`` to which the processes of one pipeline are one."""
 
-    def pick(joined: Tensor) -> Tensor:
-        rows: Tensor = joined.unflatten(0, (PartialState().num_processes, -1))
-        return rows[::ranks].flatten(0, 1)
+    ranks = 1
+    """The number of processes in each pipeline."""
 
-    return map_tensors(gathered, pick)
+    @property
+    def num_processes(self) -> int:
+        """The number of processes that have batches of their own: that of pipelines."""
+        return int(self.state.num_processes) // self.ranks
+
+    def gather(self, tensor: Any) -> Any:
+        """Gather tensors of all pipelines, each pipeline's once."""
+
+        def pick(joined: Tensor) -> Tensor:
+            rows: Tensor = joined.unflatten(0, (self.state.num_processes, -1))
+            return rows[:: self.ranks].flatten(0, 1)
+
+        gathered = super().gather(tensor)
+        return gathered if self.ranks == 1 else map_tensors(gathered, pick)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather values of all pipelines, each pipeline's once, without those that only fill a batch up."""
+        tensors = not use_gather_object and all(
+            isinstance(leaf, Tensor) for leaf in flatten(input_data)[0]
+        )
+        if not tensors and self.ranks > 1:
+            first = self.process_index % self.ranks == 0
+            return super().gather_for_metrics(input_data if first else [], use_gather_object=True)
+        return super().gather_for_metrics(input_data, use_gather_object)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The sum or mean over all pipelines."""
+
+        def once(total: Tensor) -> Tensor:
+            return total / self.ranks if total.is_floating_point() else total // self.ranks
+
+        total = super().reduce(tensor, reduction, scale)
+        return map_tensors(total, once) if reduction == "sum" else total
 
 
-class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has no types
+class PipelineAccelerator(CountsPipelines):
     """An ``Accelerator`` for a :class:`~penstock.PipelineModule`.
 
     ::
@@ -88,15 +119,9 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has n
     def __init__(self, pipe: Pipeline, **options: Any) -> None:
         super().__init__(**options)
         self.pipe = pipe
-        self._ranks = pipe.schedule.ranks if self.state.num_processes > 1 else 1
-        if self._ranks > 1:
+        if self.state.num_processes > 1:
+            self.ranks = pipe.schedule.ranks
             share_batches(self, pipe)
-
-    @property
-    def num_processes(self) -> int:
-        """The number of processes that have batches of their own: that of pipelines."""
-        ranks: int = vars(self).get("_ranks", 1)
-        return int(self.state.num_processes) // ranks
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -128,7 +153,7 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has n
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Wrap a scheduler, which steps once for each pipeline at each step of the optimizer."""
         prepared = super().prepare_scheduler(scheduler)
-        if self._ranks > 1 and not prepared.split_batches:
+        if self.ranks > 1 and not prepared.split_batches:
             # It would step once for each process.
             prepared.split_batches, step = True, prepared.step
 
@@ -208,30 +233,6 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc] # Accelerate has n
         finally:
             for name, objects in kept.items():
                 setattr(self, name, objects)
-
-    def gather(self, tensor: Any) -> Any:
-        """Gather tensors of all pipelines, each pipeline's once."""
-        return one_of_each(super().gather(tensor), self._ranks)
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather values of all pipelines, each pipeline's once, without those that only fill a batch up."""
-        tensors = not use_gather_object and all(
-            isinstance(leaf, Tensor) for leaf in flatten(input_data)[0]
-        )
-        if not tensors and self._ranks > 1:
-            return super().gather_for_metrics(
-                input_data if self.pipe.rank == 0 else [], use_gather_object=True
-            )
-        return super().gather_for_metrics(input_data, use_gather_object)
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum or mean over all pipelines."""
-
-        def once(total: Tensor) -> Tensor:
-            return total / self._ranks if total.is_floating_point() else total // self._ranks
-
-        total = super().reduce(tensor, reduction, scale)
-        return map_tensors(total, once) if reduction == "sum" else total
 
 
 class _PipelineOptimizer(AcceleratedOptimizer):  # type: ignore[misc] # Accelerate has no types

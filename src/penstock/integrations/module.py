@@ -22,7 +22,7 @@ from penstock.integrations.generation import generate
 from penstock.integrations.passes import Pass
 from penstock.pipeline import Pipeline
 from penstock.runtime import ASKING, Loss, LossFunction, LossScaler, LossWeight, StepResult
-from penstock.values import Microbatches, flatten, unflatten
+from penstock.values import Microbatches, merge
 
 _OF_STEP = {"target", "microbatches", "loss_weight", "total_weight", "record"}
 """Arguments of a step that are not the model's."""
@@ -414,7 +414,7 @@ class PipelineModel(PipelineModule):
             loss, output = self.loss_of(result, total), result.outputs
         if not outputs:
             return self._output_class(loss=loss)
-        output = _joined(output) if calls else output
+        output = merge(output, 1) if calls else output
         output["loss"] = loss
         return output
 
@@ -428,7 +428,7 @@ class PipelineModel(PipelineModule):
         output = self.outputs_of(*args, **kwargs)
         if not isinstance(output, list):
             self._ask(output, labels, args, kwargs)
-        output = _joined(output) if isinstance(output, list) else output
+        output = merge(output, 1) if isinstance(output, list) else output
         if not isinstance(output, MutableMapping):
             return output
         for name, value in output.items():
@@ -534,19 +534,6 @@ def _packed(kwargs: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
             call[name] = value
         calls.append(call)
     return calls
-
-
-def _joined(outputs: Sequence[Any]) -> Any:
-    """The output for a row from those for its sequences."""
-    leaves, trees = zip(*map(flatten, outputs), strict=True)
-    columns = [
-        torch.cat(column, 1) if column[0].dim() > 1 else torch.stack(column)
-        for column in zip(*leaves, strict=True)
-        if isinstance(column[0], Tensor)
-    ]
-    values = iter(columns)
-    mixed = [next(values) if isinstance(leaf, Tensor) else leaf for leaf in leaves[0]]
-    return unflatten(mixed, trees[0])
 
 
 # ---- the modules of several stages as one tree

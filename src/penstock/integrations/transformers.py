@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 try:
-    from accelerate.utils import convert_to_fp32, gather
-    from transformers import Trainer
+    from accelerate.utils import convert_to_fp32
+    from transformers import PreTrainedModel, Trainer
 except ImportError as error:
     raise ImportError(
         "penstock.integrations.transformers needs transformers and accelerate: "
@@ -20,8 +21,8 @@ except ImportError as error:
     ) from error
 
 from penstock.checkpoint import Checkpoints
-from penstock.errors import StateDictError, UsageError
-from penstock.integrations.accelerate import one_of_each, share_batches
+from penstock.errors import UsageError
+from penstock.integrations.accelerate import CountsPipelines, share_batches
 from penstock.integrations.module import PipelineModel, PipelineModule, own_loss
 from penstock.launchers import read_launcher
 from penstock.parallel import side_by_side
@@ -91,8 +92,11 @@ class PipelineTrainer(Trainer):
         self._divides = not own or (self.model_accepts_loss_kwargs and module.divides)
         self._loss_only = False
         if self.args.world_size > 1:
+            # The Trainer has made its accelerator itself.
+            self.accelerator.__class__ = CountsPipelines
+            self.accelerator.ranks = self.pipe.schedule.ranks
             share_batches(self.accelerator, self.pipe)
-            self.accelerator.gather = self._gather
+            _check_groups(self.args, self.accelerator.num_processes)
 
     def _options(self, model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
         """Options of the Pipeline: its loss, and its place among the processes."""
@@ -155,7 +159,10 @@ class PipelineTrainer(Trainer):
     ) -> Any:
         """As the Trainer's, but all ranks get the logits only where they are asked for."""
         self._loss_only = prediction_loss_only
-        inputs = self._without_repeated(inputs)
+        if (
+            self._foreign is None
+        ):  # otherwise the loss is that of a replica, of which the Trainer keeps rows
+            inputs = self._without_repeated(inputs)
         try:
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
         finally:
@@ -181,26 +188,16 @@ class PipelineTrainer(Trainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         return torch.tensor(self.pipe.grad_norm()) if grad_norm is None else grad_norm
 
-    def _gather(self, tensor: Any) -> Any:
-        """Gather tensors of all replicas, each replica's once."""
-        return one_of_each(gather(tensor), self.pipe.schedule.ranks)
-
     # ---- properties of the whole model
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """The names of the whole model's parameters that decay."""
         return self._decays
 
-    def get_tp_size(self) -> int:
-        """The number of processes that share a batch: those of one pipeline."""
-        pipe = vars(self).get("pipe")
-        return 1 if pipe is None else pipe.schedule.ranks // len(pipe.ranks)
-
-    def _get_num_items_in_batch(self, *args: Any) -> Any:
-        """The number of labels over all replicas, each counted once."""
-        items = super()._get_num_items_in_batch(*args)
-        # Transformers divides by the processes that share a batch, and gather counts one of them.
-        return items * self.get_tp_size() if isinstance(items, Tensor) else items
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """The samples of a step of the optimizer, over all replicas."""
+        each: int = self._train_batch_size * args.gradient_accumulation_steps
+        return each * int(self.accelerator.num_processes)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """This rank's share of a batch's floating-point operations."""
@@ -224,8 +221,16 @@ class PipelineTrainer(Trainer):
         module, self.model = self.model, self.pipe.model
         try:
             with self.pipe.calling("save_model"):
+                # Of a model with adapters, these alone are saved, as transformers does.
+                adapters = getattr(self.model, "_hf_peft_config_loaded", False)
+                if isinstance(self.model, PreTrainedModel) and not adapters:
+                    # Each rank writes its part; the first one, what the Trainer writes beside it.
+                    files = _TrainerFiles(partial(super()._save, state_dict={}))
+                    self.pipe.save(output_dir or str(self.args.output_dir), files)
+                    return
                 state = self.pipe.state_dict(full=True)
-            super()._save(output_dir, state_dict=state)
+            if self.args.should_save:  # the others have no weights to give to PEFT
+                super()._save(output_dir, state_dict=state)
         finally:
             self.model = module
 
@@ -255,20 +260,36 @@ class PipelineTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         folder = Path(str(self.state.best_model_checkpoint))
-        try:
+        if not (folder / _FOLDER).is_dir():
             self.pipe.load(folder)
-        except StateDictError:
-            # Some models save weights under other names than their own.
-            if not (folder / _FOLDER).is_dir():
-                raise
-            with Checkpoints(folder / _FOLDER) as checkpoints:
-                checkpoints.load(pipe=self.pipe)
+            return
+        with Checkpoints(folder / _FOLDER) as checkpoints:
+            checkpoints.load(pipe=self.pipe)
+
+
+class _TrainerFiles(NamedTuple):
+    """What a Trainer writes beside the weights."""
+
+    save_pretrained: Callable[[str], None]
 
 
 def _foreign_loss(kind: type) -> type | None:
     """The first class with a ``compute_loss`` that is neither this module's nor the Trainer's."""
     classes = (base for base in kind.__mro__ if "compute_loss" in vars(base))
     return next((base for base in classes if base not in (PipelineTrainer, Trainer)), None)
+
+
+def _check_groups(args: Any, replicas: int) -> None:
+    """Refuse groups of TRL's samples that would be spread over replicas."""
+    group = getattr(args, "num_generations", 1) or 1
+    steps = getattr(args, "steps_per_generation", None) or args.gradient_accumulation_steps
+    each = args.per_device_train_batch_size * steps
+    if replicas > 1 and each % group:
+        raise UsageError(
+            f"num_generations={group}: with {replicas} replicas of a pipeline, each must have whole groups "
+            f"of completions, and it has {each} of them at a time; make per_device_train_batch_size times "
+            "steps_per_generation a multiple of it"
+        )
 
 
 def _outside(loss_fn: Any) -> Any:
@@ -304,6 +325,7 @@ def _refuse(trainer: Trainer) -> None:
         "neftune_noise_alpha": (args.neftune_noise_alpha, "leave it out"),
         "use_liger_kernel": (args.use_liger_kernel, "apply it to the model before"),
         "eval_use_gather_object": (args.eval_use_gather_object, "pad the batches instead"),
+        "save_on_each_node": (args.save_on_each_node, "the first process writes the whole model"),
         "average_tokens_across_devices=False": (
             not args.average_tokens_across_devices,
             "the loss is that of all replicas",

@@ -38,6 +38,7 @@ def choose_cuts(
     costs: Sequence[float],
     stages: int,
     placement: Placement | None = None,
+    paces: Sequence[float] = (),
     memory: Sequence[tuple[float, float]] = (),
     room: Room | None = None,
 ) -> Cut:
@@ -47,6 +48,7 @@ def choose_cuts(
         costs: The cost of each block, in the order in which they run.
         stages: How many stages to make.
         placement: Which rank holds which stage; by default each rank holds one.
+        paces: How many times as much a cost is on each rank; by default, alike.
         memory: The bytes that each block holds, and those that it makes for each microbatch.
         room: The memory of the stages, which no stage exceeds if there is such a cut; if there is none, the
             stages hold equally much.
@@ -69,15 +71,18 @@ def choose_cuts(
         if any(costs)
         else [*map(float, range(len(costs) + 1))]
     )
+    rank_of = placement.rank_of if placement else tuple(range(stages))
+    pace_of = paces or [1.0] * (max(rank_of) + 1)
+    stage_paces = [pace_of[rank] for rank in rank_of]
     if room is not None:
         taken = [_taken(memory, flying) for flying in room.in_flight]
         fits: list[Array] = [one <= room.nbytes for one in taken]
-        cut = _even_stages(sums, stages, fits)
+        cut = _even_stages(sums, stage_paces, fits)
         return cut if _all_fit(cut, fits) else _best(taken, np.maximum)[1]
-    cut = _even_stages(sums, stages)
+    cut = _even_stages(sums, stage_paces)
     if placement is None or placement.ranks == stages:
         return cut
-    return _even_ranks(sums, cut, placement.rank_of)
+    return _even_ranks(sums, cut, rank_of, pace_of)
 
 
 def _taken(memory: Sequence[tuple[float, float]], in_flight: int) -> Array:
@@ -100,34 +105,45 @@ def use_up_to(most: int) -> str:
 def loads(costs: Sequence[float], cut: Cut, placement: Placement | None = None) -> list[float]:
     """The cost of each rank under a cut."""
     rank_of = placement.rank_of if placement else tuple(range(len(cut)))
-    return _loads([0.0, *accumulate(map(float, costs))], cut, rank_of)
+    sums = [0.0, *accumulate(map(float, costs))]
+    return _loads(sums, cut, rank_of, [1.0] * (max(rank_of) + 1))
 
 
-def _loads(sums: Sequence[float], cut: Cut, rank_of: Sequence[int]) -> list[float]:
+def _loads(
+    sums: Sequence[float], cut: Cut, rank_of: Sequence[int], paces: Sequence[float]
+) -> list[float]:
     result = [0.0] * (max(rank_of) + 1)
     for rank, (start, stop) in zip(rank_of, pairwise((*cut, len(sums) - 1)), strict=True):
-        result[rank] += sums[stop] - sums[start]
+        result[rank] += (sums[stop] - sums[start]) * paces[rank]
     return result
 
 
 # ---- even stages: dynamic programming over the best cuts of each prefix
 
 
-def _even_stages(sums: Sequence[float], stages: int, fits: Sequence[Array] = ()) -> Cut:
+def _even_stages(sums: Sequence[float], paces: Sequence[float], fits: Sequence[Array] = ()) -> Cut:
     """The most even of the cuts whose heaviest stage is lightest.
 
     Args:
         sums: The cost of all blocks before each one.
-        stages: How many stages to make.
+        paces: How many times as much a cost is in each stage.
         fits: For each stage, whether it may go from one block (row) up to just before another (column).
     """
     prefix = np.array(sums)
     later = ~np.tri(len(prefix), dtype=bool)
     costs = np.where(later, prefix - prefix[:, None], math.inf)
-    prices = [np.where(of, costs, math.inf) for of in fits] or [costs] * stages
+    # Alike stages share a table: there may be hundreds.
+    alike = {pace: costs * pace for pace in set(paces)}
+    prices = [alike[pace] for pace in paces]
+    if fits:
+        prices = [np.where(fit, price, math.inf) for fit, price in zip(fits, prices, strict=True)]
     heaviest, _ = _best(prices, np.maximum)
     most = heaviest * (1 + 1e-12)
-    _, cut = _best([np.where(of > most, math.inf, of * of) for of in prices], np.add)
+    squares: dict[int, Array] = {}
+    for price in prices:
+        if id(price) not in squares:
+            squares[id(price)] = np.where(price > most, math.inf, price * price)
+    _, cut = _best([squares[id(price)] for price in prices], np.add)
     return cut
 
 
@@ -158,12 +174,14 @@ def _back(starts: Sequence[Array], stop: int) -> Iterator[int]:
 # ---- even ranks: start from even stages, and move one block at a time
 
 
-def _even_ranks(sums: Sequence[float], cut: Cut, rank_of: Sequence[int]) -> Cut:
+def _even_ranks(
+    sums: Sequence[float], cut: Cut, rank_of: Sequence[int], paces: Sequence[float]
+) -> Cut:
     """Moves neighbouring boundaries by one block for as long as the ranks get more even."""
     tiny = sums[-1] * 1e-12
 
     def unevenness(cut: Cut) -> tuple[float, float]:
-        ranks = _loads(sums, cut, rank_of)
+        ranks = _loads(sums, cut, rank_of, paces)
         return max(ranks), sum(load * load for load in ranks)
 
     best = unevenness(cut)

@@ -202,7 +202,9 @@ class CallOrder:
                 continue
             weights = [item.weight for item in items]
             memory = [(item.held, item.made) for item in items]
-            homes, loads = self.homes(items, choose_cuts(weights, stages, placement, memory, room))
+            homes, loads = self.homes(
+                items, choose_cuts(weights, stages, placement, memory=memory, room=room)
+            )
             full = len({stage for of in homes.values() for stage in of}) == stages
             if full and (best is None or max(loads) < _MORE_EVEN * best[1]):
                 best = homes, max(loads)

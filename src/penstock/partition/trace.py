@@ -370,6 +370,21 @@ def as_written() -> contextlib.AbstractContextManager[Any]:
     return stance
 
 
+def _in_containers(makers: Sequence[tuple[weakref.ref[Tensor], int]]) -> list[int]:
+    """The makers of the tensors that mutable containers hold.
+
+    It walks all objects of the process, and does so once for all tensors.
+    """
+    tensors = tuple((tensor, maker) for ref, maker in makers if (tensor := ref()) is not None)
+    held: set[int] = set()
+    if tensors:
+        for one in gc.get_referrers(*(tensor for tensor, _ in tensors)):
+            if isinstance(one, CONTAINERS):
+                items = (*one, *one.values()) if isinstance(one, dict) else one
+                held |= set(map(id, items))
+    return [maker for tensor, maker in tensors if id(tensor) in held]
+
+
 class _Recorder(TorchFunctionMode):
     def __init__(
         self, model: nn.Module, doors: Sequence[Door], homes: Homes, sizes: UnitSizes | None
@@ -625,18 +640,17 @@ class _Recorder(TorchFunctionMode):
         makers = [(weakref.ref(t), self._made.get(storage_of(t), _MODEL)) for t in self._held]
         self._held, self._by_storage, self._written = [], {}, ((), {})
         # Once the graph is gone, so are tensors that were only passed on.
-        left = [(ref, maker) for ref, maker in makers if maker != _MODEL and ref() is not None]
-        if left:
+        left = [(ref, maker) for ref, maker in makers if maker != _MODEL]
+        if _in_containers(left):
+            # A container may be garbage that waits for its collection.
             gc.collect()
-        for ref, maker in left:
-            holders = () if (tensor := ref()) is None else gc.get_referrers(tensor)
-            if any(isinstance(one, CONTAINERS) for one in holders):
-                event = self.trace.events[maker]
-                raise PartitionError(
-                    f"{event.where}: {event.name} leaves a tensor in a list or another object outside of "
-                    "the model, which later stages and the loss do not have; return it, or add it as a loss "
-                    "(penstock.add_loss)"
-                )
+        for maker in _in_containers(left):
+            event = self.trace.events[maker]
+            raise PartitionError(
+                f"{event.where}: {event.name} leaves a tensor in a list or another object outside of "
+                "the model, which later stages and the loss do not have; return it, or add it as a loss "
+                "(penstock.add_loss)"
+            )
 
     def depends(self, tensor: Tensor) -> bool:
         """Whether a tensor was made from units' results, or from the model's arguments."""

@@ -60,4 +60,6 @@ class Work:
         for tensor in made if isinstance(made, list | tuple) else ():
             if isinstance(tensor, Tensor):
                 self.elements += 0.0 if formula else tensor.numel()
-                self.nbytes += tensor.nbytes if torch.is_grad_enabled() else 0
+                # What a sparse tensor holds is not asked for: an upper bound serves.
+                nbytes = tensor.numel() * tensor.element_size()
+                self.nbytes += nbytes if torch.is_grad_enabled() else 0

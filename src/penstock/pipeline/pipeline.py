@@ -53,6 +53,7 @@ from penstock.pipeline.setup import (
     set_up,
     warn_of_batch_norms,
 )
+from penstock.pipeline.slowness import Slowness
 from penstock.pipeline.uncut import HowToCut, UncutModel
 from penstock.pipeline.watching import StepEvent, StepHook, peak_flops, peak_memory
 from penstock.pipeline.weights import CUT_NOW, HeldWeights, ListedWeights, WholeWeights
@@ -81,13 +82,13 @@ from penstock.runtime import (
     describe_stages,
     mark_of,
 )
-from penstock.schedule import Action, Edge, Schedule, Span, Timeline, parse_action, replay
+from penstock.schedule import Action, Edge, Schedule, Slow, Span, Timeline, parse_action, replay
 from penstock.schedule.base import flat, whole_number
 from penstock.stage import Compilation, PipelineStage, device_of, without_compilation
 from penstock.transport import Circle, Transport
 from penstock.values import MISSING, Batch, Rules, check_rules, merge, output_dim, split_batch
 from penstock.weights import Init, read_weights
-from penstock.weights.folders import save_weights
+from penstock.weights.folders import files_beside, save_weights
 from penstock.weights.norms import scale_gradients, total_norm
 from penstock.weights.optimizers import OptimizerStates, named_state_dict, read_states
 from penstock.weights.states import (
@@ -178,6 +179,8 @@ class Pipeline:
             on the meta device; its stages then get memory on ``device``, or on the CPU.
         plan: a plan that :func:`penstock.plan.search` has found, in place of schedule, ranks, microbatches,
             stages and checkpoint.
+        watch_every: every so many training steps, record one, and log a warning for what is slow in it; see
+            docs/measuring.md.
         checkpoint: activation checkpointing. True for all units of the model, or the paths of modules: these
             keep only their inputs, and backward recomputes their forward. By default there is none.
         options: options of the loss: ``reduction``, ``loss_weight``, ``metrics``, ``accumulate``,
@@ -211,6 +214,7 @@ class Pipeline:
         weights: str | os.PathLike[str] | None = None,
         plan: planning.Plan | None = None,
         checkpoint: bool | Sequence[str] = False,
+        watch_every: int | None = None,
         **options: Unpack[LossOptions],
     ) -> None:
         loss, replicas = loss_of(loss_fn, options, Pipeline.__init__)
@@ -219,7 +223,7 @@ class Pipeline:
         model, compile = without_compilation(model, compile)
         if checkpoint and compile:
             raise UsageError("checkpoint= cannot be used with compile=; leave one of them out")
-        device = placed_on(device)
+        self._slowness, device = Slowness(watch_every), placed_on(device)
         if device is None and weights is not None and device_of(model).type == "meta":
             device = torch.device("cpu")
         patience = Patience(timeout, rendezvous_timeout)
@@ -316,6 +320,7 @@ class Pipeline:
             pipe._begin(schedules, transport, stages[0].device, loss, replicas, rules, seed)
             pipe._take(stages, table, modules)
         pipe._stand_beside(siblings_of(mesh, replicas))
+        pipe._slowness = Slowness(None)
         return pipe
 
     def _begin(  # noqa: PLR0913 - all that a pipeline consists of, but its stages
@@ -705,6 +710,24 @@ class Pipeline:
         """
         return flowed_back(self._run(self._described(describe, trains=trains), {}, MISSING))
 
+    @contextmanager
+    def driven(
+        self, describe: Callable[[], Call], *, trains: bool
+    ) -> Iterator[tuple[StepState, Callable[[Action], None]]]:
+        """A context like :meth:`carry_out`, in which the caller runs the actions, in any order of its own.
+
+        Yields:
+            The state of the call, and a function that runs an action.
+        """
+        call = self._described(describe, trains=trains)
+        if trains:
+            self._held.prepare()
+        with self._runner.driven(call) as driven:
+            yield driven
+        if trains:
+            self._held.finish()
+        flowed_back(driven[0])
+
     def _evaluate(
         self,
         args: Sequence[Any],
@@ -891,6 +914,9 @@ class Pipeline:
 
     def _run(self, call: Call, kwargs: Mapping[str, Any], target: Any) -> StepState:
         """Carry out a call; if the model refuses an argument meant for the step, the error says so."""
+        watched = call.trains and self._slowness.is_due()
+        if watched and not call.record:
+            call = replace(call, record=True)
         try:
             if self._uncut is not None:
                 self._runner.cut_by(self._uncut, call)
@@ -901,6 +927,8 @@ class Pipeline:
             raise self._explained(error, call, kwargs, target) from error.__cause__
         if call.trains:
             self._held.finish()
+        if watched:
+            self._note_slow(step, self._timeline(step)[0], warn=self.leads)
         return step
 
     def _explained(
@@ -928,21 +956,34 @@ class Pipeline:
         result = replace(step.result, outputs=outputs, cost=cost)
         if step.recorder is None:
             return result
+        if not step.call.record:
+            return result
+        timeline, kind = self._timeline(step)
+        slow = self._note_slow(step, timeline)
+        return replace(
+            result, timeline=timeline, timeline_kind=kind, bubble=timeline.bubble, slow=slow
+        )
+
+    def _note_slow(
+        self, step: StepState, timeline: Timeline, *, warn: bool = False
+    ) -> tuple[Slow, ...]:
         schedule = step.agreement.program.schedule
-        replayed = self._transport is None and schedule.ranks > 1
-        if replayed:
-            timeline = replay(schedule, _durations(step.recorder.spans))
-        else:
-            mine = [[s.rank, str(s.action), s.start, s.end] for s in step.recorder.spans]
-            spans = tuple(
-                Span(rank, action, start, end)
-                for row in self._runner.gather(mine)
-                for rank, text, start, end in row
-                for action in flat((parse_action(text),))
-            )
-            timeline = Timeline(spans, schedule.ranks, "s", schedule.pairs)
-        kind: TimelineKind = "replayed" if replayed else "measured"
-        return replace(result, timeline=timeline, timeline_kind=kind, bubble=timeline.bubble)
+        return self._slowness.note(self._chosen, schedule, timeline, warn=warn)
+
+    def _timeline(self, step: StepState) -> tuple[Timeline, TimelineKind]:
+        """When each rank ran each action of a recorded step; every rank calls this."""
+        assert step.recorder is not None
+        schedule = step.agreement.program.schedule
+        if self._transport is None and schedule.ranks > 1:
+            return replay(schedule, _durations(step.recorder.spans)), "replayed"
+        mine = [[s.rank, str(s.action), s.start, s.end] for s in step.recorder.spans]
+        spans = tuple(
+            Span(rank, action, start, end)
+            for row in self._runner.gather(mine)
+            for rank, text, start, end in row
+            for action in flat((parse_action(text),))
+        )
+        return Timeline(spans, schedule.ranks, "s", schedule.pairs), "measured"
 
     def _peak(self, autocast: torch.dtype | None) -> float | None:
         """The device's peak operations per second, in the type of autocast or of the weights."""
@@ -1140,8 +1181,11 @@ class Pipeline:
     # ---- files
 
     @collective
-    def save(self, folder: str | os.PathLike[str]) -> None:
+    def save(self, folder: str | os.PathLike[str], processing_class: Any = None) -> None:
         """Write the weights as safetensors, one file per stage and an index, under the model's names.
+
+        A model of transformers gets its ``config.json`` and ``generation_config.json`` too, so that
+        ``from_pretrained(folder)`` loads it.
 
         Every rank of all pipelines given by ``mesh=`` or ``replicas=`` calls it; the first pipeline writes.
         The folder holds the weights that it held before until all new files are there: it is never between
@@ -1149,11 +1193,17 @@ class Pipeline:
 
         A weight that has several names or stages is written once. :func:`penstock.read_weights` returns it
         under all its names, so that the unsplit model loads it.
+
+        Args:
+            folder: the folder; it is made if necessary.
+            processing_class: a tokenizer or processor, whose files are written too: whatever has
+                ``save_pretrained(folder)``. Rank 0 calls it.
         """
         with self.patient(LONG):
             save_weights(
                 self.team(), Path(folder), self._held.weights, self._held.stage_count,
                 writes=self.siblings.first and self._held.writes(),
+                beside=partial(files_beside, self.model, processing_class),
             )  # fmt: skip
 
     @collective

@@ -55,12 +55,12 @@ def placed_on(device: torch.device | str | None) -> torch.device | None:
     except (RuntimeError, TypeError) as error:
         said = str(error).partition(" at start of")[0]
         raise UsageError(f"device={device!r}: {said}") from None
+    if chosen.type in ("cpu", "meta"):
+        return torch.device(chosen.type)  # Accelerate says cpu:0, which no tensor does
     numbered = "" if chosen.index is not None else ", by LOCAL_RANK"
-    if chosen.type != "cpu" and numbered:
+    if numbered:
         read_launcher()
         chosen = torch.device(chosen.type, int(os.environ.get("LOCAL_RANK", "0")))
-    if chosen.type in ("cpu", "meta"):
-        return chosen
     kind = torch.get_device_module(chosen.type)
     count = kind.device_count() if kind.is_available() else 0
     if not count:

@@ -154,10 +154,10 @@ class UncutModel:
             self.device = torch.device("cpu")
         return False
 
-    # ---- the cut, see penstock.runtime.LateCut
+    # ---- the cut, see penstock.runtime.cut.LateCut
 
     def decide(self, call: Example | None) -> Any:
-        """Where to cut; see :class:`penstock.runtime.LateCut`."""
+        """Where to cut; see :class:`penstock.runtime.cut.LateCut`."""
         if self._cutting is None:
             return None
         cutting = self._cutting
@@ -178,7 +178,7 @@ class UncutModel:
             return cut()
 
     def adopt(self, where: Any) -> None:
-        """Cut where another rank does; see :class:`penstock.runtime.LateCut`."""
+        """Cut where another rank does; see :class:`penstock.runtime.cut.LateCut`."""
         if self._cutting is None or where == self._where:
             return
         cutting = self._cutting
@@ -189,7 +189,7 @@ class UncutModel:
         self._run(cut)
 
     def carry_out(self) -> None:
-        """Take the stages of this process; see :class:`penstock.runtime.LateCut`."""
+        """Take the stages of this process; see :class:`penstock.runtime.cut.LateCut`."""
         partition, placement = self._partition, self._schedule.placement
         assert partition is not None
         rank = None if self._transport is None else self._transport.rank

@@ -1,29 +1,155 @@
-"""Communication of stages driven by hand: layouts once, then tensors, by torch's ``P2POp``."""
+"""Stages driven call by call, by a user's own loop or function: the engine performs each call's action."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import cached_property
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import P2POp
-from torch.func import functional_call
 
-from penstock.parallel import alone
-from penstock.pipelining._utils import CallError, PipeliningMetadataError
-from penstock.values import (
-    Layout,
-    TensorLayout,
-    check_plain,
-    flatten,
-    layout_of,
-    restrided,
-    tensors_in,
-    unflatten,
-)
+from penstock.pipelining._utils import CallError
+from penstock.runtime import StepState
+from penstock.schedule import Action, Dependencies, Op, Placement, Schedule
+from penstock.schedule.base import Edges
+
+Perform = Callable[[Action], None]
+
+
+class Drive:
+    """What the calls of a stage do while a custom function runs: the engine performs the function's action.
+
+    Arguments come from the batch, messages are on their way, and the engine has computed the loss.
+
+    Args:
+        perform: performs an action of the running step.
+    """
+
+    is_loop = False
+    """Whether a loop of the user's own runs the whole step."""
+
+    def __init__(self, perform: Perform) -> None:
+        self.perform = perform
+
+    def forward(self, action: Action, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Run a forward."""
+        self.perform(action)
+
+    def backward(self, stage: Any, action: Action, loss: Tensor | None) -> None:
+        """Run a backward, or its inputs' half."""
+        self.perform(action)
+
+    def receive(self, action: Action) -> None:
+        """Post the receives of what an action needs."""
+
+    def send(self, action: Action) -> None:
+        """Send what an action has made."""
+
+
+class OwnLoop(Drive):
+    """What they do in a step of a loop of the user's own, which also says when messages go.
+
+    The first call begins the step; the loop of every rank makes one.
+
+    Args:
+        begin: makes the context of the step, which gives its state and what performs its actions.
+        schedule: returns a schedule of the actions that the loop may take, in any order.
+    """
+
+    is_loop = True
+
+    def __init__(
+        self,
+        begin: Callable[[], AbstractContextManager[tuple[StepState, Perform]]],
+        schedule: Callable[[], Schedule],
+    ) -> None:
+        super().__init__(self._perform_first)
+        self._begin, self._schedule = begin, schedule
+        self._stack = ExitStack()
+        self._step: StepState | None = None
+        self._posted: set[Action] = set()
+        self._done: set[tuple[int, int | None]] = set()
+        """The stages and microbatches whose inputs' gradients are there."""
+
+    @cached_property
+    def _rule(self) -> Dependencies:
+        return Dependencies(self._schedule())
+
+    def __enter__(self) -> OwnLoop:
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._stack.__exit__(*error)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a call has begun the step."""
+        return self._step is not None
+
+    def start(self) -> StepState:
+        """Begin the step, if no call has, and return its state."""
+        if self._step is None:
+            self._step, self.perform = self._stack.enter_context(self._begin())
+        return self._step
+
+    def _perform_first(self, action: Action) -> None:
+        self.start()
+        self.perform(action)
+
+    def forward(self, action: Action, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Run a forward; the first stage takes these arguments, others those by name."""
+        self._check_posted(action, "get_fwd_recv_ops")
+        self.start().bring(action.microbatch or 0, None if action.stage else args, kwargs)
+        self.perform(action)
+
+    def backward(self, stage: Any, action: Action, loss: Tensor | None) -> None:
+        """Run a backward, or its inputs' half; the last stage's starts from the loss."""
+        self._check_posted(action, "get_bwd_recv_ops")
+        stage.start_from_loss(action.microbatch, loss)
+        self.perform(action)
+        self._done.add((action.stage, action.microbatch))
+
+    def _check_posted(self, action: Action, before: str) -> None:
+        if not self._posted.issuperset(self._rule.receives(action)):
+            raise nothing_for(action.stage, action.microbatch, before)
+
+    def receive(self, action: Action) -> None:
+        """Post the receives of what an action needs."""
+        for message in self._rule.receives(action):
+            if message not in self._posted:
+                self._posted.add(message)
+                self.perform(message)
+
+    def send(self, action: Action) -> None:
+        """Send what an action has made; a sum of gradients after the last that adds to it."""
+        for message in self._rule.sends(action):
+            needed = {(need.stage, need.microbatch) for need in self._rule.before(message)}
+            if action.op is Op.F or needed <= self._done:
+                self.perform(message)
+
+
+def any_order(rank_of: Sequence[int], microbatches: int, edges: Edges | None) -> Schedule:
+    """All that a loop by hand may do on these stages; its own order is that of the stages, there and back."""
+    ways = (Op.F, range(len(rank_of))), (Op.B, reversed(range(len(rank_of))))
+    actions = [Action(s, op, m) for op, stages in ways for s in stages for m in range(microbatches)]
+    programs = [
+        [a for a in actions if rank_of[a.stage] == rank] for rank in range(max(rank_of) + 1)
+    ]
+    schedule = Schedule(
+        "by hand", Placement(tuple(rank_of)), microbatches, tuple(map(tuple, programs))
+    )
+    return schedule if edges is None else schedule.with_edges(edges)
+
+
+def nothing_for(stage: int, microbatch: int | None, before: str) -> CallError:
+    """The error of a call that comes too early; ``before`` names the one that comes first."""
+    return CallError(f"stage {stage} has nothing for microbatch {microbatch}; {before} comes first")
+
+
+# ---- torch's functions for messages that a user makes himself
 
 
 def start(p2p_ops: Sequence[P2POp], desc: str | None = None) -> list[Any]:
@@ -52,118 +178,3 @@ def wait_all(work: Sequence[Any]) -> None:
     """Wait for communication."""
     for item in work:
         item.wait()
-
-
-def may_learn(tensor: Tensor) -> bool:
-    """Whether a tensor is of a type that has gradients."""
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def value_layout(value: Any, *, trains: bool) -> Layout:
-    """Return a value's layout; in training, a gradient comes back for each tensor that may have one."""
-
-    def look(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return layout_of(leaf)._replace(learns=trains and may_learn(leaf))
-
-    leaves, tree = flatten(value)
-    return Layout(tree, tuple(map(look, leaves)))
-
-
-def infer_layout(
-    module: nn.Module,
-    args: Layout,
-    kwargs: Mapping[str, Any],
-    device: torch.device,
-    *,
-    trains: bool,
-) -> Layout:
-    """Infer the layout of a module's output from a run on zeros, which changes nothing in it."""
-    inner = alone(module)
-    buffers = {name: buffer.clone() for name, buffer in inner.named_buffers()}
-    with torch.no_grad(), torch.random.fork_rng():
-        values = arrived([x.empty(device).zero_() for x in args.tensors], args)
-        output = functional_call(inner, buffers, tuple(values), dict(kwargs))
-    return value_layout(output, trains=trains)
-
-
-class Neighbour:
-    """The rank of the previous or the next stage, in another process.
-
-    Args:
-        group: the process group of the pipeline.
-        rank: the neighbour's rank in the group.
-        device: the device that holds the messages.
-    """
-
-    def __init__(self, group: Any, rank: int, device: torch.device) -> None:
-        self._group, self._rank, self._device = group, rank, device
-
-    def describe(self, layout: Layout) -> None:
-        """Send this rank the layout of later messages."""
-        text = json.dumps(layout.describe()).encode()
-        data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device)
-        for message in (torch.tensor([len(text)], device=self._device), data):
-            dist.send(message, group=self._group, group_dst=self._rank)
-
-    def described(self) -> Layout:
-        """Receive the layout of this rank's later messages."""
-        size = torch.zeros(1, dtype=torch.int64, device=self._device)
-        dist.recv(size, group=self._group, group_src=self._rank)
-        data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
-        dist.recv(data, group=self._group, group_src=self._rank)
-        return Layout.read(json.loads(bytes(data.tolist()).decode()))
-
-    def sends(self, tensors: Sequence[Tensor]) -> list[P2POp]:
-        """Sends of tensors to this rank."""
-        return [self._operation(dist.isend, tensor.detach().contiguous()) for tensor in tensors]
-
-    def receives(self, tensors: Sequence[Tensor]) -> list[P2POp]:
-        """Receives of tensors from this rank."""
-        return [self._operation(dist.irecv, tensor) for tensor in tensors]
-
-    def _operation(self, way: Any, tensor: Tensor) -> P2POp:
-        data = tensor.reshape(-1).view(torch.uint8)
-        return P2POp(way, data, group=self._group, group_peer=self._rank)
-
-
-def arrived(tensors: Sequence[Tensor], layout: Layout) -> Any:
-    """Rebuild a value of a layout from the tensors that have arrived."""
-    left = iter(tensors)
-    grad = torch.is_grad_enabled()
-    leaves = [
-        restrided(next(left), x.strides).requires_grad_(x.learns and grad)
-        if isinstance(x, TensorLayout)
-        else x
-        for x in layout.leaves
-    ]
-    return unflatten(leaves, layout.tree)
-
-
-def check_fits(value: Any, layout: Layout, what: str) -> list[Tensor]:
-    """Check a value against the layout that its receiver expects, and return its tensors.
-
-    Raises:
-        PipeliningMetadataError: the value has another layout.
-    """
-    check_plain(value, what)
-    tensors = tensors_in(value)
-    looks, expected = (
-        [str(x._replace(learns=False)) for x in of]
-        for of in (map(layout_of, tensors), layout.tensors)
-    )
-    if looks != expected:
-        raise PipeliningMetadataError(
-            f"{what} is {', '.join(looks)}; expected {', '.join(expected)}"
-        )
-    return tensors
-
-
-def take(left: dict[int, Any], microbatch: int, stage: int, before: str) -> Any:
-    """Remove and return what a microbatch left; ``before`` names the call that leaves it."""
-    if microbatch not in left:
-        raise CallError(
-            f"stage {stage} has nothing for microbatch {microbatch}; {before} comes first"
-        )
-    return left.pop(microbatch)

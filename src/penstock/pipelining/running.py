@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, Signature
@@ -20,6 +21,7 @@ from penstock.errors import MicrobatchError, PenstockError, ScheduleError, Usage
 from penstock.pipeline import Pipeline
 from penstock.pipeline.plan import prove
 from penstock.pipelining._utils import CallError, PlacementError
+from penstock.pipelining.by_hand import Drive, OwnLoop, any_order
 from penstock.pipelining.microbatch import (
     TensorChunkSpec,
     merge_chunks,
@@ -33,7 +35,6 @@ from penstock.pipelining.rows import (
     proven,
     read_rows,
     schedule_of,
-    to_entry,
     to_order,
     to_tuple,
 )
@@ -51,7 +52,7 @@ from penstock.schedule import (
     to_csv,
 )
 from penstock.schedule.action import OVERLAPPED, Entry
-from penstock.schedule.base import flat
+from penstock.schedule.base import Edges, flat
 from penstock.values import Batch, Microbatch, tensors_in
 
 Custom = Callable[[ActionTuple, Any], None]
@@ -190,7 +191,8 @@ class PipelineSchedule:
         self._defer_pp_recv: bool = chosen["defer_pp_recv"]
         self._internal_losses: list[Tensor] = []
         self._engine_runs = False
-        self._prepared: bool | None = None
+        self._loop: OwnLoop | None = None
+        self._any_order: Schedule | None = None
         self._custom: dict[str, Custom] = {}
         self._schedule: Schedule | None = None
         self._pipe: Pipeline | None = None
@@ -377,16 +379,49 @@ class PipelineSchedule:
                 )
             self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         except Exception as error:
-            if type(self)._step_microbatches is PipelineSchedule._step_microbatches:
-                self._refuse(error)
+            self._refuse(error)
             raise
-        self._step_microbatches(
-            arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs
+        self._in_a_loop(
+            (arg_mbs, kwarg_mbs, target_mbs), losses, return_outputs, loss_kwargs=loss_kwargs
         )
         last: Any = next((stage for stage in self._stages if stage.is_last), None)
         if last is None or not return_outputs:
             return None
         return self._merge_outputs(last.output_chunks)
+
+    def _in_a_loop(self, batch: Any, *args: Any, **options: Any) -> None:
+        """Run a batch by ``_step_microbatches``, which may be a loop of the user's own."""
+        stages: Sequence[Any] = self._stages
+        call = Call(batch_of(*batch), trains=self._has_backward)
+
+        def begin() -> AbstractContextManager[Any]:
+            return self._pipeline(self._all_actions()).driven(lambda: call, trains=call.trains)
+
+        try:
+            with OwnLoop(begin, self._all_actions) as self._loop:
+                for stage in stages:
+                    stage.bind(self._loop)
+                self._step_microbatches(*batch, *args, **options)
+            for stage in stages:
+                stage.end()
+        finally:
+            self._loop = None
+            for stage in stages:
+                stage.bind(None)
+
+    def _all_actions(self) -> Schedule:
+        """The schedule; if there is none, what a loop by hand may do."""
+        if self._schedule is not None or self._order:
+            return self.schedule
+        count = self._n_microbatches
+        if self._any_order is None or self._any_order.microbatches != count:
+            rank_of = [self.stage_index_to_group_rank[i] for i in range(self._num_stages)]
+            self._any_order = any_order(rank_of, count, self._edges)
+        return self._any_order
+
+    @property
+    def _edges(self) -> Edges | None:
+        return next((stage.edges for stage in self._stages if stage.edges is not None), None)
 
     def _refuse(self, error: Exception) -> None:
         """Raise this rank's argument error on all ranks, which are in the same step."""
@@ -395,7 +430,8 @@ class PipelineSchedule:
             raise error
 
         try:
-            self._pipeline().carry_out(describe, trains=self._has_backward)
+            pipe = self._pipeline(self._all_actions())
+            pipe.carry_out(describe, trains=self._has_backward)
         except PenstockError:
             if isinstance(error, PenstockError):
                 raise
@@ -418,10 +454,17 @@ class PipelineSchedule:
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
         """Run a batch that is already split, as :meth:`step` takes it; subclasses may override this."""
+        stages: Sequence[Any] = self._stages
+        if self._loop is not None and self._loop.has_begun:
+            raise CallError(
+                "a step is run either by a loop over stages or by the schedule; this one is by hand already"
+            )
+        for stage in stages:
+            stage.bind(None)
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         check_trains(self.schedule, wanted=self._has_backward)
         loss = self._loss(loss_kwargs) if self._has_backward else None
-        pipe, self._engine_runs = self._pipeline(), True
+        pipe, self._engine_runs = self._pipeline(self.schedule), True
         context = PipelineContext(self, arg_mbs, kwarg_mbs, target_mbs, losses)
         batch, custom = batch_of(arg_mbs, kwarg_mbs, target_mbs), self._custom_ops(context)
         call = Call(batch, loss, trains=self._has_backward, keep=True, custom=custom)
@@ -459,16 +502,14 @@ class PipelineSchedule:
         reduction: Reduction = "mean" if self.scale_grads else "sum"
         return Loss(function, reduction, loss_over="microbatch")
 
-    def _pipeline(self) -> Pipeline:
+    def _pipeline(self, schedule: Schedule) -> Pipeline:
         """Return the pipeline that runs the steps; a new one if the schedule was replaced."""
-        schedule = self.schedule
         stages: Sequence[Any] = self._stages
         if self._runs is not schedule:
             if self._pipe is not None:
                 self._pipe.close()
-            edges = next((stage.edges for stage in stages if stage.edges is not None), None)
             shared = next((stage.shared for stage in stages if stage.shared), ())
-            more = {"edges": edges, "shared": shared, "group": stages[0].group, "seed": "off"}
+            more = {"edges": self._edges, "shared": shared, "group": stages[0].group, "seed": "off"}
             self._pipe = Pipeline.from_stages(stages, schedule=schedule, **more)
             self._runs = schedule
         assert self._pipe is not None
@@ -531,15 +572,13 @@ class PipelineSchedule:
     def _initialize_stage(
         self, args: Any, kwargs: Any, target: Any = None, loss_kwargs: Any = None
     ) -> None:
-        """Agree on layouts, from a microbatch's arguments; again when training and evaluation switch."""
-        if self._prepared is self._has_backward:
-            return
-        self._prepared = self._has_backward
-        stages: list[Any] = sorted(self._stages, key=lambda stage: stage.stage_index)
-        layout: Any = None
-        for stage in stages:
-            passed = args if stage.is_first else layout
-            layout = stage._prepare_forward_infra(self._n_microbatches, passed, kwargs)
+        """Begin a step by hand, as the loop of every rank does; without one, prepare the stages."""
+        stages: Sequence[Any] = self._stages
+        if self._loop is not None:
+            self._loop.start()
+        else:
+            for stage in stages:
+                stage._prepare_forward_infra(self._n_microbatches, args, kwargs, self._has_backward)
 
     _initialize_stages = _initialize_stage
 
@@ -624,7 +663,7 @@ class PipelineSchedule:
         """Call a custom function, whose calls of stages the engine performs."""
         stages: Sequence[Any] = self._stages
         for stage in stages:
-            stage.bind(lambda action: perform(to_entry(action)))
+            stage.bind(Drive(perform))
         try:
             function(to_tuple(entry), context)
         finally:

@@ -11,7 +11,7 @@ from torch.distributed import P2POp
 
 from penstock import stage as engine
 from penstock.errors import UsageError
-from penstock.parallel import adapter_of, gathered, group_of, let_cross, seat
+from penstock.parallel import gathered, group_of, let_cross, seat
 from penstock.partition import Shared
 from penstock.pipelining._backward import (
     stage_backward,
@@ -31,23 +31,12 @@ from penstock.pipelining._utils import (
     validate_and_normalize_to_tuple,
     validate_tensors_metadata,
 )
-from penstock.pipelining.by_hand import (
-    Neighbour,
-    arrived,
-    check_fits,
-    infer_layout,
-    may_learn,
-    take,
-    value_layout,
-)
-from penstock.pipelining.rows import ActionTuple, ComputationType
-from penstock.schedule import Schedule
+from penstock.pipelining.by_hand import Drive, nothing_for
+from penstock.schedule import Action, Op, Schedule
 from penstock.stage import Gradients
-from penstock.values import Layout, TensorLayout, flatten, tensors_in
+from penstock.values import flatten, map_tensors, tensors_in
 
 Build = Callable[[], Callable[[], object]]
-Perform = Callable[[ActionTuple], Any]
-"""Performs an action of the running step."""
 
 
 class StageBase:
@@ -152,17 +141,13 @@ class PipelineStage(StageBase, engine.PipelineStage):
         self.log_prefix = f"[Stage {stage_index}]"
         self.fwd_cache: dict[int, tuple[Any, list[Any]]] = {}
         self.bwd_cache: dict[int, tuple[Tensor | None, ...]] = {}
-        self._example = output_args
         self._expected = {"input": input_args, "output": output_args}
         self._weigh: dict[int, Callable[[], object]] = {}
-        self._perform: Perform | None = None
+        self._drive: Drive | None = None
         self._output: Any = None
-        self._takes: Layout | None = None
-        self._gives: Layout | None = None
-        self._values: dict[int, Any] = {}
+        self._scale = 1
+        self._values: dict[int, tuple[Any, ...]] = {}
         self._owed: dict[int, Gradients] = {}
-        self._adapter: Any = None
-        self._adapting = False
         super().__init__(submodule, stage_index, num_stages, device)
         if get_mesh is not None:
             let_cross([submodule], get_mesh)
@@ -183,7 +168,7 @@ class PipelineStage(StageBase, engine.PipelineStage):
         output = super().run(args, kwargs)
         if self._expected:
             self._compare(args, output)
-        if self._perform is not None:
+        if self._drive is not None:
             self._output = output
         return output
 
@@ -198,18 +183,24 @@ class PipelineStage(StageBase, engine.PipelineStage):
 
     def backward(self, microbatch: int, output_grads: Gradients | None) -> Gradients:
         """Run the full backward of a microbatch, and what ``dw_builder`` builds."""
-        gradients = super().backward(microbatch, output_grads)
+        gradients = super().backward(microbatch, self._none_for_a_loss(output_grads))
         if self.dw_builder is not None:
             self.dw_builder()()
         return gradients
 
     def backward_input(self, microbatch: int, output_grads: Gradients | None) -> Gradients:
         """Run the inputs' half; with ``dw_builder``, all of autograd's backward, and keep what it builds."""
+        output_grads = self._none_for_a_loss(output_grads)
         if self.dw_builder is None:
             return super().backward_input(microbatch, output_grads)
         gradients = super().backward(microbatch, output_grads)
         self._weigh[microbatch] = self.dw_builder()
         return gradients
+
+    def _none_for_a_loss(self, output_grads: Gradients | None) -> Gradients | None:
+        """The gradients of the outputs; ``None`` where backward starts from a loss of the user's loop."""
+        is_own = self._drive is not None and self._drive.is_loop
+        return None if is_own and self.is_last else output_grads
 
     def backward_weight(self, microbatch: int) -> None:
         """Run the weights' half; with ``dw_builder``, what it built."""
@@ -230,11 +221,11 @@ class PipelineStage(StageBase, engine.PipelineStage):
         if schedule is not None:
             self.stage_index_to_group_rank = dict(enumerate(schedule.placement.rank_of))
 
-    def bind(self, perform: Perform | None) -> None:
-        """Let a function perform this stage's actions while a custom function runs."""
-        self._perform, self._output = perform, None
+    def bind(self, drive: Drive | None) -> None:
+        """Let the engine perform this stage's calls, while a custom function or a loop by hand runs."""
+        self._drive, self._output, self._scale = drive, None, 1
 
-    # ---- one microbatch by hand, or from a custom function within a step
+    # ---- one microbatch by hand: in a step of a schedule, or without one
 
     def forward_one_chunk(
         self,
@@ -248,24 +239,23 @@ class PipelineStage(StageBase, engine.PipelineStage):
         Args:
             fwd_chunk_id: the microbatch's index.
             args: the arguments of the first stage. Other stages receive theirs from the previous one:
-                within a step by the schedule, otherwise by :meth:`get_fwd_recv_ops` or
+                within a step by the schedule or by :meth:`get_fwd_recv_ops`, otherwise by
                 :meth:`set_local_fwd_input`.
             kwargs: keyword arguments.
             save_forward_output: whether the last stage keeps its output in ``output_chunks``.
         """
-        if self._perform is not None:
-            self._perform(ActionTuple(self.stage_index, ComputationType.FORWARD, fwd_chunk_id))
-            return self._output
-        if self._takes is not None and not self.is_first:
-            tensors = take(self._values, fwd_chunk_id, self.stage_index, "get_fwd_recv_ops")
-            value = arrived(tensors, self._takes)
-            args = tuple(value) if isinstance(value, self.spread) else (value,)
-        self._adapt()
         kwargs = dict(kwargs or {})
-        output = self.forward(fwd_chunk_id, args, kwargs)
-        if save_forward_output and self.is_last:
+        if self._drive is not None:
+            action = Action(self.stage_index, Op.F, fwd_chunk_id)
+            self._drive.forward(action, args, kwargs)
+            output, is_kept = self._output, self._drive.is_loop
+        else:
+            if not self.is_first:
+                args = self._left(self._values, fwd_chunk_id, "set_local_fwd_input")
+            output, is_kept = self.forward(fwd_chunk_id, args, kwargs), True
+            self.fwd_cache[fwd_chunk_id] = (as_tuple(output), flatten((tuple(args), kwargs))[0])
+        if is_kept and save_forward_output and self.is_last:
             self.output_chunks.append(output)
-        self.fwd_cache[fwd_chunk_id] = (as_tuple(output), flatten((tuple(args), kwargs))[0])
         return output
 
     def backward_one_chunk(
@@ -274,22 +264,21 @@ class PipelineStage(StageBase, engine.PipelineStage):
         loss: Tensor | None = None,
         full_backward: bool = True,
         last_backward: bool = False,
-    ) -> Any:
+    ) -> None:
         """Run the backward of a microbatch, or its inputs' half; does nothing if ``has_backward`` is false.
 
         Args:
             bwd_chunk_id: the microbatch's index.
             loss: the loss that backward starts from, when the last stage is driven by hand.
             full_backward: whether to run both halves.
-            last_backward: by hand, whether this is the last backward of the step, after which gradients are
-                reduced over replicas and shards.
+            last_backward: accepted and ignored: the step knows how many microbatches it has.
         """
-        op = ComputationType.FULL_BACKWARD if full_backward else ComputationType.BACKWARD_INPUT
-        if self._perform is not None:
-            return self._perform(ActionTuple(self.stage_index, op, bwd_chunk_id))
-        if not self.has_backward:
-            return None
-        self._check_chunk(bwd_chunk_id)
+        action = Action(self.stage_index, Op.B if full_backward else Op.I, bwd_chunk_id)
+        if not self._may_go_back(bwd_chunk_id):
+            return
+        if self._drive is not None:
+            self._drive.backward(self, action, loss)
+            return
         roots = self._roots(bwd_chunk_id, loss)
         gradients = (self.backward if full_backward else self.backward_input)(bwd_chunk_id, roots)
         _, flat = self.fwd_cache.pop(bwd_chunk_id)
@@ -298,98 +287,98 @@ class PipelineStage(StageBase, engine.PipelineStage):
         self.bwd_cache[bwd_chunk_id] = tuple(
             next(left) if x.requires_grad else None for x in tensors
         )
-        if full_backward:
-            self._end(bwd_chunk_id, last_backward)
-        return None
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run the weights' half of a backward; the arguments are those of :meth:`backward_one_chunk`."""
-        if self._perform is not None:
-            op = ComputationType.BACKWARD_WEIGHT
-            return self._perform(ActionTuple(self.stage_index, op, bwd_chunk_id))
-        if not self.has_backward:
-            return None
+        if not self._may_go_back(bwd_chunk_id):
+            return
         if bwd_chunk_id not in self._pending and bwd_chunk_id not in self._weigh:
             raise CallError(
                 f"stage {self.stage_index}: microbatch {bwd_chunk_id} has no half of a backward; "
                 "call backward_one_chunk(..., full_backward=False) first"
             )
-        self.backward_weight(bwd_chunk_id)
-        self._end(bwd_chunk_id, last_backward)
-        return None
+        if self._drive is not None:
+            self._drive.perform(Action(self.stage_index, Op.W, bwd_chunk_id))
+        else:
+            self.backward_weight(bwd_chunk_id)
 
-    def _roots(self, microbatch: int, loss: Tensor | None) -> Gradients | None:
+    def _may_go_back(self, microbatch: int) -> bool:
+        """Whether there is a backward, and the microbatch is one of the step's."""
+        if not self.has_backward:
+            return False
+        if self.chunks is None:
+            raise CallError(
+                f"stage {self.stage_index} has no chunks yet; a step of a schedule sets them"
+            )
+        if not 0 <= microbatch < self.chunks:
+            raise CallError(
+                f"stage {self.stage_index}: chunk {microbatch} is out of range of {self.chunks} chunks"
+            )
+        return True
+
+    def start_from_loss(self, microbatch: int, loss: Tensor | None) -> None:
+        """Let the last stage's backward of a microbatch start from its loss; others' start from gradients."""
         if not self.is_last:
-            gradients = take(self._owed, microbatch, self.stage_index, "get_bwd_recv_ops")
-            # One for each tensor that may learn: another stage cannot know which do.
-            outputs = [x for x in tensors_in(self.fwd_cache[microbatch][0]) if may_learn(x)]
-            pairs = zip(gradients, outputs, strict=False)
-            return [gradient for gradient, output in pairs if output.requires_grad]
+            return
         if loss is None:
             raise CallError(
                 f"backward of stage {self.stage_index}, the last one, starts at loss=, which is missing"
             )
         self.start_from(microbatch, gathered(loss))
-        return None
 
-    def _adapt(self) -> None:
-        """Prepare a replicated or sharded module for the microbatches of a step."""
-        if not self.has_backward or self._adapting:
-            return
-        if self._adapter is None or not self._adapter.fits(self.module):
-            self._adapter = adapter_of(self.module, lambda: self.shared_context)
-        if self._adapter is not None:
-            self._adapting = True
-            if self._adapter.whole_backward:
-                self.reduce_later()
-            self._adapter.begin(self.chunks or 1)
+    def _roots(self, microbatch: int, loss: Tensor | None) -> Gradients | None:
+        self.start_from_loss(microbatch, loss)
+        if self.is_last:
+            return None
+        gradients = self._left(self._owed, microbatch, "set_local_bwd_input")
+        outputs = tensors_in(self.fwd_cache[microbatch][0])
+        pairs = zip(gradients, outputs, strict=False)
+        return [gradient for gradient, output in pairs if output.requires_grad]
 
-    def _end(self, microbatch: int, last: bool) -> None:
-        """Note that a microbatch's gradients are complete."""
-        if self._adapting:
-            self._adapter.done(microbatch)
-            if last:
-                self._finish()
-
-    def _finish(self) -> None:
-        if self._adapting:
-            self._adapting = False
-            self._adapter.finish()
+    def _left(self, left: dict[int, Any], microbatch: int, before: str) -> Any:
+        """Take what a microbatch has left here; ``before`` names the call that leaves it."""
+        if microbatch not in left:
+            raise nothing_for(self.stage_index, microbatch, before)
+        return left.pop(microbatch)
 
     def perform_reduce_grad(self, grad_scale_factor: int = 1) -> None:
-        """By hand, after a step's last backward: reduce gradients over replicas or shards, and scale them."""
-        self._finish()
+        """By hand, after a step's last backward: scale the gradients, which the step reduces at its end."""
         self.scale_grads(grad_scale_factor)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Divide the gradients by a number."""
+        """Divide the gradients by a number; in a loop by hand once they are reduced, at the step's end."""
+        if self._drive is not None:
+            self._scale *= grad_scale_factor
+            return
         for parameter in self.submod.parameters() if grad_scale_factor != 1 else ():
             if parameter.grad is not None:
                 parameter.grad.div_(grad_scale_factor)
 
-    # ---- communication by hand
+    def end(self) -> None:
+        """End a step by hand."""
+        scale = self._scale
+        self.bind(None)
+        self.scale_grads(scale)
+
+    # ---- messages by hand: in a step's loop the engine sends and receives, so there is nothing to wait for
 
     def _prepare_forward_infra(
         self,
         num_microbatches: int,
-        args: Any,
+        args: Any = (),
         kwargs: Mapping[str, Any] | None = None,
         has_backward: bool = False,
-    ) -> Any:
-        """Agree with the neighbouring stages on layouts, before the stage is driven by hand.
+    ) -> tuple[Any, ...]:
+        """Prepare to drive the stage without a schedule.
 
         Args:
             num_microbatches: the number of microbatches.
-            args: a microbatch's positional arguments; or, if the previous stage is in this process, the
-                result of its call to this method.
-            kwargs: keyword arguments.
+            args: accepted and ignored: what travels shows in what is passed on.
+            kwargs: likewise.
             has_backward: whether there is a backward.
 
-        Returns:
-            The layout of the next stage's inputs, if that stage is in this process.
-
         Raises:
-            CallError: values skip stages, which only the engine can send.
+            CallError: values skip stages, which only a schedule can send.
         """
         if self.edges is not None:
             raise CallError(
@@ -398,137 +387,78 @@ class PipelineStage(StageBase, engine.PipelineStage):
             )
         self.chunks = num_microbatches
         self.has_backward = has_backward or self.has_backward
-        if self.is_first:
-            self._takes = value_layout(tuple(args), trains=self.has_backward)
-        else:
-            before = self._neighbour(-1)
-            self._takes = args if before is None else before.described()
-        if self.is_last:
-            return None
-        self._gives = self._output_layout(self._takes, kwargs or {})
-        after = self._neighbour(1)
-        if after is None:
-            return self._gives
-        after.describe(self._gives)
-        return None
-
-    def _output_layout(self, takes: Layout, kwargs: Mapping[str, Any]) -> Layout:
-        trains = self.has_backward
-        if self._example is not None:
-            return value_layout(self._example, trains=trains)
-        if takes.tree.is_leaf():
-            takes = Layout(flatten((0,))[1], takes.leaves)
-        return infer_layout(self.module, takes, kwargs, self.device, trains=trains)
-
-    def _neighbour(self, step: int) -> Neighbour | None:
-        """The previous or the next stage; None if there is none, or it is in this process."""
-        index = self.stage_index + step
-        if not 0 <= index < self.num_stages:
-            return None
-        rank = self.stage_index_to_group_rank[index]
-        return None if rank == self.group_rank else Neighbour(self.group, rank, self.device)
+        return ()
 
     def _prepare_backward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> None:
         """Does nothing: the gradients' layouts follow from those of the values."""
 
-    def _agreed(self) -> Layout:
-        """Return the layout of the stage's inputs, if it is known."""
-        if self._takes is None:
-            raise CallError(
-                f"stage {self.stage_index} does not know yet what travels: its schedule must call "
-                "_initialize_stage first"
-            )
-        return self._takes
-
-    def _receive(
-        self, step: int, into: dict[int, Any], microbatch: int, layouts: Sequence[TensorLayout]
-    ) -> list[P2POp]:
-        """The receives of a microbatch's tensors from the previous or the next stage."""
-        neighbour = self._neighbour(step)
-        if neighbour is None:
-            return []
-        into[microbatch] = buffers = [layout.empty(self.device) for layout in layouts]
-        return neighbour.receives(buffers)
+    def _message(self, op: Op, microbatch: int, peer: int, *, sends: bool) -> list[P2POp]:
+        """Send or receive what belongs to a microbatch's forward or backward."""
+        action = Action(self.stage_index, op, microbatch)
+        if self._drive is not None:
+            self._drive.send(action) if sends else self._drive.receive(action)
+        elif 0 <= peer < self.num_stages:
+            rank = self.stage_index_to_group_rank[peer]
+            if rank != self.group_rank:
+                raise CallError(
+                    f"stage {self.stage_index} and stage {peer}, which is on rank {rank}, exchange "
+                    "messages in a step of a schedule; drive them in its _step_microbatches"
+                )
+        return []
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[P2POp]:
-        """By hand: the receives of a microbatch's values."""
-        return self._receive(-1, self._values, fwd_chunk_id, self._agreed().tensors)
+        """By hand: receive a microbatch's values."""
+        return self._message(Op.F, fwd_chunk_id, self.stage_index - 1, sends=False)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[P2POp]:
-        """By hand: the sends of a microbatch's values."""
-        self._agreed()
-        after = self._neighbour(1)
-        if after is None or self._gives is None:
-            return []
-        if fwd_chunk_id not in self.fwd_cache:
-            raise CallError(
-                f"stage {self.stage_index} has nothing for microbatch {fwd_chunk_id}; forward_one_chunk "
-                "comes first"
-            )
-        what = f"stage {self.stage_index}, microbatch {fwd_chunk_id}: its output"
-        return after.sends(check_fits(self.fwd_cache[fwd_chunk_id][0], self._gives, what))
+        """By hand: send a microbatch's values."""
+        return self._message(Op.F, fwd_chunk_id, self.stage_index + 1, sends=True)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[P2POp]:
-        """By hand: the receives of the values' gradients."""
-        if not self.has_backward or self.is_last:
+        """By hand: receive the values' gradients."""
+        if not self.has_backward:
             return []
-        self._agreed()
-        assert self._gives is not None
-        learning = [layout for layout in self._gives.tensors if layout.learns]
-        return self._receive(1, self._owed, bwd_chunk_id, learning)
+        return self._message(Op.B, bwd_chunk_id, self.stage_index + 1, sends=False)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[P2POp]:
-        """By hand: the sends of the gradients to the previous stage."""
-        before = self._neighbour(-1)
-        if not self.has_backward or self.is_first:
+        """By hand: send the gradients to the previous stage."""
+        if not self._may_go_back(bwd_chunk_id):
             return []
-        self._check_chunk(bwd_chunk_id)
-        gradients = self.bwd_cache.pop(bwd_chunk_id)
-        if before is None:
-            return []
-        data = [
-            layout.empty(self.device).zero_() if gradient is None else gradient
-            for gradient, layout in zip(gradients, self._agreed().tensors, strict=False)
-            if layout.learns
-        ]
-        return before.sends(data)
+        return self._message(Op.B, bwd_chunk_id, self.stage_index - 1, sends=True)
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         """By hand: take the output of the previous stage in this process. Does nothing in a step."""
-        if self._perform is None:
-            self._values[mb_index] = [tensor.detach() for tensor in tensors_in(prev_stage_outputs)]
+
+        def taken(tensor: Tensor) -> Tensor:
+            return tensor.detach().requires_grad_(self.has_backward and may_learn(tensor))
+
+        if self._drive is None:
+            self._values[mb_index] = map_tensors(as_tuple(prev_stage_outputs), taken)
 
     def set_local_bwd_input(
         self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
     ) -> None:
         """By hand: take the gradients from the next stage in this process. Does nothing in a step."""
-        if self._perform is None:
-            outputs = tensors_in(self.fwd_cache[mb_index][0])
-            pairs = zip(next_stage_bwd_outputs, outputs, strict=False)
-            self._owed[mb_index] = [grad for grad, output in pairs if may_learn(output)]
+        if self._drive is None:
+            self._owed[mb_index] = next_stage_bwd_outputs
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Any, ...]:
         """By hand: return the gradients for the previous stage in this process. Empty in a step."""
-        return self.bwd_cache.pop(mb_index) if self._perform is None else ()
+        return self.bwd_cache.pop(mb_index) if self._drive is None else ()
 
     def clear_runtime_states(self) -> None:
         """Drop what microbatches left here."""
-        if self._perform is not None:
+        if self._drive is not None:
             return
         self.output_chunks.clear()
         for left in (self.fwd_cache, self.bwd_cache, self._values, self._owed):
             left.clear()
         self.clear()
 
-    def _check_chunk(self, chunk_id: int) -> None:
-        if self.chunks is None:
-            raise CallError(
-                f"stage {self.stage_index} has no chunks yet; a step of a schedule sets them"
-            )
-        if not 0 <= chunk_id < self.chunks:
-            raise CallError(
-                f"stage {self.stage_index}: chunk {chunk_id} is out of range of {self.chunks} chunks"
-            )
+
+def may_learn(tensor: Tensor) -> bool:
+    """Whether a tensor is of a type that has gradients."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def as_tuple(output: Any) -> tuple[Any, ...]:

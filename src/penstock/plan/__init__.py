@@ -20,18 +20,23 @@ if TYPE_CHECKING:
     from penstock.plan.choice import Plan as Plan
     from penstock.plan.choice import PlanShape as PlanShape
     from penstock.plan.choice import with_messages as with_messages
-    from penstock.plan.costs import MeasuredStages as MeasuredStages
+    from penstock.plan.cluster import Cluster as Cluster
+    from penstock.plan.cluster import Link as Link
+    from penstock.plan.cluster import bytes_of as bytes_of
     from penstock.plan.costs import Profile as Profile
     from penstock.plan.costs import StageCosts as StageCosts
     from penstock.plan.costs import UnitCost as UnitCost
     from penstock.plan.costs import UnitCosts as UnitCosts
     from penstock.plan.costs import ValueCost as ValueCost
-    from penstock.plan.costs import costs_from as costs_from
     from penstock.plan.costs import cut_of as cut_of
     from penstock.plan.devices import DEVICES as DEVICES
     from penstock.plan.devices import Device as Device
     from penstock.plan.devices import device_called as device_called
     from penstock.plan.devices import device_named as device_named
+    from penstock.plan.measured import MeasuredStages as MeasuredStages
+    from penstock.plan.measured import Replanned as Replanned
+    from penstock.plan.measured import costs_from as costs_from
+    from penstock.plan.measured import plan_again as plan_again
     from penstock.plan.measuring import measure as measure
     from penstock.plan.measuring import predict as predict
     from penstock.plan.measuring import predict_hf as predict_hf

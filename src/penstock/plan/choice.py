@@ -85,6 +85,8 @@ class Plan:
         tokens: The tokens of a step, or its samples if the profile does not give the tokens of a sample.
         stage_costs: The costs that were simulated.
         own: The schedule itself, if it is not one of the library.
+        pipelines: The ranks of a cluster that form each pipeline, ascending; empty without a cluster.
+        shares: The microbatches of each pipeline, where they are not equal; the simulated one is the slowest.
     """
 
     shape: PlanShape
@@ -97,6 +99,8 @@ class Plan:
     tokens: Count
     stage_costs: StageCosts = field(repr=False, compare=False)
     own: OwnSchedule = field(repr=False, default=None)
+    pipelines: tuple[tuple[int, ...], ...] = ()
+    shares: tuple[Count, ...] = ()
 
     __pydantic_config__ = FILE
 
@@ -192,7 +196,7 @@ class Plan:
 class _PlanFile:
     plan: Plan
     format: Literal["penstock-plan"] = "penstock-plan"
-    version: Literal[3] = 3
+    version: Literal[4] = 4
 
     __pydantic_config__ = FILE
 

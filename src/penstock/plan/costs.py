@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from statistics import median
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from penstock.errors import InputFileError, UsageError
 from penstock.partition import choose_cuts
-from penstock.schedule import Costs, Edge, Op, Placement, Timeline
+from penstock.plan.devices import Device
+from penstock.plan.meter import Operation
+from penstock.schedule import Costs, Edge, Op, Placement
 
 Cut = tuple[int, ...]
 """The units that stages start with, beginning with unit 0."""
@@ -24,7 +27,9 @@ AHEAD = 2
 Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Numbers = tuple[Number, ...]
 Rate = Annotated[float, Field(gt=0)]
-FILE = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
+Wire = tuple[int, int, Number, Rate]
+"""Two ranks, and the latency and bandwidth of messages from the first to the second."""
+FILE = ConfigDict(extra="forbid", ser_json_inf_nan="strings", arbitrary_types_allowed=True)
 """How pydantic reads and writes dataclasses in files: JSON has no infinity."""
 
 
@@ -140,6 +145,36 @@ class ValueCost:
     kept: tuple[int, ...] = ()
 
 
+Work = Mapping[str, Mapping[Operation, int]]
+"""How often each operation runs in a unit's actions, by the name of the action."""
+
+
+class Units(NamedTuple):
+    """What the units of a model do for a microbatch.
+
+    Attributes:
+        costs: The costs of each unit; all times are 0 if none were measured.
+        values: The values between units.
+        works: How often each operation runs in the actions of each unit.
+    """
+
+    costs: tuple[UnitCost, ...]
+    values: tuple[ValueCost, ...]
+    works: tuple[Work, ...]
+
+    def on(self, device: Device) -> tuple[UnitCost, ...]:
+        """The costs with the times that a device takes for these operations."""
+        seconds = {
+            op: device.seconds(*op) for work in self.works for of in work.values() for op in of
+        }
+
+        def times(work: Work) -> dict[str, Any]:
+            return {k: sum(n * seconds[op] for op, n in of.items()) for k, of in work.items()}
+
+        both = zip(self.costs, self.works, strict=True)
+        return tuple(replace(cost, **times(work)) for cost, work in both)
+
+
 # ---- stages
 
 
@@ -165,6 +200,7 @@ class StageCosts:
         message: The bytes of each of these values.
         latency: The latency of a message.
         bandwidth: The bytes per second of a channel.
+        links: Where they differ from these, from rank to rank: two ranks, and the latency and bandwidth.
     """
 
     forward: Numbers
@@ -183,6 +219,7 @@ class StageCosts:
     message: Mapping[str, Number]
     latency: Number = 0.0
     bandwidth: Rate = math.inf
+    links: tuple[Wire, ...] = ()
 
     __pydantic_config__ = FILE
 
@@ -196,6 +233,7 @@ class StageCosts:
             backward=self.backward,
             latency=self.latency,
             bandwidth=self.bandwidth,
+            links={(source, target): (late, rate) for source, target, late, rate in self.links},
             message=self.message,
             activation=self.activation,
             stash=self.stash,
@@ -263,6 +301,7 @@ class UnitCosts:
         latency: float = 0.0,
         bandwidth: float = math.inf,
         handling: float = 0.0,
+        copying: float = 0.0,
     ) -> StageCosts:
         """What the stages of a cut cost.
 
@@ -273,18 +312,19 @@ class UnitCosts:
             states: Bytes of optimizer state for each byte of trained weights; 2 for AdamW.
             latency: The latency of a message.
             bandwidth: The bytes per second of a channel.
-            handling: How long a rank is busy around an action that sends or receives.
+            handling: How long a rank is busy with a message that it sends or receives, whatever its size.
+            copying: How long it is busy with each byte of it.
         """
         again = frozenset(checkpoint)
         runs = runs_of(cut, len(self.units))
         travel = _Travel(self, runs, placement.rank_of, again)
 
         def seconds(kind: str) -> Numbers:
-            busy = travel.busy[kind != "forward"]
+            handled = travel.handled[kind != "forward"] if kind != "weight" else [{}] * len(runs)
             return tuple(
-                self._seconds(kind, run)
-                + sum(self.units[n].forward for n in run if n in again and kind != "forward")
-                + (handling if stage in busy else 0.0)
+                self.seconds(kind, run, again)
+                + handling * len(handled[stage])
+                + copying * sum(handled[stage].values())
                 for stage, run in enumerate(runs)
             )
 
@@ -292,7 +332,7 @@ class UnitCosts:
         return StageCosts(
             forward=seconds("forward"),
             input=seconds("input"),
-            weight=tuple(self._seconds("weight", run) for run in runs),
+            weight=seconds("weight"),
             backward=seconds("backward"),
             activation=tuple(
                 sum(held[number] for number in run)
@@ -321,10 +361,68 @@ class UnitCosts:
             bandwidth=bandwidth,
         )
 
-    def _seconds(self, kind: str, run: range) -> float:
-        """The time of a stage's units; time that is spent once per stage counts once."""
-        once = [getattr(self.units[number], f"{kind}_once", 0.0) for number in run]
-        return float(sum(getattr(self.units[n], kind) for n in run)) - sum(once) + max(once)
+    def placed(
+        self,
+        stages: StageCosts,
+        cut: Cut,
+        placement: Placement,
+        again: Collection[int],
+        on: Sequence[UnitCosts],
+        links: Sequence[Wire],
+    ) -> StageCosts:
+        """What the stages of a cut cost on ranks that differ.
+
+        Args:
+            stages: What they cost on ranks that are alike.
+            cut: The units that stages start with.
+            placement: Which rank holds which stage.
+            again: The units that are recomputed.
+            on: What the units cost on each rank.
+            links: As in `StageCosts`.
+        """
+        runs = [*zip(placement.rank_of, runs_of(cut, len(self.units)), strict=True)]
+
+        def seconds(kind: str) -> Numbers:
+            before: Numbers = getattr(stages, kind)
+            both = zip(before, runs, strict=True)
+            return tuple(
+                max(0.0, time - self.seconds(kind, run, again) + on[rank].seconds(kind, run, again))
+                for time, (rank, run) in both
+            )
+
+        times: dict[str, Any] = {kind: seconds(kind) for kind in KINDS.values()}
+        return replace(stages, **times, links=tuple(links))
+
+    def scaled(self, factors: Sequence[Mapping[str, float]]) -> UnitCosts:
+        """The same costs with other times.
+
+        Args:
+            factors: For each unit, what to multiply the times of its actions with, by their names; if empty,
+                nothing changes.
+        """
+
+        def times(unit: UnitCost, by_kind: Mapping[str, float]) -> dict[str, Any]:
+            named = ((kind, name) for kind in by_kind for name in (kind, f"{kind}_once"))
+            return {
+                name: getattr(unit, name) * by_kind[kind]
+                for kind, name in named
+                if hasattr(unit, name)
+            }
+
+        if not factors:
+            return self
+        both = zip(self.units, factors, strict=True)
+        return replace(self, units=tuple(replace(unit, **times(unit, by)) for unit, by in both))
+
+    def seconds(self, kind: str, run: range, again: Collection[int] = ()) -> float:
+        """The time of an action of a stage's units; what is spent once for all of them counts once."""
+        once = [0.0]
+        if kind != "forward":
+            once = [getattr(self.units[number], f"{kind}_once") for number in run]
+        recomputes = again if kind in ("input", "backward") else ()
+        more = sum([self.units[number].forward for number in run if number in recomputes])
+        whole: float = sum([getattr(self.units[number], kind) for number in run])
+        return whole - sum(once) + max(once) + more
 
     def _extra(self, op: Op, run: range, held: Sequence[float], pending: Sequence[float]) -> float:
         """The most that a stage needs in an action beyond what it holds before or after, at any of its units.
@@ -359,7 +457,8 @@ class _Travel:
         leaving: The bytes of values that each stage sends, and keeps to start backward from.
         returned, sent, left: As in `StageCosts`.
         pending: The bytes of gradients that wait, while a unit runs, for earlier units of its stage.
-        busy: The stages that send or receive, in forward and in backward.
+        handled: In forward and in backward, the bytes of each stage's messages, by the stage at the other
+            end and whether it sends.
         edges: The values that travel.
         bytes: Their sizes.
     """
@@ -372,7 +471,9 @@ class _Travel:
         self.inside, self.entering, self.leaving = ([0.0] * len(runs) for _ in range(3))
         self.returned, self.sent, self.left = ([0.0] * len(runs) for _ in range(3))
         self.pending = [0.0] * len(of.units)
-        self.busy: tuple[set[int], set[int]] = (set(), set())
+        self.handled: list[list[dict[tuple[int, bool], float]]] = [
+            [defaultdict(float) for _ in runs] for _ in range(2)
+        ]
         self.edges: list[Edge] = []
         self.bytes: dict[str, float] = {}
         for value in of.values:
@@ -396,7 +497,7 @@ class _Travel:
             away = rank != self._rank_of[home]
             if away:
                 self.entering[there[0]] += value.bytes
-                self.busy[0].update((home, there[0]))
+                self._send(0, home, there[0], value.bytes)
             if value.gradient:
                 self._give_back(value.bytes, home, there, away=away)
 
@@ -413,11 +514,15 @@ class _Travel:
         if away:
             self.returned[home] += size
             self.sent[last] += size
-            self.busy[1].update((last, home))
+            self._send(1, last, home, size)
         for user in users:
             if user != last:
                 self.left[user] += size
                 self.left[last] -= size
+
+    def _send(self, backward: int, source: int, target: int, size: float) -> None:
+        self.handled[backward][source][target, True] += size
+        self.handled[backward][target][source, False] += size
 
     def _is_kept(self, value: ValueCost) -> bool:
         """Whether a value that stays in its stage lives until backward."""
@@ -428,7 +533,16 @@ class _Travel:
 # ---- profiles
 
 
-Coster = Callable[[int], UnitCosts]
+class Coster(ABC):
+    """Finds what the units of a model cost, by the number of samples in a microbatch."""
+
+    @abstractmethod
+    def __call__(self, samples: int) -> UnitCosts:
+        """The costs on the device of the profile."""
+
+    @abstractmethod
+    def on(self, samples: int, device: Device) -> UnitCosts:
+        """The costs as predicted for a device."""
 
 
 @dataclass
@@ -441,12 +555,14 @@ class Profile:
         memory: Bytes of the device; 0 if unknown.
         latency: The latency of a message between ranks.
         bandwidth: Bytes per second of a channel between ranks.
-        handling: How long a rank is busy around an action that sends or receives.
+        handling: How long a rank is busy with a message that it sends or receives.
         node: The most devices for which ``latency`` and ``bandwidth`` hold; 0 for any number.
         network: The latency and bandwidth for more devices.
         tokens: Tokens in a sample; 0 to count samples instead of tokens.
         measured: Whether the times were measured.
         model: The name of the model.
+        factors: How many times as long the actions of each unit take as was measured or predicted, by the
+            names of the actions; empty if that is not known.
         coster: A function that finds unknown costs.
     """
 
@@ -461,6 +577,7 @@ class Profile:
     tokens: Annotated[int, Field(ge=0)] = 0
     measured: bool = False
     model: str = ""
+    factors: tuple[Mapping[str, Number], ...] = ()
     coster: Coster | None = field(default=None, repr=False, compare=False)
 
     __pydantic_config__ = FILE
@@ -478,7 +595,50 @@ class Profile:
                     f"{samples}; ask for microbatches of such a size, or measure or predict them again"
                 )
             self.known[samples] = self.coster(samples)
-        return self.known[samples]
+        return self.known[samples].scaled(self.factors)
+
+    def on(self, samples: int, device: Device, alone: float) -> UnitCosts:
+        """What a microbatch of so many samples costs on a device.
+
+        Args:
+            samples: The number of samples.
+            device: The device.
+            alone: How long the device of the profile took, by itself, for the work of `Device.pace`.
+
+        Raises:
+            UsageError: Nobody knows how fast the device is, beside that of the profile.
+        """
+        if self.coster is not None and not self.measured:
+            return self.coster.on(samples, device).scaled(self.factors)
+        if self.measured and device.pace and alone:
+            of = self.at(samples)
+            pace = dict.fromkeys(KINDS.values(), device.pace / alone)
+            return of.scaled([pace] * len(of.units))
+        if device.name == self.device:
+            return self.at(samples)
+        raise UsageError(
+            f"the costs are those of {self.device}, and nothing says how fast {device.name} is beside it; "
+            "measure both with penstock doctor, or predict the costs of the model"
+        )
+
+    def on_all(
+        self, samples: int, devices: Sequence[Device], reference: int = 0
+    ) -> list[UnitCosts]:
+        """What a microbatch costs on each of several devices.
+
+        Args:
+            samples: The number of samples.
+            devices: The devices.
+            reference: The one on which the profile was measured, while the others waited.
+        """
+        several: dict[tuple[Any, ...], UnitCosts] = {}
+        found = []
+        for device in devices:
+            key = device.name, device.memory, device.pace
+            if key not in several:
+                several[key] = self.on(samples, device, devices[reference].alone)
+            found.append(several[key])
+        return found
 
     def wire(self, devices: int) -> tuple[float, float]:
         """The latency and bandwidth between ranks that use so many devices."""
@@ -533,91 +693,3 @@ def read_json(kind: type[T], text: str, what: str, writer: str) -> T:
             f"not {what} as penstock.plan writes them: {where + ': ' if where else ''}{first['msg']}; "
             f"write them with {writer}"
         ) from error
-
-
-# ---- costs from a recorded step
-
-
-@dataclass(frozen=True)
-class MeasuredStages:
-    """How long the actions of a recorded step took.
-
-    Args:
-        seconds: The median times of each stage, by ``forward``, ``input``, ``weight`` and ``backward``.
-    """
-
-    seconds: tuple[Mapping[str, float], ...]
-
-    def correct(self, profile: Profile, samples: int, cut: Cut) -> Profile:
-        """Correct the costs of every size: scale each unit's times by the measured ratio of its stage.
-
-        Args:
-            profile: The costs so far.
-            samples: The number of samples in a microbatch of the step.
-            cut: The units that the step's stages started with.
-
-        Raises:
-            UsageError: The cut has another number of stages than the step.
-        """
-        if len(cut) != len(self.seconds):
-            raise UsageError(
-                f"the step had {len(self.seconds)} stages and the cut has {len(cut)}; give the cut that ran"
-            )
-        of = profile.at(samples)
-        stages = of.stages(cut, Placement(tuple(range(len(cut)))))
-        factors = [
-            {kind: self._ratio(stages, stage, kind) for kind in KINDS.values()}
-            for stage, run in enumerate(runs_of(cut, len(of.units)))
-            for _ in run
-        ]
-
-        def corrected(of: UnitCosts) -> UnitCosts:
-            units = (
-                replace(
-                    unit,
-                    **{
-                        name: getattr(unit, name) * factor
-                        for kind, factor in by_kind.items()
-                        for name in (kind, f"{kind}_once")
-                        if hasattr(unit, name)
-                    },
-                )
-                for unit, by_kind in zip(of.units, factors, strict=True)
-            )
-            return replace(of, units=tuple(units))
-
-        ask = profile.coster
-        return replace(
-            profile,
-            known={size: corrected(known) for size, known in profile.known.items()},
-            coster=None if ask is None else lambda size: corrected(ask(size)),
-        )
-
-    def _ratio(self, stages: StageCosts, stage: int, kind: str) -> float:
-        """The measured over the expected time; for a kind that did not run, from all that did."""
-        measured = self.seconds[stage]
-        kinds = [kind] if kind in measured else list(measured)
-        expected = sum(getattr(stages, each)[stage] for each in kinds)
-        return sum(measured[each] for each in kinds) / expected if expected else 1.0
-
-
-def costs_from(result: Any) -> MeasuredStages:
-    """Read costs from a recorded step.
-
-    Args:
-        result: The result of ``pipe.step(..., record=True)``, or its timeline.
-
-    Raises:
-        UsageError: The step was not recorded.
-    """
-    timeline = result if isinstance(result, Timeline) else result.timeline
-    if timeline is None:
-        raise UsageError("the step was not recorded; make it with pipe.step(..., record=True)")
-    times: dict[int, dict[str, list[float]]] = {}
-    for span in timeline.spans:
-        if span.action.op in KINDS:
-            kinds = times.setdefault(span.action.stage, {})
-            kinds.setdefault(KINDS[span.action.op], []).append(span.duration)
-    return MeasuredStages(
-        tuple({kind: median(each) for kind, each in times[s].items()} for s in sorted(times))
-    )

@@ -32,6 +32,8 @@ class Device:
         launch: the least time that an operation takes.
         compute_efficiency: the share of the peak that matrix products reach.
         memory_efficiency: the share of the bandwidth that other operations reach.
+        pace: how long a piece of work took while all ranks of the machine did it too; 0 if not measured.
+        alone: how long the same work took while the others waited; 0 if not measured.
         sources: the source of each number, by its name.
     """
 
@@ -47,6 +49,8 @@ class Device:
     launch: float = 4e-6
     compute_efficiency: float = 0.7
     memory_efficiency: float = 0.8
+    pace: float = 0.0
+    alone: float = 0.0
     sources: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
@@ -66,6 +70,14 @@ class Device:
         computing = flops / (peak * self.compute_efficiency)
         moving = moved / (self.bandwidth * self.memory_efficiency)
         return max(computing, moving, self.launch)
+
+    def slower(self, factor: float) -> Device:
+        """The same device, on which all work takes so many times as long."""
+        flops = {dtype: rate / factor for dtype, rate in self.flops.items()}
+        bandwidth, pace = self.bandwidth / factor, self.pace * factor
+        return replace(
+            self, flops=flops, bandwidth=bandwidth, launch=self.launch * factor, pace=pace
+        )
 
     def wire(self, devices: int) -> tuple[float, float]:
         """Latency and bandwidth of the slowest link among so many devices."""

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from penstock.errors import InputFileError, UsageError
 from penstock.partition import unit_paths
-from penstock.plan.costs import Coster, Profile, UnitCosts
+from penstock.plan.costs import Coster, Profile, UnitCosts, Units
 from penstock.plan.devices import Device, device_named
 from penstock.plan.units import measure_units, random_states_kept
 from penstock.values import MISSING, Rules, split_batch
@@ -81,7 +81,7 @@ def measure(  # noqa: PLR0913 - the arguments of a step, by name
         tokens=tokens,
         measured=True,
         model=type(model).__name__,
-        coster=_coster(model, (args, kwargs, target), loss_fn, rules, stages, repeats=repeats),
+        coster=_Coster(model, (args, kwargs, target), loss_fn, rules, stages, repeats=repeats),
     )
 
 
@@ -123,30 +123,66 @@ def predict(  # noqa: PLR0913 - the arguments of a step, by name
         network=on.wire(on.node + 1),
         tokens=tokens,
         model=type(model).__name__,
-        coster=_coster(model, (args, kwargs, target), loss_fn, rules, stages, rate=on.seconds),
+        coster=_Coster(model, (args, kwargs, target), loss_fn, rules, stages, device=on),
     )
 
 
-def _coster(
-    model: nn.Module,
-    call: tuple[tuple[Any, ...], dict[str, Any], Any],
-    loss_fn: LossFunction | None,
-    rules: Rules | None,
-    stages: int,
-    **how: Any,
-) -> Coster:
-    """Make a function that finds what the units of a model cost, by the samples of a microbatch."""
-    args, kwargs, target = call
-    loss = loss_fn
-    if loss_fn is not None and target is MISSING:
-        loss = lambda output, _: loss_fn(output)  # noqa: E731 - as short as it is
-    with random_states_kept(model):
-        units = unit_paths(model, stages, (args, kwargs))
-    sizes = split_batch(args, kwargs, MISSING, rules, 1).samples
-    batch = sizes[0] if sizes else 1
+class _Coster(Coster):
+    """Finds what the units of a model cost, by the samples of a microbatch.
 
-    def costs(samples: int) -> UnitCosts:
-        parts = split_batch(args, kwargs, target, rules, max(1, batch // samples))
+    Args:
+        model: The model.
+        call: Its arguments by position and by name, and the target.
+        loss_fn: As for a Pipeline.
+        rules: As for a Pipeline.
+        stages: The most stages into which the model may be cut.
+        device: Predicts times for this device; by default they are measured.
+        repeats: How often times are measured.
+    """
+
+    def __init__(  # noqa: PLR0913 - what `measure` and `predict` are given
+        self,
+        model: nn.Module,
+        call: tuple[tuple[Any, ...], dict[str, Any], Any],
+        loss_fn: LossFunction | None,
+        rules: Rules | None,
+        stages: int,
+        *,
+        device: Device | None = None,
+        repeats: int = 0,
+    ) -> None:
+        args, kwargs, target = call
+        self._model, self._call, self._rules = model, call, rules
+        self._loss = loss_fn
+        if loss_fn is not None and target is MISSING:
+            self._loss = lambda output, _: loss_fn(output)
+        self._device, self._repeats = device, repeats
+        with random_states_kept(model):
+            self._paths = unit_paths(model, stages, (args, kwargs))
+        sizes = split_batch(args, kwargs, MISSING, rules, 1).samples
+        self._batch = sizes[0] if sizes else 1
+        self._known: dict[int, Units] = {}
+
+    def __call__(self, samples: int) -> UnitCosts:
+        """The costs on the device of the profile."""
+        if self._device is not None:
+            return self.on(samples, self._device)
+        units = self._units(samples)
+        return UnitCosts(samples, units.costs, units.values)
+
+    def on(self, samples: int, device: Device) -> UnitCosts:
+        """The costs as predicted for a device."""
+        units = self._units(samples)
+        return UnitCosts(samples, units.on(device), units.values)
+
+    def _units(self, samples: int) -> Units:
+        if samples not in self._known:
+            self._known[samples] = self._find(samples)
+        return self._known[samples]
+
+    def _find(self, samples: int) -> Units:
+        batch, (args, kwargs, target) = self._batch, self._call
+        parts = split_batch(args, kwargs, target, self._rules, max(1, batch // samples))
         if not parts.parts:
             raise UsageError("give the arguments of the model for a batch")
         first = parts.parts[0]
@@ -155,12 +191,10 @@ def _coster(
                 f"a batch of {batch} samples has no part of {samples}; give a batch that has one"
             )
         wanted = parts.targets[0] if parts.targets is not None else None
-        measured = measure_units(
-            model, units, first.args, first.kwargs, target=wanted, loss=loss, **how
-        )
-        return UnitCosts(samples, *measured)
-
-    return costs
+        return measure_units(
+            self._model, self._paths, first.args, first.kwargs,
+            target=wanted, loss=self._loss, repeats=self._repeats,
+        )  # fmt: skip
 
 
 # ---- a model of transformers, from its config file alone: neither weights nor a network are needed

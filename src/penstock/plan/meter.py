@@ -1,9 +1,10 @@
-"""A meter of operations: the time a device would take for them, and the memory they leave allocated."""
+"""A meter of operations: what they compute and move, and the memory they leave allocated."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.partition.work import formula_of
 from penstock.values import flatten
 
-Rate = Callable[[float, float, str], float]
-"""The seconds of an operation, from its floating-point operations, the bytes it moves and its dtype."""
+Operation = tuple[float, float, str]
+"""The floating-point operations of an operation, the bytes it moves and its dtype."""
 
 _ATEN = torch.ops.aten
 _NO_WORK = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty}
@@ -36,21 +37,17 @@ def storage_key(tensor: Tensor) -> int:
 class Meter(TorchDispatchMode):
     """A mode that counts the work of all operations and the bytes of all memory they allocate.
 
-    Args:
-        rate: How long a device takes for an operation; by default no time is counted.
-
     Attributes:
-        seconds: The time the device would take for the operations so far.
+        work: How often each operation has run.
         flops: The floating-point operations of products, convolutions and attention.
         live: The bytes that were allocated in the mode and not freed yet.
         peak: The largest `live` since `reset_peak`.
     """
 
-    def __init__(self, rate: Rate | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._rate = rate
+        self.work: Counter[Operation] = Counter()
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self.seconds = 0.0
         self.flops = 0.0
         self.live = 0
         self.peak = 0
@@ -106,11 +103,10 @@ class Meter(TorchDispatchMode):
         formula = formula_of(func)
         flops = formula(*args, **kwargs, out_val=result) if formula else 0
         self.flops += flops
-        if self._rate is not None:
-            operands = [*_tensors(args), *results]
-            moved = sum(tensor.nbytes for tensor in operands)
-            dtype = operands[0].dtype if operands else torch.float32
-            self.seconds += self._rate(flops, moved, str(dtype).removeprefix("torch."))
+        operands = [*_tensors(args), *results]
+        moved = sum(tensor.nbytes for tensor in operands)
+        dtype = operands[0].dtype if operands else torch.float32
+        self.work[flops, moved, str(dtype).removeprefix("torch.")] += 1
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -34,8 +34,8 @@ from penstock.partition.base import count_parameters
 from penstock.partition.held import Held
 from penstock.partition.seen import left, opened
 from penstock.partition.trace import as_written, home_of
-from penstock.plan.costs import UnitCost, ValueCost
-from penstock.plan.meter import FusedAttention, Meter, Rate, storage_key
+from penstock.plan.costs import UnitCost, Units, ValueCost, Work
+from penstock.plan.meter import FusedAttention, Meter, Operation, storage_key
 from penstock.stage import enter
 from penstock.values import map_tensors, tensors_in
 
@@ -53,10 +53,9 @@ def measure_units(  # noqa: PLR0913 - the arguments of a step, by name
     *,
     target: Any = None,
     loss: Loss | None = None,
-    rate: Rate | None = None,
     repeats: int = 0,
-) -> tuple[tuple[UnitCost, ...], tuple[ValueCost, ...]]:
-    """Measures or predicts what the units of a model cost for one microbatch.
+) -> Units:
+    """Finds what the units of a model do for one microbatch, and with data how long that takes.
 
     The model's gradients, buffers, attributes and hooks stay as they are, and so do the states of random
     generators.
@@ -70,9 +69,8 @@ def measure_units(  # noqa: PLR0913 - the arguments of a step, by name
         target: The second argument of `loss`.
         loss: Computes the scalar that backward starts from; its cost counts for the last unit. By default
             the sum of the output.
-        rate: How long a device takes for an operation, to predict times without data.
-        repeats: How often times are measured on the model's device, after runs that do not count. If 0,
-            nothing runs with data, and times come from `rate`.
+        repeats: How often times are measured on the model's device, after a run that does not count. If 0,
+            nothing runs with data, and all times are 0.
 
     Raises:
         UsageError: A unit is not called with these arguments, or cannot be measured.
@@ -88,14 +86,16 @@ def measure_units(  # noqa: PLR0913 - the arguments of a step, by name
         _put_in(model, _sharing_data if fake is None else partial(_faked, fake, home))
         step = partial(_step, model, _on(home, (tuple(args), dict(kwargs or {}))))
         runs = _Runs(model, paths, partial(step, loss or _sum_up, _on(home, target)))
-        counts, clock = runs.counted(Count(fake, rate)), clock_of(home)
+        counts, clock = runs.counted(Count(fake)), clock_of(home)
         # The first run does not count.
         timed = [runs.timed(clock) for _ in range(repeats + 1 if repeats else 0)][1:]
         # On a GPU, these times hide behind the work launched before.
         once = _spent_once(clock) if repeats and home.type == "cpu" else {}
         places = range(len(paths))
-        costs = [runs.cost(place, counts, timed or [counts.sections], once) for place in places]
-    return tuple(costs), counts.values
+        costs = [runs.cost(place, counts, timed, once) for place in places]
+        return Units(
+            tuple(costs), counts.values, tuple(runs.work(place, counts) for place in places)
+        )
 
 
 def _step(model: nn.Module, call: tuple[Any, Any], loss: Loss, target: Any) -> Any:
@@ -208,7 +208,8 @@ class Section:
         leaves: What it uses of earlier sections and requires gradients.
         entered: What stands in it for tensors of earlier sections, by their identity.
         roots: What later sections use of it, by identity.
-        took: The times of its actions.
+        took: The times of its actions, if they were measured.
+        work: How often each operation runs in its actions.
         extra: The bytes that actions need beyond those held before or after.
         saved: What its graph keeps, by the key of the memory: the bytes, and whether a function around the
             unit's module keeps it.
@@ -223,6 +224,7 @@ class Section:
     entered: dict[int, Tensor] = field(default_factory=dict)
     roots: dict[int, Tensor] = field(default_factory=dict)
     took: dict[str, float] = field(default_factory=dict)
+    work: dict[str, Counter[Operation]] = field(default_factory=lambda: defaultdict(Counter))
     extra: dict[str, float] = field(default_factory=dict)
     saved: dict[int, tuple[int, bool]] = field(default_factory=dict)
     stash: float = 0.0
@@ -431,7 +433,6 @@ class Count:
 
     Args:
         fake: The mode of the run without data, if it has none.
-        rate: How long a device takes for an operation.
 
     Attributes:
         saves: Whether it notes what autograd saves, which forbids a backward in halves.
@@ -439,8 +440,8 @@ class Count:
         unit: The unit that acts.
     """
 
-    def __init__(self, fake: FakeTensorMode | None, rate: Rate | None) -> None:
-        self._meter, self._fake = Meter(rate), fake
+    def __init__(self, fake: FakeTensorMode | None) -> None:
+        self._meter, self._fake = Meter(), fake
         self.saves = True
         self.unseen: set[int] = set()
         self.unit = -1
@@ -449,14 +450,13 @@ class Count:
     def __call__(self, section: Section, kind: str, *, module: bool) -> Iterator[None]:
         """Adds what the body does."""
         meter, self.unit = self._meter, section.unit
-        before, seconds, flops = meter.live, meter.seconds, meter.flops
+        before, flops, meter.work = meter.live, meter.flops, section.work[kind]
         meter.reset_peak()
         with self._within(), ExitStack() as stack:
             if self.saves and kind == "forward" and section.unit not in self.unseen:
                 note = partial(self._note, section, not module)
                 stack.enter_context(saved_tensors_hooks(note, lambda tensor: tensor))
             yield
-        section.took[kind] = section.took.get(kind, 0.0) + meter.seconds - seconds
         if kind != "forward":
             section.extra[kind] = float(meter.peak - max(before, meter.live))
             return
@@ -602,7 +602,7 @@ class _Runs:
         for number in {*alike}:
             one, other = sections[number], halves[number]
             one.stash, one.extra = other.stash, {**other.extra, **one.extra}
-            one.took = {**other.took, **one.took}
+            one.work = {**other.work, **one.work}
         return Counts(sections, alike, values)
 
     def _values(self, uses: Sequence[Use]) -> tuple[ValueCost, ...]:
@@ -647,8 +647,16 @@ class _Runs:
         extra = section.peak - section.before - held - made
         section.extra["forward"] = float(max(0, extra))
         sizes = sorted(section.saved.values())
-        counted = section.flops, section.took["forward"], extra
-        return type(module), *weights, len(section.leaves), len(section.roots), *counted, *sizes
+        ends, work = (len(section.leaves), len(section.roots)), section.work["forward"]
+        return type(module), *weights, *ends, section.flops, extra, *sizes, *sorted(work.items())
+
+    def work(self, unit: int, counts: Counts) -> Work:
+        """How often each operation runs in the actions of a unit."""
+        work: dict[str, Counter[Operation]] = {kind: Counter() for kind in KINDS}
+        for number, section in enumerate(counts.sections):
+            for kind in KINDS if section.unit == unit else ():
+                work[kind] += counts.sections[counts.alike[number]].work[kind]
+        return work
 
     def cost(
         self,
@@ -662,7 +670,7 @@ class _Runs:
         Args:
             unit: The place of the unit.
             counts: What was counted.
-            runs: The sections of runs that show times.
+            runs: The sections of runs that were timed.
             once: The times that actions take with hardly any work, which a stage spends once.
         """
         path, module = self._units[unit]

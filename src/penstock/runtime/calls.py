@@ -31,7 +31,7 @@ from penstock.runtime.loss import Loss, Weights
 from penstock.runtime.result import StepResult, StepTally
 from penstock.schedule import Action, Op, Schedule
 from penstock.transport import Transport
-from penstock.values import Batch, flatten
+from penstock.values import Batch, Microbatch, flatten
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ class StepState:
         devices: Sequence[torch.device],
     ) -> None:
         self.call, self.agreement, self.weights = call, agreement, weights
-        self.parts = agreement.model_call.complete(rank, call.batch.parts)
+        self.parts = list(agreement.model_call.complete(rank, call.batch.parts))
         self.targets = call.batch.targets or [None] * len(self.parts)
         self.tally = StepTally(weights, call.loss.metrics if call.loss is not None else {})
         self.adapters: Adapters | None = None
@@ -268,6 +268,11 @@ class StepState:
         self.draws: Callable[[int, torch.device], Draws | None] = lambda *_: None
         if call.seed is not None:
             self.draws = cache(partial(Draws, *call.seed))
+
+    def bring(self, microbatch: int, args: Sequence[Any] | None, kwargs: Mapping[str, Any]) -> None:
+        """Take other arguments for the stages of this process; without ``args``, those stay."""
+        args = self.parts[microbatch].args if args is None else args
+        self.parts[microbatch] = Microbatch(tuple(args), {}, 0, local=dict(kwargs))
 
     @property
     def kept(self) -> list[Any]:

@@ -239,15 +239,7 @@ class Interpreter:
             StageError: a stage, the loss or a hook raised.
             MessageError: a message could not be sent or received.
         """
-        self._program, self._step, self._transport = program, step, transport
-        self._kinds, self._hooks = step.agreement.kinds, step.call.hooks
-        custom = step.call.custom or {}
-        self._methods = self._usual | {
-            op: partial(function, self._perform) for op, function in custom.items()
-        }
-        self._prepare_loss(step)
-        profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # it has no public name
-        watched = profiled or step.recorder is not None or self._hooks is not None
+        watched = self._begin(program, step, transport, program.proves)
         # In one process, only fault injection needs to know which action runs.
         noted = transport is not None or has_probes()
         with self._errors_named(), self._added:
@@ -260,11 +252,64 @@ class Interpreter:
                 else:
                     self._methods[action.op](action)
             self._action = None
-            if transport is not None:
-                self._let_leave(transport)
-                if self._arriving:
-                    unused = ", ".join(map(str, self._arriving))
-                    raise MessageError(f"no action used what arrived with {unused}")
+            self._end(transport)
+
+    @contextmanager
+    def driven(
+        self, program: Program, step: StepState, transport: Transport | None
+    ) -> Iterator[Callable[[Action], None]]:
+        """A context in which the caller runs a program's actions in an order of its own.
+
+        Other ranks may have theirs, so nothing that arrives proves what they have used.
+
+        Args:
+            program: what may be run; an I or a W may take the place of a B.
+            step: the state of the call.
+            transport: this rank's end; None if all ranks share this process.
+
+        Yields:
+            A function that runs an action.
+        """
+        watched = self._begin(program, step, transport, {})
+        needs = dict(program.instructions)
+
+        def perform(action: Action) -> None:
+            self._action = action
+            self._note(action, needs.get(action) or needs.get(action._replace(op=Op.B), ()))
+            method = self._methods[action.op]
+            self._run_watched(method, action) if watched else method(action)
+            self._action = None
+
+        with self._errors_named(), self._added:
+            yield perform
+            self._end(transport)
+        self.clear()
+
+    def _begin(
+        self,
+        program: Program,
+        step: StepState,
+        transport: Transport | None,
+        proves: Mapping[Action, Sequence[Action]],
+    ) -> bool:
+        """Take up a step; returns whether somebody watches its actions."""
+        self._program, self._step, self._transport = program, step, transport
+        self._kinds, self._hooks, self._proves = step.agreement.kinds, step.call.hooks, proves
+        custom = step.call.custom or {}
+        self._methods = self._usual | {
+            op: partial(function, self._perform) for op, function in custom.items()
+        }
+        self._prepare_loss(step)
+        profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # it has no public name
+        return profiled or step.recorder is not None or self._hooks is not None
+
+    def _end(self, transport: Transport | None) -> None:
+        """End a step: everything that was sent has left, and everything that arrived was used."""
+        if transport is not None:
+            self._let_leave(transport)
+            if self._arriving:
+                unused = ", ".join(map(str, self._arriving))
+                raise MessageError(f"no action used what arrived with {unused}")
 
     @contextmanager
     def _errors_named(self) -> Iterator[None]:
@@ -738,7 +783,7 @@ class Interpreter:
             _rebuilt(next(arrived), leaf) if isinstance(leaf, TensorLayout) else leaf
             for leaf in layout.leaves
         ]
-        for send in self._program.proves.get(action, ()):
+        for send in self._proves.get(action, ()):
             self._leaving.pop(send, LEFT).used()
         if action.op is Op.RECV_F:
             self._store_arrived(wire, microbatch, unflatten(leaves, layout.tree))

@@ -26,7 +26,7 @@ from penstock.runtime.loss import (
     metric_terms,
 )
 from penstock.runtime.stopping import GracefulStop
-from penstock.schedule import Timeline
+from penstock.schedule import Slow, Timeline
 from penstock.transport import Transport
 
 TimelineKind = Literal["measured", "replayed"]
@@ -67,6 +67,8 @@ class StepResult:
         timeline_kind: ``"measured"`` on the ranks' own clocks; or ``"replayed"``, if all ranks share a
             process and take turns, so that their measured durations were put on one clock per rank.
         bubble: the fraction of the ranks' time in which they computed nothing, if it was asked for.
+        slow: the ranks, stages and links that took longer than they should, the worst first, if the step was
+            recorded: than the costs of the plan say, or without a plan, than in the first recorded step.
         cost: the time, memory and operations that the properties below report.
     """
 
@@ -79,6 +81,7 @@ class StepResult:
     timeline: Timeline | None = None
     timeline_kind: TimelineKind | None = None
     bubble: float | None = None
+    slow: tuple[Slow, ...] = ()
     cost: StepCost | None = field(default=None, repr=False, compare=False)
 
     @property

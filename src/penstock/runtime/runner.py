@@ -52,7 +52,7 @@ from penstock.runtime.kinds import (
 from penstock.runtime.loss import Loss, Weights
 from penstock.runtime.result import Numbers
 from penstock.runtime.stopping import GracefulStop
-from penstock.schedule import Edge, Op, Schedule
+from penstock.schedule import Action, Edge, Op, Schedule
 from penstock.stage import PipelineStage, StageModule
 from penstock.transport import (
     WEIGHTS,
@@ -228,6 +228,25 @@ class Runner:
             PoisonedError: an earlier call failed in the middle, in several processes.
             PenstockError: the call was refused, and nothing was sent or changed; or it failed.
         """
+        with self._carrying_out(call) as step:
+            self.interpreter.run(step.agreement.program, step, self.transport)
+        return step
+
+    @contextmanager
+    def driven(self, call: Call) -> Iterator[tuple[StepState, Callable[[Action], None]]]:
+        """A context that carries out a call whose actions the caller runs, in any order of its own.
+
+        Yields:
+            The state of the call, and a function that runs an action.
+        """
+        with self._carrying_out(call) as step:
+            program = step.agreement.program
+            with self.interpreter.driven(program, step, self.transport) as perform:
+                yield step, perform
+
+    @contextmanager
+    def _carrying_out(self, call: Call) -> Iterator[StepState]:
+        """A context between the agreement on a call and the sum over its results."""
         self.check_usable()
         self._steps += call.trains
         self.interpreter.activity.begin(self._steps)
@@ -237,9 +256,8 @@ class Runner:
                 # Without a seed of its own, a call draws from torch's generators, and moves them on.
                 kept = nullcontext() if call.seed is None else generators_kept(self._devices)
                 with kept, self._planned_anew_after_errors(step), self._adapted(step):
-                    self.interpreter.run(step.agreement.program, step, self.transport)
+                    yield step
                 self._finish(step)
-            return step
         except _Refused as refused:
             self._steps -= call.trains
             raise refused.error.with_traceback(None) from refused.error.__cause__

@@ -17,7 +17,7 @@ from penstock.errors import MicrobatchError
 from penstock.runtime.kinds import ModelCall
 from penstock.runtime.loss import Loss
 from penstock.schedule import Op, Schedule
-from penstock.values import Split, flatten, map_tensors, output_dim, unflatten
+from penstock.values import Split, map_tensors, merge, output_dim
 
 TARGET = "target"
 Evaluate = Callable[[Any, Any], Tensor]
@@ -53,50 +53,17 @@ class Joins:
 
     def outputs(self, parts: Mapping[int, Any]) -> Any:
         """The output of several microbatches."""
-        return self._joined(parts, self._output, "outputs")
+        return self._joined(parts, self._output)
 
     def targets(self, parts: Mapping[int, Any]) -> Any:
         """Their target."""
         if not isinstance(self._target, Split):
             return next(iter(parts.values()))
-        return self._joined(parts, self._target.dim or 0, "targets")
+        return self._joined(parts, self._target.dim or 0)
 
-    def _joined(self, parts: Mapping[int, Any], dim: int, what: str) -> Any:
-        lists = [(part, self._samples[m]) for m, part in parts.items() if type(part) is list]
-        if len(lists) == len(parts) and all(len(part) == count for part, count in lists):
-            return [sample for part, _ in lists for sample in part]
-        flat = [flatten(part) for part in parts.values()]
-        if any(tree != flat[0][1] for _, tree in flat):
-            raise MicrobatchError(f"the {what} of microbatches differ in their structure")
+    def _joined(self, parts: Mapping[int, Any], dim: int) -> Any:
         samples = [self._samples[microbatch] for microbatch in parts]
-        columns = zip(*(leaves for leaves, _ in flat), strict=True)
-        return unflatten([self._join(column, samples, dim, what) for column in columns], flat[0][1])
-
-    def _join(self, leaves: Sequence[Any], samples: Sequence[int], dim: int, what: str) -> Any:
-        """One leaf of several microbatches: put together if it has their samples, else the same in all."""
-        first = leaves[0]
-        if not isinstance(first, Tensor):
-            if any(leaf != first for leaf in leaves):
-                raise MicrobatchError(f"the {what} of microbatches hold plain values that differ")
-            return first
-        sizes = [leaf.shape[dim] if leaf.dim() > dim else 0 for leaf in leaves]
-        if all(
-            n and size and (size == n if self._exact else size % n == 0)
-            for size, n in zip(sizes, samples, strict=True)
-        ):
-            try:
-                return torch.cat(list(leaves), dim)
-            except RuntimeError as error:
-                shapes = [list(leaf.shape) for leaf in leaves]
-                raise MicrobatchError(
-                    f"the {what} of microbatches have the shapes {shapes}"
-                ) from error
-        if not all(torch.equal(leaf, first) for leaf in leaves[1:]):
-            raise MicrobatchError(
-                f"the {what} of microbatches hold a tensor of shape {list(first.shape)} that is not "
-                "one entry for each sample, and not the same in all of them"
-            )
-        return first.clone()  # the loss may change it in place
+        return merge([*parts.values()], dim, samples, exact=self._exact)
 
 
 # ---- the loss of a whole batch

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from penstock.schedule.base import looped as looped
     from penstock.schedule.base import v_shaped as v_shaped
     from penstock.schedule.clock import Costs as Costs
+    from penstock.schedule.comparing import MessageTimes as MessageTimes
+    from penstock.schedule.comparing import Slow as Slow
+    from penstock.schedule.comparing import costs_of as costs_of
+    from penstock.schedule.comparing import find_slow as find_slow
+    from penstock.schedule.comparing import message_times as message_times
     from penstock.schedule.dependencies import Dependencies as Dependencies
     from penstock.schedule.drawing import draw_svg as draw_svg
     from penstock.schedule.drawing import draw_text as draw_text
@@ -41,6 +46,7 @@ if TYPE_CHECKING:
     from penstock.schedule.passes import compose as compose
     from penstock.schedule.passes import compute_only as compute_only
     from penstock.schedule.passes import merge_backward as merge_backward
+    from penstock.schedule.passes import on_ranks as on_ranks
     from penstock.schedule.passes import prefetch as prefetch
     from penstock.schedule.passes import reduce_gradients as reduce_gradients
     from penstock.schedule.searching import lower_bound as lower_bound

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from penstock.errors import UsageError
-from penstock.schedule.action import Action, Op
+from penstock.schedule.action import SEND_OPS, Action, Op
 from penstock.schedule.base import Schedule
 from penstock.schedule.dependencies import Dependencies, Need
 
@@ -101,6 +101,7 @@ class Costs:
         backward: time of B; input + weight if not given.
         latency: time from the moment a message is posted at both ends until it has arrived.
         bandwidth: bytes that a channel carries per unit of time, one message after the other.
+        links: latency and bandwidth between pairs of ranks, where they differ from these two.
         message: bytes of each value by its name in the edge table, or one number for all.
         activation: memory that F of a stage holds until its I or B is done.
         stash: memory that I holds until W is done.
@@ -117,6 +118,7 @@ class Costs:
     backward: Cost | None = None
     latency: float = 0
     bandwidth: float = math.inf
+    links: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     message: float | Mapping[str, float] = 0
     activation: Cost = 1
     stash: Cost = 1
@@ -124,7 +126,7 @@ class Costs:
     unit: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("forward", "input", "weight", "activation", "stash", "latency"):
+        for name in ("forward", "input", "weight", "activation", "stash"):
             _check(name, getattr(self, name))
         if self.backward is not None:
             _check("backward", self.backward)
@@ -132,8 +134,10 @@ class Costs:
             "message",
             list(self.message.values()) if isinstance(self.message, Mapping) else self.message,
         )
-        if not self.bandwidth > 0:
-            raise UsageError(f"bandwidth={self.bandwidth}: must be above 0")
+        for latency, bandwidth in ((self.latency, self.bandwidth), *self.links.values()):
+            _check("latency", latency)
+            if not bandwidth > 0:
+                raise UsageError(f"bandwidth={bandwidth}: must be above 0")
         if not 0 <= self.overlap <= 1:
             raise UsageError(f"overlap={self.overlap}: must be from 0 to 1")
 
@@ -160,6 +164,10 @@ class Costs:
                 f"{name} has {len(cost)} numbers for {stages} stages: give one for each stage, or one for all"
             )
         return list(cost)
+
+    def wire(self, source: int, target: int) -> tuple[float, float]:
+        """Latency and bandwidth of messages from one rank to another."""
+        return self.links.get((source, target), (self.latency, self.bandwidth))
 
     def bytes_of(self, value: str) -> float:
         """The bytes that a value of the edge table takes in a message."""
@@ -194,11 +202,19 @@ def transfer_of(schedule: Schedule, send: Action, costs: Costs) -> float:
         and (forward or edge.gradient)
         and rank_of[user] in {rank_of[target] for target in edge.targets}
     )
-    return size / costs.bandwidth
+    return size / costs.wire(rank_of[send.stage], rank_of[send.peer_stage])[1]
 
 
-def under_way(schedule: Schedule, rule: Dependencies, need: Need, costs: Costs) -> float:
-    """How long a result travels to another rank if messages are not spelled out."""
+def latency_of(schedule: Schedule, end: Action, costs: Costs) -> float:
+    """How long a message, given by its SEND or its RECV, is under way beside that."""
+    rank_of = schedule.placement.rank_of
+    mine, other = rank_of[end.stage], rank_of[end.peer_stage]
+    return costs.wire(*((mine, other) if end.op in SEND_OPS else (other, mine)))[0]
+
+
+def under_way(schedule: Schedule, rule: Dependencies, need: Need, user: int, costs: Costs) -> float:
+    """How long a result travels to a stage on another rank if messages are not spelled out."""
+    rank_of = schedule.placement.rank_of
     sends = rule.sends(Action(need.stage, need.split_op, 0))
     transfers = (transfer_of(schedule, send, costs) for send in sends)
-    return costs.latency + max(transfers, default=0.0)
+    return costs.wire(rank_of[need.stage], rank_of[user])[0] + max(transfers, default=0.0)

@@ -7,7 +7,8 @@ gathering and freeing of sharded parameters, and the sum of gradients over repli
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import reduce
 
 from penstock.errors import ScheduleError, UsageError
@@ -19,7 +20,7 @@ from penstock.schedule.action import (
     Overlap,
     Program,
 )
-from penstock.schedule.base import Schedule, flat, paused_collection
+from penstock.schedule.base import Placement, Schedule, flat, paused_collection
 from penstock.schedule.dependencies import Dependencies, counterpart
 
 Pass = Callable[[Schedule], Schedule]
@@ -69,6 +70,24 @@ def _together(first: Entry, second: Entry) -> Action | None:
         return None
     weight = Action(first.stage, Op.W, first.microbatch)
     return Action(first.stage, Op.B, first.microbatch) if second == weight else None
+
+
+def on_ranks(schedule: Schedule, ranks: Sequence[int]) -> Schedule:
+    """Give each rank's program and stages to another rank.
+
+    Args:
+        schedule: any schedule.
+        ranks: for each rank of the schedule, the rank that is to do its work.
+
+    Raises:
+        UsageError: they are not the ranks of the schedule, each once.
+    """
+    if sorted(ranks) != list(range(schedule.ranks)):
+        raise UsageError(f"ranks={list(ranks)}: must be {schedule.ranks} ranks from 0, each once")
+    placement = Placement(tuple(ranks[rank] for rank in schedule.placement.rank_of))
+    given = {rank: schedule.programs[old] for old, rank in enumerate(ranks)}
+    programs = tuple(given[rank] for rank in range(schedule.ranks))
+    return replace(schedule, placement=placement, programs=programs)
 
 
 # ---- messages: spell them out

@@ -35,7 +35,15 @@ from penstock.schedule.action import (
     message,
 )
 from penstock.schedule.base import Schedule, flat, paused_collection
-from penstock.schedule.clock import Costs, Link, durations, run, transfer_of, under_way
+from penstock.schedule.clock import (
+    Costs,
+    Link,
+    durations,
+    latency_of,
+    run,
+    transfer_of,
+    under_way,
+)
 from penstock.schedule.dependencies import Dependencies, Half, Need, counterpart
 from penstock.schedule.timeline import Span, Timeline
 
@@ -152,11 +160,14 @@ class Numbered:
         """Hold a lane against one of its needs, and link what meets it in another program."""
         stage, op, _ = lane
         rank_of, forward, rank = self.schedule.placement.rank_of, self.forward, self.rank
-        is_message, lag = need.op in MESSAGE_OPS, self.costs.latency
+        is_message, lag = need.op in MESSAGE_OPS, 0.0
         waits = op in COMPUTE_OPS or op in WAIT_SEND_OPS
-        if waits and not is_message:
-            waits = rank_of[need.stage] != rank_of[stage]
-            lag = under_way(self.schedule, self.rule, need, self.costs)
+        if waits and is_message:
+            lag = latency_of(self.schedule, self.rule.settle(need, 0), self.costs)
+        elif waits and rank_of[need.stage] != rank_of[stage]:
+            lag = under_way(self.schedule, self.rule, need, stage, self.costs)
+        else:
+            waits = False
         for number, microbatch, met in self._met(lane, need):
             place = forward.get(number, number)
             if met is None:
@@ -276,7 +287,8 @@ class Simulation:
         for program in self._numbered.programs[: self.schedule.ranks]:
             for before, number in pairwise(n for n in program if actions[n][1] not in STAGE_OPS):
                 if actions[before][1] in SEND_OPS and before in transfer:
-                    self._needs[number].append((transfer[before], self.costs.latency))
+                    lag = latency_of(self.schedule, actions[before], self.costs)
+                    self._needs[number].append((transfer[before], lag))
 
     # ---- how far it came
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from penstock.errors import UsageError
-from penstock.schedule.action import COMPUTE_OPS, Action, Overlap
+from penstock.errors import InputFileError, PenstockError, UsageError
+from penstock.schedule.action import COMPUTE_OPS, Action, Overlap, parse_action
+from penstock.schedule.base import flat
 
 MICROSECONDS: Mapping[str, float] = {"s": 1e6, "ms": 1e3, "us": 1.0, "": 1e3}
 """Microseconds in each unit of time; a Chrome trace draws a unit without a name as a millisecond."""
@@ -111,6 +112,27 @@ class Timeline:
             what = {"ph": "X", "name": str(action), "cat": op.value, "args": args}
             events.append({**what, **times, "pid": 0, "tid": rank})
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+    @staticmethod
+    def from_chrome_trace(text: str) -> Timeline:
+        """Read what `to_chrome_trace` wrote; times are in seconds.
+
+        Raises:
+            InputFileError: the text is not such a trace.
+        """
+        try:
+            events = [event for event in json.loads(text)["traceEvents"] if event["ph"] == "X"]
+            spans = [
+                Span(int(event["tid"]), one, event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
+                for event in events
+                for one in flat((parse_action(event["name"]),))
+            ]
+            ranks = 1 + max((span.rank for span in spans), default=0)
+            return Timeline(tuple(spans), ranks, "s")
+        except (ValueError, KeyError, TypeError, AttributeError, PenstockError) as error:
+            raise InputFileError(
+                f"not a trace of a step as Timeline.to_chrome_trace writes it: {error}"
+            ) from error
 
 
 def _covered(spans: Iterable[Span]) -> float:

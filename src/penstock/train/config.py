@@ -126,6 +126,9 @@ class TrainConfig(BaseModel):
         16, "Text and output", "Batches of held-out text at the end."
     )
     log_every: Count = _setting(10, "Text and output", "Steps between printed lines.")
+    watch_every: Count | None = _setting(
+        None, "Text and output", "Steps between those that are recorded to warn of what is slow."
+    )
     out: Text | None = _setting(None, "Text and output", "Run folder. Default: runs/<date-time>.")
 
     @model_validator(mode="after")

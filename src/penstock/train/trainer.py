@@ -131,6 +131,7 @@ def make_pipeline(
     """The pipeline of a run or, with replicas, this process's replica."""
     model = make_model(config, device if config.plan == AUTO else "cpu")
     options: dict[str, Any] = {"loss_fn": next_byte_loss, "device": device, "seed": config.seed}
+    options["watch_every"] = config.watch_every
     if mesh is not None:
         options |= {"mesh": mesh, "replicas": mesh["dp"]}
     if config.shard:
@@ -413,7 +414,9 @@ class Run:
         schedule, kind = self.pipe.schedule, CLOCKS[clocks]
         size = f"{schedule.ranks} ranks, {schedule.microbatches} microbatches"
         title = f"{schedule.name}: step {step}, {size}"
-        report = planning.report_of([self._plan()], title=title, measured=timeline)
+        plan = self._plan()
+        report = planning.report_of([plan], title=title, measured=timeline)
+        self.folder.write("plan.json", plan.to_json() + "\n")
         self.folder.write("timeline.json", timeline.to_chrome_trace())
         self.folder.write("timeline.svg", draw_svg(timeline, title=title, note=kind))
         self.folder.write("report.html", report)

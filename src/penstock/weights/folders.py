@@ -8,7 +8,10 @@ import re
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -39,6 +42,7 @@ from penstock.weights.storage import (
     parse_json,
     patiently,
     read_bytes,
+    replace_file,
     write_bytes,
 )
 from penstock.weights.team import Team
@@ -67,12 +71,18 @@ class WeightFolder:
         self._lease = Lease(folder)
         self.save = os.urandom(6).hex()
 
-    def publish(self, stages: Mapping[int, Sequence[Any]], tied: Mapping[str, str]) -> list[Path]:
+    def publish(
+        self,
+        stages: Mapping[int, Sequence[Any]],
+        tied: Mapping[str, str],
+        beside: Mapping[str, bytes],
+    ) -> list[Path]:
         """Write the index of which file holds each tensor, in the form that transformers reads.
 
         Args:
             stages: for each stage, what :func:`save_stage` returned.
             tied: each further name of a tensor, with its name in a file.
+            beside: the content of other files, by name; each replaces another one before the weights do.
 
         Returns:
             The paths of the files.
@@ -91,6 +101,12 @@ class WeightFolder:
         index = {"metadata": about, "weight_map": {key: name for name, _, of in rows for key in of}}
         written = {self._folder / name: size for name, size, _ in rows}
         hidden = self._folder / f"{_HIDDEN}{self.save}"
+        self._lease.check()
+        for name, content in beside.items():
+            path = self._folder / name
+            if not is_there(path) or read_bytes(path) != content:
+                patiently("made", path.parent, partial(path.parent.mkdir, exist_ok=True))
+                replace_file(path, content)
         earlier = {_SINGLE, *_named_by(self._folder)}
         write_bytes(hidden, (json.dumps(index, indent=2) + "\n").encode(), reads_back=True)
         self._lease.publish(hidden, self._folder / INDEX, written)
@@ -122,7 +138,13 @@ class WeightFolder:
 
 
 def save_weights(
-    team: Team, folder: Path, weights: StageWeights, stages: int, *, writes: bool
+    team: Team,
+    folder: Path,
+    weights: StageWeights,
+    stages: int,
+    *,
+    writes: bool,
+    beside: Callable[[], Mapping[str, bytes]],
 ) -> None:
     """Save a pipeline's weights; all processes of the team call this.
 
@@ -132,6 +154,7 @@ def save_weights(
         weights: the weights of this process's stages.
         stages: the number of stages.
         writes: whether this process writes what it has, or another one that has the same.
+        beside: called in the leader; returns the files beside the weights, as :func:`files_beside` does.
 
     Raises:
         UsageError: another process writes into the folder, or a weight cannot be saved.
@@ -140,13 +163,15 @@ def save_weights(
     with ExitStack() as stack:
         files: dict[int, dict[str, Any]] = {}
         target: WeightFolder | None = None
+        others: Mapping[str, bytes] = {}
 
         def look() -> None:
             files.update(weights.files())
             check_saveable({name: one for of in files.values() for name, one in of.items()})
 
         def begin(of_processes: list[Any]) -> list[str]:
-            nonlocal target
+            nonlocal target, others
+            others = beside()
             target = stack.enter_context(WeightFolder(folder))
             return [target.save] * len(of_processes)
 
@@ -160,11 +185,49 @@ def save_weights(
 
         def publish(of_processes: list[Any]) -> list[None]:
             assert target is not None
-            target.publish(dict(row for of in of_processes for row in of), weights.names.tied)
+            target.publish(
+                dict(row for of in of_processes for row in of), weights.names.tied, others
+            )
             return [None] * len(of_processes)
 
         save = team.meet("save", look, begin)
         team.meet("save", write, publish)
+
+
+def files_beside(model: Any, processing_class: Any = None) -> dict[str, bytes]:
+    """What ``from_pretrained`` needs beside the weights, by the names of files.
+
+    Args:
+        model: a model; that of transformers has a configuration, which its ``save_pretrained`` writes too.
+        processing_class: a tokenizer, a processor, or whatever else has ``save_pretrained(folder)``.
+    """
+    files: dict[str, bytes] = {}
+    # Looked for on the class: wrappers, such as PEFT's, pass on the attributes of the model inside.
+    if hasattr(type(model), "config_class"):
+        # Not by save_pretrained, which refuses settings for generation that from_pretrained loads.
+        config = deepcopy(model.config)
+        # It names a file of the folder that the model was loaded from.
+        vars(config).pop("transformers_weights", None)
+        config.architectures = [type(model).__name__]
+        config.dtype = str(model.dtype).removeprefix("torch.")
+        files["config.json"] = config.to_json_string().encode()
+        if model.can_generate():
+            text = model.generation_config.to_json_string(keys_to_pop=["compile_config"])
+            files["generation_config.json"] = text.encode()
+    if processing_class is None:
+        return files
+    if not callable(getattr(processing_class, "save_pretrained", None)):
+        raise UsageError(
+            f"processing_class= was given a {type(processing_class).__name__}, which has no "
+            "save_pretrained(); give a tokenizer or a processor of transformers"
+        )
+    with TemporaryDirectory() as name:
+        processing_class.save_pretrained(name)
+        # Whoever writes weights too, as a Trainer does, has none here.
+        paths = [path for path in sorted(Path(name).rglob("*")) if path.suffix != ".safetensors"]
+        return files | {
+            path.relative_to(name).as_posix(): path.read_bytes() for path in paths if path.is_file()
+        }
 
 
 def save_stage(

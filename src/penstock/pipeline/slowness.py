@@ -1,0 +1,62 @@
+"""What is slow: recorded steps are held against what they should take."""
+
+from __future__ import annotations
+
+import logging
+
+from penstock.errors import UsageError
+from penstock.plan import Plan
+from penstock.schedule import Costs, Schedule, Slow, Timeline, costs_of, find_slow
+from penstock.schedule.base import whole_number
+
+WARM = 2
+"""The first training step whose actions take as long as later ones: the one before it also sets things up."""
+log = logging.getLogger("penstock")
+
+
+class Slowness:
+    """Holds recorded steps against a plan or, without one, against the first recorded step.
+
+    Args:
+        every: The number of training steps after which one is recorded; None for never.
+
+    Raises:
+        UsageError: It is not a number of steps.
+    """
+
+    def __init__(self, every: int | None) -> None:
+        self._every = whole_number("watch_every", every)
+        if self._every is not None and self._every < 1:
+            raise UsageError(f"watch_every={every}: must be at least 1, or None")
+        self._steps = 0
+        self._first: dict[tuple[int, int], Costs] = {}
+
+    def is_due(self) -> bool:
+        """Count a training step; whether it is to be recorded."""
+        self._steps += 1
+        return self._every is not None and self._steps % self._every == 0
+
+    def note(
+        self, plan: Plan | None, schedule: Schedule, timeline: Timeline, *, warn: bool = False
+    ) -> tuple[Slow, ...]:
+        """What is slow in a recorded step.
+
+        Args:
+            plan: The plan of the pipeline, if it has one.
+            schedule: The schedule of the step, with its messages.
+            timeline: The step.
+            warn: Whether to log a warning for each.
+        """
+        key = schedule.stages, schedule.microbatches
+        costs = self._first.get(key)
+        if plan is not None and plan.microbatches == schedule.microbatches:
+            costs = plan.stage_costs.costs
+        if costs is None and self._steps < WARM:
+            return ()
+        if costs is None:
+            self._first[key] = costs_of(schedule, timeline)
+            return ()
+        slow = find_slow(schedule, costs, timeline)
+        for one in slow if warn else ():
+            log.warning("penstock: %s", one)
+        return slow

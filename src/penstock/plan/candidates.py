@@ -1,0 +1,304 @@
+"""What a search for plans tries: shapes of pipelines, and the ranks of a cluster that form them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import chain, pairwise, permutations, product
+
+from penstock.errors import ScheduleError, UsageError
+from penstock.plan.choice import LARGEST, POLICIES, Order, PlanShape, check_size, scheduled
+from penstock.plan.cluster import Cluster
+from penstock.plan.costs import StageCosts
+from penstock.schedule import Schedule, names, on_ranks
+from penstock.schedule.library import find
+
+MOST_MICROBATCHES = 6
+"""The most numbers of microbatches that are tried by default."""
+LAPS = (2, 3, 4)
+"""The numbers of stages per rank that are tried by default, if a schedule takes any number."""
+FEW = 4
+"""With so many ranks, all their orders are tried; with more, ranks of one kind stay together."""
+MOST_ORDERS = 24
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """The ranks of a cluster that form the pipelines, and who does what in each.
+
+    Args:
+        pipelines: The ranks of each pipeline, ascending.
+        order: Which rank of a pipeline does the work of each rank of the schedule.
+    """
+
+    pipelines: tuple[tuple[int, ...], ...]
+    order: tuple[int, ...]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the ranks do the work in their own order."""
+        return self.order == tuple(range(len(self.order)))
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The run to plan, and what the user has fixed; names as in `search`.
+
+    Args:
+        devices: The number of devices.
+        ranks: The numbers of ranks in a pipeline to try; None for all.
+        cluster: The devices, if they may differ.
+    """
+
+    devices: int
+    batch: int
+    memory: float
+    schedules: tuple[str, ...]
+    ranks: tuple[int, ...] | None
+    stages_per_rank: tuple[int, ...] | None
+    microbatches: tuple[int, ...] | None
+    checkpoint: tuple[str, ...]
+    states: float
+    keep: int
+    cluster: Cluster | None = field(default=None, repr=False)
+
+    def check(self) -> None:
+        """Refuse what has too many microbatches to be planned, whatever is chosen.
+
+        Raises:
+            UsageError: All candidates have too many.
+        """
+        shapes = list(self._all(self.devices, math.inf))
+        if shapes and not any(map(_is_small, shapes)):
+            check_size("", shapes[0])
+
+    def shapes(self, devices: int, units: float = math.inf) -> Iterator[PlanShape]:
+        """All candidates on so many devices, for a model of so many units."""
+        yield from filter(_is_small, self._all(devices, units))
+
+    def _all(self, devices: int, units: float) -> Iterator[PlanShape]:
+        for ranks in [n for n in self.ranks or dividing(devices) if devices % n == 0]:
+            replicas = devices // ranks
+            if self.batch % replicas:
+                continue
+            part = self.batch // replicas
+            # One rank waits for nothing, so any schedule is as fast; the first one, 1F1B, holds least.
+            for name in self.schedules if ranks > 1 else self.schedules[:1]:
+                laps = [each for each in self._laps(name) if ranks * each <= units]
+                counts = self._counts(ranks, part) if laps else ()
+                for each, count, policy in product(laps, counts, self.checkpoint):
+                    yield PlanShape(name, ranks, replicas, each, count, part // count, policy)  # type: ignore[arg-type]
+
+    def _laps(self, name: str) -> tuple[int, ...]:
+        """The numbers of stages per rank to try with a schedule."""
+        recipe = find(name)[1]
+        if recipe.any_stages:
+            return self.stages_per_rank or LAPS
+        laps = recipe.stages_per_rank
+        return (laps,) if laps in (self.stages_per_rank or (laps,)) else ()
+
+    def _counts(self, ranks: int, part: int) -> tuple[int, ...]:
+        """The numbers of microbatches to try for a pipeline's share of the batch."""
+        if self.microbatches is not None:
+            return tuple(count for count in self.microbatches if part % count == 0)
+        counts = dividing(part)
+        # Each is at least twice the one before, since neighbours differ little.
+        tried: list[int] = []
+        for count in [count for count in counts if count >= ranks] or counts[-1:]:
+            if not tried or count >= 2 * tried[-1]:
+                tried.append(count)
+        return tuple(tried[:MOST_MICROBATCHES])
+
+    # ---- which devices, and in which order
+
+    def teams(self) -> list[tuple[int, ...]]:
+        """The devices to try: all; without a slow one, a kind, or all but one machine."""
+        everyone = tuple(range(self.devices))
+        if self.cluster is None:
+            return [everyone]
+        kinds, machines = _kinds(self.cluster), self.cluster.machines
+        teams = [everyone]
+        for slowest in sorted({*kinds}, key=lambda kind: -kind[2])[:1] if len({*kinds}) > 1 else ():
+            last = max(rank for rank in everyone if kinds[rank] == slowest)
+            teams.append(tuple(rank for rank in everyone if rank != last))
+        for groups in (kinds, machines):
+            several = list(dict.fromkeys(groups))
+            if 1 < len(several) <= FEW:
+                teams += [tuple(r for r in everyone if groups[r] != one) for one in several]
+                teams += [tuple(r for r in everyone if groups[r] == one) for one in several]
+        return [team for team in dict.fromkeys(teams) if team]
+
+    def arrangements(
+        self, team: Sequence[int], shape: PlanShape, *, plain: bool = False
+    ) -> list[Arrangement | None]:
+        """The ways in which devices can form the pipelines of a shape, the most promising first.
+
+        Args:
+            team: The devices.
+            shape: The shape.
+            plain: Whether to give only the one in which they stand in their own order.
+        """
+        if self.cluster is None:
+            return [None]
+        count = shape.ranks
+        rows = tuple(tuple(team[at : at + count]) for at in range(0, len(team), count))
+        if plain:
+            return [Arrangement(rows, tuple(range(count)))]
+        # In columns, each pipeline has a share of each kind, at the same place.
+        columns = tuple(tuple(team[at :: shape.replicas]) for at in range(shape.replicas))
+        alike = len({*_kinds(self.cluster)}) == 1
+        return [
+            Arrangement(pipelines, order)
+            for pipelines in dict.fromkeys((rows, columns) if alike else (columns, rows))
+            for order in _orders(self.cluster.only(pipelines[0]))
+        ]
+
+
+def _is_small(shape: PlanShape) -> bool:
+    return shape.forwards <= LARGEST >= shape.replicas
+
+
+def _kinds(cluster: Cluster) -> list[tuple[str, float, float]]:
+    """For each rank the name, the memory and, so that the slowest is the largest, the pace of its device."""
+    return [(d.name, d.memory, d.pace or 1 / min(d.flops.values())) for d in cluster.devices]
+
+
+def _orders(cluster: Cluster) -> list[tuple[int, ...]]:
+    """The orders of a pipeline's ranks to try; ranks of one kind, or of one machine, stay together."""
+    places, kinds = range(len(cluster)), _kinds(cluster)
+    seen: dict[Hashable, tuple[int, ...]] = {}
+
+    def add(order: Iterable[int]) -> None:
+        order = tuple(order)
+        # Ranks of one kind with links of one kind can stand for each other.
+        wires = tuple(cluster.wire(a, b) for a, b in pairwise(order))
+        seen.setdefault((tuple(kinds[rank] for rank in order), wires), order)
+
+    # The first stages hold most.
+    add(sorted(places, key=lambda rank: -cluster.devices[rank].memory))
+    add(places)
+    for groups in (kinds, cluster.machines):
+        several = list(dict.fromkeys(groups))
+        for arranged in permutations(several) if 1 < len(several) <= FEW else ():
+            places_of = [[rank for rank in places if groups[rank] == one] for one in arranged]
+            add(chain.from_iterable(places_of))
+    for order in permutations(places) if len(cluster) <= FEW else ():
+        add(order)
+    return list(seen.values())[:MOST_ORDERS]
+
+
+@lru_cache(maxsize=64)
+def _built(shape: PlanShape, order: tuple[int, ...]) -> tuple[Schedule, Order] | None:
+    """A schedule of the library, without edges; None if there is none for these numbers."""
+    try:
+        schedule = scheduled(shape)
+    except ScheduleError:
+        return None
+    if order:
+        schedule = on_ranks(schedule, order)
+    return schedule, Order(schedule)
+
+
+def schedule_of(
+    shape: PlanShape, arrangement: Arrangement | None = None
+) -> tuple[Schedule, Order] | None:
+    """The schedule of a shape, without edges, and its order; None if there is none for these numbers."""
+    # The key leaves out what the schedule does not depend on.
+    order = () if arrangement is None or arrangement.is_plain else arrangement.order
+    return _built(replace(shape, replicas=1, samples=1, checkpoint="none"), order)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A shape with a cut.
+
+    Args:
+        again: The units that are recomputed.
+        costs: What its stages cost, on the slowest of its pipelines.
+        memory: The most that each rank of that pipeline holds, in bytes.
+        lacks: How many bytes each of its ranks lacks; empty if it fits.
+        reduce: The seconds in which replicas sum their gradients.
+        bound: Seconds that no order of the actions beats.
+        arrangement: The ranks of a cluster that form its pipelines, and who does what.
+        seconds: The simulated time of a step.
+        shares: The microbatches of each pipeline, where they are not equal.
+        own: Its schedule, if it is not one of the library.
+    """
+
+    shape: PlanShape
+    cut: tuple[int, ...]
+    again: frozenset[int]
+    costs: StageCosts
+    memory: tuple[float, ...]
+    lacks: tuple[float, ...]
+    reduce: float
+    bound: float
+    arrangement: Arrangement | None = None
+    seconds: float = math.inf
+    shares: tuple[int, ...] = ()
+    own: Schedule | None = None
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """By what candidates are sorted, the fastest first."""
+        return self.seconds, max(self.memory)
+
+
+# ---- the arguments of a search
+
+
+def whole(name: str, number: int, most: int = LARGEST) -> int:
+    """Check a whole number."""
+    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= most:
+        raise UsageError(f"{name}={number!r}: must be a whole number from 1 to {most}")
+    return number
+
+
+def whole_numbers(name: str, numbers: int | Iterable[int] | None) -> tuple[int, ...] | None:
+    """Check whole numbers, of which there may be one, several or none."""
+    if numbers is None:
+        return None
+    several = (numbers,) if isinstance(numbers, int) else tuple(numbers)
+    return tuple(whole(name, number) for number in several)
+
+
+def divisors(
+    name: str, numbers: int | Iterable[int] | None, devices: int
+) -> tuple[int, ...] | None:
+    """Check numbers that are to divide the number of devices."""
+    several = whole_numbers(name, numbers)
+    if wrong := [number for number in several or () if devices % number]:
+        raise UsageError(
+            f"{name}={wrong[0]}: {devices} ranks cannot be divided into pipelines of {wrong[0]} ranks"
+        )
+    return several
+
+
+def dividing(number: int) -> list[int]:
+    """All divisors, in ascending order."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def schedules_of(wanted: str | Iterable[str] | None) -> tuple[str, ...]:
+    """The names of schedules that train; by default, all of the library."""
+    several = names() if wanted is None else [wanted] if isinstance(wanted, str) else list(wanted)
+    proper = [find(name)[0] for name in several]
+    idle = [name for name in proper if not find(name)[1].trains]
+    if idle and wanted is not None:
+        raise UsageError(f"schedules={idle[0]!r} has no backward; choose one that trains")
+    # 1F1B first: it holds least if several are equally fast.
+    return tuple(
+        sorted(set(proper) - set(idle), key=lambda name: (name != "1F1B", proper.index(name)))
+    )
+
+
+def policies(wanted: str | Iterable[str] | None) -> tuple[str, ...]:
+    """Check what to recompute."""
+    several = () if wanted is None else (wanted,) if isinstance(wanted, str) else tuple(wanted)
+    for policy in several:
+        if policy not in POLICIES:
+            raise UsageError(f"checkpoint={policy!r}: must be one of {', '.join(POLICIES)}")
+    return several

@@ -1,0 +1,282 @@
+"""A measured step, held against what it should take: the time of its messages, and what is slow.
+
+Only what actions take counts, not what ranks wait: a rank that waits for a slow one is not slow itself.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from math import inf
+from operator import mul
+from statistics import median, median_low
+from typing import Any, Literal
+
+from penstock.schedule.action import COMPUTE_OPS, Action, Op
+from penstock.schedule.base import Schedule
+from penstock.schedule.clock import Costs, durations, transfer_of
+from penstock.schedule.dependencies import Dependencies
+from penstock.schedule.passes import compute_only
+from penstock.schedule.simulation import simulate
+from penstock.schedule.timeline import Span, Timeline
+
+SLOWER = 1.25
+"""What takes so many times as long as the rest of the step is slow."""
+FURTHER = 3.0
+"""A link that delays messages so many times as long as it should, and as others do, is slow."""
+NOTICED = 1e-3
+"""No delay of a message below so many seconds is slow."""
+MATTERS = 0.02
+"""What costs a step a smaller share of its time is not told."""
+Kind = Literal["rank", "stage", "link"]
+Pair = tuple[int, int]
+"""Two ranks: one that sends, and one that receives."""
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A rank, stage or link that takes longer than its costs say.
+
+    Args:
+        kind: What it is.
+        ranks: The rank; of a link both.
+        stages: The stages concerned.
+        factor: How many times as long as its costs say it takes, beside the rest of the step.
+        seconds: What it costs the step.
+        share: The same as a share of the step.
+    """
+
+    kind: Kind
+    ranks: tuple[int, ...]
+    stages: tuple[int, ...]
+    factor: float
+    seconds: float
+    share: float
+
+    @property
+    def name(self) -> str:
+        """What it is, in words."""
+        if self.kind == "link":
+            return f"the link between ranks {self.ranks[0]} and {self.ranks[1]}"
+        stages = f"stage{'s' if len(self.stages) > 1 else ''} {', '.join(map(str, self.stages))}"
+        return f"rank {self.ranks[0]} ({stages})" if self.kind == "rank" else stages
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} takes {self.factor:.2f} times as long as its costs say beside the others, which "
+            f"costs the step {self.seconds * 1e3:.3g} ms ({self.share:.0%})"
+        )
+
+
+@dataclass(frozen=True)
+class MessageTimes:
+    """What messages took in a step.
+
+    Args:
+        handling: How long a rank is busy with a message that it sends or receives.
+        delays: How long messages travel beyond that, from rank to rank.
+    """
+
+    handling: float
+    delays: Mapping[Pair, float]
+
+
+def message_times(schedule: Schedule, timeline: Timeline) -> MessageTimes:
+    """Find out what messages took, from when actions began.
+
+    Args:
+        schedule: The schedule of the step.
+        timeline: The step, with its messages as spans; the ranks' clocks may differ by constants.
+    """
+    rule, rank_of = Dependencies(compute_only(schedule)), schedule.placement.rank_of
+    spans = {span.action: span for span in timeline.spans if span.action.op in COMPUTE_OPS}
+    came = {
+        span.action: [
+            (made, rank_of[need.stage])
+            for need in rule.before(span.action)
+            if rank_of[need.stage] != span.rank
+            # A whole backward stands for its half.
+            and (made := spans.get(need) or spans.get(need._replace(op=Op.B)))
+        ]
+        for span in spans.values()
+    }
+    ahead = _clocks(timeline.ranks, spans, came)
+    busy, waited = list[float](), defaultdict[Pair, list[float]](list)
+    for before, sent, span in chain(*(_gaps(timeline.of_rank(r)) for r in range(timeline.ranks))):
+        rank, needed = span.rank, came[span.action]
+        ends = [(one.end - ahead[source] + ahead[rank], source) for one, source in needed]
+        last, source = max(ends, default=(-inf, rank))
+        if before is None or last > before.end:
+            waited[source, rank] += [span.start - last] if ends else []
+        elif count := sent + bool(needed):
+            busy.append((span.start - before.end) / count)
+    handling = max(0.0, median(busy)) if busy else 0.0
+    return MessageTimes(
+        handling,
+        {pair: max(0.0, median(each) - 2 * handling) for pair, each in waited.items() if each},
+    )
+
+
+def _clocks(
+    ranks: int, spans: Mapping[Action, Span], came: Mapping[Action, Sequence[tuple[Span, int]]]
+) -> list[float]:
+    """By how much each rank's clock is ahead of the first one's.
+
+    The quickest message there and the quickest one back are taken to travel equally long.
+    """
+    least: dict[Pair, float] = {}
+    for action, sources in came.items():
+        for source, rank in sources:
+            pair, late = (rank, spans[action].rank), spans[action].start - source.end
+            least[pair] = min(least.get(pair, inf), late)
+    ahead, found = [0.0] * ranks, {0}
+    for _ in range(ranks):
+        for (a, b), there in least.items():
+            if a in found and b not in found:
+                back = least.get((b, a), there if there < 0 else -there)
+                ahead[b] = ahead[a] + (there - back) / 2
+                found.add(b)
+    return ahead
+
+
+def _gaps(spans: tuple[Span, ...]) -> Iterator[tuple[Span | None, int, Span]]:
+    """Each computing span of a rank, with the one before and the messages sent in between."""
+    before, sent = None, 0
+    for span in spans:
+        if span.action.op in (Op.SEND_F, Op.SEND_B):
+            sent += 1
+        elif span.action.op in COMPUTE_OPS:
+            yield before, sent, span
+            before, sent = span, 0
+
+
+def costs_of(schedule: Schedule, timeline: Timeline) -> Costs:
+    """What actions and messages took in a step: the costs of another one, if nothing changes.
+
+    Args:
+        schedule: The schedule of the step, with its messages.
+        timeline: The step as it was measured.
+    """
+    names: dict[Op, str] = {Op.F: "forward", Op.I: "input", Op.W: "weight", Op.B: "backward"}
+    took: dict[str, list[list[float]]] = {
+        name: [[] for _ in range(schedule.stages)] for name in names.values()
+    }
+    for span in timeline.spans:
+        if span.action.op in names:
+            took[names[span.action.op]][span.action.stage].append(span.duration)
+    costs: dict[str, Any] = {
+        name: [median(each) if each else 0.0 for each in of] for name, of in took.items()
+    }
+    delays = message_times(schedule, timeline).delays
+    links = {pair: (late, inf) for pair, late in delays.items()}
+    return Costs(**costs, links=links, unit="s")
+
+
+def find_slow(schedule: Schedule, costs: Costs, timeline: Timeline) -> tuple[Slow, ...]:
+    """Name what takes longer than its costs say, the worst first.
+
+    What all stages have in common, such as a whole machine that is slower, is not told: each is held against
+    the others.
+
+    Args:
+        schedule: The schedule of the step, with its messages.
+        costs: What its actions and messages should take.
+        timeline: The step as it was measured.
+    """
+    expected = durations(costs, schedule.stages)
+    took, should = [0.0] * schedule.stages, [0.0] * schedule.stages
+    for span in timeline.spans:
+        if span.action.op in expected:
+            took[span.action.stage] += span.duration
+            should[span.action.stage] += expected[span.action.op][span.action.stage]
+    known = [stage for stage in range(schedule.stages) if should[stage] and took[stage]]
+    if len(known) < 2:
+        return ()
+    ratios = {stage: took[stage] / should[stage] for stage in known}
+    step = _Step(schedule, costs, ratios)
+    slow = [*_slow_ranks(step, ratios), *_slow_links(step, message_times(schedule, timeline))]
+    return tuple(
+        sorted((one for one in slow if one.share >= MATTERS), key=lambda one: -one.seconds)
+    )
+
+
+class _Step:
+    """A step as it was, in simulation: what it takes, and would take.
+
+    Args:
+        schedule: Its schedule.
+        costs: What its actions should take.
+        ratios: How many times as long each stage took.
+
+    Attributes:
+        usual: The ratio that most ranks have.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs, ratios: Mapping[int, float]) -> None:
+        self.schedule, self._costs, self._ratios = schedule, costs, ratios
+        placement = schedule.placement
+        ranks = [
+            [ratios[stage] for stage in placement.stages_on(rank) if stage in ratios]
+            for rank in range(placement.ranks)
+        ]
+        self.usual = median_low([median(each) for each in ranks if each])
+
+    def seconds(
+        self, usual: Collection[int] = (), links: Mapping[Pair, float] | None = None
+    ) -> float:
+        """What the step takes, if some stages take what they should, and some links these delays."""
+        factors = [
+            self._ratios.get(stage, self.usual) if stage not in usual else self.usual
+            for stage in range(self.schedule.stages)
+        ]
+        names = ("forward", "input", "weight", "backward")
+        each = {name: self._costs.per_stage(name, self.schedule.stages) for name in names}
+        scaled: dict[str, Any] = {name: list(map(mul, one, factors)) for name, one in each.items()}
+        wires = {pair: (late, self._costs.wire(*pair)[1]) for pair, late in (links or {}).items()}
+        changed = replace(self._costs, **scaled, links={**self._costs.links, **wires})
+        return simulate(self.schedule, changed).makespan
+
+    def slow(self, kind: Kind, rank: int, stages: tuple[int, ...], factor: float) -> Slow:
+        """A slow rank or stage, with what it costs."""
+        whole = self.seconds()
+        lost = whole - self.seconds(stages)
+        return Slow(kind, (rank,), stages, factor, lost, lost / whole)
+
+    def delay(self, pair: Pair) -> float:
+        """How long a message from one rank to another should travel."""
+        rank_of = self.schedule.placement.rank_of
+        sends = {
+            action._replace(microbatch=0)
+            for action in self.schedule.actions(pair[0])
+            if action.op in (Op.SEND_F, Op.SEND_B) and rank_of[action.peer_stage] == pair[1]
+        }
+        transfers = [transfer_of(self.schedule, send, self._costs) for send in sends]
+        return self._costs.wire(*pair)[0] + max(transfers, default=0.0)
+
+
+def _slow_ranks(step: _Step, ratios: Mapping[int, float]) -> Iterator[Slow]:
+    placement = step.schedule.placement
+    for rank in range(placement.ranks):
+        mine = {stage: ratios[stage] for stage in placement.stages_on(rank) if stage in ratios}
+        slow = {stage: ratio for stage, ratio in mine.items() if ratio > SLOWER * step.usual}
+        if mine and len(slow) == len(mine):
+            yield step.slow("rank", rank, tuple(slow), median(slow.values()) / step.usual)
+        else:
+            for stage, ratio in slow.items():
+                yield step.slow("stage", rank, (stage,), ratio / step.usual)
+
+
+def _slow_links(step: _Step, times: MessageTimes) -> Iterator[Slow]:
+    for pair, delay in times.delays.items():
+        if pair[0] > pair[1] and pair[::-1] in times.delays:
+            continue
+        others = [late for other, late in times.delays.items() if {*other} != {*pair}]
+        usual = max(step.delay(pair), median(others) if others else 0.0)
+        if delay > max(NOTICED, FURTHER * usual):
+            whole = step.seconds(links={pair: delay, pair[::-1]: delay})
+            lost = whole - step.seconds()
+            placement = step.schedule.placement
+            stages = tuple(sorted(s for rank in pair for s in placement.stages_on(rank)))
+            yield Slow("link", pair, stages, delay / max(usual, NOTICED / 10), lost, lost / whole)

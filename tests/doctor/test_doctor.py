@@ -1,0 +1,112 @@
+"""What the doctor finds out about ranks and links, what it points out, and its files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli.main import main
+from penstock.doctor import Check, Examination, Facts, LinkReport, RankReport, examine
+from penstock.plan import Cluster, Link
+from penstock.testing import WorkerPool
+
+QUICK: dict[str, Any] = {"window": 0.002, "dtypes": ["float32"]}
+
+
+def examined(group: Any, folder: str) -> tuple[str, str]:
+    """On each rank."""
+    found = examine(folder=folder, group=group, **QUICK)
+    return found.to_json(), str(found)
+
+
+def test_two_ranks_are_examined_with_the_link_between_them(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    (first, text), second = workers.run(f"{__name__}:examined", 2, 100.0, folder=str(tmp_path))
+    assert [first, text] == list(second)
+    cluster = Cluster.from_json(first)
+    assert len(cluster) == 2
+    for device in cluster.devices:
+        numbers = device.flops["float32"], device.bandwidth, device.pace, device.alone
+        assert min(numbers) > 0
+    (link,) = cluster.links
+    assert (link.source, link.target) == (0, 1)
+    assert 0 <= link.latency < 1 < link.both
+    assert cluster.wire(1, 0) == (link.latency, link.bandwidth)
+    facts = json.loads(first)["facts"]
+    assert [check["problem"] for check in facts["checks"]] == ["", "", ""]
+    assert abs(facts["links"][0]["ahead"]) < 1
+    assert "yes a checkpoint is saved and loaded" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_process_checks_its_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "cluster.json"
+    asked = ["doctor", "--window", "0.002", "--dtype", "float32", "--folder", str(tmp_path)]
+    assert main([*asked, "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "yes a pipeline of 2 ranks computes what one process computes" in shown
+    assert "nothing is odd" in shown
+    assert len(Cluster.from_json(out.read_text())) == 1
+    (tmp_path / "file").touch()
+    assert main([*asked[:-1], str(tmp_path / "file")]) == 1
+    assert f"all ranks see {tmp_path / 'file'}: no: " in capsys.readouterr().out
+    assert main(["doctor", "--device", "cpus"]) == 2
+    assert "device='cpus'" in capsys.readouterr().err
+
+
+def rank(host: str = "a", scale: float = 1.0, **versions: str) -> RankReport:
+    facts = Facts(host, "some GPU", 8e9, 0, {"torch": "2.13.0", **versions})
+    return RankReport(facts, {"float32": 1e12 * scale}, 1e11 * scale, 1e-6, 1 / scale, 1 / scale)
+
+
+def link(source: int, scale: float = 1.0, ahead: float = 0.0) -> LinkReport:
+    way = Link(source, source + 1, 50e-6 / scale, 1e9 * scale, 1e9)
+    return LinkReport(way, 50e-6 / scale, 1e9 * scale, ahead)
+
+
+HEALTHY = Examination(
+    tuple(rank("a" if n < 2 else "b") for n in range(4)),
+    tuple(map(link, range(3))),
+    (1e-4, 0.0),
+    (Check("numbers are right"),),
+)
+
+
+def with_rank(number: int, report: RankReport) -> Examination:
+    ranks = list(HEALTHY.ranks)
+    ranks[number] = report
+    return replace(HEALTHY, ranks=tuple(ranks))
+
+
+def with_link(number: int, report: LinkReport) -> Examination:
+    links = list(HEALTHY.links)
+    links[number] = report
+    return replace(HEALTHY, links=tuple(links))
+
+
+@pytest.mark.parametrize(
+    ("found", "gist"),
+    [
+        (with_rank(2, rank("b", 0.75)), "rank 2 (b) is slower than its like: products in float32 at 75%"),
+        (with_rank(1, rank(torch="2.12.0")), "torch differs: 2.13.0 on ranks 0, 2, 3; 2.12.0 on rank 1"),
+        (with_rank(3, replace(rank("b"), pace=2.0)), "rank 3 (b) is slower than its like: a block at 50%"),
+        (with_link(0, link(0, 0.01)), "the link between ranks 0 and 1 carries 9.54 MiB/s, 2% of the median"),
+        (with_link(0, link(0, 0.01)), "the link between ranks 0 and 1 delays a message by 5 ms"),
+        (with_link(1, link(1, ahead=-3.0)), "the clocks of ranks 1 and 2 differ by 3.0 s"),
+        (replace(HEALTHY, checks=(Check("all is well", "it is not"),)), "all is well: no: it is not"),
+    ],
+)  # fmt: skip
+def test_what_is_odd_is_pointed_out(found: Examination, gist: str) -> None:
+    assert HEALTHY.odd() == []
+    assert gist in "\n".join(found.odd())
+    assert gist in str(found)
+
+
+def test_small_differences_are_not_odd() -> None:
+    assert with_rank(2, rank("b", 0.85)).odd() == []
+    assert with_link(1, link(1, 0.2)).odd() == []

@@ -1,0 +1,166 @@
+"""What is slow is named by its own time, not by that of those who wait for it."""
+
+from __future__ import annotations
+
+import logging
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from penstock import Pipeline
+from penstock.errors import UsageError
+from penstock.plan import Cluster, costs_from, cut_of, plan_for, search
+from penstock.schedule import (
+    Costs,
+    Schedule,
+    Span,
+    Timeline,
+    add_communication,
+    build,
+    costs_of,
+    find_slow,
+    message_times,
+    simulate,
+)
+from tests.plan.models import profile
+from tests.plan.test_clusters import chain, cluster
+
+HANDLING = 0.002
+
+
+def step(schedule: Schedule, costs: Costs, *, skew: float = 0.0, noise: float = 0.0) -> Timeline:
+    """A step as it would be recorded: on clocks that differ, with sends, and noise in all that is done."""
+    draw = random.Random(0)
+    shaken = {
+        name: [
+            cost * (1 + noise * draw.random()) for cost in costs.per_stage(name, schedule.stages)
+        ]
+        for name in ("forward", "input", "weight", "backward")
+    }
+    more: dict[str, Any] = {name: [cost + HANDLING for cost in of] for name, of in shaken.items()}
+    ran = simulate(schedule, replace(costs, **more))
+    spans = []
+    for rank in range(schedule.ranks):
+        for span in ran.timeline.of_rank(rank):
+            start, end = span.start + rank * skew, span.end + rank * skew
+            spans.append(Span(rank, span.action, start + HANDLING, end))
+    return Timeline(tuple(spans), schedule.ranks, "s")
+
+
+@pytest.mark.parametrize("name", ["1F1B", "ZB-H1", "ZB-V", "Interleaved1F1B"])
+def test_a_slow_rank_is_named(name: str) -> None:
+    schedule = add_communication(build(name, ranks=4, microbatches=8), ahead=2)
+    stages = schedule.stages
+    costs = Costs(forward=[0.1] * stages, input=0.1, weight=0.1, backward=0.2, unit="s")
+    assert find_slow(schedule, costs, step(schedule, costs, noise=0.1)) == ()
+    for slow in range(4):
+        factors = [2.0 if rank == slow else 1.0 for rank in schedule.placement.rank_of]
+        took = replace(
+            costs,
+            forward=[0.1 * factor for factor in factors],
+            input=[0.1 * factor for factor in factors],
+            weight=[0.1 * factor for factor in factors],
+            backward=[0.2 * factor for factor in factors],
+        )
+        timeline = step(schedule, took, skew=3.0, noise=0.1)
+        (found,) = find_slow(schedule, costs, timeline)
+        assert (found.kind, found.ranks) == ("rank", (slow,))
+        assert found.factor == pytest.approx(2.0, rel=0.15)
+        assert f"rank {slow} (stage" in str(found)
+        whole = simulate(schedule, took).makespan - simulate(schedule, costs).makespan
+        assert found.seconds == pytest.approx(whole, rel=0.25)
+
+
+def test_a_slow_stage_of_a_rank_is_named() -> None:
+    schedule = add_communication(build("Interleaved1F1B", ranks=2, microbatches=4), ahead=2)
+    costs = Costs(forward=[0.1] * 4, backward=[0.2] * 4, unit="s")
+    took = replace(costs, backward=[0.2, 0.2, 0.6, 0.2])
+    (found,) = find_slow(schedule, costs, step(schedule, took))
+    assert (found.kind, found.stages) == ("stage", (2,))
+
+
+def test_a_slow_link_is_named() -> None:
+    schedule = add_communication(build("1F1B", ranks=4, microbatches=8), ahead=2)
+    costs = Costs(forward=0.1, backward=[0.2] * 4, latency=0.001, unit="s")
+    late = {pair: (0.05, float("inf")) for pair in ((1, 2), (2, 1))}
+    (found,) = find_slow(schedule, costs, step(schedule, replace(costs, links=late), skew=-1.0))
+    assert (found.kind, found.ranks) == ("link", (1, 2))
+    assert found.name == "the link between ranks 1 and 2"
+    assert found.seconds > 0.05
+
+
+def test_messages_are_read_off_a_step() -> None:
+    schedule = add_communication(build("1F1B", ranks=2, microbatches=8), ahead=2)
+    costs = Costs(forward=[0.1, 0.1], backward=[0.2, 0.2], latency=0.01, unit="s")
+    timeline = step(schedule, costs, skew=0.5)
+    assert message_times(schedule, timeline).delays[0, 1] == pytest.approx(0.01 + HANDLING, rel=0.5)
+    again = costs_of(schedule, timeline)
+    assert again.per_stage("forward", 2) == pytest.approx([0.1, 0.1])
+    assert simulate(schedule, again).makespan == pytest.approx(
+        simulate(schedule, costs).makespan, rel=0.05
+    )
+
+
+def test_what_a_step_corrects() -> None:
+    """A rank that is slower than the others is corrected as that, and what all are is the units'."""
+    ranks = cluster(1.0, 1.0)
+    asked: dict[str, Any] = {"batch": 8, "microbatches": 8, "schedules": "1F1B", "seconds": 0}
+    costs = chain(12)
+    before = search(costs, cluster=ranks, pipeline=2, **asked)[0]
+    assert [len(paths) for paths in before.stages] == [6, 6]
+    of = before.stage_costs.costs
+    took = replace(
+        of,
+        forward=[1.5 * time * (1 + stage) for stage, time in enumerate(of.per_stage("forward", 2))],
+        backward=[
+            1.5 * time * (1 + stage) for stage, time in enumerate(of.per_stage("backward", 2))
+        ],
+    )
+    schedule = add_communication(before.schedule, ahead=2)
+    timeline = simulate(schedule, took).timeline
+    measured = costs_from(timeline, schedule)
+    units = [unit.path for unit in costs.at(1).units]
+    cut = cut_of(units, before.stages)
+    corrected, slower = measured.correct_both(costs, ranks, 1, cut)
+    assert [device.pace for device in slower.devices] == pytest.approx([1.0, 2.0], rel=0.01)
+    assert corrected.at(1).units[0].forward == pytest.approx(1.5, rel=0.01)
+    after = search(corrected, cluster=slower, pipeline=2, **asked)[0]
+    assert [len(paths) for paths in after.stages] == [8, 4]
+    old = plan_for(
+        corrected, build("1F1B", ranks=2, microbatches=8), before.stages, batch=8, cluster=slower
+    )
+    assert old.seconds == pytest.approx(timeline.makespan, rel=0.02)
+    assert old.seconds > 1.25 * after.seconds
+    with pytest.raises(UsageError, match="the schedule of the step too"):
+        costs_from(timeline).correct_both(costs, ranks, 1, cut)
+    with pytest.raises(UsageError, match="give the cut that ran"):
+        measured.correct_both(costs, ranks, 1, (0, 4, 8))
+    assert isinstance(slower, Cluster)
+    assert profile([1.0]).factors == ()
+
+
+def test_a_pipeline_tells_what_became_slow(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
+    x = torch.randn(64, 256)
+    loss = nn.functional.mse_loss
+    with Pipeline(model, ranks=4, microbatches=2, loss_fn=loss, watch_every=4) as pipe:
+        for _ in range(2):
+            assert pipe.step(x, target=x, record=True).slow == ()
+
+        def drag(*args: Any) -> None:
+            for _ in range(500):
+                torch.mm(x, x.T)
+
+        model[2].register_forward_hook(drag)
+        with caplog.at_level(logging.WARNING, "penstock"):
+            found = pipe.step(x, target=x, record=True).slow
+            assert (found[0].stages, found[0].share > 0.5) == ((2,), True)
+            assert not caplog.records
+            pipe.step(x, target=x)
+        assert "rank 2 (stage 2) takes" in caplog.text
+    with pytest.raises(UsageError, match="watch_every=0: must be at least 1"):
+        Pipeline(model, ranks=2, watch_every=0)
