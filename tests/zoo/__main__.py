@@ -22,7 +22,7 @@ import torch
 
 from tests.zoo.judging import Row, judge
 
-LIBRARIES = ("transformers", "diffusers", "timm", "torchvision", "lucid", "hand")
+LIBRARIES = ("transformers", "diffusers", "timm", "torchvision", "hand")
 KINDS = ("right", "with example", "refused", "unclear", "silent", "lost", "void")
 
 
@@ -47,7 +47,8 @@ def run(library: str, name: str, schedules: list[str], seconds: float) -> list[R
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
     child = context.Process(target=_in_child, args=(library, name, schedules, there), daemon=True)
-    began, rows = time.monotonic(), []
+    began = time.monotonic()
+    rows: list[Row] = []
     child.start()
     there.close()
     said = f"took longer than {seconds:.0f} s"

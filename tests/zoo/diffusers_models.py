@@ -100,7 +100,7 @@ def _noisy(model: nn.Module, dims: int) -> Tensor:
         2: (channels,), 3: (16, channels), 4: (channels, 8, 8), 5: (channels, 5, 8, 8), 6: (4, channels, 8, 8),
         7: (channels, 16),
     }  # fmt: skip
-    if dims in (4, 5) and "Autoencoder" in type(model).__name__ or "VAE" in type(model).__name__:
+    if (dims in (4, 5) and "Autoencoder" in type(model).__name__) or "VAE" in type(model).__name__:
         shapes |= {4: (channels, 32, 32), 5: (channels, 5, 32, 32)}
     return torch.randn(SAMPLES, *shapes[dims])
 
@@ -115,7 +115,9 @@ def calls(model: nn.Module, changes: Mapping[str, Any]) -> Iterator[Callable[[],
     needed = [n for n, p in names.items() if p.default is inspect.Parameter.empty]
     text = [_setting(model, name) for name in TEXTS]
     widths = list(dict.fromkeys([w for w in text if isinstance(w, int)] + [WIDTH]))
-    video = re.search("3D|Video|Wan|Temporal|Motion|KVAEVideo|Magvit|Mochi|Allegro|Hunyuan", type(model).__name__)
+    video = re.search(
+        "3D|Video|Wan|Temporal|Motion|KVAEVideo|Magvit|Mochi|Allegro|Hunyuan", type(model).__name__
+    )
     dims = (5, 6, 3, 4) if video else (4, 3, 5, 7)
     for dim, wide, whole in product(dims, widths, (True, False)):
         yield partial(_call, model, names, needed, dim, wide, whole, changes)
@@ -127,12 +129,24 @@ TEXTS = (
 )  # fmt: skip
 
 
-def _call(  # noqa: PLR0917 - a guess has many parts
-    model: nn.Module, names: Any, needed: list[str], dim: int, wide: int, whole: bool, changes: Mapping[str, Any]
+def _call(
+    model: nn.Module,
+    names: Any,
+    needed: list[str],
+    dim: int,
+    wide: int,
+    whole: bool,
+    changes: Mapping[str, Any],
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
     axes = len(_setting(model, "axes_dims_rope", "axes_dim", "axes_dims", default=(0, 0, 0)))
-    main = "hidden_states" if "hidden_states" in names else "sample" if "sample" in names else next(iter(names))
+    main = (
+        "hidden_states"
+        if "hidden_states" in names
+        else "sample"
+        if "sample" in names
+        else next(iter(names))
+    )
     found[main] = _noisy(model, dim)
     makers: dict[str, Callable[[], Any]] = {
         "timestep": lambda: torch.randint(1, 20, (SAMPLES,)) if whole else torch.rand(SAMPLES),
@@ -144,8 +158,12 @@ def _call(  # noqa: PLR0917 - a guess has many parts
         "encoder_hidden_states_t5": lambda: _texts(model, wide),
         "encoder_hidden_states_mask": lambda: torch.ones(SAMPLES, 6, dtype=torch.long),
         "encoder_attention_mask": lambda: torch.ones(SAMPLES, 6, dtype=torch.long),
-        "pooled_projections": lambda: torch.randn(SAMPLES, _setting(model, "pooled_projection_dim", default=WIDTH)),
-        "controlnet_cond": lambda: torch.randn(SAMPLES, _setting(model, "conditioning_channels", default=3), 64, 64),
+        "pooled_projections": lambda: torch.randn(
+            SAMPLES, _setting(model, "pooled_projection_dim", default=WIDTH)
+        ),
+        "controlnet_cond": lambda: torch.randn(
+            SAMPLES, _setting(model, "conditioning_channels", default=3), 64, 64
+        ),
         "conditioning_scale": lambda: 1.0,
         "img_ids": lambda: torch.zeros(16, axes),
         "txt_ids": lambda: torch.zeros(6, axes),
@@ -167,7 +185,13 @@ def _call(  # noqa: PLR0917 - a guess has many parts
         given |= {"guidance"} & set(names)
     if "LTX" in type(model).__name__:
         given |= {"num_frames", "height", "width"} & set(names)
-    given |= {"img_ids", "txt_ids", "pooled_projections", "img_shapes", "encoder_hidden_states_mask"} & set(names)
+    given |= {
+        "img_ids",
+        "txt_ids",
+        "pooled_projections",
+        "img_shapes",
+        "encoder_hidden_states_mask",
+    } & set(names)
     if "cross_attention_dim" in model.config and model.config["cross_attention_dim"] is not None:
         given |= {"encoder_hidden_states"} & set(names)
     if _setting(model, "num_embeds_ada_norm"):
@@ -194,7 +218,9 @@ def make(name: str) -> Example:
     weights = sum(p.numel() for p in model.parameters())
     if weights > 60e6:
         largest = max(model.named_parameters(), key=lambda p: p[1].numel())
-        raise ValueError(f"{weights / 1e6:.0f} million parameters; {largest[0]} has {list(largest[1].shape)}")
+        raise ValueError(
+            f"{weights / 1e6:.0f} million parameters; {largest[0]} has {list(largest[1].shape)}"
+        )
     model.train()
     errors = []
     for give in calls(model, special.get("call", {})):
@@ -213,9 +239,16 @@ def names() -> Iterator[str]:
     for name in sorted(dir(diffusers)):
         with contextlib.suppress(Exception):
             kind = getattr(diffusers, name)
-            if isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin) and "pipeline" not in kind.__module__:
-                if kind is not diffusers.ModelMixin and not name.startswith("Multi"):
-                    yield name
+            if (
+                (
+                    isinstance(kind, type)
+                    and issubclass(kind, diffusers.ModelMixin)
+                    and "pipeline" not in kind.__module__
+                )
+                and kind is not diffusers.ModelMixin
+                and not name.startswith("Multi")
+            ):
+                yield name
 
 
 _GREY = {"controlnet_cond": lambda: torch.randn(SAMPLES, 3, 64, 64)}
@@ -224,7 +257,9 @@ _SD = {
     "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"), "block_out_channels": (8, 16), "layers_per_block": 1,
     "norm_num_groups": 4, "attention_head_dim": 4, "cross_attention_dim": 32, "sample_size": 8,
 }  # fmt: skip
-_NO_UP = {name: value for name, value in _SD.items() if name not in ("up_block_types", "sample_size")}
+_NO_UP = {
+    name: value for name, value in _SD.items() if name not in ("up_block_types", "sample_size")
+}
 _VAE = {
     "down_block_types": ("DownEncoderBlock2D", "DownEncoderBlock2D"),
     "up_block_types": ("UpDecoderBlock2D", "UpDecoderBlock2D"), "block_out_channels": (8, 16),
@@ -403,7 +438,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "OmniGenTransformer2DModel": {
         "config": {"pad_token_id": 0, "num_layers": 4, "time_step_dim": 16},
         "call": {"hidden_states": lambda: torch.randn(SAMPLES, 4, 8, 8), "input_ids": lambda: torch.randint(1, 50, (SAMPLES, 6)),
-                 "input_img_latents": lambda: [], "input_image_sizes": lambda: {}, "timestep": lambda: torch.rand(SAMPLES),
+                 "input_img_latents": list, "input_image_sizes": dict, "timestep": lambda: torch.rand(SAMPLES),
                  "attention_mask": lambda: torch.ones(SAMPLES, 23, 23), "position_ids": lambda: torch.arange(23).expand(SAMPLES, -1)}},
     "PRXTransformer2DModel": {"config": {"axes_dim": [8, 8], "context_in_dim": 64}},
 }  # fmt: skip

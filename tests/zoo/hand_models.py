@@ -78,17 +78,24 @@ class Attention(nn.Module):
     def __init__(self, width: int = D, heads: int = 2) -> None:
         super().__init__()
         self.heads = heads
-        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm, self.qkv, self.out = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
         self.rest = Block(width)
 
     def forward(self, x: Tensor, bias: Tensor | None = None, turn: Any = None) -> Tensor:
         q, k, v = (
-            t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1)
+            t.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for t in self.qkv(self.norm(x)).chunk(3, -1)
         )
         if turn is not None:
             cos, sin = turn
             q, k = (t * cos + torch.cat([-t[..., 1::2], t[..., ::2]], -1) * sin for t in (q, k))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2))
+        x = x + self.out(
+            F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2)
+        )
         return self.rest(x)
 
 
@@ -115,7 +122,11 @@ class Gpt(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.at = nn.Embedding(20, D), nn.Parameter(torch.randn(16, D))
-        self.layers, self.norm, self.head = blocks(5, Attention), nn.LayerNorm(D), nn.Linear(D, 20, bias=False)
+        self.layers, self.norm, self.head = (
+            blocks(5, Attention),
+            nn.LayerNorm(D),
+            nn.Linear(D, 20, bias=False),
+        )
         self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -155,19 +166,28 @@ class Relative(nn.Module):
         return self.head(x)
 
 
-@add("loss of the kept labels in the forward", lambda: {"ids": words()[0], "y": words()[0].clone().index_fill_(1, torch.tensor([0]), -100)})
+@add(
+    "loss of the kept labels in the forward",
+    lambda: {"ids": words()[0], "y": words()[0].clone().index_fill_(1, torch.tensor([0]), -100)},
+)
 class Masked(Gpt):
     def forward(self, ids: Tensor, y: Tensor) -> Tensor:
         h = super().forward(ids)
         return F.cross_entropy(h[y != -100], y[y != -100])
 
 
-@add("numbers of the kept labels differ", lambda: {"ids": words()[0], "y": words()[0].masked_fill(torch.rand(SAMPLES, 6) < 0.4, -100)})
+@add(
+    "numbers of the kept labels differ",
+    lambda: {"ids": words()[0], "y": words()[0].masked_fill(torch.rand(SAMPLES, 6) < 0.4, -100)},
+)
 class MaskedMore(Masked):
     pass
 
 
-@add("rows chosen after the last unit", lambda: {"ids": words()[0], "keep": torch.rand(SAMPLES, 6) < 0.5})
+@add(
+    "rows chosen after the last unit",
+    lambda: {"ids": words()[0], "keep": torch.rand(SAMPLES, 6) < 0.5},
+)
 class Chosen(Gpt):
     def forward(self, ids: Tensor, keep: Tensor) -> Tensor:
         h = super().forward(ids)
@@ -181,7 +201,10 @@ class ChosenByUnits(Gpt):
         return h[h.detach().sum(-1) > 0].sum(0)
 
 
-@add("true lengths of masks", lambda: {"ids": words()[0], "mask": torch.arange(6) < lengths()[:, None]})
+@add(
+    "true lengths of masks",
+    lambda: {"ids": words()[0], "mask": torch.arange(6) < lengths()[:, None]},
+)
 class TrueLengths(Gpt):
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         longest = int(mask.sum(1).max())
@@ -192,7 +215,10 @@ class TrueLengths(Gpt):
         return (self.head(self.norm(x)) * kept[..., None]).sum(1)
 
 
-@add("masks made only where something is masked", lambda: {"ids": words()[0], "mask": torch.arange(6) < lengths()[:, None] + 3})
+@add(
+    "masks made only where something is masked",
+    lambda: {"ids": words()[0], "mask": torch.arange(6) < lengths()[:, None] + 3},
+)
 class MaybeMasked(Gpt):
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         x, bias = self.embed(ids), None if mask.all() else mask[:, None, None]
@@ -247,7 +273,11 @@ class AlibiAttention(Attention):
 class WithAlibi2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.layers, self.head = nn.Embedding(20, D), blocks(5, AlibiAttention), nn.Linear(D, 20)
+        self.embed, self.layers, self.head = (
+            nn.Embedding(20, D),
+            blocks(5, AlibiAttention),
+            nn.Linear(D, 20),
+        )
         shared = Alibi()
         for layer in self.layers:
             layer.alibi = shared
@@ -347,7 +377,10 @@ class TorchTransformer(nn.Module):
         return self.head(self.inner(source, target, tgt_mask=mask.to(source.dtype)))
 
 
-@add("encoder of torch with padding", lambda: {"ids": words()[0], "mask": torch.arange(6) >= lengths()[:, None]})
+@add(
+    "encoder of torch with padding",
+    lambda: {"ids": words()[0], "mask": torch.arange(6) >= lengths()[:, None]},
+)
 class TorchEncoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -484,7 +517,10 @@ class PackedTravels(Lstm):
         return self.head(pad_packed_sequence(packed, batch_first=True, total_length=6)[0].mean(1))
 
 
-@add("packed between units, lengths of a list", lambda: {"x": torch.randn(SAMPLES, 6, D), "count": [6, 4]})
+@add(
+    "packed between units, lengths of a list",
+    lambda: {"x": torch.randn(SAMPLES, 6, D), "count": [6, 4]},
+)
 class PackedByList(PackedTravels):
     pass
 
@@ -517,7 +553,10 @@ class StepsOfAll(Steps):
         return self.head(states[-1])
 
 
-@add("decoder that is fed step by step", lambda: (torch.randn(SAMPLES, 5, D), torch.randn(SAMPLES, 3, D)))
+@add(
+    "decoder that is fed step by step",
+    lambda: (torch.randn(SAMPLES, 5, D), torch.randn(SAMPLES, 3, D)),
+)
 class Seq2Seq(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -535,7 +574,14 @@ class Seq2Seq(nn.Module):
         return torch.stack(out, 1)
 
 
-@add("speech with a loss of alignments", lambda: {"x": torch.randn(SAMPLES, 12, D), "y": torch.randint(1, 5, (SAMPLES, 3)), "count": torch.tensor([12, 10])})
+@add(
+    "speech with a loss of alignments",
+    lambda: {
+        "x": torch.randn(SAMPLES, 12, D),
+        "y": torch.randint(1, 5, (SAMPLES, 3)),
+        "count": torch.tensor([12, 10]),
+    },
+)
 class Ctc(Lstm):
     def __init__(self) -> None:
         super().__init__()
@@ -552,8 +598,13 @@ class Ctc(Lstm):
 class Dilated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.convs = nn.ModuleList(nn.Conv1d(D, 2 * D, 2, dilation=2**n, padding=2**n) for n in range(5))
-        self.out, self.head = nn.ModuleList(nn.Conv1d(D, D, 1) for _ in range(5)), nn.Conv1d(D, 3, 1)
+        self.convs = nn.ModuleList(
+            nn.Conv1d(D, 2 * D, 2, dilation=2**n, padding=2**n) for n in range(5)
+        )
+        self.out, self.head = (
+            nn.ModuleList(nn.Conv1d(D, D, 1) for _ in range(5)),
+            nn.Conv1d(D, 3, 1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         total: Any = 0
@@ -736,7 +787,9 @@ class Vgg(nn.Module):
         for a, b in ((3, 8), (8, 8), (8, 16), (16, 16)):
             parts += [nn.Conv2d(a, b, 3, padding=1), nn.ReLU(inplace=True)]
         self.features = nn.Sequential(*parts, nn.MaxPool2d(4))
-        self.classifier = nn.Sequential(nn.Linear(256, 16), nn.ReLU(True), nn.Dropout(), nn.Linear(16, 3))
+        self.classifier = nn.Sequential(
+            nn.Linear(256, 16), nn.ReLU(True), nn.Dropout(), nn.Linear(16, 3)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.classifier(torch.flatten(self.features(x), 1))
@@ -755,7 +808,11 @@ class Dense(nn.Module):
 class DenseNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.layers, self.head = Stem(3, D), nn.ModuleList(map(Dense, range(5))), nn.Linear(28, 3)
+        self.stem, self.layers, self.head = (
+            Stem(3, D),
+            nn.ModuleList(map(Dense, range(5))),
+            nn.Linear(28, 3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         features = [self.stem(x)]
@@ -790,7 +847,9 @@ class DenseNet2(nn.Module):
 @add("the model is a dictionary with a forward", pictures)
 class Getter(nn.ModuleDict):
     def __init__(self) -> None:
-        super().__init__(OrderedDict((f"layer{n}", Stem(3 if n == 0 else D, D, 1 + n % 2)) for n in range(6)))
+        super().__init__(
+            OrderedDict((f"layer{n}", Stem(3 if n == 0 else D, D, 1 + n % 2)) for n in range(6))
+        )
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         out = {}
@@ -835,7 +894,10 @@ class UNet(nn.Module):
         return self.head(x)
 
 
-@add("U-Net with times, constructed in another order", lambda: (*pictures(), torch.randint(0, 10, (SAMPLES,))))
+@add(
+    "U-Net with times, constructed in another order",
+    lambda: (*pictures(), torch.randint(0, 10, (SAMPLES,))),
+)
 class UNetTimes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -861,8 +923,14 @@ class UNetTimes(nn.Module):
 class Hourglass(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.stacks = Stem(3, D), nn.ModuleList(nn.Sequential(Stem(D, D), Stem(D, D)) for _ in range(3))
-        self.outs, self.back = nn.ModuleList(nn.Conv2d(D, 3, 1) for _ in range(3)), nn.ModuleList(nn.Conv2d(3, D, 1) for _ in range(3))
+        self.stem, self.stacks = (
+            Stem(3, D),
+            nn.ModuleList(nn.Sequential(Stem(D, D), Stem(D, D)) for _ in range(3)),
+        )
+        self.outs, self.back = (
+            nn.ModuleList(nn.Conv2d(D, 3, 1) for _ in range(3)),
+            nn.ModuleList(nn.Conv2d(3, D, 1) for _ in range(3)),
+        )
 
     def forward(self, x: Tensor) -> list[Tensor]:
         x, outputs = self.stem(x), []
@@ -879,7 +947,11 @@ class Vit(nn.Module):
         super().__init__()
         self.patch, self.cls = nn.Conv2d(3, D, 4, 4), nn.Parameter(torch.zeros(1, 1, D))
         self.at = nn.Parameter(torch.randn(1, 17, D) * 0.1)
-        self.blocks, self.norm, self.head = nn.Sequential(*blocks(5, Attention)), nn.LayerNorm(D), nn.Linear(D, 3)
+        self.blocks, self.norm, self.head = (
+            nn.Sequential(*blocks(5, Attention)),
+            nn.LayerNorm(D),
+            nn.Linear(D, 3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.patch(x).flatten(2).transpose(1, 2)
@@ -896,7 +968,9 @@ class Mae(Vit):
         del self.blocks
 
     def forward(self, x: Tensor) -> Tensor:
-        patches = x.unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
+        patches = (
+            x.unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
+        )
         h = self.patch(x).flatten(2).transpose(1, 2) + self.at[:, 1:]
         order = torch.rand(h.shape[:2]).argsort(1)
         back, keep = order.argsort(1), order[:, :6]
@@ -933,7 +1007,10 @@ class ListOfImages(ResNet):
 
 def _targets() -> dict[str, Any]:
     images = [torch.randn(3, 12, 12) for _ in range(SAMPLES)]
-    boxes = [{"boxes": torch.rand(n, 4), "labels": torch.randint(0, 3, (n,))} for n in torch.randint(1, 4, (SAMPLES,)).tolist()]
+    boxes = [
+        {"boxes": torch.rand(n, 4), "labels": torch.randint(0, 3, (n,))}
+        for n in torch.randint(1, 4, (SAMPLES,)).tolist()
+    ]
     return {"images": images, "targets": boxes}
 
 
@@ -953,7 +1030,10 @@ class Detector(ResNet):
              F.cross_entropy(kind[n].expand(len(t["labels"]), -1), t["labels"]))
             for n, t in enumerate(targets)
         ]  # fmt: skip
-        return {"box": torch.stack([a for a, _ in losses]).mean(), "kind": torch.stack([b for _, b in losses]).mean()}
+        return {
+            "box": torch.stack([a for a, _ in losses]).mean(),
+            "kind": torch.stack([b for _, b in losses]).mean(),
+        }
 
 
 @add("queries that ask an encoder", pictures)
@@ -1028,7 +1108,9 @@ class Correlation(nn.Module):
         self.pyramid = [volume, volume[..., ::2]]
 
     def forward(self, flow: Tensor) -> Tensor:
-        return torch.stack([level.mean(-1) for level in self.pyramid], 1) * flow.mean(1, keepdim=True).flatten(2)
+        return torch.stack([level.mean(-1) for level in self.pyramid], 1) * flow.mean(
+            1, keepdim=True
+        ).flatten(2)
 
 
 @add("flow between two images, refined in rounds", lambda: (*pictures(8), *pictures(8)))
@@ -1068,7 +1150,10 @@ class Vae(nn.Module):
         h = self.encoder(x)
         mean, spread = self.mean(h), self.spread(h)
         z = mean + torch.randn_like(mean) * (0.5 * spread).exp()
-        return {"x": self.decoder(self.widen(z)), "kl": (mean.square() + spread.exp() - spread - 1).mean()}
+        return {
+            "x": self.decoder(self.widen(z)),
+            "kl": (mean.square() + spread.exp() - spread - 1).mean(),
+        }
 
 
 class Codes(nn.Module):
@@ -1106,14 +1191,20 @@ class VqVae(nn.Module):
 class Gan(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.critic, self.generator = nn.Sequential(*blocks(3), nn.Linear(D, 1)), nn.Sequential(*blocks(3))
+        self.critic, self.generator = (
+            nn.Sequential(*blocks(3), nn.Linear(D, 1)),
+            nn.Sequential(*blocks(3)),
+        )
 
     def forward(self, noise: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
         made = self.generator(noise)
         return self.critic(made), self.critic(real)
 
 
-@add("generator, and critic of a detached sample", lambda: (torch.randn(SAMPLES, D), torch.randn(SAMPLES, D)))
+@add(
+    "generator, and critic of a detached sample",
+    lambda: (torch.randn(SAMPLES, D), torch.randn(SAMPLES, D)),
+)
 class GanDetached(Gan):
     def forward(self, noise: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
         made = self.generator(noise)
@@ -1180,11 +1271,16 @@ class Byol(nn.Module):
         return 2 - F.cosine_similarity(one, here).mean() - F.cosine_similarity(two, there).mean()
 
 
-@add("BYOL that moves its target in the forward", lambda: (torch.randn(SAMPLES, D), torch.randn(SAMPLES, D)))
+@add(
+    "BYOL that moves its target in the forward",
+    lambda: (torch.randn(SAMPLES, D), torch.randn(SAMPLES, D)),
+)
 class ByolMoving(Byol):
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         with torch.no_grad():
-            for mine, theirs in zip(self.target.parameters(), self.online.parameters(), strict=True):
+            for mine, theirs in zip(
+                self.target.parameters(), self.online.parameters(), strict=True
+            ):
                 mine.mul_(0.9).add_(theirs, alpha=0.1)
         return super().forward(a, b)
 
@@ -1323,7 +1419,10 @@ class Data:
 class PointNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.turn, self.convs = nn.Sequential(nn.Conv1d(3, D, 1), nn.ReLU()), nn.ModuleList(nn.Conv1d(3 if n == 0 else D, D, 1) for n in range(4))
+        self.turn, self.convs = (
+            nn.Sequential(nn.Conv1d(3, D, 1), nn.ReLU()),
+            nn.ModuleList(nn.Conv1d(3 if n == 0 else D, D, 1) for n in range(4)),
+        )
         self.matrix, self.head = nn.Linear(D, 9), nn.Linear(D, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -1349,7 +1448,10 @@ class Nerf(nn.Module):
         return self.density(h).relu(), self.color(h).sigmoid()
 
 
-@add("tables of categories, and their products", lambda: (torch.randint(0, 9, (SAMPLES, 3)), torch.randn(SAMPLES, 4)))
+@add(
+    "tables of categories, and their products",
+    lambda: (torch.randint(0, 9, (SAMPLES, 3)), torch.randn(SAMPLES, 4)),
+)
 class Dlrm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1412,7 +1514,10 @@ class Hyper(nn.Module):
 class Parametrized(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        norm, spectral = nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm
+        norm, spectral = (
+            nn.utils.parametrizations.weight_norm,
+            nn.utils.parametrizations.spectral_norm,
+        )
         self.layers = nn.ModuleList(norm(nn.Linear(D, D)) for _ in range(4))
         self.last, self.head = spectral(nn.Linear(D, D)), nn.Linear(D, 3)
 
@@ -1530,7 +1635,12 @@ class Turing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.start = nn.Parameter(torch.randn(5, D))
-        self.control, self.key, self.erase, self.write = (nn.Linear(2 * D, D), nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D))
+        self.control, self.key, self.erase, self.write = (
+            nn.Linear(2 * D, D),
+            nn.Linear(D, D),
+            nn.Linear(D, D),
+            nn.Linear(D, D),
+        )
         self.head = nn.Linear(D, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -1539,7 +1649,10 @@ class Turing(nn.Module):
         for step in x.unbind(1):
             h = self.control(torch.cat([step, read], -1)).tanh()
             weight = (memory @ self.key(h)[..., None]).softmax(1)
-            memory = memory * (1 - weight * self.erase(h).sigmoid()[:, None]) + weight * self.write(h)[:, None]
+            memory = (
+                memory * (1 - weight * self.erase(h).sigmoid()[:, None])
+                + weight * self.write(h)[:, None]
+            )
             read = (weight * memory).sum(1)
         return self.head(read)
 
@@ -1583,7 +1696,10 @@ class Pinn(nn.Module):
         return slope
 
 
-@add("an argument that is a dataclass", lambda: {"data": Data(torch.randn(6, D), torch.randint(0, 6, (2, 9)))})
+@add(
+    "an argument that is a dataclass",
+    lambda: {"data": Data(torch.randn(6, D), torch.randint(0, 6, (2, 9)))},
+)
 class Dataclass(Gnn):
     def forward(self, data: Data) -> Tensor:  # type: ignore[override]
         x = data.x

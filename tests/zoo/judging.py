@@ -194,9 +194,10 @@ def _term(tensor: Tensor, place: int) -> Tensor:
     flat = real.reshape(-1)
     factors = torch.cos(torch.arange(flat.numel(), dtype=flat.dtype) + place)
     counts = flat.detach().abs() < LARGEST
-    return torch.where(counts, flat * factors, 0.0).sum() / max(flat.numel(), 1) + torch.where(
-        counts, flat, 0.0
-    ).square().mean()
+    return (
+        torch.where(counts, flat * factors, 0.0).sum() / max(flat.numel(), 1)
+        + torch.where(counts, flat, 0.0).square().mean()
+    )
 
 
 def _floats(value: Any) -> Iterator[Tensor]:
@@ -244,9 +245,7 @@ def piped(example: Example, schedule: str, shown: Call | None) -> Outcome:
         example=None if shown is None else mapped(shown, torch.clone),
     )
     with pipe:
-        batch = Microbatches(
-            [_whole(*call) for call in calls], samples=[SAMPLES] * len(calls)
-        )
+        batch = Microbatches([_whole(*call) for call in calls], samples=[SAMPLES] * len(calls))
         result = pipe.step(batch)
         model: Any = pipe.model
         paths = {id(module): path for path, module in model.named_modules()}
@@ -299,7 +298,9 @@ def _gap(here: Tensor | None, there: Tensor | None, most: float) -> tuple[float,
         return 0.0, ""
     here, there = (t.to_dense().to(torch.complex128) for t in (here, there))
     gap = float((here - there).abs().nan_to_num(0.0).max())
-    return gap / max(float(there.abs().nan_to_num(0.0, 0.0).max()), 1e-6 * min(most, 1e6), 1e-12), f"by {gap:.1e}"
+    return gap / max(
+        float(there.abs().nan_to_num(0.0, 0.0).max()), 1e-6 * min(most, 1e6), 1e-12
+    ), f"by {gap:.1e}"
 
 
 # ---- the work

@@ -31,7 +31,7 @@ def kept(boxes: Tensor, scores: Tensor, most: float) -> Tensor:
 
 def have_torchvision() -> bool:
     """Make ``import torchvision`` work; returns whether it is installed."""
-    global _LIBRARY  # noqa: PLW0603 - what is registered lives as long as the library object
+    global _LIBRARY
     if importlib.util.find_spec("torchvision") is None:
         return False
     if _LIBRARY is None:
@@ -40,10 +40,9 @@ def have_torchvision() -> bool:
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         library.impl("nms", kept, "CPU")
         _LIBRARY = library
-        import torchvision.ops
-
-        torchvision.ops.boxes._assert_has_ops = lambda: None
+        boxes: Any = importlib.import_module("torchvision.ops.boxes")
+        boxes._assert_has_ops = lambda: None
         # Written in Python, but compiled at its first call.
-        align = importlib.import_module("torchvision.ops.roi_align")
+        align: Any = importlib.import_module("torchvision.ops.roi_align")
         align._roi_align = align._roi_align.__wrapped__
     return True

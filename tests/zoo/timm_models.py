@@ -16,7 +16,31 @@ have_torchvision()
 
 import timm
 
-SIZES = "test|zepto|atto|femto|pico|nano|xxs|xx_small|xs|x_small|extra|tiny|mini|small|light|_s|_t|_0|18|05|b0|10|12".split("|")
+SIZES = [
+    "test",
+    "zepto",
+    "atto",
+    "femto",
+    "pico",
+    "nano",
+    "xxs",
+    "xx_small",
+    "xs",
+    "x_small",
+    "extra",
+    "tiny",
+    "mini",
+    "small",
+    "light",
+    "_s",
+    "_t",
+    "_0",
+    "18",
+    "05",
+    "b0",
+    "10",
+    "12",
+]
 """What the names of small models have, the smallest first."""
 SMALL = 64
 """The side of images, where a model takes it."""
@@ -31,7 +55,10 @@ def smallest() -> Iterator[tuple[str, str]]:
 
 
 def _rank(name: str) -> int:
-    return next((n for n, size in enumerate(SIZES) if re.search(f"(^|_|[a-z]){size}($|_|[0-9])", name)), len(SIZES))
+    return next(
+        (n for n, size in enumerate(SIZES) if re.search(f"(^|_|[a-z]){size}($|_|[0-9])", name)),
+        len(SIZES),
+    )
 
 
 def make(name: str, **options: object) -> Example:
@@ -59,6 +86,12 @@ MODELS: dict[str, Callable[[], Example]] = {
     **{f"{family} {name}": partial(make, name, num_classes=10) for family, name in smallest()},
     **{
         f"features of {name}": partial(make, name, features_only=True)
-        for name in ("resnet18", "convnext_atto", "efficientnet_b0", "vgg11", "swin_tiny_patch4_window7_224")
+        for name in (
+            "resnet18",
+            "convnext_atto",
+            "efficientnet_b0",
+            "vgg11",
+            "swin_tiny_patch4_window7_224",
+        )
     },
 }

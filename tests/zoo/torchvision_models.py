@@ -30,7 +30,12 @@ CLASSIFIERS = {
     "squeezenet1_0": 64, "squeezenet1_1": 64, "swin_t": 64, "swin_v2_t": 64, "vgg11": 64, "vgg16_bn": 64,
     "vit_b_16": 64,
 }  # fmt: skip
-SEGMENTERS = ("deeplabv3_mobilenet_v3_large", "deeplabv3_resnet50", "fcn_resnet50", "lraspp_mobilenet_v3_large")
+SEGMENTERS = (
+    "deeplabv3_mobilenet_v3_large",
+    "deeplabv3_resnet50",
+    "fcn_resnet50",
+    "lraspp_mobilenet_v3_large",
+)
 VIDEOS = {"mc3_18": (4, 32), "r2plus1d_18": (4, 32), "r3d_18": (4, 32), "s3d": (16, 64), "mvit_v1_b": (16, 224),
           "mvit_v2_s": (16, 224), "swin3d_t": (4, 64)}  # fmt: skip
 DETECTORS = (
@@ -131,7 +136,11 @@ def flow(name: str) -> Example:
 def features(kind: str) -> Example:
     body = models.resnet18(weights=None)
     layers = {"layer2": "a", "layer4": "b"}
-    model = IntermediateLayerGetter(body, layers) if kind == "getter" else create_feature_extractor(body, layers)
+    model = (
+        IntermediateLayerGetter(body, layers)
+        if kind == "getter"
+        else create_feature_extractor(body, layers)
+    )
     return _example(model, lambda: (torch.randn(SAMPLES, 3, 64, 64),))
 
 
@@ -141,5 +150,8 @@ MODELS: dict[str, Callable[[], Example]] = {
     **{name: partial(video, name, *shape) for name, shape in VIDEOS.items()},
     **{name: partial(detector, name) for name in DETECTORS},
     **{name: partial(flow, name) for name in ("raft_small", "raft_large")},
-    **{f"features of resnet18 by {kind}": partial(features, kind) for kind in ("getter", "extractor")},
+    **{
+        f"features of resnet18 by {kind}": partial(features, kind)
+        for kind in ("getter", "extractor")
+    },
 }

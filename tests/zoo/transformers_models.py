@@ -125,7 +125,9 @@ def shrunk(config: Any, changes: Mapping[str, Any], *, widths: bool = True) -> A
     wanted: dict[str, Any] = {}
     known = inspect.signature(type(config).__init__).parameters
     usual = config.to_dict()
-    layers = next((usual[n] for n in ("num_hidden_layers", "n_layer", "num_layers") if usual.get(n)), 0)
+    layers = next(
+        (usual[n] for n in ("num_hidden_layers", "n_layer", "num_layers") if usual.get(n)), 0
+    )
     if isinstance(config, transformers.TimmBackboneConfig):
         return type(config)(**{**config.to_dict(), "backbone": "resnet18"})
     for name, value in vars(config).items():
@@ -143,7 +145,9 @@ def shrunk(config: Any, changes: Mapping[str, Any], *, widths: bool = True) -> A
     if usual.get("kv_lora_rank") and widths:
         wanted["num_key_value_heads"] = HEADS
     if any(isinstance(usual.get(name), list | tuple) for name in ("depths", "hidden_sizes")):
-        wanted |= {name: min(usual[name], 64) for name in ("image_size",) if type(usual.get(name)) is int}
+        wanted |= {
+            name: min(usual[name], 64) for name in ("image_size",) if type(usual.get(name)) is int
+        }
         wanted.pop("patch_size", None)
     wanted |= {name: value for name, value in changes.items() if "." not in name}
     wanted = {name: value for name, value in wanted.items() if value is not _KEEP}
@@ -292,7 +296,9 @@ def _labels(model: Any, ids: Tensor) -> Tensor:
 
 def of(config: Any, *names: str, default: Any = None) -> Any:
     """The first of some settings that a configuration has, also in its inner ones."""
-    inner = [value for value in vars(config).values() if isinstance(value, transformers.PreTrainedConfig)]
+    inner = [
+        value for value in vars(config).values() if isinstance(value, transformers.PreTrainedConfig)
+    ]
     inner.sort(key=lambda one: "vision" not in one.model_type)
     for name in names:
         for one in (*inner, config):
@@ -315,23 +321,39 @@ def mask(_: Any) -> Tensor:
 
 def side(config: Any) -> int:
     size = of(config, "image_size", default=64)
-    return int(size[0] if isinstance(size, list | tuple) else size["height"] if isinstance(size, dict) else size)
+    return int(
+        size[0]
+        if isinstance(size, list | tuple)
+        else size["height"]
+        if isinstance(size, dict)
+        else size
+    )
 
 
 def images(config: Any) -> Tensor:
     size = side(config)
-    return torch.randn(SAMPLES, of(config, "num_channels", "in_channels", "in_chans", default=3), size, size)
+    return torch.randn(
+        SAMPLES, of(config, "num_channels", "in_channels", "in_chans", default=3), size, size
+    )
 
 
 def videos(config: Any) -> Tensor:
     frames = of(config, "num_frames", "frames_per_clip", default=2)
-    return images(config)[:, None].repeat(1, frames, 1, 1, 1) * torch.randn(SAMPLES, frames, 1, 1, 1)
+    return images(config)[:, None].repeat(1, frames, 1, 1, 1) * torch.randn(
+        SAMPLES, frames, 1, 1, 1
+    )
 
 
 def features(config: Any) -> Tensor:
-    bins = of(config, "num_mel_bins", "feature_size", "n_mels", "input_feat_per_channel", default=16)
+    bins = of(
+        config, "num_mel_bins", "feature_size", "n_mels", "input_feat_per_channel", default=16
+    )
     frames = 2 * of(config, "max_source_positions", default=16)
-    return torch.randn(SAMPLES, bins, frames) if "whisper" in config.model_type else torch.randn(SAMPLES, 64, bins)
+    return (
+        torch.randn(SAMPLES, bins, frames)
+        if "whisper" in config.model_type
+        else torch.randn(SAMPLES, 64, bins)
+    )
 
 
 INPUTS: dict[str, Callable[[Any], Any]] = {
@@ -342,7 +364,9 @@ INPUTS: dict[str, Callable[[Any], Any]] = {
     "pixel_values_videos": videos,
     "input_features": features,
     "input_values": lambda config: torch.randn(SAMPLES, 1200),
-    "input_features_mask": lambda config: torch.ones(SAMPLES, features(config).shape[-1], dtype=torch.long),
+    "input_features_mask": lambda config: torch.ones(
+        SAMPLES, features(config).shape[-1], dtype=torch.long
+    ),
     "bbox": lambda config: torch.randint(0, 30, (SAMPLES, LENGTH, 4)).sort(-1).values,
     "audio_values": lambda config: torch.randn(SAMPLES, 1, 640),
 }
@@ -352,7 +376,11 @@ OPTIONAL = {"pixel_values_videos", "bbox"}
 def _put_images(config: Any, found: dict[str, Any]) -> None:
     token = of(config, "image_token_id", "image_token_index", "media_token_id")
     if token is not None:
-        count = 16 // of(config, "spatial_merge_size", default=4) ** 2 if "image_grid_thw" in found else 1
+        count = (
+            16 // of(config, "spatial_merge_size", default=4) ** 2
+            if "image_grid_thw" in found
+            else 1
+        )
         found |= with_tokens(((), found), token, count)[1]
 
 
@@ -363,7 +391,12 @@ def with_tokens(call: Call, token: int, wanted: int) -> Call:
     ids = ids[:, (ids != token).all(0)]
     more = torch.full((len(ids), wanted), token)
     new = {"input_ids": torch.cat([ids[:, :1], more, ids[:, 1:]], 1)}
-    for name, fill in (("attention_mask", 1), ("labels", -100), ("token_type_ids", 0), ("mm_token_type_ids", 1)):
+    for name, fill in (
+        ("attention_mask", 1),
+        ("labels", -100),
+        ("token_type_ids", 0),
+        ("mm_token_type_ids", 1),
+    ):
         if kwargs.get(name) is not None and kwargs[name].dim() == 2:
             value = kwargs[name]
             value = value[:, value.shape[1] - ids.shape[1] :]
@@ -488,6 +521,8 @@ REPAIRS: dict[str, Callable[[Any, Call, re.Match[str]], Call]] = {
     r"expected input\[1, 2, \d+\] to have 1 channels": _with_more(1),
 }
 """What to change in a call after an error."""
+
+
 def _normal(*sizes: int) -> Callable[[Any, Any], Tensor]:
     return lambda config, found: torch.randn(SAMPLES, *sizes)
 
@@ -512,7 +547,7 @@ _SERIES = {
 }  # fmt: skip
 _NECK = {
     "neck_hidden_sizes": [16, 16, 32, 32], "backbone_out_indices": [0, 1, 2, 3], "fusion_hidden_size": 16,
-    "backbone_featmap_shape": [1, 16, 4, 4], "image_size": 32, "patch_size": 8,
+    "backbone_featmap_shape": [1, 16, 4, 4], "image_size": 32,
     "backbone_config": {"model_type": "dinov2", "hidden_size": 32, "num_hidden_layers": 4,
                         "num_attention_heads": 4, "image_size": 28, "patch_size": 7, "mlp_ratio": 2,
                         "out_features": ["stage1", "stage2", "stage3", "stage4"], "reshape_hidden_states": False,
@@ -529,8 +564,14 @@ _DETR = {
                "backbone": None, "num_feature_levels": 3, "d_model": 32, "num_queries": 6},
     "call": {"pixel_values": _normal(3, 64, 64)},
 }  # fmt: skip
-_ONE_STAGE = {**_DETR, "config": {**_DETR["config"], "backbone_config": {**_RESNET, "out_features": ["stage4"]}}}
-_TILES = {"pixel_values": _normal(2, 3, SIDE, SIDE), "image_sizes": lambda c, f: torch.full((SAMPLES, 2), SIDE)}
+_ONE_STAGE = {
+    **_DETR,
+    "config": {**_DETR["config"], "backbone_config": {**_RESNET, "out_features": ["stage4"]}},
+}
+_TILES = {
+    "pixel_values": _normal(2, 3, SIDE, SIDE),
+    "image_sizes": lambda c, f: torch.full((SAMPLES, 2), SIDE),
+}
 _SIZES = {"image_sizes": lambda config, found: torch.full((SAMPLES, 2), side(config))}
 _PATCHED = {
     "pixel_values": lambda config, found: torch.randn(SAMPLES, 16, 3 * PATCH**2),

@@ -643,7 +643,7 @@ class _Runner(TorchFunctionMode):
         event = step.event
         results, slots = tensors_in((output, left)) if left else tensors_in(output), event.slots
         if event.left and not left:
-            # In the last stage, nobody else needs what it has left.
+            # In the last stage, nobody needs what it has left.
             slots = slots[: len(tensors_in(event.result))]
         if len(results) != len(slots):
             raise _different(
@@ -675,7 +675,7 @@ class _Runner(TorchFunctionMode):
         has_versions = not torch.is_inference_mode_enabled()
         versions = [tensor._version for tensor in mine] if has_versions else []
         things = None
-        if event.mutable and self._stage < self._author.stages - 1:
+        if event.mutable and (self._stage < self._author.stages - 1 or step.tells):
             things = look_at_call(args, kwargs)
         output = run(*args, **kwargs)
         if has_versions and (event.changes or [t._version for t in mine] != versions):
