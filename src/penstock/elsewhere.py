@@ -7,7 +7,6 @@ present, is an error that says where the weight lies and which call does this fo
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeGuard, cast
 
@@ -407,18 +406,16 @@ def put_elsewhere(tensor: Tensor, place: Whereabouts) -> Tensor:
     """Free a tensor's data and leave a stand-in: the same object if possible, so that lists keep it."""
     _hook_optimizers()
     new = Elsewhere.of(tensor, place, parameter=isinstance(tensor, nn.Parameter))
+    try:
+        tensor.__class__, new.__class__ = Elsewhere, type(tensor)  # type: ignore[assignment]
+    except TypeError:
+        return new  # a DTensor has slots
     marks = {key: value for key, value in vars(tensor).items() if key not in vars(new)}
-    vars(new).update(marks)
-    for last in (False, True):
-        try:
-            torch.utils.swap_tensors(tensor, new)
-        except (RuntimeError, TypeError):
-            # Weak references to a tensor, or a graph that has saved it, keep torch from swapping it.
-            if not last:
-                gc.collect()
-        else:
-            return tensor
-    return new
+    tensor.__dict__, new.__dict__ = vars(new) | marks, vars(tensor)
+    # torch.utils.swap_tensors refuses tensors with weak references, or that a graph has saved. Here both may
+    # keep what they have: the object, and the data. Of torch 2.13.
+    torch._C._swap_tensor_impl(tensor, new)
+    return tensor
 
 
 def leave_gradients(absent: Iterable[Elsewhere], norms: Norms) -> None:

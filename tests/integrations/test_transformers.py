@@ -46,7 +46,7 @@ from tests.scripts import run_script
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-STEPS = 6
+STEPS = 4
 
 
 @cache

@@ -517,7 +517,11 @@ PROMPTS = {"prompt": PAIRS["prompt"]}
 for _name, _kind, _settings in (
     ("GRPO", trl.GRPOTrainer, trl.GRPOConfig), ("RLOO", trl.RLOOTrainer, trl.RLOOConfig),
 ):  # fmt: skip
-    add_trl(_name, _kind, _settings, PROMPTS, **SAMPLED, trainer=lambda: {"reward_funcs": rewards})
+    # With a beta, RLOO would load its reference from the hub.
+    add_trl(
+        _name, _kind, _settings, PROMPTS, **SAMPLED, beta=0.0,
+        trainer=lambda: {"reward_funcs": rewards},
+    )  # fmt: skip
 add_trl(
     "GRPO, beta and LoRA", trl.GRPOTrainer, trl.GRPOConfig, PROMPTS, **SAMPLED, beta=0.1,
     trainer=lambda: {"reward_funcs": rewards, "peft_config": ADAPTERS["LoRA"]()},

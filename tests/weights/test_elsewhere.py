@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -81,6 +82,30 @@ def test_torchs_own_clipping_measures_the_whole_model(workers: WorkerPool, clips
         for name, value in held.items():
             torch.testing.assert_close(torch.tensor(value).double(), expected[name].detach())
     assert ranks[0][3] == sorted(expected)
+
+
+def still_used(group: Any) -> list[Any]:
+    """A model that was called before, whose output is kept, and whose weights others refer to weakly."""
+    model = rooms()
+    output = model(X).sum()
+    before, weak = list(model.parameters()), [weakref.ref(p) for p in model.parameters()]
+    with Pipeline(model, ranks=2, microbatches=2, loss_fn=mean_loss, group=group) as pipe:
+        pipe.step(X, target=Y)
+        assert [id(p) for p in pipe.parameters()] == [id(p) for p in before]
+        assert all(ref() is p for ref, p in zip(weak, before, strict=True))
+        norms = [float(nn.utils.clip_grad_norm_(ps, 9.0)) for ps in (before, model.parameters())]
+        output.backward()  # of the weights that were; only those that are here learn from it
+        return norms
+
+
+def test_weights_that_something_else_refers_to_become_stand_ins_too(workers: WorkerPool) -> None:
+    model = rooms()
+    mean_loss(model(X), Y).backward()
+    norm = float(
+        nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    )
+    for norms in workers.run(f"{__name__}:still_used", 2):
+        assert norms == pytest.approx([norm, norm], rel=1e-9)
 
 
 def averaged(group: Any) -> list[Any]:

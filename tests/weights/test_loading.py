@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from penstock.errors import InputFileError, StateDictError, UsageError
 from penstock.partition import Partition, partition
 from penstock.weights import load_partition, parameters_on_meta, read_weights
 from penstock.weights.files import Entry, entries
+from tests.scripts import run_script
 
 
 class Words(nn.Module):
@@ -210,14 +209,9 @@ def test_every_type_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak memory")
 def test_a_rank_needs_the_memory_of_its_share() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.weights.peak"],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=True,
-    )
-    assert float(done.stdout) < 1.1
+    (ran,) = run_script("-m", "tests.weights.peak")
+    assert ran.status == 0, ran
+    assert float(ran.out) < 1.1
 
 
 def header(about: dict[str, Any], data: bytes = b"") -> bytes:

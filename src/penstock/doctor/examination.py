@@ -25,9 +25,11 @@ from penstock.values import bytes_as_text
 SLOWER = 0.8
 """A rank below this share of the rate of its like is odd."""
 LESS = 0.1
-"""A link below this share of the bandwidth of its like is odd, or with a latency above its inverse."""
+"""A link below this share of the bandwidth of its like is odd."""
+LATER = 3.0
+"""A link with so many times the latency of its like is odd, from so many seconds; within a machine that is
+enough if there is no other link."""
 NOTICED = 1e-3
-"""A latency below so many seconds is not odd."""
 APART = 1.0
 """Clocks that differ by more seconds are odd."""
 LOW = 0.3
@@ -154,7 +156,7 @@ class Examination:
                 yield f"{where} carries {_rate(least)}, {least / usual:.0%} of the median of its like"
             delay = max(link.latency, report.tiny)
             others = [max(one.link.latency, one.tiny) for one in like if one is not report]
-            if delay > NOTICED and (near or (others and delay > median(others) / LESS)):
+            if delay > NOTICED and (delay > LATER * median(others) if others else near):
                 said = f"; its like take {seconds_as_text(median(others))}" if others else ""
                 yield f"{where} delays a message by {seconds_as_text(delay)}{said}"
 
@@ -298,7 +300,14 @@ def _examine_rank(
     facts = facts_of(rates.device)
     say("measures all ranks at once")
     hosts = pipe.agree(facts.host)
-    flops, bandwidth, launch = rates.products(dtypes), rates.copies(), rates.least()
+    flops = {}
+    for dtype in dtypes:
+        # All ranks measure the same at the same time.
+        pipe.agree(None)
+        flops[dtype] = rates.products(dtype)
+    pipe.agree(None)
+    bandwidth, launch = rates.copies(), rates.least()
+    pipe.agree(None)
     pace = alone = rates.block()
     if len(pipe.ranks) == 1:
         say("measures the ranks of each machine in turn")

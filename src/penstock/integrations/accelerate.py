@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import inf
@@ -191,12 +192,30 @@ class PipelineAccelerator(CountsPipelines):
             checkpoints.save(self.step, pipe=self.pipe, **self._states())
         return folder
 
-    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> bool:
         """Load what :meth:`save_state` wrote, with any layout.
+
+        Args:
+            input_dir: the folder; by default the newest one that automatic naming made. ``"auto"`` is the
+                newest one that is complete, if there is any; others are renamed to ``incomplete_*``.
+            args: those of ``Accelerator.load_state``, by position.
+            kwargs: those of ``Accelerator.load_state``, by name.
+
+        Returns:
+            Whether there was something to load.
 
         Raises:
             UsageError: another Accelerator has saved it.
         """
+        if input_dir == "auto":
+            # The first process chooses for all: a file system may show others older files.
+            number = self.pipe.team().meet(
+                "resume", lambda: None, lambda of_all: [self._newest_complete()] * len(of_all)
+            )
+            if number is None:
+                return False
+            self.project_configuration.iteration = number + 1
+            input_dir = str(_numbered(self.project_dir, number))
         if input_dir is None:
             folders = Path(self.project_dir, "checkpoints").glob("checkpoint_*")
             input_dir = str(max(folders, key=lambda one: int(one.name.rpartition("_")[2])))
@@ -211,6 +230,23 @@ class PipelineAccelerator(CountsPipelines):
         # Samplers draw from torch's generator; with more ranks than were saved, some find no state of it.
         first = self.pipe.agree(torch.get_rng_state().tolist())[0]
         torch.set_rng_state(torch.tensor(first, dtype=torch.uint8))
+        return True
+
+    def _newest_complete(self) -> int | None:
+        """The number of the newest complete state that automatic naming made; puts others aside.
+
+        Accelerate refuses to write over them, and counts them in its ``total_limit``.
+        """
+        complete = []
+        for folder in [*Path(self.project_dir, "checkpoints").glob("checkpoint_*")]:
+            # The pipeline's part is written last.
+            if Checkpoints(folder / _FOLDER).steps():
+                complete.append(int(folder.name.rpartition("_")[2]))
+            else:
+                aside = folder.with_name(folder.name.replace("checkpoint", "incomplete"))
+                shutil.rmtree(aside, ignore_errors=True)
+                folder.rename(aside)
+        return max(complete, default=None)
 
     def _states(self) -> dict[str, Any]:
         """What is saved with the pipeline, under the names that it has in its folder."""
@@ -233,6 +269,10 @@ class PipelineAccelerator(CountsPipelines):
         finally:
             for name, objects in kept.items():
                 setattr(self, name, objects)
+
+
+def _numbered(project_dir: str, number: int) -> Path:
+    return Path(project_dir, "checkpoints", f"checkpoint_{number}")
 
 
 class _PipelineOptimizer(AcceleratedOptimizer):  # type: ignore[misc] # Accelerate has no types

@@ -17,6 +17,7 @@ from penstock.errors import AgreementError, UsageError, error_named, public_name
 from penstock.parallel import is_sharded
 from penstock.partition import Door
 from penstock.pipeline import Pipeline
+from penstock.rng import generator_states, set_generator_states
 from penstock.runtime import mark_of
 from penstock.stage import StageModule
 from penstock.values import flatten, tensors_in, unflatten
@@ -43,8 +44,9 @@ def generate(pipe: Pipeline, args: Any, kwargs: Mapping[str, Any]) -> Any:
             return model.generate(*args, **kwargs)
         if len({*pipe.agree(mark_of((args, dict(kwargs))))}) > 1:
             raise AgreementError("generate was called with different arguments on different ranks")
-        for device in {torch.device("cpu"), pipe.device}:
-            _share_draws(pipe, device)
+        # All ranks draw the random numbers of rank 0.
+        states = [pipe.share(state, 0).cpu() for state in generator_states([pipe.device])]
+        set_generator_states(states, [pipe.device])
         if not pipe.is_cut:
             return model.generate(*args, **kwargs)
         split = _SplitModel(pipe, model)
@@ -53,17 +55,6 @@ def generate(pipe: Pipeline, args: Any, kwargs: Mapping[str, Any]) -> Any:
             return model.generate(*args, **kwargs)
         finally:
             split.close()
-
-
-def _share_draws(pipe: Pipeline, device: torch.device) -> None:
-    """Make all ranks draw the random numbers of rank 0."""
-    cpu = device.type == "cpu"
-    state = torch.get_rng_state() if cpu else torch.get_device_module(device).get_rng_state(device)
-    state = pipe.share(state.cpu(), 0).cpu()
-    if cpu:
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)
 
 
 class _SplitModel:

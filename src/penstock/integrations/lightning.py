@@ -23,15 +23,16 @@ from torch.optim import Optimizer
 from penstock.checkpoint import Checkpoints
 from penstock.errors import PartitionError, UsageError
 from penstock.integrations.module import PipelineModule, clip_whole
-from penstock.parallel import pipelines_in, side_by_side
+from penstock.parallel import meeting_in_time, pipelines_in, side_by_side
 from penstock.pipeline import Pipeline
-from penstock.runtime import ASKING
+from penstock.runtime import ASKING, GracefulStop
 
 try:
     from lightning.fabric.strategies.ddp import DDPStrategy as FabricProcesses
     from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import (
         BaseFinetuning,
+        ModelCheckpoint,
         ModelPruning,
         StochasticWeightAveraging,
         WeightAveraging,
@@ -310,8 +311,11 @@ class _Cuts:
         strategy: Any = self
         if self._layout() == (1, 1):
             strategy.accelerator.setup_device(strategy.root_device)
-        else:
+            return
+        limit = strategy._timeout
+        with meeting_in_time(self._options.get("rendezvous_timeout"), limit) as strategy._timeout:
             super().setup_environment()  # type: ignore[misc] # of Lightning's strategy
+        strategy._timeout = limit
 
     def _configure_launcher(self) -> None:
         # A launcher would change the number of threads of this process.
@@ -423,7 +427,23 @@ class PipelineStrategy(_Cuts, TrainerProcesses):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step``, forward and backward; the loss's backward then adds the gradients."""
-        return self._run("train", "training_step", args, kwargs)
+        loss = self._run("train", "training_step", args, kwargs)
+        trainer = self.lightning_module.trainer  # type: ignore[union-attr] # there is one in a step
+        if self.pipe.stopping and not trainer.fit_loop._should_accumulate():
+            # Read after the hooks of this batch: all ranks then raise SIGTERMException (Lightning 2.6).
+            trainer._signal_connector.received_sigterm = True
+            for callback in trainer.checkpoint_callbacks:
+                if isinstance(callback, ModelCheckpoint):
+                    callback.save_on_exception = True
+        return loss
+
+    def on_train_start(self) -> None:
+        """Leave signals to an open :class:`penstock.GracefulStop`.
+
+        Lightning's handler of SIGTERM waits in a broadcast, to which ranks without the signal do not come.
+        """
+        super().on_train_start()
+        GracefulStop.take_signals()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``validation_step``."""

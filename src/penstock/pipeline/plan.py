@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
@@ -274,6 +275,8 @@ def _read(schedule: Source) -> str | Schedule | Builder:
 
 def _ranks_for(schedule: str | Builder, stages: int | None) -> int:
     """The number of ranks: all stages divided by the stages that the schedule gives each rank."""
+    if stages is None and os.environ.get("WORLD_SIZE") == "1":
+        return 1  # as where a launcher has started more; one machine may be all that is left of several
     if stages is None or not isinstance(schedule, str):
         raise UsageError(
             "the number of ranks is not known: give ranks= or stages=, or start one process per rank "

@@ -377,7 +377,7 @@ class PipelineSchedule:
                     "the step got a whole batch and one that is split already; pass arg_mbs, kwarg_mbs and "
                     "target_mbs, or the arguments and target"
                 )
-            self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+            arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         except Exception as error:
             self._refuse(error)
             raise
