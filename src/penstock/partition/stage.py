@@ -47,6 +47,7 @@ from penstock.partition.seen import (
 from penstock.partition.trace import (
     DIRECT,
     OVERWRITTEN,
+    READ,
     Event,
     Trace,
     Value,
@@ -500,7 +501,8 @@ class _Runner(TorchFunctionMode):
         if step.event.mutable:
             # What units have put into a list among the arguments is no input.
             numbers = {p: n for p, n in numbers.items() if p in step.inputs or len(p) <= DIRECT}
-        if numbers != {place: n for place, n in step.inputs.items() if n is not None}:
+        planned = {p: n for p, n in step.inputs.items() if n is not None and p[0] != READ}
+        if numbers != planned:
             raise self._diverged(step.what, self._at, " with other values")
 
     # ---- events

@@ -115,6 +115,8 @@ def is_ours(function: Any) -> bool:
     return str(getattr(function, "__module__", "")).startswith("penstock.")
 
 
+READ = "read"
+"""The first part of the place of a value that an event reads though it is no argument."""
 DIRECT = 2
 """The length of the place of an argument; what lies in a container has a longer one."""
 _MODEL = -1
@@ -1024,7 +1026,10 @@ class _Recorder(TorchFunctionMode):
             return
         latest = [n for t, n in self._by_storage[storage] if self._numbers[id(t)] == n]
         known = {number for _, number in event.inputs}
-        event.inputs += [(("read", number), number) for number in latest if number not in known]
+        given = [self.trace.values[n].tensor for place, n in event.inputs if place[0] != READ]
+        if any(t.layout is torch.strided and storage_of(t) == storage for t in given):
+            return
+        event.inputs += [((READ, number), number) for number in latest if number not in known]
 
     def _run(self, event: Event, index: int, run: Run, args: Any, kwargs: Any) -> Any:
         self.current, self._index = event, index
