@@ -21,11 +21,14 @@ from torch.optim.optimizer import (
 from penstock.errors import StateDictError, UsageError
 
 _WEIGHTS = (
-    "pipe.state_dict(full=True) gives rank 0 the weights of the whole model; a term of the loss that is made "
-    "of weights is for the modules that have them: penstock.add_loss"
+    "pipe.weights.state_dict(full=True) gives rank 0 the weights of the whole model; a term of the loss that "
+    "is made of weights is for the modules that have them: penstock.add_loss"
 )
-_NORMS = "pipe.clip_grad_norm_(...) and pipe.grad_norm() measure the gradients of the whole model"
-_FILES = "save the whole model with pipe.save(folder), penstock.Checkpoints, or pipe.state_dict(full=True)"
+_NORMS = "pipe.clip_grad_norm_(...) and pipe.weights.grad_norm() measure the gradients of the whole model"
+_FILES = (
+    "save the whole model with pipe.weights.save(folder), penstock.Checkpoints, or "
+    "pipe.weights.state_dict(full=True)"
+)
 _INPUTS = (
     "in a pipeline only the stages that hold a weight compute with it: pipe.predict runs the whole model, "
     "a loss that needs a weight gets it if the model returns it with its output, and a copy or an average of "
@@ -454,8 +457,8 @@ def _check_absent(weight: Elsewhere, state: Mapping[str, Any]) -> None:
         raise StateDictError(
             f"this optimizer was given the state of another one: it keeps values for {name!r}, which rank "
             f"{rank} has. An optimizer's own state_dict() holds the part of its rank alone; save and load "
-            "with penstock.Checkpoints, or with pipe.optimizer_state_dict(optimizer, full=True) and "
-            "pipe.load_optimizer_state_dict()"
+            "with penstock.Checkpoints, or with pipe.weights.optimizer_state_dict(optimizer, full=True) and "
+            "pipe.weights.load_optimizer_state_dict()"
         )
 
 

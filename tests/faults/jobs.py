@@ -255,7 +255,7 @@ def train(rank: int, folder: Path, fault: Fault, case: dict[str, Any]) -> None:
     sleeper = Sleeper(rank, folder, *case.get("sleeps", ("nowhere", (), 0.0)))
     sleeper("start")
     with make_pipeline(case) as pipe:
-        pipe.report_failures_to(folder)
+        pipe.job.report_failures_to(folder)
         if "forks" in case:
             pipe.on(case["forks"], before=lambda event: fork(folder))
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)

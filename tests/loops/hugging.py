@@ -44,7 +44,9 @@ def outcome_of(
         and not key.endswith(("runtime", "per_second", "total_flos", "_flops", "step_time"))
     }
     losses = [row["loss"] for row in log if "loss" in row]
-    state = trainer.pipe.state_dict(full=True) if setting.cut else trainer.model.state_dict()
+    state = (
+        trainer.pipe.weights.state_dict(full=True) if setting.cut else trainer.model.state_dict()
+    )
     return Outcome(losses, numbers, state)
 
 
@@ -378,7 +380,7 @@ def _(setting: Setting) -> Outcome:
     state: Any = peft.get_peft_model_state_dict(loaded)
     states = trainer.optimizer.state_dict()["state"]
     if setting.cut:
-        whole = trainer.pipe.optimizer_state_dict(trainer.optimizer.optimizer, full=True)
+        whole = trainer.pipe.weights.optimizer_state_dict(trainer.optimizer.optimizer, full=True)
         states = whole.get("state", {})
     return Outcome(outcome.losses, {"learning": len(states)}, state)
 

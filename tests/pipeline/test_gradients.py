@@ -242,7 +242,7 @@ def train_with_two_uses(group: Any) -> float:
         pipe.step(x)
         loss_fn(plain(x)).backward()
         pairs = [
-            (p.grad, plain.get_parameter(n).grad) for n, p in pipe.held_weights.named_parameters()
+            (p.grad, plain.get_parameter(n).grad) for n, p in pipe.weights.here.named_parameters()
         ]
     return max(float((a - b).abs().max()) for a, b in pairs if a is not None and b is not None)
 

@@ -56,8 +56,8 @@ def trained(clips: str, group: Any) -> list[Any]:
             norms.append(float(nn.utils.clip_grad_norm_(lists[clips](), LIMIT)))
             optimizer.step()
             optimizer.zero_grad()
-        held = {name: value.tolist() for name, value in pipe.held_weights.named_parameters()}
-        state = pipe.optimizer_state_dict(optimizer, full=True)
+        held = {name: value.tolist() for name, value in pipe.weights.here.named_parameters()}
+        state = pipe.weights.optimizer_state_dict(optimizer, full=True)
     assert names == [name for name, _ in rooms().named_parameters()]
     return [norms, losses, held, sorted(state.get("state", ()))]
 
@@ -121,7 +121,7 @@ def averaged(group: Any) -> list[Any]:
             ema.update_parameters(model)
             for mine, now in zip(by_hand, model.parameters(), strict=True):
                 mine.mul_(0.9).add_(now.detach(), alpha=0.1)
-        here = [name for name, _ in pipe.held_weights.named_parameters()]
+        here = [name for name, _ in pipe.weights.here.named_parameters()]
         named = {n: p.tolist() for n, p in ema.module.named_parameters() if n in here}
         return [named, sum(not tensor.is_meta for tensor in by_hand)]
 

@@ -128,7 +128,7 @@ def test_a_pipeline_reads_each_tensor_once(tmp_path: Path, monkeypatch: pytest.M
     assert "norm.bias" in files
     assert "none" not in files
     assert not reads
-    Pipeline(filled(), ranks=4, stages=CUTS).load(tmp_path)
+    Pipeline(filled(), ranks=4, stages=CUTS).weights.load(tmp_path)
     assert all(reads[files.entry(name)] == 1 for name in files if name != "embed.weight")
 
 
@@ -139,10 +139,10 @@ def test_what_a_pipeline_saved_is_read_and_replaced(tmp_path: Path) -> None:
         linear = model.get_submodule("blocks.0")
         linear.weight = nn.Parameter(linear.get_parameter("weight").t())
     with Pipeline(model, ranks=4, stages=CUTS, example=((TOKENS[:2],), {})) as pipe:
-        pipe.save(folder)
+        pipe.weights.save(folder)
         with torch.no_grad():
             model.get_parameter("norm.bias").fill_(7)
-        pipe.save(folder)
+        pipe.weights.save(folder)
     other = empty().bfloat16()
     parts = cut(other)
     load_partition(parts, range(4), folder)
@@ -158,11 +158,11 @@ def test_what_a_pipeline_saved_is_read_and_replaced(tmp_path: Path) -> None:
     # A file of another save is named, and so is one that is missing.
     pipe = Pipeline(model, ranks=4, stages=CUTS, example=((TOKENS[:2],), {}))
     before = (folder / name).read_bytes()
-    pipe.save(folder)
+    pipe.weights.save(folder)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     (folder / index["weight_map"]["norm.bias"]).write_bytes(before)
     with pytest.raises(InputFileError, match="is of another save"):
-        pipe.load(folder)
+        pipe.weights.load(folder)
 
 
 # ---- what is refused

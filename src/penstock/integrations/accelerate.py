@@ -182,7 +182,7 @@ class PipelineAccelerator(CountsPipelines):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The state dict of the unsplit model on rank 0, an empty one on the others; every rank calls it."""
-        return dict(self.pipe.state_dict(full=True))
+        return dict(self.pipe.weights.state_dict(full=True))
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Save the run; every process writes its part, and rank 0 what Accelerate keeps beside it."""
@@ -209,7 +209,7 @@ class PipelineAccelerator(CountsPipelines):
         """
         if input_dir == "auto":
             # The first process chooses for all: a file system may show others older files.
-            number = self.pipe.team().meet(
+            number = self.pipe.job.team().meet(
                 "resume", lambda: None, lambda of_all: [self._newest_complete()] * len(of_all)
             )
             if number is None:
@@ -223,12 +223,12 @@ class PipelineAccelerator(CountsPipelines):
             if checkpoints.load(pipe=self.pipe, **self._states()) is None:
                 raise UsageError(
                     f"{input_dir} has no folder {_FOLDER!r} with a checkpoint, since another Accelerator has "
-                    "saved it; load the weights with pipe.load, and begin a new run"
+                    "saved it; load the weights with pipe.weights.load, and begin a new run"
                 )
         with self._pipeline_apart():
             super().load_state(input_dir, *args, **kwargs)
         # Samplers draw from torch's generator; with more ranks than were saved, some find no state of it.
-        first = self.pipe.agree(torch.get_rng_state().tolist())[0]
+        first = self.pipe.job.agree(torch.get_rng_state().tolist())[0]
         torch.set_rng_state(torch.tensor(first, dtype=torch.uint8))
         return True
 
@@ -281,7 +281,7 @@ class _PipelineOptimizer(AcceleratedOptimizer):  # type: ignore[misc] # Accelera
     pipe: Pipeline
 
     def state_dict(self) -> dict[str, Any]:
-        return self.pipe.optimizer_state_dict(self.optimizer, full=True)
+        return self.pipe.weights.optimizer_state_dict(self.optimizer, full=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.pipe.load_optimizer_state_dict(self.optimizer, state_dict)
+        self.pipe.weights.load_optimizer_state_dict(self.optimizer, state_dict)

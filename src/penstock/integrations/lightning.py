@@ -24,7 +24,7 @@ from penstock.checkpoint import Checkpoints
 from penstock.errors import PartitionError, UsageError
 from penstock.integrations.module import PipelineModule, clip_whole
 from penstock.parallel import meeting_in_time, pipelines_in, side_by_side
-from penstock.pipeline import Pipeline
+from penstock.pipeline import Pipeline, check_in_fewer
 from penstock.runtime import ASKING, GracefulStop
 
 try:
@@ -178,7 +178,7 @@ class _OnPipeline(nn.Module):
         if not self._asks or count == 1 or self._calls[step_name] not in ASKING:
             return
         with torch.no_grad():
-            apart = self.pipe.ask_inside(None, count, *args, **kwargs)
+            apart = check_in_fewer(self.pipe, None, count, *args, **kwargs)
         for name in apart.keys() - self._told if self.pipe.leads else ():
             many, few = apart[name]
             logger.warning(
@@ -193,13 +193,15 @@ class _OnPipeline(nn.Module):
 
     def state(self) -> dict[str, Any]:
         """The module's state dict on rank 0, an empty one on the others; every rank calls it."""
-        with self.pipe.calling("save_checkpoint"):
-            state = self.pipe.state_dict(full=True)
+        with self.pipe.job.calling("save_checkpoint"):
+            state = self.pipe.weights.state_dict(full=True)
         return {name.removeprefix(_PREFIX): value for name, value in state.items()}
 
     def load(self, state: Mapping[str, Any], *, strict: bool) -> None:
         """Load the module's state dict: each rank loads what it holds."""
-        self.pipe.load_state_dict({_PREFIX + n: of for n, of in state.items()}, strict=strict)
+        self.pipe.weights.load_state_dict(
+            {_PREFIX + n: of for n, of in state.items()}, strict=strict
+        )
 
     def names_in(self, optimizer: Optimizer) -> list[list[str]]:
         """For each group of an optimizer, the names of its parameters in the plain module.
@@ -221,8 +223,8 @@ class _OnPipeline(nn.Module):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The plain module's optimizer state on rank 0, an empty one on the others; every rank calls it."""
-        with self.pipe.calling("save_checkpoint"):
-            state = self.pipe.optimizer_state_dict(optimizer, full=True)
+        with self.pipe.job.calling("save_checkpoint"):
+            state = self.pipe.weights.optimizer_state_dict(optimizer, full=True)
         names = self.names_in(optimizer)
         place = {name: at for at, name in enumerate(name for group in names for name in group)}
         by_place = {
@@ -244,7 +246,9 @@ class _OnPipeline(nn.Module):
             for group, of in zip(state["param_groups"], names, strict=True)
         ]
         named = {paths[place]: of for place, of in state["state"].items()}
-        self.pipe.load_optimizer_state_dict(optimizer, {"state": named, "param_groups": groups})
+        self.pipe.weights.load_optimizer_state_dict(
+            optimizer, {"state": named, "param_groups": groups}
+        )
 
     def clip(self, optimizer: Optimizer, max_norm: float, **options: Any) -> Tensor:
         """Clip the gradients by their norm over all ranks to at most ``max_norm``; return the norm before."""
@@ -336,7 +340,7 @@ class _Cuts:
                 strategy.checkpoint_io.save_checkpoint(rest, folder / name)
 
         with Checkpoints(folder, keep=1) as checkpoints:
-            self.pipe.team().meet("save", write)
+            self.pipe.job.team().meet("save", write)
             # The checkpoint names the file that belongs to it, and appears after it.
             checkpoints.save(step, extra={_REST: name}, pipe=self.pipe, **optimizers)
         if strategy.is_global_zero:

@@ -145,7 +145,7 @@ class PipelineTrainer(Trainer):
         """
         if resume_from_checkpoint == "auto":
             # The first process chooses for all: a file system may show others older files.
-            resume_from_checkpoint = self.pipe.team().meet(
+            resume_from_checkpoint = self.pipe.job.team().meet(
                 "resume", lambda: None, lambda all_of_them: [self._newest()] * len(all_of_them)
             )
         return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -216,7 +216,7 @@ class PipelineTrainer(Trainer):
         return torch.tensor(self.pipe.clip_grad_norm_(self.args.max_grad_norm))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        return torch.tensor(self.pipe.grad_norm()) if grad_norm is None else grad_norm
+        return torch.tensor(self.pipe.weights.grad_norm()) if grad_norm is None else grad_norm
 
     # ---- properties of the whole model
 
@@ -250,15 +250,15 @@ class PipelineTrainer(Trainer):
         """Write the weights and the files with them, as ``from_pretrained`` reads them."""
         module, self.model = self.model, self.pipe.model
         try:
-            with self.pipe.calling("save_model"):
+            with self.pipe.job.calling("save_model"):
                 # Of a model with adapters, these alone are saved, as transformers does.
                 adapters = getattr(self.model, "_hf_peft_config_loaded", False)
                 if isinstance(self.model, PreTrainedModel) and not adapters:
                     # Each rank writes its part; the first one, what the Trainer writes beside it.
                     files = _TrainerFiles(partial(super()._save, state_dict={}))
-                    self.pipe.save(output_dir or str(self.args.output_dir), files)
+                    self.pipe.weights.save(output_dir or str(self.args.output_dir), files)
                     return
-                state = self.pipe.state_dict(full=True)
+                state = self.pipe.weights.state_dict(full=True)
             if self.args.should_save:  # the others have no weights to give to PEFT
                 super()._save(output_dir, state_dict=state)
         finally:
@@ -291,7 +291,7 @@ class PipelineTrainer(Trainer):
     def _load_best_model(self) -> None:
         folder = Path(str(self.state.best_model_checkpoint))
         if not (folder / _FOLDER).is_dir():
-            self.pipe.load(folder)
+            self.pipe.weights.load(folder)
             return
         with Checkpoints(folder / _FOLDER) as checkpoints:
             checkpoints.load(pipe=self.pipe)
