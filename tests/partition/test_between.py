@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -829,6 +830,40 @@ def test_what_a_unit_keeps_is_for_its_stage_alone(name: str) -> None:
     model = make(through_all, Notes)
     vars(model.l[3]).update(other=(model.l[2],), reads=name)
     check_equal(model, ["l.2"], (rows(),))
+
+
+KEPT: ContextVar[list[Tensor] | None] = ContextVar("KEPT", default=None)
+
+
+class Keeps(nn.Linear):
+    """A layer that keeps what it makes inside, and what it gives, for the forward that it runs in."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = super().forward(x)
+        x = x + torch.tanh(inner)
+        kept = KEPT.get()
+        if kept is not None:
+            kept += [inner, x]
+        return x
+
+
+def collecting(model: Model, x: Tensor) -> Tensor:
+    if int(torch.ones(1).item()) != 1:  # a number that decides
+        return x
+    token = KEPT.set([])
+    x = through_all(model, x)
+    kept = KEPT.get() or []
+    KEPT.reset(token)
+    return x[1:].reshape(-1, WIDTH) + kept[1][1:] * kept[-2][1:] + kept[2][1:]
+
+
+@pytest.mark.parametrize("cuts", [["l.2"], ["l.1", "l.3"], ["l.1", "l.2", "l.3"]])
+def test_what_layers_put_into_a_context_variable_reaches_the_last_stage(cuts: list[str]) -> None:
+    model = make(collecting, Keeps)
+    check_equal(model, cuts, (rows(),))
 
 
 @pytest.mark.parametrize("name", ["given", "loss", "number", "calls", "scale"])

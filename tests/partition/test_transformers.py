@@ -71,11 +71,20 @@ def test_a_new_length_and_a_mask_that_is_full() -> None:
                 assert torch.equal(forwards(parts, (), given).output.logits, plain(**given).logits)
 
 
-def test_a_cache_is_in_no_output_and_hidden_states_are_refused() -> None:
+def test_a_cache_is_in_no_output() -> None:
     model, kwargs, _ = make("llama", training=False)
     assert forwards(cut(model, 2, (), kwargs), (), kwargs).output.past_key_values is None
-    with pytest.raises(PartitionError, match="hidden states"):
-        forwards(cut(model, 2, (), kwargs), (), {**kwargs, "output_hidden_states": True})
+
+
+def test_what_is_collected_from_layers_reaches_the_last_stage() -> None:
+    model, kwargs, _ = make("llama", training=False)
+    model.set_attn_implementation("eager")  # type: ignore[operator]
+    asked = {**kwargs, "output_hidden_states": True, "output_attentions": True}
+    with torch.no_grad():
+        output, plain = forwards(cut(model, 2, (), kwargs), (), asked).output, model(**asked)
+    for name in ("hidden_states", "attentions"):
+        assert len(plain[name]) >= 4
+        assert [*map(torch.equal, output[name], plain[name])] == [True] * len(plain[name])
 
 
 def test_layers_that_are_left_out_by_chance() -> None:

@@ -17,7 +17,7 @@ from penstock.partition.held import hidden, restored
 from penstock.partition.seen import may_draw
 from penstock.partition.trace import Event, Homes, Trace, Value, is_ours
 from penstock.schedule import Edge
-from penstock.values import Place, opaque_in
+from penstock.values import Place, opaque_in, tensors_in
 
 
 class Step(NamedTuple):
@@ -32,6 +32,7 @@ class Step(NamedTuple):
             makes itself from the model's arguments, and that the event writes into.
         borrows: whether it uses a parameter or buffer of another stage.
         copies: the places of arguments in memory of a module that may change it before the backward.
+        tells: whether the model's code uses tensors that a unit leaves in its arguments, such as in a list.
     """
 
     what: Any
@@ -41,6 +42,7 @@ class Step(NamedTuple):
     claims: dict[Place, int]
     borrows: bool
     copies: tuple[Place, ...]
+    tells: bool
 
 
 class Quick(NamedTuple):
@@ -452,7 +454,19 @@ class _Planner:
             claims,
             not parameters.isdisjoint(borrows[owner]),
             tuple(lasting),
+            bool(event.left) and not self._used.isdisjoint(self._left_by(event)),
         )
+
+    def _left_by(self, event: Event) -> set[int]:
+        slots = event.slots[len(tensors_in(event.result)) :]
+        return {self._trace.values[slot].root for slot in slots if isinstance(slot, int)}
+
+    @functools.cached_property
+    def _used(self) -> set[int | None]:
+        """The values that events or the output use."""
+        values = self._trace.values
+        inputs = {values[n].root for event in self._trace.events for _, n in event.inputs}
+        return {*inputs, *self._trace.returned}
 
     def _may_change(self, value: Value) -> bool:
         """Whether a tensor lies in memory of a module that the next microbatch may write into."""

@@ -11,6 +11,7 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextvars import copy_context
 from typing import Any, Protocol
 
 import torch
@@ -88,6 +89,34 @@ def opened(
     finally:
         for door in doors:
             door.close()
+
+
+# ---- what the author's code keeps in context variables
+
+
+class Context:
+    """The containers that the author's code keeps in context variables while it runs.
+
+    To units they are arguments: transformers' hooks, say, put what a model's own forward collects there.
+    """
+
+    def __init__(self) -> None:
+        self._before = dict(copy_context().items())
+
+    def beside(self, run: Run, kwargs: Any) -> tuple[Run, Any]:
+        """A unit's call and keyword arguments, with the containers among them."""
+        kept = {
+            f"context {variable.name}": value
+            for variable, value in copy_context().items()
+            if isinstance(value, dict | list) and self._before.get(variable) is not value
+        }
+        if not kept:
+            return run, kwargs
+
+        def call(*args: Any, **named: Any) -> Any:
+            return run(*args, **{name: x for name, x in named.items() if name not in kept})
+
+        return call, {**kwargs, **kept}
 
 
 # ---- hooks, in a run without data

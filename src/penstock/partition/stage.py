@@ -33,6 +33,7 @@ from penstock.partition.plan import CallPlan, Quick, Step
 from penstock.partition.recomputing import checkpointed
 from penstock.partition.seen import (
     BETWEEN,
+    Context,
     Door,
     Run,
     Seeded,
@@ -44,7 +45,9 @@ from penstock.partition.seen import (
     uncheckpointed,
 )
 from penstock.partition.trace import (
+    DIRECT,
     OVERWRITTEN,
+    READ,
     Event,
     Trace,
     Value,
@@ -398,6 +401,7 @@ class _Runner(TorchFunctionMode):
         self._drawn = self._region = 0
         self._recomputes: Mapping[str, Any] | None = None
         self._region_runs = False
+        self._context = Context() if plan.trace.has_context else None
 
     def run(self, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
         plan, author = self._plan, self._author
@@ -494,7 +498,11 @@ class _Runner(TorchFunctionMode):
         placed = located((args, kwargs))
         self._check_memory(list(placed.values()))
         numbers = {place: n for place, t in placed.items() if (n := self._number(t)) is not None}
-        if numbers != {place: n for place, n in step.inputs.items() if n is not None}:
+        if step.event.mutable:
+            # What units have put into a list among the arguments is no input.
+            numbers = {p: n for p, n in numbers.items() if p in step.inputs or len(p) <= DIRECT}
+        planned = {p: n for p, n in step.inputs.items() if n is not None and p[0] != READ}
+        if numbers != planned:
             raise self._diverged(step.what, self._at, " with other values")
 
     # ---- events
@@ -514,6 +522,8 @@ class _Runner(TorchFunctionMode):
         if self._busy:
             return run(*args, **kwargs)
         step = self._next(door.path)
+        if self._context is not None:
+            run, kwargs = self._context.beside(run, kwargs)
         if step.owner != self._stage:
             return self._answer(step, args, kwargs)
         if self._draws is not None:
@@ -635,7 +645,7 @@ class _Runner(TorchFunctionMode):
         event = step.event
         results, slots = tensors_in((output, left)) if left else tensors_in(output), event.slots
         if event.left and not left:
-            # In the last stage, nobody else needs what it has left.
+            # In the last stage, nobody needs what it has left.
             slots = slots[: len(tensors_in(event.result))]
         if len(results) != len(slots):
             raise _different(
@@ -667,7 +677,7 @@ class _Runner(TorchFunctionMode):
         has_versions = not torch.is_inference_mode_enabled()
         versions = [tensor._version for tensor in mine] if has_versions else []
         things = None
-        if event.mutable and self._stage < self._author.stages - 1:
+        if event.mutable and (self._stage < self._author.stages - 1 or step.tells):
             things = look_at_call(args, kwargs)
         output = run(*args, **kwargs)
         if has_versions and (event.changes or [t._version for t in mine] != versions):

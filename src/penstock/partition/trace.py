@@ -49,6 +49,7 @@ from penstock.partition.held import (
     swapped,
 )
 from penstock.partition.seen import (
+    Context,
     Door,
     Run,
     hooks_without_data,
@@ -114,6 +115,10 @@ def is_ours(function: Any) -> bool:
     return str(getattr(function, "__module__", "")).startswith("penstock.")
 
 
+READ = "read"
+"""The first part of the place of a value that an event reads though it is no argument."""
+DIRECT = 2
+"""The length of the place of an argument; what lies in a container has a longer one."""
 _MODEL = -1
 """Stands for the event that made a tensor, if the tensor is the model's own."""
 
@@ -255,6 +260,7 @@ class Trace:
         work: the operations of modules inside units, by the identity of the module, if they were counted.
         flops: the floating-point operations of the whole run; None if units were not run, but foretold.
         for_any_homes: whether the run would have been the same wherever the units are placed.
+        has_context: whether the model's code keeps containers in context variables.
     """
 
     mode: FakeTensorMode
@@ -281,6 +287,7 @@ class Trace:
     work: dict[int, float] = field(default_factory=dict)
     flops: float | None = 0.0
     for_any_homes: bool = True
+    has_context: bool = False
 
     def calls(self) -> list[str]:
         """The paths of the units in the order of their calls."""
@@ -405,7 +412,7 @@ class _Recorder(TorchFunctionMode):
         self._promoted: dict[int, list[int]] = {}
         self._written: tuple[Any, Any] = ((), {})
         self._paths = {id(module): path for path, module in model.named_modules()}
-        self._work = Work()
+        self._work, self._context = Work(), Context()
 
     # ---- the model without data
 
@@ -706,6 +713,8 @@ class _Recorder(TorchFunctionMode):
         elif not isinstance(door.module, torch.jit.ScriptModule):
             # A compiled module runs as it was written.
             run = getattr(door.module, "_orig_mod", door.module)._call_impl
+        plain, (run, kwargs) = kwargs, self._context.beside(run, kwargs)
+        self.trace.has_context |= kwargs is not plain
         path, number = door.path, self._calls[door.path]
         self._calls[path] += 1
         event = Event(path, path, where(self._paths, path), number)
@@ -914,7 +923,7 @@ class _Recorder(TorchFunctionMode):
     def _note_inputs(self, event: Event, placed: Mapping[Place, Tensor]) -> None:
         for place, tensor in placed.items():
             number = self._numbers.get(id(tensor))
-            if number is not None and len(place) > 2 and storage_of(tensor) in self._promoted:
+            if number is not None and len(place) > DIRECT and storage_of(tensor) in self._promoted:
                 # A unit has put it there; it is an input if the event reads it.
                 continue
             if number is not None:
@@ -1017,7 +1026,10 @@ class _Recorder(TorchFunctionMode):
             return
         latest = [n for t, n in self._by_storage[storage] if self._numbers[id(t)] == n]
         known = {number for _, number in event.inputs}
-        event.inputs += [(("read", number), number) for number in latest if number not in known]
+        given = [self.trace.values[n].tensor for place, n in event.inputs if place[0] != READ]
+        if any(t.layout is torch.strided and storage_of(t) == storage for t in given):
+            return
+        event.inputs += [((READ, number), number) for number in latest if number not in known]
 
     def _run(self, event: Event, index: int, run: Run, args: Any, kwargs: Any) -> Any:
         self.current, self._index = event, index

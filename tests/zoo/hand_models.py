@@ -1,0 +1,1784 @@
+"""Models as people write them by hand: one of each common kind."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
+
+import penstock
+from tests.zoo.judging import MICROBATCHES, SAMPLES, Example
+
+D = 8
+"""The width of most models."""
+MODELS: dict[str, Callable[[], Example]] = {}
+
+
+def add(name: str, give: Callable[[], Any]) -> Callable[[Any], Any]:
+    """Put a class of models into the table, with what makes the arguments of a microbatch."""
+
+    def note(kind: Any) -> Any:
+        def make() -> Example:
+            torch.manual_seed(0)
+            model = kind().train()
+            calls = []
+            for _ in range(MICROBATCHES):
+                call = give()
+                calls.append(((), call) if isinstance(call, dict) else (tuple(call), {}))
+            return Example(model, calls)
+
+        MODELS[name] = make
+        return kind
+
+    return note
+
+
+def rows(*sizes: int) -> Callable[[], tuple[Tensor, ...]]:
+    return lambda: (torch.randn(SAMPLES, *(sizes or (D,))),)
+
+
+def words(length: int = 6, most: int = 20) -> tuple[Tensor, ...]:
+    return (torch.randint(1, most, (SAMPLES, length)),)
+
+
+def pictures(size: int = 16, channels: int = 3) -> tuple[Tensor, ...]:
+    return (torch.randn(SAMPLES, channels, size, size),)
+
+
+def lengths(most: int = 6) -> Tensor:
+    return torch.randint(2, most + 1, (SAMPLES,)).sort(descending=True).values
+
+
+def mlp(a: int = D, b: int = D, wide: int = 2 * D) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(a, wide), nn.GELU(), nn.Linear(wide, b))
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self, width: int = D) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(width), mlp(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.norm(x))
+
+
+class Attention(nn.Module):
+    """Self-attention, with a bias and rotated by tables if they are given."""
+
+    def __init__(self, width: int = D, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm, self.qkv, self.out = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
+        self.rest = Block(width)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None, turn: Any = None) -> Tensor:
+        q, k, v = (
+            t.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for t in self.qkv(self.norm(x)).chunk(3, -1)
+        )
+        if turn is not None:
+            cos, sin = turn
+            q, k = (t * cos + torch.cat([-t[..., 1::2], t[..., ::2]], -1) * sin for t in (q, k))
+        x = x + self.out(
+            F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2)
+        )
+        return self.rest(x)
+
+
+def blocks(count: int = 6, kind: Any = Block) -> nn.ModuleList:
+    return nn.ModuleList(kind() for _ in range(count))
+
+
+class Stem(nn.Module):
+    """Convolution, normalization, activation."""
+
+    def __init__(self, a: int, b: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(a, b, 3, stride, 1), nn.BatchNorm2d(b)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(self.conv(x)))
+
+
+# ---- words
+
+
+@add("gpt", words)
+class Gpt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.at = nn.Embedding(20, D), nn.Parameter(torch.randn(16, D))
+        self.layers, self.norm, self.head = (
+            blocks(5, Attention),
+            nn.LayerNorm(D),
+            nn.Linear(D, 20, bias=False),
+        )
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.at[: ids.shape[1]]
+        bias = torch.full((ids.shape[1],) * 2, float("-inf"), dtype=x.dtype).triu(1)
+        for layer in self.layers:
+            x = layer(x, bias)
+        return self.head(self.norm(x))
+
+
+@add("head by the embedding's weight", words)
+class Tied(Gpt):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.head
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.linear(self.norm(x), self.embed.weight)
+
+
+@add("table read before its module is called", words)
+class Relative(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(20, D), blocks(5, Attention)
+        self.relative, self.head = nn.Embedding(16, 1), nn.Linear(D, 20)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        table, x = self.relative.weight, self.embed(ids)
+        places = torch.arange(ids.shape[1])
+        bias = table[(places[:, None] - places).abs()].squeeze(-1)
+        for layer in self.layers:
+            x = layer(x, bias)
+        return self.head(x)
+
+
+@add(
+    "loss of the kept labels in the forward",
+    lambda: {"ids": words()[0], "y": words()[0].clone().index_fill_(1, torch.tensor([0]), -100)},
+)
+class Masked(Gpt):
+    def forward(self, ids: Tensor, y: Tensor) -> Tensor:
+        h = super().forward(ids)
+        return F.cross_entropy(h[y != -100], y[y != -100])
+
+
+@add(
+    "numbers of the kept labels differ",
+    lambda: {"ids": words()[0], "y": words()[0].masked_fill(torch.rand(SAMPLES, 6) < 0.4, -100)},
+)
+class MaskedMore(Masked):
+    pass
+
+
+@add(
+    "rows chosen after the last unit",
+    lambda: {"ids": words()[0], "keep": torch.rand(SAMPLES, 6) < 0.5},
+)
+class Chosen(Gpt):
+    def forward(self, ids: Tensor, keep: Tensor) -> Tensor:
+        h = super().forward(ids)
+        return h[keep].sum(0)
+
+
+@add("rows chosen by what units made", words)
+class ChosenByUnits(Gpt):
+    def forward(self, ids: Tensor) -> Tensor:
+        h = super().forward(ids)
+        return h[h.detach().sum(-1) > 0].sum(0)
+
+
+@add(
+    "true lengths of masks",
+    lambda: {"ids": words()[0], "mask": torch.arange(6) < lengths()[:, None]},
+)
+class TrueLengths(Gpt):
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        longest = int(mask.sum(1).max())
+        x = self.embed(ids)[:, :longest]
+        kept = mask[:, :longest]
+        for layer in self.layers:
+            x = layer(x, kept[:, None, None])
+        return (self.head(self.norm(x)) * kept[..., None]).sum(1)
+
+
+@add(
+    "masks made only where something is masked",
+    lambda: {"ids": words()[0], "mask": torch.arange(6) < lengths()[:, None] + 3},
+)
+class MaybeMasked(Gpt):
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x, bias = self.embed(ids), None if mask.all() else mask[:, None, None]
+        for layer in self.layers:
+            x = layer(x, bias)
+        return self.head(self.norm(x))
+
+
+class Alibi(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bias", None, persistent=False)
+        self.register_buffer("slopes", torch.tensor([0.5, 0.25]), persistent=False)
+
+    def forward(self, length: int) -> Tensor:
+        if self.bias is not None and self.bias.shape[-1] >= length:
+            return self.bias[..., :length, :length]
+        places = torch.arange(length)
+        bias = -(places[:, None] - places).abs() * self.slopes[:, None, None]
+        self.register_buffer("bias", bias, persistent=False)
+        return self.bias
+
+
+@add("ALiBi by a shared helper that caches", words)
+class WithAlibi(Gpt):
+    def __init__(self) -> None:
+        super().__init__()
+        self.alibi = Alibi()
+        for layer in self.layers:
+            layer.alibi = self.alibi
+            layer.forward = partial(self.biased, layer)
+
+    @staticmethod
+    def biased(layer: Any, x: Tensor) -> Tensor:
+        return Attention.forward(layer, x, layer.alibi(x.shape[1]))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class AlibiAttention(Attention):
+    alibi: Alibi
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, self.alibi(x.shape[1]))
+
+
+@add("ALiBi by a helper among the layers", words)
+class WithAlibi2(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers, self.head = (
+            nn.Embedding(20, D),
+            blocks(5, AlibiAttention),
+            nn.Linear(D, 20),
+        )
+        shared = Alibi()
+        for layer in self.layers:
+            layer.alibi = shared
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@add("a bias made by the first layer, for all", words)
+class T5(Gpt):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].table = nn.Embedding(16, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, bias = self.embed(ids), None
+        places = torch.arange(ids.shape[1])
+        for layer in self.layers:
+            if bias is None:
+                bias = self.layers[0].table((places[:, None] - places).abs()).squeeze(-1)
+            x = layer(x, bias)
+        return self.head(x)
+
+
+class Rotary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inverse", 1.0 / 100 ** (torch.arange(0, 4, 2) / 4), persistent=False)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        angles = (places[..., None] * self.inverse).repeat_interleave(2, -1)[:, None]
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+@add("rotary tables", words)
+class WithRotary(Gpt):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotary = Rotary()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        turn = self.rotary(x, torch.arange(ids.shape[1])[None])
+        for layer in self.layers:
+            x = layer(x, turn=turn)
+        return self.head(self.norm(x))
+
+
+class LateRotary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inverse", None, persistent=False)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        if self.inverse is None:
+            self.inverse = 1.0 / 100 ** (torch.arange(0, 4, 2, dtype=torch.int64).float() / 4)
+        angles = (places[..., None] * self.inverse).repeat_interleave(2, -1)[:, None]
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+@add("a rotary buffer set by the forward", words)
+class WithLateRotary(WithRotary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotary = LateRotary()  # type: ignore[assignment]
+
+
+@add("a rotary module in each layer", words)
+class OwnRotary(Gpt):
+    def __init__(self) -> None:
+        super().__init__()
+        shared = LateRotary()
+        for layer in self.layers:
+            layer.rotary = shared
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, places = self.embed(ids), torch.arange(ids.shape[1])[None]
+        for layer in self.layers:
+            x = layer(x, turn=layer.rotary(x, places))
+        return self.head(self.norm(x))
+
+
+@add("transformer of torch", lambda: (torch.randn(SAMPLES, 5, D), torch.randn(SAMPLES, 4, D)))
+class TorchTransformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Transformer(D, 2, 3, 3, 16, batch_first=True)
+        self.head = nn.Linear(D, 3)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
+        return self.head(self.inner(source, target, tgt_mask=mask.to(source.dtype)))
+
+
+@add(
+    "encoder of torch with padding",
+    lambda: {"ids": words()[0], "mask": torch.arange(6) >= lengths()[:, None]},
+)
+class TorchEncoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(20, D), nn.Linear(D, 3)
+        layer = nn.TransformerEncoderLayer(D, 2, 16, batch_first=True)
+        self.inner = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        return self.head(self.inner(self.embed(ids), src_key_padding_mask=mask).mean(1))
+
+
+@add("memories of segments", lambda: (words()[0], torch.randn(SAMPLES, 4, D)))
+class Memories(Gpt):
+    def forward(self, ids: Tensor, memory: Tensor) -> tuple[Tensor, list[Tensor]]:  # type: ignore[override]
+        x, kept = self.embed(ids), []
+        for layer in self.layers:
+            x = torch.cat([memory, x], 1)
+            kept.append(x[:, -4:].detach())
+            x = layer(x)[:, 4:]
+            memory = memory + kept[-1]
+        return self.head(x), kept
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+
+    def update(self, keys: Tensor) -> Tensor:
+        self.keys.append(keys)
+        return keys
+
+
+class CachedAttention(Attention):
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:  # type: ignore[override]
+        if cache is not None:
+            cache.update(self.norm(x))
+        return super().forward(x)
+
+
+@add("a cache that layers fill", words)
+class WithCache(Gpt):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = blocks(5, CachedAttention)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, cache = self.embed(ids), Cache()
+        for layer in self.layers:
+            x = layer(x, cache)
+        return self.head(x)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(D, 3), nn.ModuleList(mlp() for _ in range(3))
+        self.balance: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, D)
+        share, chosen = self.router(flat).softmax(-1).topk(2)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            row, place = torch.where(chosen == number)
+            if len(row):
+                out = out.index_add(0, row, expert(flat[row]) * share[row, place, None])
+        penstock.add_loss("balance", share.var(), 0.1)
+        return x + out.view_as(x)
+
+
+@add("mixture of experts", words)
+class Moe(Gpt):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = blocks(5, Experts)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class RoutedExperts(Experts):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x), self.router(x)
+
+
+@add("mixture of experts, losses of the routers outside", words)
+class MoeOutside(Gpt):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = blocks(5, RoutedExperts)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, routed = self.embed(ids), ()
+        for layer in self.layers:
+            x, logits = layer(x)
+            routed += (logits,)  # type: ignore[assignment]
+        return self.head(x), torch.cat(routed).logsumexp(-1).square().mean()
+
+
+# ---- sequences
+
+
+@add("lstm", rows(5, D))
+class Lstm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(D, D, batch_first=True) for _ in range(4))
+        self.head = nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x, _ = layer(x)
+        return self.head(x[:, -1])
+
+
+@add("packed sequences, packed for each unit", lambda: (torch.randn(SAMPLES, 6, D), lengths()))
+class Packed(Lstm):
+    def forward(self, x: Tensor, count: Tensor) -> Tensor:  # type: ignore[override]
+        for layer in self.layers:
+            packed = pack_padded_sequence(x, count, batch_first=True)
+            x, _ = pad_packed_sequence(layer(packed)[0], batch_first=True, total_length=6)
+        return self.head(x.mean(1))
+
+
+@add("a packed sequence that travels", lambda: (torch.randn(SAMPLES, 6, D), lengths()))
+class PackedTravels(Lstm):
+    def forward(self, x: Tensor, count: Tensor) -> Tensor:  # type: ignore[override]
+        packed: PackedSequence = pack_padded_sequence(x, count, batch_first=True)
+        for layer in self.layers:
+            packed, _ = layer(packed)
+        return self.head(pad_packed_sequence(packed, batch_first=True, total_length=6)[0].mean(1))
+
+
+@add(
+    "packed between units, lengths of a list",
+    lambda: {"x": torch.randn(SAMPLES, 6, D), "count": [6, 4]},
+)
+class PackedByList(PackedTravels):
+    pass
+
+
+@add("a cell called for each step", rows(5, D))
+class Steps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.cells = nn.Linear(D, D), nn.ModuleList(nn.GRUCell(D, D) for _ in range(4))
+        self.head = nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for cell in self.cells:
+            state, kept = torch.zeros_like(x[:, 0]), []
+            for step in self.start(x).unbind(1):
+                state = cell(step, state)
+                kept.append(state)
+            x = torch.stack(kept, 1)
+        return self.head(x[:, -1])
+
+
+@add("all cells called for each step", rows(3, D))
+class StepsOfAll(Steps):
+    def forward(self, x: Tensor) -> Tensor:
+        states = [torch.zeros_like(x[:, 0]) for _ in self.cells]
+        for step in x.unbind(1):
+            hidden = self.start(step)
+            for number, cell in enumerate(self.cells):
+                hidden = states[number] = cell(hidden, states[number])
+        return self.head(states[-1])
+
+
+@add(
+    "decoder that is fed step by step",
+    lambda: (torch.randn(SAMPLES, 5, D), torch.randn(SAMPLES, 3, D)),
+)
+class Seq2Seq(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList(nn.GRU(D, D, batch_first=True) for _ in range(3))
+        self.cell, self.attend, self.head = nn.GRUCell(2 * D, D), nn.Linear(D, D), nn.Linear(D, 3)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        for layer in self.encoder:
+            source, last = layer(source)
+        state, out = last[0], []
+        for step in target.unbind(1):
+            weights = (source @ self.attend(state)[..., None]).softmax(1)
+            state = self.cell(torch.cat([step, (weights * source).sum(1)], 1), state)
+            out.append(self.head(state))
+        return torch.stack(out, 1)
+
+
+@add(
+    "speech with a loss of alignments",
+    lambda: {
+        "x": torch.randn(SAMPLES, 12, D),
+        "y": torch.randint(1, 5, (SAMPLES, 3)),
+        "count": torch.tensor([12, 10]),
+    },
+)
+class Ctc(Lstm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(D, 5)
+
+    def forward(self, x: Tensor, y: Tensor, count: Tensor) -> Tensor:  # type: ignore[override]
+        for layer in self.layers:
+            x, _ = layer(x)
+        logits = self.head(x).log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(logits, y, count, torch.full((len(y),), 3))
+
+
+@add("dilated convolutions with skips", rows(D, 12))
+class Dilated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(
+            nn.Conv1d(D, 2 * D, 2, dilation=2**n, padding=2**n) for n in range(5)
+        )
+        self.out, self.head = (
+            nn.ModuleList(nn.Conv1d(D, D, 1) for _ in range(5)),
+            nn.Conv1d(D, 3, 1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        total: Any = 0
+        for conv, out in zip(self.convs, self.out, strict=True):
+            a, b = conv(x)[..., : x.shape[-1]].chunk(2, 1)
+            y = out(a.tanh() * b.sigmoid())
+            total, x = total + y, x + y
+        return self.head(total.relu())
+
+
+# ---- rounds
+
+
+@add("one block again and again", rows())
+class Universal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.block, self.head = nn.Linear(D, D), Block(), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.start(x)
+        for _ in range(6):
+            x = self.block(x)
+        return self.head(x)
+
+
+@add("blocks called again, nothing between", rows())
+class Rounds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.blocks, self.head = nn.Linear(D, D), blocks(4), nn.Linear(D, 3)
+        self.between = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.start(x)
+        for _ in range(2):
+            for block in self.blocks:
+                x = block(x)
+        return self.head(x)
+
+
+@add("blocks called again, a module between the rounds", rows())
+class RoundsWith(Rounds):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.start(x)
+        for turn in range(2):
+            if turn:
+                x = self.between(x)
+            for block in self.blocks:
+                x = block(x)
+        return self.head(x)
+
+
+@add("three rounds with a module between", rows())
+class ThreeRounds(Rounds):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.start(x)
+        for turn in range(3):
+            for block in self.blocks:
+                x = block(x)
+            x = self.between(x) if turn < 2 else x
+        return self.head(x)
+
+
+@add("levels with repeats", pictures)
+class Cascade(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.head = nn.Conv2d(3, D, 1), nn.Conv2d(D, 3, 1)
+        self.down = nn.ModuleList(nn.ModuleList(Stem(D, D) for _ in range(2)) for _ in range(2))
+        self.repeats = nn.ModuleList(nn.ModuleList([nn.Conv2d(D, D, 1)]) for _ in range(2))
+        self.shrink = nn.ModuleList([nn.Identity(), nn.Conv2d(D, D, 2, 2)])
+        self.up = nn.ModuleList(nn.ModuleList(Stem(D, D) for _ in range(2)) for _ in range(2))
+        self.grow = nn.ModuleList([nn.ConvTranspose2d(D, D, 2, 2), nn.Identity()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, levels = self.start(x), []
+        for level, shrink, repeats in zip(self.down, self.shrink, self.repeats, strict=True):
+            x = shrink(x)
+            for turn in range(len(repeats) + 1):
+                for block in level:
+                    x = block(x)
+                if turn < len(repeats):
+                    x = repeats[turn](x)
+            levels.insert(0, x)
+        for place, (level, grow) in enumerate(zip(self.up, self.grow, strict=True)):
+            x = levels[place] + x if place else levels[0]
+            for block in level:
+                x = block(x)
+            x = grow(x)
+        return self.head(x)
+
+
+@add("two loops inside each other", rows())
+class Hierarchy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.high, self.low = nn.Linear(D, D), blocks(2), blocks(2)
+        self.head = nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.start(x)
+        high, low = x, x
+        for _ in range(2):
+            for _ in range(2):
+                for block in self.low:
+                    low = block(low + high)
+            for block in self.high:
+                high = block(high + low)
+        return self.head(high)
+
+
+@add("a fixed point", rows())
+class Equilibrium(Universal):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.start(x)
+        with torch.no_grad():
+            z = torch.zeros_like(x)
+            for _ in range(4):
+                z = self.block(z + x)
+        return self.head(self.block(z + x))
+
+
+class Runge(nn.Module):
+    def __init__(self, field: nn.Module) -> None:
+        super().__init__()
+        self.field = field
+        self.register_buffer("times", torch.linspace(0, 1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for a, b in zip(self.times[:-1], self.times[1:], strict=True):
+            step = (b - a).item()
+            x = x + step * self.field(x + step / 2 * self.field(x))
+        return x
+
+
+@add("solvers whose times are buffers", rows())
+class Ode(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.head = nn.Linear(D, D), nn.Linear(D, 3)
+        self.solvers = nn.ModuleList(Runge(mlp()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.start(x)
+        for solver in self.solvers:
+            x = solver(x)
+        return self.head(x)
+
+
+@add("one solver whose times are a buffer", rows())
+class OneOde(Ode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.solvers = nn.ModuleList([Runge(nn.Sequential(mlp(), mlp()))])
+
+
+# ---- pictures
+
+
+@add("residual network", pictures)
+class ResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.pool, self.fc = Stem(3, D), nn.AdaptiveAvgPool2d(1), nn.Linear(32, 3)
+        self.layer1 = nn.Sequential(Stem(D, D), Stem(D, D))
+        self.layer2 = nn.Sequential(Stem(D, 16, 2), Stem(16, 16))
+        self.layer3 = nn.Sequential(Stem(16, 32, 2), Stem(32, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer3(self.layer2(self.layer1(self.stem(x))))
+        return self.fc(self.pool(x).flatten(1))
+
+
+@add("features in one long list", pictures)
+class Vgg(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        parts: list[nn.Module] = []
+        for a, b in ((3, 8), (8, 8), (8, 16), (16, 16)):
+            parts += [nn.Conv2d(a, b, 3, padding=1), nn.ReLU(inplace=True)]
+        self.features = nn.Sequential(*parts, nn.MaxPool2d(4))
+        self.classifier = nn.Sequential(
+            nn.Linear(256, 16), nn.ReLU(True), nn.Dropout(), nn.Linear(16, 3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(torch.flatten(self.features(x), 1))
+
+
+class Dense(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.conv = Stem(D + 4 * number, 4)
+
+    def forward(self, features: list[Tensor]) -> Tensor:
+        return self.conv(torch.cat(features, 1))
+
+
+@add("dense connections in a list", pictures)
+class DenseNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.layers, self.head = (
+            Stem(3, D),
+            nn.ModuleList(map(Dense, range(5))),
+            nn.Linear(28, 3),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = [self.stem(x)]
+        for layer in self.layers:
+            features.append(layer(features))
+        return self.head(torch.cat(features, 1).mean((2, 3)))
+
+
+class DenseBlock(nn.ModuleDict):
+    """A dictionary with a forward of its own, as in torchvision's DenseNet."""
+
+    def __init__(self) -> None:
+        super().__init__({f"layer{n}": Dense(n) for n in range(4)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = [x]
+        for layer in self.values():
+            features.append(layer(features))
+        return torch.cat(features, 1)
+
+
+@add("a dictionary of modules with a forward", pictures)
+class DenseNet2(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.dense, self.head = Stem(3, D), DenseBlock(), nn.Linear(24, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.dense(self.stem(x)).mean((2, 3)))
+
+
+@add("the model is a dictionary with a forward", pictures)
+class Getter(nn.ModuleDict):
+    def __init__(self) -> None:
+        super().__init__(
+            OrderedDict((f"layer{n}", Stem(3 if n == 0 else D, D, 1 + n % 2)) for n in range(6))
+        )
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        out = {}
+        for name, module in self.items():
+            x = module(x)
+            if name in ("layer2", "layer5"):
+                out[name] = x
+        return out
+
+
+@add("the model is a list with a forward", pictures)
+class ListOf(nn.ModuleList):
+    def __init__(self) -> None:
+        super().__init__(Stem(3 if n == 0 else D, D) for n in range(5))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        out = []
+        for module in self:
+            x = module(x) * 0.5
+            out.append(x)
+        return out
+
+
+@add("U-Net", pictures)
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ups = nn.ModuleList([Stem(48, 16), Stem(24, D), Stem(D, D)])
+        self.downs = nn.ModuleList([Stem(3, D), Stem(D, 16), Stem(16, 32)])
+        self.head = nn.Conv2d(D, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for place, down in enumerate(self.downs):
+            x = down(F.max_pool2d(x, 2) if place else x)
+            kept.append(x)
+        kept.pop()
+        for up in self.ups:
+            if kept:
+                x = torch.cat([F.interpolate(x, scale_factor=2), kept.pop()], 1)
+            x = up(x)
+        return self.head(x)
+
+
+@add(
+    "U-Net with times, constructed in another order",
+    lambda: (*pictures(), torch.randint(0, 10, (SAMPLES,))),
+)
+class UNetTimes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.mid = nn.Conv2d(D, 3, 1), Stem(16, 16)
+        self.ups = nn.ModuleList([Stem(32, D), Stem(16, D)])
+        self.times = mlp(4, 16)
+        self.downs = nn.ModuleList([Stem(D, D), Stem(D, 16)])
+        self.start = nn.Conv2d(3, D, 1)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        times = self.times(torch.stack([(t * 2.0**-n).to(x.dtype).sin() for n in range(4)], 1))
+        x, kept = self.start(x), []
+        for down in self.downs:
+            x = down(x)
+            kept.append(x)
+        x = self.mid(x + times[..., None, None])
+        for up in self.ups:
+            x = up(torch.cat([x, kept.pop()], 1))
+        return self.head(x)
+
+
+@add("hourglasses that all give outputs", pictures)
+class Hourglass(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.stacks = (
+            Stem(3, D),
+            nn.ModuleList(nn.Sequential(Stem(D, D), Stem(D, D)) for _ in range(3)),
+        )
+        self.outs, self.back = (
+            nn.ModuleList(nn.Conv2d(D, 3, 1) for _ in range(3)),
+            nn.ModuleList(nn.Conv2d(3, D, 1) for _ in range(3)),
+        )
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x, outputs = self.stem(x), []
+        for stack, out, back in zip(self.stacks, self.outs, self.back, strict=True):
+            y = out(stack(x))
+            outputs.append(y)
+            x = x + back(y)
+        return outputs
+
+
+@add("vision transformer", pictures)
+class Vit(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.cls = nn.Conv2d(3, D, 4, 4), nn.Parameter(torch.zeros(1, 1, D))
+        self.at = nn.Parameter(torch.randn(1, 17, D) * 0.1)
+        self.blocks, self.norm, self.head = (
+            nn.Sequential(*blocks(5, Attention)),
+            nn.LayerNorm(D),
+            nn.Linear(D, 3),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patch(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.cls.expand(len(x), -1, -1), x], 1) + self.at
+        return self.head(self.norm(self.blocks(x))[:, 0])
+
+
+@add("masked autoencoder", pictures)
+class Mae(Vit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.decoder = blocks(3, Attention), blocks(2, Attention)
+        self.token, self.head = nn.Parameter(torch.zeros(1, 1, D)), nn.Linear(D, 48)
+        del self.blocks
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches = (
+            x.unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
+        )
+        h = self.patch(x).flatten(2).transpose(1, 2) + self.at[:, 1:]
+        order = torch.rand(h.shape[:2]).argsort(1)
+        back, keep = order.argsort(1), order[:, :6]
+        h = torch.gather(h, 1, keep[..., None].expand(-1, -1, D))
+        for layer in self.layers:
+            h = layer(h)
+        h = torch.cat([h, self.token.expand(len(h), 10, -1)], 1)
+        h = torch.gather(h, 1, back[..., None].expand(-1, -1, D))
+        for layer in self.decoder:
+            h = layer(h)
+        mask = (back >= 6).to(h.dtype)
+        return ((self.head(h) - patches).square().mean(-1) * mask).sum() / mask.sum()
+
+
+@add("MLP mixer", pictures)
+class Mixer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.head = nn.Conv2d(3, D, 4, 4), nn.Linear(D, 3)
+        self.tokens, self.channels = nn.ModuleList(mlp(16, 16) for _ in range(3)), blocks(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patch(x).flatten(2).transpose(1, 2)
+        for tokens, channels in zip(self.tokens, self.channels, strict=True):
+            x = channels(x + tokens(x.mT).mT)
+        return self.head(x.mean(1))
+
+
+@add("a list of images", lambda: {"images": [torch.randn(3, 12, 12) for _ in range(SAMPLES)]})
+class ListOfImages(ResNet):
+    def forward(self, images: list[Tensor]) -> Tensor:  # type: ignore[override]
+        return super().forward(torch.stack(images))
+
+
+def _targets() -> dict[str, Any]:
+    images = [torch.randn(3, 12, 12) for _ in range(SAMPLES)]
+    boxes = [
+        {"boxes": torch.rand(n, 4), "labels": torch.randint(0, 3, (n,))}
+        for n in torch.randint(1, 4, (SAMPLES,)).tolist()
+    ]
+    return {"images": images, "targets": boxes}
+
+
+@add("a detector with targets", _targets)
+class Detector(ResNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.box, self.kind = nn.Linear(32, 4), nn.Linear(32, 3)
+        del self.fc
+
+    def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]]) -> dict[str, Tensor]:  # type: ignore[override]
+        x = self.layer3(self.layer2(self.layer1(self.stem(torch.stack(images)))))
+        x = self.pool(x).flatten(1)
+        box, kind = self.box(x), self.kind(x)
+        losses = [
+            (F.l1_loss(box[n].expand_as(t["boxes"]), t["boxes"].to(box.dtype)),
+             F.cross_entropy(kind[n].expand(len(t["labels"]), -1), t["labels"]))
+            for n, t in enumerate(targets)
+        ]  # fmt: skip
+        return {
+            "box": torch.stack([a for a, _ in losses]).mean(),
+            "kind": torch.stack([b for _, b in losses]).mean(),
+        }
+
+
+@add("queries that ask an encoder", pictures)
+class Detr(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(Stem(3, D, 2), Stem(D, D, 2))
+        self.queries = nn.Embedding(5, D)
+        self.inner = nn.Transformer(D, 2, 2, 2, 16, batch_first=True)
+        self.boxes, self.kinds = mlp(D, 4), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.body(x).flatten(2).mT
+        h = self.inner(h, self.queries.weight[None].expand(len(h), -1, -1))
+        return {"boxes": self.boxes(h).sigmoid(), "kinds": self.kinds(h)}
+
+
+class CacheConv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(D, D, 3)
+
+    def forward(self, x: Tensor, cache: list[Any], place: list[int]) -> Tensor:
+        at = place[0]
+        before = cache[at] if cache[at] is not None else torch.zeros_like(x[..., :2])
+        cache[at] = x[..., -2:].clone()
+        place[0] += 1
+        return x + self.conv(torch.cat([before, x], -1)).relu()
+
+
+@add("a state list that is filled piece by piece", rows(D, 8))
+class Streaming(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(CacheConv() for _ in range(5)), nn.Conv1d(D, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache: list[Any] = [None] * len(self.layers)
+        out = []
+        for piece in x.split(4, -1):
+            place = [0]
+            for layer in self.layers:
+                piece = layer(piece, cache, place)
+            out.append(piece)
+        return self.head(torch.cat(out, -1))
+
+
+@add("a state list kept by the model", rows(D, 8))
+class StreamingKept(Streaming):
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache: list[Any] = [None] * len(self.layers)
+        out = []
+        for piece in x.split(4, -1):
+            self.place = [0]
+            for layer in self.layers:
+                piece = layer(piece, self.cache, self.place)
+            out.append(piece)
+        self.cache = [None] * len(self.layers)
+        return self.head(torch.cat(out, -1))
+
+
+class Pyramid:
+    def __init__(self) -> None:
+        self.levels: list[Tensor] = []
+
+
+class Correlation(nn.Module):
+    """State that one method leaves and the forward reads, as torchvision's RAFT has it."""
+
+    def build(self, a: Tensor, b: Tensor) -> None:
+        volume = torch.einsum("bci,bcj->bij", a.flatten(2), b.flatten(2))
+        self.pyramid = [volume, volume[..., ::2]]
+
+    def forward(self, flow: Tensor) -> Tensor:
+        return torch.stack([level.mean(-1) for level in self.pyramid], 1) * flow.mean(
+            1, keepdim=True
+        ).flatten(2)
+
+
+@add("flow between two images, refined in rounds", lambda: (*pictures(8), *pictures(8)))
+class Raft(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(Stem(3, D), Stem(D, D))
+        self.context, self.correlation = Stem(3, D), Correlation()
+        self.update, self.flow = nn.Conv2d(D + 4, D, 3, padding=1), nn.Conv2d(D, 2, 3, padding=1)
+
+    def forward(self, a: Tensor, b: Tensor) -> list[Tensor]:
+        both = self.features(torch.cat([a, b]))
+        one, two = both.chunk(2)
+        self.correlation.build(one, two)
+        hidden, flow, out = self.context(a), torch.zeros_like(a[:, :2]), []
+        for _ in range(3):
+            flow = flow.detach()
+            found = self.correlation(flow).view(len(a), 2, 8, 8)
+            hidden = self.update(torch.cat([hidden, found, flow], 1)).tanh()
+            flow = flow + self.flow(hidden)
+            out.append(flow)
+        return out
+
+
+# ---- generation and self-supervision
+
+
+@add("a variational autoencoder", rows())
+class Vae(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Sequential(*blocks(3)), nn.Sequential(*blocks(3))
+        self.mean, self.spread = nn.Linear(D, 4), nn.Linear(D, 4)
+        self.widen = nn.Linear(4, D)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.encoder(x)
+        mean, spread = self.mean(h), self.spread(h)
+        z = mean + torch.randn_like(mean) * (0.5 * spread).exp()
+        return {
+            "x": self.decoder(self.widen(z)),
+            "kl": (mean.square() + spread.exp() - spread - 1).mean(),
+        }
+
+
+class Codes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(12, D))
+        self.register_buffer("counts", torch.ones(12))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        chosen = torch.cdist(x, self.table).argmin(-1)
+        picked = self.table[chosen]
+        with torch.no_grad():
+            hot = F.one_hot(chosen, 12).to(x.dtype)
+            self.counts.mul_(0.9).add_(hot.sum(0), alpha=0.1)
+            self.table.mul_(0.9).add_(hot.mT @ x / self.counts[:, None], alpha=0.1)
+        return x + (picked - x).detach(), F.mse_loss(x, picked.detach())
+
+
+@add("quantized by codes that move", rows())
+class VqVae(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.codes, self.decoder = blocks(3), Codes(), blocks(3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for block in self.encoder:
+            x = block(x)
+        x, commit = self.codes(x)
+        for block in self.decoder:
+            x = block(x)
+        return {"x": x, "commit": commit}
+
+
+@add("generator and critic", lambda: (torch.randn(SAMPLES, D), torch.randn(SAMPLES, D)))
+class Gan(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic, self.generator = (
+            nn.Sequential(*blocks(3), nn.Linear(D, 1)),
+            nn.Sequential(*blocks(3)),
+        )
+
+    def forward(self, noise: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+        made = self.generator(noise)
+        return self.critic(made), self.critic(real)
+
+
+@add(
+    "generator, and critic of a detached sample",
+    lambda: (torch.randn(SAMPLES, D), torch.randn(SAMPLES, D)),
+)
+class GanDetached(Gan):
+    def forward(self, noise: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        made = self.generator(noise)
+        return self.critic(made), self.critic(made.detach()), self.critic(real)
+
+
+@add("diffusion with its loss inside", pictures)
+class Ddpm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = UNetTimes()
+        self.register_buffer("alphas", torch.linspace(0.99, 0.1, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        t, noise = torch.randint(0, 10, (len(x),)), torch.randn_like(x)
+        a = self.alphas[t][:, None, None, None]
+        return F.mse_loss(self.net(a.sqrt() * x + (1 - a).sqrt() * noise, t), noise)
+
+
+class Coupling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(D // 2, D)
+
+    def forward(self, x: Tensor, logdet: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = x.chunk(2, -1)
+        scale, shift = self.net(a).chunk(2, -1)
+        return torch.cat([b * scale.tanh().exp() + shift, a], -1), logdet + scale.tanh().sum(-1)
+
+
+@add("a flow of couplings", rows())
+class Flow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Coupling() for _ in range(5))
+        self.base = torch.distributions.Normal(0.0, 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logdet = torch.zeros(len(x), dtype=x.dtype)
+        for layer in self.layers:
+            x, logdet = layer(x, logdet)
+        return -(self.base.log_prob(x).sum(-1) + logdet).mean()
+
+
+class Online(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.project = nn.Sequential(*blocks(3)), mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project(self.body(x))
+
+
+@add("BYOL", lambda: (torch.randn(SAMPLES, D), torch.randn(SAMPLES, D)))
+class Byol(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.target, self.predict = Online(), Online().requires_grad_(False), mlp()
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        one, two = self.predict(self.online(a)), self.predict(self.online(b))
+        with torch.no_grad():
+            there, here = self.target(a), self.target(b)
+        return 2 - F.cosine_similarity(one, here).mean() - F.cosine_similarity(two, there).mean()
+
+
+@add(
+    "BYOL that moves its target in the forward",
+    lambda: (torch.randn(SAMPLES, D), torch.randn(SAMPLES, D)),
+)
+class ByolMoving(Byol):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        with torch.no_grad():
+            for mine, theirs in zip(
+                self.target.parameters(), self.online.parameters(), strict=True
+            ):
+                mine.mul_(0.9).add_(theirs, alpha=0.1)
+        return super().forward(a, b)
+
+
+@add("two towers with a scale", lambda: (words()[0], *pictures()))
+class Clip(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.words, self.embed = nn.Sequential(*blocks(3)), nn.Embedding(20, D)
+        self.picture = nn.Sequential(Stem(3, D, 2), Stem(D, D, 2), Stem(D, D, 2))
+        self.a, self.b = nn.Linear(D, 4), nn.Linear(D, 4)
+
+    def forward(self, ids: Tensor, x: Tensor) -> Tensor:
+        one = F.normalize(self.a(self.words(self.embed(ids)).mean(1)), dim=-1)
+        two = F.normalize(self.b(self.picture(x).mean((2, 3))), dim=-1)
+        return self.scale.exp() * one @ two.mT
+
+
+@add("one encoder for two inputs", lambda: (torch.randn(SAMPLES, D), torch.randn(SAMPLES, D)))
+class Siamese(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = blocks(5), nn.Linear(2 * D, 3)
+
+    def encode(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.head(torch.cat([self.encode(a), self.encode(b)], -1))
+
+
+@add("a frozen teacher inside", rows())
+class Distilled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Sequential(*blocks(3)).requires_grad_(False)
+        self.student = nn.Sequential(*blocks(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            there = self.teacher(x)
+        return F.mse_loss(self.student(x), there)
+
+
+# ---- others
+
+
+class Spectral(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D, D, 4, 3, 2) * 0.1)
+        self.skip = nn.Conv2d(D, D, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        there = torch.fft.rfft2(x)
+        out = torch.zeros_like(there)
+        weight = torch.view_as_complex(self.weight)
+        out[:, :, :4, :3] = torch.einsum("bixy,ioxy->boxy", there[:, :, :4, :3], weight)
+        return F.gelu(torch.fft.irfft2(out, s=x.shape[-2:]) + self.skip(x))
+
+
+@add("Fourier neural operator", lambda: pictures(8))
+class Fno(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.down = nn.Conv2d(5, D, 1), nn.Conv2d(D, 1, 1)
+        self.layers = nn.ModuleList(Spectral() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        line = torch.linspace(0, 1, x.shape[-1], dtype=x.dtype)
+        grid = torch.stack(torch.meshgrid(line, line, indexing="ij")).expand(len(x), -1, -1, -1)
+        x = self.lift(torch.cat([x, grid], 1))
+        for layer in self.layers:
+            x = layer(x)
+        return self.down(x)
+
+
+@add("a complex network", lambda: (torch.randn(SAMPLES, D, dtype=torch.complex64),))
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(D, D, dtype=torch.complex64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.dtype))
+        return x.abs()
+
+
+class GraphLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.other = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        there = torch.zeros_like(x).index_add(0, edges[1], self.other(x)[edges[0]])
+        return (self.own(x) + there).relu()
+
+
+def _graph() -> tuple[Tensor, ...]:
+    return torch.randn(6, D), torch.randint(0, 6, (2, 10)), torch.tensor([0, 0, 0, 1, 1, 1])
+
+
+@add("graph network", _graph)
+class Gnn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(GraphLayer() for _ in range(5)), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor, edges: Tensor, batch: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, edges)
+        pooled = torch.zeros(2, D, dtype=x.dtype).index_add(0, batch, x)
+        return self.head(pooled)
+
+
+@add("graph network whose number of graphs is in its data", _graph)
+class GnnCounts(Gnn):
+    def forward(self, x: Tensor, edges: Tensor, batch: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, edges)
+        pooled = torch.zeros(int(batch.max()) + 1, D, dtype=x.dtype).index_add(0, batch, x)
+        return self.head(pooled)
+
+
+@dataclass
+class Data:
+    x: Tensor
+    edges: Tensor
+
+
+@add("points with learned transforms", rows(3, 10))
+class PointNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn, self.convs = (
+            nn.Sequential(nn.Conv1d(3, D, 1), nn.ReLU()),
+            nn.ModuleList(nn.Conv1d(3 if n == 0 else D, D, 1) for n in range(4)),
+        )
+        self.matrix, self.head = nn.Linear(D, 9), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        matrix = self.matrix(self.turn(x).amax(-1)).view(-1, 3, 3) + torch.eye(3, dtype=x.dtype)
+        x = torch.bmm(matrix, x)
+        for conv in self.convs:
+            x = conv(x).relu()
+        return self.head(x.amax(-1))
+
+
+@add("fields with encoded positions and a skip", rows(3))
+class Nerf(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, D) for a in (18, D, D + 18, D, D))
+        self.density, self.color = nn.Linear(D, 1), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        encoded = torch.cat([f(x * 2**n) for n in range(3) for f in (torch.sin, torch.cos)], -1)
+        h = encoded
+        for place, layer in enumerate(self.layers):
+            h = layer(torch.cat([h, encoded], -1) if place == 2 else h).relu()
+        return self.density(h).relu(), self.color(h).sigmoid()
+
+
+@add(
+    "tables of categories, and their products",
+    lambda: (torch.randint(0, 9, (SAMPLES, 3)), torch.randn(SAMPLES, 4)),
+)
+class Dlrm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(9, D, mode="sum") for _ in range(3))
+        self.bottom, self.top = mlp(4, D), mlp(D + 6, 1)
+
+    def forward(self, kinds: Tensor, numbers: Tensor) -> Tensor:
+        rows = [self.bottom(numbers)]
+        rows += [table(kinds[:, n : n + 1]) for n, table in enumerate(self.tables)]
+        stacked = torch.stack(rows, 1)
+        products = (stacked @ stacked.mT)[:, *torch.triu_indices(4, 4, 1)]
+        return self.top(torch.cat([rows[0], products], 1))
+
+
+@add("factors", lambda: (torch.randint(0, 9, (SAMPLES,)), torch.randint(0, 9, (SAMPLES,))))
+class Factors(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items = nn.Embedding(9, D), nn.Embedding(9, D)
+        self.user_bias, self.item_bias = nn.Embedding(9, 1), nn.Embedding(9, 1)
+
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        dot = (self.users(users) * self.items(items)).sum(-1)
+        return dot + self.user_bias(users)[:, 0] + self.item_bias(items)[:, 0]
+
+
+@add("capsules that vote in rounds", rows(6, D))
+class Capsules(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(D, D), blocks(4)
+        self.votes = nn.Parameter(torch.randn(6, 3, D, 4) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        votes = torch.einsum("bnd,nkde->bnke", x, self.votes)
+        logits = torch.zeros(votes.shape[:3], dtype=x.dtype)
+        for _ in range(3):
+            out = (logits.softmax(2)[..., None] * votes).sum(1)
+            logits = logits + (votes * out[:, None]).sum(-1)
+        return out.norm(dim=-1)
+
+
+@add("weights made by a network", lambda: (torch.randn(SAMPLES, D), torch.randn(4)))
+class Hyper(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.make, self.layers, self.head = mlp(4, D * D), blocks(4), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor, task: Tensor) -> Tensor:
+        weight = self.make(task).view(D, D)
+        for layer in self.layers:
+            x = layer(F.linear(x, weight)) + x
+        return self.head(x)
+
+
+@add("weights with norms and low ranks", rows())
+class Parametrized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        norm, spectral = (
+            nn.utils.parametrizations.weight_norm,
+            nn.utils.parametrizations.spectral_norm,
+        )
+        self.layers = nn.ModuleList(norm(nn.Linear(D, D)) for _ in range(4))
+        self.last, self.head = spectral(nn.Linear(D, D)), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu() + x
+        return self.head(self.last(x))
+
+
+class Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return -gradient
+
+
+@add("gradients reversed between units", rows())
+class Domains(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.kind, self.domain = blocks(4), nn.Linear(D, 3), mlp(D, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for block in self.body:
+            x = block(x)
+        return self.kind(x), self.domain(Reverse.apply(x))
+
+
+@add("checkpoints of the author's own", rows())
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = blocks(6), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+@add("layers that are sometimes left out, inside", rows())
+class Depths(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head, self.drop = blocks(6), nn.Linear(D, 3), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            keep = (torch.rand(len(x), 1) < 0.8).to(x.dtype)
+            x = x + self.drop(block(x)) * keep
+        return self.head(x)
+
+
+@add("heads by name", lambda: {"x": torch.randn(SAMPLES, D), "tasks": ["b", "a"]})
+class Tasks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = blocks(4)
+        self.heads = nn.ModuleDict({"a": nn.Linear(D, 2), "b": mlp(D, 3), "c": nn.Linear(D, 4)})
+
+    def forward(self, x: Tensor, tasks: list[str]) -> dict[str, Tensor]:
+        for block in self.body:
+            x = block(x)
+        return {task: self.heads[task](x) for task in tasks}
+
+
+class Exits(NamedTuple):
+    last: Tensor
+    all: tuple[Tensor, ...]
+
+
+@add("an exit after each block", rows())
+class EarlyExits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.exits = blocks(5), nn.ModuleList(nn.Linear(D, 3) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Exits:
+        out = []
+        for block, leave in zip(self.blocks, self.exits, strict=True):
+            x = block(x)
+            out.append(leave(x))
+        return Exits(out[-1], tuple(out))
+
+
+@add("losses added on the way", rows())
+class DeepSupervision(EarlyExits):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        for place, (block, leave) in enumerate(zip(self.blocks, self.exits, strict=True)):
+            x = block(x)
+            penstock.add_loss(f"exit {place}", leave(x).square().mean(), 0.1)
+        return x
+
+
+@add("latents that ask their input", rows(9, D))
+class Perceiver(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.latents = nn.Parameter(torch.randn(4, D))
+        self.ask, self.layers = nn.MultiheadAttention(D, 2, batch_first=True), blocks(4, Attention)
+        self.head = nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.latents.expand(len(x), -1, -1)
+        for layer in self.layers:
+            z = layer(z + self.ask(z, x, x, need_weights=False)[0])
+        return self.head(z.mean(1))
+
+
+@add("a memory that steps write", rows(4, D))
+class Turing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Parameter(torch.randn(5, D))
+        self.control, self.key, self.erase, self.write = (
+            nn.Linear(2 * D, D),
+            nn.Linear(D, D),
+            nn.Linear(D, D),
+            nn.Linear(D, D),
+        )
+        self.head = nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = self.start.expand(len(x), -1, -1)
+        read = memory.mean(1)
+        for step in x.unbind(1):
+            h = self.control(torch.cat([step, read], -1)).tanh()
+            weight = (memory @ self.key(h)[..., None]).softmax(1)
+            memory = (
+                memory * (1 - weight * self.erase(h).sigmoid()[:, None])
+                + weight * self.write(h)[:, None]
+            )
+            read = (weight * memory).sum(1)
+        return self.head(read)
+
+
+@add("an energy whose gradient is the output, in units", rows())
+class Energy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Score() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Score(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(D, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x if x.requires_grad else x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.net(y).sum(), y, create_graph=True)
+        return x - slope
+
+
+@add("an equation: gradients of the output", rows(2))
+class Pinn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2 if n == 0 else D, D) for n in range(4))
+        self.head = nn.Linear(D, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        h = x
+        for layer in self.layers:
+            h = layer(h).tanh()
+        (slope,) = torch.autograd.grad(self.head(h).sum(), x, create_graph=True)
+        return slope
+
+
+@add(
+    "an argument that is a dataclass",
+    lambda: {"data": Data(torch.randn(6, D), torch.randint(0, 6, (2, 9)))},
+)
+class Dataclass(Gnn):
+    def forward(self, data: Data) -> Tensor:  # type: ignore[override]
+        x = data.x
+        for layer in self.layers:
+            x = layer(x, data.edges)
+        return self.head(x)
+
+
+@add("squeeze and excite", pictures)
+class Squeeze(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.convs = Stem(3, D), nn.ModuleList(Stem(D, D) for _ in range(4))
+        self.gates, self.head = nn.ModuleList(mlp(D, D, 4) for _ in range(4)), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for conv, gate in zip(self.convs, self.gates, strict=True):
+            y = conv(x)
+            x = x + y * gate(y.mean((2, 3))).sigmoid()[..., None, None]
+        return self.head(x.mean((2, 3)))
+
+
+@add("texts by convolutions side by side", words)
+class TextCnn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(20, D), nn.Linear(4 * D, 3)
+        self.convs = nn.ModuleList(nn.Conv1d(D, D, n) for n in (1, 2, 3, 4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids).mT
+        return self.head(torch.cat([conv(x).relu().amax(-1) for conv in self.convs], 1))
+
+
+@add("pictures in time", rows(3, 3, 8, 8))
+class ConvLstm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = Stem(3, D), nn.Conv2d(D, 1, 1)
+        self.cells = nn.ModuleList(nn.Conv2d(2 * D, 4 * D, 3, padding=1) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        frames = list(self.embed(x.flatten(0, 1)).unflatten(0, x.shape[:2]).unbind(1))
+        for cell in self.cells:
+            h = c = torch.zeros_like(frames[0])
+            for place, frame in enumerate(frames):
+                i, f, g, o = cell(torch.cat([frame, h], 1)).chunk(4, 1)
+                c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+                frames[place] = h = o.sigmoid() * c.tanh()
+        return self.head(frames[-1])
+
+
+@add("what hooks collect inside", rows())
+class Collected(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = blocks(5), nn.Linear(D, 3)
+        self.kept: list[Tensor] = []
+        for block in self.blocks:
+            block.register_forward_hook(lambda module, args, out: self.kept.append(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.clear()
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + sum(self.kept))
+
+
+@add("a running mean outside of units", rows())
+class RunningMean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = blocks(5), nn.Linear(D, 3)
+        self.register_buffer("mean", torch.zeros(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return self.head(x - self.mean)
