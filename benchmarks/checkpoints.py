@@ -36,7 +36,7 @@ def cost(group: Any, rounds: int, layers: int, width: int, folder: str) -> dict[
     pipe.step(x, target=x)
     optimizer.step()
     states: dict[str, Any] = {"pipe": pipe, "optimizer": optimizer}
-    theirs = {"model": pipe, "optimizer": pipe.optimizer_state_dict(optimizer)}
+    theirs = {"model": pipe, "optimizer": pipe.weights.optimizer_state_dict(optimizer)}
     ours, beside = (
         Checkpoints(f"{folder}/a", keep=1),
         Checkpoints(f"{folder}/b", keep=1, asynchronous=True),
@@ -67,13 +67,13 @@ def cost(group: Any, rounds: int, layers: int, width: int, folder: str) -> dict[
     for _ in range(rounds + 1):
         for name, way in ways.items():
             number += 1
-            pipe.agree(None)
+            pipe.job.agree(None)
             started = time.perf_counter()
             pending = way()
             stall = time.perf_counter() - started
             if pending is not None:
                 pending.wait() if isinstance(pending, Checkpoints) else pending.result()
-            pipe.agree(None)
+            pipe.job.agree(None)
             found[name].append([stall, time.perf_counter() - started])
             if pipe.leads and not name.startswith("ours"):
                 found["bytes, torch"] = sum(p.stat().st_size for p in Path(place()).iterdir())

@@ -55,7 +55,7 @@ with penstock.Pipeline(
         pipe.zero_grad()
         if pipe.leads:
             print(f"step {step + 1:2}  loss {result.loss:.5f}  gradient norm {norm:.4f}")
-    weights = pipe.state_dict(full=True)
+    weights = pipe.weights.state_dict(full=True)
     if pipe.leads:
         # Under the names of the model as it was before it was cut and sharded, and whole.
         print(

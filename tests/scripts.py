@@ -52,10 +52,21 @@ def forked(
                 process.join()
 
 
-def run_script(*command: str, processes: int = 1, limit: float = LIMIT) -> list[Ran]:
+def run_script(
+    *command: str,
+    processes: int = 1,
+    limit: float = LIMIT,
+    meanwhile: Callable[[list[int]], None] | None = None,
+) -> list[Ran]:
     """Run a script, or a module after ``-m``, as ``python`` would; for several processes as torchrun would.
 
     As under torchrun, the others are terminated when one fails.
+
+    Args:
+        command: the script or module, and its arguments.
+        processes: how many ranks there are.
+        limit: seconds until they are killed.
+        meanwhile: called with the ids of the processes once they have started.
 
     Returns:
         How each rank ended.
@@ -73,6 +84,8 @@ def run_script(*command: str, processes: int = 1, limit: float = LIMIT) -> list[
             for rank, output in enumerate(outputs)
         )
         with forked(_main, rows) as started:
+            if meanwhile is not None:
+                meanwhile([process.pid for process in started])
             late = _await(started, limit)
         texts = [[Path(f"{one}.{way}").read_text() for way in ("out", "err")] for one in outputs]
     assert not late, f"ranks {late} still ran after {limit} s: {texts}"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import reduce
@@ -138,7 +136,8 @@ def run_block(block: Block, names: dict[str, Any]) -> None:
         return
     if block.mark == "file":
         Path(block.said).write_text(block.text)
-        if not any(block.said in other.text for other in CODE_OF[block.page] if is_command(other)):
+        commands = (other for other in CODE_OF[block.page] if other.language != "python")
+        if not any(block.said in command.text for command in commands):
             runpy.run_path(block.said, run_name="__main__")
     elif block.language == "python":
         # There is no GPU here; and Penstock reads a model's source, so that there has to be a file.
@@ -148,10 +147,6 @@ def run_block(block: Block, names: dict[str, Any]) -> None:
     else:
         for command in re.findall(r"^\$ (.*)", block.text.replace("\\\n", " "), re.MULTILINE):
             run_command(block, shlex.split(command, comments=True))
-
-
-def is_command(block: Block) -> bool:
-    return block.mark != "skip" and block.language != "python"
 
 
 def run_command(block: Block, command: list[str]) -> None:
@@ -169,23 +164,6 @@ def run_command(block: Block, command: list[str]) -> None:
         )
         ran = run_script(*started[program], *arguments)
     assert all(found.status == 0 for found in ran), ran
-
-
-def test_the_spawned_processes_of_the_page_about_launchers_train(tmp_path: Path) -> None:
-    (text,) = (
-        block.text for block in CODE_OF[ROOT / "docs/launchers.md"] if "mp.spawn" in block.text
-    )
-    (tmp_path / "spawned.py").write_text(text)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "spawned.py"]
-    ran = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110
-    )
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
-    plain = mse_loss(model(torch.ones(8, 16)), torch.zeros(8, 16)).item()
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout == f"{plain:.6f}\n"
 
 
 def test_few_programs_are_skipped() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from importlib import import_module
 
@@ -22,6 +23,10 @@ for name in (
     "torch.distributed.tensor.parallel",
 ):
     import_module(name)
+# Of the integrations, as far as they are installed: else each process of each script imports them anew.
+for name in ("lightning.pytorch", "peft", "torchmetrics", "transformers.trainer"):
+    with contextlib.suppress(ImportError):
+        import_module(name)
 
 torch.set_num_threads(1)
 # What a first step imports too.

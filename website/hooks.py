@@ -45,4 +45,4 @@ def _front() -> str:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     text = re.sub(r"\]\(examples/(\w+)\.py\)", r"](examples/\1.md)", text)
     text = text.replace("](docs/", "](").replace("](CHANGELOG.md)", "](changelog.md)")
-    return re.sub(r"\[([^\]]+)\]\((?:[A-Z]+\.md|LICENSE)\)", r"\1", text)
+    return re.sub(r"\[([^\]]+)\]\((?:[A-Z]+\.md|LICENSE|examples/\w+\.ipynb)\)", r"\1", text)

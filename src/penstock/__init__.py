@@ -40,7 +40,9 @@ if TYPE_CHECKING:
     from penstock.launchers import read_launcher as read_launcher
     from penstock.partition import Partition as Partition
     from penstock.partition import randomness as randomness
+    from penstock.pipeline import ModelWeights as ModelWeights
     from penstock.pipeline import Pipeline as Pipeline
+    from penstock.pipeline import PipelineJob as PipelineJob
     from penstock.pipeline import StepEvent as StepEvent
     from penstock.pipeline import TensorBoard as TensorBoard
     from penstock.runtime import ActionEvent as ActionEvent

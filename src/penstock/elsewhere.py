@@ -7,7 +7,6 @@ present, is an error that says where the weight lies and which call does this fo
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeGuard, cast
 
@@ -22,11 +21,14 @@ from torch.optim.optimizer import (
 from penstock.errors import StateDictError, UsageError
 
 _WEIGHTS = (
-    "pipe.state_dict(full=True) gives rank 0 the weights of the whole model; a term of the loss that is made "
-    "of weights is for the modules that have them: penstock.add_loss"
+    "pipe.weights.state_dict(full=True) gives rank 0 the weights of the whole model; a term of the loss that "
+    "is made of weights is for the modules that have them: penstock.add_loss"
 )
-_NORMS = "pipe.clip_grad_norm_(...) and pipe.grad_norm() measure the gradients of the whole model"
-_FILES = "save the whole model with pipe.save(folder), penstock.Checkpoints, or pipe.state_dict(full=True)"
+_NORMS = "pipe.clip_grad_norm_(...) and pipe.weights.grad_norm() measure the gradients of the whole model"
+_FILES = (
+    "save the whole model with pipe.weights.save(folder), penstock.Checkpoints, or "
+    "pipe.weights.state_dict(full=True)"
+)
 _INPUTS = (
     "in a pipeline only the stages that hold a weight compute with it: pipe.predict runs the whole model, "
     "a loss that needs a weight gets it if the model returns it with its output, and a copy or an average of "
@@ -407,18 +409,16 @@ def put_elsewhere(tensor: Tensor, place: Whereabouts) -> Tensor:
     """Free a tensor's data and leave a stand-in: the same object if possible, so that lists keep it."""
     _hook_optimizers()
     new = Elsewhere.of(tensor, place, parameter=isinstance(tensor, nn.Parameter))
+    try:
+        tensor.__class__, new.__class__ = Elsewhere, type(tensor)  # type: ignore[assignment]
+    except TypeError:
+        return new  # a DTensor has slots
     marks = {key: value for key, value in vars(tensor).items() if key not in vars(new)}
-    vars(new).update(marks)
-    for last in (False, True):
-        try:
-            torch.utils.swap_tensors(tensor, new)
-        except (RuntimeError, TypeError):
-            # Weak references to a tensor, or a graph that has saved it, keep torch from swapping it.
-            if not last:
-                gc.collect()
-        else:
-            return tensor
-    return new
+    tensor.__dict__, new.__dict__ = vars(new) | marks, vars(tensor)
+    # torch.utils.swap_tensors refuses tensors with weak references, or that a graph has saved. Here both may
+    # keep what they have: the object, and the data. Of torch 2.13.
+    torch._C._swap_tensor_impl(tensor, new)
+    return tensor
 
 
 def leave_gradients(absent: Iterable[Elsewhere], norms: Norms) -> None:
@@ -457,8 +457,8 @@ def _check_absent(weight: Elsewhere, state: Mapping[str, Any]) -> None:
         raise StateDictError(
             f"this optimizer was given the state of another one: it keeps values for {name!r}, which rank "
             f"{rank} has. An optimizer's own state_dict() holds the part of its rank alone; save and load "
-            "with penstock.Checkpoints, or with pipe.optimizer_state_dict(optimizer, full=True) and "
-            "pipe.load_optimizer_state_dict()"
+            "with penstock.Checkpoints, or with pipe.weights.optimizer_state_dict(optimizer, full=True) and "
+            "pipe.weights.load_optimizer_state_dict()"
         )
 
 

@@ -175,7 +175,7 @@ def by_hand(group: Any, folder: str, saved_one: str) -> list[str]:
         return [
             outcome(Checkpoints(folder).save, 1, pipe=pipe),
             outcome(Checkpoints(saved_one).load, pipe=pipe),
-            outcome(pipe.optimizer_state_dict, optimizer, full=True),
+            outcome(pipe.weights.optimizer_state_dict, optimizer, full=True),
         ]
 
 

@@ -29,7 +29,7 @@ def reference() -> tuple[Run, list[float]]:
 def go_on(run: Run, source: Run) -> list[float]:
     """Go on with what is not the optimizer's."""
     assert run.pipe is not None
-    run.pipe.load_state_dict(source.model.state_dict())
+    run.pipe.weights.load_state_dict(source.model.state_dict())
     run.scheduler.load_state_dict(source.scheduler.state_dict())
     run.pipe.randomness.load_state_dict({"seed": 7, "step": BEFORE})
     run.step = BEFORE
@@ -42,9 +42,9 @@ def test_states_by_name_from_the_unsplit_model_and_back() -> None:
     assert run.pipe is not None
     named = get_optimizer_state_dict(source.model, source.optimizer)
     # The one that is tied has its first name in a pipeline, and so it has in torch's state dict.
-    result = run.pipe.load_optimizer_state_dict(run.optimizer, named)
+    result = run.pipe.weights.load_optimizer_state_dict(run.optimizer, named)
     assert result == ([], [])
-    named = run.pipe.optimizer_state_dict(run.optimizer, full=True)
+    named = run.pipe.weights.optimizer_state_dict(run.optimizer, full=True)
     assert go_on(run, source) == pytest.approx(expected, abs=2e-6)
     # They were copies.
     set_optimizer_state_dict(plain.model, plain.optimizer, named)
@@ -61,18 +61,20 @@ def whole_between_processes(group: Any, path: str) -> list[Any]:
     run = Run("1F1B", 2, group)
     assert run.pipe is not None
     run.train(BEFORE)
-    state = run.pipe.optimizer_state_dict(run.optimizer, full=True)
+    state = run.pipe.weights.optimizer_state_dict(run.optimizer, full=True)
     if run.pipe.leads:
         torch.save(state, path)
     after = run.train(AFTER)
-    run.pipe.agree(None)
+    run.pipe.job.agree(None)
     other = Run("1F1B", 2, group)
     assert other.pipe is not None
-    other.pipe.load_optimizer_state_dict(other.optimizer, torch.load(path))
+    other.pipe.weights.load_optimizer_state_dict(other.optimizer, torch.load(path))
     resumed = go_on(other, source)
     refused = ""
     try:
-        other.pipe.load_optimizer_state_dict(other.optimizer, {"state": {}, "param_groups": []})
+        other.pipe.weights.load_optimizer_state_dict(
+            other.optimizer, {"state": {}, "param_groups": []}
+        )
     except StateDictError as error:
         refused = str(error)
     run.close()
@@ -99,7 +101,7 @@ def one_for_all(group: Any, path: str) -> str:
     run.train(BEFORE)
     if run.pipe.leads:
         torch.save(run.optimizer.state_dict(), path)
-    run.pipe.agree(None)
+    run.pipe.job.agree(None)
     other = Run("1F1B", 2, group)
     try:
         other.optimizer.load_state_dict(torch.load(path))
@@ -130,7 +132,7 @@ def test_positions_are_refused_and_what_fits_is_not() -> None:
     state = run.optimizer.state_dict()
     for odd, text in ((state, "holds positions, which mean"), ({"a": 1}, "has 'state' and")):
         with pytest.raises(StateDictError, match=text):
-            run.pipe.load_optimizer_state_dict(run.optimizer, odd)
+            run.pipe.weights.load_optimizer_state_dict(run.optimizer, odd)
     # In the layout that it is from, an optimizer's own is right, through torch.save too.
     buffer = io.BytesIO()
     torch.save(state, buffer)

@@ -90,7 +90,7 @@ def run(group: Any, how: str) -> dict[str, Any]:
             loss.backward()
             gap = max(gap, abs(result.loss - float(loss)))
             theirs: dict[str, Any] = dict(whole.named_parameters())
-            for name, weight in pipe.held_weights.named_parameters():
+            for name, weight in pipe.weights.here.named_parameters():
                 grad: Any = weight.grad
                 found = grad.full_tensor() if isinstance(grad, DTensor) else grad
                 gap = max(gap, float((found - theirs[name].grad).abs().max()))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import json
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from penstock.schedule import Picture
 from tests.scripts import run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -48,3 +52,28 @@ def test_torchs_names_run_with_either_package() -> None:
     assert len(ours) == 5
     assert steps(script, "--package", "torch", processes=2) == ours
     assert steps(script, "--package", "penstock") == ours
+
+
+def shown(cell: str, names: dict[str, Any]) -> Any:
+    """Run a cell as a notebook does; the value of its last line, if that is an expression."""
+    *body, last = ast.parse(cell).body
+    value = isinstance(last, ast.Expr)
+    exec(compile(ast.Module(body if value else [*body, last], []), "cell", "exec"), names)
+    return eval(ast.unparse(last), names) if value else None
+
+
+def test_the_notebook_draws_trains_and_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    notebook = json.loads((EXAMPLES / "tour.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] for cell in cells)
+    names: dict[str, Any] = {}
+    values = [shown("".join(cell["source"]), names) for cell in cells]
+    pictures = [value for value in values if isinstance(value, Picture)]
+    titles = ["ZB-H1", "1F1B", "a recorded step", "the fastest plan"]
+    assert [title in one._repr_svg_() for title, one in zip(titles, pictures, strict=True)] == [
+        True
+    ] * 4
+    losses = names["losses"]
+    assert losses == sorted(losses, reverse=True)
+    assert f"{names['result'].loss:.5f}" == f"{names['plain']:.5f}"
+    assert str(names["plans"]) in capsys.readouterr().out

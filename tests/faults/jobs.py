@@ -170,12 +170,12 @@ def run_rank(rank: int, port: int, folder: str, case: dict[str, Any]) -> None:
     os.dup2(out.fileno(), 2)
     sys.stdout = sys.stderr = out
     if spaces := case.get("spaces"):
-        _enter(*spaces[rank])
+        _enter(Path(folder), *spaces[rank])
     error = work(rank, Path(folder), case)
     sys.exit(0 if error is None else status_of(error))
 
 
-def _enter(space: str, device: str) -> None:
+def _enter(folder: Path, space: str, device: str) -> None:
     """Live in a network namespace, with a machine of its own."""
     with Path("/run/netns", space).open() as file:
         assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
@@ -183,7 +183,7 @@ def _enter(space: str, device: str) -> None:
     os.environ |= {"MASTER_ADDR": "10.213.0.1", "MASTER_PORT": "29533"}
     os.environ["GLOO_SOCKET_IFNAME"] = device
     # Sockets in folders would lead around the network: no path here is short enough for one.
-    tempfile.tempdir = f"/tmp/{'machine' * 16}-{os.getpid()}"
+    tempfile.tempdir = str(folder / f"{'machine' * 16}-{os.getpid()}")
     Path(tempfile.tempdir).mkdir()
     logging.basicConfig(level=logging.DEBUG)
 
@@ -255,7 +255,7 @@ def train(rank: int, folder: Path, fault: Fault, case: dict[str, Any]) -> None:
     sleeper = Sleeper(rank, folder, *case.get("sleeps", ("nowhere", (), 0.0)))
     sleeper("start")
     with make_pipeline(case) as pipe:
-        pipe.report_failures_to(folder)
+        pipe.job.report_failures_to(folder)
         if "forks" in case:
             pipe.on(case["forks"], before=lambda event: fork(folder))
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)

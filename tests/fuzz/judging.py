@@ -138,14 +138,14 @@ def train(program: Any, side: Side) -> Report:
     optimizers: list[torch.optim.Optimizer] = []
     for step in range(run["steps"]):
         if run.get("swap") and step == 1:
-            state = owner.state_dict()
+            state = weights_of(owner).state_dict()
             model = model if run["swap"] == "model" else program.make()
             owner, run_batch = side(model, True)
             if run["swap"] == "state":
-                owner.load_state_dict(state)
+                weights_of(owner).load_state_dict(state)
         program.change(model, step)
         if run["load"] and step == 1:
-            owner.load_state_dict(program.make().state_dict())
+            weights_of(owner).load_state_dict(program.make().state_dict())
         loss, output = run_batch(step, trains=True)
         report[f"loss, step {step}"] = loss
         if run["outputs"]:
@@ -155,7 +155,8 @@ def train(program: Any, side: Side) -> Report:
             loss, output = run_batch(step, trains=False)
             report[f"evaluation, step {step}"] = loss
             report |= tensors_by_name(f"evaluated, step {step}", output)
-    report |= {f"state of {n}": value.detach().clone() for n, value in owner.state_dict().items()}
+    state = weights_of(owner).state_dict()
+    report |= {f"state of {name}": value.detach().clone() for name, value in state.items()}
     seen = getattr(program, "seen", [])
     for name, values in seen:
         # A tensor without data counts as infinite.
@@ -276,11 +277,17 @@ def autocast(run: Mapping[str, Any]) -> torch.autocast:
     return torch.autocast("cpu", torch.bfloat16, enabled=run["autocast"])
 
 
+def weights_of(owner: Any) -> Any:
+    """What has the state dict of a pipeline or of a module."""
+    return owner.weights if isinstance(owner, penstock.Pipeline) else owner
+
+
 def update(
     run: Mapping[str, Any], owner: Any, report: Report, step: int, optimizers: list[Any]
 ) -> None:
     """Report the gradients, and take a step with them; with the same optimizer for another Pipeline."""
-    for name, weight in getattr(owner, "held_weights", owner).named_parameters():
+    held = owner.weights.here if isinstance(owner, penstock.Pipeline) else owner
+    for name, weight in held.named_parameters():
         grad = None if weight.grad is None else weight.grad.detach().to_dense().clone()
         report[f"gradient of {name}, step {step}"] = grad
     if step % run["accumulate"] < run["accumulate"] - 1:

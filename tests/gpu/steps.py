@@ -63,7 +63,7 @@ def plain(device: str, microbatches: int = 8) -> Numbers:
 
 
 def gradients(of: Any) -> dict[str, Any]:
-    module = of.held_weights if isinstance(of, Pipeline) else of
+    module = of.weights.here if isinstance(of, Pipeline) else of
     return {
         name: weight.grad.tolist()
         for name, weight in module.named_parameters()

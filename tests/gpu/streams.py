@@ -223,6 +223,6 @@ class PlayedTransport(NcclTransport):
 def played(pipe: Pipeline) -> Iterator[PlayedDevice]:
     """A context in which a pipeline's rank runs on a played device."""
     device = PlayedDevice()
-    pipe.wrap_transport(lambda gloo: PlayedTransport(gloo, device))
+    pipe.job.wrap_transport(lambda gloo: PlayedTransport(gloo, device))
     with device:
         yield device

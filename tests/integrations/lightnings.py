@@ -26,7 +26,7 @@ from penstock.errors import AgreementError
 from penstock.integrations.lightning import FabricPipelineStrategy, PipelineStrategy
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
-STEPS = 10
+STEPS = 6
 HALF = STEPS // 2
 
 
@@ -166,7 +166,7 @@ def count_labels(batch: Any) -> Tensor:
     return (tokens[:, 1:] != -1).sum()
 
 
-def images(count: int = 40, batch: int = 8, seed: int = 1) -> Any:
+def images(count: int = 24, batch: int = 8, seed: int = 1) -> Any:
     draw = torch.Generator().manual_seed(seed)
     pixels = torch.randn(count, 1, 8, 8, generator=draw)
     labels = torch.randint(5, (count,), generator=draw)
@@ -175,12 +175,12 @@ def images(count: int = 40, batch: int = 8, seed: int = 1) -> Any:
 
 class Tokens(Dataset[Any]):
     def __init__(self) -> None:
-        self.tokens = torch.randint(20, (40, 12), generator=torch.Generator().manual_seed(3))
-        for row in range(40):
+        self.tokens = torch.randint(20, (24, 12), generator=torch.Generator().manual_seed(3))
+        for row in range(24):
             self.tokens[row, 4 + row * 7 % 9 :] = -1
 
     def __len__(self) -> int:
-        return 40
+        return 24
 
     def __getitem__(self, index: int) -> Any:
         return {"tokens": self.tokens[index]}

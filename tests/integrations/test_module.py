@@ -302,7 +302,7 @@ def test_a_state_dict_names_all_weights_and_no_file_has_holes(workers: WorkerPoo
         assert 0 < len(found) < len(names)
         seen |= found
         assert len(texts) == 2
-        assert all("pipe.state_dict(full=True)" in text for text in texts)
+        assert all("pipe.weights.state_dict(full=True)" in text for text in texts)
     assert_same(
         {name: torch.tensor(t, dtype=X.dtype) for name, t in seen.items()}, plain.state_dict()
     )
@@ -360,9 +360,9 @@ def alone(group: Any, then: str) -> str:
     pipe = make(group=group, ranks=2, timeout=1.5)
     pipe.step(X, target=Y)
     try:
-        with pipe.calling("save_model") if not group.rank() else nullcontext():
+        with pipe.job.calling("save_model") if not group.rank() else nullcontext():
             if not group.rank():
-                pipe.state_dict(full=True)
+                pipe.weights.state_dict(full=True)
             elif then == "sleeps":
                 time.sleep(3.0)
             pipe.step(X, target=Y)

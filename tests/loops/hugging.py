@@ -44,7 +44,9 @@ def outcome_of(
         and not key.endswith(("runtime", "per_second", "total_flos", "_flops", "step_time"))
     }
     losses = [row["loss"] for row in log if "loss" in row]
-    state = trainer.pipe.state_dict(full=True) if setting.cut else trainer.model.state_dict()
+    state = (
+        trainer.pipe.weights.state_dict(full=True) if setting.cut else trainer.model.state_dict()
+    )
     return Outcome(losses, numbers, state)
 
 
@@ -378,7 +380,7 @@ def _(setting: Setting) -> Outcome:
     state: Any = peft.get_peft_model_state_dict(loaded)
     states = trainer.optimizer.state_dict()["state"]
     if setting.cut:
-        whole = trainer.pipe.optimizer_state_dict(trainer.optimizer.optimizer, full=True)
+        whole = trainer.pipe.weights.optimizer_state_dict(trainer.optimizer.optimizer, full=True)
         states = whole.get("state", {})
     return Outcome(outcome.losses, {"learning": len(states)}, state)
 
@@ -517,7 +519,11 @@ PROMPTS = {"prompt": PAIRS["prompt"]}
 for _name, _kind, _settings in (
     ("GRPO", trl.GRPOTrainer, trl.GRPOConfig), ("RLOO", trl.RLOOTrainer, trl.RLOOConfig),
 ):  # fmt: skip
-    add_trl(_name, _kind, _settings, PROMPTS, **SAMPLED, trainer=lambda: {"reward_funcs": rewards})
+    # With a beta, RLOO would load its reference from the hub.
+    add_trl(
+        _name, _kind, _settings, PROMPTS, **SAMPLED, beta=0.0,
+        trainer=lambda: {"reward_funcs": rewards},
+    )  # fmt: skip
 add_trl(
     "GRPO, beta and LoRA", trl.GRPOTrainer, trl.GRPOConfig, PROMPTS, **SAMPLED, beta=0.1,
     trainer=lambda: {"reward_funcs": rewards, "peft_config": ADAPTERS["LoRA"]()},

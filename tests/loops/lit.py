@@ -160,6 +160,9 @@ class Sized(Classifier):
     def train_dataloader(self) -> Any:
         return DataLoader(images(80).dataset, batch_size=self.batch_size)
 
+    def val_dataloader(self) -> Any:
+        return images(16)
+
 
 add("BatchSizeFinder", Sized, lambda _: BatchSizeFinder(max_trials=2), loads=False)
 add("WeightAveraging", Classifier, lambda _: WeightAveraging())

@@ -69,7 +69,7 @@ def loop(
         made.zero_grad()
         if after is not None:
             after(net, made, pipe)
-    state = net.state_dict() if pipe is None else pipe.state_dict(full=True)
+    state = net.state_dict() if pipe is None else pipe.weights.state_dict(full=True)
     metrics = {f"norm {place}": norm for place, norm in enumerate(norms)}
     return Outcome(losses, metrics, state)
 
@@ -362,7 +362,7 @@ def _(setting: Setting) -> Outcome:
             return loss
 
         losses.append(float(made.step(closure)))
-    state = net.state_dict() if pipe is None else pipe.state_dict(full=True)
+    state = net.state_dict() if pipe is None else pipe.weights.state_dict(full=True)
     return Outcome(losses, {}, state)
 
 
@@ -382,7 +382,7 @@ def _(setting: Setting) -> Outcome:
         made.step()
         made.zero_grad()
     return Outcome(
-        losses, {}, model.pipe.state_dict(full=True) if setting.cut else net.state_dict()
+        losses, {}, model.pipe.weights.state_dict(full=True) if setting.cut else net.state_dict()
     )
 
 
@@ -456,7 +456,9 @@ def _(setting: Setting) -> Outcome:
         losses.append(float(loss))
         made.step()
         made.zero_grad()
-    return Outcome(losses, {}, net.state_dict() if pipe is None else pipe.state_dict(full=True))
+    return Outcome(
+        losses, {}, net.state_dict() if pipe is None else pipe.weights.state_dict(full=True)
+    )
 
 
 class Bounded(nn.Module):
@@ -498,5 +500,5 @@ def _(setting: Setting) -> Outcome:
         made.zero_grad()
         losses.append(float(loss.detach()))
     return Outcome(
-        losses, {}, model.pipe.state_dict(full=True) if setting.cut else net.state_dict()
+        losses, {}, model.pipe.weights.state_dict(full=True) if setting.cut else net.state_dict()
     )

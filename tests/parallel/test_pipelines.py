@@ -100,25 +100,27 @@ def run(group: Any, schedule: str, how: str) -> dict[str, Any]:  # noqa: PLR0915
                 result = pipe.step(x, target=y)
             gaps["loss"] = max(gaps["loss"], abs(result.loss - backward(whole, how)))
             gaps["gradients"] = max(
-                gaps["gradients"], gap_of(pipe.held_weights.named_parameters(), whole)
+                gaps["gradients"], gap_of(pipe.weights.here.named_parameters(), whole)
             )
             norm = float(nn.utils.clip_grad_norm_(whole.parameters(), 0.1))
             gaps["norm"] = max(gaps["norm"], abs(pipe.clip_grad_norm_(0.1) / norm - 1))
             clipped = nn.utils.get_total_norm(
                 [p.grad for p in whole.parameters() if p.grad is not None]
             )
-            gaps["norm"] = max(gaps["norm"], abs(pipe.grad_norm() / float(clipped) - 1))
+            gaps["norm"] = max(gaps["norm"], abs(pipe.weights.grad_norm() / float(clipped) - 1))
             for one in (optimizer, plain):
                 one.step()
                 one.zero_grad()
         if how != "mixed":
             gaps["evaluated"] = float((pipe.predict(x) - whole(x)).abs().max())
-        names = [name for name, _ in pipe.held_weights.named_parameters()]
-        full = pipe.state_dict(full=True)
-        local = pipe.state_dict()
-        pipe.load_state_dict({name: value + 1 for name, value in whole.state_dict().items()})
-        moved = pipe.state_dict(full=True)
-        leads = sum(pipe.agree(pipe.leads))
+        names = [name for name, _ in pipe.weights.here.named_parameters()]
+        full = pipe.weights.state_dict(full=True)
+        local = pipe.weights.state_dict()
+        pipe.weights.load_state_dict(
+            {name: value + 1 for name, value in whole.state_dict().items()}
+        )
+        moved = pipe.weights.state_dict(full=True)
+        leads = sum(pipe.job.agree(pipe.leads))
     for name, value in whole.state_dict().items() if full else ():
         gaps["weights"] = max(gaps["weights"], float((full[name] - value).abs().max()))
         assert torch.equal(moved[name], value + 1)
@@ -207,7 +209,8 @@ def run_tied(group: Any, schedule: str, how: str) -> float | str:
             nn.utils.get_total_norm([p.grad for p in of.model.parameters() if p.grad is not None])
         )
         return max(
-            gap_of(pipe.held_weights.named_parameters(), of.model), abs(pipe.grad_norm() / norm - 1)
+            gap_of(pipe.weights.here.named_parameters(), of.model),
+            abs(pipe.weights.grad_norm() / norm - 1),
         )
 
 
@@ -251,15 +254,15 @@ def test_names_are_those_of_the_unsplit_model_whatever_is_around() -> None:
     first = pipe.stages[0].module
     pipe.stages[0].module = Around(pipe.stages[0].code)
     names = set(whole.state_dict())
-    assert names == {name for name, _ in pipe.held_weights.named_parameters()} - {"gain"}
-    assert names == pipe.state_dict().keys() - {"gain"}
+    assert names == {name for name, _ in pipe.weights.here.named_parameters()} - {"gain"}
+    assert names == pipe.weights.state_dict().keys() - {"gain"}
     assert pipe.step(X, target=Y).loss == plain.step(X, target=Y).loss
     grads = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    for name, parameter in pipe.held_weights.named_parameters():
+    for name, parameter in pipe.weights.here.named_parameters():
         assert name == "gain" or torch.equal(parameter.grad, grads[name])  # type: ignore[arg-type]
     pipe.stages[0].module = first
-    pipe.load_state_dict(whole.state_dict(), strict=False)
-    assert torch.equal(pipe.state_dict()["0.up.weight"], whole.state_dict()["0.up.weight"])
+    pipe.weights.load_state_dict(whole.state_dict(), strict=False)
+    assert torch.equal(pipe.weights.state_dict()["0.up.weight"], whole.state_dict()["0.up.weight"])
 
 
 class Lower(Around):
@@ -281,7 +284,7 @@ def test_a_wrapper_may_change_types() -> None:
     loss.backward()
     pipe = Pipeline(model, stages=2, loss_fn=mse_loss, wrap=lambda module, stage: Lower(module))
     assert pipe.step(x, target=y).loss == pytest.approx(loss.item(), rel=1e-4)
-    named = [(n, p) for n, p in pipe.held_weights.named_parameters() if not n.endswith("gain")]
+    named = [(n, p) for n, p in pipe.weights.here.named_parameters() if not n.endswith("gain")]
     assert len(named) == 8
     assert gap_of(named, whole) < 1e-2
 

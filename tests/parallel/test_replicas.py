@@ -97,9 +97,9 @@ def run_case(case: str, schedule: str, mesh: DeviceMesh) -> dict[str, Any]:
             norm = nn.utils.get_total_norm(
                 [p.grad for p in whole.parameters() if p.grad is not None]
             )
-            gap = max(gap, abs(pipe.grad_norm() - float(norm)))
+            gap = max(gap, abs(pipe.weights.grad_norm() - float(norm)))
             pairs = [
-                (p, whole.get_parameter(name)) for name, p in pipe.held_weights.named_parameters()
+                (p, whole.get_parameter(name)) for name, p in pipe.weights.here.named_parameters()
             ]
             grads = [
                 (p.grad, q.grad) for p, q in pairs if p.grad is not None and q.grad is not None
@@ -182,7 +182,7 @@ def run_uneven(group: Any, schedule: str) -> float:
         for _ in range(2):
             pipe.step(X[part], target=Y[part])
             mse_loss(whole(X), Y).backward()
-        return gap_of(pipe.held_weights.named_parameters(), whole)
+        return gap_of(pipe.weights.here.named_parameters(), whole)
 
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZB-V"])
@@ -326,9 +326,9 @@ def run_sparse(group: Any) -> list[Any]:
     with pipe:
         pipe.step(torch.arange(16)[half], target=Y[half])
         grads = {
-            name: p.grad for name, p in pipe.held_weights.named_parameters() if p.grad is not None
+            name: p.grad for name, p in pipe.weights.here.named_parameters() if p.grad is not None
         }
-        state = pipe.state_dict()
+        state = pipe.weights.state_dict()
     return [
         sorted(name for name, grad in grads.items() if grad.is_sparse),
         {name: grad.to_dense().sum().item() for name, grad in grads.items()},
@@ -369,7 +369,7 @@ def run_wrapped(group: Any, how: str) -> float:
         for _ in range(2):
             pipe.step(X[half], target=Y[half])
             mse_loss(whole(X), Y).backward()
-        return gap_of(pipe.held_weights.named_parameters(), whole)
+        return gap_of(pipe.weights.here.named_parameters(), whole)
 
 
 @pytest.mark.parametrize("how", ["ddp", "replicate", "block", "tp"])

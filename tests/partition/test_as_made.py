@@ -100,13 +100,13 @@ def compare(
         loss = pipe.step(x, target=target).loss
         assert loss == pytest.approx(plain_step(plain, step), abs=1e-12), step
         expected = dict(plain.named_parameters())
-        for name, one in pipe.held_weights.named_parameters():
+        for name, one in pipe.weights.here.named_parameters():
             other = expected[name]
             assert (one.grad is None) == (other.grad is None), (name, step)
             if one.grad is not None:
                 torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-12)
         torch.optim.SGD(plain.parameters(), 0.1).step()
-        torch.optim.SGD([p for _, p in pipe.held_weights.named_parameters()], 0.1).step()
+        torch.optim.SGD([p for _, p in pipe.weights.here.named_parameters()], 0.1).step()
         plain.zero_grad()
         pipe.zero_grad()
     if "group" not in options:

@@ -990,7 +990,9 @@ def test_hooks_on_the_whole_models_state_run() -> None:
     state = copy.deepcopy(plain.state_dict())
     for one in (model, plain):
         one.register_load_state_dict_pre_hook(double)  # type: ignore[no-untyped-call]
-    penstock.Pipeline(model, stages=["l.2"], ranks=2, loss_fn=torch.sub).load_state_dict(state)
+    penstock.Pipeline(model, stages=["l.2"], ranks=2, loss_fn=torch.sub).weights.load_state_dict(
+        state
+    )
     plain.load_state_dict(state)
     assert torch.equal(model(rows()), plain(rows()))
 

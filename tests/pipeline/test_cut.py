@@ -106,17 +106,17 @@ def test_what_is_asked_before_the_cut(tmp_path: Path) -> None:
     assert "not cut yet" in repr(pipe)
     with pytest.raises(UsageError, match=r"no stages yet.*example=\(args, kwargs\).*pipe\.cut"):
         _ = pipe.stages
-    assert pipe.grad_norm() == pipe.clip_grad_norm_(1.0) == 0
-    pipe.load_state_dict(other.state_dict())
-    for state in (pipe.state_dict(), pipe.state_dict(full=True)):
+    assert pipe.weights.grad_norm() == pipe.clip_grad_norm_(1.0) == 0
+    pipe.weights.load_state_dict(other.state_dict())
+    for state in (pipe.weights.state_dict(), pipe.weights.state_dict(full=True)):
         assert_same(state, other.state_dict())
-    pipe.save(tmp_path / "weights")
+    pipe.weights.save(tmp_path / "weights")
     optimizer = torch.optim.AdamW(pipe.parameters())
     with Checkpoints(tmp_path / "run") as checkpoints:
         checkpoints.save(0, pipe=pipe, optimizer=optimizer)
     again = make()
-    again.load(tmp_path / "weights")
-    assert_same(again.state_dict(), other.state_dict())
+    again.weights.load(tmp_path / "weights")
+    assert_same(again.weights.state_dict(), other.state_dict())
     again = make()
     with Checkpoints(tmp_path / "run") as checkpoints:
         assert checkpoints.load(pipe=again, optimizer=torch.optim.AdamW(again.parameters())) == 0
@@ -127,7 +127,7 @@ def test_what_is_asked_before_the_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["weights", "load", "init", "both"])
 def test_a_model_on_the_meta_device_gets_its_weights_with_the_cut(how: str, tmp_path: Path) -> None:
     expected = model()
-    make(expected).save(tmp_path)
+    make(expected).weights.save(tmp_path)
     with parameters_on_meta():
         empty = Backwards().double()
     pipe = make(empty, weights=tmp_path if how == "weights" else None)
@@ -137,12 +137,14 @@ def test_a_model_on_the_meta_device_gets_its_weights_with_the_cut(how: str, tmp_
     if how == "init":
         init_weights(expected, 7)
     if how == "load" or how == "both":
-        assert pipe.load(tmp_path) == ([], [])
+        assert pipe.weights.load(tmp_path) == ([], [])
     with pytest.raises(UsageError, match=r"when the model is cut.*example=\(args, kwargs\)"):
-        pipe.state_dict()
+        pipe.weights.state_dict()
     assert pipe.step(X, target=Y).loss == pytest.approx(float(mean_loss(expected(X), Y).detach()))
     optimizer.step()
-    assert not torch.equal(pipe.state_dict()["head.bias"], expected.state_dict()["head.bias"])
+    assert not torch.equal(
+        pipe.weights.state_dict()["head.bias"], expected.state_dict()["head.bias"]
+    )
 
 
 def test_a_model_without_memory_is_refused_and_may_get_it() -> None:
@@ -303,9 +305,9 @@ def refuse(group: Any, folder: str) -> list[str]:
         said.append(f"{type(error.value).__name__}: {error.value}")
     whole.fails = False
     assert not pipe.is_cut
-    state = pipe.state_dict(full=True)
+    state = pipe.weights.state_dict(full=True)
     assert len(state) == (0 if group.rank() else len(whole.state_dict()))
-    pipe.save(Path(folder, "weights"))
+    pipe.weights.save(Path(folder, "weights"))
     with Checkpoints(Path(folder, "run")) as checkpoints:
         checkpoints.save(3, pipe=pipe, optimizer=optimizer)
         with torch.no_grad():

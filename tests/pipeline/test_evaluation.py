@@ -28,7 +28,7 @@ def expected(name: str) -> Any:
 
 def state(pipe: Pipeline) -> dict[str, Any]:
     return {
-        "tensors": {name: tensor.tolist() for name, tensor in pipe.state_dict().items()},
+        "tensors": {name: tensor.tolist() for name, tensor in pipe.weights.state_dict().items()},
         "modes": [m.training for stage in pipe.stages for m in stage.module.modules()],
         "grads": [p.grad for p in pipe.parameters()],
         "rng": torch.get_rng_state().tolist(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -49,17 +49,17 @@ def run(name: str, schedule: str, group: Any = None) -> Verdict:
     ("name", "schedule"),
     [
         # Each model with one of them; `make test-all` has all.
-        pytest.param(name, schedule, marks=pytest.mark.nightly if (i + k) % 3 else ())
+        pytest.param(name, schedule, marks=pytest.mark.nightly if (i + k) % 4 else ())
         for (i, name), (k, schedule) in product(
-            enumerate(CASES), enumerate(("1F1B", "Interleaved1F1B", "DualPipeV"))
+            enumerate(CASES), enumerate(("1F1B", "Interleaved1F1B", "DualPipeV", "ZB-H1"))
         )
+        if (name, schedule) != ("looped", "ZB-H1")
     ],
 )
 def test_in_one_process_with_the_bits_of_every_schedule(name: str, schedule: str) -> None:
     verdict = run(name, "ZB-V")
-    assert run(name, schedule).digest() == verdict.digest()
-    if "looped" not in name:
-        run(name, "ZB-H1")
+    other = run(name, schedule)
+    assert schedule == "ZB-H1" or other.digest() == verdict.digest()
     if name in {f"gradient: {use}" for use in USES}:
         without = {name.split(".")[1] for name, grad in verdict.gradients.items() if grad is None}
         assert without == USES[name.partition(": ")[2]][2]
@@ -124,16 +124,21 @@ def of_size(name: Any, ranks: int, microbatches: int, group: Any = None, **optio
     return compare(case, **options)
 
 
+@cache
+def bits_of_gpipe(stages: int, microbatches: int) -> dict[str, str]:
+    return of_size("GPipe", stages, microbatches).digest()
+
+
 @pytest.mark.parametrize("name", TRAINING)
 def test_every_schedule_has_the_bits_of_gpipe(name: str) -> None:
-    for ranks, microbatches in ((1, 3), (2, 1), (2, 8), (3, 3), (3, 8)):
+    for ranks, microbatches in ((1, 3), (2, 1), (2, 8), (3, 3)):
         try:
             stages = ps.build(name, ranks=ranks, microbatches=microbatches).stages
         except ScheduleError:
             continue
         verdict = of_size(name, ranks, microbatches, stages=stages)
         verdict.check(1e-12)
-        assert verdict.digest() == of_size("GPipe", stages, microbatches).digest()
+        assert verdict.digest() == bits_of_gpipe(stages, microbatches)
 
 
 def by_schedule(group: Any, names: list[str]) -> list[dict[str, str]]:
@@ -237,7 +242,7 @@ def train_with_two_uses(group: Any) -> float:
         pipe.step(x)
         loss_fn(plain(x)).backward()
         pairs = [
-            (p.grad, plain.get_parameter(n).grad) for n, p in pipe.held_weights.named_parameters()
+            (p.grad, plain.get_parameter(n).grad) for n, p in pipe.weights.here.named_parameters()
         ]
     return max(float((a - b).abs().max()) for a, b in pairs if a is not None and b is not None)
 

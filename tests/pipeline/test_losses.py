@@ -338,10 +338,10 @@ def overflowing(group: Any) -> list[Any]:
     for step in range(3):
         result = pipe.step(X[rows], target=RAGGED_Y[rows], scaler=scaler)
         if step == 1 and group.rank() == 3:
-            _, parameter = next(pipe.held_weights.named_parameters())
+            _, parameter = next(pipe.weights.here.named_parameters())
             assert parameter.grad is not None
             parameter.grad.view(-1)[0] = float("nan")
-        held = [p for _, p in pipe.held_weights.named_parameters()]
+        held = [p for _, p in pipe.weights.here.named_parameters()]
         before = [p.detach().clone() for p in held]
         scaler.step(optimizer)
         scaler.update()

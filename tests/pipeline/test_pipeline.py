@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from collections.abc import Callable
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -305,14 +307,14 @@ def test_several_pipelines_live_side_by_side_and_one_model_may_be_cut_anew() -> 
     assert losses == [pytest.approx(losses[0], abs=1e-15)] * 6
     assert pipes[1].leads
     assert list(dict(pipes[1].named_parameters())) == list(dict(model.named_parameters()))
-    assert pipes[1].agree({"same": True}) == [{"same": True}] * 3
+    assert pipes[1].job.agree({"same": True}) == [{"same": True}] * 3
 
 
 def live(group: Any) -> dict[str, Any]:
     """A worker's task: pipelines after others, one of which failed; then the user's group is used."""
     first = make(ranks=3, group=group)
     loss = first.step(X, target=Y).loss
-    norm, values = first.clip_grad_norm_(1e-3), first.agree(first.leads)
+    norm, values = first.clip_grad_norm_(1e-3), first.job.agree(first.leads)
     # What is raised after a close, in a context that closes again, passes through.
     with suppress(KeyError), first:
         first.close()
@@ -350,6 +352,41 @@ def test_processes_hold_their_part_and_a_failure_breaks_no_connection_but_its_ow
         assert answer["values"] == [True, False, False]
         assert "this loss is broken" in answer["error"]
         assert answer["total"] == 3.0
+
+
+MOVED = {
+    "held_weights": "weights.here",
+    "grad_norm": "weights.grad_norm",
+    "state_dict": "weights.state_dict",
+    "save": "weights.save",
+    "patient": "job.patient",
+}
+
+
+@pytest.mark.parametrize(("old", "new"), MOVED.items())
+def test_what_has_moved_keeps_its_old_name_for_a_while(old: str, new: str) -> None:
+    pipe = make(chain())
+    with pytest.warns(DeprecationWarning, match=re.escape(f"Pipeline.{old} is now pipe.{new};")):
+        value = getattr(pipe, old)
+    assert type(value) is type(attrgetter(new)(pipe))
+    assert old not in dir(pipe)
+
+
+def test_a_pipeline_has_few_names() -> None:
+    assert len([name for name in dir(Pipeline) if not name.startswith("_")]) <= 35
+
+
+def test_weights_that_were_asked_for_before_the_cut_are_those_after_it() -> None:
+    model = chain()
+    pipe = Pipeline(model, ranks=2, microbatches=2, loss_fn=mean_loss)
+    weights, state = pipe.weights, model.state_dict()
+    assert_same(weights.state_dict(), state)
+    pipe.step(X, target=Y)
+    assert weights is pipe.weights
+    assert_same(weights.state_dict(full=True), state)
+    assert weights.grad_norm() == pytest.approx(
+        float(nn.utils.get_total_norm([p.grad for p in pipe.parameters() if p.grad is not None]))
+    )
 
 
 def test_it_shows_its_ranks_stages_and_modules() -> None:

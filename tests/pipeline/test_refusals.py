@@ -26,7 +26,7 @@ from penstock.errors import (
     UsageError,
 )
 from penstock.partition import partition
-from penstock.pipeline.setup import placed_on
+from penstock.pipeline.settings import placed_on
 from penstock.schedule import Action, Op, Placement, Schedule, build
 from penstock.testing import WorkerPool
 from tests.pipeline.models import STAGES, X, Y, chain, gradients, make, mean_loss, named

@@ -31,7 +31,7 @@ def run_training(group: Any, name: str, schedule: str) -> dict[str, Any]:
             norms.append(pipe.clip_grad_norm_(0.5))
             optimizer.step()
             optimizer.zero_grad()
-        held = pipe.state_dict()
+        held = pipe.weights.state_dict()
     shared = {n: t.tolist() for n, t in held.items() if "blocks." in n or n == "embed.weight"}
     return {"norms": norms, "shared": shared}
 
@@ -148,7 +148,7 @@ def test_stages_that_were_filled_one_by_one_are_tied_before_they_are_loaded() ->
     for stage in pipe.stages:
         stage.module.to_empty(device="cpu")
     assert len(list(pipe.parameters())) == len(list(of.model.parameters()))
-    pipe.load_state_dict(state)
+    pipe.weights.load_state_dict(state)
     expected = pipeline(of, 2).step(*of.args, target=of.target).loss
     assert pipe.step(*of.args, target=of.target).loss == expected
 
@@ -181,7 +181,7 @@ def run_unlike(group: Any) -> dict[str, Any]:
     with torch.no_grad():
         of.model.get_parameter("embed.weight").add_(group.rank())
     with pipeline(of, 2, group=group, example=(of.args, {})) as pipe:
-        held = pipe.state_dict()["embed.weight"]
+        held = pipe.weights.state_dict()["embed.weight"]
     logging.getLogger("penstock").removeHandler(handler)
     return {
         "sum": float(held.sum()),

@@ -75,15 +75,15 @@ def test_names_and_values_are_the_plain_models_and_go_both_ways(
     both: tuple[nn.Module, Pipeline], tmp_path: Path
 ) -> None:
     plain, pipe = both
-    assert_same(pipe.state_dict(), plain.state_dict())
-    full = pipe.state_dict(full=True)
+    assert_same(pipe.weights.state_dict(), plain.state_dict())
+    full = pipe.weights.state_dict(full=True)
     assert [name for name, _ in pipe.named_parameters()] == [n for n, _ in plain.named_parameters()]
     other = shaken(plain).state_dict()
-    assert pipe.load_state_dict(other) == ([], [])
+    assert pipe.weights.load_state_dict(other) == ([], [])
     assert_same(full, plain.state_dict())  # a full one is a copy
-    assert_same(pipe.state_dict(), other)
-    pipe.save(tmp_path)
-    for state in (pipe.state_dict(full=True), read_weights(tmp_path)):
+    assert_same(pipe.weights.state_dict(), other)
+    pipe.weights.save(tmp_path)
+    for state in (pipe.weights.state_dict(full=True), read_weights(tmp_path)):
         empty = copy.deepcopy(plain)
         empty.load_state_dict(state, strict=True)
         assert_same(empty.state_dict(), other)
@@ -98,17 +98,17 @@ def spoiled(plain: nn.Module) -> dict[str, Tensor]:
 
 def test_missing_and_unexpected_names_are_torchs(both: tuple[nn.Module, Pipeline]) -> None:
     plain, pipe = both
-    before = {name: value.clone() for name, value in pipe.state_dict().items()}
+    before = {name: value.clone() for name, value in pipe.weights.state_dict().items()}
     state = spoiled(shaken(plain))
     expected = copy.deepcopy(plain).load_state_dict(state, strict=False)
     with pytest.raises(StateDictError, match="Missing key") as error:
-        pipe.load_state_dict(state)
+        pipe.weights.load_state_dict(state)
     assert isinstance(error.value, RuntimeError)
     assert all(f'"{name}"' in str(error.value) for name in (*expected.missing_keys, "else.weight"))
-    assert_same(pipe.state_dict(), before)
-    assert pipe.load_state_dict(state, strict=False) == tuple(map(list, expected))
+    assert_same(pipe.weights.state_dict(), before)
+    assert pipe.weights.load_state_dict(state, strict=False) == tuple(map(list, expected))
     plain.load_state_dict(state, strict=False)
-    assert_same(pipe.state_dict(), plain.state_dict())
+    assert_same(pipe.weights.state_dict(), plain.state_dict())
 
 
 def test_another_size_is_refused_whether_strict_or_not() -> None:
@@ -116,7 +116,7 @@ def test_another_size_is_refused_whether_strict_or_not() -> None:
     state = model.state_dict() | {"0.0.bias": torch.zeros(7)}
     for strict in (True, False):
         with pytest.raises(StateDictError, match=r"size mismatch for 0.0.bias: \[7\].*\[4\]"):
-            pipe.load_state_dict(state, strict=strict)
+            pipe.weights.load_state_dict(state, strict=strict)
 
 
 def test_stages_with_names_alike_are_not_mixed_up(tmp_path: Path) -> None:
@@ -124,8 +124,10 @@ def test_stages_with_names_alike_are_not_mixed_up(tmp_path: Path) -> None:
     pipe = Pipeline.from_stages(stages, schedule="1F1B", microbatches=4, loss_fn=mean_loss)
     pipe.step(X, target=Y)
     calls: list[Callable[[], Any]] = [
-        pipe.state_dict, lambda: pipe.state_dict(full=True), lambda: pipe.save(tmp_path)
-    ]  # fmt: skip
+        pipe.weights.state_dict,
+        lambda: pipe.weights.state_dict(full=True),
+        lambda: pipe.weights.save(tmp_path),
+    ]
     for call in calls:
         with pytest.raises(UsageError, match="several stages have weights named"):
             call()
@@ -133,14 +135,14 @@ def test_stages_with_names_alike_are_not_mixed_up(tmp_path: Path) -> None:
 
 def test_a_model_on_the_meta_device_gets_memory_first(tmp_path: Path) -> None:
     of = TIED()
-    pipeline(of, 2).save(tmp_path)
+    pipeline(of, 2).weights.save(tmp_path)
     empty = replace(of, model=copy.deepcopy(of.model).to("meta"))
     pipe = pipeline(empty, 2, device="cpu", example=(of.args, {}))
     with pytest.raises(UsageError, match=r"embed.weight.* are on the meta device.*init_weights"):
-        pipe.load(tmp_path)
+        pipe.weights.load(tmp_path)
     init_weights(pipe, 0)
-    pipe.load(tmp_path)
-    assert_same(pipe.state_dict(), of.model.state_dict())
+    pipe.weights.load(tmp_path)
+    assert_same(pipe.weights.state_dict(), of.model.state_dict())
     assert pipe.step(*of.args, target=of.target).loss == pytest.approx(plain_loop(of)[0])
 
 
@@ -153,16 +155,16 @@ def test_a_folder_loads_into_another_number_of_stages(
 ) -> None:
     of = TIED()
     first = pipeline(of, written)
-    first.load_state_dict(shaken(of.model).state_dict())
-    first.save(tmp_path)
+    first.weights.load_state_dict(shaken(of.model).state_dict())
+    first.weights.save(tmp_path)
     second = pipeline(of, read)
-    assert second.load(tmp_path) == ([], [])
-    assert_same(second.state_dict(), first.state_dict())
+    assert second.weights.load(tmp_path) == ([], [])
+    assert_same(second.weights.state_dict(), first.weights.state_dict())
     torch.testing.assert_close(second.predict(*of.args), first.predict(*of.args))
 
 
 def test_a_tied_weight_is_written_once(tmp_path: Path) -> None:
-    pipeline(TIED(), example=(TIED().args, {})).save(tmp_path)
+    pipeline(TIED(), example=(TIED().args, {})).weights.save(tmp_path)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert "head.weight" not in index["weight_map"]
     assert index["weight_map"]["embed.weight"].startswith("model-00001-of-00004-")
@@ -175,7 +177,7 @@ def test_a_tied_weight_is_written_once(tmp_path: Path) -> None:
 def test_a_module_with_two_names_is_saved_once_and_read_under_both(tmp_path: Path) -> None:
     lin = nn.Linear(4, 4).double()
     model = nn.Sequential(lin, nn.Tanh(), lin, nn.Linear(4, 4).double())
-    make(model, stages=[["0", "1", "2"], ["3"]]).save(str(tmp_path))
+    make(model, stages=[["0", "1", "2"], ["3"]]).weights.save(str(tmp_path))
     files = [load_file(path).keys() for path in tmp_path.glob("*.safetensors")]
     assert sorted(name for names in files for name in names) == [
         "0.bias", "0.weight", "3.bias", "3.weight"
@@ -194,14 +196,14 @@ def test_one_name_of_a_tied_weight_is_enough_in_files(kept: str, tmp_path: Path)
     save_file(state | {kept: other.get_parameter(kept).detach()}, tmp_path / "model.safetensors")
     for source in (tmp_path, tmp_path / "model.safetensors"):
         pipe = pipeline(of, 2)
-        assert pipe.load(source) == ([], [])
-        assert_same(pipe.state_dict(), other.state_dict())
+        assert pipe.weights.load(source) == ([], [])
+        assert_same(pipe.weights.state_dict(), other.state_dict())
 
 
 def test_files_that_hold_another_model_are_refused(tmp_path: Path) -> None:
-    make(chain()).save(tmp_path)
+    make(chain()).weights.save(tmp_path)
     with pytest.raises(StateDictError, match=r'Missing .*"embed.weight"'):
-        pipeline(TIED(), 2).load(tmp_path)
+        pipeline(TIED(), 2).weights.load(tmp_path)
 
 
 # ---- transformers
@@ -221,14 +223,14 @@ def tiny(seed: int) -> Any:
 def test_transformers_and_a_pipeline_load_each_others_folders(tmp_path: Path) -> None:
     model, other = tiny(0), tiny(1)
     pipe = Pipeline(model, ranks=2, microbatches=1)
-    pipe.save(tmp_path / "ours")
+    pipe.weights.save(tmp_path / "ours")
     model.config.save_pretrained(tmp_path / "ours")
     loaded = type(model).from_pretrained(tmp_path / "ours").eval()
     assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
     assert loaded.lm_head.weight is loaded.transformer.wte.weight
     other.save_pretrained(tmp_path / "theirs")
-    assert pipe.load(tmp_path / "theirs") == ([], [])
-    assert_same(pipe.state_dict(), other.state_dict())
+    assert pipe.weights.load(tmp_path / "theirs") == ([], [])
+    assert_same(pipe.weights.state_dict(), other.state_dict())
 
 
 # ---- processes
@@ -239,27 +241,27 @@ def run_state(group: Any, shape: str, schedule: str, folder: str) -> dict[str, A
     of = LANGUAGE[shape]()
     other = shaken(of.model)
     pipe = pipeline(of, CUTS[shape], schedule=schedule, group=group)
-    before = pipe.state_dict(full=True)
+    before = pipe.weights.state_dict(full=True)
     start = _distance(before, of.model.state_dict())
     strict = ""
     try:
-        pipe.load_state_dict(spoiled(other))
+        pipe.weights.load_state_dict(spoiled(other))
     except StateDictError as error:
         strict = str(error)
-    result = pipe.load_state_dict(spoiled(other), strict=False)
-    pipe.load_state_dict(other.state_dict())
-    full = pipe.state_dict(full=True)
-    pipe.save(folder)
-    pipe.agree(None)
+    result = pipe.weights.load_state_dict(spoiled(other), strict=False)
+    pipe.weights.load_state_dict(other.state_dict())
+    full = pipe.weights.state_dict(full=True)
+    pipe.weights.save(folder)
+    pipe.job.agree(None)
     fresh = pipeline(of, CUTS[shape], schedule=schedule, group=group)
-    fresh.load(folder)
+    fresh.weights.load(folder)
     found = {
         "keys": [len(before), len(full)],
         "gaps": [start, _distance(full, other.state_dict())],
-        "parts": [_distance(p.state_dict(), other.state_dict()) for p in (pipe, fresh)],
+        "parts": [_distance(p.weights.state_dict(), other.state_dict()) for p in (pipe, fresh)],
         "strict": strict,
         "result": list(result),
-        "own": sorted(pipe.state_dict()),
+        "own": sorted(pipe.weights.state_dict()),
     }
     pipe.close()
     fresh.close()
@@ -302,7 +304,7 @@ def test_norms_are_torchs(shape: str, order: float) -> None:
     expected = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type=order))
     pipe = pipeline(of, CUTS[shape])
     pipe.step(*of.args, target=of.target)
-    assert pipe.grad_norm(order) == pytest.approx(expected, rel=1e-6)
+    assert pipe.weights.grad_norm(order) == pytest.approx(expected, rel=1e-6)
     assert pipe.clip_grad_norm_(0.1, order) == pytest.approx(expected, rel=1e-6)
     clipped = dict(plain.named_parameters())
     for name, parameter in pipe.named_parameters():
@@ -319,7 +321,7 @@ def test_the_norm_does_not_depend_on_the_placement() -> None:
     for schedule, ranks in (("1F1B", 4), ("ZBVZeroBubble", 2), ("DualPipeV", 2)):
         pipe = pipeline(of, LOOPED, schedule=schedule, ranks=ranks)
         pipe.step(*of.args, target=of.target)
-        found.add(pipe.grad_norm())
+        found.add(pipe.weights.grad_norm())
     assert len(found) == 1
 
 
@@ -333,4 +335,4 @@ def test_a_norm_that_is_no_number_can_be_an_error() -> None:
     with pytest.raises(NonFiniteError, match="is inf"):
         pipe.clip_grad_norm_(1.0, error_if_nonfinite=True)
     assert torch.equal(parameter.grad, before)
-    assert pipe.grad_norm() == math.inf
+    assert pipe.weights.grad_norm() == math.inf

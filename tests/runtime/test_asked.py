@@ -273,10 +273,16 @@ def run(case: Case, kind: str, microbatches: int = 2) -> tuple[float, float]:
 
 
 def each(cases: dict[str, Case]) -> Any:
+    """In each of its types; by day, one after the other in another one."""
     return [
-        pytest.param(case, kind, id=f"{name}, {kind}")
-        for name, case in cases.items()
-        for kind in case.types.split()
+        pytest.param(
+            case,
+            kind,
+            id=f"{name}, {kind}",
+            marks=pytest.mark.nightly if (number + place) % len(case.types.split()) else (),
+        )
+        for number, (name, case) in enumerate(cases.items())
+        for place, kind in enumerate(case.types.split())
     ]
 
 

@@ -49,7 +49,7 @@ def unfreeze(group: Any, through: str) -> float:
         pipe.zero_grad()
         pipe.step(X, target=Y)
         mine = gradients(pipe)
-        held = {name for name, _ in pipe.held_weights.named_parameters()}
+        held = {name for name, _ in pipe.weights.here.named_parameters()}
         assert mine.keys() == expected.keys() & held
         gap = max([gap, *(float((mine[n] - expected[n]).abs().max()) for n in mine)])
     pipe.close()

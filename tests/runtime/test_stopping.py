@@ -64,7 +64,9 @@ def test_a_signal_is_noted_until_the_step_has_ended(
     assert signal.getsignal(number) is before
 
 
-def test_a_first_signal_before_any_step_and_a_second_one_act_at_once() -> None:
+def test_a_first_signal_before_any_step_and_a_later_second_one_act_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     came: list[int] = []
 
     def twice(step: int) -> None:
@@ -77,6 +79,10 @@ def test_a_first_signal_before_any_step_and_a_second_one_act_at_once() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             assert came == [signal.SIGTERM]
             assert steps_until_told(pipe, 1, lambda _: None) == 0
+        with pytest.raises(SystemExit):
+            run_told(twice, [])
+        assert len(came) == 1
+        monkeypatch.setattr("penstock.runtime.stopping.TOGETHER", 0.0)
         with pytest.raises(SystemExit):
             run_told(twice, [])
         assert len(came) == 2

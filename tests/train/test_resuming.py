@@ -18,6 +18,7 @@ from penstock import Pipeline, read_weights
 from penstock.cli.main import main
 from penstock.errors import UsageError
 from penstock.train import resolve, train
+from tests.scripts import run_script
 from tests.train.runs import SMALL, config_for, flags, losses, run
 
 
@@ -194,13 +195,19 @@ def test_a_signal_to_processes(text: Path, tmp_path: Path) -> None:
     """Two replicas of one rank, which hold the halves of each weight; both stop at the same step."""
     changes = {"steps": 100_000, "save_every": 5, "ranks": 1, "replicas": 2}
     command = flags(text, tmp_path / "run", resume="auto", **changes)
-    with torchrun("-m", "penstock", *command, "--shard") as process:
-        await_checkpoint(tmp_path / "run", process)
-        process.send_signal(signal.SIGTERM)
-        shown, errors = process.communicate(timeout=240)
-    assert "SIGTERM: checkpoint of step " in shown, errors
+
+    def stop(processes: list[int]) -> None:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("run/checkpoints/step-*")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for process in processes:
+            os.kill(process, signal.SIGTERM)
+
+    ran = run_script("-m", "penstock", *command, "--shard", processes=2, meanwhile=stop)
+    shown = "".join(rank.out for rank in ran)
+    assert "SIGTERM: checkpoint of step " in shown, ran
     assert "--nproc-per-node 2 -m penstock train --resume" in shown
-    saved = [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")]
+    saved = [path.name for path in tmp_path.glob("run/checkpoints/step-*")]
     last = int(max(saved).removeprefix("step-"))
     # Another number of processes resumes from there.
     changes = {"replicas": 1, "shard": False, "steps": last + 2}

@@ -46,7 +46,7 @@ def copies(group: Any) -> list[float]:
         for source in range(4):
             for size in (8, 50_000):
                 value = torch.full((size,), float(pipe.rank), dtype=torch.float64)
-                sums.append(float(pipe.share([value, "text"], source)[0].mean()))
+                sums.append(float(pipe.job.share([value, "text"], source)[0].mean()))
     return sums
 
 

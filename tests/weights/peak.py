@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from penstock.partition import partition
 from penstock.weights import load_partition, parameters_on_meta
 
-LAYERS, WIDTH, STAGES = 8, 1024, 4
+LAYERS, WIDTH, STAGES = 4, 1024, 2
 
 
 class Block(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -55,8 +56,8 @@ def trained(clips: str, group: Any) -> list[Any]:
             norms.append(float(nn.utils.clip_grad_norm_(lists[clips](), LIMIT)))
             optimizer.step()
             optimizer.zero_grad()
-        held = {name: value.tolist() for name, value in pipe.held_weights.named_parameters()}
-        state = pipe.optimizer_state_dict(optimizer, full=True)
+        held = {name: value.tolist() for name, value in pipe.weights.here.named_parameters()}
+        state = pipe.weights.optimizer_state_dict(optimizer, full=True)
     assert names == [name for name, _ in rooms().named_parameters()]
     return [norms, losses, held, sorted(state.get("state", ()))]
 
@@ -83,6 +84,30 @@ def test_torchs_own_clipping_measures_the_whole_model(workers: WorkerPool, clips
     assert ranks[0][3] == sorted(expected)
 
 
+def still_used(group: Any) -> list[Any]:
+    """A model that was called before, whose output is kept, and whose weights others refer to weakly."""
+    model = rooms()
+    output = model(X).sum()
+    before, weak = list(model.parameters()), [weakref.ref(p) for p in model.parameters()]
+    with Pipeline(model, ranks=2, microbatches=2, loss_fn=mean_loss, group=group) as pipe:
+        pipe.step(X, target=Y)
+        assert [id(p) for p in pipe.parameters()] == [id(p) for p in before]
+        assert all(ref() is p for ref, p in zip(weak, before, strict=True))
+        norms = [float(nn.utils.clip_grad_norm_(ps, 9.0)) for ps in (before, model.parameters())]
+        output.backward()  # of the weights that were; only those that are here learn from it
+        return norms
+
+
+def test_weights_that_something_else_refers_to_become_stand_ins_too(workers: WorkerPool) -> None:
+    model = rooms()
+    mean_loss(model(X), Y).backward()
+    norm = float(
+        nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    )
+    for norms in workers.run(f"{__name__}:still_used", 2):
+        assert norms == pytest.approx([norm, norm], rel=1e-9)
+
+
 def averaged(group: Any) -> list[Any]:
     model = rooms()
     with Pipeline(model, ranks=2, microbatches=2, loss_fn=mean_loss, group=group) as pipe:
@@ -96,7 +121,7 @@ def averaged(group: Any) -> list[Any]:
             ema.update_parameters(model)
             for mine, now in zip(by_hand, model.parameters(), strict=True):
                 mine.mul_(0.9).add_(now.detach(), alpha=0.1)
-        here = [name for name, _ in pipe.held_weights.named_parameters()]
+        here = [name for name, _ in pipe.weights.here.named_parameters()]
         named = {n: p.tolist() for n, p in ema.module.named_parameters() if n in here}
         return [named, sum(not tensor.is_meta for tensor in by_hand)]
 

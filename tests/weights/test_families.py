@@ -87,11 +87,11 @@ def test_families_are_loaded_from_what_was_saved(tmp_path: Path, family: str) ->
     if model.can_generate():
         model.generation_config.temperature = 0.5  # without do_sample, save_pretrained refuses it
     kind, pipe = type(model), Pipeline(model, ranks=2)
-    pipe.save(tmp_path / "saved")
+    pipe.weights.save(tmp_path / "saved")
     with Checkpoints(tmp_path / "run") as checkpoints:
         checkpoints.save(1, pipe=pipe)
     export(tmp_path / "run", tmp_path / "exported")
-    state = pipe.state_dict()
+    state = pipe.weights.state_dict()
     for folder in (tmp_path / "saved", tmp_path / "exported"):
         loaded, told = kind.from_pretrained(folder, output_loading_info=True)
         assert not any(told.values()), told
@@ -109,7 +109,7 @@ def tokenizer() -> Any:
 
 def test_a_tokenizer_goes_along_and_a_plain_trainer_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
-    Pipeline(make_model("llama"), ranks=2).save(folder, tokenizer())
+    Pipeline(make_model("llama"), ranks=2).weights.save(folder, tokenizer())
     assert AutoTokenizer.from_pretrained(folder).decode([3, 4]) == "w3 w4"
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
     losses = []
@@ -135,7 +135,7 @@ def test_what_a_trainer_writes_beside_the_weights(tmp_path: Path) -> None:
     assert main([*command, "--processor", str(tmp_path / "saved")]) == 0
     for name in ("saved", "exported"):
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
-        assert alike(loaded, trainer.pipe.state_dict())
+        assert alike(loaded, trainer.pipe.weights.state_dict())
         assert AutoTokenizer.from_pretrained(tmp_path / name).decode([3, 4]) == "w3 w4"
 
 
@@ -143,5 +143,7 @@ def test_what_has_no_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match=r"processing_class= was given a str, which has no save_pre"
     ):
-        Pipeline(torch.nn.Sequential(torch.nn.Linear(2, 2)), ranks=1).save(tmp_path / "a", "t5")
+        Pipeline(torch.nn.Sequential(torch.nn.Linear(2, 2)), ranks=1).weights.save(
+            tmp_path / "a", "t5"
+        )
     assert not (tmp_path / "a").exists()

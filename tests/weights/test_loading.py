@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from penstock.errors import InputFileError, StateDictError, UsageError
 from penstock.partition import Partition, partition
 from penstock.weights import load_partition, parameters_on_meta, read_weights
 from penstock.weights.files import Entry, entries
+from tests.scripts import run_script
 
 
 class Words(nn.Module):
@@ -129,7 +128,7 @@ def test_a_pipeline_reads_each_tensor_once(tmp_path: Path, monkeypatch: pytest.M
     assert "norm.bias" in files
     assert "none" not in files
     assert not reads
-    Pipeline(filled(), ranks=4, stages=CUTS).load(tmp_path)
+    Pipeline(filled(), ranks=4, stages=CUTS).weights.load(tmp_path)
     assert all(reads[files.entry(name)] == 1 for name in files if name != "embed.weight")
 
 
@@ -140,10 +139,10 @@ def test_what_a_pipeline_saved_is_read_and_replaced(tmp_path: Path) -> None:
         linear = model.get_submodule("blocks.0")
         linear.weight = nn.Parameter(linear.get_parameter("weight").t())
     with Pipeline(model, ranks=4, stages=CUTS, example=((TOKENS[:2],), {})) as pipe:
-        pipe.save(folder)
+        pipe.weights.save(folder)
         with torch.no_grad():
             model.get_parameter("norm.bias").fill_(7)
-        pipe.save(folder)
+        pipe.weights.save(folder)
     other = empty().bfloat16()
     parts = cut(other)
     load_partition(parts, range(4), folder)
@@ -159,11 +158,11 @@ def test_what_a_pipeline_saved_is_read_and_replaced(tmp_path: Path) -> None:
     # A file of another save is named, and so is one that is missing.
     pipe = Pipeline(model, ranks=4, stages=CUTS, example=((TOKENS[:2],), {}))
     before = (folder / name).read_bytes()
-    pipe.save(folder)
+    pipe.weights.save(folder)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     (folder / index["weight_map"]["norm.bias"]).write_bytes(before)
     with pytest.raises(InputFileError, match="is of another save"):
-        pipe.load(folder)
+        pipe.weights.load(folder)
 
 
 # ---- what is refused
@@ -210,14 +209,9 @@ def test_every_type_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak memory")
 def test_a_rank_needs_the_memory_of_its_share() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.weights.peak"],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=True,
-    )
-    assert float(done.stdout) < 1.1
+    (ran,) = run_script("-m", "tests.weights.peak")
+    assert ran.status == 0, ran
+    assert float(ran.out) < 1.1
 
 
 def header(about: dict[str, Any], data: bytes = b"") -> bytes:

@@ -29,7 +29,7 @@ def pipeline(dtype: torch.dtype = torch.float32) -> tuple[Pipeline, list[nn.Para
 def test_the_norm_is_torchs(order: float, dtype: torch.dtype) -> None:
     pipe, same = pipeline(dtype)
     expected = nn.utils.get_total_norm([p.grad.double() for p in same if p.grad is not None], order)
-    assert pipe.grad_norm(order) == pytest.approx(float(expected), rel=1e-6)
+    assert pipe.weights.grad_norm(order) == pytest.approx(float(expected), rel=1e-6)
 
 
 @pytest.mark.parametrize("largest", [0.0, 1.0, 5.0, 100.0, float("inf")])
@@ -48,7 +48,7 @@ def test_what_is_no_number_can_be_an_error(value: float, order: float) -> None:
     first = next(pipe.parameters())
     assert first.grad is not None
     first.grad[2] = value
-    assert not math.isfinite(pipe.grad_norm(order))
+    assert not math.isfinite(pipe.weights.grad_norm(order))
     with pytest.raises(NonFiniteError, match=r"^after step 0: .* cannot be clipped; look for"):
         pipe.clip_grad_norm_(1.0, order, error_if_nonfinite=True)
     assert first.grad[0, 0] == 1
@@ -60,4 +60,4 @@ def test_no_gradients_have_no_norm_and_no_limit_is_below_zero() -> None:
         with pytest.raises(UsageError, match="max_norm"):
             pipe.clip_grad_norm_(largest)
     pipe.zero_grad()
-    assert pipe.grad_norm() == 0.0
+    assert pipe.weights.grad_norm() == 0.0

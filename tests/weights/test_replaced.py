@@ -42,7 +42,7 @@ def values(folder: Path) -> dict[str, Any]:
 @pytest.mark.usefixtures("quick")
 def test_a_save_that_is_killed_leaves_the_old_weights_or_the_new(tmp_path: Path) -> None:
     expected = [values_of(pipe_at(number)) for number in range(80)]
-    pipe_at(0).save(tmp_path)
+    pipe_at(0).weights.save(tmp_path)
     found, number, status = set(), 0, -1
     while status:
         number += 1
@@ -50,7 +50,7 @@ def test_a_save_that_is_killed_leaves_the_old_weights_or_the_new(tmp_path: Path)
         def save(number: int = number) -> None:
             pipe = pipe_at(number)
             kill_at(2 * number)
-            pipe.save(tmp_path)
+            pipe.weights.save(tmp_path)
 
         status = in_child(save)
         assert status in (0, -signal.SIGKILL)
@@ -64,7 +64,7 @@ def test_a_save_that_is_killed_leaves_the_old_weights_or_the_new(tmp_path: Path)
 
 
 def values_of(pipe: Pipeline) -> dict[str, Any]:
-    return {name: tensor.tolist() for name, tensor in pipe.state_dict().items()}
+    return {name: tensor.tolist() for name, tensor in pipe.weights.state_dict().items()}
 
 
 @pytest.mark.usefixtures("quick")
@@ -207,13 +207,13 @@ def test_an_error_of_a_file_system_is_not_damage(
     checkpoints, model, pipe = Checkpoints(run, keep=2), linear(), pipe_at(1)
     for step in (1, 2):
         checkpoints.save(step, model=model)
-    pipe.save(weights)
+    pipe.weights.save(weights)
     before = values(weights)
     calls: list[Callable[[], object]] = [
         lambda: checkpoints.save(3, model=model),
         lambda: Checkpoints(run).load(model=model, resume="auto"),
-        lambda: pipe_at(2).save(weights),
-        lambda: pipe.load(weights),
+        lambda: pipe_at(2).weights.save(weights),
+        lambda: pipe.weights.load(weights),
     ]
     for call in calls:
         left[0] = 1
@@ -231,7 +231,7 @@ def test_an_error_of_a_file_system_is_not_damage(
     assert failed >= 1
     assert Checkpoints(run).load(model=model) == 3
     assert checkpoints.steps() == [3, 2]
-    pipe.load(weights)
+    pipe.weights.load(weights)
     assert values(weights) != before
 
 

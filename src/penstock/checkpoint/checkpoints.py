@@ -139,7 +139,7 @@ class Checkpoints:
                     job.tensors = self._snapshots = snapshots(live, self._snapshots)
                 settle(live.values())
                 self._pending = Writing(job, team, self._writer)
-                self._complete = targets.pipe.checkpointed(step) if targets.pipe else None
+                self._complete = targets.pipe.job.checkpointed(step) if targets.pipe else None
             except BaseException:
                 shutil.rmtree(job.folder, ignore_errors=True)
                 raise
@@ -212,7 +212,7 @@ class Checkpoints:
             team.meet("load", loading.fill)
         self._extra, self._skipped = loading.extra, choosing.skipped
         if targets.pipe is not None:
-            targets.pipe.checkpointed(loading.step)()
+            targets.pipe.job.checkpointed(loading.step)()
         return loading.step
 
     @property
@@ -255,7 +255,7 @@ class Checkpoints:
 def _team(pipe: Pipeline | None, group: Any) -> Team:
     """All processes of a run: those of a pipeline and its siblings, or of a process group."""
     if pipe is not None and group is None:
-        return pipe.team()
+        return pipe.job.team()
     circle = Circle(group)
     level = Level(circle.rank, circle.size, circle.to_first, circle.from_first)
-    return Team([level], (1, circle.size), *([] if pipe is None else [pipe.calling]))
+    return Team([level], (1, circle.size), *([] if pipe is None else [pipe.job.calling]))

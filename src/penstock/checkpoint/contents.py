@@ -72,7 +72,7 @@ class Targets:
                     "two pipelines were given; give each Checkpoints of its own, in a folder of its own"
                 )
             self.pipe, self.model = value, value.model
-            self._add_weights(MODEL, value.held_weights)
+            self._add_weights(MODEL, value.weights.here)
         elif isinstance(value, nn.Module):
             weights = StageWeights([WholeModel(value)], Names(find_shared(value, [value])))
             label = MODEL if label == "pipe" else label

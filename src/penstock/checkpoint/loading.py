@@ -312,7 +312,7 @@ class Loading:
         if pipe is None:
             return
         for optimizer in self._targets.optimizers.values():
-            pipe.was_loaded(optimizer)
+            pipe.weights.was_loaded(optimizer)
         if RANDOMNESS not in self._saved.kinds:
             # A plain loop, for example, saves none.
             text = "%s holds no seed and step of random numbers: the next step is taken to be number %d"

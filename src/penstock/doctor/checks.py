@@ -81,13 +81,13 @@ class SmallPipeline:
         case = self._case
         loss, gradients = plain_loop(case)
         result = self.pipe.step(*case.args, target=case.target, outputs=True)
-        ours = {name: p.grad for name, p in self.pipe.held_weights.named_parameters()}
+        ours = {name: p.grad for name, p in self.pipe.weights.here.named_parameters()}
         verdict = Verdict(result.loss, loss, ours, {name: gradients[name] for name in ours})
         with torch.no_grad():
             expected = case.model(*case.args)
         output = float((result.outputs.to(self._device) - expected).abs().max())
         self.pipe.zero_grad()
-        most: float = max(self.pipe.agree(max(output, *verdict.differences().values())))
+        most: float = max(self.pipe.job.agree(max(output, *verdict.differences().values())))
         return most
 
     def step(self) -> Check:
@@ -113,7 +113,7 @@ class SmallPipeline:
         try:
             with self._within(folder) as inside:
                 Checkpoints(inside).save(1, pipe=self.pipe)
-                for tensor in self.pipe.held_weights.state_dict().values():
+                for tensor in self.pipe.weights.here.state_dict().values():
                     tensor.detach().fill_(0.5)
                 Checkpoints(inside).load(pipe=self.pipe)
         except (PenstockError, OSError) as error:
@@ -125,13 +125,13 @@ class SmallPipeline:
     @contextmanager
     def _within(self, folder: Path) -> Iterator[Path]:
         """A folder of its own inside another, the same for all ranks, which is removed at the end."""
-        inside = folder / self.pipe.agree(f"penstock-doctor-{uuid4().hex[:8]}")[0]
+        inside = folder / self.pipe.job.agree(f"penstock-doctor-{uuid4().hex[:8]}")[0]
         if self.pipe.leads:
             with suppress(OSError):
                 inside.mkdir(parents=True)
-        self.pipe.agree(None)
+        self.pipe.job.agree(None)
         try:
             yield inside
         finally:
-            self.pipe.agree(None)
+            self.pipe.job.agree(None)
             shutil.rmtree(inside, ignore_errors=True)

@@ -14,7 +14,7 @@ from penstock.doctor.checks import Check, SmallPipeline
 from penstock.doctor.links import Handling, LinkReport, examine_links, per_message
 from penstock.doctor.rates import WINDOW, Facts, Rates, facts_of
 from penstock.pipeline import Pipeline
-from penstock.pipeline.setup import placed_on
+from penstock.pipeline.settings import placed_on
 from penstock.plan import Cluster, Device, Link, device_called
 from penstock.plan.choice import seconds_as_text
 from penstock.plan.cluster import cluster_file
@@ -25,9 +25,11 @@ from penstock.values import bytes_as_text
 SLOWER = 0.8
 """A rank below this share of the rate of its like is odd."""
 LESS = 0.1
-"""A link below this share of the bandwidth of its like is odd, or with a latency above its inverse."""
+"""A link below this share of the bandwidth of its like is odd."""
+LATER = 3.0
+"""A link with so many times the latency of its like is odd, from so many seconds; within a machine that is
+enough if there is no other link."""
 NOTICED = 1e-3
-"""A latency below so many seconds is not odd."""
 APART = 1.0
 """Clocks that differ by more seconds are odd."""
 LOW = 0.3
@@ -154,7 +156,7 @@ class Examination:
                 yield f"{where} carries {_rate(least)}, {least / usual:.0%} of the median of its like"
             delay = max(link.latency, report.tiny)
             others = [max(one.link.latency, one.tiny) for one in like if one is not report]
-            if delay > NOTICED and (near or (others and delay > median(others) / LESS)):
+            if delay > NOTICED and (delay > LATER * median(others) if others else near):
                 said = f"; its like take {seconds_as_text(median(others))}" if others else ""
                 yield f"{where} delays a message by {seconds_as_text(delay)}{said}"
 
@@ -246,7 +248,7 @@ def examine(
         PeerFailed: A rank has died or does not come.
     """
     ranks = group.size() if group is not None else world_size() or 2
-    chosen = placed_on(device) or torch.device("cpu")
+    chosen = torch.device("cpu") if device is None else placed_on(device)
     say("makes a small pipeline")
     numbers = SmallPipeline(ranks, chosen, group)
     with numbers.pipe as pipe:
@@ -263,7 +265,7 @@ def examine(
             asdict(report),
             *([asdict(one) for one in several] for several in (links, handlings)),
         ]
-        rows = pipe.agree(parts)
+        rows = pipe.job.agree(parts)
     rows = rows if transport is not None else rows[:1]
     found = [LinkReport(**{**one, "link": Link(**one["link"])}) for row in rows for one in row[1]]
     return Examination(
@@ -282,7 +284,7 @@ def _transport_of(pipe: Pipeline) -> Transport | None:
         seen.append(transport)
         return transport
 
-    pipe.wrap_transport(look)
+    pipe.job.wrap_transport(look)
     return seen[0] if seen else None
 
 
@@ -297,15 +299,22 @@ def _examine_rank(
     """What a rank is and does, while all others do the same; and then by itself on its machine."""
     facts = facts_of(rates.device)
     say("measures all ranks at once")
-    hosts = pipe.agree(facts.host)
-    flops, bandwidth, launch = rates.products(dtypes), rates.copies(), rates.least()
+    hosts = pipe.job.agree(facts.host)
+    flops = {}
+    for dtype in dtypes:
+        # All ranks measure the same at the same time.
+        pipe.job.agree(None)
+        flops[dtype] = rates.products(dtype)
+    pipe.job.agree(None)
+    bandwidth, launch = rates.copies(), rates.least()
+    pipe.job.agree(None)
     pace = alone = rates.block()
     if len(pipe.ranks) == 1:
         say("measures the ranks of each machine in turn")
         beside = [rank for rank, host in enumerate(hosts) if host == facts.host]
         for turn in range(max(map(hosts.count, hosts))):
-            pipe.agree(None)
+            pipe.job.agree(None)
             if len(beside) > 1 and beside.index(pipe.rank) == turn:
                 alone = rates.block()
-    pipe.agree(None)
+    pipe.job.agree(None)
     return RankReport(facts, flops, bandwidth, launch, pace, alone)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -101,15 +101,12 @@ class Rates:
             best = min(best, seconds / count)
         return best
 
-    def products(self, dtypes: Sequence[str]) -> dict[str, float]:
-        """The floating-point operations per second in matrix products, by type."""
+    def products(self, dtype: str) -> float:
+        """The floating-point operations per second in matrix products of a type."""
         size = 256 if self.device.type == "cpu" else 8192
-        rates = {}
-        for dtype in dtypes:
-            matrix = torch.ones(size, size, device=self.device, dtype=getattr(torch, dtype))
-            product = partial(torch.mm, matrix, matrix, out=torch.empty_like(matrix))
-            rates[dtype] = 2.0 * size**3 / self._seconds(product)
-        return rates
+        matrix = torch.ones(size, size, device=self.device, dtype=getattr(torch, dtype))
+        product = partial(torch.mm, matrix, matrix, out=torch.empty_like(matrix))
+        return 2.0 * size**3 / self._seconds(product)
 
     def copies(self) -> float:
         """The bytes per second that memory reads and writes."""

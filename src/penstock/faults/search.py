@@ -133,7 +133,9 @@ def _remedy(place: Place) -> str:
     """What helps a rank that is only slow."""
     if place.setup is not None:
         return "; if it needs that long, raise rendezvous_timeout="
-    return "" if place.inside else "; if it needs that long, say so by pipe.patient() or timeout="
+    return (
+        "" if place.inside else "; if it needs that long, say so by pipe.job.patient() or timeout="
+    )
 
 
 LEFT = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import inf
@@ -181,7 +182,7 @@ class PipelineAccelerator(CountsPipelines):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The state dict of the unsplit model on rank 0, an empty one on the others; every rank calls it."""
-        return dict(self.pipe.state_dict(full=True))
+        return dict(self.pipe.weights.state_dict(full=True))
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Save the run; every process writes its part, and rank 0 what Accelerate keeps beside it."""
@@ -191,12 +192,30 @@ class PipelineAccelerator(CountsPipelines):
             checkpoints.save(self.step, pipe=self.pipe, **self._states())
         return folder
 
-    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> bool:
         """Load what :meth:`save_state` wrote, with any layout.
+
+        Args:
+            input_dir: the folder; by default the newest one that automatic naming made. ``"auto"`` is the
+                newest one that is complete, if there is any; others are renamed to ``incomplete_*``.
+            args: those of ``Accelerator.load_state``, by position.
+            kwargs: those of ``Accelerator.load_state``, by name.
+
+        Returns:
+            Whether there was something to load.
 
         Raises:
             UsageError: another Accelerator has saved it.
         """
+        if input_dir == "auto":
+            # The first process chooses for all: a file system may show others older files.
+            number = self.pipe.job.team().meet(
+                "resume", lambda: None, lambda of_all: [self._newest_complete()] * len(of_all)
+            )
+            if number is None:
+                return False
+            self.project_configuration.iteration = number + 1
+            input_dir = str(_numbered(self.project_dir, number))
         if input_dir is None:
             folders = Path(self.project_dir, "checkpoints").glob("checkpoint_*")
             input_dir = str(max(folders, key=lambda one: int(one.name.rpartition("_")[2])))
@@ -204,13 +223,30 @@ class PipelineAccelerator(CountsPipelines):
             if checkpoints.load(pipe=self.pipe, **self._states()) is None:
                 raise UsageError(
                     f"{input_dir} has no folder {_FOLDER!r} with a checkpoint, since another Accelerator has "
-                    "saved it; load the weights with pipe.load, and begin a new run"
+                    "saved it; load the weights with pipe.weights.load, and begin a new run"
                 )
         with self._pipeline_apart():
             super().load_state(input_dir, *args, **kwargs)
         # Samplers draw from torch's generator; with more ranks than were saved, some find no state of it.
-        first = self.pipe.agree(torch.get_rng_state().tolist())[0]
+        first = self.pipe.job.agree(torch.get_rng_state().tolist())[0]
         torch.set_rng_state(torch.tensor(first, dtype=torch.uint8))
+        return True
+
+    def _newest_complete(self) -> int | None:
+        """The number of the newest complete state that automatic naming made; puts others aside.
+
+        Accelerate refuses to write over them, and counts them in its ``total_limit``.
+        """
+        complete = []
+        for folder in [*Path(self.project_dir, "checkpoints").glob("checkpoint_*")]:
+            # The pipeline's part is written last.
+            if Checkpoints(folder / _FOLDER).steps():
+                complete.append(int(folder.name.rpartition("_")[2]))
+            else:
+                aside = folder.with_name(folder.name.replace("checkpoint", "incomplete"))
+                shutil.rmtree(aside, ignore_errors=True)
+                folder.rename(aside)
+        return max(complete, default=None)
 
     def _states(self) -> dict[str, Any]:
         """What is saved with the pipeline, under the names that it has in its folder."""
@@ -235,13 +271,17 @@ class PipelineAccelerator(CountsPipelines):
                 setattr(self, name, objects)
 
 
+def _numbered(project_dir: str, number: int) -> Path:
+    return Path(project_dir, "checkpoints", f"checkpoint_{number}")
+
+
 class _PipelineOptimizer(AcceleratedOptimizer):  # type: ignore[misc] # Accelerate has no types
     """An optimizer whose state dict covers all ranks, by the names of the unsplit model."""
 
     pipe: Pipeline
 
     def state_dict(self) -> dict[str, Any]:
-        return self.pipe.optimizer_state_dict(self.optimizer, full=True)
+        return self.pipe.weights.optimizer_state_dict(self.optimizer, full=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.pipe.load_optimizer_state_dict(self.optimizer, state_dict)
+        self.pipe.weights.load_optimizer_state_dict(self.optimizer, state_dict)

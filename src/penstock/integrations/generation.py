@@ -17,6 +17,7 @@ from penstock.errors import AgreementError, UsageError, error_named, public_name
 from penstock.parallel import is_sharded
 from penstock.partition import Door
 from penstock.pipeline import Pipeline
+from penstock.rng import generator_states, set_generator_states
 from penstock.runtime import mark_of
 from penstock.stage import StageModule
 from penstock.values import flatten, tensors_in, unflatten
@@ -33,7 +34,7 @@ def generate(pipe: Pipeline, args: Any, kwargs: Mapping[str, Any]) -> Any:
         AgreementError: the ranks were given different arguments.
     """
     model: Any = pipe.model
-    if any(is_sharded(parameter) for _, parameter in pipe.held_weights.named_parameters()):
+    if any(is_sharded(parameter) for _, parameter in pipe.weights.here.named_parameters()):
         raise UsageError(
             "generate needs whole weights, and those of a stage are sharded; save them with save(), and "
             "generate with the model that from_pretrained makes of them"
@@ -41,10 +42,11 @@ def generate(pipe: Pipeline, args: Any, kwargs: Mapping[str, Any]) -> Any:
     with torch.no_grad(), pipe.evaluating():
         if len(pipe.ranks) == pipe.schedule.ranks:
             return model.generate(*args, **kwargs)
-        if len({*pipe.agree(mark_of((args, dict(kwargs))))}) > 1:
+        if len({*pipe.job.agree(mark_of((args, dict(kwargs))))}) > 1:
             raise AgreementError("generate was called with different arguments on different ranks")
-        for device in {torch.device("cpu"), pipe.device}:
-            _share_draws(pipe, device)
+        # All ranks draw the random numbers of rank 0.
+        states = [pipe.job.share(state, 0).cpu() for state in generator_states([pipe.device])]
+        set_generator_states(states, [pipe.device])
         if not pipe.is_cut:
             return model.generate(*args, **kwargs)
         split = _SplitModel(pipe, model)
@@ -53,17 +55,6 @@ def generate(pipe: Pipeline, args: Any, kwargs: Mapping[str, Any]) -> Any:
             return model.generate(*args, **kwargs)
         finally:
             split.close()
-
-
-def _share_draws(pipe: Pipeline, device: torch.device) -> None:
-    """Make all ranks draw the random numbers of rank 0."""
-    cpu = device.type == "cpu"
-    state = torch.get_rng_state() if cpu else torch.get_device_module(device).get_rng_state(device)
-    state = pipe.share(state.cpu(), 0).cpu()
-    if cpu:
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)
 
 
 class _SplitModel:
@@ -75,13 +66,13 @@ class _SplitModel:
         here = {id(unit) for code in codes for unit in code.units}
         mine = [path for path, module in model.named_modules() if id(module) in here]
         self._owners: dict[str, int] = {}
-        for rank, paths in enumerate(pipe.agree(mine)):
+        for rank, paths in enumerate(pipe.job.agree(mine)):
             for path in paths:
                 self._owners.setdefault(path, rank)
         self._doors = [Door(model.get_submodule(path), path) for path in self._owners]
         inside = {id(p) for door in self._doors for p in door.module.parameters()}
         loose = [n for n, p in model.named_parameters() if id(p) not in inside and p.is_meta]
-        missing = sorted({name for names in pipe.agree(loose) for name in names})
+        missing = sorted({name for names in pipe.job.agree(loose) for name in names})
         if missing:
             raise UsageError(
                 f"generate cannot run here: the model uses {', '.join(missing)} outside of the modules that "
@@ -103,7 +94,7 @@ class _SplitModel:
             {layer for m in door.module.modules() if (layer := _layer_of(m)) is not None}
         )
         if owner != self._pipe.rank:
-            problem, lengths, places, shared = self._pipe.share(None, owner)
+            problem, lengths, places, shared = self._pipe.job.share(None, owner)
             if problem is not None:
                 raise error_named(problem[0])(f"rank {owner}: {problem[1]}")
             if lengths:
@@ -119,13 +110,13 @@ class _SplitModel:
             problem = ["StageError", f"{door.path}: {type(error).__name__}: {error}"]
             if isinstance(error, UsageError):
                 problem = [public_name(type(error)), str(error)]
-            self._pipe.share([problem, [], [], None], owner)
+            self._pipe.job.share([problem, [], [], None], owner)
             raise
         # The cache stays here; the other ranks return theirs.
         leaves, tree = flatten(output)
         places = [p for p, leaf in enumerate(leaves) if cache is not None and leaf is cache]
         leaves = [None if p in places else leaf for p, leaf in enumerate(leaves)]
-        self._pipe.share([None, lengths, places, unflatten(leaves, tree)], owner)
+        self._pipe.job.share([None, lengths, places, unflatten(leaves, tree)], owner)
         return output
 
 

@@ -23,15 +23,16 @@ from torch.optim import Optimizer
 from penstock.checkpoint import Checkpoints
 from penstock.errors import PartitionError, UsageError
 from penstock.integrations.module import PipelineModule, clip_whole
-from penstock.parallel import pipelines_in, side_by_side
-from penstock.pipeline import Pipeline
-from penstock.runtime import ASKING
+from penstock.parallel import meeting_in_time, pipelines_in, side_by_side
+from penstock.pipeline import Pipeline, check_in_fewer
+from penstock.runtime import ASKING, GracefulStop
 
 try:
     from lightning.fabric.strategies.ddp import DDPStrategy as FabricProcesses
     from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import (
         BaseFinetuning,
+        ModelCheckpoint,
         ModelPruning,
         StochasticWeightAveraging,
         WeightAveraging,
@@ -177,7 +178,7 @@ class _OnPipeline(nn.Module):
         if not self._asks or count == 1 or self._calls[step_name] not in ASKING:
             return
         with torch.no_grad():
-            apart = self.pipe.ask_inside(None, count, *args, **kwargs)
+            apart = check_in_fewer(self.pipe, None, count, *args, **kwargs)
         for name in apart.keys() - self._told if self.pipe.leads else ():
             many, few = apart[name]
             logger.warning(
@@ -192,13 +193,15 @@ class _OnPipeline(nn.Module):
 
     def state(self) -> dict[str, Any]:
         """The module's state dict on rank 0, an empty one on the others; every rank calls it."""
-        with self.pipe.calling("save_checkpoint"):
-            state = self.pipe.state_dict(full=True)
+        with self.pipe.job.calling("save_checkpoint"):
+            state = self.pipe.weights.state_dict(full=True)
         return {name.removeprefix(_PREFIX): value for name, value in state.items()}
 
     def load(self, state: Mapping[str, Any], *, strict: bool) -> None:
         """Load the module's state dict: each rank loads what it holds."""
-        self.pipe.load_state_dict({_PREFIX + n: of for n, of in state.items()}, strict=strict)
+        self.pipe.weights.load_state_dict(
+            {_PREFIX + n: of for n, of in state.items()}, strict=strict
+        )
 
     def names_in(self, optimizer: Optimizer) -> list[list[str]]:
         """For each group of an optimizer, the names of its parameters in the plain module.
@@ -220,8 +223,8 @@ class _OnPipeline(nn.Module):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The plain module's optimizer state on rank 0, an empty one on the others; every rank calls it."""
-        with self.pipe.calling("save_checkpoint"):
-            state = self.pipe.optimizer_state_dict(optimizer, full=True)
+        with self.pipe.job.calling("save_checkpoint"):
+            state = self.pipe.weights.optimizer_state_dict(optimizer, full=True)
         names = self.names_in(optimizer)
         place = {name: at for at, name in enumerate(name for group in names for name in group)}
         by_place = {
@@ -243,7 +246,9 @@ class _OnPipeline(nn.Module):
             for group, of in zip(state["param_groups"], names, strict=True)
         ]
         named = {paths[place]: of for place, of in state["state"].items()}
-        self.pipe.load_optimizer_state_dict(optimizer, {"state": named, "param_groups": groups})
+        self.pipe.weights.load_optimizer_state_dict(
+            optimizer, {"state": named, "param_groups": groups}
+        )
 
     def clip(self, optimizer: Optimizer, max_norm: float, **options: Any) -> Tensor:
         """Clip the gradients by their norm over all ranks to at most ``max_norm``; return the norm before."""
@@ -310,8 +315,11 @@ class _Cuts:
         strategy: Any = self
         if self._layout() == (1, 1):
             strategy.accelerator.setup_device(strategy.root_device)
-        else:
+            return
+        limit = strategy._timeout
+        with meeting_in_time(self._options.get("rendezvous_timeout"), limit) as strategy._timeout:
             super().setup_environment()  # type: ignore[misc] # of Lightning's strategy
+        strategy._timeout = limit
 
     def _configure_launcher(self) -> None:
         # A launcher would change the number of threads of this process.
@@ -332,7 +340,7 @@ class _Cuts:
                 strategy.checkpoint_io.save_checkpoint(rest, folder / name)
 
         with Checkpoints(folder, keep=1) as checkpoints:
-            self.pipe.team().meet("save", write)
+            self.pipe.job.team().meet("save", write)
             # The checkpoint names the file that belongs to it, and appears after it.
             checkpoints.save(step, extra={_REST: name}, pipe=self.pipe, **optimizers)
         if strategy.is_global_zero:
@@ -423,7 +431,23 @@ class PipelineStrategy(_Cuts, TrainerProcesses):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step``, forward and backward; the loss's backward then adds the gradients."""
-        return self._run("train", "training_step", args, kwargs)
+        loss = self._run("train", "training_step", args, kwargs)
+        trainer = self.lightning_module.trainer  # type: ignore[union-attr] # there is one in a step
+        if self.pipe.stopping and not trainer.fit_loop._should_accumulate():
+            # Read after the hooks of this batch: all ranks then raise SIGTERMException (Lightning 2.6).
+            trainer._signal_connector.received_sigterm = True
+            for callback in trainer.checkpoint_callbacks:
+                if isinstance(callback, ModelCheckpoint):
+                    callback.save_on_exception = True
+        return loss
+
+    def on_train_start(self) -> None:
+        """Leave signals to an open :class:`penstock.GracefulStop`.
+
+        Lightning's handler of SIGTERM waits in a broadcast, to which ranks without the signal do not come.
+        """
+        super().on_train_start()
+        GracefulStop.take_signals()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``validation_step``."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from penstock.errors import UsageError
 from penstock.integrations.generation import generate
 from penstock.integrations.passes import Pass
-from penstock.pipeline import Pipeline
+from penstock.pipeline import Pipeline, check_in_fewer
 from penstock.runtime import ASKING, Loss, LossFunction, LossScaler, LossWeight, StepResult
 from penstock.values import split_batch
 
@@ -79,7 +79,7 @@ class PipelineModule(nn.Module):
         self.pipe = pipe
         self._factor = _FIRST_SCALE
         dtypes = {parameter.dtype for parameter in pipe.parameters()}
-        self._has_half_weights = any(pipe.agree(torch.float16 in dtypes))
+        self._has_half_weights = any(pipe.job.agree(torch.float16 in dtypes))
         self._dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         if pipe.model is not None:
             self._modules.update(pipe.model._modules)
@@ -124,7 +124,7 @@ class PipelineModule(nn.Module):
             kwargs["scaler"] = LossScaler(scale, device=self.pipe.device.type)
         with run.collecting():
             result = self.pipe.step(*args, accumulate=1, same_batch=True, outputs=outputs, **kwargs)
-            if checks and not math.isfinite(self.pipe.grad_norm()):
+            if checks and not math.isfinite(self.pipe.weights.grad_norm()):
                 scale = math.nan
         run.scale = scale
         loss, output = run.applied(self.loss_of(result, kwargs.get("total_weight")), result.outputs)
@@ -196,10 +196,10 @@ class PipelineModule(nn.Module):
         """Parameters and buffers of the whole model, under its names; those of other ranks are stand-ins.
 
         So the dict can be kept, copied and loaded again in this process, and a file of it is refused.
-        ``pipe.state_dict(full=True)`` gives rank 0 the numbers.
+        ``pipe.weights.state_dict(full=True)`` gives rank 0 the numbers.
         """
         destination = {} if destination is None else destination
-        model, held = self.pipe.model, self.pipe.state_dict()
+        model, held = self.pipe.model, self.pipe.weights.state_dict()
         whole = dict(self.pipe.named_parameters()) if model is None else model.state_dict()
         for name, value in {**whole, **held}.items():
             detached = isinstance(value, Tensor) and not keep_vars
@@ -209,8 +209,8 @@ class PipelineModule(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load the unsplit model's weights, see :meth:`Pipeline.load_state_dict`. Every rank calls it."""
-        return self.pipe.load_state_dict(state_dict, strict)
+        """Load the unsplit model's weights, see :meth:`penstock.ModelWeights.load_state_dict`."""
+        return self.pipe.weights.load_state_dict(state_dict, strict)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PipelineModule:
         """Do nothing for ``to()``, ``half()`` and the like, and refuse them if they would change the stages.
@@ -219,7 +219,7 @@ class PipelineModule(nn.Module):
             UsageError: the call would move or convert the stages.
         """
         home = self.pipe.device
-        for name, parameter in self.pipe.held_weights.named_parameters():
+        for name, parameter in self.pipe.weights.here.named_parameters():
             # Of a model that is not cut yet, this process may hold too much for its device.
             whole = self.pipe.is_cut
             with torch.no_grad():
@@ -254,7 +254,7 @@ def clip_whole(
         UsageError: a parameter that has a gradient is not among ``parameters``.
     """
     some = {id(parameter) for parameter in parameters}
-    for name, parameter in pipe.held_weights.named_parameters():
+    for name, parameter in pipe.weights.here.named_parameters():
         if parameter.grad is not None and id(parameter) not in some:
             raise UsageError(
                 f"{name.removeprefix('module.')} has a gradient, but is not among the parameters to be "
@@ -439,7 +439,7 @@ class PipelineModel(PipelineModule):
         self._followed_steps += 1
         if self._followed_steps in ASKING:
             loss = Loss(lambda output, _: output["loss"], replicas=self.pipe.replicas)
-            self.pipe.ask_inside(loss, len(cast("Tensor", value)), *args, **kwargs)
+            check_in_fewer(self.pipe, loss, len(cast("Tensor", value)), *args, **kwargs)
 
     def _shares(self, args: Any, kwargs: Any, labels: Any, losses: Tensor) -> Tensor:
         """How much the loss of each microbatch counts in that of the batch."""
@@ -463,8 +463,8 @@ class PipelineModel(PipelineModule):
             kwargs: the arguments of the model's method; ``is_main_process``, ``state_dict`` and
                 ``save_function`` have no effect, since the pipeline knows.
         """
-        with self.pipe.calling("save_pretrained"):
-            state = self.pipe.state_dict(full=True)
+        with self.pipe.job.calling("save_pretrained"):
+            state = self.pipe.weights.state_dict(full=True)
         if self.pipe.leads:
             for name in ("is_main_process", "state_dict", "save_function"):
                 kwargs.pop(name, None)
@@ -484,7 +484,7 @@ class PipelineModel(PipelineModule):
             UsageError: weights are sharded, or the model's cache cannot be split.
             AgreementError: the ranks were given different arguments.
         """
-        with self.pipe.calling("generate"):
+        with self.pipe.job.calling("generate"):
             return generate(self.pipe, args, kwargs)
 
 

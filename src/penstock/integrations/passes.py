@@ -49,7 +49,7 @@ class Pass:
         self.args, self.kwargs = args, kwargs
         self.scale = 1.0
         self._pipe, self._in_half, self._note = pipe, in_half, note
-        self._weights = dict(pipe.held_weights.named_parameters())
+        self._weights = dict(pipe.weights.here.named_parameters())
         self._versions = {name: weight._version for name, weight in self._weights.items()}
         self._gradients: list[Tensor | None] = [None] * len(self._weights)
         self._state = _State(pipe) if again else None
@@ -129,7 +129,7 @@ class Pass:
             self._run_again(outputs)
             self._add(found, 1.0)
         # Loops empty gradients between forward and backward, those of other ranks' weights too.
-        self._pipe.leave_gradients()
+        self._pipe.weights.leave_gradients()
         return found
 
     def _run_again(self, gradients: list[Any]) -> None:
@@ -138,7 +138,7 @@ class Pass:
             copy.grad = None
         with self._state.restored(), self.collecting():
             self._pipe.run_backward(gradients, *self.args, number=self._state.number, **self.kwargs)
-            finite = not self._in_half or math.isfinite(self._pipe.grad_norm())
+            finite = not self._in_half or math.isfinite(self._pipe.weights.grad_norm())
         for gradient in () if finite else self._gradients:
             if gradient is not None:
                 local_part(gradient).fill_(math.nan)
@@ -170,7 +170,7 @@ def learns(pipe: Pipeline) -> bool:
         return any(parameter.requires_grad for parameter in pipe.model.parameters())
     # Of stages that were made by hand, only the other ranks know.
     few = len(pipe.ranks) < pipe.schedule.ranks
-    return few or any(weight.requires_grad for _, weight in pipe.held_weights.named_parameters())
+    return few or any(weight.requires_grad for _, weight in pipe.weights.here.named_parameters())
 
 
 class _State:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 try:
     from accelerate.utils import convert_to_fp32
-    from transformers import PreTrainedModel, Trainer
+    from transformers import PreTrainedModel, Trainer, TrainerCallback
+    from transformers.trainer import TRAINER_STATE_NAME
 except ImportError as error:
     raise ImportError(
         "penstock.integrations.transformers needs transformers and accelerate: "
@@ -91,6 +93,7 @@ class PipelineTrainer(Trainer):
         own = self.compute_loss_func is None and self.label_smoother is None
         self._divides = not own or (self.model_accepts_loss_kwargs and module.divides)
         self._loss_only = False
+        self.add_callback(_StopsTogether(self.pipe))
         if self.args.world_size > 1:
             # The Trainer has made its accelerator itself.
             self.accelerator.__class__ = CountsPipelines
@@ -128,6 +131,33 @@ class PipelineTrainer(Trainer):
                 lambda output, labels: smoother(output, labels, shift_labels=shifts)
             )
         return options
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Train, as the Trainer does.
+
+        Args:
+            resume_from_checkpoint: as the Trainer's; or ``"auto"``: the newest checkpoint of the output
+                folder that is complete, or a new run if there is none.
+            args: the Trainer's, by position.
+            kwargs: the Trainer's, by name.
+        """
+        if resume_from_checkpoint == "auto":
+            # The first process chooses for all: a file system may show others older files.
+            resume_from_checkpoint = self.pipe.job.team().meet(
+                "resume", lambda: None, lambda all_of_them: [self._newest()] * len(all_of_them)
+            )
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _newest(self) -> str | None:
+        """The newest complete checkpoint: the Trainer writes its state last."""
+        found = {
+            int(path.name.rpartition("-")[2]): path
+            for path in Path(str(self.args.output_dir)).glob("checkpoint-*")
+            if path.name.rpartition("-")[2].isdecimal() and _is_complete(path)
+        }
+        return str(found[max(found)]) if found else None
 
     # ---- a step
 
@@ -186,7 +216,7 @@ class PipelineTrainer(Trainer):
         return torch.tensor(self.pipe.clip_grad_norm_(self.args.max_grad_norm))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        return torch.tensor(self.pipe.grad_norm()) if grad_norm is None else grad_norm
+        return torch.tensor(self.pipe.weights.grad_norm()) if grad_norm is None else grad_norm
 
     # ---- properties of the whole model
 
@@ -220,15 +250,15 @@ class PipelineTrainer(Trainer):
         """Write the weights and the files with them, as ``from_pretrained`` reads them."""
         module, self.model = self.model, self.pipe.model
         try:
-            with self.pipe.calling("save_model"):
+            with self.pipe.job.calling("save_model"):
                 # Of a model with adapters, these alone are saved, as transformers does.
                 adapters = getattr(self.model, "_hf_peft_config_loaded", False)
                 if isinstance(self.model, PreTrainedModel) and not adapters:
                     # Each rank writes its part; the first one, what the Trainer writes beside it.
                     files = _TrainerFiles(partial(super()._save, state_dict={}))
-                    self.pipe.save(output_dir or str(self.args.output_dir), files)
+                    self.pipe.weights.save(output_dir or str(self.args.output_dir), files)
                     return
-                state = self.pipe.state_dict(full=True)
+                state = self.pipe.weights.state_dict(full=True)
             if self.args.should_save:  # the others have no weights to give to PEFT
                 super()._save(output_dir, state_dict=state)
         finally:
@@ -261,7 +291,7 @@ class PipelineTrainer(Trainer):
     def _load_best_model(self) -> None:
         folder = Path(str(self.state.best_model_checkpoint))
         if not (folder / _FOLDER).is_dir():
-            self.pipe.load(folder)
+            self.pipe.weights.load(folder)
             return
         with Checkpoints(folder / _FOLDER) as checkpoints:
             checkpoints.load(pipe=self.pipe)
@@ -271,6 +301,25 @@ class _TrainerFiles(NamedTuple):
     """What a Trainer writes beside the weights."""
 
     save_pretrained: Callable[[str], None]
+
+
+class _StopsTogether(TrainerCallback):
+    """Saves and stops after a step, where all ranks have agreed to: see :class:`penstock.GracefulStop`."""
+
+    def __init__(self, pipe: Pipeline) -> None:
+        self._pipe = pipe
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._pipe.stopping:
+            control.should_save = control.should_training_stop = True
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        json.loads((path / TRAINER_STATE_NAME).read_text())
+    except (OSError, ValueError):
+        return False
+    return bool(Checkpoints(path / _FOLDER).steps())
 
 
 def _foreign_loss(kind: type) -> type | None:
@@ -322,6 +371,10 @@ def _refuse(trainer: Trainer) -> None:
         "fsdp": (args.fsdp, "shard the stages with pipeline={'wrap': ...}"),
         "torch_compile": (args.torch_compile, "give pipeline={'compile': True}"),
         "auto_find_batch_size": (args.auto_find_batch_size, "choose a batch size"),
+        "enable_jit_checkpoint": (
+            args.enable_jit_checkpoint,
+            "put penstock.GracefulStop() around trainer.train(), so that all ranks save after the same step",
+        ),
         "neftune_noise_alpha": (args.neftune_noise_alpha, "leave it out"),
         "use_liger_kernel": (args.use_liger_kernel, "apply it to the model before"),
         "eval_use_gather_object": (args.eval_use_gather_object, "pad the batches instead"),

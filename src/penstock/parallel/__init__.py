@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from penstock.parallel.groups import Siblings as Siblings
     from penstock.parallel.groups import group_across as group_across
     from penstock.parallel.groups import group_of as group_of
+    from penstock.parallel.groups import meeting_in_time as meeting_in_time
     from penstock.parallel.groups import members_of as members_of
     from penstock.parallel.groups import pipelines_in as pipelines_in
     from penstock.parallel.groups import ranks_in as ranks_in

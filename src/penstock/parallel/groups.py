@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.errors import UsageError
+from penstock.faults import Patience
 
 DIMENSION = "pp"
 """The mesh dimension along which a pipeline runs."""
@@ -178,3 +182,22 @@ def side_by_side(device: str, processes: int, ranks: int) -> dict[str, Any]:
     """
     mesh = replicated_mesh(device, pipelines_in(processes, ranks), ranks)
     return {"mesh": mesh, "replicas": mesh["dp"] if processes > ranks else None}
+
+
+@contextmanager
+def meeting_in_time(
+    rendezvous_timeout: float | None, later: timedelta | None
+) -> Iterator[timedelta]:
+    """A context in which a library starts the default process group; gives the time to come together.
+
+    torch has one limit for coming together and for each operation. Without this, the others would wait half
+    an hour for a process that has died on its way.
+
+    Args:
+        rendezvous_timeout: the seconds within which all must come, as for a Pipeline.
+        later: the library's limit for an operation of the group.
+    """
+    yield timedelta(seconds=Patience(None, rendezvous_timeout).rendezvous)
+    world: Any = dist.group.WORLD
+    if world is not None and later is not None:
+        world.set_timeout(later)

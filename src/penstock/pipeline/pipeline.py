@@ -4,40 +4,32 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
-from functools import partial, wraps
+from functools import partial
 from inspect import signature
-from math import prod
-from pathlib import Path
+from operator import attrgetter
 from time import perf_counter
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from penstock import plan as planning
 from penstock.errors import NonFiniteError, PenstockError, StageError, UsageError
-from penstock.faults import Patience, Timeout, without_own_frames
-from penstock.parallel import Siblings, siblings_of
+from penstock.faults import Timeout, without_own_frames
+from penstock.parallel import siblings_of
 from penstock.partition import Example, Partition, Shared, find_shared_between
+from penstock.pipeline.job import PipelineJob, collective
+from penstock.pipeline.model_weights import ModelWeights
 from penstock.pipeline.nonfinite import NonFiniteFinding, find_nonfinite
 from penstock.pipeline.outputs import gradients_by_part, product
-from penstock.pipeline.plan import (
-    Asked,
-    ProvenSchedules,
-    Source,
-    Stages,
-    WithTarget,
-    check_model,
-    check_uncut,
-    make_plan,
-    planned,
-)
+from penstock.pipeline.plan import ProvenSchedules, Source, Stages, WithTarget, planned
+from penstock.pipeline.settings import ModelSettings, PipelineSettings, StageSettings
 from penstock.pipeline.setup import (
     Wrap,
     check_loss,
@@ -46,18 +38,16 @@ from penstock.pipeline.setup import (
     check_spread,
     connect,
     described_stages,
-    loss_of,
     make_equal,
     modules_in,
-    placed_on,
     set_up,
     warn_of_batch_norms,
 )
 from penstock.pipeline.slowness import Slowness
 from penstock.pipeline.uncut import HowToCut, UncutModel
 from penstock.pipeline.watching import StepEvent, StepHook, peak_flops, peak_memory
-from penstock.pipeline.weights import CUT_NOW, HeldWeights, ListedWeights, WholeWeights
-from penstock.rng import Randomness, Seed, own_seed
+from penstock.pipeline.weights import CUT_NOW, HeldWeights, WholeWeights
+from penstock.rng import Randomness, Seed
 from penstock.runtime import (
     ASKING,
     ActionEvent,
@@ -84,39 +74,11 @@ from penstock.runtime import (
 )
 from penstock.schedule import Action, Edge, Schedule, Slow, Span, Timeline, parse_action, replay
 from penstock.schedule.base import flat, whole_number
-from penstock.stage import Compilation, PipelineStage, device_of, without_compilation
-from penstock.transport import Circle, Transport
-from penstock.values import MISSING, Batch, Rules, check_rules, merge, output_dim, split_batch
-from penstock.weights import Init, read_weights
-from penstock.weights.folders import files_beside, save_weights
-from penstock.weights.norms import scale_gradients, total_norm
-from penstock.weights.optimizers import OptimizerStates, named_state_dict, read_states
-from penstock.weights.states import (
-    LoadResult,
-    StageWeights,
-    load_optimizer,
-)
-from penstock.weights.team import Level, Team, exchanging
+from penstock.stage import Compilation, PipelineStage
+from penstock.transport import Transport
+from penstock.values import MISSING, Batch, Rules, merge, output_dim, split_batch
 
 logger = logging.getLogger("penstock")
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-
-def collective(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Marks a method that every rank must call, so that messages can say who is in it."""
-
-    @wraps(method)
-    def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        pipe: Any = args[0]
-        with pipe.calling(method.__name__):
-            return method(*args, **kwargs)
-
-    return called
-
-
-LONG = 300.0
-"""Seconds that a rank may take to read or write its weights while the others wait."""
 _HABITS = {
     "train": "step trains, in each module's own mode; eval and predict evaluate and leave the modes",
     "forward": "step trains, eval gives the loss, predict the output",
@@ -124,10 +86,23 @@ _HABITS = {
     "to": "Pipeline(device=) says where the stages live",
     "cuda": "Pipeline(device=) says where the stages live",
     "modules": "the stages of this process are in stages, each with its module",
-    "buffers": "state_dict() holds them",
-    "optimizer_state": "penstock.Checkpoints saves optimizers, optimizer_state_dict() gives their states",
+    "buffers": "weights.state_dict() holds them",
+    "optimizer_state": "penstock.Checkpoints saves optimizers, weights.optimizer_state_dict() gives their "
+    "states",
 }
 """Attributes of nn.Module or an earlier Pipeline that this one lacks, and what to use instead."""
+_MOVED = {
+    "held_weights": "weights.here",
+    **{
+        name: f"weights.{name}"
+        for name in (
+            *("grad_norm", "init_weights", "state_dict", "load_state_dict"),
+            *("optimizer_state_dict", "load_optimizer_state_dict", "save", "load"),
+        )
+    },
+    **{name: f"job.{name}" for name in ("patient", "report_failures_to", "wrap_transport")},
+}
+"""Attributes of earlier versions, and where they are now; the old names go with the next release."""
 
 
 class Pipeline:
@@ -217,45 +192,49 @@ class Pipeline:
         watch_every: int | None = None,
         **options: Unpack[LossOptions],
     ) -> None:
-        loss, replicas = loss_of(loss_fn, options, Pipeline.__init__)
-        check_model(model, stages)
-        check_rules(rules)
-        model, compile = without_compilation(model, compile)
-        if checkpoint and compile:
-            raise UsageError("checkpoint= cannot be used with compile=; leave one of them out")
-        self._slowness, device = Slowness(watch_every), placed_on(device)
-        if device is None and weights is not None and device_of(model).type == "meta":
-            device = torch.device("cpu")
-        patience = Patience(timeout, rendezvous_timeout)
-        check_uncut(stages, example, checkpoint)
-        home = device or device_of(model)
-        transport, loss, replicas = connect(home, group, mesh, patience, loss, replicas)
+        settings = ModelSettings(
+            caller=Pipeline.__init__, model=model, schedule=schedule, ranks=ranks, microbatches=microbatches,
+            loss_fn=loss_fn, stages=stages, example=example, rules=rules, device=device, group=group,
+            mesh=mesh, wrap=wrap, compile=compile, seed=seed, timeout=timeout,
+            rendezvous_timeout=rendezvous_timeout, weights=weights, plan=plan, checkpoint=checkpoint,
+            watch_every=watch_every, options=options,
+        )  # fmt: skip
+        transport, loss, replicas = connect(
+            settings.home, group, mesh, settings.patience, settings.loss, settings.replicas
+        )
         with set_up(transport) as prepare:
-            prepare("cuts the model")
-            asked = Asked(schedule, ranks, microbatches, stages, checkpoint)
             world = None if transport is None else transport.ranks
             if schedule == "auto":
                 prepare("measures the model and plans")
-                plan, asked = planned(asked, model, world, example, transport, loss_fn)
-            schedule, ranks, microbatches, stages, checkpoint = asked.by(plan)
-            schedules = make_plan(schedule or "1F1B", ranks, stages, microbatches, world)
-            arguments = example and (example[0], example[1])
+                plan = planned(transport, **settings.task(world))
+            prepare("cuts the model")
+            settings = settings.decided_by(plan)
+            model, compile = settings.uncompiled
+            stages, arguments = settings.stages, settings.arguments
             details = {
                 "reduction": str(options.get("reduction", "mean")),
                 **describe_stages(stages.modules if isinstance(stages, Partition) else [model]),
             }
             self._chosen: planning.Plan | None = plan
             self._model: nn.Module | None = model
-            self._begin(schedules, transport, home, loss, replicas, rules, seed, details)
-            how = HowToCut(stages, arguments, checkpoint, device, compile, wrap, weights)
+            self._begin(settings, settings.schedules(world), transport, loss, replicas, details)
+            how = HowToCut(
+                stages,
+                arguments,
+                settings.checkpoint,
+                settings.chosen_device,
+                compile,
+                wrap,
+                weights,
+            )
             uncut = UncutModel(
-                model, how, schedules.training, self._transport, replicas, self._take_cut
+                model, how, self._schedules.training, self._transport, replicas, self._take_cut
             )
             if uncut.needs_call and arguments is None:
                 self._wait_for_cut(uncut)
             else:
                 self._runner.cut_now(uncut, arguments)
-        self._stand_beside(siblings_of(mesh, replicas))
+        self._job.stand_beside(siblings_of(mesh, replicas))
 
     @classmethod
     def from_stages(  # noqa: PLR0913 - as the constructor
@@ -296,68 +275,61 @@ class Pipeline:
             rendezvous_timeout: seconds within which all ranks must arrive.
             options: options of the loss.
         """
-        loss, replicas = loss_of(loss_fn, options, cls.from_stages)
-        check_rules(rules)
-        others = [type(stage).__name__ for stage in stages if not isinstance(stage, PipelineStage)]
-        if others or not stages:
-            raise UsageError(
-                f"from_stages was given {', '.join(others) or 'no stages'}; give it the stages of this rank, "
-                "each made by PipelineStage(module, index, count)"
-            )
-        patience = Patience(timeout, rendezvous_timeout)
-        transport, loss, replicas = connect(stages[0].device, group, mesh, patience, loss, replicas)
+        settings = StageSettings(
+            caller=cls.from_stages, stages=stages, schedule=schedule, microbatches=microbatches,
+            loss_fn=loss_fn, rules=rules, edges=None if edges is None else tuple(edges), group=group,
+            mesh=mesh, seed=seed, timeout=timeout, rendezvous_timeout=rendezvous_timeout, options=options,
+        )  # fmt: skip
+        transport, loss, replicas = connect(
+            settings.home, group, mesh, settings.patience, settings.loss, settings.replicas
+        )
         pipe = cls.__new__(cls)
         with set_up(transport) as prepare:
             prepare("plans its stages")
-            world = None if transport is None else transport.ranks
-            schedules = make_plan(schedule, None, stages[0].count, microbatches, world)
-            schedules = replace(schedules, edges=None if edges is None else tuple(edges))
+            schedules = settings.schedules(None if transport is None else transport.ranks)
             check_placed(schedules.training, stages, transport)
             modules = {stage.index: stage.code for stage in stages}
             table = find_shared_between(modules) if shared is None else tuple(shared)
             make_equal(stages, replicas, transport)
             pipe._chosen = pipe._model = None
-            pipe._begin(schedules, transport, stages[0].device, loss, replicas, rules, seed)
+            pipe._begin(settings, schedules, transport, loss, replicas)
             pipe._take(stages, table, modules)
-        pipe._stand_beside(siblings_of(mesh, replicas))
-        pipe._slowness = Slowness(None)
+        pipe._job.stand_beside(siblings_of(mesh, replicas))
         return pipe
 
-    def _begin(  # noqa: PLR0913 - all that a pipeline consists of, but its stages
+    def _begin(
         self,
+        settings: PipelineSettings,
         schedules: ProvenSchedules,
         transport: Transport | None,
-        home: torch.device,
         loss: Loss | None,
         replicas: Replicas,
-        rules: Rules | None,
-        seed: Seed,
         details: Mapping[str, str] | None = None,
     ) -> None:
         """Put together what needs no stages, and check that all ranks have the same."""
         self._schedules, self._transport = schedules, transport
-        self._runner = Runner(schedules.proven, transport, home)
+        self._runner = Runner(schedules.proven, transport, settings.home)
         self._stages: tuple[PipelineStage, ...] = ()
         self._uncut: UncutModel | None = None
         self._partition: Partition | None = None
-        self._loss = None if loss is None else replace(loss, rules=rules)
-        self._rules = rules
+        self._loss, self._rules = loss, settings.rules
+        self._slowness = Slowness(settings.watch_every)
         self._hooks, self._step_hooks = Hooks(ActionEvent), Hooks(StepEvent)
         self._closed = False
         self._replicas = replicas
+        self._job = PipelineJob(self._runner, schedules.ranks, replicas)
         self._contents: dict[int, str] = {}
         if transport is not None:
             check_plans(transport, schedules.training, details)
         check_loss(loss, schedules.training)
-        self._randomness = Randomness(self._runner.gather(own_seed(seed))[0])
+        self._randomness = Randomness(self._runner.gather(settings.own_seed)[0])
         self._last_seed: tuple[int, int] | None = None
 
     def _wait_for_cut(self, uncut: UncutModel) -> None:
         """Let the first call cut the model; until then, each process has all of it."""
         self._uncut = uncut
-        self._held: ListedWeights = WholeWeights(
-            uncut.model, self._runner, uncut.device, lambda: uncut.waiting
-        )
+        whole = WholeWeights(uncut.model, self._runner, uncut.device, lambda: uncut.waiting)
+        self._weights = ModelWeights(self._job, whole, uncut.model, uncut)
 
     def _take_cut(self, stages: Sequence[PipelineStage], partition: Partition) -> None:
         """Take this process's stages of a model that has been cut."""
@@ -383,13 +355,12 @@ class Pipeline:
         self._check_spread(weighted=loss is not None and loss.loss_weight is not None)
         check_shared(self._stages, shared, self._replicas, runner.gather)
         rank_of = self._schedules.training.placement.rank_of
-        self._held = HeldWeights(self._stages, runner, shared, rank_of, named)
+        held = HeldWeights(self._stages, runner, shared, rank_of, named)
+        if self._uncut is None:
+            self._weights = ModelWeights(self._job, held, self._model)
+        else:
+            self._weights.take_cut(held, self._model)
         self._uncut = None
-
-    def _stand_beside(self, siblings: Siblings) -> None:
-        self._siblings = siblings
-        if self._transport is not None:
-            self._transport.watch.protect_groups(siblings.groups)
 
     # ---- what a pipeline is
 
@@ -428,14 +399,14 @@ class Pipeline:
         return self._replicas
 
     @property
-    def siblings(self) -> Siblings:
-        """The pipelines side by side with this one, given by ``mesh=`` or ``replicas=``."""
-        return self._siblings
+    def weights(self) -> ModelWeights:
+        """The weights of the whole model: their norms, state dicts, files and first values."""
+        return self._weights
 
-    def circles(self) -> list[Circle]:
-        """For each dimension of pipelines side by side, the processes at this place in them."""
-        watch = None if self._transport is None else self._transport.watch
-        return [Circle(group, watch) for group in self._siblings.groups]
+    @property
+    def job(self) -> PipelineJob:
+        """The processes that train together, what they tell each other, and how long each may take."""
+        return self._job
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -468,7 +439,7 @@ class Pipeline:
 
         Of several pipelines side by side, given by ``mesh=`` or ``replicas=``, rank 0 of the first leads.
         """
-        return self.siblings.first and self._runner.rank == 0
+        return self._job.leads
 
     @property
     def stages(self) -> tuple[PipelineStage, ...]:
@@ -514,7 +485,14 @@ class Pipeline:
 
     if not TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> NoReturn:
+        def __getattr__(self, name: str) -> Any:
+            if new := _MOVED.get(name):
+                warnings.warn(
+                    f"Pipeline.{name} is now pipe.{new}; the old name goes with the next release",
+                    DeprecationWarning,
+                    stacklevel=2,
+                )
+                return attrgetter(new)(self)
             hint = _HABITS.get(name)
             told = f"'{type(self).__name__}' object has no attribute {name!r}"
             raise AttributeError(f"{told}: {hint}" if hint else told, name=name, obj=self)
@@ -588,9 +566,9 @@ class Pipeline:
 
         call = self._described(describe, trains=True, outputs=outputs)
         step = flowed_back(self._run(call, kwargs, target))
-        self._held.leave_gradients()
+        self._weights.held.leave_gradients()
         self._ask_inside(step, args, kwargs, target)
-        if not number and self.siblings.first:
+        if not number and self._job.siblings.first:
             warn_of_batch_norms(self._stages, step.agreement.model_call.count)
         self._last_seed = draws
         self._randomness.advance()
@@ -701,33 +679,6 @@ class Pipeline:
 
         flowed_back(self._run(self._described(describe, trains=True), kwargs, MISSING))
 
-    def carry_out(self, describe: Callable[[], Call], *, trains: bool) -> StepState:
-        """Carry out a call described by hand, as :mod:`penstock.pipelining` does; every rank calls this.
-
-        Args:
-            describe: returns the call. If it raises, all ranks raise that error, and none begins.
-            trains: whether the call trains.
-        """
-        return flowed_back(self._run(self._described(describe, trains=trains), {}, MISSING))
-
-    @contextmanager
-    def driven(
-        self, describe: Callable[[], Call], *, trains: bool
-    ) -> Iterator[tuple[StepState, Callable[[Action], None]]]:
-        """A context like :meth:`carry_out`, in which the caller runs the actions, in any order of its own.
-
-        Yields:
-            The state of the call, and a function that runs an action.
-        """
-        call = self._described(describe, trains=trains)
-        if trains:
-            self._held.prepare()
-        with self._runner.driven(call) as driven:
-            yield driven
-        if trains:
-            self._held.finish()
-        flowed_back(driven[0])
-
     def _evaluate(
         self,
         args: Sequence[Any],
@@ -783,37 +734,7 @@ class Pipeline:
         if isinstance(loss.loss_weight, Sequence):
             return
         if any(self._runner.gather(self._runner.interpreter.has_loss_inside)):
-            self.ask_inside(loss, model_call.count, *args, target=target, **kwargs)
-
-    def ask_inside(
-        self, loss: Loss | None, count: int, *args: Any, target: Any = MISSING, **kwargs: Any
-    ) -> dict[str, tuple[float, float]]:
-        """Check that a loss is the same in fewer microbatches; every rank calls this.
-
-        Args:
-            loss: the loss, or None for that of the pipeline.
-            count: the number of microbatches.
-            args: as for :meth:`step`.
-            target: as for :meth:`step`.
-            kwargs: as for :meth:`step`.
-
-        Returns:
-            Both values of each loss that the model adds and that is not the same, by name.
-
-        Raises:
-            UsageError: the loss is not the same.
-        """
-        loss = self._loss if loss is None else loss
-
-        def evaluate(microbatches: int) -> Mapping[str, float]:
-            def describe() -> Call:
-                return Call(self._split(args, kwargs, target, microbatches), loss, trains=False)
-
-            step = self._run(self._described(describe, trains=False, loss=loss), kwargs, target)
-            return step.result.losses
-
-        modules = (module for stage in self._stages for module in stage.called_modules())
-        return ask_inside(count, evaluate, self._runner.gather, modules, self.device)
+            check_in_fewer(self, loss, model_call.count, *args, target=target, **kwargs)
 
     def find_nonfinite(
         self, *args: Any, target: Any = MISSING, **kwargs: Any
@@ -901,7 +822,7 @@ class Pipeline:
         try:
             if self._partition is not None:
                 self._partition.check_unchanged()
-            self._held.check_filled()
+            self._weights.held.check_filled()
             if outputs:
                 output_dim(self._rules)
             return describe()
@@ -921,12 +842,12 @@ class Pipeline:
             if self._uncut is not None:
                 self._runner.cut_by(self._uncut, call)
             if call.trains:
-                self._held.prepare()
+                self._weights.held.prepare()
             step = self._runner.run(call)
         except StageError as error:
             raise self._explained(error, call, kwargs, target) from error.__cause__
         if call.trains:
-            self._held.finish()
+            self._weights.held.finish()
         if watched:
             self._note_slow(step, self._timeline(step)[0], warn=self.leads)
         return step
@@ -1013,11 +934,6 @@ class Pipeline:
 
     # ---- parameters
 
-    @property
-    def held_weights(self) -> StageWeights:
-        """The parameters and buffers that live in this process."""
-        return self._held.weights
-
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of the whole model, each once, under their names in it and in its order.
 
@@ -1026,206 +942,37 @@ class Pipeline:
         In a process of several, those of other ranks are stand-ins, which optimizers leave out. What needs
         the numbers of one is an error that names it and its rank; see docs/weights.md.
         """
-        return self._held.named_parameters()
+        return self._weights.held.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of the whole model, each once; see :meth:`named_parameters`."""
         return (parameter for _, parameter in self.named_parameters())
-
-    def leave_gradients(self) -> None:
-        """Leave stand-ins as the gradients of the weights of other ranks, as a step does."""
-        self._held.leave_gradients()
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
         for parameter in self.parameters():
             parameter.grad = None
 
-    @collective
-    def grad_norm(self, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> float:
-        """The norm of all gradients of the whole model, the same on every rank.
-
-        A weight that several stages share counts once, and a DTensor counts whole.
-
-        Args:
-            norm_type: which norm; ``float("inf")`` is the largest absolute value.
-            error_if_nonfinite: whether a norm that is infinite or ``nan`` is an error.
-
-        Raises:
-            NonFiniteError: the norm is not finite.
-        """
-        order = float(norm_type)
-        return total_norm(
-            self._held.norms(order), order,
-            error_if_nonfinite=error_if_nonfinite, steps=self._runner.steps,
-        )  # fmt: skip
-
-    @collective
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> float:
         """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
 
+        It is that of :attr:`weights`, for the line that every training loop has; every rank calls it.
+
         Args:
             max_norm: the largest norm.
-            norm_type: as for :meth:`grad_norm`.
-            error_if_nonfinite: as for :meth:`grad_norm`; no gradient is scaled then.
+            norm_type: which norm; ``float("inf")`` is the largest absolute value.
+            error_if_nonfinite: whether a norm that is infinite or ``nan`` is an error.
 
         Returns:
             The norm before scaling, the same on every rank.
         """
-        norm = self.grad_norm(norm_type, error_if_nonfinite=error_if_nonfinite)
-        held = [parameter for _, parameter in self._held.weights.named_parameters()]
-        scale_gradients(held, norm, max_norm)
-        return norm
+        return self._weights.clip_grad_norm_(
+            max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+        )
 
-    @collective
-    def init_weights(self, seed: int, init: Init | None = None) -> None:
-        """Initialise all weights, as :func:`penstock.init_weights` does. Every rank calls it.
-
-        Before the cut, a model on the meta device gets its values with the cut, each process its stages'.
-        """
-        if self._uncut is None or not self._uncut.fill_later(seed, init):
-            self._held.initialise(seed, init)
-
-    # ---- state dicts
-
-    @collective
-    def state_dict(self, *, full: bool = False) -> dict[str, Any]:
-        """Parameters and buffers under their names in the unsplit model.
-
-        Args:
-            full: whether to return the tensors of all stages on rank 0, as copies on the CPU, and an empty
-                dict on the others; every rank then calls it. By default, only the tensors in this process.
-
-        Raises:
-            UsageError: different stages have different weights of one name.
-        """
-        if not full:
-            return self._held.weights.state_dict()
-        return self._held.state_dict()
-
-    @collective
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadResult:
-        """Load the unsplit model's weights: each process picks those of its stages.
-
-        Every rank calls it.
-
-        Args:
-            state_dict: the state dict of the unsplit model.
-            strict: whether missing and unexpected names are an error. A name is unexpected if no stage of
-                any rank has it.
-
-        Returns:
-            The names that were missing and unexpected, over all ranks.
-
-        Raises:
-            StateDictError: something is missing, unexpected or of another size; nothing is changed then.
-        """
-        return self._held.load(lambda: state_dict, strict=strict, any_name=False)
-
-    # ---- optimizers
-
-    @collective
-    def optimizer_state_dict(self, optimizer: Optimizer, *, full: bool = False) -> dict[str, Any]:
-        """An optimizer's state dict, in which parameters have their names in the unsplit model.
-
-        An optimizer's own state dict holds positions, which mean other parameters on each rank. This one can
-        be loaded with any stages and ranks, by :meth:`load_optimizer_state_dict`, and into an optimizer of
-        the unsplit model, by torch's ``set_optimizer_state_dict``.
-
-        Args:
-            optimizer: an optimizer of this pipeline's parameters.
-            full: whether to return the states of all parameters on rank 0, as copies on the CPU, and an empty
-                dict on the others; every rank then calls it. By default, only the states in this process.
-
-        Raises:
-            UsageError: the optimizer has parameters that are not this pipeline's, or one state for all.
-        """
-
-        def held() -> OptimizerStates:
-            return read_states(optimizer, self._held.names_by_identity(), "the optimizer")
-
-        if not full:
-            return named_state_dict(held())
-        return self._held.optimizer_state_dict(held)
-
-    @collective
-    def load_optimizer_state_dict(
-        self, optimizer: Optimizer, state_dict: Mapping[str, Any], strict: bool = True
-    ) -> LoadResult:
-        """Load an optimizer's state dict by names: each process picks the states of its parameters.
-
-        Every rank calls it.
-
-        Args:
-            optimizer: an optimizer of this pipeline's parameters.
-            state_dict: as :meth:`optimizer_state_dict` returns it, with ``full=True`` for other stages or
-                ranks.
-            strict: whether missing and unexpected names are an error.
-
-        Returns:
-            The names of parameters that were missing and unexpected, over all ranks.
-
-        Raises:
-            StateDictError: the state does not fit, or holds positions; nothing is changed then.
-        """
-        names = self._held.names_by_identity()
-        loaded = load_optimizer(self._held.team, optimizer, names, state_dict, strict=strict)
-        self.was_loaded(optimizer)
-        return loaded
-
-    def was_loaded(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer got states: those for weights of other ranks are dropped with the cut."""
-        if self._uncut is not None:
-            self._uncut.drop_later(optimizer)
-
-    # ---- files
-
-    @collective
-    def save(self, folder: str | os.PathLike[str], processing_class: Any = None) -> None:
-        """Write the weights as safetensors, one file per stage and an index, under the model's names.
-
-        A model of transformers gets its ``config.json`` and ``generation_config.json`` too, so that
-        ``from_pretrained(folder)`` loads it.
-
-        Every rank of all pipelines given by ``mesh=`` or ``replicas=`` calls it; the first pipeline writes.
-        The folder holds the weights that it held before until all new files are there: it is never between
-        two saves, whenever a process is killed.
-
-        A weight that has several names or stages is written once. :func:`penstock.read_weights` returns it
-        under all its names, so that the unsplit model loads it.
-
-        Args:
-            folder: the folder; it is made if necessary.
-            processing_class: a tokenizer or processor, whose files are written too: whatever has
-                ``save_pretrained(folder)``. Rank 0 calls it.
-        """
-        with self.patient(LONG):
-            save_weights(
-                self.team(), Path(folder), self._held.weights, self._held.stage_count,
-                writes=self.siblings.first and self._held.writes(),
-                beside=partial(files_beside, self.model, processing_class),
-            )  # fmt: skip
-
-    @collective
-    def load(self, folder: str | os.PathLike[str], strict: bool = True) -> LoadResult:
-        """Load weights from safetensors files; each process reads only those of its stages.
-
-        Args:
-            folder: a folder that :meth:`save` wrote, with any number of stages, or one of transformers.
-            strict: as for :meth:`load_state_dict`; one of a weight's names is enough.
-
-        Raises:
-            InputFileError: there are no such files.
-            StateDictError: the files hold another model.
-        """
-        if self._uncut is not None and self._uncut.load_later(folder, strict=strict):
-            return LoadResult([], [])
-        with self.patient(LONG):
-            return self._held.load(lambda: read_weights(folder), strict=strict, any_name=True)
-
-    # ---- hooks, messages between ranks, and the end
+    # ---- hooks, and the end
 
     def on(
         self,
@@ -1269,74 +1016,6 @@ class Pipeline:
         """
         return self._step_hooks.add(before, after)
 
-    @collective
-    def agree(self, value: Any) -> list[Any]:
-        """Exchange JSON values: every rank gets the values of all ranks, in rank order."""
-        values = self._runner.gather(value)
-        return values * self._schedules.ranks if self._transport is None else values
-
-    def team(self) -> Team:
-        """All processes that save and load together: the ranks of this pipeline and of its siblings.
-
-        Raises:
-            UsageError: the replicas cannot be reached.
-        """
-        levels = [self._held.level]
-        circles = self.circles()
-        levels += [Level(one.rank, one.size, one.to_first, one.from_first) for one in circles]
-        replicas = self.replicas
-        if not circles and replicas.number > 1:
-            if replicas.exchange is None:
-                raise UsageError(
-                    "the Pipeline was given replicas that can only add up numbers; give "
-                    "penstock.Checkpoints(group=...) the process group of all ranks of all replicas"
-                )
-            levels.append(exchanging(replicas.index, replicas.number, replicas.exchange))
-        return Team(
-            levels, (prod(level.size for level in levels[1:]), levels[0].size), self.calling
-        )
-
-    @collective
-    def share(self, value: Any, rank: int) -> Any:
-        """Send one rank's value, made of tensors and plain data, to every rank; all of them call this."""
-        return self._runner.share(value, rank)
-
-    def checkpointed(self, step: int) -> Callable[[], None]:
-        """Return what is to be called when a checkpoint of this moment is complete.
-
-        If the job fails later, the steps since then are counted in the log.
-
-        Args:
-            step: the checkpoint's step.
-        """
-        return partial(self._runner.note_saved, step, self._runner.steps)
-
-    def calling(self, name: str, seconds: float = 0.0) -> AbstractContextManager[None]:
-        """A context for a call that every rank must make, and that may take so many seconds.
-
-        Args:
-            name: the name by which messages speak of it.
-            seconds: how long it may take, if that is more than usual.
-        """
-        return self._runner.interpreter.activity.calling(name, seconds)
-
-    def wrap_transport(self, wrap: Callable[[Transport], Any]) -> None:
-        """Wrap this rank's transport, such as by a counter; does nothing in one process."""
-        self._runner.wrap_transport(wrap)
-
-    def patient(self, seconds: float) -> AbstractContextManager[None]:
-        """Let this rank take longer than ``timeout`` allows between two steps, such as to save.
-
-        Args:
-            seconds: the time that it may need. The ranks that wait for it need not call this.
-        """
-        return self._runner.interpreter.activity.calling("", seconds)
-
-    def report_failures_to(self, folder: str | os.PathLike[str]) -> None:
-        """Write the report of a failed rank to ``failure.json`` in a folder."""
-        if self._transport is not None:
-            self._transport.watch.keep_in(Path(folder))
-
     def close(self, error: BaseException | None = None) -> None:
         """Release what the transport holds, and end the process group if this Pipeline started it.
 
@@ -1361,6 +1040,76 @@ class Pipeline:
         trace: TracebackType | None,
     ) -> None:
         self.close(error)
+
+
+# ---- calls described by hand, for other rooms
+
+
+def carry_out(pipe: Pipeline, describe: Callable[[], Call], *, trains: bool) -> StepState:
+    """Carry out a call described by hand, as :mod:`penstock.pipelining` does; every rank calls this.
+
+    Args:
+        pipe: the pipeline.
+        describe: returns the call. If it raises, all ranks raise that error, and none begins.
+        trains: whether the call trains.
+    """
+    return flowed_back(pipe._run(pipe._described(describe, trains=trains), {}, MISSING))
+
+
+@contextmanager
+def driven(
+    pipe: Pipeline, describe: Callable[[], Call], *, trains: bool
+) -> Iterator[tuple[StepState, Callable[[Action], None]]]:
+    """A context like :func:`carry_out`, in which the caller runs the actions, in any order of its own.
+
+    Yields:
+        The state of the call, and a function that runs an action.
+    """
+    call, held = pipe._described(describe, trains=trains), pipe.weights.held
+    if trains:
+        held.prepare()
+    with pipe._runner.driven(call) as state_and_perform:
+        yield state_and_perform
+    if trains:
+        held.finish()
+    flowed_back(state_and_perform[0])
+
+
+def check_in_fewer(
+    pipe: Pipeline,
+    loss: Loss | None,
+    count: int,
+    *args: Any,
+    target: Any = MISSING,
+    **kwargs: Any,
+) -> dict[str, tuple[float, float]]:
+    """Check that a loss is the same in fewer microbatches; every rank calls this.
+
+    Args:
+        pipe: the pipeline.
+        loss: the loss, or None for that of the pipeline.
+        count: the number of microbatches.
+        args: as for :meth:`Pipeline.step`.
+        target: as for :meth:`Pipeline.step`.
+        kwargs: as for :meth:`Pipeline.step`.
+
+    Returns:
+        Both values of each loss that the model adds and that is not the same, by name.
+
+    Raises:
+        UsageError: the loss is not the same.
+    """
+    loss = pipe._loss if loss is None else loss
+
+    def evaluate(microbatches: int) -> Mapping[str, float]:
+        def describe() -> Call:
+            return Call(pipe._split(args, kwargs, target, microbatches), loss, trains=False)
+
+        step = pipe._run(pipe._described(describe, trains=False, loss=loss), kwargs, target)
+        return step.result.losses
+
+    modules = (module for stage in pipe._stages for module in stage.called_modules())
+    return ask_inside(count, evaluate, pipe._runner.gather, modules, pipe.device)
 
 
 def flowed_back(step: StepState) -> StepState:

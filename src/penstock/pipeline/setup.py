@@ -1,10 +1,8 @@
-"""Set a Pipeline up: check its arguments, connect this process, and give its ranks their stages."""
+"""Set a Pipeline up: connect this process, and hold its stages against the schedule and the other ranks."""
 
 from __future__ import annotations
 
-import inspect
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -13,12 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.errors import PenstockError, ScheduleError, UsageError, check_known, listed
+from penstock.errors import PenstockError, ScheduleError, UsageError, listed
 from penstock.faults import Activity, Members, Patience, Watch, meet, noticing_gone_machines
 from penstock.launchers import read_launcher
 from penstock.parallel import (
     begin_equal,
-    group_across,
     group_of,
     left_alone,
     members_of,
@@ -26,13 +23,9 @@ from penstock.parallel import (
     spread_parts,
 )
 from penstock.partition import Partition, Shared
-from penstock.pipeline.plan import REMEDIES
 from penstock.runtime import (
     Loss,
-    LossFunction,
-    LossOptions,
     Replicas,
-    check_function,
     forwards_first,
 )
 from penstock.schedule import Schedule, build, names
@@ -42,40 +35,11 @@ from penstock.transport import Circle, Transport, join, launched
 log = logging.getLogger("penstock")
 
 
-def placed_on(device: torch.device | str | None) -> torch.device | None:
-    """Resolve ``device=``: ``"cuda"`` is the device of ``LOCAL_RANK``, which torchrun sets.
-
-    Raises:
-        UsageError: this machine has no such device.
-    """
-    if device is None:
-        return None
-    try:
-        chosen = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        said = str(error).partition(" at start of")[0]
-        raise UsageError(f"device={device!r}: {said}") from None
-    if chosen.type in ("cpu", "meta"):
-        return torch.device(chosen.type)  # Accelerate says cpu:0, which no tensor does
-    numbered = "" if chosen.index is not None else ", by LOCAL_RANK"
-    if numbered:
-        read_launcher()
-        chosen = torch.device(chosen.type, int(os.environ.get("LOCAL_RANK", "0")))
-    kind = torch.get_device_module(chosen.type)
-    count = kind.device_count() if kind.is_available() else 0
-    if not count:
-        raise UsageError(
-            f"device={str(device)!r}: torch.{chosen.type}.is_available() is False in this process; use "
-            "device='cpu', or install a driver and a torch build for it"
-        )
-    if chosen.index >= count:
-        raise UsageError(
-            f"device={str(device)!r}: this process would take number {chosen.index}{numbered}, but there are "
-            f"only {count}; start at most {count} processes on this machine, or give each its device"
-        )
-    return chosen
-
-
+REMEDIES = {
+    "DistributedDataParallel": 'DistributedDataParallel(module, process_group=mesh.get_group("dp"))',
+    "fully_shard": 'fully_shard(module, mesh=mesh["dp"])',
+}
+"""For each wrapper, how to spread a stage by it."""
 Wrap = Callable[[nn.Module, int], nn.Module | None]
 """Wraps a stage's module, called with the module and its index; None means it was changed in place."""
 
@@ -133,11 +97,6 @@ def wrap_stages(stages: Sequence[PipelineStage], wrap: Wrap | None) -> None:
     """
     if wrap is None:
         return
-    if not callable(wrap):
-        raise UsageError(
-            f"wrap={wrap!r}: must be a function of a stage's module and its index, such as "
-            'lambda module, stage: fully_shard(module, mesh=mesh["dp"])'
-        )
     for stage in stages:
         before = stage.module
         wrapped = wrap(before, stage.index)
@@ -152,49 +111,6 @@ def wrap_stages(stages: Sequence[PipelineStage], wrap: Wrap | None) -> None:
                 "stage's module; it must return that module, wrapped or as it is"
             )
         stage.module = before if wrapped is None else wrapped
-
-
-_CUT = "cut the model first: stages=penstock.partition.partition(model, stages, {}=...)"
-_INSTEAD = {
-    **{name: _CUT.format(name) for name in ("balance", "placement")},
-    "how": "a model is cut by count, paths or lists of paths (stages=); penstock.pipelining.pipeline traces",
-    "batch_statistics": "batch norms use and update each microbatch's statistics",
-    "chunks": "did you mean microbatches=?",
-    "loss": "did you mean loss_fn=?",
-    "criterion": "did you mean loss_fn=?",
-    "num_stages": "did you mean stages=?",
-    "world_size": "did you mean ranks=?",
-}
-"""Hints for names that are not near the right one, such as those of other libraries."""
-
-
-def loss_of(
-    function: LossFunction | None, options: LossOptions, caller: Callable[..., Any]
-) -> tuple[Loss | None, Replicas]:
-    """The loss of a Pipeline, if it has a function, and its replicas.
-
-    Args:
-        function: the user's ``loss_fn=``.
-        options: keyword arguments beyond the caller's own.
-        caller: the function that the user called.
-
-    Raises:
-        UsageError: an argument is unknown, and the message names the nearest one; or its value is wrong.
-    """
-    parameters = inspect.signature(caller).parameters.values()
-    named = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
-    check_known(options, [*named, *LossOptions.__annotations__], _INSTEAD)
-    replicas = replicas_of(options.get("replicas"))
-    if function is None:
-        return None, replicas
-    metrics = options.get("metrics") or {}
-    if not isinstance(metrics, Mapping):
-        raise UsageError(f"metrics={metrics!r}: must be functions by name, in a dict")
-    check_function("loss_fn", function)
-    for name, metric in metrics.items():
-        check_function(f"metrics[{name!r}]", metric)
-    checked: dict[str, Any] = {**options, "metrics": metrics, "replicas": replicas}
-    return Loss(function, **checked), replicas
 
 
 def check_loss(loss: Loss | None, schedule: Schedule) -> None:
@@ -236,23 +152,6 @@ def warn_of_batch_norms(stages: Sequence[PipelineStage], microbatches: int | Non
             listed(trained, 3),
             microbatches,
         )
-
-
-def replicas_of(replicas: Any) -> Replicas:
-    """The replicas of this pipeline, from a group or mesh of the ranks at the same place in each."""
-    if replicas is None or isinstance(replicas, Replicas):
-        return replicas or Replicas()
-    group = group_across(replicas)
-    if not callable(getattr(group, "allgather", None)):
-        hint = f", as in mesh[{replicas!r}]" if isinstance(replicas, str) else ""
-        raise UsageError(
-            f"replicas={replicas!r}: must be a process group of the ranks at this place in each pipeline, a "
-            f"mesh of that dimension{hint}, or penstock.Replicas"
-        )
-    circle = Circle(group)
-    return Replicas(
-        circle.size, circle.sum, index=circle.rank, exchange=circle.exchange, group=group
-    )
 
 
 def make_equal(

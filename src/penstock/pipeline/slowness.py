@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from penstock.errors import UsageError
 from penstock.plan import Plan
 from penstock.schedule import Costs, Schedule, Slow, Timeline, costs_of, find_slow
-from penstock.schedule.base import whole_number
 
 WARM = 2
 """The first training step whose actions take as long as later ones: the one before it also sets things up."""
@@ -19,15 +17,10 @@ class Slowness:
 
     Args:
         every: The number of training steps after which one is recorded; None for never.
-
-    Raises:
-        UsageError: It is not a number of steps.
     """
 
     def __init__(self, every: int | None) -> None:
-        self._every = whole_number("watch_every", every)
-        if self._every is not None and self._every < 1:
-            raise UsageError(f"watch_every={every}: must be at least 1, or None")
+        self._every = every
         self._steps = 0
         self._first: dict[tuple[int, int], Costs] = {}
 

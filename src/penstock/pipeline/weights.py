@@ -17,6 +17,7 @@ from penstock.elsewhere import Elsewhere, Whereabouts, is_elsewhere, leave_gradi
 from penstock.errors import UsageError
 from penstock.parallel import local_part
 from penstock.partition import Shared, find_shared, named_tensors
+from penstock.pipeline.job import level_of
 from penstock.runtime import Runner
 from penstock.stage import PipelineStage
 from penstock.weights import Init
@@ -34,7 +35,7 @@ from penstock.weights.states import (
     gather_state,
     load_state,
 )
-from penstock.weights.team import Level, Team
+from penstock.weights.team import Team
 
 CUT_NOW = (
     "give example=(args, kwargs) to cut the model when the Pipeline is made, or pipe.cut() a batch"
@@ -132,16 +133,10 @@ class ListedWeights(ABC):
         return result
 
     @property
-    def level(self) -> Level:
-        """The ranks of this pipeline, of which the first collects what the others tell."""
-        transport = self.ranks.transport
-        size = 1 if transport is None else transport.ranks
-        return Level(self.ranks.rank, size, self.ranks.to_first, self.ranks.from_first)
-
-    @property
     def team(self) -> Team:
         """The ranks of this pipeline, as processes that load together."""
-        return Team([self.level], (1, self.level.size))
+        level = level_of(self.ranks)
+        return Team([level], (1, level.size))
 
 
 class WholeWeights(ListedWeights):

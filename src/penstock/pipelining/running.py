@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import MicrobatchError, PenstockError, ScheduleError, UsageError
-from penstock.pipeline import Pipeline
+from penstock.pipeline import Pipeline, carry_out, driven
 from penstock.pipeline.plan import prove
 from penstock.pipelining._utils import CallError, PlacementError
 from penstock.pipelining.by_hand import Drive, OwnLoop, any_order
@@ -377,7 +377,7 @@ class PipelineSchedule:
                     "the step got a whole batch and one that is split already; pass arg_mbs, kwarg_mbs and "
                     "target_mbs, or the arguments and target"
                 )
-            self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+            arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         except Exception as error:
             self._refuse(error)
             raise
@@ -395,7 +395,7 @@ class PipelineSchedule:
         call = Call(batch_of(*batch), trains=self._has_backward)
 
         def begin() -> AbstractContextManager[Any]:
-            return self._pipeline(self._all_actions()).driven(lambda: call, trains=call.trains)
+            return driven(self._pipeline(self._all_actions()), lambda: call, trains=call.trains)
 
         try:
             with OwnLoop(begin, self._all_actions) as self._loop:
@@ -431,7 +431,7 @@ class PipelineSchedule:
 
         try:
             pipe = self._pipeline(self._all_actions())
-            pipe.carry_out(describe, trains=self._has_backward)
+            carry_out(pipe, describe, trains=self._has_backward)
         except PenstockError:
             if isinstance(error, PenstockError):
                 raise
@@ -469,7 +469,7 @@ class PipelineSchedule:
         batch, custom = batch_of(arg_mbs, kwarg_mbs, target_mbs), self._custom_ops(context)
         call = Call(batch, loss, trains=self._has_backward, keep=True, custom=custom)
         try:
-            done = pipe.carry_out(lambda: call, trains=call.trains)
+            done = carry_out(pipe, lambda: call, trains=call.trains)
         finally:
             self._engine_runs = False
         last: Any = next((stage for stage in self._stages if stage.is_last), None)

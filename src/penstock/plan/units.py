@@ -655,7 +655,8 @@ class _Runs:
         work: dict[str, Counter[Operation]] = {kind: Counter() for kind in KINDS}
         for number, section in enumerate(counts.sections):
             for kind in KINDS if section.unit == unit else ():
-                work[kind] += counts.sections[counts.alike[number]].work[kind]
+                # What no later unit uses has no backward.
+                work[kind] += counts.sections[counts.alike[number]].work.get(kind, Counter())
         return work
 
     def cost(

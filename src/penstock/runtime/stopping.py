@@ -17,6 +17,8 @@ logger = logging.getLogger("penstock")
 
 SIGNAL, TIME_LIMIT = "a signal", "the time limit"
 """Why a run stops."""
+TOGETHER = 3.0
+"""Seconds within which signals are one: SLURM tells every process, and torchrun tells its own once more."""
 
 
 class GracefulStop:
@@ -38,7 +40,7 @@ class GracefulStop:
     At the end of the context a run that was stopped by a signal leaves with status 143, or by
     KeyboardInterrupt after Ctrl-C, on every rank: a launcher that restarts does so, and no process counts as
     done. The pipeline belongs inside. Before the first step there is nothing to save, and a signal acts as it
-    does outside; so does a second one.
+    does outside; so does a second one, 3 s after the first or later.
 
     Args:
         time_limit: the seconds after which the run stops, from now on; None for no limit. The status is then
@@ -57,7 +59,7 @@ class GracefulStop:
         self._end = None if time_limit is None else time.monotonic() + time_limit
         self._signals = signals
         self._stepped = False
-        self._received = 0
+        self._received, self._came = 0, 0.0
         self._agreed = ""
         self._handlers: dict[int, Any] = {}
 
@@ -83,7 +85,9 @@ class GracefulStop:
     ) -> None:
         self._restore()
         self._open.remove(self)
-        if error is None and self._agreed == SIGNAL:
+        # Lightning ends a loop by an exit without a status, which would count as done.
+        ends_well = error is None or (isinstance(error, SystemExit) and not error.code)
+        if ends_well and self._agreed == SIGNAL:
             raise KeyboardInterrupt if self._received == signal.SIGINT else SystemExit(TERMINATED)
 
     def _restore(self) -> None:
@@ -91,16 +95,26 @@ class GracefulStop:
             signal.signal(number, handler)
 
     def _note(self, number: int, _: object) -> None:
+        now = time.monotonic()
+        if self._received and now < self._came + TOGETHER:
+            return
         if self._received or not self._stepped:
             self._restore()
             signal.raise_signal(number)
             return
-        self._received = number
+        self._received, self._came = number, now
         if os.environ.get("LOCAL_RANK", "0") == "0":
             logger.warning(
                 "penstock: %s: the run stops after this step; a second signal ends it at once",
                 signal.Signals(number).name,
             )
+
+    @classmethod
+    def take_signals(cls) -> None:
+        """Take the signals again, after a library has put handlers of its own over those of open contexts."""
+        for one in cls._open:
+            for number in one._handlers:
+                signal.signal(number, one._note)
 
     # ---- for the sum after a step
 

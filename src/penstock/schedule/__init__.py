@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from penstock.schedule.comparing import find_slow as find_slow
     from penstock.schedule.comparing import message_times as message_times
     from penstock.schedule.dependencies import Dependencies as Dependencies
+    from penstock.schedule.drawing import Picture as Picture
     from penstock.schedule.drawing import draw_svg as draw_svg
     from penstock.schedule.drawing import draw_text as draw_text
     from penstock.schedule.files import Limits as Limits

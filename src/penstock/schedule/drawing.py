@@ -210,7 +210,16 @@ class _Sheet:
                 yield _rect(self.x(start), y, width, self.row - 4, 'rx="2"', kind="pair")
 
 
-def draw_svg(timeline: Timeline, *, title: str = "", note: str = "") -> str:
+class Picture(str):
+    """An SVG document, which a notebook shows as a picture."""
+
+    __slots__ = ()
+
+    def _repr_svg_(self) -> str:
+        return str(self)
+
+
+def draw_svg(timeline: Timeline, *, title: str = "", note: str = "") -> Picture:
     """Draw a timeline.
 
     Args:
@@ -219,7 +228,8 @@ def draw_svg(timeline: Timeline, *, title: str = "", note: str = "") -> str:
         note: the text below it, such as the source of the times.
 
     Returns:
-        An SVG document. All text is escaped; each box names its action and times in a tooltip.
+        An SVG document: a string that a notebook shows as a picture. All text is escaped; each box names
+        its action and times in a tooltip.
     """
     sheet = _Sheet(timeline)
     shares = SHARES if sheet.length <= SCREEN else SHARES + LABELS
@@ -239,7 +249,7 @@ def draw_svg(timeline: Timeline, *, title: str = "", note: str = "") -> str:
         _text(LABELS, sheet.bottom + AXIS + 10, note, "note") if note else "",
         "</svg>",
     ]
-    return "\n".join(part for part in parts if part) + "\n"
+    return Picture("\n".join(part for part in parts if part) + "\n")
 
 
 def _text(x: float, y: float, text: str, kind: str = "") -> str:

@@ -154,7 +154,7 @@ def compare(  # noqa: PLR0913 - what a user of Pipeline chooses, by name
                 pipe.clip_grad_norm_(LIMIT)
                 _train(trainer)
             result = pipe.step(*case.args, target=case.target, **case.kwargs)
-        gradients = {name: p.grad for name, p in pipe.held_weights.named_parameters()}
+        gradients = {name: p.grad for name, p in pipe.weights.here.named_parameters()}
     return Verdict(result.loss, expected_loss, gradients, {n: expected[n] for n in gradients})
 
 

@@ -218,7 +218,7 @@ def record_messages(pipe: Pipeline, *, keeps: bool = False) -> RecordingTranspor
         recordings.append(RecordingTransport(transport, keeps=keeps))
         return recordings[-1]
 
-    pipe.wrap_transport(wrap)
+    pipe.job.wrap_transport(wrap)
     if not recordings:
         raise UsageError(
             "all ranks share this process, so no messages travel; start it by torchrun"

@@ -88,7 +88,7 @@ def train(config: TrainConfig, console: Console | None = None) -> Outcome:
     ):
         out = (console or Console()) if pipe.leads else Console(quiet=True)
         folder, checkpoints = _claim_folder(pipe, config)
-        pipe.report_failures_to(folder.path)
+        pipe.job.report_failures_to(folder.path)
         with checkpoints:
             outcome = Run(config, pipe, corpus, folder, checkpoints, out).complete(stop)
     return outcome
@@ -204,7 +204,7 @@ def profile_of(
 
 def exchange(pipe: Pipeline, value: Any) -> list[Any]:
     """The JSON values of all processes of all replicas, in the same order on each."""
-    exchanged: list[Any] = pipe.team().meet(
+    exchanged: list[Any] = pipe.job.team().meet(
         "go on", lambda: value, lambda values: [values] * len(values)
     )
     return exchanged
@@ -267,7 +267,7 @@ class Run:
             say(self.console, f"resume with: {command_to_resume(self.folder.path)}")
             return Outcome(losses, None, self.folder.path)
         held_out_loss = self._measure_held_out()
-        self.pipe.save(self.folder.path / "weights")
+        self.pipe.weights.save(self.folder.path / "weights")
         if self._timeline is not None and self.pipe.leads:
             self._report(*self._timeline)
         say(self.console, f"run folder: {self.folder.path}")

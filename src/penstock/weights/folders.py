@@ -261,7 +261,7 @@ def read_weights(folder: str | os.PathLike[str]) -> WeightFiles:
     ``model.load_state_dict(penstock.read_weights(folder))`` fills the unsplit model.
 
     Args:
-        folder: one that :meth:`penstock.Pipeline.save` or transformers wrote, or a single file.
+        folder: one that ``pipe.weights.save`` or transformers wrote, or a single file.
 
     Raises:
         InputFileError: the folder holds no such files, or they cannot be read.
@@ -272,8 +272,8 @@ def read_weights(folder: str | os.PathLike[str]) -> WeightFiles:
             break
     else:
         raise InputFileError(
-            f"{path}: it holds neither {INDEX} nor model.safetensors; pass a folder that Pipeline.save or "
-            "transformers has written"
+            f"{path}: it holds neither {INDEX} nor model.safetensors; pass a folder that pipe.weights.save "
+            "or transformers has written"
         )
     if file == path / INDEX:
         return WeightFiles(*_read_index(path))
@@ -365,7 +365,7 @@ def load_partition(
     Args:
         partition: the model's stages; a tied weight may be in the files under any of its names.
         stages: the indices of the stages to fill.
-        folder: one that :meth:`penstock.Pipeline.save` or transformers wrote, or a single file.
+        folder: one that ``pipe.weights.save`` or transformers wrote, or a single file.
         device: the device on which meta tensors get memory.
         seen: called with a line of text for every tensor, to report progress.
 

@@ -199,7 +199,7 @@ def init_weights(
         raise UsageError(f"seed={seed!r}: must be a whole number")
     if isinstance(target, nn.Module | PipelineStage):
         initialise([_home(target, device)], seed, init)
-    elif callable(of_pipeline := getattr(target, "init_weights", None)):
+    elif callable(of_pipeline := getattr(getattr(target, "weights", None), "init_weights", None)):
         if device is not None:
             raise UsageError("a Pipeline knows where its stages live; leave out device=")
         of_pipeline(seed, init)

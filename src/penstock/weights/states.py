@@ -308,14 +308,14 @@ def load_optimizer(
         if not {"state", "param_groups"} <= state.keys():
             raise StateDictError(
                 f"an optimizer's state dict has 'state' and 'param_groups', not {sorted(map(str, state))}; "
-                "pass what pipe.optimizer_state_dict(optimizer) returned"
+                "pass what pipe.weights.optimizer_state_dict(optimizer) returned"
             )
         saved.extend((settings_of(group), group["params"]) for group in state["param_groups"])
         given = [name for _, of in saved for name in of]
         if not all(isinstance(name, str) for name in [*state["state"], *given]):
             raise StateDictError(
                 "this optimizer's state dict holds positions, which mean different parameters on each rank; "
-                "save what pipe.optimizer_state_dict(optimizer, full=True) returns, or use "
+                "save what pipe.weights.optimizer_state_dict(optimizer, full=True) returns, or use "
                 "penstock.Checkpoints"
             )
         groups = [of for _, of in read_states(optimizer, names, "the optimizer").groups]

@@ -1,0 +1,241 @@
+"""The weights of the whole model, wherever its stages are: norms, state dicts, files and first values."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from penstock.pipeline.job import PipelineJob, collective
+from penstock.pipeline.uncut import UncutModel
+from penstock.pipeline.weights import ListedWeights
+from penstock.weights import Init, read_weights
+from penstock.weights.folders import files_beside, save_weights
+from penstock.weights.norms import scale_gradients, total_norm
+from penstock.weights.optimizers import OptimizerStates, named_state_dict, read_states
+from penstock.weights.states import LoadResult, StageWeights, load_optimizer
+
+LONG = 300.0
+"""Seconds that a rank may take to read or write its weights while the others wait."""
+
+
+class ModelWeights:
+    """The weights of a pipeline's model, under their names in the unsplit model; ``pipe.weights``.
+
+    Every rank calls its methods, unless a method says otherwise.
+
+    Args:
+        job: reaches the other processes.
+        held: the weights in this process.
+        model: the model; None for stages placed by hand.
+        uncut: the model, if it waits for its cut.
+
+    Attributes:
+        held: the weights in this process, and those that they share with other stages.
+    """
+
+    def __init__(
+        self,
+        job: PipelineJob,
+        held: ListedWeights,
+        model: nn.Module | None,
+        uncut: UncutModel | None = None,
+    ) -> None:
+        self.job, self.held, self._model, self._uncut = job, held, model, uncut
+
+    def take_cut(self, held: ListedWeights, model: nn.Module | None) -> None:
+        """Go on with what this process holds once the model is cut."""
+        self.held, self._model, self._uncut = held, model, None
+
+    @property
+    def here(self) -> StageWeights:
+        """The parameters and buffers that live in this process."""
+        return self.held.weights
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """See :meth:`Pipeline.named_parameters`; one rank may call it alone."""
+        return self.held.named_parameters()
+
+    def leave_gradients(self) -> None:
+        """Leave stand-ins as the gradients of the weights of other ranks, as a step does."""
+        self.held.leave_gradients()
+
+    # ---- norms and first values
+
+    @collective
+    def grad_norm(self, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> float:
+        """The norm of all gradients of the whole model, the same on every rank.
+
+        A weight that several stages share counts once, and a DTensor counts whole.
+
+        Args:
+            norm_type: which norm; ``float("inf")`` is the largest absolute value.
+            error_if_nonfinite: whether a norm that is infinite or ``nan`` is an error.
+
+        Raises:
+            NonFiniteError: the norm is not finite.
+        """
+        order = float(norm_type)
+        return total_norm(
+            self.held.norms(order), order,
+            error_if_nonfinite=error_if_nonfinite, steps=self.held.ranks.steps,
+        )  # fmt: skip
+
+    @collective
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> float:
+        """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
+
+        Args:
+            max_norm: the largest norm.
+            norm_type: as for :meth:`grad_norm`.
+            error_if_nonfinite: as for :meth:`grad_norm`; no gradient is scaled then.
+
+        Returns:
+            The norm before scaling, the same on every rank.
+        """
+        norm = self.grad_norm(norm_type, error_if_nonfinite=error_if_nonfinite)
+        scale_gradients([weight for _, weight in self.here.named_parameters()], norm, max_norm)
+        return norm
+
+    @collective
+    def init_weights(self, seed: int, init: Init | None = None) -> None:
+        """Initialise all weights, as :func:`penstock.init_weights` does.
+
+        Before the cut, a model on the meta device gets its values with the cut, each process its stages'.
+        """
+        if self._uncut is None or not self._uncut.fill_later(seed, init):
+            self.held.initialise(seed, init)
+
+    # ---- state dicts
+
+    @collective
+    def state_dict(self, *, full: bool = False) -> dict[str, Any]:
+        """Parameters and buffers under their names in the unsplit model.
+
+        Args:
+            full: whether to return the tensors of all stages on rank 0, as copies on the CPU, and an empty
+                dict on the others; every rank then calls it. By default, only the tensors in this process.
+
+        Raises:
+            UsageError: different stages have different weights of one name.
+        """
+        return self.held.state_dict() if full else self.here.state_dict()
+
+    @collective
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadResult:
+        """Load the unsplit model's weights: each process picks those of its stages.
+
+        Args:
+            state_dict: the state dict of the unsplit model.
+            strict: whether missing and unexpected names are an error. A name is unexpected if no stage of
+                any rank has it.
+
+        Returns:
+            The names that were missing and unexpected, over all ranks.
+
+        Raises:
+            StateDictError: something is missing, unexpected or of another size; nothing is changed then.
+        """
+        return self.held.load(lambda: state_dict, strict=strict, any_name=False)
+
+    @collective
+    def optimizer_state_dict(self, optimizer: Optimizer, *, full: bool = False) -> dict[str, Any]:
+        """An optimizer's state dict, in which parameters have their names in the unsplit model.
+
+        An optimizer's own state dict holds positions, which mean other parameters on each rank. This one can
+        be loaded with any stages and ranks, by :meth:`load_optimizer_state_dict`, and into an optimizer of
+        the unsplit model, by torch's ``set_optimizer_state_dict``.
+
+        Args:
+            optimizer: an optimizer of this pipeline's parameters.
+            full: whether to return the states of all parameters on rank 0, as copies on the CPU, and an empty
+                dict on the others; every rank then calls it. By default, only the states in this process.
+
+        Raises:
+            UsageError: the optimizer has parameters that are not this pipeline's, or one state for all.
+        """
+
+        def held() -> OptimizerStates:
+            return read_states(optimizer, self.held.names_by_identity(), "the optimizer")
+
+        return self.held.optimizer_state_dict(held) if full else named_state_dict(held())
+
+    @collective
+    def load_optimizer_state_dict(
+        self, optimizer: Optimizer, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> LoadResult:
+        """Load an optimizer's state dict by names: each process picks the states of its parameters.
+
+        Args:
+            optimizer: an optimizer of this pipeline's parameters.
+            state_dict: as :meth:`optimizer_state_dict` returns it, with ``full=True`` for other stages or
+                ranks.
+            strict: whether missing and unexpected names are an error.
+
+        Returns:
+            The names of parameters that were missing and unexpected, over all ranks.
+
+        Raises:
+            StateDictError: the state does not fit, or holds positions; nothing is changed then.
+        """
+        names = self.held.names_by_identity()
+        loaded = load_optimizer(self.held.team, optimizer, names, state_dict, strict=strict)
+        self.was_loaded(optimizer)
+        return loaded
+
+    def was_loaded(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer got states: those for weights of other ranks are dropped with the cut."""
+        if self._uncut is not None:
+            self._uncut.drop_later(optimizer)
+
+    # ---- files
+
+    @collective
+    def save(self, folder: str | os.PathLike[str], processing_class: Any = None) -> None:
+        """Write the weights as safetensors, one file per stage and an index, under the model's names.
+
+        A model of transformers gets its ``config.json`` and ``generation_config.json`` too, so that
+        ``from_pretrained(folder)`` loads it.
+
+        Every rank of all pipelines given by ``mesh=`` or ``replicas=`` calls it; the first pipeline writes.
+        The folder holds the weights that it held before until all new files are there: it is never between
+        two saves, whenever a process is killed.
+
+        A weight that has several names or stages is written once. :func:`penstock.read_weights` returns it
+        under all its names, so that the unsplit model loads it.
+
+        Args:
+            folder: the folder; it is made if necessary.
+            processing_class: a tokenizer or processor, whose files are written too: whatever has
+                ``save_pretrained(folder)``. Rank 0 calls it.
+        """
+        with self.job.patient(LONG):
+            save_weights(
+                self.job.team(), Path(folder), self.here, self.held.stage_count,
+                writes=self.job.siblings.first and self.held.writes(),
+                beside=partial(files_beside, self._model, processing_class),
+            )  # fmt: skip
+
+    @collective
+    def load(self, folder: str | os.PathLike[str], strict: bool = True) -> LoadResult:
+        """Load weights from safetensors files; each process reads only those of its stages.
+
+        Args:
+            folder: a folder that :meth:`save` wrote, with any number of stages, or one of transformers.
+            strict: as for :meth:`load_state_dict`; one of a weight's names is enough.
+
+        Raises:
+            InputFileError: there are no such files.
+            StateDictError: the files hold another model.
+        """
+        if self._uncut is not None and self._uncut.load_later(folder, strict=strict):
+            return LoadResult([], [])
+        with self.job.patient(LONG):
+            return self.held.load(lambda: read_weights(folder), strict=strict, any_name=True)

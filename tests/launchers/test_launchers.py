@@ -1,0 +1,148 @@
+"""docs/launchers.md: each command starts the page's program, where its launcher is installed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from tests.launchers import slurm
+from tests.test_pages import CODE_OF, ROOT, Block
+
+PAGE = CODE_OF[ROOT / "docs/launchers.md"]
+LIMIT = 150.0
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def block_with(text: str) -> Block:
+    (block,) = (block for block in PAGE if text in block.text)
+    return block
+
+
+def losses_of_one_process() -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+    return f"{mse_loss(model(torch.ones(8, 16)), torch.zeros(8, 16)).item():.6f}\n"
+
+
+def run(
+    folder: Path, *command: str, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command beside the page's ``train.py``, with the Python and the Penstock of the tests."""
+    (folder / "train.py").write_text(block_with("ranks=2) as pipe").text)
+    paths = {
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    return subprocess.run(
+        command, cwd=folder, env=(environment or dict(os.environ)) | {"OMP_NUM_THREADS": "1"} | paths,
+        capture_output=True, text=True, check=False, timeout=LIMIT,
+    )  # fmt: skip
+
+
+def check(ran: subprocess.CompletedProcess[str]) -> None:
+    assert ran.returncode == 0, ran.stderr
+    assert losses_of_one_process() in ran.stdout
+
+
+WAYS = {
+    "file": 'init_method=f"file://{place}"',
+    "tcp": 'init_method="tcp://127.0.0.1:{port}"',
+    "FileStore": "store=dist.FileStore(place, ranks)",
+}
+
+
+@pytest.mark.parametrize(
+    "way", ["file", *(pytest.param(way, marks=pytest.mark.nightly) for way in ("tcp", "FileStore"))]
+)
+def test_mp_spawn(way: str, tmp_path: Path) -> None:
+    text = block_with("mp.spawn").text
+    assert WAYS["file"] in text
+    text = text.replace(WAYS["file"], WAYS[way].replace("{port}", str(slurm.free_port())))
+    (tmp_path / "spawned.py").write_text(text)
+    check(run(tmp_path, sys.executable, "spawned.py"))
+
+
+@pytest.mark.nightly
+def test_accelerate_launch(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    (command,) = re.findall(r"^\$ (accelerate .*)$", block_with("accelerate launch").text, re.M)
+    check(run(tmp_path, *command.replace("launch", "launch --main_process_port 0").split()))
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI")
+def test_mpirun(tmp_path: Path) -> None:
+    flags = ["--allow-run-as-root", "--oversubscribe"]
+    ran = run(tmp_path, "mpirun", *flags, "-n", "2", "python", "train.py")
+    check(ran)
+    assert "mpirun has started 2 processes" in ran.stderr
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray")
+def test_ray_train_starts_again_where_it_was(tmp_path: Path) -> None:
+    """The second attempt resumes, since rank 1 dies in the first one."""
+    text = block_with("TorchTrainer(").text
+    dies = "if pipe.rank == 1 and step == 3 and not done: os._exit(1)"
+    assert "for step in range(done, steps):\n" in text
+    text = text.replace(
+        "for step in range(done, steps):\n",
+        f"for step in range(done, steps):\n            {dies}\n",
+    )
+    (tmp_path / "ray_train.py").write_text(text)
+    ran = run(tmp_path, sys.executable, "ray_train.py")
+    assert ran.returncode == 0, ran.stderr
+    assert re.findall(r"step (\d)  loss", ran.stdout)[-3:] == ["4", "5", "6"]
+
+
+# ---- SLURM
+
+
+@pytest.fixture(scope="module")
+def slurm_commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    if not slurm.is_here():
+        pytest.skip("needs slurmctld, slurmd, slurm-client and munge, and root")
+    folder = tmp_path_factory.mktemp("slurm")
+    for above in (folder, folder.parent, folder.parent.parent):
+        above.chmod(0o755)
+    with slurm.started(folder / "run") as environment:
+        yield environment
+
+
+@pytest.mark.nightly
+def test_srun(slurm_commands: dict[str, str], tmp_path: Path) -> None:
+    ran = run(tmp_path, "srun", "-n", "2", "python", "train.py", environment=slurm_commands)
+    check(ran)
+    assert "srun has started 2 processes" in ran.stderr
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("text", ["srun torchrun", "srun python"])
+def test_sbatch(text: str, slurm_commands: dict[str, str], tmp_path: Path) -> None:
+    """The page's scripts, on one machine without GPUs."""
+    script = block_with(text).text
+    for of_page, here in (
+        ("--nodes=2", "--nodes=1"), (" --gpus-per-node=8", ""),
+        ("--ntasks-per-node=8", "--ntasks-per-node=2"), ("--nproc-per-node 8", "--nproc-per-node 2"),
+        (":29500", f":{slurm.free_port()}"),
+    ):  # fmt: skip
+        script = script.replace(of_page, here)
+    (tmp_path / "job.sh").write_text(script)
+    ran = run(
+        tmp_path, "sbatch", "--wait", "--output=job.out", "job.sh", environment=slurm_commands
+    )
+    output = (tmp_path / "job.out").read_text()
+    assert ran.returncode == 0, output
+    assert losses_of_one_process() in output
