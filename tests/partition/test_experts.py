@@ -51,7 +51,7 @@ def check(model: Any, loss_fn: Callable[[Any, Any], Tensor], schedule: str, **kw
     for part in TOKENS.split(2):
         output = plain(input_ids=part, labels=part, use_cache=False, **kwargs)
         loss = loss_fn(output, None) / 3
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         expected += float(loss.detach())
     assert result.loss == pytest.approx(expected, rel=1e-6)
     for (path, mine), theirs in zip(pipe.named_parameters(), plain.parameters(), strict=True):
@@ -71,7 +71,8 @@ def test_the_balance_loss_is_that_of_each_microbatch(name: str, schedule: str) -
 def of_hidden_states(output: Any, _: Any) -> Tensor:
     """The loss beside what a distillation adds: hidden states and attentions of all layers."""
     kept = [*output.hidden_states, *output.attentions]
-    return output.loss + sum((of.square().mean() for of in kept), torch.zeros(()))
+    loss: Tensor = output.loss + sum((of.square().mean() for of in kept), torch.zeros(()))
+    return loss
 
 
 def test_a_loss_of_what_layers_leave_for_the_output() -> None:
