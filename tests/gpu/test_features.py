@@ -145,7 +145,7 @@ def test_a_save_in_the_background_holds_the_step_that_it_was_asked_for(tmp_path:
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     pipe.step(x, target=y)
     optimizer.step()
-    before = {name: value.cpu().clone() for name, value in pipe.state_dict().items()}
+    before = {name: value.cpu().clone() for name, value in pipe.weights.state_dict().items()}
     with Checkpoints(tmp_path, asynchronous=True) as checkpoints:
         checkpoints.save(1, pipe=pipe, optimizer=optimizer)
         for _ in range(3):  # the weights change while the copies, in pinned memory, are written
