@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from penstock import faults as faults
     from penstock import integrations as integrations
     from penstock import launchers as launchers
+    from penstock import masks as masks
     from penstock import parallel as parallel
     from penstock import partition as partition
     from penstock import pipeline as pipeline

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import MicrobatchError
+from penstock.masks import BlockMask, mask_of_tokens
 
 BOUNDS = frozenset(
     ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k")
@@ -79,6 +80,8 @@ class Row:
         Raises:
             MicrobatchError: it is a tensor that has neither a place for each token nor for each sequence.
         """
+        if isinstance(value, BlockMask):
+            return mask_of_tokens(value, share.begin, share.end)
         if not isinstance(value, Tensor):
             # An upper bound; each other number would be a kind of its own.
             is_longest = name in LONGEST and type(value) is int and value > 0

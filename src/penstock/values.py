@@ -25,6 +25,14 @@ from torch.utils import (
 )  # knows the classes that users register; it has no public name
 
 from penstock.errors import MicrobatchError, SpecError
+from penstock.masks import (
+    BlockMask,
+    MaskContext,
+    put_together,
+    samples_of,
+    split_mask,
+    take_apart,
+)
 from penstock.tokens import (
     BOUNDS,
     MASK,
@@ -61,6 +69,9 @@ def _apart(value: Any, kind: type) -> tuple[Any, Any] | None:
         return tuple(value), value.values()
     if kind in _ATOMS:
         return None
+    if kind is BlockMask:
+        children, context = take_apart(value)
+        return context, children
     if kind in pytree.SUPPORTED_NODES:
         children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(value)
         return context, children
@@ -83,6 +94,8 @@ def _together(kind: Any, context: Any, children: list[Any]) -> Any:
         return tuple(children)
     if kind is dict:
         return dict(zip(context, children, strict=True))
+    if kind is BlockMask:
+        return put_together(children, context)
     if kind in pytree.SUPPORTED_NODES:
         return pytree.SUPPORTED_NODES[kind].unflatten_fn(children, context)
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
@@ -129,7 +142,7 @@ def _keys(value: Any, kind: Any, context: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
         return tuple(value.keys())
     if not hasattr(kind, "_fields"):
-        if isinstance(value, tuple | list) or kind in pytree.SUPPORTED_NODES:
+        if isinstance(value, tuple | list | BlockMask) or kind in pytree.SUPPORTED_NODES:
             return count()
         return map(_Name, context)
     return map(_Name, kind._fields)
@@ -326,7 +339,7 @@ def _class_name(kind: type, what: str) -> str:
 def _is_container(kind: Any) -> bool:
     """Whether objects of a class are taken apart although nobody has registered it."""
     return isinstance(kind, type) and (
-        issubclass(kind, tuple | list | Mapping) or is_dataclass(kind)
+        issubclass(kind, tuple | list | Mapping | BlockMask) or is_dataclass(kind)
     )
 
 
@@ -351,6 +364,8 @@ def _find_class(name: str) -> type:
 
 
 def _context_as_json(kind: type, context: Any, what: str) -> Any:
+    if isinstance(context, MaskContext):
+        return context.facts
     entry = pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
     if entry is not None and entry.to_dumpable_context is not None:
         return entry.to_dumpable_context(context)
@@ -367,6 +382,8 @@ def _context_as_json(kind: type, context: Any, what: str) -> Any:
 
 
 def _context_of(kind: type, context: Any) -> Any:
+    if kind is BlockMask:
+        return MaskContext(context)
     entry = pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
     if entry is not None and entry.from_dumpable_context is not None:
         return entry.from_dumpable_context(context)
@@ -770,12 +787,18 @@ class _SplitPart:
         """How many samples it has, if it is split along a dimension."""
         if not isinstance(self.rule, Split):
             return None
+        if isinstance(self.value, BlockMask):
+            return samples_of(self.value)
         return len(self.value) if self.rule.dim is None else self.value.shape[self.rule.dim]
 
     def cut(self, sizes: list[int]) -> Sequence[Any]:
         """Its part in each microbatch."""
         if isinstance(self.rule, Replicate):
             return [self.value] * len(sizes)
+        if isinstance(self.value, BlockMask) and isinstance(self.rule, Split):
+            return (
+                [self.value] * len(sizes) if self.samples is None else split_mask(self.value, sizes)
+            )
         if isinstance(self.rule, Split) and self.rule.dim is None:
             ends = [*accumulate(sizes)]
             return [self.value[end - size : end] for end, size in zip(ends, sizes, strict=True)]
@@ -1012,7 +1035,7 @@ def _row_in(arguments: _Arguments) -> Row | None:
 def _with_names(value: Any, name: str, function: Callable[[str, Any], Any]) -> Any:
     """A value with ``function`` applied to its leaves, each with the last of the keys that lead to it."""
     kind = type(value)
-    apart = None if isinstance(value, Tensor) else _apart(value, kind)
+    apart = None if isinstance(value, Tensor | BlockMask) else _apart(value, kind)
     if apart is None:
         return function(name, value)
     context, children = apart
@@ -1162,6 +1185,8 @@ def _pieces_of(value: Any, rule: ItemRule | None, path: str) -> tuple[list[_Spli
                 f"{path} is a {type(value).__name__}, but its rule Split(None) is for a list or tuple"
             )
         return [_SplitPart(path, value, rule, by_rule=True)], next
+    if isinstance(value, BlockMask):
+        return [_SplitPart(path, value, rule or Split(), by_rule=rule is not None)], next
     if isinstance(value, Tensor):
         return [_part_of(value, rule, path, alone=True)], next
     leaves, tree = flatten(value)

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import copy
+import json
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.attention.flex_attention import (
+    BlockMask,
+    create_block_mask,
+    create_mask,
+    flex_attention,
+)
+from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_attention
 
 from penstock import Pipeline
 from penstock.errors import MicrobatchError, UsageError
-from penstock.values import MISSING, REPLICATE, Batch, Rules, Split, split_batch
+from penstock.values import (
+    MISSING,
+    REPLICATE,
+    Batch,
+    Rules,
+    Split,
+    Structure,
+    flatten,
+    split_batch,
+    unflatten,
+)
 
 torch.set_num_threads(1)
 LENGTHS = (5, 1, 9, 3, 4, 6, 2)
@@ -219,6 +236,85 @@ def test_the_loss_and_gradients_are_those_of_the_whole_batch(name: str, schedule
         torch.testing.assert_close(result.outputs, logits)
     for (path, mine), theirs in zip(pipe.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, msg=path)
+
+
+# ---- FlexAttention's masks
+
+
+class Attention(nn.Module):
+    """Attends by a block mask: by FlexAttention, or by its function where a gradient is needed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: BlockMask) -> Tensor:
+        q = self.linear(x)[:, None]
+        if not torch.is_grad_enabled():
+            return x + flex_attention(q, q, q, block_mask=mask)[:, 0]
+        b, h, length, _ = mask.shape  # FlexAttention has no backward on a CPU
+        seen = create_mask(mask.mask_mod, b, h, length, length, device="cpu")
+        return x + scaled_dot_product_attention(q, q, q, attn_mask=seen)[:, 0]
+
+
+class Flexes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Attention() for _ in range(2)])
+
+    def forward(self, x: Tensor, mask: BlockMask, cu_seqlens: Any = None) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x
+
+
+def from_start(start: Tensor) -> Any:
+    return lambda b, h, q, kv: (q >= kv) & (kv >= start[b])
+
+
+def in_one_document(number: Tensor) -> Any:
+    return lambda b, h, q, kv: (q >= kv) & (number[q] == number[kv])
+
+
+START = torch.tensor([0, 3, 5, 2])
+MASKS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "of each sample": (from_start(START), {}),
+    "of packed sequences": (in_one_document(ORDINALS[0]), {"cu_seqlens": BOUNDS}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("name", sorted(MASKS))
+def test_a_block_mask_is_split_with_the_batch(name: str) -> None:
+    function, packed = MASKS[name]
+    batch, length = (1, TOTAL) if packed else (4, 8)
+    mask = create_block_mask(function, batch, None, length, length, device="cpu", BLOCK_SIZE=4)
+    x, y = torch.randn(2, batch, length, 8)
+    model = Flexes()
+    plain = copy.deepcopy(model)
+    pipe = Pipeline(model, ranks=2, microbatches=2, loss_fn=mse_loss)
+    result = pipe.step(x, mask=mask, target=y, **packed)
+    loss = mse_loss(plain(x, mask), y)
+    loss.backward()
+    assert result.loss == pytest.approx(loss.item(), rel=1e-5)
+    for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    if not packed:
+        with torch.no_grad():
+            torch.testing.assert_close(pipe.predict(x, mask=mask), plain(x, mask))
+
+
+def test_a_block_mask_looks_alike_in_other_processes() -> None:
+    """Its function is not sent: a rank that was not given the batch plans with another one."""
+    mask = create_block_mask(MASKS["of each sample"][0], 4, None, 8, 8, device="cpu", BLOCK_SIZE=4)
+    leaves, tree = flatten(mask)
+    assert any(leaf is START for leaf in leaves)
+    read = Structure.read(json.loads(json.dumps(tree.describe("it"))))
+    assert read == tree
+    twin = unflatten([torch.empty_like(leaf, device="meta") for leaf in leaves], read)
+    assert (twin.shape, twin.BLOCK_SIZE) == (mask.shape, mask.BLOCK_SIZE)
+    assert twin.kv_indices.is_meta
 
 
 def test_a_loss_that_counts_otherwise_is_told() -> None:

@@ -1188,6 +1188,9 @@ class _MadeUp(TorchDispatchMode):
 class _CountsWork(TorchDispatchMode):
     """Counts the operations of a unit that runs on ones."""
 
+    supports_higher_order_operators = True
+    """FlexAttention is one."""
+
     def __init__(self, work: Work) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._work = work

@@ -23,7 +23,8 @@ _FORMULAS: dict[Any, Callable[..., Any] | None] = {}
 def formula_of(operation: Any) -> Callable[..., Any] | None:
     """What counts the floating-point operations of a product, convolution or attention."""
     if operation not in _FORMULAS:
-        packet = operation._overloadpacket
+        # Operators that call functions, such as FlexAttention, have no overloads.
+        packet = getattr(operation, "_overloadpacket", operation)
         _FORMULAS[operation] = cast("Any", flop_registry).get(_KNOWN_AS.get(packet, packet))
     return _FORMULAS[operation]
 
@@ -54,7 +55,7 @@ class Work:
         formula = formula_of(operation)
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=output)
-        elif operation.is_view:
+        elif getattr(operation, "is_view", False):
             return
         made = [output] if isinstance(output, Tensor) else output
         for tensor in made if isinstance(made, list | tuple) else ():

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 # The only pytree that includes the types that users register. It has no public name in torch 2.13.
 from torch.utils import _pytree as pytree
 
 from penstock.errors import MicrobatchError
+from penstock.masks import BlockMask, split_mask
 from penstock.parallel import is_sharded, merge_sharded, split_sharded
 from penstock.pipelining._utils import ChunkError
 
@@ -158,28 +158,7 @@ def _split_block_mask(block_mask: BlockMask, num_chunks: int) -> list[BlockMask]
         return [block_mask] * num_chunks
     if batch < num_chunks:
         raise ChunkError(f"a BlockMask of {batch} samples cannot be split into {num_chunks} chunks")
-    parts = torch.arange(batch).tensor_split(num_chunks)
-    return [_mask_slice(block_mask, int(part[0]), int(part[-1]) + 1) for part in parts]
-
-
-def _mask_slice(mask: BlockMask, start: int, stop: int) -> BlockMask:
-    def of(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor[start:stop]
-
-    def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        # The user's function expects the index in the whole batch.
-        visible: Tensor = mask.mask_mod(b + start, h, q, kv)
-        return visible
-
-    return BlockMask.from_kv_blocks(
-        mask.kv_num_blocks[start:stop],
-        mask.kv_indices[start:stop],
-        of(mask.full_kv_num_blocks),
-        of(mask.full_kv_indices),
-        BLOCK_SIZE=mask.BLOCK_SIZE,
-        mask_mod=mask_mod,
-        seq_lengths=mask.seq_lengths,
-    )
+    return split_mask(block_mask, [len(p) for p in torch.arange(batch).tensor_split(num_chunks)])
 
 
 def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:
