@@ -311,7 +311,7 @@ class Runner:
             and os.environ.get("LOCAL_RANK", "0") == "0"
         ):
             logger.warning(
-                "penstock: %d steps since the last complete checkpoint are lost",
+                "penstock: at most %d steps since the last complete checkpoint are lost",
                 self._steps - self._saved,
             )
         self._failure = self.transport.watch.failed(error)
