@@ -36,7 +36,7 @@ def cost(group: Any, rounds: int, layers: int, width: int, folder: str) -> dict[
     pipe.step(x, target=x)
     optimizer.step()
     states: dict[str, Any] = {"pipe": pipe, "optimizer": optimizer}
-    theirs = {"model": pipe, "optimizer": pipe.weights.optimizer_state_dict(optimizer)}
+    theirs = {"model": pipe.weights, "optimizer": pipe.weights.optimizer_state_dict(optimizer)}
     ours, beside = (
         Checkpoints(f"{folder}/a", keep=1),
         Checkpoints(f"{folder}/b", keep=1, asynchronous=True),

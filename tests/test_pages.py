@@ -103,6 +103,7 @@ def blocks(page: Path) -> Iterator[Block]:
 CODE_OF = {page: list(blocks(page)) for page in PAGES}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if CODE_OF[page]], ids=lambda page: page.stem

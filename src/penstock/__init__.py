@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from penstock import schedule as schedule
     from penstock import stage as stage
     from penstock import testing as testing
+    from penstock import tokens as tokens
     from penstock import train as train
     from penstock import transport as transport
     from penstock import values as values

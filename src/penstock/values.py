@@ -12,10 +12,10 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cached_property
-from itertools import accumulate, count
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cached_property, partial
+from itertools import accumulate, count, pairwise
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -25,6 +25,20 @@ from torch.utils import (
 )  # knows the classes that users register; it has no public name
 
 from penstock.errors import MicrobatchError, SpecError
+from penstock.tokens import (
+    BOUNDS,
+    MASK,
+    ORDINALS,
+    POSITIONS,
+    Row,
+    Share,
+    bounds_by_rows,
+    cut,
+    even_sizes,
+    find_row,
+    labels_that_count,
+    trimmed,
+)
 
 # ---- the walker: one level of a value
 
@@ -533,6 +547,8 @@ class Batch:
         count: the number of microbatches; ``None`` if that is not known here.
         presplit: whether the user has split the batch; its outputs are then not merged either.
         counted: whether the samples are those of first tensors, since nobody said what counts them.
+        weights: how much each microbatch counts in a mean, where that is not its samples.
+        dim: the dimension along which outputs are put together, where rules do not say it.
     """
 
     parts: Sequence[Microbatch] | None = None
@@ -541,6 +557,8 @@ class Batch:
     count: int | None = None
     presplit: bool = False
     counted: bool = False
+    weights: Sequence[int] | None = None
+    dim: int | None = None
 
     @property
     def values(self) -> Any:
@@ -616,16 +634,16 @@ class Microbatches:
         if targets is None:
             targets = [None] * len(self)
         samples = [part.samples for part in self.parts]
-        how = {"presplit": True, "counted": self._counted}
+        batch = Batch(self.parts, None, samples, len(self), presplit=True, counted=self._counted)
         if targets is MISSING:
-            return Batch(self.parts, None, samples, len(self), **how)
+            return batch
         if not isinstance(targets, Sequence) or len(targets) != len(self):
             what = len(targets) if isinstance(targets, Sequence) else type(targets).__name__
             raise MicrobatchError(
                 f"{len(self)} microbatches, but target={what}; give a list of one target for each"
             )
         samples = _counted(targets, samples) if self._counted else samples
-        return Batch(self.parts, targets, samples, len(self), **how)
+        return replace(batch, targets=targets, samples=samples)
 
 
 def _arguments(call: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -659,9 +677,14 @@ class Split:
 
     Args:
         dim: the dimension; None splits a list or tuple by its entries, each of which is one sample.
+        by: what microbatches have about the same number of: ``"samples"`` or ``"tokens"``. The tokens of
+            padded sequences are those in ``attention_mask``, or in the argument if it is such a mask;
+            what is padding in all sequences of a microbatch is left out. The tokens of entries of a list are
+            their lengths. Sequences that are packed into one row are always split by tokens.
     """
 
     dim: int | None = 0
+    by: Literal["samples", "tokens"] = "samples"
 
 
 @dataclass(frozen=True)
@@ -714,12 +737,16 @@ def check_rules(rules: Any) -> None:
                     f"rules={{{name!r}: {rule!r}}}: must be Split(dim), REPLICATE, a function "
                     "(value, sizes) -> parts, or a mapping of these by item"
                 )
+            if isinstance(item, Split) and item.by not in ("samples", "tokens"):
+                raise MicrobatchError(
+                    f"rules={{{name!r}: {rule!r}}}: by= must be 'samples' or 'tokens'"
+                )
 
 
 # ---- split a batch into microbatches
 
 _TARGET_KEY = "target="  # no argument can have this name
-_Arguments: TypeAlias = "Mapping[int | str, tuple[Any, Rule | None]]"
+_Arguments: TypeAlias = "dict[int | str, tuple[Any, Rule | None]]"
 """The value and the rule of each argument; the rule may be None."""
 
 
@@ -749,7 +776,7 @@ class _SplitPart:
         """Its part in each microbatch."""
         if isinstance(self.rule, Replicate):
             return [self.value] * len(sizes)
-        if self.rule == _BY_ENTRY:
+        if isinstance(self.rule, Split) and self.rule.dim is None:
             ends = [*accumulate(sizes)]
             return [self.value[end - size : end] for end, size in zip(ends, sizes, strict=True)]
         if isinstance(self.rule, Split):
@@ -804,7 +831,14 @@ def split_batch(
         return Batch()
     if rules is not None and not isinstance(rules, Mapping):
         return _split_by(rules(tuple(args), dict(kwargs), target, count), target, count)
-    return _split_arguments(len(args), _ruled(args, kwargs, target, rules or {}), count, fewer)
+    arguments = _ruled(args, kwargs, target, rules or {})
+    row = _row_in(arguments)
+    if row is not None:
+        return _split_row(len(args), arguments, row, count, fewer)
+    for key in BOUNDS & arguments.keys():
+        value, rule = arguments[key]
+        arguments[key] = value, rule or (bounds_by_rows if isinstance(value, Tensor) else None)
+    return _split_arguments(len(args), arguments, count, fewer)
 
 
 def _presplit(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> Batch:
@@ -866,28 +900,164 @@ def _split_arguments(positional: int, arguments: _Arguments, count: int, fewer: 
         # Nothing but functions split the batch: what they split says how much there is.
         ruled = [piece.value for piece in reversed(every) if callable(piece.rule)]
         samples = next(filter(None, map(_length, ruled)), None)
-    size, rest = divmod(samples or 0, count)
-    sizes = [size + (index < rest) for index in range(count)]
+    sizes, tokens, masks = _sizes(every, arguments, samples or 0, count)
+    has_kind = has_kind and not tokens
     columns = {
-        key: [build(iter(parts)) for parts in zip(*(one.cut(sizes) for one in of_one), strict=True)]
+        key: [
+            build(iter(parts))
+            for parts in zip(*(_trim(one, one.cut(sizes), masks) for one in of_one), strict=True)
+        ]
         for key, (of_one, build) in pieces.items()
     }
     targets = columns.pop(_TARGET_KEY, None)
+    weights = _weights(targets, columns, tokens) if tokens else None
     counted = by_function and all(piece.samples is None for piece in every)
     if counted:
         of_parts = [_count_samples(of_one) for of_one in zip(*columns.values(), strict=True)]
         sizes = _counted(targets or (), of_parts or [0] * count)
+    parts = _microbatches(positional, columns, sizes, has_kind=has_kind)
+    return Batch(
+        parts if columns else None, targets, sizes, count, counted=counted, weights=weights
+    )
+
+
+def _microbatches(
+    positional: int,
+    columns: Mapping[int | str, Sequence[Any]],
+    sizes: Sequence[int],
+    *,
+    has_kind: bool,
+) -> list[Microbatch]:
     names = [key for key in columns if isinstance(key, str)]
-    parts = [
+    return [
         Microbatch(
             tuple(columns[position][index] for position in range(positional)),
             {name: columns[name][index] for name in names},
-            sizes[index],
-            kind=sizes[index] if has_kind else None,
+            size,
+            kind=size if has_kind else None,
         )
-        for index in range(count)
+        for index, size in enumerate(sizes)
     ]
-    return Batch(parts if columns else None, targets, sizes, count, counted=counted)
+
+
+# ---- microbatches by tokens
+
+
+def _is_by_tokens(rule: Any) -> bool:
+    return isinstance(rule, Split) and rule.by == "tokens"
+
+
+def _sizes(
+    pieces: Sequence[_SplitPart], arguments: _Arguments, samples: int, count: int
+) -> tuple[list[int], list[int], list[Tensor]]:
+    """The samples of each microbatch; and, if they are split by tokens, its tokens and its mask."""
+    piece = next((one for one in pieces if _is_by_tokens(one.rule)), None)
+    if piece is None:
+        size, rest = divmod(samples, count)
+        return [size + (index < rest) for index in range(count)], [], []
+    lengths, mask = _tokens_of(piece, arguments)
+    sizes = even_sizes(lengths, count)
+    tokens = [sum(lengths[a:b]) for a, b in pairwise([0, *accumulate(sizes)])]
+    return sizes, tokens, [] if mask is None else [*mask.split(sizes)]
+
+
+def _tokens_of(piece: _SplitPart, arguments: _Arguments) -> tuple[list[int], Tensor | None]:
+    """The tokens of each sample, and the mask of those that are not padding, if there is one."""
+    if isinstance(piece.value, list | tuple):
+        return [max(1, _length(entry)) for entry in piece.value], None
+    mask = next((v for key, (v, _) in arguments.items() if key == MASK), piece.value)
+    is_mask = isinstance(mask, Tensor) and mask.dim() == 2
+    if not is_mask or (mask is piece.value and mask.dtype is not torch.bool and mask.max() > 1):
+        raise MicrobatchError(
+            f"{piece.path} is to be split by tokens, but nothing says which of its entries are padding; "
+            "give attention_mask=, or the rule Split(by='tokens') to a mask [samples, length]"
+        )
+    mask = mask != 0
+    return mask.sum(1).clamp(min=1).tolist(), mask
+
+
+def _trim(piece: _SplitPart, parts: Sequence[Any], masks: Sequence[Tensor]) -> Sequence[Any]:
+    """The parts of a padded piece without what is padding in a whole microbatch."""
+    dim = piece.rule.dim if isinstance(piece.rule, Split) else None
+    if not masks or dim is None or not isinstance(piece.value, Tensor):
+        return parts
+    dim %= piece.value.dim()
+    if piece.value.shape[dim + 1 : dim + 2] != masks[0].shape[1:]:
+        return parts
+    return [cut(part, dim + 1, *trimmed(mask)) for part, mask in zip(parts, masks, strict=True)]
+
+
+def _weights(targets: Sequence[Any] | None, columns: Any, tokens: Sequence[int]) -> Sequence[int]:
+    """How much microbatches count: by their labels that count, or where there are none, by their tokens."""
+    labels = targets if targets is not None else columns.get("labels")
+    counts = [labels_that_count(of) for of in labels or ()]
+    known = [number for number in counts if number is not None]
+    return known if len(known) == len(tokens) else tokens
+
+
+def _row_in(arguments: _Arguments) -> Row | None:
+    """The packed row that a batch is, unless a rule says how what tells that is split."""
+    told = {
+        key for key, (_, rule) in arguments.items() if rule is not None and not _is_by_tokens(rule)
+    }
+    if told & {POSITIONS, ORDINALS, *BOUNDS}:
+        return None
+    named: list[tuple[str, Any]] = []
+    for key, (value, _) in arguments.items():
+        if key != _TARGET_KEY:
+            _with_names(value, str(key), lambda name, leaf: named.append((name, leaf)))
+    return find_row(named)
+
+
+def _with_names(value: Any, name: str, function: Callable[[str, Any], Any]) -> Any:
+    """A value with ``function`` applied to its leaves, each with the last of the keys that lead to it."""
+    kind = type(value)
+    apart = None if isinstance(value, Tensor) else _apart(value, kind)
+    if apart is None:
+        return function(name, value)
+    context, children = apart
+    keys = zip(_keys(value, kind, context), children, strict=False)
+    inner = [
+        _with_names(child, str(key) if isinstance(key, str) else name, function)
+        for key, child in keys
+    ]
+    return _like(value, kind, context, inner)
+
+
+def _split_row(positional: int, arguments: _Arguments, row: Row, count: int, fewer: bool) -> Batch:
+    """Split sequences that are packed into one row, with about as many tokens for each microbatch."""
+    if row.sequences < count and not fewer:
+        raise MicrobatchError(
+            f"{row.sequences} packed sequences cannot be split into {count} microbatches; use at most "
+            f"{row.sequences} microbatches or more sequences"
+        )
+    shares = row.shares(count)
+    columns = {
+        key: _columns_of_row(row, shares, value, rule, key)
+        for key, (value, rule) in arguments.items()
+    }
+    targets = columns.pop(_TARGET_KEY, None)
+    tokens = [share.end - share.begin for share in shares]
+    parts = _microbatches(positional, columns, tokens, has_kind=False)
+    weights = _weights(targets, columns, tokens)
+    return Batch(parts, targets, tokens, len(shares), weights=weights, dim=row.dim)
+
+
+def _columns_of_row(
+    row: Row, shares: Sequence[Share], value: Any, rule: Rule | None, key: int | str
+) -> list[Any]:
+    """An argument of a packed row in each microbatch."""
+    if rule is None or _is_by_tokens(rule):
+        name = str(key)
+        part = partial(row.part, _shown(key))
+        return [_with_names(value, name, partial(part, share)) for share in shares]
+    pieces, build = _parts_of(value, rule, _shown(key))
+    sequences = [share.after - share.first for share in shares]
+    tokens = [share.end - share.begin for share in shares]
+    of_pieces = [
+        piece.cut(tokens if piece.samples == row.length else sequences) for piece in pieces
+    ]
+    return [build(iter(parts)) for parts in zip(*of_pieces, strict=True)]
 
 
 def _length(value: Any) -> int:
@@ -1035,15 +1205,19 @@ def _cut_tensor(value: Tensor, dim: int, sizes: list[int], path: str) -> Sequenc
 # ---- merge outputs
 
 
-def output_dim(rules: Rules | None) -> int:
+def output_dim(rules: Rules | None, of_tokens: int | None = None) -> int:
     """The dimension along which outputs are merged.
+
+    Args:
+        rules: the rules by which batches are split.
+        of_tokens: the dimension of the tokens in a packed row, which is used where no rule says another one.
 
     Raises:
         MicrobatchError: an argument is split along another dimension than 0, and there is no rule for
             outputs.
     """
     if not isinstance(rules, Mapping):
-        return 0
+        return of_tokens or 0
     rule = rules.get(OUTPUT)
     if isinstance(rule, Split) and rule.dim is not None:
         return rule.dim
@@ -1051,6 +1225,8 @@ def output_dim(rules: Rules | None) -> int:
         raise MicrobatchError(
             f"rules={{'output': {rule!r}}}: the rule for outputs must be Split(dim)"
         )
+    if of_tokens is not None:
+        return of_tokens
     dims = sorted({entry.dim or 0 for entry in rules.values() if isinstance(entry, Split)} - {0})
     if dims:
         raise MicrobatchError(
@@ -1061,7 +1237,12 @@ def output_dim(rules: Rules | None) -> int:
 
 
 def merge(
-    outputs: Sequence[Any], dim: int = 0, samples: Sequence[int] = (), *, exact: bool = False
+    outputs: Sequence[Any],
+    dim: int = 0,
+    samples: Sequence[int] = (),
+    *,
+    exact: bool = False,
+    tokens: Sequence[int] = (),
 ) -> Any:
     """Merge the outputs of microbatches, or their targets.
 
@@ -1072,6 +1253,8 @@ def merge(
         samples: the number of samples of each microbatch, if it is known. Then lists of samples are joined,
             and a tensor that does not consist of samples must be the same in all microbatches.
         exact: whether a tensor of samples has one entry for each, rather than one or several.
+        tokens: the number of tokens of each microbatch, if ``dim`` is theirs. A tensor that has other sizes
+            there has an entry for each sequence in dimension 0.
 
     Raises:
         MicrobatchError: the structures or values differ.
@@ -1089,7 +1272,21 @@ def merge(
             f"merged{_ONE_BY_ONE}"
         )
     columns = zip(*(leaves for leaves, _ in flattened), strict=True)
-    return unflatten([_merge_leaves(column, dim, samples, exact) for column in columns], tree)
+    merged = [
+        _merge_leaves(column, _dim_in(column, dim, tokens), samples, exact) for column in columns
+    ]
+    return unflatten(merged, tree)
+
+
+def _dim_in(leaves: Sequence[Any], dim: int, tokens: Sequence[int]) -> int:
+    """The dimension along which some tensors are merged: 0 if it is for tokens, which they do not have."""
+    if not tokens:
+        return dim
+    has_dim = all(isinstance(leaf, Tensor) and leaf.dim() > dim for leaf in leaves)
+    pairs = zip(leaves, tokens, strict=False)
+    # Losses of single labels lack that of the first token.
+    missing = {number - leaf.shape[dim] for leaf, number in pairs} if has_dim else set()
+    return dim if missing in ({0}, {1}) else 0
 
 
 _ONE_BY_ONE = "; pass Microbatches(...) instead of a batch to get them one by one"

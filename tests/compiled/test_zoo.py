@@ -60,7 +60,7 @@ class Compiled:
 
 
 def cases(names: Sequence[str], by_day: Collection[str]) -> list[Any]:
-    """All of them, of which but some are for the night."""
+    """All of them, of which by day only some run."""
     marks = [[] if ALL or name in by_day else [pytest.mark.nightly] for name in names]
     return [pytest.param(n, marks=of) for n, of in zip(names, marks, strict=True)]
 
@@ -83,7 +83,7 @@ ARCHITECTURES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", cases(ARCHITECTURES, {"llama"}))
+@pytest.mark.parametrize("name", cases(ARCHITECTURES, ()))
 def test_transformers(name: str) -> None:
     model, kwargs, tolerance = make(name)
     if BACKEND != "plain":

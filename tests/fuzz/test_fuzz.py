@@ -31,9 +31,9 @@ def together() -> Iterator[WorkerPool]:
 @pytest.mark.slow
 def test_fixed_programs_in_one_process_do_what_a_plain_loop_does() -> None:
     campaign = Campaign(lambda program: judge(program.source))
-    campaign.explore(seed=0, most=130)  # about 75, and others that are the same
+    campaign.explore(seed=0, most=80)  # about 50, and others that are the same
     assert campaign.faults == {}, campaign.report()
-    assert campaign.kinds["same"] > 40
+    assert campaign.kinds["same"] > 25
 
 
 @pytest.mark.slow

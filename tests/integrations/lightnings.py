@@ -228,12 +228,12 @@ def classify(strategy: Any = "auto", resume: Any = None, **options: Any) -> dict
     }
 
 
-def measure(strategy: Any = "auto", batch: int = 8, **options: Any) -> dict[str, float]:
-    """What metrics, lists and hooks saw in two epochs."""
+def measure(strategy: Any = "auto", epochs: int = 2, **options: Any) -> dict[str, float]:
+    """What metrics, lists and hooks saw."""
     torch.manual_seed(0)
     module = Measured()
-    trainer = trainer_of(strategy, max_epochs=2, **{"max_steps": -1} | options)
-    trainer.fit(module, images(batch=batch), images(11, 6))
+    trainer = trainer_of(strategy, max_epochs=epochs, max_steps=-1, **options)
+    trainer.fit(module, images(), images(11, 6))
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return metrics | {f"seen {place}": value for place, value in enumerate(module.seen)}
 
@@ -281,7 +281,7 @@ def report(folder: Path) -> dict[str, Any]:
     tokens = model_language(strategy, load=folder / "plain.ckpt")
     halves = FabricPipelineStrategy(ranks=PROCESSES // 2, microbatches=2, loss_weight=count_labels)
     replicas = model_language(halves, batch=4, save=folder / "tokens.ckpt")
-    measured = measure(PipelineStrategy(**options))
+    measured = measure(PipelineStrategy(**options), epochs=1)
     message = ""
     try:
         others = images(seed=trainer.global_rank)

@@ -383,6 +383,6 @@ def words() -> Any:
     """A tokenizer of a few words."""
     tokens = {f"w{number}": number for number in range(50)}
     model = tokenizers.models.WordLevel(tokens, unk_token="w3")
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call] # transformers'
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer(model), pad_token="w2", eos_token="w1", bos_token="w0"
     )

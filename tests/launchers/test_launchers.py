@@ -63,9 +63,8 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize(
-    "way", ["file", *(pytest.param(way, marks=pytest.mark.nightly) for way in ("tcp", "FileStore"))]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", WAYS)
 def test_mp_spawn(way: str, tmp_path: Path) -> None:
     text = block_with("mp.spawn").text
     assert WAYS["file"] in text

@@ -44,6 +44,7 @@ def run(name: str, schedule: str, group: Any = None) -> Verdict:
     return verdict
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("name", "schedule"),

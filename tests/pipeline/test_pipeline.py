@@ -357,7 +357,6 @@ def test_processes_hold_their_part_and_a_failure_breaks_no_connection_but_its_ow
 MOVED = {
     "held_weights": "weights.here",
     "grad_norm": "weights.grad_norm",
-    "state_dict": "weights.state_dict",
     "save": "weights.save",
     "patient": "job.patient",
 }
@@ -369,7 +368,17 @@ def test_what_has_moved_keeps_its_old_name_for_a_while(old: str, new: str) -> No
     with pytest.warns(DeprecationWarning, match=re.escape(f"Pipeline.{old} is now pipe.{new};")):
         value = getattr(pipe, old)
     assert type(value) is type(attrgetter(new)(pipe))
-    assert old not in dir(pipe)
+
+
+def test_the_old_names_that_torch_looks_for_load_what_they_saved() -> None:
+    first, second = make(chain()), make(chain(), ranks=3, stages=3)
+    with pytest.warns(
+        DeprecationWarning, match=r"Pipeline.state_dict is now pipe.weights.state_dict;"
+    ):
+        state = {name: value + 1 for name, value in first.state_dict().items()}
+    with pytest.warns(DeprecationWarning, match="Pipeline.load_state_dict is now pipe.weights"):
+        assert second.load_state_dict(state) == ([], [])
+    assert_same(second.weights.state_dict(), state)
 
 
 def test_a_pipeline_has_few_names() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NoReturn, TypedDict, cast, get_args, get_type_hints
 
 import torch
@@ -22,7 +22,7 @@ from penstock.integrations.generation import generate
 from penstock.integrations.passes import Pass
 from penstock.pipeline import Pipeline, check_in_fewer
 from penstock.runtime import ASKING, Loss, LossFunction, LossScaler, LossWeight, StepResult
-from penstock.values import Microbatches, merge
+from penstock.values import split_batch
 
 _OF_STEP = {"target", "microbatches", "loss_weight", "total_weight", "record"}
 """Arguments of a step that are not the model's."""
@@ -399,10 +399,6 @@ class PipelineModel(PipelineModule):
             labels = kwargs.pop("target")
         elif [*labels] == ["labels"]:
             labels = labels["labels"]
-        calls = [] if args else _packed(kwargs, self.pipe.schedule.microbatches)
-        if calls:
-            args, kwargs = (Microbatches(calls),), {}
-            labels = [call["labels"] for call in calls] if isinstance(labels, Tensor) else labels
         if self.follows or labels is None or len(labels) == 0:
             return self._followed(args, kwargs, labels, num_items_in_batch)
         total = None if num_items_in_batch is None else float(num_items_in_batch)
@@ -414,7 +410,6 @@ class PipelineModel(PipelineModule):
             loss, output = self.loss_of(result, total), result.outputs
         if not outputs:
             return self._output_class(loss=loss)
-        output = merge(output, 1) if calls else output
         output["loss"] = loss
         return output
 
@@ -422,19 +417,16 @@ class PipelineModel(PipelineModule):
         """The model's output, whose loss is that of the whole batch; gradients flow through all of it."""
         divided = items is not None and self.divides
         if divided:
-            calls = args[0].calls if args and isinstance(args[0], Microbatches) else [kwargs]
-            for call in calls:
-                call["num_items_in_batch"] = items
+            kwargs["num_items_in_batch"] = items
         output = self.outputs_of(*args, **kwargs)
-        if not isinstance(output, list):
-            self._ask(output, labels, args, kwargs)
-        output = merge(output, 1) if isinstance(output, list) else output
+        self._ask(output, labels, args, kwargs)
         if not isinstance(output, MutableMapping):
             return output
         for name, value in output.items():
             if isinstance(value, Tensor) and name.endswith("loss") and value.dim() == 1:
                 adds_up = divided and name == "loss"
-                output[name] = value.sum() if adds_up else value @ self._shares(labels, value)
+                shares = self._shares(args, kwargs, labels, value)
+                output[name] = value.sum() if adds_up else value @ shares
         return output
 
     def _ask(self, output: Any, labels: Any, args: Any, kwargs: Any) -> None:
@@ -449,18 +441,13 @@ class PipelineModel(PipelineModule):
             loss = Loss(lambda output, _: output["loss"], replicas=self.pipe.replicas)
             check_in_fewer(self.pipe, loss, len(cast("Tensor", value)), *args, **kwargs)
 
-    def _shares(self, labels: Any, losses: Tensor) -> Tensor:
+    def _shares(self, args: Any, kwargs: Any, labels: Any, losses: Tensor) -> Tensor:
         """How much the loss of each microbatch counts in that of the batch."""
         count = len(losses)
         if labels is None or len(labels) == 0:
             return losses.new_full((count,), 1 / count)
         weight = cast("Any", own_loss(self._author)["loss_weight"])
-        parts: Sequence[Any] = labels
-        if isinstance(labels, Mapping):
-            split = {name: value.tensor_split(count) for name, value in labels.items()}
-            parts = [{name: of_one[at] for name, of_one in split.items()} for at in range(count)]
-        elif isinstance(labels, Tensor):
-            parts = labels.tensor_split(count)
+        parts = split_batch(args, kwargs, labels, None, count, fewer=True).targets or ()
         counts = [float(weight(part)) for part in parts]
         return losses.new_tensor(counts) / max(sum(counts), 1.0)
 
@@ -499,41 +486,6 @@ class PipelineModel(PipelineModule):
         """
         with self.pipe.job.calling("generate"):
             return generate(self.pipe, args, kwargs)
-
-
-# ---- sequences that are packed into one row
-
-
-def _packed(kwargs: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """Up to ``count`` calls with some of the sequences of a row each; none if the row is no such row."""
-    tokens, positions = kwargs.get("input_ids"), kwargs.get("position_ids")
-    rows = [
-        t for t in (tokens, positions) if isinstance(t, Tensor) and t.dim() == 2 and len(t) == 1
-    ]
-    if len(rows) < 2 or kwargs.get("attention_mask") is not None:
-        return []
-    length = rows[1].shape[1]
-    starts = (rows[1][0] == 0).nonzero().flatten().tolist()
-    if len(starts) < 2 or starts[0]:
-        return []
-    groups = [
-        group.tolist() for group in torch.tensor(starts).tensor_split(min(count, len(starts)))
-    ]
-    calls = []
-    for first, after in zip(groups, [*groups[1:], [length]], strict=True):
-        begin, end = first[0], after[0]
-        call = {}
-        for name, value in kwargs.items():
-            if name.startswith("cu_seq_lens"):
-                value = value[(value >= begin) & (value <= end)] - begin
-            elif name.startswith("max_length"):
-                # An upper bound; each other number would be traced anew.
-                value = 1 << (int(value) - 1).bit_length()
-            elif isinstance(value, Tensor) and value.shape[:2] == (1, length):
-                value = value[:, begin:end]
-            call[name] = value
-        calls.append(call)
-    return calls
 
 
 # ---- the modules of several stages as one tree

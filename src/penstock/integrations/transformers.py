@@ -66,6 +66,8 @@ class PipelineTrainer(Trainer):
         UsageError: an argument cannot be used with a pipeline; the message says what to do instead.
     """
 
+    model: Any
+
     def __init__(
         self, *args: Any, pipeline: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
@@ -74,7 +76,7 @@ class PipelineTrainer(Trainer):
         model: Any = self.model
         self._foreign = _foreign_loss(type(self))
         # These need the whole model.
-        self._decays = super().get_decay_parameter_names(model)
+        self._decays: list[str] = super().get_decay_parameter_names(model)
         self._set_signature_columns_if_needed()
         counts = hasattr(model, "num_parameters")
         self._weights = model.num_parameters(exclude_embeddings=True) if counts else 0

@@ -29,8 +29,15 @@ def gradients_by_part(
     for gradient in gradients:
         if gradient is None:
             columns.append([None] * count)
-        elif gradient.shape[dim] == sum(sizes):
+        elif gradient.dim() > dim and gradient.shape[dim] == sum(sizes):
             columns.append(gradient.split(sizes, dim))
+        elif (
+            batch.dim is not None
+            and gradient.dim() > dim
+            and gradient.shape[dim] == sum(sizes) - count
+        ):
+            # Losses of single labels lack that of the first token of each microbatch.
+            columns.append(gradient.split([size - 1 for size in sizes], dim))
         elif gradient.dim() == 1 and len(gradient) == count:
             # Numbers without dimensions, one of each microbatch, which were stacked.
             columns.append(gradient.unbind())

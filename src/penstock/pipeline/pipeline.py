@@ -77,6 +77,7 @@ from penstock.schedule.base import flat, whole_number
 from penstock.stage import Compilation, PipelineStage
 from penstock.transport import Transport
 from penstock.values import MISSING, Batch, Rules, merge, output_dim, split_batch
+from penstock.weights.states import LoadResult
 
 logger = logging.getLogger("penstock")
 _HABITS = {
@@ -486,13 +487,8 @@ class Pipeline:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            if new := _MOVED.get(name):
-                warnings.warn(
-                    f"Pipeline.{name} is now pipe.{new}; the old name goes with the next release",
-                    DeprecationWarning,
-                    stacklevel=2,
-                )
-                return attrgetter(new)(self)
+            if name in _MOVED:
+                return moved(self, name)
             hint = _HABITS.get(name)
             told = f"'{type(self).__name__}' object has no attribute {name!r}"
             raise AttributeError(f"{told}: {hint}" if hint else told, name=name, obj=self)
@@ -674,7 +670,7 @@ class Pipeline:
         def describe() -> Call:
             batch = self._split(args, kwargs, MISSING, None)
             self._schedules.check_trains(batch.count)
-            targets = gradients_by_part(gradients, batch, output_dim(self._rules))
+            targets = gradients_by_part(gradients, batch, output_dim(self._rules, batch.dim))
             return Call(replace(batch, targets=targets), loss, True, seed=draws)
 
         flowed_back(self._run(self._described(describe, trains=True), kwargs, MISSING))
@@ -867,8 +863,10 @@ class Pipeline:
 
     def _result(self, step: StepState, seconds: float) -> StepResult:
         outputs: Any = step.shared if step.call.outputs else None
-        if outputs and not step.agreement.model_call.presplit:
-            outputs = merge(outputs, output_dim(self._rules))
+        made = step.agreement.model_call
+        if outputs and not made.presplit:
+            tokens = () if made.dim is None else made.samples
+            outputs = merge(outputs, output_dim(self._rules, made.dim), tokens=tokens)
         device = self.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         devices = 1 if self._transport is None else self._schedules.ranks
@@ -969,6 +967,18 @@ class Pipeline:
         return self._weights.clip_grad_norm_(
             max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
         )
+
+    # ``torch.distributed.checkpoint`` saves what has these two, and pickles what has not.
+
+    def state_dict(self, *, full: bool = False) -> dict[str, Any]:
+        """The old name of ``pipe.weights.state_dict``."""
+        state: dict[str, Any] = moved(self, "state_dict")(full=full)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadResult:
+        """The old name of ``pipe.weights.load_state_dict``."""
+        result: LoadResult = moved(self, "load_state_dict")(state_dict, strict)
+        return result
 
     # ---- hooks, and the end
 
@@ -1108,6 +1118,17 @@ def check_in_fewer(
 
     modules = (module for stage in pipe._stages for module in stage.called_modules())
     return ask_inside(count, evaluate, pipe._runner.gather, modules, pipe.device)
+
+
+def moved(pipe: Pipeline, name: str) -> Any:
+    """What an old name of a Pipeline's attribute stands for, with a warning that says the new one."""
+    new = _MOVED[name]
+    warnings.warn(
+        f"Pipeline.{name} is now pipe.{new}; the old name goes with the next release",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return attrgetter(new)(pipe)
 
 
 def flowed_back(step: StepState) -> StepState:

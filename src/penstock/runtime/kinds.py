@@ -61,6 +61,8 @@ class Brought:
             "target": batch.targets is not None,
             "presplit": None if batch.count is None else batch.presplit,
             "counted": batch.counted,
+            "weighted": batch.weights is not None,
+            "dim": batch.dim,
         }
         self._of: list[int] = []
         self._parts: list[Microbatch] = []
@@ -145,6 +147,8 @@ class ModelCall:
         targets: for each rank, whether it was given the target.
         presplit: whether the user split the batch.
         counted: whether the samples are those of first tensors, since nobody said what counts them.
+        weighted: whether microbatches count by something else than their samples.
+        dim: the dimension along which outputs are put together, where rules do not say it.
     """
 
     layouts: tuple[Mapping[Key, Layout], ...]
@@ -154,6 +158,8 @@ class ModelCall:
     targets: tuple[bool, ...]
     presplit: bool = False
     counted: bool = False
+    weighted: bool = False
+    dim: int | None = None
 
     @property
     def count(self) -> int:
@@ -236,6 +242,8 @@ def merge(rows: Sequence[Mapping[str, Any]]) -> ModelCall:
         tuple(bool(row["target"]) for row in rows),
         presplit,
         counted,
+        any(row["weighted"] for row in rows),
+        _common(rows, "dim", "the dimension of the tokens"),
     )
 
 

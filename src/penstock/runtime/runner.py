@@ -576,16 +576,21 @@ class Runner:
         """
         if loss is None:
             return None
-        if not callable(loss.loss_weight):
+        by_labels = model_call.weighted and loss.loss_weight is None
+        if not callable(loss.loss_weight) and not by_labels:
             if counts is None or model_call.counted:
                 counts = loss.counts(model_call.samples, ())
             return counts
-        if not any(model_call.targets):
+        if not any(model_call.targets) and not by_labels:
             raise UsageError(
                 "loss_weight is a function of the target, but the step was given no target="
             )
-        if not all(model_call.targets) and self.transport is not None:
-            tells = counts is not None and model_call.targets.index(True) == self.rank
+        knows = [
+            target or (not any(model_call.targets) and rank in model_call.holders)
+            for rank, target in enumerate(model_call.targets)
+        ]
+        if not all(knows) and self.transport is not None:
+            tells = counts is not None and knows.index(True) == self.rank
             mine = counts if tells and counts is not None else [0.0] * model_call.count
             counts = self.transport.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
         return counts
@@ -730,6 +735,8 @@ def _own_counts(loss: Loss | None, batch: Batch) -> list[float] | None:
     known = batch.targets if loss is not None and callable(loss.loss_weight) else batch.samples
     if loss is None or known is None:
         return None
+    if loss.loss_weight is None and batch.weights is not None:
+        return loss.counts(batch.weights, ())
     try:
         return loss.counts(batch.samples or (), batch.targets or ())
     except PenstockError:

@@ -49,7 +49,9 @@ class Joins:
             raise MicrobatchError("the batch was split by the user's own rule")
         self._samples, self._exact = call.samples, call.counted or not said
         self._target: Any = rule if said else Split()
-        self._output = 0 if call.presplit else output_dim(loss.rules)
+        self._output = 0 if call.presplit else output_dim(loss.rules, call.dim)
+        if call.dim and said:
+            self._target = Split(call.dim)
 
     def outputs(self, parts: Mapping[int, Any]) -> Any:
         """The output of several microbatches."""

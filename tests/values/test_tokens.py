@@ -1,0 +1,232 @@
+"""Packed sequences, and microbatches by tokens: what each gets, and the loss of the whole batch."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from penstock import Pipeline
+from penstock.errors import MicrobatchError, UsageError
+from penstock.values import MISSING, REPLICATE, Batch, Rules, Split, split_batch
+
+torch.set_num_threads(1)
+LENGTHS = (5, 1, 9, 3, 4, 6, 2)
+BOUNDS = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+TOTAL = sum(LENGTHS)
+TOKENS = torch.arange(TOTAL)[None] % 11
+LABELS = TOKENS.masked_fill(POSITIONS == 0, -100)
+ORDINALS = torch.repeat_interleave(torch.arange(7), torch.tensor(LENGTHS))[None].int()
+BOUNDED = {"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS, "max_length_q": 9, "max_length_k": 9}
+
+
+def split(
+    count: int, rules: Rules | None = None, target: Any = MISSING, **kwargs: Any
+) -> tuple[Batch, list[dict[str, Any]]]:
+    batch = split_batch((), kwargs, target, rules, count, fewer=True)
+    assert batch.parts is not None
+    return batch, [part.kwargs for part in batch.parts]
+
+
+@pytest.mark.parametrize("told", ["positions", "bounds", "ordinals"])
+def test_a_packed_row_is_split_between_sequences_by_tokens(told: str) -> None:
+    way: dict[str, dict[str, Any]] = {
+        "positions": {"position_ids": POSITIONS},
+        "bounds": BOUNDED,
+        "ordinals": {"seq_idx": ORDINALS, "position_ids": None},
+    }
+    batch, calls = split(3, input_ids=TOKENS, labels=LABELS, **way[told])
+    rows = [call["input_ids"] for call in calls]
+    assert [row.shape[1] for row in rows] == [6, 12, 12] == batch.samples  # the least largest
+    assert torch.equal(torch.cat(rows, 1), TOKENS)
+    assert batch.weights == [4, 10, 9]  # labels that count
+    for call, lengths in zip(calls, [(5, 1), (9, 3), (4, 6, 2)], strict=True):
+        bounds = torch.tensor([0, *lengths]).cumsum(0)
+        if told == "bounds":
+            assert torch.equal(call["cu_seq_lens_q"], bounds)
+            assert call["cu_seq_lens_k"].dtype == torch.int32
+            assert call["max_length_q"] >= max(lengths)
+        if told == "positions":
+            assert (call["position_ids"][0, bounds[:-1]] == 0).all()
+        if told == "ordinals":
+            counts = call["seq_idx"][0].bincount().tolist()
+            assert counts == list(lengths)
+
+
+def test_rows_of_other_shapes() -> None:
+    row, square = torch.randn(TOTAL, 3), torch.ones(1, 1, TOTAL, TOTAL)
+    kwargs: dict[str, Any] = {
+        "x": row,
+        "cu_seqlens": BOUNDS,
+        "max_seqlen": 9,
+        "mask": square,
+        "scale": torch.tensor(2.0),
+    }
+    rotary = torch.stack([POSITIONS] * 3)
+    batch, calls = split(
+        2, **kwargs, batch={"position_ids": rotary}, each=torch.arange(7), target=row
+    )
+    assert batch.dim == 0
+    assert batch.samples == batch.weights == [15, 15]
+    assert [call["mask"].shape for call in calls] == [(1, 1, 15, 15)] * 2
+    assert [call["batch"]["position_ids"].shape for call in calls] == [(3, 1, 15)] * 2
+    assert [len(call["each"]) for call in calls] == [3, 4]
+    assert all(call["scale"] is kwargs["scale"] for call in calls)
+    with pytest.raises(
+        MicrobatchError, match=r"'x' of shape \[2, 3\] has neither a dimension of the 30"
+    ):
+        split(2, input_ids=TOKENS, position_ids=POSITIONS, x=torch.zeros(2, 3))
+    batch, calls = split(
+        2, {"x": REPLICATE, "y": lambda value, sizes: [sizes] * 2},
+        input_ids=TOKENS, position_ids=POSITIONS, x=torch.zeros(2, 3), y=0,
+    )  # fmt: skip
+    assert [(len(call["x"]), call["y"]) for call in calls] == [(2, [3, 4])] * 2
+
+
+def test_what_is_no_packed_row() -> None:
+    plain = torch.arange(30)[None]
+    ways: list[dict[str, Any]] = [
+        {"position_ids": plain},
+        {"position_ids": POSITIONS, "attention_mask": TOKENS},
+    ]
+    for kwargs in ways:
+        assert split(3, input_ids=TOKENS, **kwargs)[0].count == 1
+    rules: Rules = {"position_ids": Split(0)}
+    assert split(3, rules, input_ids=TOKENS, position_ids=POSITIONS)[0].count == 1
+    several, calls = split(
+        2, input_ids=TOKENS.view(2, 15), position_ids=POSITIONS.view(2, 15), cu_seq_lens_q=BOUNDS
+    )
+    assert several.samples == [1, 1]
+    assert [call["cu_seq_lens_q"].tolist() for call in calls] == [[0, 5, 6, 15], [0, 3, 7, 13, 15]]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 7])
+def test_no_microbatch_has_much_more_than_the_others(count: int) -> None:
+    torch.manual_seed(count)
+    lengths = torch.randint(1, 50, (7,)).tolist()
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    tokens = split(count, x=torch.zeros(1, sum(lengths)), cu_seqlens=bounds)[0].samples
+    assert tokens is not None
+    assert len(tokens) == count
+    assert min(tokens) > 0
+    ways = torch.combinations(torch.arange(1, 7), count - 1) if count > 1 else torch.zeros(1, 0)
+    least = min(
+        max(int(bounds[b] - bounds[a]) for a, b in pairwise([0, *way.int().tolist(), 7]))
+        for way in ways
+    )
+    assert max(tokens) == least
+
+
+MASK = (torch.arange(20) < torch.tensor([[20], [3], [4], [5], [2], [6]])).long()
+
+
+def test_padded_sequences_by_tokens() -> None:
+    ids, labels = torch.arange(120).view(6, 20), torch.arange(120).view(6, 20)
+    labels = labels.masked_fill(MASK == 0, -100)
+    rules: Rules = {"input_ids": Split(by="tokens")}
+    batch, calls = split(2, rules, input_ids=ids, attention_mask=MASK, target=labels)
+    assert batch.samples == [1, 5]
+    assert batch.weights == [20, 20]
+    assert batch.targets is not None
+    assert [call["input_ids"].shape for call in calls] == [(1, 20), (5, 8)]
+    assert [t.shape for t in batch.targets] == [(1, 20), (5, 8)]
+    assert int(calls[1]["attention_mask"].sum()) == 20
+    with pytest.raises(MicrobatchError, match="nothing says which of its entries are padding"):
+        split(2, rules, input_ids=ids)
+    with pytest.raises(MicrobatchError, match="by= must be"):
+        Pipeline(Attends(), rules={0: Split(by="words")})  # type: ignore[arg-type]
+
+
+def test_a_list_of_sequences_by_tokens() -> None:
+    rows = [*TOKENS[0].split(list(LENGTHS))]
+    batch, calls = split(3, {"x": Split(None, by="tokens")}, x=rows)
+    assert [[len(row) for row in call["x"]] for call in calls] == [[5, 1], [9, 3], [4, 6, 2]]
+    assert batch.samples == [2, 2, 3]
+    assert batch.weights == [6, 12, 12]
+
+
+# ---- the loss of the whole batch
+
+
+class Attends(nn.Module):
+    """Tokens that see those before them in their sequence, told by positions or by bounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        length = input_ids.shape[-1]
+        places = torch.arange(length)
+        if cu_seqlens is not None:
+            numbers = torch.bucketize(places, cu_seqlens, right=True)
+            mask = (numbers[:, None] == numbers) & (places[:, None] >= places)
+        elif position_ids is not None:
+            numbers = (position_ids == 0).cumsum(-1)
+            mask = (numbers[..., :, None] == numbers[..., None, :]) & (places[:, None] >= places)
+        else:
+            assert attention_mask is not None
+            mask = attention_mask[:, None, :].bool() & (places[:, None] >= places)
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            scores = hidden @ hidden.transpose(-1, -2)
+            hidden = hidden + layer(scores.masked_fill(~mask, -1e9).softmax(-1) @ hidden)
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(logits.flatten(0, -2), labels.flatten())
+
+
+PADDED = {"input_ids": torch.arange(120).view(6, 20) % 11, "attention_mask": MASK}
+PADDED_LABELS = PADDED["input_ids"].masked_fill(MASK == 0, -100)
+BATCHES: dict[str, tuple[dict[str, Any], Tensor, Rules | None]] = {
+    "positions": ({"input_ids": TOKENS, "position_ids": POSITIONS}, LABELS, None),
+    "bounds": ({"input_ids": TOKENS[0], "cu_seqlens": BOUNDS}, LABELS[0], None),
+    "padded": (PADDED, PADDED_LABELS, {"input_ids": Split(by="tokens")}),
+}
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB-V"])
+@pytest.mark.parametrize("name", sorted(BATCHES))
+def test_the_loss_and_gradients_are_those_of_the_whole_batch(name: str, schedule: str) -> None:
+    kwargs, labels, rules = BATCHES[name]
+    model = Attends().double()
+    plain = copy.deepcopy(model)
+    pipe = Pipeline(model, schedule=schedule, ranks=2, microbatches=3, loss_fn=loss_fn, rules=rules)
+    result = pipe.step(**kwargs, target=labels, outputs=name != "padded")
+    logits = plain(**kwargs)
+    expected = loss_fn(logits, labels)
+    expected.backward()
+    assert result.loss == pytest.approx(expected.item(), rel=1e-12)
+    assert result.weight == int((labels != -100).sum())
+    if name != "padded":
+        torch.testing.assert_close(result.outputs, logits)
+    for (path, mine), theirs in zip(pipe.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, msg=path)
+
+
+def test_a_loss_that_counts_otherwise_is_told() -> None:
+    def of_all(logits: Tensor, labels: Tensor) -> Tensor:
+        return (
+            cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum") / labels.numel()
+        )
+
+    pipe = Pipeline(Attends().double(), ranks=2, microbatches=3, loss_fn=of_all)
+    with pytest.raises(UsageError, match="loss_weight="):
+        pipe.step(input_ids=TOKENS, position_ids=POSITIONS, target=LABELS)
