@@ -19,6 +19,7 @@ from benchmarks import (
     buffers,
     checkpoints,
     cut,
+    gpu,
     inside,
     loops,
     page,
@@ -41,6 +42,7 @@ BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "loops": loops.compare,
     "schedules": schedules.compare,
     "watch": watch.compare,
+    "gpu": gpu.compare,
 }
 
 
@@ -56,7 +58,9 @@ def main() -> None:
     if unknown or chosen.rounds < 2:
         parser.error(f"unknown {unknown}" if unknown else "--rounds must be at least 2")
     torch.set_num_threads(1)
-    for name in chosen.names or BENCHES:
+    # On a CPU the bench of GPUs tells nothing that others do not.
+    there = BENCHES if torch.cuda.is_available() else [name for name in BENCHES if name != "gpu"]
+    for name in chosen.names or there:
         _run(name, chosen.rounds, chosen.output)
         page.write(chosen.output / f"{name}.json", chosen.page)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,12 @@ class Work:
     def held(self, placement: Sequence[int], rank: int) -> list[int]:
         """The stages of a rank."""
         return [stage for stage, home in enumerate(placement) if home == rank]
+
+    def to(self, device: torch.device) -> Work:
+        """The same on a device."""
+        stages = [stage.to(device) for stage in self.stages]
+        batch, target = self.batch.to(device), self.target.to(device)
+        return replace(self, stages=stages, batch=batch, target=target)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -117,7 +123,7 @@ class Peer:
         home = placement(schedule)
         held = work.held(home, group.rank())
         self.stages = [
-            PeerStage(work.stages[index], index, len(home), torch.device("cpu"), group=group)
+            PeerStage(work.stages[index], index, len(home), work.batch.device, group=group)
             for index in held
         ]
         self._arguments = (work.batch,) if 0 in held else ()

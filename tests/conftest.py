@@ -18,6 +18,9 @@ import torch
 import torch.distributed as dist
 
 from penstock.testing import WorkerPool
+from tests.device import switch
+
+switch()
 
 
 @pytest.fixture(scope="module", autouse=True)

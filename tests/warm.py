@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from penstock import Pipeline
+from tests.device import switch
 
 for name in (
     "penstock.checkpoint",
@@ -37,3 +38,5 @@ Pipeline(model, ranks=2, microbatches=2, loss_fn=nn.functional.mse_loss).eval(
 # Shared by all that are forked from here, and no collection touches it.
 gc.collect()
 gc.freeze()
+# Not before: a process that has used a GPU cannot be forked.
+switch()

@@ -217,9 +217,9 @@ def classify(strategy: Any = "auto", resume: Any = None, **options: Any) -> dict
     torch.manual_seed(0)
     module, curve = Classifier(options.pop("dropout", 0.0)), Curve()
     trainer = trainer_of(strategy, callbacks=[curve], gradient_clip_val=0.5, **options)
-    trainer.fit(module, images(), images(11, 6), ckpt_path=resume)
+    trainer.fit(module, images(), images(12, 6), ckpt_path=resume)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    outputs: Any = trainer.predict(module, images(11, 6))
+    outputs: Any = trainer.predict(module, images(12, 6))
     return {
         "losses": curve.losses,
         "metrics": metrics,

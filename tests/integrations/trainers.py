@@ -139,7 +139,7 @@ def make(
         model=make_model(family) if model is None else model,
         args=TrainingArguments(output_dir=str(folder), **given),
         train_dataset=Examples(data, 64, 1),
-        eval_dataset=Examples(data, 20, 2),
+        eval_dataset=Examples(data, options.pop("evaluated", 16), 2),
         compute_metrics=options.pop("compute_metrics", measures),
         **options,
     )
@@ -171,6 +171,7 @@ def main(folder: Path, family: str, schedule: str, replicas: int, steps: int) ->
         folder,
         steps,
         batch=8 // replicas,
+        evaluated=20,
         pipeline={"schedule": schedule, "ranks": world // replicas, "microbatches": 4},
         arguments={"save_strategy": "steps", "save_steps": steps // 2},
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +14,9 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from penstock import GracefulStop, Pipeline, PipelineModule
+from penstock import Checkpoints, GracefulStop, Pipeline, PipelineModule
 from penstock.parallel import side_by_side
-from penstock.testing import WorkerPool
+from penstock.testing import WorkerPool, fail_at
 
 X = torch.ones(4, 2)
 
@@ -141,3 +143,27 @@ def test_all_ranks_of_the_job_stop_after_the_same_step(
 ) -> None:
     stopped = workers.run("tests.runtime.test_stopping:stops_in_worker", processes, way=way)
     assert stopped == [[2, 143]] * processes
+
+
+def fails_in_worker(group: Any, folder: str) -> list[str]:
+    """What the log says when rank 1 fails in the fourth step, two steps after a save."""
+    handler = logging.Handler()
+    told: list[str] = []
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("penstock").addHandler(handler)
+    try:
+        with make(group=group) as pipe, Checkpoints(folder) as checkpoints:
+            steps_until_told(pipe, 2, lambda _: None)
+            checkpoints.save(2, pipe=pipe)
+            with fail_at(rank=1, step=4, action="1F0"):
+                steps_until_told(pipe, 2, lambda _: None)
+    except Exception as error:
+        told.append(type(error).__name__)
+    finally:
+        logging.getLogger("penstock").removeHandler(handler)
+    return told
+
+
+def test_a_failure_says_how_many_steps_are_lost(tmp_path: Path, workers: WorkerPool) -> None:
+    told, _ = workers.run("tests.runtime.test_stopping:fails_in_worker", 2, folder=str(tmp_path))
+    assert told == ["penstock: 2 steps since the last complete checkpoint are lost", "PeerFailed"]

@@ -41,7 +41,7 @@ def values(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("quick")
 def test_a_save_that_is_killed_leaves_the_old_weights_or_the_new(tmp_path: Path) -> None:
-    expected = [values_of(pipe_at(number)) for number in range(80)]
+    expected = [values_of(pipe_at(number)) for number in range(50)]
     pipe_at(0).weights.save(tmp_path)
     found, number, status = set(), 0, -1
     while status:
@@ -49,7 +49,7 @@ def test_a_save_that_is_killed_leaves_the_old_weights_or_the_new(tmp_path: Path)
 
         def save(number: int = number) -> None:
             pipe = pipe_at(number)
-            kill_at(2 * number)
+            kill_at(4 * number)
             pipe.weights.save(tmp_path)
 
         status = in_child(save)
@@ -74,7 +74,7 @@ def test_an_export_that_is_killed_leaves_nothing_or_all(tmp_path: Path) -> None:
     kills = 0
 
     def write() -> None:
-        kill_at(3 * kills + 1)
+        kill_at(5 * kills + 1)
         export(tmp_path / "run", out)
 
     while in_child(write):

@@ -139,7 +139,7 @@ class Checkpoints:
                     job.tensors = self._snapshots = snapshots(live, self._snapshots)
                 settle(live.values())
                 self._pending = Writing(job, team, self._writer)
-                self._complete = targets.pipe.job.checkpointed(step) if targets.pipe else None
+                self._complete = targets.pipe.job.when_checkpointed() if targets.pipe else None
             except BaseException:
                 shutil.rmtree(job.folder, ignore_errors=True)
                 raise
@@ -212,7 +212,7 @@ class Checkpoints:
             team.meet("load", loading.fill)
         self._extra, self._skipped = loading.extra, choosing.skipped
         if targets.pipe is not None:
-            targets.pipe.job.checkpointed(loading.step)()
+            targets.pipe.job.when_checkpointed()()
         return loading.step
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ try:
         WeightAveraging,
     )
     from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO
     from lightning.pytorch.strategies.ddp import DDPStrategy as TrainerProcesses
     from lightning.pytorch.trainer.states import TrainerFn
 except ImportError as error:
@@ -337,15 +339,19 @@ class _Cuts:
 
         def write() -> None:
             if strategy.is_global_zero:
-                strategy.checkpoint_io.save_checkpoint(rest, folder / name)
+                files: Any = strategy.checkpoint_io
+                # What the checkpoint names is on the disk before it.
+                if isinstance(files, AsyncCheckpointIO):
+                    files = files.checkpoint_io
+                files.save_checkpoint(rest, folder / name)
+                with (folder / name).open("rb") as file:
+                    os.fsync(file.fileno())
 
         with Checkpoints(folder, keep=1) as checkpoints:
             self.pipe.job.team().meet("save", write)
-            # The checkpoint names the file that belongs to it, and appears after it.
             checkpoints.save(step, extra={_REST: name}, pipe=self.pipe, **optimizers)
-        if strategy.is_global_zero:
-            for file in folder.glob(f"{_REST}-*.pt"):
-                if file.name != name:
+            if strategy.is_global_zero:
+                for file in {*folder.glob(f"{_REST}-*.pt")} - {folder / name}:
                     file.unlink(missing_ok=True)
 
     def _load_parts(

@@ -273,15 +273,13 @@ class PipelineTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        folder = Path(checkpoint, _FOLDER)
-        if not folder.is_dir():
-            raise UsageError(
-                f"{checkpoint} has no folder {_FOLDER!r}, since it was saved by another Trainer or with "
-                "save_only_model=True, so that its optimizer cannot be resumed; give its weights to "
-                "from_pretrained, and begin a new run"
-            )
-        with Checkpoints(folder) as checkpoints:
-            checkpoints.load(pipe=self.pipe, **self._states())
+        with Checkpoints(Path(checkpoint, _FOLDER)) as checkpoints:
+            if checkpoints.load(pipe=self.pipe, **self._states()) is None:
+                raise UsageError(
+                    f"{checkpoint} has no whole run in a folder {_FOLDER!r}, since it was saved by another "
+                    "Trainer, with save_only_model=True or not to the end, so that its optimizer cannot be "
+                    "resumed; resume from another one, or give its weights to from_pretrained for a new run"
+                )
 
     def _states(self) -> dict[str, Any]:
         prepared: Any = self.optimizer
@@ -292,11 +290,9 @@ class PipelineTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         folder = Path(str(self.state.best_model_checkpoint))
-        if not (folder / _FOLDER).is_dir():
-            self.pipe.weights.load(folder)
-            return
         with Checkpoints(folder / _FOLDER) as checkpoints:
-            checkpoints.load(pipe=self.pipe)
+            if checkpoints.load(pipe=self.pipe) is None:  # saved with save_only_model=True
+                self.pipe.weights.load(folder)
 
 
 class _TrainerFiles(NamedTuple):

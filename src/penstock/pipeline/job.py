@@ -126,15 +126,12 @@ class PipelineJob:
         """
         return self.calling("", seconds)
 
-    def checkpointed(self, step: int) -> Callable[[], None]:
+    def when_checkpointed(self) -> Callable[[], None]:
         """Return what is to be called when a checkpoint of this moment is complete.
 
         If the job fails later, the steps since then are counted in the log.
-
-        Args:
-            step: the checkpoint's step.
         """
-        return partial(self._runner.note_saved, step, self._runner.steps)
+        return partial(self._runner.note_saved, self._runner.steps)
 
     def report_failures_to(self, folder: str | os.PathLike[str]) -> None:
         """Write the report of a failed rank to ``failure.json`` in a folder."""

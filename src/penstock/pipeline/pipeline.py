@@ -36,7 +36,7 @@ from penstock.pipeline.setup import (
     check_placed,
     check_shared,
     check_spread,
-    connect,
+    connect_process,
     described_stages,
     make_equal,
     modules_in,
@@ -200,7 +200,7 @@ class Pipeline:
             rendezvous_timeout=rendezvous_timeout, weights=weights, plan=plan, checkpoint=checkpoint,
             watch_every=watch_every, options=options,
         )  # fmt: skip
-        transport, loss, replicas = connect(
+        transport, loss, replicas = connect_process(
             settings.home, group, mesh, settings.patience, settings.loss, settings.replicas
         )
         with set_up(transport) as prepare:
@@ -281,7 +281,7 @@ class Pipeline:
             loss_fn=loss_fn, rules=rules, edges=None if edges is None else tuple(edges), group=group,
             mesh=mesh, seed=seed, timeout=timeout, rendezvous_timeout=rendezvous_timeout, options=options,
         )  # fmt: skip
-        transport, loss, replicas = connect(
+        transport, loss, replicas = connect_process(
             settings.home, group, mesh, settings.patience, settings.loss, settings.replicas
         )
         pipe = cls.__new__(cls)
@@ -294,7 +294,7 @@ class Pipeline:
             make_equal(stages, replicas, transport)
             pipe._chosen = pipe._model = None
             pipe._begin(settings, schedules, transport, loss, replicas)
-            pipe._take(stages, table, modules)
+            pipe._take_stages(stages, table, modules)
         pipe._job.stand_beside(siblings_of(mesh, replicas))
         return pipe
 
@@ -339,9 +339,9 @@ class Pipeline:
             self._model = None
         model = self._model
         named = None if model is None else list(model.named_parameters())
-        self._take(stages, partition.shared, dict(enumerate(partition.modules)), named)
+        self._take_stages(stages, partition.shared, dict(enumerate(partition.modules)), named)
 
-    def _take(
+    def _take_stages(
         self,
         stages: Sequence[PipelineStage],
         shared: Sequence[Shared],
@@ -560,7 +560,7 @@ class Pipeline:
                 finite=scaler is None, mark=mark_of(batch.values) if same_batch else 0,
             )  # fmt: skip
 
-        call = self._described(describe, trains=True, outputs=outputs)
+        call = self._described_call(describe, trains=True, outputs=outputs)
         step = flowed_back(self._run(call, kwargs, target))
         self._weights.held.leave_gradients()
         self._ask_inside(step, args, kwargs, target)
@@ -598,7 +598,7 @@ class Pipeline:
         def describe() -> Call:
             return Call(self._split(args, kwargs, MISSING, None), trains=trains)
 
-        self._runner.cut_by(self._uncut, self._described(describe, trains=trains))
+        self._runner.cut_by(self._uncut, self._described_call(describe, trains=trains))
 
     def eval(
         self,
@@ -643,7 +643,9 @@ class Pipeline:
             return Call(batch, None, False, outputs=True, seed=draws, hooks=hooks, mark=mark)
 
         started = perf_counter()
-        step = self._run(self._described(describe, trains=False, outputs=True), kwargs, MISSING)
+        step = self._run(
+            self._described_call(describe, trains=False, outputs=True), kwargs, MISSING
+        )
         return self._result(step, perf_counter() - started).outputs
 
     def run_backward(
@@ -673,7 +675,7 @@ class Pipeline:
             targets = gradients_by_part(gradients, batch, output_dim(self._rules, batch.dim))
             return Call(replace(batch, targets=targets), loss, True, seed=draws)
 
-        flowed_back(self._run(self._described(describe, trains=True), kwargs, MISSING))
+        flowed_back(self._run(self._described_call(describe, trains=True), kwargs, MISSING))
 
     def _evaluate(
         self,
@@ -692,7 +694,7 @@ class Pipeline:
             return Call(batch, loss, trains=False, outputs=outputs, hooks=hooks, mark=mark)
 
         started = perf_counter()
-        call = self._described(describe, trains=False, outputs=outputs, loss=loss)
+        call = self._described_call(describe, trains=False, outputs=outputs, loss=loss)
         with self.evaluating():
             step = self._run(call, kwargs, target)
         return self._result(step, perf_counter() - started)
@@ -754,7 +756,7 @@ class Pipeline:
             batch = self._split(args, kwargs, target, None)
             return Call(batch, loss, seed=self._last_seed, finite=True)
 
-        call = self._described(describe, trains=True)
+        call = self._described_call(describe, trains=True)
 
         # Called where gradients are restored afterwards: shared weights get theirs when the context ends.
         def run(hooks: Hooks) -> StepState:
@@ -805,7 +807,7 @@ class Pipeline:
         total = values if self._transport is None else self._transport.sum(values)
         return self.replicas.added(total)
 
-    def _described(
+    def _described_call(
         self,
         describe: Callable[[], Call],
         *,
@@ -1061,7 +1063,7 @@ def carry_out(pipe: Pipeline, describe: Callable[[], Call], *, trains: bool) -> 
         describe: returns the call. If it raises, all ranks raise that error, and none begins.
         trains: whether the call trains.
     """
-    return flowed_back(pipe._run(pipe._described(describe, trains=trains), {}, MISSING))
+    return flowed_back(pipe._run(pipe._described_call(describe, trains=trains), {}, MISSING))
 
 
 @contextmanager
@@ -1073,7 +1075,7 @@ def driven(
     Yields:
         The state of the call, and a function that runs an action.
     """
-    call, held = pipe._described(describe, trains=trains), pipe.weights.held
+    call, held = pipe._described_call(describe, trains=trains), pipe.weights.held
     if trains:
         held.prepare()
     with pipe._runner.driven(call) as state_and_perform:
@@ -1113,7 +1115,7 @@ def check_in_fewer(
         def describe() -> Call:
             return Call(pipe._split(args, kwargs, target, microbatches), loss, trains=False)
 
-        step = pipe._run(pipe._described(describe, trains=False, loss=loss), kwargs, target)
+        step = pipe._run(pipe._described_call(describe, trains=False, loss=loss), kwargs, target)
         return step.result.losses
 
     modules = (module for stage in pipe._stages for module in stage.called_modules())

@@ -164,7 +164,7 @@ class PipelineSettings:
         """
         ranks = world if ranks is None else whole_number("ranks", ranks)
         microbatches, count = whole_number("microbatches", self.microbatches), self.stage_count
-        schedule = _read("1F1B" if self.schedule is None else self.schedule)
+        schedule = _read_schedule("1F1B" if self.schedule is None else self.schedule)
         value = schedule if isinstance(schedule, Schedule) else None
         if not isinstance(schedule, Schedule):
             ranks = _ranks_for(schedule, count) if ranks is None else ranks
@@ -400,7 +400,7 @@ def _check_model(model: nn.Module, stages: Stages) -> None:
         )
 
 
-def _read(schedule: Source) -> str | Schedule | Builder:
+def _read_schedule(schedule: Source) -> str | Schedule | Builder:
     """Read a schedule from a file; return a name, a value or a function as it is."""
     if isinstance(schedule, PathLike) or (
         isinstance(schedule, str) and Path(schedule).suffix.lower() in (".csv", ".json")

@@ -248,7 +248,7 @@ def _other_ranks(transport: Transport | None) -> set[int]:
     return {*transport.global_ranks} - {transport.global_ranks[transport.rank]}
 
 
-def connect(
+def connect_process(
     device: torch.device,
     group: Any,
     mesh: Any,

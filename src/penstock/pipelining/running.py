@@ -218,7 +218,7 @@ class PipelineSchedule:
             CallError: the schedule has no actions yet.
         """
         if self._schedule is None and self._order:
-            self._take(self._order)
+            self._use_order(self._order)
         if self._schedule is None:
             raise CallError(
                 f"{type(self).__name__} has no actions yet; load them with _load_csv, set pipeline_order, "
@@ -265,14 +265,14 @@ class PipelineSchedule:
 
     @pipeline_order_with_comms.setter
     def pipeline_order_with_comms(self, order: dict[int, list[ActionTuple | None]]) -> None:
-        self._take(order)
+        self._use_order(order)
 
-    def _take(self, order: dict[int, list[ActionTuple | None]]) -> None:
+    def _use_order(self, order: dict[int, list[ActionTuple | None]]) -> None:
         """Use hand-written actions, after a proof that they complete."""
         self._adopt(proven(schedule_of(order, self._num_stages, self._n_microbatches)))
 
     def _validate_and_set_stage_mapping(self, actions: dict[int, list[ActionTuple | None]]) -> None:
-        self._take(actions)
+        self._use_order(actions)
         self._order = actions
 
     def _adopt(self, schedule: Schedule) -> None:

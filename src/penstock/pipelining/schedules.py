@@ -148,7 +148,7 @@ class PipelineScheduleMulti(PipelineSchedule):
         check_format(format)
         if format == "compute_only":
             check_computes(actions)
-        self._take(actions)
+        self._use_order(actions)
         self._order = actions if format == "compute_only" else None
 
     _load_actions = _prepare_schedule_with_comms

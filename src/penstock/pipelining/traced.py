@@ -126,7 +126,7 @@ class Look(NamedTuple):
         return lengths and self.dtype == other.dtype
 
 
-def _look(leaf: Any) -> Any:
+def _look_of(leaf: Any) -> Any:
     """How a tensor looks; another value as it is."""
     if not isinstance(leaf, Tensor):
         return leaf
@@ -190,7 +190,7 @@ class Arguments:
         if spec != self.in_spec:
             unlike.append("their number or structure")
         for place, (leaf, traced) in enumerate(zip(leaves, self.looks, strict=False)):
-            if not _alike(look := _look(leaf), traced):
+            if not _alike(look := _look_of(leaf), traced):
                 unlike.append(f"number {place}: {look} instead of {traced}")
         try:
             if self.guards is not None and not unlike:
@@ -252,7 +252,7 @@ def trace(
             "models without tracing them"
         )
     module: Any = program.module()
-    looks = [_look(node.meta["val"]) for node in module.graph.find_nodes(op="placeholder")]
+    looks = [_look_of(node.meta["val"]) for node in module.graph.find_nodes(op="placeholder")]
     guards, specs = getattr(module, _GUARDS, None), program.call_spec
     arguments = Arguments(signature, [*bound.arguments], specs.in_spec, looks, guards)
     return ModelTrace(policy(module) if policy else module, arguments, specs.out_spec)
@@ -394,7 +394,7 @@ class Cut:
         others = {self.owner[user] for one in same for user in one.users} - {stage}
         if others:
             raise CutError(
-                f"{_shown(node)} in stage {stage} changes {base.target} in place, which stage "
+                f"{_node_name(node)} in stage {stage} changes {base.target} in place, which stage "
                 f"{min(others)} uses too; cut so that one stage has it"
             )
 
@@ -407,8 +407,8 @@ class Cut:
         ]
         if sharing != [(stage,)]:
             raise CutError(
-                f"{_shown(node)} in stage {stage} changes a value of stage {self.owner[base]} in place, and "
-                "other values that travel share its memory; cut elsewhere, or write not in place"
+                f"{_node_name(node)} in stage {stage} changes a value of stage {self.owner[base]} in place, "
+                "and other values that travel share its memory; cut elsewhere, or write not in place"
             )
 
     # ---- stages
@@ -523,7 +523,7 @@ def _base(node: fx.Node) -> fx.Node:
     return node
 
 
-def _shown(node: fx.Node) -> str:
+def _node_name(node: fx.Node) -> str:
     """Name a node for messages, with the line of the author's code."""
     lines = (node.meta.get("stack_trace") or "").strip().splitlines()
     where = [line.strip() for line in lines if line.strip().startswith("File ")]

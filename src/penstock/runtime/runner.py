@@ -106,7 +106,7 @@ class Runner:
         self._failure: BaseException | None = None
         self._steps = 0
         self.stopping = False
-        self._saved: tuple[int, int] | None = None
+        self._saved: int | None = None
         self._argument_names: dict[int, list[str] | None] = {}
         activity = Activity(0) if transport is None else transport.activity
         self.interpreter = Interpreter(self.stages, activity)
@@ -149,14 +149,13 @@ class Runner:
         """The number of training steps that have begun."""
         return self._steps
 
-    def note_saved(self, step: int, steps: int) -> None:
+    def note_saved(self, steps: int) -> None:
         """Note what the newest complete checkpoint holds: a failure then says how much is lost.
 
         Args:
-            step: the checkpoint's step.
             steps: the training steps that had begun here.
         """
-        self._saved = step, steps
+        self._saved = steps
 
     # ---- exchange of weights, see penstock.weights.ranks
 
@@ -306,12 +305,14 @@ class Runner:
         """The error to raise for one in the middle of a call; between processes, the pipeline has ended."""
         if self.transport is None:
             return error
-        if self._saved and self._failure is None and os.environ.get("LOCAL_RANK", "0") == "0":
-            step, steps = self._saved
+        if (
+            self._saved is not None
+            and self._failure is None
+            and os.environ.get("LOCAL_RANK", "0") == "0"
+        ):
             logger.warning(
-                "penstock: the last complete checkpoint is of step %d: %d steps since then are lost",
-                step,
-                self._steps - steps,
+                "penstock: %d steps since the last complete checkpoint are lost",
+                self._steps - self._saved,
             )
         self._failure = self.transport.watch.failed(error)
         return self._failure

@@ -38,6 +38,7 @@ from penstock.weights.states import (
     compare,
 )
 from penstock.weights.storage import (
+    check_arrived,
     is_there,
     parse_json,
     patiently,
@@ -176,6 +177,7 @@ def save_weights(
             return [target.save] * len(of_processes)
 
         def write() -> list[Any]:
+            check_arrived(folder)
             written = []
             for index, of in files.items():
                 state = {name: whole(tensor) for name, tensor in of.items()}

@@ -1,0 +1,38 @@
+"""The device of tests: ``PENSTOCK_TEST_DEVICE=cuda make test`` runs those of behaviour on a GPU.
+
+The switch makes it torch's default device, in the tests and in the processes that they start, so that a test
+that names no device runs there.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+NAME = os.environ.get("PENSTOCK_TEST_DEVICE", "")
+DEVICE = NAME or "cuda"
+"""The device of tests that need one which is no CPU, unless the switch says `cpu`."""
+
+
+def is_there() -> bool:
+    """Whether this machine has the device."""
+    if torch.device(DEVICE).type == "cpu":
+        return True
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found is not None and found.type == torch.device(DEVICE).type
+
+
+HAS_DEVICE = is_there()
+
+
+def device_of_rank(rank: int) -> str:
+    """The device of a process: one each, as far as there are several."""
+    kind = torch.device(DEVICE).type
+    return "cpu" if kind == "cpu" else f"{kind}:{rank % torch.accelerator.device_count()}"
+
+
+def switch() -> None:
+    """Let what is made without a device be made on the device of the switch."""
+    if NAME:
+        torch.set_default_device(NAME)
