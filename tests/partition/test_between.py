@@ -866,6 +866,44 @@ def test_what_layers_put_into_a_context_variable_reaches_the_last_stage(cuts: li
     check_equal(model, cuts, (rows(),))
 
 
+class Chooses(nn.Module):
+    """A layer that keeps what it was given in a cache, and finds its experts by numbers."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleDict({f"expert_{n}": nn.Linear(WIDTH, WIDTH) for n in range(2)})
+        self.index = index
+
+    def forward(self, x: Tensor, bias: Tensor, layers: list[Kept]) -> tuple[Tensor, Tensor]:
+        x = x * layers[self.index].more(x) + bias
+        for number in (x != 0).any().reshape(1).nonzero():
+            x = x + self.experts[f"expert_{number[0]}"](x)
+        return x, bias
+
+
+class Kept:
+    """What a layer was given."""
+
+    def __init__(self) -> None:
+        self.all: Tensor | None = None
+
+    def more(self, x: Tensor) -> Tensor:
+        self.all = x if self.all is None else torch.cat([self.all, x])
+        return self.all
+
+
+def through_caches(model: Model, x: Tensor) -> Tensor:
+    layers = [Kept() for _ in model.l]
+    bias = torch.sin(model.l[0].experts["expert_1"](x))  # type: ignore[index, operator]
+    for layer in model.l:
+        x, bias = layer(x, bias, layers)
+    return x + bias
+
+
+def test_layers_that_find_experts_by_numbers_fill_their_caches_once() -> None:
+    check_equal(make(through_caches, Chooses), ["l.1", "l.2", "l.3"], (rows(),))
+
+
 @pytest.mark.parametrize("name", ["given", "loss", "number", "calls", "scale"])
 def test_a_loss_may_read_what_the_last_stage_keeps(name: str) -> None:
     model, plain = (make(through_all, Notes) for _ in range(2))

@@ -257,6 +257,26 @@ class Things:
         }
         return things if roots else None
 
+    def rewind(self) -> None:
+        """Put back what containers and objects held."""
+        for thing in self.changed():
+            write(thing.value, thing.before)
+
+    def exchange(self, twin_of: Callable[[Tensor], Tensor]) -> None:
+        """Put other tensors into the places of those with data that the things have come to hold."""
+        known = {id(tensor) for tensor in self.tensors()}
+        now = Things(self._depth, numbers=False)
+        for thing in self.changed():
+            now.look(thing.value)
+        for thing in now._things.values():
+            for key, member in [] if isinstance(thing.value, set) else _members(thing.before):
+                if (
+                    isinstance(member, Tensor)
+                    and not isinstance(member, FakeTensor)
+                    and id(member) not in known
+                ):
+                    put(thing.value, key, twin_of(member))
+
     def give_back(self) -> None:
         """Put the iterators back into their places, advanced."""
         for holder, key, twin in self._iterators:

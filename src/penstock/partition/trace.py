@@ -103,6 +103,8 @@ _READS = frozenset(
 """The names of functions that read a tensor's numbers, on which the author's code may then depend."""
 MOST_CACHED = 20_000
 """The operations without data that torch may remember; it forgets none by itself, as of torch 2.13."""
+_DEEP = 5
+"""How deep the layers of a cache lie: those of two caches in one, in the arguments."""
 OVERWRITTEN = (
     "what units gave was written into a tensor, and is read through another that was made of it before and "
     "shares its memory; write into a clone"
@@ -410,6 +412,7 @@ class _Recorder(TorchFunctionMode):
         self._refused: list[Exception] = []
         self._owned: dict[str, list[tuple[Any, str]]] = {}
         self._promoted: dict[int, list[int]] = {}
+        self._filled = Things()
         self._written: tuple[Any, Any] = ((), {})
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._work, self._context = Work(), Context()
@@ -897,6 +900,9 @@ class _Recorder(TorchFunctionMode):
                     value = things.replay(part, key, value)
                 things.look(value, place=(int(part is call[1]), key))
         event.objects, event.mutable = things, bool(things)
+        self._filled = Things(depth=_DEEP, numbers=False)
+        if things:
+            self._filled.look((tuple(args), tuple(kwargs.values())))
         return call
 
     def _note_left(self, event: Event, twins: Mapping[int, Tensor]) -> None:
@@ -1043,17 +1049,18 @@ class _Recorder(TorchFunctionMode):
         except PartitionError:
             raise
         except Exception as error:
-            return self._run_with_data(event, run, error)
+            return self._run_with_data(event, run, (args, kwargs), error)
         finally:
-            self.current = None
+            self.current, self._filled = None, Things()
             event.work, event.nbytes = self._work.total - work, self._work.nbytes - nbytes
             # A weight that two units share is cast in each, since each may be in a stage of its own.
             torch.clear_autocast_cache()
 
-    def _run_with_data(self, event: Event, run: Run, reason: Exception) -> Any:
+    def _run_with_data(self, event: Event, run: Run, call: Any, reason: Exception) -> Any:
         """Run an event that failed without data on ones, and on the numbers of the model's arguments."""
         module = self.model.get_submodule(event.what) if event.is_unit else nn.Module()
-        originals: dict[int, Tensor] = {}
+        # With those that stood for them, whose identity no other tensor may get.
+        originals: dict[int, tuple[Tensor, Tensor]] = {}
 
         def filled(number: int, given: Tensor) -> Tensor:
             tensor = self._real.get(id(given), given)
@@ -1062,23 +1069,31 @@ class _Recorder(TorchFunctionMode):
             else:
                 is_mask = number == 0 and tensor.dtype is torch.bool
                 twin = _filled(0, tensor) if is_mask else tensor.detach().clone()
-            originals[id(twin)] = tensor
+            originals[id(twin)] = tensor, twin
             return twin.requires_grad_(tensor.requires_grad)
 
         def back(tensor: Tensor) -> Tensor:
-            if id(tensor) in originals and not isinstance(originals[id(tensor)], FakeTensor):
-                return originals[id(tensor)]
+            if id(tensor) in originals:
+                return originals[id(tensor)][0]
             twin: Tensor = self.mode.from_tensor(tensor.detach())
             return twin.requires_grad_(tensor.requires_grad)
 
         failure: Exception | None = None
         # A mask of ones may leave nothing.
         for number in (1, 0):
+            undo: list[tuple[Any, Any, Any]] = []
+            # The run before has filled a list or a cache.
+            self._filled.rewind()
             try:
                 with _filled_with_ones(module), _CountsWork(self._work):
-                    args, kwargs = map_tensors(self._written, functools.partial(filled, number))
-                    return map_tensors(run(*args, **kwargs), back)
+                    put = functools.partial(filled, number)
+                    args, kwargs = [swapped(part, put, undo) for part in call]
+                    output = map_tensors(run(*args, **kwargs), back)
+                put_back(undo)
+                self._filled.exchange(back)
+                return output
             except Exception as error:
+                put_back(undo)
                 failure = failure or error
         assert failure is not None
         if not (event.needs_data or isinstance(reason, _NEED_DATA)):
