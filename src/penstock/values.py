@@ -928,7 +928,10 @@ def _split_arguments(positional: int, arguments: _Arguments, count: int, fewer: 
     columns = {
         key: [
             build(iter(parts))
-            for parts in zip(*(_trim(one, one.cut(sizes), masks) for one in of_one), strict=True)
+            for parts in zip(
+                *(_trim(one, one.cut(sizes), masks) if masks else one.cut(sizes) for one in of_one),
+                strict=True,
+            )
         ]
         for key, (of_one, build) in pieces.items()
     }
@@ -974,11 +977,11 @@ def _sizes(
     pieces: Sequence[_SplitPart], arguments: _Arguments, samples: int, count: int
 ) -> tuple[list[int], list[int], list[Tensor]]:
     """The samples of each microbatch; and, if they are split by tokens, its tokens and its mask."""
-    piece = next((one for one in pieces if _is_by_tokens(one.rule)), None)
-    if piece is None:
+    found = [one for one in pieces if isinstance(one.rule, Split) and one.rule.by == "tokens"]
+    if not found:
         size, rest = divmod(samples, count)
         return [size + (index < rest) for index in range(count)], [], []
-    lengths, mask = _tokens_of(piece, arguments)
+    lengths, mask = _tokens_of(found[0], arguments)
     sizes = even_sizes(lengths, count)
     tokens = [sum(lengths[a:b]) for a, b in pairwise([0, *accumulate(sizes)])]
     return sizes, tokens, [] if mask is None else [*mask.split(sizes)]
@@ -1018,12 +1021,21 @@ def _weights(targets: Sequence[Any] | None, columns: Any, tokens: Sequence[int])
     return known if len(known) == len(tokens) else tokens
 
 
+_TELLING = {POSITIONS, ORDINALS, *BOUNDS}
+"""The arguments that tell how a row is packed."""
+
+
 def _row_in(arguments: _Arguments) -> Row | None:
     """The packed row that a batch is, unless a rule says how what tells that is split."""
+    for key, (value, _) in arguments.items():
+        if key in _TELLING or not isinstance(value, Tensor):
+            break
+    else:
+        return None
     told = {
         key for key, (_, rule) in arguments.items() if rule is not None and not _is_by_tokens(rule)
     }
-    if told & {POSITIONS, ORDINALS, *BOUNDS}:
+    if told & _TELLING:
         return None
     named: list[tuple[str, Any]] = []
     for key, (value, _) in arguments.items():

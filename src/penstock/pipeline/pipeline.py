@@ -542,7 +542,7 @@ class Pipeline:
         """
         seed, number = self._randomness.seed, self._randomness.step
         draws = None if seed == "off" else (seed, number)
-        event = StepEvent(number + 1, self.leads, self.device)
+        event = StepEvent(number + 1, self._job.leads, self.device)
         self._step_hooks.call("before", event)
         started = perf_counter()
 
