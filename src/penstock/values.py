@@ -1149,18 +1149,19 @@ def _agreed_samples(pieces: Sequence[_SplitPart]) -> int | None:
     tensors = [piece for piece in pieces if piece.samples is not None]
     if not tensors:
         return None
+    sizes = {tensor.samples for tensor in tensors}
+    if len(sizes) == 1:
+        return sizes.pop()
     # Tensors with a rule are right; without rules, the size of most tensors, or of the first one.
     trusted = [tensor for tensor in tensors if tensor.by_rule] or tensors
     samples = Counter([tensor.samples for tensor in trusted]).most_common(1)[0][0]
     unlike = [tensor for tensor in tensors if tensor.samples != samples]
-    if unlike:
-        example = next(tensor for tensor in trusted if tensor.samples == samples)
-        raise MicrobatchError(
-            f"the batch has {samples} samples ({example}), but {'; '.join(map(str, unlike))}; use rules= to "
-            "split it along another dimension, Split(dim), to keep it whole, REPLICATE, or to split it by a "
-            "function (value, sizes) -> parts"
-        )
-    return samples
+    example = next(tensor for tensor in trusted if tensor.samples == samples)
+    raise MicrobatchError(
+        f"the batch has {samples} samples ({example}), but {'; '.join(map(str, unlike))}; use rules= to "
+        "split it along another dimension, Split(dim), to keep it whole, REPLICATE, or to split it by a "
+        "function (value, sizes) -> parts"
+    )
 
 
 _Build: TypeAlias = Callable[[Iterator[Any]], Any]
