@@ -36,6 +36,7 @@ from penstock.partition.seen import left, opened
 from penstock.partition.trace import as_written, home_of
 from penstock.plan.costs import UnitCost, Units, ValueCost, Work
 from penstock.plan.meter import FusedAttention, Meter, Operation, storage_key
+from penstock.rng import generators_kept
 from penstock.stage import enter
 from penstock.values import map_tensors, tensors_in
 
@@ -187,9 +188,8 @@ def _sum_up(output: Any, _: Any) -> Any:
 def random_states_kept(model: nn.Module) -> Iterator[None]:
     """A context that restores the states of random generators."""
     python, numbers = random.getstate(), np.random.get_state()
-    devices = [home] if (home := home_of(model)).type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices):
+        with generators_kept([home_of(model)]):
             yield
     finally:
         random.setstate(python)
