@@ -26,7 +26,6 @@ check: $(VENV)/.installed-dev docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_architecture.py
 
 # Into site/; anything wrong, such as a link that leads nowhere, ends the build.
 docs: $(VENV)/.installed-docs

@@ -101,12 +101,20 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 CODE_OF = {page: list(blocks(page)) for page in PAGES}
+LONG = {"lightning", "peft"}
+"""Pages whose programs take long, and do what tests of integrations and examples do by day."""
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if CODE_OF[page]], ids=lambda page: page.stem
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.nightly if page.stem in LONG else ())
+        for page in PAGES
+        if CODE_OF[page]
+    ],
+    ids=lambda page: page.stem,
 )
 def test_programs_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of a page one after the other, as somebody runs them who reads it from top to bottom."""

@@ -558,7 +558,7 @@ def test_what_is_not_finite_is_found_inside_a_compiled_stage() -> None:
     assert pipe.stages[0].compiles
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not names.has_compiler("cpu"), reason="there is no C++ compiler")
 def test_inductor(waiting: list[int], logged: pytest.LogCaptureFixture) -> None:

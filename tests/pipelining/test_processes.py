@@ -84,10 +84,18 @@ SPREAD = [
     *(("fills", "fsdp"), ("fills", "ddp"), ("turns", "fsdp"), ("turns", "ddp")),
     *(("whole order", "fsdp"), ("bare order", "fsdp")),
 ]
+BY_DAY = [
+    *(("1F1B", "fsdp"), ("Interleaved1F1B", "mixed"), ("ZBVZeroBubble", "replicate")),
+    *(("fills", "fsdp"), ("turns", "ddp"), ("whole order", "fsdp")),
+]
+"""Each way of spreading, and each kind of schedule."""
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("schedule", "how"), SPREAD)
+@pytest.mark.parametrize(
+    ("schedule", "how"),
+    [pytest.param(*case, marks=() if case in BY_DAY else pytest.mark.nightly) for case in SPREAD],
+)
 def test_replicated_and_sharded_stages(workers: WorkerPool, schedule: str, how: str) -> None:
     ours = run(workers, "penstock", "spread", 4, schedule=schedule, how=how)
     # torch's DDP does not reduce what the weights' half of a backward makes.

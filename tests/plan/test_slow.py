@@ -152,13 +152,13 @@ def test_a_pipeline_tells_what_became_slow(caplog: pytest.LogCaptureFixture) -> 
             assert pipe.step(x, target=x, record=True).slow == ()
 
         def drag(*args: Any) -> None:
-            for _ in range(500):
+            for _ in range(1000):
                 torch.mm(x, x.T)
 
         model[2].register_forward_hook(drag)
         with caplog.at_level(logging.WARNING, "penstock"):
             found = pipe.step(x, target=x, record=True).slow
-            assert (found[0].stages, found[0].share > 0.5) == ((2,), True)
+            assert any(one.stages == (2,) and one.share > 0.5 for one in found)
             assert not caplog.records
             pipe.step(x, target=x)
         assert "rank 2 (stage 2) takes" in caplog.text
