@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PenstockError
+from penstock.schedule import names
 from penstock.testing import WorkerPool, fail_at
 from penstock.transport import VALUES, base, nccl
 from penstock.transport.base import GRADIENTS
@@ -28,6 +29,11 @@ SCHEDULES = (
     "GPipe", "1F1B", "ZB-H1", "Interleaved1F1B", "LoopedBFS", "ZB-V", "DualPipeV",
 )  # fmt: skip
 """One of each family: what they send, and when."""
+OTHERS = [
+    pytest.param(name, marks=pytest.mark.nightly)
+    for name in names()
+    if name not in (*SCHEDULES, "forward-only")
+]
 
 GroupArrival = base.GroupArrival
 take, send, post = GroupArrival.take, PlayedTransport.send, PlayedTransport.post
@@ -143,7 +149,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [*SCHEDULES, *OTHERS])
 @pytest.mark.parametrize("case", SHAPES)
 def test_no_races(workers: WorkerPool, case: str, schedule: str) -> None:
     assert workers.run(f"{__name__}:run", 2, 60.0, case=case, schedule=schedule) == [[], []]
