@@ -7,7 +7,6 @@ import json
 import os
 import platform
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from benchmarks import (
     steps,
     watch,
 )
+from penstock.doctor.rates import processor
 
 BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "steps": steps.compare,
@@ -72,18 +72,9 @@ def _run(name: str, rounds: int, folder: Path) -> None:
 
 
 def _machine() -> str:
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else processor()
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
     return f"{device}, {os.cpu_count()} cores, {versions}, Penstock {penstock.__version__}"
-
-
-def _processor() -> str:
-    """The processor's name, where the system tells it."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.live import LiveBytes
-from benchmarks.pairs import Ratios
+from benchmarks.pairs import Ratios, bytes_to_json
 from penstock.backward import SplitBackward
 
 WIDTHS = {64: (1, 32), 256: (2, 128), 512: (2, 256)}
@@ -78,11 +78,11 @@ class Stage:
         return list(self.model.parameters())
 
 
-def stage_of(width: int, **options: bool) -> Stage:
-    """A stage of four blocks on random input."""
+def stage_of(width: int, sizes: tuple[int, int] | None = None, /, **options: bool) -> Stage:
+    """A stage of four blocks on random input of so many samples of some length."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(width, **options) for _ in range(BLOCKS)))
-    shape = (*WIDTHS[width], width)
+    shape = (*(sizes or WIDTHS[width]), width)
     return Stage(model, torch.randn(shape, requires_grad=True), torch.randn(shape))
 
 
@@ -146,8 +146,8 @@ WAYS: dict[str, Callable[[Stage], Way]] = {"split": Ours, "peer": Peers, "plain"
 # ---- time
 
 
-def time_once(way: Way, now: Callable[[], float] = thread_time) -> dict[str, float]:
-    """Seconds of one microbatch's parts, by a clock; by default CPU time, which no other program takes."""
+def time_once(way: Way, now: Callable[[], float]) -> dict[str, float]:
+    """Seconds of one microbatch's parts, by a clock."""
     start = now()
     made = way.forward()
     forward = now()
@@ -164,14 +164,16 @@ def time_once(way: Way, now: Callable[[], float] = thread_time) -> dict[str, flo
     }
 
 
-def times(stage: Stage, rounds: int) -> dict[str, list[dict[str, float]]]:
+def times(
+    stage: Stage, rounds: int, now: Callable[[], float] = thread_time
+) -> dict[str, list[dict[str, float]]]:
     """The parts' times of all ways, in turn, whose order changes from round to round."""
     ways = {name: make(stage) for name, make in WAYS.items()}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for index in range(rounds + 2):
         names = list(ways) if index % 2 else list(reversed(ways))
         for name in names:
-            found[name].append(time_once(ways[name]))
+            found[name].append(time_once(ways[name], now))
     return {name: measured[2:] for name, measured in found.items()}
 
 
@@ -231,11 +233,7 @@ def compare_bytes(width: int, **options: bool) -> dict[str, Any]:
     figures = {
         "bytes": found,
         "I of F": ours["I"] / ours["F"],
-        "between the halves, beside torch's package": {
-            "ratio": {"median": between, "quartiles": (between, between)},
-            "ours_bytes": ours["I"],
-            "peer_bytes": others["I"],
-        },
+        "between the halves, beside torch's package": bytes_to_json(ours["I"], others["I"]),
     }
     kind = "SwiGLU, RMSNorm" if options.get("gated", True) else "GELU, LayerNorm"
     kind += ", checkpointed" if options.get("rerun") else ""

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.backward import WAYS, Block, Stage, finish, live_bytes, time_once
+from benchmarks import backward
+from benchmarks.backward import Stage
 from benchmarks.inside import plain
-from benchmarks.pairs import Ratios, take_turns
+from benchmarks.pairs import Ratios, bytes_to_json, take_turns
 from benchmarks.work import RANKS, SCHEDULES, WORKS, Peer, Work, ours
 from penstock.schedule import build, simulate
 from penstock.testing import WorkerPool
@@ -49,44 +50,33 @@ def settled(where: torch.device) -> float:
 # ---- the two halves of backward
 
 
-def stage_of(width: int, where: torch.device) -> Stage:
-    """A stage of four blocks in bfloat16."""
-    torch.manual_seed(0)
-    shape = (*(WIDTHS | NARROW)[width], width)
-    with where:
-        model = torch.nn.Sequential(*(Block(width) for _ in range(4))).bfloat16()
-        value, grad = (torch.randn(shape, dtype=torch.bfloat16) for _ in range(2))
-    return Stage(model, value.requires_grad_(), grad)
+def stage_of(width: int) -> Stage:
+    """A stage in bfloat16 on the device."""
+    kept = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with device():
+            return backward.stage_of(width, (WIDTHS | NARROW)[width])
+    finally:
+        torch.set_default_dtype(kept)
 
 
 def halves(width: int, rounds: int) -> dict[str, Any]:
     """Times of the halves beside one backward and the peer's, and the memory between them."""
-    where = device()
-    stage = stage_of(width, where)
-    ways = {name: make(stage) for name, make in WAYS.items()}
-    for way in ways.values():
-        finish(way)
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for index in range(rounds):
-        for name in list(ways) if index % 2 else list(reversed(ways)):
-            found[name].append(time_once(ways[name], partial(settled, where))["I+W"])
+    stage = stage_of(width)
+    parts = backward.times(stage, rounds, partial(settled, device()))
+    both = {name: [each["I+W"] for each in found] for name, found in parts.items()}
     figures = {
-        f"I + W beside {told}": Ratios(found["split"], found[base])
+        f"I + W beside {told}": Ratios(both["split"], both[base])
         for base, told in (("plain", "a plain backward"), ("peer", "torch's package"))
     }
     for name, ratios in figures.items():
         print(f"width {width}: {name}: {ratios.told('of its time')}")
-    # With what the timed runs left: gradients, which all ways add to.
-    between = {name: live_bytes(name, stage)["I"] for name in ("split", "peer")}
-    ratio = between["split"] / between["peer"]
-    print(f"width {width}: between the halves {ratio:.2f} of the peer's memory")
+    ours, peers = (backward.live_bytes(name, stage)["I"] for name in ("split", "peer"))
+    print(f"width {width}: between the halves {ours / peers:.2f} of the peer's memory")
     return {
         **{name: ratios.to_json() for name, ratios in figures.items()},
-        "memory between the halves, beside torch's package": {
-            "ratio": {"median": ratio, "quartiles": (ratio, ratio)},
-            "ours_bytes": between["split"],
-            "peer_bytes": between["peer"],
-        },
+        "memory between the halves, beside torch's package": bytes_to_json(ours, peers),
     }
 
 
@@ -172,13 +162,8 @@ def steps(case: str, schedule: str, rounds: int, workers: WorkerPool | None) -> 
     peaks = {name: max(reply["peaks"][name] for reply in replies) for name in ("ours", "beside")}
     memory = {}
     if peaks["beside"]:
-        ratio = peaks["ours"] / peaks["beside"]
-        print(f"  peak memory {ratio:.2f} of that of {base}")
-        memory["peak memory"] = {
-            "ratio": {"median": ratio, "quartiles": (ratio, ratio)},
-            "ours_bytes": peaks["ours"],
-            "peer_bytes": peaks["beside"],
-        }
+        print(f"  peak memory {peaks['ours'] / peaks['beside']:.2f} of that of {base}")
+        memory["peak memory"] = bytes_to_json(peaks["ours"], peaks["beside"])
     return {
         f"time, beside {base}": ratios.to_json(),
         **memory,

@@ -59,6 +59,16 @@ class Ratios:
         )
 
 
+def bytes_to_json(ours: int, peers: int) -> dict[str, object]:
+    """The figures of a ratio of memory, which has no spread."""
+    ratio = ours / peers
+    return {
+        "ratio": {"median": ratio, "quartiles": (ratio, ratio)},
+        "ours_bytes": ours,
+        "peer_bytes": peers,
+    }
+
+
 @dataclass(frozen=True)
 class Times:
     """What each repeat of something took, round by round, in seconds.

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from penstock.compiled import names
 from penstock.errors import PenstockError, UsageError
+from penstock.rng import generator_states, set_generator_states
 
 log = logging.getLogger("penstock")
 
@@ -199,18 +200,14 @@ def _signature(module: nn.Module) -> str:
 def _undone_on_error(module: nn.Module) -> Iterator[None]:
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
-    state = torch.get_rng_state()
-    modules = [torch.get_device_module(device) for device in devices if device.type != "cpu"]
-    others = [(of, of.get_rng_state()) for of in modules]
+    states = generator_states(devices)
     try:
         yield
     except BaseException:
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-        torch.set_rng_state(state)
-        for of, other in others:
-            of.set_rng_state(other)
+        set_generator_states(states, devices)
         raise
 
 

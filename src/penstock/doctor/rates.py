@@ -49,7 +49,7 @@ def facts_of(device: torch.device) -> Facts:
         "penstock": _version("penstock-pipeline"),
         "system": f"{platform.system()} {platform.machine()}",
     }
-    name, threads = _processor(), torch.get_num_threads()
+    name, threads = processor(), torch.get_num_threads()
     if device.type != "cpu":
         threads = 0
         name = torch.get_device_module(device.type).get_device_name(device)
@@ -63,7 +63,7 @@ def _version(package: str) -> str:
     return "not installed"
 
 
-def _processor() -> str:
+def processor() -> str:
     """The name of the processor, where the system tells it."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
