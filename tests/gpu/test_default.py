@@ -1,6 +1,7 @@
 """The user's default device concerns the user's tensors, not those that Penstock makes for itself.
 
-The default is ``meta`` here, which every machine has: a tensor of Penstock's that lay there would have no data.
+The default is ``meta`` here, which every machine has: a tensor of Penstock's that lay there would have
+no data.
 """
 
 from __future__ import annotations

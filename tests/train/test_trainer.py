@@ -108,7 +108,7 @@ def test_neither_schedule_nor_checkpointing_changes_a_bit(
     [
         (
             {"device": "cuda:9"},
-            "device='cuda:9': torch.cuda.is_available() is False in this process; use",
+            "device='cuda:9': torch.cuda.is_available.. is False in this process; use",
         ),
         ({"checkpoint": "nix"}, "checkpoint='nix'"),
         ({"plan": "nowhere.json"}, "plan='nowhere.json': there is no such file"),
