@@ -29,7 +29,8 @@ class Gated(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.drop(torch.tanh(self.layer(x)))
         add_loss("size", y.square().mean(), 0.1)
-        return x + y
+        both: Tensor = x + y
+        return both
 
 
 def trained(
