@@ -151,7 +151,7 @@ class CutStage(StageModule):
                     sends = chain.edge is not None
                     return (None, chain.sent(hidden, self.index, call)) if sends else (hidden, {})
             with _attributes_kept(author, call.plan.trace):
-                return _Runner(self.index, author, call, values).run(args, kwargs)
+                return _StageForward(self.index, author, call, values).run(args, kwargs)
         except PlanError:
             author.refresh()
             raise
@@ -378,7 +378,7 @@ def _put_back_in_objects(trace: Trace, before: Sequence[Any], *, check: bool) ->
             )
 
 
-class _Runner(TorchFunctionMode):
+class _StageForward(TorchFunctionMode):
     """One forward of one stage: runs its own events, and answers the others with placeholders."""
 
     def __init__(

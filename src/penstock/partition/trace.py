@@ -349,7 +349,7 @@ def record(  # noqa: PLR0913 - a model, and how to run it
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        recorder = _Recorder(model, doors, homes or {}, sizes if numbers is None else None)
+        recorder = _Tracer(model, doors, homes or {}, sizes if numbers is None else None)
         # Outside of inference mode, whose tensors have no versions; that alone would enable gradients.
         with torch.inference_mode(False), torch.set_grad_enabled(learns):
             trace = recorder.run(forward, call, numbers, held, inner)
@@ -389,7 +389,7 @@ def _in_containers(makers: Sequence[tuple[weakref.ref[Tensor], int]]) -> list[in
     return [maker for tensor, maker in tensors if id(tensor) in held]
 
 
-class _Recorder(TorchFunctionMode):
+class _Tracer(TorchFunctionMode):
     def __init__(
         self, model: nn.Module, doors: Sequence[Door], homes: Homes, sizes: UnitSizes | None
     ) -> None:
@@ -1151,7 +1151,7 @@ def _plain_tensors(table: Mapping[str, Any]) -> list[str]:
 class _MadeUp(TorchDispatchMode):
     """Answers with ones where an operation needs a tensor's numbers, and notes what a unit reads."""
 
-    def __init__(self, recorder: _Recorder) -> None:
+    def __init__(self, recorder: _Tracer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
         self._answers = 0
