@@ -19,6 +19,7 @@ from penstock.transport.base import GRADIENTS
 from tests.gpu.streams import PlayedGroup, PlayedTransport, PlayedWork, played
 from tests.pipeline.cases import CASES, pipeline
 
+pytestmark = pytest.mark.on_cpu("plays a GPU's streams itself")
 SHAPES = (
     "attention", "skip edges", "tied", "ragged", "dropout, recomputed", "model: nested values",
     "gradient: a branch of microbatch 2",
