@@ -849,7 +849,7 @@ class _Tracer(TorchFunctionMode):
         aliases = self._aliases([*shown, *owned])
         alias_looks = [_looks(self._fake_of(t)) for t, _ in aliases]
         self._given = {storage_of(t) for t in shown if storage_of(t) not in self._promoted}
-        output = self._run(event, index, run, args, kwargs)
+        output = self._run_event(event, index, run, args, kwargs)
         self._real = {}
         self._note_left(event, twins)
         put_back(undo)
@@ -1037,7 +1037,7 @@ class _Tracer(TorchFunctionMode):
             return
         event.inputs += [((READ, number), number) for number in latest if number not in known]
 
-    def _run(self, event: Event, index: int, run: Run, args: Any, kwargs: Any) -> Any:
+    def _run_event(self, event: Event, index: int, run: Run, args: Any, kwargs: Any) -> Any:
         self.current, self._index = event, index
         work, nbytes = self._work.total, self._work.nbytes
         try:

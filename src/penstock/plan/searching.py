@@ -94,9 +94,9 @@ class Plans:
             "  ".join(f"{c:{side}{w}}" for c, side, w in zip(row, sides, widths, strict=True))
             for row in rows
         )
-        return "\n".join([*map(str.rstrip, lines), self._note(), *self.why])
+        return "\n".join([*map(str.rstrip, lines), self._basis(), *self.why])
 
-    def _note(self) -> str:
+    def _basis(self) -> str:
         kind = "measured on" if self.profile.measured else "predicted for"
         return f"costs {kind} {self.profile.device}; {self.looked_at} candidates, {self.simulated} simulated"
 
@@ -108,7 +108,7 @@ class Plans:
             title: The heading; by default it names the model.
         """
         title = title or f"Plans for {self.profile.model or 'a model'}"
-        page = report_of(self.plans, profile=self.profile, title=title, note=self._note())
+        page = report_of(self.plans, profile=self.profile, title=title, note=self._basis())
         Path(path).write_text(page, encoding="utf-8")
 
 

@@ -137,7 +137,7 @@ class Program:
         sends = set(users) - {self._rank} if rank_of[edge.source] == self._rank else ()
         return users.count(self._rank) + len(sends)
 
-    def wire(self, action: Action) -> Wire:
+    def wire_of(self, action: Action) -> Wire:
         """The wire of a message."""
         key = action.op, action.stage, action.peer_stage
         wire = self._wires.get(key)
@@ -167,7 +167,7 @@ class Program:
     def channels(self) -> Iterator[tuple[int, int, int]]:
         """The channels that this schedule's messages use on any rank."""
         return (
-            self.wire(action).channel
+            self.wire_of(action).channel
             for rank in range(self.schedule.ranks)
             for action in self.schedule.actions(rank)
             if action.op in MESSAGE_OPS
@@ -696,7 +696,7 @@ class Interpreter:
     # ---- messages
 
     def _send_values(self, action: Action) -> None:
-        wire, microbatch = self._program.wire(action), action.microbatch or 0
+        wire, microbatch = self._program.wire_of(action), action.microbatch or 0
         values = [self._read(edge.value, microbatch)[0] for edge, _ in wire.edges]
         if self._hooks is not None:
             self._look(action, tensors_in(values))
@@ -704,7 +704,7 @@ class Interpreter:
         self._send(action, wire, leaves, lambda: Layout(tree, tuple(map(_layout, leaves))))
 
     def _send_gradients(self, action: Action) -> None:
-        wire, microbatch = self._program.wire(action), action.microbatch or 0
+        wire, microbatch = self._program.wire_of(action), action.microbatch or 0
         parts: list[Grads] = []
         for edge, user in wire.edges:
             by_user = self._gradients[edge.value, microbatch]
@@ -743,7 +743,7 @@ class Interpreter:
 
     def _receive(self, action: Action) -> None:
         """Start to receive if the layout is known; otherwise queue the action until it is."""
-        wire = self._program.wire(action)
+        wire = self._program.wire_of(action)
         queue = self._queued[wire.channel]
         known = wire.number in self._kinds[action.microbatch or 0].layouts
         self._arriving[action] = None
@@ -764,7 +764,7 @@ class Interpreter:
 
     def _take(self, action: Action) -> None:
         """Wait for a message, and put its contents into the store."""
-        transport, wire = self._transport, self._program.wire(action)
+        transport, wire = self._transport, self._program.wire_of(action)
         assert transport is not None
         microbatch = action.microbatch or 0
         transport.activity.wait(str(action), wire.peer)
@@ -772,7 +772,7 @@ class Interpreter:
         # A channel's messages are posted in order, even behind one whose layout was not known.
         while action in queue:
             first = queue.popleft()
-            first_wire = self._program.wire(first)
+            first_wire = self._program.wire_of(first)
             kind = self._kinds[first.microbatch or 0]
             if first_wire.number not in kind.layouts:
                 text = transport.described(first_wire.peer, self._tag(first_wire, kind))
@@ -814,13 +814,13 @@ class Interpreter:
 
     def _wait_send(self, action: Action) -> None:
         assert self._transport is not None
-        self._transport.activity.wait(str(action), self._program.wire(counterpart(action)).peer)
+        self._transport.activity.wait(str(action), self._program.wire_of(counterpart(action)).peer)
         self._leaving.pop(counterpart(action), LEFT).wait()
 
     def _let_leave(self, transport: Transport) -> None:
         """At the end of a step, wait until everything that was sent has left."""
         for action, sending in self._leaving.items():
-            transport.activity.wait(f"{action} to leave", self._program.wire(action).peer)
+            transport.activity.wait(f"{action} to leave", self._program.wire_of(action).peer)
             sending.wait()
         for sending in self._described:
             sending.wait()
@@ -899,7 +899,7 @@ def _checked(
     for leaf, expected in zip(leaves, layout.leaves, strict=True):
         if not isinstance(expected, TensorLayout):
             if isinstance(leaf, Tensor) or leaf != expected:
-                raise _unlike(action, _shown(leaf), repr(expected))
+                raise _unlike(action, _leaf_shown(leaf), repr(expected))
             continue
         if leaf is None and action.op is Op.SEND_B:
             leaf = expected.empty(device).zero_()
@@ -907,9 +907,9 @@ def _checked(
         if isinstance(leaf, Tensor) and type(leaf) is not Tensor:
             leaf = take_apart(arrived(leaf), expected.sharding)[0]
         if not isinstance(leaf, Tensor) or leaf.shape != expected.shape:
-            raise _unlike(action, _shown(leaf), expected)
+            raise _unlike(action, _leaf_shown(leaf), expected)
         if leaf.dtype != expected.torch_dtype or learns is not expected.learns:
-            raise _unlike(action, _shown(leaf), expected)
+            raise _unlike(action, _leaf_shown(leaf), expected)
         tensors.append(leaf)
     return tensors
 
@@ -921,7 +921,7 @@ def _unlike(action: Action, shown: str, expected: object) -> SpecError:
     )
 
 
-def _shown(leaf: Any) -> str:
+def _leaf_shown(leaf: Any) -> str:
     return str(layout_of(leaf)) if isinstance(leaf, Tensor) else repr(leaf)
 
 
