@@ -49,7 +49,7 @@ def trained(group: Any, folder: str, how: str, plain: str) -> list[Any]:
     return [own, *resumed_ones]
 
 
-@pytest.mark.parametrize("how", ["replicas", "fsdp"])
+@pytest.mark.parametrize("how", [pytest.param("replicas", marks=pytest.mark.nightly), "fsdp"])
 def test_two_by_two_and_back(workers: WorkerPool, tmp_path: Path, how: str) -> None:
     plain, folder = tmp_path / "plain", tmp_path / "mesh"
     expected = saved(plain, "plain", 1)
