@@ -316,9 +316,8 @@ def test_a_metric_is_given_rows_of_samples() -> None:
 
 def test_metrics_lists_and_hooks_see_the_whole_batch() -> None:
     """A step that does something else in odd batches and later epochs is planned anew for these."""
-    for schedule in ("1F1B", "ZB-V"):
-        found = measure(PipelineStrategy(schedule=schedule, ranks=2, microbatches=4))
-        assert found == pytest.approx(measure(), abs=1e-5)
+    found = measure(PipelineStrategy(schedule="ZB-V", ranks=2, microbatches=4))
+    assert found == pytest.approx(measure(), abs=1e-5)
 
 
 def test_groups_that_an_optimizer_gets_later_are_saved(tmp_path: Path) -> None:
