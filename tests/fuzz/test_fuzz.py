@@ -31,7 +31,9 @@ def together() -> Iterator[WorkerPool]:
 @pytest.mark.slow
 def test_fixed_programs_in_one_process_do_what_a_plain_loop_does() -> None:
     campaign = Campaign(lambda program: judge(program.source))
-    campaign.explore(seed=0, most=40)  # about 25, and others that are the same; `make fuzz` takes more
+    campaign.explore(
+        seed=0, most=40
+    )  # about 25, and others that are the same; `make fuzz` takes more
     assert campaign.faults == {}, campaign.report()
     assert campaign.kinds["same"] > 12
 
