@@ -42,9 +42,9 @@ def test_fixed_programs_in_one_process_do_what_a_plain_loop_does() -> None:
 def test_fixed_programs_with_a_process_for_each_rank_do_too(together: WorkerPool) -> None:
     campaign = Campaign(lambda program: judge_in(together, program.source, program.processes))
     for layout in LAYOUTS[1:]:
-        campaign.explore(seed=0, most=3, layout=layout)  # hypothesis begins with the plainest
+        campaign.explore(seed=0, most=4, layout=layout)  # hypothesis begins with the plainest
     assert campaign.faults == {}, campaign.report()
-    assert campaign.kinds["same"] > 6
+    assert campaign.kinds["same"] >= 4
 
 
 # ---- planted faults

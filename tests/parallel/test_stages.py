@@ -214,7 +214,9 @@ def run_pending(group: Any, schedule: str) -> list[list[Any]]:
     ]
 
 
-@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("Interleaved1F1B", marks=pytest.mark.nightly), "ZBVZeroBubble"]
+)
 def test_sums_stay_pending_as_in_a_plain_loop(workers: WorkerPool, schedule: str) -> None:
     places = []
     for piped, plain in workers.run(f"{__name__}:run_pending", 4, 60.0, schedule=schedule):
