@@ -324,11 +324,13 @@ class Agreement:
         model_call: the arguments of the model.
         kinds: each microbatch's kind.
         program: the program of this process.
+        flows: for each microbatch, the flow of its values in the program.
     """
 
     model_call: ModelCall
     kinds: tuple[Kind, ...]
     program: Any
+    flows: tuple[Any, ...]
 
 
 class KnownCalls:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 from inspect import Parameter, signature
@@ -469,7 +471,7 @@ class Runner:
         agreement, plans = together(
             self.transport,
             lambda: self._plan_call(call, model_call, states),
-            lambda made: repr(made.program.schedule.edges),
+            lambda made: repr([*dict.fromkeys(flow.edges for flow in made.flows)]),
         )
         unlike = next((rank for rank, plan in enumerate(plans) if plan != plans[0]), None)
         if unlike is not None:
@@ -494,7 +496,7 @@ class Runner:
                 new.append(known)
             kinds[text] = known
         of_parts = tuple(kinds[text] for text in model_call.texts)
-        edges = _check_edges([kind.plan for kind in of_parts]) if self._planned else None
+        edges = _all_edges([kind.plan for kind in of_parts]) if self._planned else None
         schedule = self.schedules(model_call.count, edges, trains=call.trains)
         for kind in new:
             kind.keywords = self._keywords(kind.arguments, schedule)
@@ -504,7 +506,9 @@ class Runner:
         program = next((p for p in programs if p.schedule is schedule), None)
         if program is None:
             program = Program(schedule, None if self.transport is None else self.transport.rank)
-        return Agreement(model_call, of_parts, program)
+        plans = [kind.plan for kind in of_parts]
+        flows = tuple(program.flow(None if plan is None else plan.edges) for plan in plans)
+        return Agreement(model_call, of_parts, program, flows)
 
     def _plan(self, example: Example, states: Mapping[int, Any], *, trains: bool) -> Any:
         """The partition's plan for a kind, made from its arguments without data."""
@@ -748,13 +752,23 @@ def _own_counts(loss: Loss | None, batch: Batch) -> list[float] | None:
         ) from error
 
 
-def _check_edges(plans: Sequence[Any]) -> tuple[Edge, ...]:
-    """The edges of a call, which must be the same for all its microbatches."""
-    edges: tuple[Edge, ...] = plans[0].edges
-    for microbatch, plan in enumerate(plans):
-        if plan.edges != edges:
-            raise SpecError(
-                f"microbatch {microbatch} needs other values from stage to stage than microbatch 0, because "
-                "of its shapes; give a batch that splits evenly, or microbatches of one shape"
-            )
-    return edges
+def _all_edges(plans: Sequence[Any]) -> tuple[Edge, ...]:
+    """The edges of a call: the values that travel for any of its microbatches.
+
+    Their order is the same for all mixtures of kinds, so that their schedule is made once.
+    """
+    first: tuple[Edge, ...] = plans[0].edges
+    if all(plan.edges == first for plan in plans):
+        return first
+    every: dict[tuple[int, str], Edge] = {}
+    for edge in (edge for plan in plans for edge in plan.edges):
+        known = every.setdefault((edge.source, edge.value), edge)
+        targets = tuple(sorted({*known.targets, *edge.targets}))
+        every[edge.source, edge.value] = replace(
+            known, targets=targets, gradient=known.gradient or edge.gradient
+        )
+    sources = Counter(value for _, value in every)
+    return tuple(
+        replace(edge, value=f"{value} of stage {source}") if sources[value] > 1 else edge
+        for (source, value), edge in sorted(every.items())
+    )
