@@ -41,11 +41,13 @@ class _Medium(NamedTuple):
 
 _MEDIA = (
     _Medium(
-        "image_token_id", 1, "pixel_values", "image_grid_thw", ("image_sizes", "pixel_attention_mask")
+        "image_token_id",
+        1,
+        "pixel_values",
+        "image_grid_thw",
+        ("image_sizes", "pixel_attention_mask"),
     ),
-    _Medium(
-        "video_token_id", 2, "pixel_values_videos", "video_grid_thw", ("second_per_grid_ts",)
-    ),
+    _Medium("video_token_id", 2, "pixel_values_videos", "video_grid_thw", ("second_per_grid_ts",)),
 )
 
 

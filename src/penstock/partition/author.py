@@ -72,6 +72,11 @@ class Author:
 
     # ---- what happens in a call
 
+    @property
+    def reads_numbers(self) -> bool:
+        """Whether plans depend on the numbers in the model's arguments, as far as is known."""
+        return self._run.reads_numbers and self.stages > 1
+
     def plan(
         self,
         args: Sequence[Any],

@@ -48,7 +48,9 @@ from penstock.runtime.kinds import (
     Kind,
     KnownCalls,
     ModelCall,
+    contents_of,
     layout_in,
+    look_of,
     merge,
 )
 from penstock.runtime.loss import Loss, Weights
@@ -66,6 +68,7 @@ from penstock.transport import (
 from penstock.values import (
     Batch,
     Layout,
+    Microbatch,
     TensorLayout,
     check_plain,
     layout_of,
@@ -405,7 +408,8 @@ class Runner:
         counts: Sequence[float] | None = None
         try:
             counts = _own_counts(call.loss, call.batch)
-            brought = Brought(call.mode, self._state(), call.batch)
+            state = self._state()
+            brought = Brought(call.mode, state, call.batch, self._numbers_in(call.mode, state))
         except PenstockError as error:
             refusal = refusal or error
         mine = REFUSED if brought is None or refusal is not None else brought.word
@@ -471,7 +475,7 @@ class Runner:
         agreement, plans = together(
             self.transport,
             lambda: self._plan_call(call, model_call, states),
-            lambda made: repr([*dict.fromkeys(flow.edges for flow in made.flows)]),
+            _told_of,
         )
         unlike = next((rank for rank, plan in enumerate(plans) if plan != plans[0]), None)
         if unlike is not None:
@@ -484,18 +488,19 @@ class Runner:
         return agreement
 
     def _plan_call(self, call: Call, model_call: ModelCall, states: Mapping[int, Any]) -> Agreement:
-        kinds: dict[str, Kind] = {}
         new: list[Kind] = []
-        numbers = self._known.free_numbers()
+        of_parts: list[Kind] = []
+        numbers, state = self._known.free_numbers(), self._state()
         parts = model_call.complete(self.rank, call.batch.parts)
         for text, arguments, part in zip(model_call.texts, model_call.layouts, parts, strict=True):
-            known = kinds.get(text) or self._known.kind(text)
-            if known is None:
-                known = Kind(text, next(numbers), arguments)
-                known.plan = self._plan((part.args, part.kwargs), states, trains=call.trains)
-                new.append(known)
-            kinds[text] = known
-        of_parts = tuple(kinds[text] for text in model_call.texts)
+            alike = (kind for kind in (*new[::-1], *self._known.kinds) if kind.text == text)
+            kind = self._fitting(alike, part)
+            if kind is None:
+                kind = Kind(text, next(numbers), arguments, (call.mode, state, look_of(part)))
+                kind.plan = self._plan((part.args, part.kwargs), states, trains=call.trains)
+                kind.numbers = contents_of(part) if self._reads_numbers else ""
+                new.append(kind)
+            of_parts.append(kind)
         edges = _all_edges([kind.plan for kind in of_parts]) if self._planned else None
         schedule = self.schedules(model_call.count, edges, trains=call.trains)
         for kind in new:
@@ -508,7 +513,30 @@ class Runner:
             program = Program(schedule, None if self.transport is None else self.transport.rank)
         plans = [kind.plan for kind in of_parts]
         flows = tuple(program.flow(None if plan is None else plan.edges) for plan in plans)
-        return Agreement(model_call, of_parts, program, flows)
+        return Agreement(model_call, tuple(of_parts), program, flows)
+
+    @property
+    def _reads_numbers(self) -> bool:
+        return self._planned is not None and self._planned.reads_numbers
+
+    def _numbers_in(self, mode: str, state: Any) -> Callable[[Microbatch], str] | None:
+        """What tells microbatches apart that look alike, if numbers lead the model's code elsewhere."""
+        if not self._reads_numbers:
+            return None
+
+        def numbers(part: Microbatch) -> str:
+            look = mode, state, look_of(part)
+            kind = self._fitting((kind for kind in self._known.kinds if kind.look == look), part)
+            return contents_of(part) if kind is None else kind.numbers
+
+        return numbers
+
+    def _fitting(self, alike: Iterable[Kind], part: Microbatch) -> Kind | None:
+        """The kind of a microbatch, among those of microbatches that look like it."""
+        planned = self._planned
+        if planned is not None and planned.reads_numbers:
+            alike = (k for k in alike if planned.fits(k.plan, part.args, part.kwargs))
+        return next(iter(alike), None)
 
     def _plan(self, example: Example, states: Mapping[int, Any], *, trains: bool) -> Any:
         """The partition's plan for a kind, made from its arguments without data."""
@@ -688,6 +716,7 @@ def without_data(run: Callable[[], Any], *, trains: bool) -> Any:
         what = f"{type(error).__name__}: {error}"
         if isinstance(error, ValueError | LookupError | ArithmeticError | AssertionError):
             what += "; this run had no data: numbers were ones, or those of example=(args, kwargs)"
+        what = "; ".join([what, *getattr(error, "__notes__", ())])
         cause = error.with_traceback(without_own_frames(error))
         raise StageError(f"{where} the first microbatch: {what}") from cause
 
@@ -750,6 +779,11 @@ def _own_counts(loss: Loss | None, batch: Batch) -> list[float] | None:
         raise StageError(
             f"loss_weight, called with a target, raised {type(error).__name__}: {error}"
         ) from error
+
+
+def _told_of(made: Agreement) -> str:
+    """What must be equal on all ranks in what they have planned."""
+    return repr((list(dict.fromkeys(f.edges for f in made.flows)), [k.number for k in made.kinds]))
 
 
 def _all_edges(plans: Sequence[Any]) -> tuple[Edge, ...]:
