@@ -51,6 +51,9 @@ _MEDIA = (
 )
 
 
+_PIXELS = frozenset(medium.pixels for medium in _MEDIA)
+
+
 def image_tokens(model: nn.Module | None) -> dict[str, int]:
     """The tokens that stand in the places of images and videos, as the model's configuration says."""
     configs = [getattr(part, "config", None) for part in ([] if model is None else model.modules())]
@@ -90,7 +93,7 @@ def rules_with_images(
     Raises:
         MicrobatchError: nothing tells how many images belong to each sample.
     """
-    if not isinstance(rules, Mapping | None):
+    if _PIXELS.isdisjoint(named) or not isinstance(rules, Mapping | None):
         return rules
     more: dict[str, ByImages] = {}
     for medium in _MEDIA:

@@ -1,4 +1,4 @@
-"""Batches with images: which belong to which sample, how many there are, and how large, differs as it likes."""
+"""Batches with images, which differ in number and size from sample to sample and from step to step."""
 
 from __future__ import annotations
 
