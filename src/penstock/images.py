@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import MicrobatchError
-from penstock.values import Rules
+from penstock.values import Rule, Rules
 
 _TOKENS, _TYPES = "input_ids", "mm_token_type_ids"
 _IN_ROWS = 5
@@ -95,7 +95,7 @@ def rules_with_images(
     """
     if _PIXELS.isdisjoint(named) or not isinstance(rules, Mapping | None):
         return rules
-    more: dict[str, ByImages] = {}
+    more: dict[int | str, Rule] = {}
     for medium in _MEDIA:
         pixels = named.get(medium.pixels)
         places = _places(named, medium, tokens)

@@ -316,7 +316,8 @@ class Interpreter:
     ) -> bool:
         """Take up a step; returns whether somebody watches its actions."""
         self._program, self._step, self._transport = program, step, transport
-        self._kinds, self._flows = step.agreement.kinds, step.agreement.flows
+        self._kinds = step.agreement.kinds
+        self._flows: Sequence[Flow] = step.agreement.flows
         self._hooks, self._proves = step.call.hooks, proves
         custom = step.call.custom or {}
         self._methods = self._usual | {

@@ -131,7 +131,7 @@ def contents_of(part: Microbatch) -> str:
     """A hash of the numbers in a microbatch's arguments."""
     mark = hashlib.sha256()
     for tensor in tensors_in((part.args, part.kwargs)):
-        mark.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        mark.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return mark.hexdigest()
 
 
