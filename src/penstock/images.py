@@ -7,6 +7,7 @@ in their places. So the tokens tell how many images, and how many patches, belon
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -64,10 +65,11 @@ def image_tokens(model: nn.Module | None) -> dict[str, int]:
     return {name: tokens[0] for name, tokens in found.items() if any(tokens)}
 
 
-class ByImages(NamedTuple):
+@dataclass(frozen=True)
+class ByImages:
     """A rule for splitting: the entries that belong to each sample.
 
-    Attributes:
+    Args:
         counts: the entries of each sample.
     """
 
@@ -95,13 +97,14 @@ def rules_with_images(
     """
     if _PIXELS.isdisjoint(named) or not isinstance(rules, Mapping | None):
         return rules
-    more: dict[int | str, Rule] = {}
+    more: dict[int | str, Rule] = {**(rules or {})}
     for medium in _MEDIA:
         pixels = named.get(medium.pixels)
         places = _places(named, medium, tokens)
-        if isinstance(pixels, Tensor) and places is not None and medium.pixels not in (rules or {}):
-            more |= _rules(named, medium, pixels, places)
-    return {**more, **(rules or {})} if more else rules
+        if isinstance(pixels, Tensor) and places is not None and medium.pixels not in more:
+            for name, rule in _rules(named, medium, pixels, places).items():
+                more.setdefault(name, rule)
+    return more
 
 
 def _places(named: Mapping[str, Any], medium: _Medium, tokens: Mapping[str, int]) -> Tensor | None:

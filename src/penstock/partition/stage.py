@@ -110,12 +110,12 @@ class CutStage(StageModule):
     @property
     def reads_numbers(self) -> bool:
         """Whether plans depend on numbers; see :meth:`StageModule.reads_numbers`."""
-        return self._author.reads_numbers
+        return self._author.without_data.reads_numbers
 
     def fits(self, plan: CallPlan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a plan is one for a call; see :meth:`StageModule.fits`."""
         author = self._author
-        if not has_data((args, kwargs)):
+        if author.stages == 1 or not has_data((args, kwargs)):
             return True
         to_set = author.to_set
         try:

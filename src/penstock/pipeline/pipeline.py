@@ -792,7 +792,9 @@ class Pipeline:
     ) -> Batch:
         count = whole_number("microbatches", microbatches)
         count = self._schedules.microbatches if count is None else count
-        rules = rules_with_images(self._rules, kwargs, self._image_tokens)
+        rules = self._rules
+        if kwargs:
+            rules = rules_with_images(rules, kwargs, self._image_tokens)
         return split_batch(args, kwargs, target, rules, count, fewer=True)
 
     def _attach(self, scaler: LossScaler | None) -> float:

@@ -105,6 +105,7 @@ class Runner:
         self.transport = transport
         self.schedules = schedules
         self._planned: StageModule | None = None
+        self._reads_numbers = False
         self._numbers = Numbers()
         self._adapters: dict[int, Adapter] = {}
         self._known = KnownCalls()
@@ -134,6 +135,7 @@ class Runner:
         self.stages.update((stage.index, stage) for stage in stages)
         code = stages[0].code
         self._planned = code if isinstance(code, StageModule) else None
+        self._reads_numbers = self._planned is not None and self._planned.reads_numbers
         named = {i: _argument_names(s) for i, s in self.stages.items()}
         rows = self.gather([[index, names] for index, names in named.items()])
         self._argument_names = {index: names for row in rows for index, names in row}
@@ -409,7 +411,8 @@ class Runner:
         try:
             counts = _own_counts(call.loss, call.batch)
             state = self._state()
-            brought = Brought(call.mode, state, call.batch, self._numbers_in(call.mode, state))
+            numbers = partial(self._numbers_in, call.mode, state) if self._reads_numbers else None
+            brought = Brought(call.mode, state, call.batch, numbers)
         except PenstockError as error:
             refusal = refusal or error
         mine = REFUSED if brought is None or refusal is not None else brought.word
@@ -498,6 +501,7 @@ class Runner:
             if kind is None:
                 kind = Kind(text, next(numbers), arguments, (call.mode, state, look_of(part)))
                 kind.plan = self._plan((part.args, part.kwargs), states, trains=call.trains)
+                self._reads_numbers |= self._planned is not None and self._planned.reads_numbers
                 kind.numbers = contents_of(part) if self._reads_numbers else ""
                 new.append(kind)
             of_parts.append(kind)
@@ -515,27 +519,17 @@ class Runner:
         flows = tuple(program.flow(None if plan is None else plan.edges) for plan in plans)
         return Agreement(model_call, tuple(of_parts), program, flows)
 
-    @property
-    def _reads_numbers(self) -> bool:
-        return self._planned is not None and self._planned.reads_numbers
-
-    def _numbers_in(self, mode: str, state: Any) -> Callable[[Microbatch], str] | None:
-        """What tells microbatches apart that look alike, if numbers lead the model's code elsewhere."""
-        if not self._reads_numbers:
-            return None
-
-        def numbers(part: Microbatch) -> str:
-            look = mode, state, look_of(part)
-            kind = self._fitting((kind for kind in self._known.kinds if kind.look == look), part)
-            return contents_of(part) if kind is None else kind.numbers
-
-        return numbers
+    def _numbers_in(self, mode: str, state: Any, part: Microbatch) -> str:
+        """What tells a microbatch from those that look like it, if plans depend on numbers."""
+        look = mode, state, look_of(part)
+        kind = self._fitting((kind for kind in self._known.kinds if kind.look == look), part)
+        return contents_of(part) if kind is None else kind.numbers
 
     def _fitting(self, alike: Iterable[Kind], part: Microbatch) -> Kind | None:
         """The kind of a microbatch, among those of microbatches that look like it."""
-        planned = self._planned
-        if planned is not None and planned.reads_numbers:
-            alike = (k for k in alike if planned.fits(k.plan, part.args, part.kwargs))
+        if self._planned is not None and self._reads_numbers:
+            fits = partial(self._planned.fits, args=part.args, kwargs=part.kwargs)
+            alike = (kind for kind in alike if fits(kind.plan))
         return next(iter(alike), None)
 
     def _plan(self, example: Example, states: Mapping[int, Any], *, trains: bool) -> Any:
