@@ -767,7 +767,6 @@ class _Recorder(TorchFunctionMode):
             or event.reads
             or event.generators
             or event.needs_data
-            or event.mutable
             or event.shares
         )
 
