@@ -82,11 +82,21 @@ def cropped(value: Tensor) -> Tensor:
     return value[:, :24]
 
 
+def halved(value: Tensor) -> Tensor:
+    return value[:, ::2].contiguous()
+
+
 @pytest.mark.parametrize(
     ("body", "between", "beyond"),
-    # What a second block gets is padded or cropped already.
-    [(nn.functional.relu, 0, 2), (padded, 1, 2), (cropped, 1, 1), (lambda v: v[:, :-1], 2, 2)],
-    ids=["of one length", "padded", "cropped", "one less"],
+    # What a second block gets is padded or cropped already, or an odd length to be halved.
+    [
+        (nn.functional.relu, 0, 2),
+        (padded, 1, 2),
+        (cropped, 1, 1),
+        (halved, 1, 2),
+        (lambda v: v[:, :-1], 2, 2),
+    ],
+    ids=["of one length", "padded", "cropped", "halved", "one less"],
 )
 def test_units_run_without_data_only_while_that_may_tell_something(
     body: Body, between: int, beyond: int
@@ -99,6 +109,29 @@ def test_units_run_without_data_only_while_that_may_tell_something(
     for length, expected in [(18, between), (18, 0), (33, beyond)]:
         calls = calls_of(Block.forward, partial(list, steps(model, pipe, [length])))
         assert calls == 6 + expected
+
+
+class Noted(Block):
+    """A layer that is given a list as well."""
+
+    def forward(self, value: Tensor, notes: list[Tensor] | None = None) -> Tensor:
+        return super().forward(value)
+
+
+class Notes(nn.Sequential):
+    def forward(self, value: Tensor) -> Tensor:
+        notes: list[Tensor] = []
+        for layer in self:
+            value = layer(value, notes)
+        return value
+
+
+def test_units_that_leave_a_list_as_it_is_are_foretold_too() -> None:
+    torch.manual_seed(0)
+    model = Notes(*(Noted(nn.functional.relu) for _ in range(3))).double()
+    pipe = pipeline(model)
+    list(steps(model, pipe, LENGTHS))
+    assert calls_of(Block.forward, partial(list, steps(model, pipe, [18]))) == 9
 
 
 def test_lengths_off_the_grid_of_those_seen_are_not_taken_for_granted() -> None:
