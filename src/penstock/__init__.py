@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from penstock import backward as backward
     from penstock import checkpoint as checkpoint
     from penstock import compiled as compiled
+    from penstock import devices as devices
     from penstock import doctor as doctor
     from penstock import elsewhere as elsewhere
     from penstock import errors as errors

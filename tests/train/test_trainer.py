@@ -106,7 +106,10 @@ def test_neither_schedule_nor_checkpointing_changes_a_bit(
 @pytest.mark.parametrize(
     ("settings", "gist"),
     [
-        ({"device": "cuda:9"}, "device='cuda:9': there is no such device here; use cpu"),
+        (
+            {"device": "cuda:9"},
+            "device='cuda:9': torch.cuda.is_available.. is False in this process; use",
+        ),
         ({"checkpoint": "nix"}, "checkpoint='nix'"),
         ({"plan": "nowhere.json"}, "plan='nowhere.json': there is no such file"),
         ({"replicas": 2}, "need 4 processes, not 1: torchrun --standalone --nproc-per-node 4"),

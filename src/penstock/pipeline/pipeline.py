@@ -916,7 +916,7 @@ class Pipeline:
         assert self._loss is not None
         step, nonfinite = self._randomness.step, self._loss.nonfinite
         what = f"the loss is {result.loss:g}"
-        if torch.isfinite(torch.tensor(result.loss)):
+        if torch.isfinite(torch.tensor(result.loss, device="cpu")):
             what += ", but gradients are not finite"
         if nonfinite == "stop":
             raise NonFiniteError(

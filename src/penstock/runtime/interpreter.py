@@ -728,7 +728,9 @@ class Interpreter:
             layout = kind.layouts[wire.number] = describe()
             self._described += self._transport.describe(wire.peer, tag, layout.describe())
         if layout.leaves[:1] == (_FLAGS,):
-            flags = torch.tensor([leaf is not None for leaf in leaves], dtype=torch.uint8)
+            flags = torch.tensor(
+                [leaf is not None for leaf in leaves], dtype=torch.uint8, device="cpu"
+            )
             leaves = [_FLAGS, flags.to(device), *leaves]
         tensors = _checked(action, leaves, layout, device)
         if tensors:
@@ -882,7 +884,7 @@ def _gradient_layout(wire: Wire, kind: Kind, parts: Sequence[Grads]) -> Layout:
     for (edge, _), part in zip(wire.edges, parts, strict=True):
         layouts += kind.missing.get(edge.value) or map(_gradient_like, part)
     if any(gradient is None for part in parts for gradient in part):
-        flags = torch.empty(len(layouts), dtype=torch.uint8)
+        flags = torch.empty(len(layouts), dtype=torch.uint8, device="cpu")
         layouts = [_FLAGS, layout_of(flags), *layouts]
     return Layout(flatten([0])[1], tuple(layouts))
 

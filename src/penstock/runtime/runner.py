@@ -347,7 +347,9 @@ class Runner:
         summed = call.loss is not None and call.loss.replicas.number > 1
         if beside is not None and beside.size > 1 and not summed:
             # Pipelines of one mesh that are no replicas= of each other have no sum in common.
-            rows = beside.gather(torch.tensor([told, late]), "the word after the step")
+            rows = beside.gather(
+                torch.tensor([told, late], device="cpu"), "the word after the step"
+            )
             told, late = rows.sum(0).tolist()
         self.stopping = bool(GracefulStop.agree(told, late)) or self.stopping
 
@@ -437,7 +439,7 @@ class Runner:
         if self.transport is None:
             return (word,), (call.mark,)
         name = name_in_numbers(self.transport.activity.call or call.method)
-        row = torch.tensor([word, call.mark, *name])
+        row = torch.tensor([word, call.mark, *name], device="cpu")
         rows = [
             row.tolist()
             for row in self.transport.gather(row, f"the word before step {self._steps}")
@@ -593,7 +595,9 @@ class Runner:
         if not all(knows) and self.transport is not None:
             tells = counts is not None and knows.index(True) == self.rank
             mine = counts if tells and counts is not None else [0.0] * model_call.count
-            counts = self.transport.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
+            counts = self.transport.sum(
+                torch.tensor(mine, dtype=torch.float64, device="cpu")
+            ).tolist()
         return counts
 
     # ---- replicated and sharded stages
