@@ -111,29 +111,6 @@ def test_units_run_without_data_only_while_that_may_tell_something(
         assert calls == 6 + expected
 
 
-class Noted(Block):
-    """A layer that is given a list as well."""
-
-    def forward(self, value: Tensor, notes: list[Tensor] | None = None) -> Tensor:
-        return super().forward(value)
-
-
-class Notes(nn.Sequential):
-    def forward(self, value: Tensor) -> Tensor:
-        notes: list[Tensor] = []
-        for layer in self:
-            value = layer(value, notes)
-        return value
-
-
-def test_units_that_leave_a_list_as_it_is_are_foretold_too() -> None:
-    torch.manual_seed(0)
-    model = Notes(*(Noted(nn.functional.relu) for _ in range(3))).double()
-    pipe = pipeline(model)
-    list(steps(model, pipe, LENGTHS))
-    assert calls_of(Block.forward, partial(list, steps(model, pipe, [18]))) == 9
-
-
 def test_lengths_off_the_grid_of_those_seen_are_not_taken_for_granted() -> None:
     model = blocks(padded)
     list(steps(model, pipeline(model), [4, 8, 12, 16, 20, 24, 28, 32, 40, 36, 10, 13]))
@@ -146,3 +123,38 @@ def test_a_length_that_is_an_exception_stops_one_step() -> None:
     with pytest.raises(PlanError, match=r"0 in stage 0 gave a tensor of shape .* planned anew"):
         list(steps(model, pipe, [16]))
     list(steps(model, pipe, [16, 18]))
+
+
+class Notes(nn.Module):
+    """Hands its blocks a dictionary, as transformers' models do; one may write into it."""
+
+    def __init__(self, *, writes: bool) -> None:
+        super().__init__()
+        self.first, self.second = Noting(writes=False), Noting(writes=writes)
+
+    def forward(self, value: Tensor) -> Tensor:
+        notes: dict[str, int] = {}
+        output: Tensor = self.second(self.first(value, notes), notes) * notes.get("length", 1)
+        return output
+
+
+class Noting(nn.Module):
+    def __init__(self, *, writes: bool) -> None:
+        super().__init__()
+        self.layer, self.writes = nn.Linear(4, 4), writes
+
+    def forward(self, value: Tensor, notes: dict[str, int]) -> Tensor:
+        if self.writes:
+            notes["length"] = value.shape[1]
+        output: Tensor = self.layer(value).tanh()
+        return output
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_dictionary_that_a_unit_leaves_as_it_was_tells_nothing(writes: bool) -> None:
+    torch.manual_seed(0)
+    model = Notes(writes=writes).double()
+    pipe = Pipeline(model, ranks=2, stages=[["first"], ["second"]], microbatches=2, loss_fn=mean_of)
+    list(steps(model, pipe, LENGTHS))
+    calls = calls_of(Noting.forward, partial(list, steps(model, pipe, [18])))
+    assert calls == 6 + writes

@@ -117,9 +117,9 @@ class UnitSizes:
     """Foretells what units give without data from what they gave at other sizes.
 
     A result at sizes that were seen is as it was. Another is foretold if each of its sizes has always been
-    the same, or in proportion to one size of an argument. That a unit has a threshold, such as a longest length, or rounds lengths up, shows in the sizes seen: only
-    sizes between those, and on their grid, are foretold. Whether it was right shows when the unit runs, and
-    is held against the plan.
+    the same, or in proportion to one size of an argument. That a unit has a threshold, such as a longest
+    length, or rounds lengths up, shows in the sizes seen: only sizes between those, and on their grid, are
+    foretold. Whether it was right shows when the unit runs, and is held against the plan.
     """
 
     def __init__(self) -> None:
