@@ -106,10 +106,11 @@ class _Calls:
         before, gave = self._first
         foretold: list[int] = []
         for once, constant, like in zip(gave, self._constant, self._like, strict=True):
-            ways = {once} if constant else {sizes[i] * once / before[i] for i in like}
-            if len(ways) > 1 or (size := ways.pop()) != int(size):
+            ways = {(once, 0)} if constant else {divmod(sizes[i] * once, before[i]) for i in like}
+            size, rest = ways.pop()
+            if ways or rest:
                 return None
-            foretold.append(int(size))
+            foretold.append(size)
         return foretold
 
 
