@@ -71,7 +71,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -slow[item.path])
     products: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if len(values_of(item)) > 1 and item.get_closest_marker("whole") is None:
+        marks = {mark.name for mark in item.iter_markers()}
+        if len(values_of(item)) > 1 and not marks & {"whole", "nightly"}:
             products[item.nodeid.partition("[")[0]].append(item)
     for product in products.values():
         for item in without_new_values(product):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from penstock import elsewhere as elsewhere
     from penstock import errors as errors
     from penstock import faults as faults
+    from penstock import images as images
     from penstock import integrations as integrations
     from penstock import launchers as launchers
     from penstock import masks as masks
