@@ -57,12 +57,14 @@ _PIXELS = frozenset(medium.pixels for medium in _MEDIA)
 
 def image_tokens(model: nn.Module | None) -> dict[str, int]:
     """The tokens that stand in the places of images and videos, as the model's configuration says."""
-    configs = [getattr(part, "config", None) for part in ([] if model is None else model.modules())]
-    found = {
-        medium.token: [token for c in configs if type(token := getattr(c, medium.token, 0)) is int]
-        for medium in _MEDIA
-    }
-    return {name: tokens[0] for name, tokens in found.items() if any(tokens)}
+    found: dict[str, int] = {}
+    for part in () if model is None else model.modules():
+        config = getattr(part, "config", None)
+        for medium in _MEDIA:
+            token = getattr(config, medium.token, None)
+            if type(token) is int:
+                found.setdefault(medium.token, token)
+    return found
 
 
 @dataclass(frozen=True)

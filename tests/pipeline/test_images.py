@@ -162,9 +162,18 @@ def test_images_between_processes(workers: WorkerPool, schedule: str, has_grid: 
     workers.run(f"{__name__}:run", 2, 100.0, schedule=schedule, has_grid=has_grid)
 
 
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Describes()
+
+    def forward(self, **arguments: Tensor) -> Tensor:
+        return self.model(**arguments)  # type: ignore[no-any-return]
+
+
 def pipeline(**options: Any) -> Pipeline:
     torch.manual_seed(0)
-    return Pipeline(Describes().double(), ranks=2, microbatches=2, loss_fn=loss_of, **options)
+    return Pipeline(Wrapped().double(), ranks=2, microbatches=2, loss_fn=loss_of, **options)
 
 
 def test_images_that_belong_to_nobody_are_refused() -> None:
