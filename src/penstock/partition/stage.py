@@ -754,7 +754,7 @@ class _Runner(TorchFunctionMode):
         value = self._plan.trace.values[number]
         if isinstance(tensor, FakeTensor):
             raise self._absent(step)
-        if self._stage < self._author.stages - 1 or not step.event.needs_data:
+        if self._stage < self._author.stages - 1 or not step.event.varies:
             # A reentrant checkpoint runs its function without gradients at first.
             learns = not self._region_runs
             _check_tensor(step, self._stage, tensor, value, self._call, learns=learns)

@@ -181,6 +181,7 @@ class Event:
         reads: the events whose tensors it used, though they were not arguments.
         generators: the model's generators from which it draws.
         needs_data: whether the result depends on the numbers in a tensor.
+        varies: whether the shapes of the result may depend on numbers: it needs data, or follows on what does.
         where: the module and line of the author's code.
         call: its arguments, ``(args, kwargs)``.
         objects: what caches and other objects among a unit's arguments held before the call.
@@ -201,6 +202,7 @@ class Event:
     reads: set[int] = field(default_factory=set)
     generators: list[torch.Generator] = field(default_factory=list)
     needs_data: bool = False
+    varies: bool = False
     call: tuple[Any, Any] = ((), {})
     objects: Things | None = None
     mutable: bool = False
@@ -873,6 +875,8 @@ class _Recorder(TorchFunctionMode):
             return output
         output = map_tensors(output, lambda t: twins.get(id(t), t))
         self._note_results(event, index, label, output, placed)
+        makers = {self.trace.values[number].event for _, number in event.inputs} - {None, index}
+        event.varies = event.needs_data or any(self.trace.events[m].varies for m in makers)  # type: ignore[index]
         self.trace.events.append(event)
         return output
 
