@@ -149,6 +149,26 @@ def test_what_layers_share_in_a_dictionary_of_another_class() -> None:
     check_equal(Sharing().double(), 3, (rows(),))
 
 
+class Relative(nn.Module):
+    """Gives a module the weight of another, which is constructed last and never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norm, self.table = nn.LayerNorm(WIDTH), nn.Embedding(5, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.norm(self.table.weight)
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + table.mean(0)
+        return x
+
+
+def test_a_weight_that_a_unit_is_given_places_its_module() -> None:
+    torch.manual_seed(0)
+    check_equal(Relative().double(), 3, (rows(),))
+
+
 def test_recomputed_units_by_path() -> None:
     model, args, kwargs = make("residual")
     check_equal(model, 2, args, kwargs, draws=True, checkpoint=["layers", "norm"])

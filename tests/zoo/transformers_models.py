@@ -578,7 +578,13 @@ _PATCHED = {
     "pixel_attention_mask": lambda config, found: torch.ones(SAMPLES, 16, dtype=torch.long),
     "spatial_shapes": lambda config, found: torch.full((SAMPLES, 2), 4),
 }
-_ROTARY = {"text_config.rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+_ROTARY = {
+    "text_config.rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [2, 1, 1],
+    }
+}
 _BOXES = {"bbox": lambda config, found: INPUTS["bbox"](config)}
 SPECIAL: dict[str, dict[str, Any]] = {
     "blip_2": {"config": {"image_token_index": IMAGE}},
