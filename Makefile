@@ -10,7 +10,7 @@ ARGS ?=
 # Tests start many processes: each would compile all modules again where bytecode is not kept.
 test test-all check: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: run test test-all check docs package bench fuzz clean
+.PHONY: run test test-all check lint types docs package bench fuzz clean
 
 run: $(VENV)/.installed
 	$(BIN)/penstock train $(ARGS)
@@ -22,9 +22,15 @@ test: $(VENV)/.installed-dev
 test-all: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations 10 -m "" $(ARGS)
 
-check: $(VENV)/.installed-dev docs
+# Side by side, since each mostly uses one core.
+check: $(VENV)/.installed-dev $(VENV)/.installed-docs
+	$(MAKE) --no-print-directory --jobs 2 docs lint types
+
+lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 # Into site/; anything wrong, such as a link that leads nowhere, ends the build.

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from penstock.testing import WorkerPool
-from tests.device import switch
+from tests import played
+from tests.device import DEVICE, switch
 
 switch()
 
@@ -66,11 +67,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -slow[item.path])
     products: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if len(values_of(item)) > 1 and item.get_closest_marker("whole") is None:
+        marks = {mark.name for mark in item.iter_markers()}
+        if len(values_of(item)) > 1 and not marks & {"whole", "nightly"}:
             products[item.nodeid.partition("[")[0]].append(item)
     for product in products.values():
         for item in without_new_values(product):
             item.add_marker("nightly")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Notes how many kernels of the played device a test ran, in all of its processes."""
+    before = played.kernels()
+    yield
+    item.user_properties.append(("kernels", played.kernels() - before))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says how many tests computed on the played device."""
+    reports = [r for way in ("passed", "failed") for r in terminalreporter.stats.get(way, [])]
+    counts = [count for r in reports for name, count in r.user_properties if name == "kernels"]
+    if DEVICE == played.NAME:
+        terminalreporter.write_line(f"on {DEVICE}: {sum(map(bool, counts))} of {len(counts)} tests")
 
 
 def values_of(item: pytest.Item) -> set[tuple[str, str]]:

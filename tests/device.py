@@ -1,7 +1,7 @@
 """The device of tests: ``PENSTOCK_TEST_DEVICE=cuda make test`` runs those of behaviour on a GPU.
 
 The switch makes it torch's default device, in the tests and in the processes that they start, so that a test
-that names no device runs there.
+that names no device runs there. ``cpu`` is one, and so is ``played``, a device that a CPU plays.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import os
 
 import torch
 
+from tests import played
+
 NAME = os.environ.get("PENSTOCK_TEST_DEVICE", "")
 DEVICE = NAME or "cuda"
 """The device of tests that need one which is no CPU, unless the switch says `cpu`."""
@@ -17,6 +19,8 @@ DEVICE = NAME or "cuda"
 
 def is_there() -> bool:
     """Whether this machine has the device."""
+    if NAME == played.NAME:
+        played.register()
     if torch.device(DEVICE).type == "cpu":
         return True
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

@@ -7,7 +7,7 @@ import runpy
 import shlex
 import sys
 from collections.abc import Iterator
-from functools import reduce
+from functools import partial, reduce
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +21,7 @@ from torch.nn.functional import mse_loss
 from penstock import Pipeline
 from penstock.backward import SplitBackward
 from penstock.cli.main import main
+from penstock.plan import search
 from penstock.schedule import add_communication, build, compute_only, library, merge_backward
 from tests.scripts import run_script
 from website import reference
@@ -101,7 +102,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 CODE_OF = {page: list(blocks(page)) for page in PAGES}
-LONG = {"lightning", "peft"}
+LONG = {"lightning", "peft", "transformers-trainer", "trl"}
 """Pages whose programs take long, and do what tests of integrations and examples do by day."""
 
 
@@ -121,6 +122,8 @@ def test_programs_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    # No page is about how long a plan is improved.
+    monkeypatch.setattr("penstock.pipeline.plan.search", partial(search, seconds=0))
     # What a page registers or imports is forgotten after it.
     monkeypatch.setattr(library, "RECIPES", dict(library.RECIPES))
     before = set(sys.modules)

@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from penstock import backward as backward
     from penstock import checkpoint as checkpoint
     from penstock import compiled as compiled
+    from penstock import devices as devices
     from penstock import doctor as doctor
     from penstock import elsewhere as elsewhere
     from penstock import errors as errors
     from penstock import faults as faults
+    from penstock import images as images
     from penstock import integrations as integrations
     from penstock import launchers as launchers
     from penstock import masks as masks

@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from penstock.devices import KINDS, numbered
 from penstock.errors import StateDictError, UsageError
 
 _WEIGHTS = (
@@ -44,7 +45,7 @@ _BYTES = frozenset(
     ("data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack__", "share_memory_")
 )
 """Functions that reach for a tensor's memory."""
-_MOVES = frozenset(("to", "cpu", "cuda", "type"))
+_MOVES = frozenset(("to", "type", *KINDS))
 _NEW = frozenset(("new_tensor", "new_zeros", "new_ones", "new_empty", "new_full"))
 """Methods that make a tensor of which only the type and the device are those of the given one."""
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
@@ -331,8 +332,13 @@ def _changed(name: str, args: Any, tensors: Sequence[Tensor]) -> Any:
 def _moved(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     """A stand-in of another type, or on another device."""
     tensor, *rest = args
-    device, dtype = torch.device(name) if name in ("cpu", "cuda") else None, None
-    if name == "to" and rest and isinstance(rest[0], Tensor):
+    device, dtype = None, None
+    if name in KINDS:
+        index = rest[0] if rest else kwargs.get("device")
+        device = (
+            torch.device(name, index) if isinstance(index, int) else torch.device(index or name)
+        )
+    elif name == "to" and rest and isinstance(rest[0], Tensor):
         device, dtype = rest[0].device, rest[0].dtype
     elif name == "to":
         device, dtype, *_ = torch._C._nn._parse_to(
@@ -342,7 +348,7 @@ def _moved(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         if not rest and not kwargs:
             return _ran(func, args, kwargs)
         dtype = rest[0] if rest and isinstance(rest[0], torch.dtype) else None
-    device = tensor.place.device if device is None else device
+    device = tensor.place.device if device is None else numbered(device)
     with torch._C.DisableTorchFunctionSubclass():
         unchanged = dtype in (None, tensor.dtype) and device == tensor.place.device
         if unchanged and not kwargs.get("copy"):

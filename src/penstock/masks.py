@@ -103,7 +103,7 @@ def mask_of_tokens(mask: BlockMask, begin: int, end: int) -> BlockMask:
 def _moved(function: Callable[..., Any], samples: int, tokens: int) -> Callable[..., Any]:
     """A mask's function for indices that count from another sample and token."""
     # Tensors, since microbatches that differ in a number would be of different kinds.
-    first, begin = torch.tensor(samples), torch.tensor(tokens)
+    first, begin = torch.tensor(samples, device="cpu"), torch.tensor(tokens, device="cpu")
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Any:
         return function(b + first.to(b.device), h, q + begin.to(q.device), kv + begin.to(kv.device))

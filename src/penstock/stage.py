@@ -99,6 +99,21 @@ class StageModule(nn.Module):
             ``apart(function, *args)``, which calls one that may not see what units of other stages keep.
         """
 
+    @property
+    @abstractmethod
+    def reads_numbers(self) -> bool:
+        """Whether plans depend on the numbers in the model's arguments, as far as is known."""
+
+    @abstractmethod
+    def fits(self, plan: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a plan is one for a call with these numbers, among calls that look like its own.
+
+        Args:
+            plan: what :meth:`plan` gave in the same state.
+            args: the model's arguments for a microbatch.
+            kwargs: its keyword arguments.
+        """
+
     @abstractmethod
     def flops(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
         """The floating-point operations of products, convolutions and attention in the model's forward.

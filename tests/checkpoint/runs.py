@@ -16,7 +16,7 @@ from penstock import Checkpoints, Pipeline, randomness
 from penstock.rng import Randomness
 
 WIDTH, SAMPLES, MICROBATCHES = 6, 8, 4
-BEFORE, AFTER = 3, 5
+BEFORE, AFTER = 2, 3
 SCHEDULES = ("1F1B", "ZB-V", "Interleaved1F1B")
 
 

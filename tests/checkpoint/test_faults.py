@@ -360,7 +360,7 @@ def test_bytes_that_were_flipped() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("count", [4, pytest.param(12, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("count", [2, pytest.param(12, marks=pytest.mark.nightly)])
 def test_ranks_and_launchers_that_are_killed(count: int) -> None:
     outcome = kills(count)
     assert outcome["problems"] == []

@@ -49,7 +49,7 @@ def trained(group: Any, folder: str, how: str, plain: str) -> list[Any]:
     return [own, *resumed_ones]
 
 
-@pytest.mark.parametrize("how", ["replicas", "fsdp"])
+@pytest.mark.parametrize("how", [pytest.param("replicas", marks=pytest.mark.nightly), "fsdp"])
 def test_two_by_two_and_back(workers: WorkerPool, tmp_path: Path, how: str) -> None:
     plain, folder = tmp_path / "plain", tmp_path / "mesh"
     expected = saved(plain, "plain", 1)
@@ -66,7 +66,7 @@ def test_two_by_two_and_back(workers: WorkerPool, tmp_path: Path, how: str) -> N
     # Any other layout goes on from it.
     assert resumed(folder, "plain", 1) == pytest.approx(expected, abs=LIMIT)
     assert resumed(folder, "ZB-V", 4) == pytest.approx(expected, abs=LIMIT)
-    if how == "fsdp":
+    if how == "replicas":
         four = workers.run(f"{__name__}:in_four", 4, folder=str(folder))
         assert all(losses == pytest.approx(expected, abs=LIMIT) for losses in four)
 

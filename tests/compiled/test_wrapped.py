@@ -111,7 +111,7 @@ def pair() -> Iterator[WorkerPool]:
     [
         pytest.param("ddp", marks=pytest.mark.nightly),
         "fsdp",
-        "tp",
+        pytest.param("tp", marks=pytest.mark.nightly),
         pytest.param("blocks", marks=pytest.mark.nightly),
     ],
 )

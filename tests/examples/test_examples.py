@@ -29,7 +29,11 @@ def steps(*command: str, processes: int = 1) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    sorted(PROCESSES),
+    [
+        # Adapters are trained by day in tests/integrations.
+        pytest.param(name, marks=pytest.mark.nightly if name == "lora" else ())
+        for name in sorted(PROCESSES)
+    ],
 )
 def test_examples_run_in_one_process_and_in_several(name: str) -> None:
     if name in NEEDS and find_spec(NEEDS[name]) is None:

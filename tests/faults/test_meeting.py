@@ -6,7 +6,10 @@ import json
 import os
 import socket
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +80,10 @@ def come(group: Any, seconds: float) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def run(
-    folder: Path, *turns: tuple[float, float], port: int = 0, **case: Any
-) -> tuple[list[str], list[str]]:
+Said = tuple[list[str], list[str]]
+
+
+def run(folder: Path, *turns: tuple[float, float], port: int = 0, **case: Any) -> Said:
     """What both say of each turn in which they came."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = port or server.getsockname()[1]
@@ -91,59 +95,88 @@ def run(
     return first, second
 
 
-@pytest.mark.slow
-def test_a_group_is_started_or_used(tmp_path: Path) -> None:
-    assert run(tmp_path) == tuple([f"{rank} of 2 is (0, 1), False lo"] for rank in (0, 1))
-    (tmp_path / "new").mkdir()
-    assert run(tmp_path / "new", group="new")[1] == ["1 of 2 is (0, 1), True lo"]
+def listened_to(folder: Path) -> Said:
+    """Where something listens that is no store of torch."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return run(folder, (1.0, 1.0), port=server.getsockname()[1])
+
+
+def contradicted(folder: Path, change: dict[str, str]) -> Said:
+    """A launcher, which has the store, tells the second process something else than the first."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return run(folder, (1.5, 1.5), port=store.port, environment=[agent, agent | change])
+
+
+CASES: dict[str, Callable[[Path], Said]] = {
+    "started": run,
+    "used": partial(run, group="new"),
+    "late": lambda folder: run(folder, (1.0, 0.0), (60.0, 60.0), (1.0, 0.0), group="world"),
+    "first alone": lambda folder: run(folder, (1.0, 0.0)),
+    "second alone": lambda folder: run(folder, (0.0, 1.0)),
+    "another size": partial(contradicted, change={"WORLD_SIZE": "3"}),
+    "the same rank": partial(contradicted, change={"RANK": "0"}),
+    "no store": listened_to,
+}
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Said]]:
+    """What both say in a case: as they mostly wait, all cases run side by side."""
+    with ThreadPoolExecutor(len(CASES)) as pool:
+        runs = {
+            name: pool.submit(case, tmp_path_factory.mktemp("m")) for name, case in CASES.items()
+        }
+        yield lambda name: runs[name].result()
+
+
+Of = Callable[[str], Said]
 
 
 @pytest.mark.slow
-def test_who_does_not_come_is_named_and_may_come_later(tmp_path: Path) -> None:
-    turns = [(1.0, 0.0), (60.0, 60.0), (1.0, 0.0)]
-    first, second = run(tmp_path, *turns, group="world")
-    said = "AgreementError: after 1 s ranks [1] of 2 have not come to make their pipeline; "
-    assert first[0].startswith(f"{said}start them, or wait longer with rendezvous_timeout=")
+def test_a_group_is_started_or_used(said: Of) -> None:
+    assert said("started") == tuple([f"{rank} of 2 is (0, 1), False lo"] for rank in (0, 1))
+    assert said("used")[1] == ["1 of 2 is (0, 1), True lo"]
+
+
+def test_who_does_not_come_is_named_and_may_come_later(said: Of) -> None:
+    first, second = said("late")
+    text = "AgreementError: after 1 s ranks [1] of 2 have not come to make their pipeline; "
+    assert first[0].startswith(f"{text}start them, or wait longer with rendezvous_timeout=")
     assert [first[1], *second] == [f"{rank} of 2 is (0, 1), True lo" for rank in (0, 1)]
-    assert first[2].startswith(f"{said}rank 1 was here before, as process ")
+    assert first[2].startswith(f"{text}rank 1 was here before, as process ")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("turn", "says"),
+    ("who", "says"),
     [
-        ((1.0, 0.0), "AgreementError: after 1 s ranks [1] of 2 have not come to 127.0.0.1:"),
-        ((0.0, 1.0), "AgreementError: rank 1 found no store of torch at 127.0.0.1:"),
+        ("first alone", "AgreementError: after 1 s ranks [1] of 2 have not come to 127.0.0.1:"),
+        ("second alone", "AgreementError: rank 1 found no store of torch at 127.0.0.1:"),
     ],
 )
-def test_who_comes_alone_says_so(turn: tuple[float, float], says: str, tmp_path: Path) -> None:
-    first, second = run(tmp_path, turn)
+def test_who_comes_alone_says_so(who: str, says: str, said: Of) -> None:
+    first, second = said(who)
     assert [line.startswith(says) for line in first + second] == [True]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("what", "says"),
     [
-        ({"WORLD_SIZE": "3"}, {"ranks differ in WORLD_SIZE: rank "}),
-        ({"RANK": "0"}, {"two processes have come with RANK=0", "after 1.5 s ranks [1] of 2"}),
+        ("another size", {"ranks differ in WORLD_SIZE: rank "}),
+        (
+            "the same rank",
+            {"two processes have come with RANK=0", "after 1.5 s ranks [1] of 2"},
+        ),
     ],
 )
-def test_a_launcher_that_contradicts_itself_is_told(
-    change: dict[str, str], says: set[str], tmp_path: Path
-) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    environment = [agent, agent | change]
-    lines = run(tmp_path, (1.5, 1.5), port=store.port, environment=environment)
+def test_a_launcher_that_contradicts_itself_is_told(what: str, says: set[str], said: Of) -> None:
+    lines = said(what)
     assert {text for text in says for line in lines if text in line[0]} == says
     assert all(line[0].startswith("AgreementError: ") for line in lines)
 
 
-@pytest.mark.slow
-def test_what_listens_there_must_be_a_store(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        first, second = run(tmp_path, (1.0, 1.0), port=server.getsockname()[1])
+def test_what_listens_there_must_be_a_store(said: Of) -> None:
+    first, second = said("no store")
     assert first[0].startswith("UsageError: rank 0 cannot listen at 127.0.0.1:")
     assert second[0].startswith("AgreementError: ")
     assert "choose another MASTER_PORT" in second[0]

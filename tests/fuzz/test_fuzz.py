@@ -31,18 +31,20 @@ def together() -> Iterator[WorkerPool]:
 @pytest.mark.slow
 def test_fixed_programs_in_one_process_do_what_a_plain_loop_does() -> None:
     campaign = Campaign(lambda program: judge(program.source))
-    campaign.explore(seed=0, most=80)  # about 50, and others that are the same
+    campaign.explore(
+        seed=0, most=40
+    )  # about 25, and others that are the same; `make fuzz` takes more
     assert campaign.faults == {}, campaign.report()
-    assert campaign.kinds["same"] > 25
+    assert campaign.kinds["same"] > 12
 
 
 @pytest.mark.slow
 def test_fixed_programs_with_a_process_for_each_rank_do_too(together: WorkerPool) -> None:
     campaign = Campaign(lambda program: judge_in(together, program.source, program.processes))
     for layout in LAYOUTS[1:]:
-        campaign.explore(seed=0, most=5, layout=layout)  # hypothesis begins with the plainest
+        campaign.explore(seed=0, most=4, layout=layout)  # hypothesis begins with the plainest
     assert campaign.faults == {}, campaign.report()
-    assert campaign.kinds["same"] > 6
+    assert campaign.kinds["same"] >= 4
 
 
 # ---- planted faults

@@ -103,7 +103,7 @@ def generated(name: str, group: Any = None, rank: int = 0, plain: bool = False) 
         # Only what rank 0 draws counts.
         torch.manual_seed(7 + rank)
         tokens = ROWS.tokens[:3]
-        options = {"max_new_tokens": 8, "eos_token_id": None, "pad_token_id": 2, **how}
+        options = {"max_new_tokens": 4, "eos_token_id": None, "pad_token_id": 2, **how}
         rows.append(generate(tokens, attention_mask=mask, **options).tolist())
     return rows
 

@@ -64,7 +64,14 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1F1B", "ZB-V"])
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize(
+    "family",
+    [
+        # By day the others are trained in processes, or with options.
+        pytest.param(family, marks=() if family in ("t5", "vit") else pytest.mark.nightly)
+        for family in sorted(FAMILIES)
+    ],
+)
 def test_in_one_process(family: str, schedule: str, tmp_path: Path) -> None:
     pipeline = {"schedule": schedule, "ranks": 2, "microbatches": 4}
     trainer = make(PipelineTrainer, family, tmp_path, STEPS, pipeline=pipeline)
@@ -94,8 +101,8 @@ def check_launched(folder: Path, processes: int, *cases: str, steps: int = STEPS
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_in_processes_and_resumed_in_one(tmp_path: Path) -> None:
-    """One pipeline of four processes; and two of two, which see other batches than each other."""
-    check_launched(tmp_path, 4, "gpt2/ZB-V/1", "bert/1F1B/2")
+    """Two pipelines of two processes, which see other batches than each other; by night also one of four."""
+    check_launched(tmp_path, 4, "gpt2/ZB-V/2")
     pipeline = {"schedule": "1F1B", "ranks": 2, "microbatches": 2}
     trainer = make(
         PipelineTrainer, "gpt2", tmp_path / "again", STEPS, pipeline=pipeline, evaluated=20
@@ -125,18 +132,22 @@ def squared(output: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"compute_loss_func": squared}, id="a loss of the user's own"),
-        pytest.param({"arguments": {"label_smoothing_factor": 0.1}}, id="label smoothing"),
+        pytest.param(
+            {"compute_loss_func": squared, "arguments": {"optim": "adafactor"}},
+            id="a loss of the user's own and another optimizer",
+        ),
+        pytest.param(
+            {"arguments": {"label_smoothing_factor": 0.1, "activation_checkpointing": True}},
+            id="label smoothing and checkpointing",
+        ),
         pytest.param({"arguments": {"bf16": True}}, id="bf16"),
-        pytest.param({"arguments": {"optim": "adafactor"}}, id="another optimizer"),
-        pytest.param({"arguments": {"activation_checkpointing": True}}, id="checkpointing"),
     ],
 )
 def test_what_is_asked_for_is_what_the_trainer_does(options: Any, tmp_path: Path) -> None:
     found = report(
-        make(PipelineTrainer, "llama", tmp_path, 3, pipeline={"ranks": 2}, **options), tmp_path
+        make(PipelineTrainer, "llama", tmp_path, 2, pipeline={"ranks": 2}, **options), tmp_path
     )
-    expected = report(make(Trainer, "llama", tmp_path, 3, **options), tmp_path)
+    expected = report(make(Trainer, "llama", tmp_path, 2, **options), tmp_path)
     gap = 2e-3 if "bf16" in str(options) else 1e-5
     assert found["loss"] == pytest.approx(expected["loss"], abs=gap)
     assert found["eval"] == pytest.approx(expected["eval"], abs=10 * gap)
@@ -279,34 +290,41 @@ def test_answers_to_questions_have_other_labels(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_adapters_are_trained_and_saved_as_peft_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        "lora",
+        pytest.param("dora", marks=pytest.mark.nightly),
+        pytest.param("prompt", marks=pytest.mark.nightly),
+    ],
+)
+def test_adapters_are_trained_and_saved_as_peft_does(adapter: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     made: dict[str, Any] = {
         "lora": peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"]),
         "dora": peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], use_dora=True),
         "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
     }
-    for name, config in made.items():
-        reports, states = [], []
-        kinds: list[tuple[Any, dict[str, Any]]]
-        kinds = [(Trainer, {}), (PipelineTrainer, {"pipeline": {"ranks": 2}})]
-        for kind, options in kinds:
-            torch.manual_seed(1)
-            model = peft.get_peft_model(make_model("llama"), config)
-            trainer = make(kind, "llama", tmp_path, 3, model=model, measures=False, **options)
-            trainer.train()
-            evaluated = trainer.evaluate()["eval_loss"]
-            losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-            reports.append([*losses, evaluated])
-            folder = tmp_path / f"{name} {kind.__name__}"
-            trainer.save_model(str(folder))
-            states.append(load_file(folder / "adapter_model.safetensors"))
-            learned = trainer.optimizer.state_dict()["state"]
-            assert len(learned) == sum(p.requires_grad for p in model.parameters())
-        assert reports[0] == pytest.approx(reports[1], abs=1e-5), name
-        torch.testing.assert_close(states[1], states[0], atol=1e-5, rtol=1e-4)
-        loaded = peft.PeftModel.from_pretrained(make_model("llama"), folder)
-        assert peft.get_peft_model_state_dict(loaded).keys() == states[0].keys()
+    reports, states = [], []
+    kinds: list[tuple[Any, dict[str, Any]]]
+    kinds = [(Trainer, {}), (PipelineTrainer, {"pipeline": {"ranks": 2}})]
+    for kind, options in kinds:
+        torch.manual_seed(1)
+        model = peft.get_peft_model(make_model("llama"), made[adapter])
+        trainer = make(kind, "llama", tmp_path, 3, model=model, measures=False, **options)
+        trainer.train()
+        evaluated = trainer.evaluate()["eval_loss"]
+        losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        reports.append([*losses, evaluated])
+        folder = tmp_path / kind.__name__
+        trainer.save_model(str(folder))
+        states.append(load_file(folder / "adapter_model.safetensors"))
+        learned = trainer.optimizer.state_dict()["state"]
+        assert len(learned) == sum(p.requires_grad for p in model.parameters())
+    assert reports[0] == pytest.approx(reports[1], abs=1e-5)
+    torch.testing.assert_close(states[1], states[0], atol=1e-5, rtol=1e-4)
+    loaded = peft.PeftModel.from_pretrained(make_model("llama"), folder)
+    assert peft.get_peft_model_state_dict(loaded).keys() == states[0].keys()
 
 
 def saves_an_adapter(group: Any, folder: str) -> list[str]:

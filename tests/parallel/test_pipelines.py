@@ -20,7 +20,7 @@ from tests.pipeline.cases import LANGUAGE, SAMPLES, pipeline
 SCHEDULES = ("1F1B", "Interleaved1F1B", "ZB-H1", "ZB-V")
 HOWS = ("ddp", "fsdp", "blocks", "mixed", "tp")
 MICROBATCHES = 4
-STEPS = 3
+STEPS = 2
 
 
 class Blocks(nn.Module):
@@ -63,7 +63,7 @@ def run(group: Any, schedule: str, how: str) -> dict[str, Any]:  # noqa: PLR0915
     """A worker's task: some steps with clipping and an optimizer, beside the same in one process."""
     mesh = mesh_of(*{"tp": ("tp", "pp"), "tp and fsdp": ("dp", "pp", "tp")}.get(how, ("dp", "pp")))
     torch.manual_seed(0)
-    model = Blocks(8).to(torch.float32 if how == "mixed" else torch.float64)
+    model = Blocks(4).to(torch.float32 if how == "mixed" else torch.float64)
     whole, kind = copy.deepcopy(model), model.head.weight.dtype
     pipe = Pipeline(
         model,

@@ -20,7 +20,12 @@ from penstock.testing import WorkerPool
 from tests.parallel.bodies import Collectives, X, Y, chain, gap_of, half_of, mesh_of, wrap
 
 IN_A_V = ("ZBVZeroBubble", "DualPipeV")
-SCHEDULES = ("1F1B", "Interleaved1F1B", *IN_A_V)
+BY_DAY = [
+    "1F1B",
+    "ZBVZeroBubble",
+    pytest.param("Interleaved1F1B", marks=pytest.mark.nightly),
+    pytest.param("DualPipeV", marks=pytest.mark.nightly),
+]
 REDUCES = {"ddp": "allreduce", "fsdp": "reduce_scatter"}
 
 
@@ -83,7 +88,7 @@ def names_in(modules: dict[int, nn.Module], traced: bool = False) -> list[tuple[
 
 @pytest.mark.parametrize("traced", [False, True], ids=["", "traced"])
 @pytest.mark.parametrize("how", ["ddp", "fsdp", "nameless fsdp"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", BY_DAY)
 def test_replicas_equal_one_process(
     workers: WorkerPool, schedule: str, how: str, traced: bool
 ) -> None:
@@ -163,7 +168,7 @@ def run_ending(group: Any, schedule: str, layout: str) -> float:
 
 
 @pytest.mark.parametrize("layout", ["tensors", "replicated", "sharded"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", BY_DAY)
 def test_what_leaves_a_stage_may_still_be_arriving(
     workers: WorkerPool, schedule: str, layout: str
 ) -> None:
@@ -209,7 +214,9 @@ def run_pending(group: Any, schedule: str) -> list[list[Any]]:
     ]
 
 
-@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("Interleaved1F1B", marks=pytest.mark.nightly), "ZBVZeroBubble"]
+)
 def test_sums_stay_pending_as_in_a_plain_loop(workers: WorkerPool, schedule: str) -> None:
     places = []
     for piped, plain in workers.run(f"{__name__}:run_pending", 4, 60.0, schedule=schedule):

@@ -102,12 +102,14 @@ def run_often(parts: Any, kwargs: Any) -> None:
         forwards(parts, (), kwargs)
 
 
-def test_seventy_billion_without_memory() -> None:
+@pytest.mark.parametrize("layers", [16, pytest.param(80, marks=pytest.mark.nightly)])
+def test_a_model_that_no_memory_holds_is_cut(layers: int) -> None:
+    """The layers of a model of seventy billion parameters."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=8192,
         intermediate_size=28672,
-        num_hidden_layers=80,
+        num_hidden_layers=layers,
         num_attention_heads=64,
         num_key_value_heads=8,
     )

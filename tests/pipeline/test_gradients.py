@@ -83,7 +83,9 @@ def digests(group: Any, schedule: str, names: list[str]) -> list[dict[str, str]]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", ON_WIRES, ids=["missing", "language", "others", "odd"])
-@pytest.mark.parametrize("schedule", ["ZB-V", "1F1B", "Interleaved1F1B"])
+@pytest.mark.parametrize(
+    "schedule", ["ZB-V", pytest.param("1F1B", marks=pytest.mark.nightly), "Interleaved1F1B"]
+)
 def test_between_processes_with_the_same_bits(
     workers: WorkerPool, schedule: str, names: list[str]
 ) -> None:
@@ -132,7 +134,7 @@ def bits_of_gpipe(stages: int, microbatches: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", TRAINING)
 def test_every_schedule_has_the_bits_of_gpipe(name: str) -> None:
-    for ranks, microbatches in ((1, 3), (2, 1), (2, 8), (3, 3)):
+    for ranks, microbatches in ((2, 1), (3, 3)):
         try:
             stages = ps.build(name, ranks=ranks, microbatches=microbatches).stages
         except ScheduleError:
@@ -144,7 +146,7 @@ def test_every_schedule_has_the_bits_of_gpipe(name: str) -> None:
 
 def by_schedule(group: Any, names: list[str]) -> list[dict[str, str]]:
     """A worker's task: the bits that live here, for each schedule."""
-    return [of_size(name, group.size(), 8, group).digest() for name in names]
+    return [of_size(name, group.size(), 4, group).digest() for name in names]
 
 
 @pytest.mark.slow
@@ -155,7 +157,7 @@ def test_every_schedule_has_the_same_bits_between_processes(
     answers = workers.run(f"{__name__}:by_schedule", ranks, 100.0, names=TRAINING)
     for name, *parts in zip(TRAINING, *answers, strict=True):
         bits = {key: text for part in parts for key, text in part.items()}
-        assert bits == of_size(name, ranks, 8).digest(), name
+        assert bits == of_size(name, ranks, 4).digest(), name
 
 
 def run_file(group: Any, path: str) -> float:

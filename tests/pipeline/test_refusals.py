@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock import REPLICATE, Microbatches, Pipeline, PipelineStage
+from penstock.devices import placed_on
 from penstock.errors import (
     MicrobatchError,
     PartitionError,
@@ -26,7 +27,6 @@ from penstock.errors import (
     UsageError,
 )
 from penstock.partition import partition
-from penstock.pipeline.settings import placed_on
 from penstock.schedule import Action, Op, Placement, Schedule, build
 from penstock.testing import WorkerPool
 from tests.pipeline.models import STAGES, X, Y, chain, gradients, make, mean_loss, named

@@ -30,7 +30,16 @@ CRASH_IN_TORCH = {"no loss", "evaluated"}
 """torch 2.13 runs the backwards of schedules in a V all the same."""
 
 
-@pytest.mark.parametrize("schedule", [*SINGLE, *MULTI])
+BY_NIGHT = {"GPipe", "LoopedBFS", "InterleavedZeroBubble", "DualPipeV"}
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        pytest.param(name, marks=pytest.mark.nightly if name in BY_NIGHT else ())
+        for name in (*SINGLE, *MULTI)
+    ],
+)
 def test_either_import_gives_the_same_numbers(workers: WorkerPool, schedule: str) -> None:
     ways = [way for way in WAYS if schedule not in IN_A_V or way not in CRASH_IN_TORCH]
     both = [run(workers, p, "asked", schedule=schedule, ways=ways) for p in ("penstock", "torch")]

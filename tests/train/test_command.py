@@ -74,7 +74,7 @@ def test_a_rate_that_makes_the_loss_infinite(text: Path, tmp_path: Path, capsys:
     [
         ({}, ()),
         pytest.param({"replicas": 2}, (), marks=pytest.mark.nightly),
-        ({"replicas": 2}, ("--shard",)),
+        pytest.param({"replicas": 2}, ("--shard",), marks=pytest.mark.nightly),
     ],
     ids=["pipeline", "replicas", "shards"],
 )

@@ -84,11 +84,20 @@ def test_the_timeline_says_that_it_is_replayed(finished: tuple[Outcome, str]) ->
     assert re.findall(r'"label":"(\w+)"', page) == ["simulated", "measured"]
 
 
+BY_DAY = ("ZB-H1", "ZB-V")
+"""What schedules do is shown elsewhere; here, that a run takes their stages and their halves."""
+
+
 @pytest.mark.parametrize(
     "settings",
     [
-        *({"schedule": name} for name in names() if name != "forward-only"),
-        {"checkpoint": "all"},
+        *({"schedule": name} for name in BY_DAY),
+        *(
+            pytest.param({"schedule": name}, marks=pytest.mark.nightly)
+            for name in names()
+            if name not in (*BY_DAY, "forward-only")
+        ),
+        pytest.param({"checkpoint": "all"}, marks=pytest.mark.nightly),
         {"checkpoint": "blocks.0,blocks.1"},
     ],
     ids=lambda settings: "-".join(settings.values()),
@@ -106,7 +115,10 @@ def test_neither_schedule_nor_checkpointing_changes_a_bit(
 @pytest.mark.parametrize(
     ("settings", "gist"),
     [
-        ({"device": "cuda:9"}, "device='cuda:9': there is no such device here; use cpu"),
+        (
+            {"device": "cuda:9"},
+            "device='cuda:9': torch.cuda.is_available.. is False in this process; use",
+        ),
         ({"checkpoint": "nix"}, "checkpoint='nix'"),
         ({"plan": "nowhere.json"}, "plan='nowhere.json': there is no such file"),
         ({"replicas": 2}, "need 4 processes, not 1: torchrun --standalone --nproc-per-node 4"),

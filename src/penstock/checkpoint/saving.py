@@ -25,6 +25,7 @@ from penstock.checkpoint.contents import Flat, Targets
 from penstock.checkpoint.folder import Writer
 from penstock.checkpoint.planning import HeldTensors, WritePlan, file_of, part_name, plan_writes
 from penstock.checkpoint.table import table_text
+from penstock.devices import finish, is_accelerator
 from penstock.errors import FAILURE, CheckpointError, UsageError
 from penstock.parallel import local_part, region_of
 from penstock.values import bytes_as_text
@@ -310,16 +311,17 @@ def snapshots(tensors: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> dict
     for name, tensor in tensors.items():
         copy = kept.get(name)
         if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
-            pinned = tensor.device.type == "cuda"
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            # Only memory that cannot be paged out is filled while the host goes on.
+            pinned = is_accelerator(tensor.device)
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned, device="cpu")
         copies[name] = copy.copy_(tensor, non_blocking=True)
     return copies
 
 
 def settle(tensors: Iterable[Tensor]) -> None:
     """Wait until devices have finished their work, so that another thread sees complete tensors."""
-    for device in {tensor.device for tensor in tensors} - {torch.device("cpu")}:
-        torch.accelerator.synchronize(device)
+    for device in {tensor.device for tensor in tensors}:
+        finish(device)
 
 
 class Writing:

@@ -320,7 +320,7 @@ class CheckpointTable:
         """Read a tensor, or a part of it, into new memory."""
         shape = self.shape(key)
         reads = self.reads(key, box or ((0,) * len(shape), shape))
-        part = torch.empty(box[1] if box else shape, dtype=self.dtype(key))
+        part = torch.empty(box[1] if box else shape, dtype=self.dtype(key), device="cpu")
         for entry, source, target in reads:
             place = tuple(slice(begin, begin + size) for begin, size in zip(*target, strict=True))
             part[place] = entry.read(source)

@@ -17,7 +17,10 @@ ODD = 1
 Out = Annotated[
     Path | None, typer.Option("--out", help="Write what was found as JSON, for penstock plan.")
 ]
-OnDevice = Annotated[str, typer.Option("--device", help="Where ranks compute: cpu or cuda.")]
+OnDevice = Annotated[
+    str,
+    typer.Option("--device", help="Where ranks compute: cpu, cuda, or another kind."),
+]
 Folder = Annotated[
     Path, typer.Option("--folder", help="The folder of the run, which all ranks are to see.")
 ]

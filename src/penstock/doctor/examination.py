@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from penstock.devices import placed_on
 from penstock.doctor.checks import Check, SmallPipeline
 from penstock.doctor.links import Handling, LinkReport, examine_links, per_message
 from penstock.doctor.rates import WINDOW, Facts, Rates, facts_of
 from penstock.pipeline import Pipeline
-from penstock.pipeline.settings import placed_on
 from penstock.plan import Cluster, Device, Link, device_called
 from penstock.plan.choice import seconds_as_text
 from penstock.plan.cluster import cluster_file

@@ -10,6 +10,7 @@ from time import perf_counter, sleep, time
 import torch
 from torch import Tensor
 
+from penstock.devices import finish
 from penstock.plan import Link
 from penstock.transport import FIRST_TAG, VALUES, Transport
 from penstock.values import layout_of
@@ -89,8 +90,7 @@ class Ends:
         return tensor
 
     def _finish(self) -> None:
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize()
+        finish(self._device)
 
     def one_way(self, size: int) -> float:
         """How long a message travels: half of the way there and back. Both ends get the first one's."""
@@ -154,7 +154,7 @@ class Ends:
         """The seconds by which the second end's clock is ahead of the first one's."""
         gaps = []
         for _ in range(TIMES):
-            row = torch.zeros(1, dtype=torch.float64)
+            row = torch.zeros(1, dtype=torch.float64, device="cpu")
             start = time()
             if self._first:
                 self._send(row)

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.devices import finish, is_accelerator, memory_of, name_of
+
 WINDOW, WINDOWS = 0.15, 4
 """The seconds of a window, and their number."""
 
@@ -50,11 +52,11 @@ def facts_of(device: torch.device) -> Facts:
         "system": f"{platform.system()} {platform.machine()}",
     }
     name, threads = processor(), torch.get_num_threads()
-    if device.type != "cpu":
-        threads = 0
-        name = torch.get_device_module(device.type).get_device_name(device)
-        versions["cuda"] = str(torch.version.cuda or torch.version.hip)
-    return Facts(socket.gethostname(), name, memory_of(device), threads, versions)
+    if is_accelerator(device):
+        name, threads = name_of(device), 0
+        driver = getattr(torch.version, device.type, None) or torch.version.hip
+        versions[device.type] = str(driver or "unknown")
+    return Facts(socket.gethostname(), name, memory_for(device), threads, versions)
 
 
 def _version(package: str) -> str:
@@ -95,8 +97,7 @@ class Rates:
             while seconds < self._window:
                 work()
                 count += 1
-                if self.device.type != "cpu":
-                    torch.accelerator.synchronize()
+                finish(self.device)
                 seconds = perf_counter() - start
             best = min(best, seconds / count)
         return best
@@ -134,10 +135,10 @@ class Rates:
         return self._seconds(lambda: block(batch).sum().backward())
 
 
-def memory_of(device: torch.device) -> float:
+def memory_for(device: torch.device) -> float:
     """The bytes of a device, or this process's share of the machine's; 0 if the system does not tell."""
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
+    if is_accelerator(device):
+        return float(memory_of(device))
     try:
         whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):

@@ -281,11 +281,18 @@ def _within(seconds: float, rank: int, place: str, run: Callable[[], T]) -> T:
         ) from error
 
 
+def _backend_for(device: torch.device | None) -> str:
+    """The backend of the world: gloo, and for tensors on an accelerator what torch has for its kind."""
+    own = dist.Backend.default_device_backend_map.get("cpu" if device is None else device.type)
+    if device is None or own in (None, "gloo") or not dist.is_backend_available(own):
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{own}"
+
+
 def _start_world(launch: Launch, room: Any, device: torch.device | None, seconds: float) -> Any:
-    backend = "cpu:gloo,cuda:nccl" if device is not None and device.type == "cuda" else "gloo"
     try:
         dist.init_process_group(
-            backend,
+            _backend_for(device),
             store=PrefixStore("world", room),
             rank=launch.rank,
             world_size=launch.ranks,
@@ -316,7 +323,9 @@ def end_waits(group: Any) -> None:
         if peer != group.rank():
             # From every peer, since a receive from one that has gone closes nothing.
             with suppress(RuntimeError):
-                group.recv([torch.zeros(1)], peer, _NOBODY).wait(timedelta(milliseconds=1))
+                group.recv([torch.zeros(1, device="cpu")], peer, _NOBODY).wait(
+                    timedelta(milliseconds=1)
+                )
 
 
 GONE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 4000}

@@ -54,7 +54,7 @@ def share_batches(accelerator: Any, pipe: Pipeline) -> None:
     if replicas > 1:
         loaders.dispatch_batches = False
     names = ("dp_replicate", "tp")
-    mesh = replicated_mesh(pipe.device.type, replicas, ranks, names=names)
+    mesh = replicated_mesh(pipe.device, replicas, ranks, names=names)
     accelerator.state.device_mesh = mesh
 
 
@@ -229,7 +229,7 @@ class PipelineAccelerator(CountsPipelines):
             super().load_state(input_dir, *args, **kwargs)
         # Samplers draw from torch's generator; with more ranks than were saved, some find no state of it.
         first = self.pipe.job.agree(torch.get_rng_state().tolist())[0]
-        torch.set_rng_state(torch.tensor(first, dtype=torch.uint8))
+        torch.set_rng_state(torch.tensor(first, dtype=torch.uint8, device="cpu"))
         return True
 
     def _newest_complete(self) -> int | None:

@@ -373,7 +373,7 @@ class _Cuts:
         replicas, each = self._layout()
         options: dict[str, Any] = {"device": device, "ranks": self._ranks}
         if replicas > 1:
-            options |= side_by_side(device.type, replicas * each, each)
+            options |= side_by_side(device, replicas * each, each)
         if self._module is not None:
             self._module.pipe.close()
         self._module = _OnPipeline(module, optimizers, **{**options, **self._options})

@@ -261,7 +261,7 @@ def clip_whole(
                 "clipped; a pipeline clips the whole model: give its optimizer, or the call that clips, "
                 "all of model.parameters(), or set requires_grad_(False) on it"
             )
-    return torch.tensor(pipe.clip_grad_norm_(float(max_norm), **options))
+    return torch.tensor(pipe.clip_grad_norm_(float(max_norm), **options), device="cpu")
 
 
 # ---- transformers models

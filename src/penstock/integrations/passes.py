@@ -85,7 +85,7 @@ class Pass:
         nothing: list[Tensor | None] = [None] * len(leaves)
         self._outputs = nothing, places, len(values)
         values += [leaves[place] for place in places]
-        anchor = torch.zeros((), requires_grad=learns(self._pipe))
+        anchor = torch.zeros((), requires_grad=learns(self._pipe), device="cpu")
         sources = (anchor, *self._weights.values(), *self.inputs)
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in sources):
             return loss, output

@@ -244,7 +244,8 @@ class StepLog:
         deferred = isinstance(value, Later | MetricStandIn)
         if not deferred:
             _check_logged(name, value, options)
-            number = torch.as_tensor(value, dtype=torch.get_default_dtype()).detach()
+            home = value.device if isinstance(value, Tensor) else "cpu"
+            number = torch.as_tensor(value, dtype=torch.get_default_dtype(), device=home).detach()
             add_loss(_LOGGED + name, number, 0.0)
         kept = options.keys() - {"self", "name", "value", "sync_dist", "batch_size"}
         row = name, value if deferred else None, {key: options[key] for key in kept}
@@ -319,7 +320,7 @@ class StepLog:
         for place, leaf in enumerate(leaves):
             value = result.losses.get(f"{_KEPT}{place}")
             if leaf is None and value is not None:
-                leaves[place] = torch.tensor(value)
+                leaves[place] = torch.tensor(value, device="cpu")
         returned, notes = unflatten(leaves, tree) if outputs is not None else (None, [])
         values: dict[str, Any] = {}
         calls, logs = self._whole[self._kind(choices)]
@@ -342,7 +343,9 @@ class StepLog:
 
 
 def _check_logged(name: str, value: Any, options: Mapping[str, Any]) -> None:
-    if not isinstance(value, Tensor | int | float) or torch.as_tensor(value).numel() != 1:
+    if not isinstance(value, Tensor | int | float) or (
+        isinstance(value, Tensor) and value.numel() != 1
+    ):
         raise UsageError(
             f"self.log({name!r}, ...) was given a {type(value).__name__}; in a pipeline it takes numbers, "
             "scalar tensors, and metrics of torchmetrics that are attributes of the module"
@@ -449,7 +452,7 @@ def described(name: str) -> str:
 def loss_in(output: Any, _: Any) -> Tensor:
     """The loss that the step returned; 0 if an evaluation returned none."""
     loss: Tensor | None = output["loss"]
-    return torch.zeros(()) if loss is None else loss
+    return torch.zeros((), device="cpu") if loss is None else loss
 
 
 def _shown(value: Any) -> str:

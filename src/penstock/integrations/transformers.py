@@ -116,7 +116,7 @@ class PipelineTrainer(Trainer):
         if world == 1 or "mesh" in options or "group" in options:
             return options
         ranks = options.setdefault("ranks", world)
-        return options | side_by_side(self.args.device.type, world, ranks)
+        return options | side_by_side(self.args.device, world, ranks)
 
     def _loss_options(self, model: nn.Module) -> dict[str, Any]:
         """The model's own loss, or the one that the Trainer was given."""
@@ -215,10 +215,14 @@ class PipelineTrainer(Trainer):
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         self.accelerator.unscale_gradients()
-        return torch.tensor(self.pipe.clip_grad_norm_(self.args.max_grad_norm))
+        return torch.tensor(self.pipe.clip_grad_norm_(self.args.max_grad_norm), device="cpu")
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        return torch.tensor(self.pipe.weights.grad_norm()) if grad_norm is None else grad_norm
+        return (
+            torch.tensor(self.pipe.weights.grad_norm(), device="cpu")
+            if grad_norm is None
+            else grad_norm
+        )
 
     # ---- properties of the whole model
 

@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from penstock.devices import use
 from penstock.errors import UsageError
 from penstock.faults import Patience
 
@@ -154,10 +156,16 @@ def siblings_of(mesh: Any, replicas: Any) -> Siblings:
 
 
 def replicated_mesh(
-    device: str, replicas: int, ranks: int, names: tuple[str, str] = ("dp", DIMENSION)
+    device: torch.device | str,
+    replicas: int,
+    ranks: int,
+    names: tuple[str, str] = ("dp", DIMENSION),
 ) -> DeviceMesh:
     """A mesh of all processes, with dimensions ``dp`` for replicas and ``pp`` for the ranks of a pipeline."""
-    return init_device_mesh(device, (replicas, ranks), mesh_dim_names=names)
+    home = torch.device(device)
+    # Else torch would choose one itself.
+    use(home)
+    return init_device_mesh(home.type, (replicas, ranks), mesh_dim_names=names)
 
 
 def pipelines_in(processes: int, ranks: int) -> int:
@@ -174,7 +182,7 @@ def pipelines_in(processes: int, ranks: int) -> int:
     return processes // ranks
 
 
-def side_by_side(device: str, processes: int, ranks: int) -> dict[str, Any]:
+def side_by_side(device: torch.device | str, processes: int, ranks: int) -> dict[str, Any]:
     """Pipeline options with which all processes form pipelines of this many ranks, as replicas.
 
     Raises:

@@ -125,7 +125,9 @@ def split_sharded(tensor: Any, count: int, dim: int) -> list[Tensor]:
         dim: the dimension.
     """
     shares = torch.tensor_split(tensor.to_local(), count, dim)
-    sizes = [len(part) for part in torch.arange(tensor.shape[dim]).tensor_split(count)]
+    sizes = [
+        len(part) for part in torch.arange(tensor.shape[dim], device="cpu").tensor_split(count)
+    ]
     return [
         _placed_as(tensor, share, _resized(tensor.shape, dim, size))
         for share, size in zip(shares, sizes, strict=True)
@@ -182,7 +184,9 @@ def global_norms(tensors: Sequence[Tensor], order: float) -> Tensor:
     # Brought to the CPU in one go, since each transfer waits for the accelerator.
     device = totals[0].device if totals else None
     return (
-        torch.stack([one.to(device) for one in totals]).cpu() if totals else torch.zeros(0).double()
+        torch.stack([one.to(device) for one in totals]).cpu()
+        if totals
+        else torch.zeros(0, device="cpu").double()
     )
 
 

@@ -49,7 +49,7 @@ class Author:
     ) -> None:
         self.model, self.doors, self.forward = model, doors, run.forward
         self.recomputes, self.homes, self.stages = frozenset(recomputes), homes, stages
-        self._run = run
+        self.without_data = run
         self._expected: tuple[Any, CallPlan] | None = None
         self.shares: tuple[float, ...] = ()
         self.heaviest = ("", 0.0)
@@ -92,7 +92,9 @@ class Author:
                 return expected[1]
             sizes = self._sizes
             sizes.enter((torch.is_grad_enabled(), *self._looks()))
-            return self._planned(self._run.record(self._all_doors(), call, self.homes, sizes))
+            return self._planned(
+                self.without_data.record(self._all_doors(), call, self.homes, sizes)
+            )
 
     def expect(self, call: Example, trace: Trace | None) -> None:
         """Plan a call whose plan may be asked for next.
@@ -107,7 +109,7 @@ class Author:
         doors = self._all_doors()
         known = trace is not None and [d.path for d in trace.doors] == [d.path for d in doors]
         if trace is None or not (known and trace.for_any_homes):
-            trace = self._run.record(doors, call, self.homes)
+            trace = self.without_data.record(doors, call, self.homes)
         self._expected = self._key(call), self._planned(trace)
 
     def _planned(self, trace: Trace) -> CallPlan:
@@ -161,7 +163,10 @@ class Author:
 
     def flops(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
         """The floating-point operations of the whole model's forward; see :meth:`StageModule.flops`."""
-        return self._run.record(self.doors, (tuple(args), dict(kwargs)), self.homes).flops or 0.0
+        return (
+            self.without_data.record(self.doors, (tuple(args), dict(kwargs)), self.homes).flops
+            or 0.0
+        )
 
     # ---- what cannot be split
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -128,6 +128,17 @@ class CallPlan:
         ):
             return None
         return Quick(step.what, step.owner == stage, self.trace.values[number].tensor)
+
+    @functools.cached_property
+    def beyond(self) -> CallPlan:
+        """The plan with a stage after the last one, in which there is nothing to do."""
+        arrives, sends, borrows, lends = (
+            [*of, {}] for of in (self.arrives, self.sends, self.borrows, self.lends)
+        )
+        last = [*self.last, len(self.steps)]
+        return replace(
+            self, last=last, arrives=arrives, sends=sends, borrows=borrows, lends=lends, _quick={}
+        )
 
     def shares(self) -> tuple[tuple[float, ...], tuple[str, float]]:
         """The part of the work that each stage has; the unit that has the most, and its part."""

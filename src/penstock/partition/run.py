@@ -26,13 +26,16 @@ class WithoutData:
         model: the model.
         forward: runs it.
         example: arguments whose numbers are used for calls of the same kind.
+
+    Attributes:
+        reads_numbers: whether the model's code could not go on with ones: calls that look alike may differ.
     """
 
     def __init__(
         self, model: nn.Module, forward: Callable[..., Any], example: Example | None = None
     ) -> None:
         self.model, self.forward, self._example = model, forward, example
-        self._needs_numbers = False
+        self.reads_numbers = False
 
     def record(
         self,
@@ -47,21 +50,34 @@ class WithoutData:
         def run(numbers: Example | None) -> Trace:
             return record(self.model, self.forward, doors, call, numbers, homes, sizes, inner)
 
-        if _has_data(self._example) and kind_of(self._example) == kind_of(call):
-            return run(self._example)
-        if not _has_data(call):
-            return run(None)
-        if self._needs_numbers:
+        with_data = has_data(call)
+        if not (with_data and self.reads_numbers):
+            if has_data(self._example) and kind_of(self._example) == kind_of(call):
+                return run(self._example)
+            if not with_data:
+                return self._on_ones(run, call)
+        if self.reads_numbers:
             return run(call)
         try:
             return run(None)
         except Exception:
             trace = run(call)
-            self._needs_numbers = True
+            self.reads_numbers = True
             return trace
 
+    def _on_ones(self, run: Callable[[Example | None], Trace], call: Example) -> Trace:
+        try:
+            return run(None)
+        except Exception as error:
+            if any(tensor.is_meta for tensor in tensors_in(call)):
+                error.add_note(
+                    "this process was not given the arguments of the model; if its code needs their numbers, "
+                    "as one does that counts image tokens, give every rank the batch, or example="
+                )
+            raise
 
-def _has_data(call: Example | None) -> TypeGuard[Example]:
+
+def has_data(call: Example | None) -> TypeGuard[Example]:
     """Whether there are tensors in a call, and all have data."""
     tensors = tensors_in(call)
     return bool(tensors) and not any(tensor.is_meta for tensor in tensors)

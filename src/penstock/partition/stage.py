@@ -31,6 +31,7 @@ from penstock.partition.held import (
 )
 from penstock.partition.plan import CallPlan, Quick, Step
 from penstock.partition.recomputing import checkpointed
+from penstock.partition.run import has_data
 from penstock.partition.seen import (
     BETWEEN,
     Context,
@@ -58,7 +59,16 @@ from penstock.partition.trace import (
 )
 from penstock.rng import Draws
 from penstock.stage import StageCall, StageModule
-from penstock.values import Place, located, map_tensors, plain_in, tensors_in, without
+from penstock.values import (
+    PLAIN,
+    Place,
+    leaves_in,
+    located,
+    map_tensors,
+    plain_in,
+    tensors_in,
+    without,
+)
 
 _ITERATE: Any = Tensor.__iter__
 
@@ -96,6 +106,26 @@ class CutStage(StageModule):
     def state(self) -> tuple[Any, ...]:
         """What plans depend on in this stage; see :meth:`StageModule.state`."""
         return self._author.state(self.index)
+
+    @property
+    def reads_numbers(self) -> bool:
+        """Whether plans depend on numbers; see :meth:`StageModule.reads_numbers`."""
+        return self._author.without_data.reads_numbers
+
+    def fits(self, plan: CallPlan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a plan is one for a call; see :meth:`StageModule.fits`."""
+        author = self._author
+        if author.stages == 1 or not has_data((args, kwargs)):
+            return True
+        to_set = author.to_set
+        try:
+            with torch.random.fork_rng(devices=[]), _attributes_kept(author, plan.trace):
+                _Onlooker(author, plan).run(tuple(args), dict(kwargs))
+        except Exception:
+            return False
+        finally:
+            author.to_set = to_set
+        return True
 
     def flops(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
         """The floating-point operations of the whole model's forward; see :meth:`StageModule.flops`."""
@@ -902,6 +932,32 @@ class _Runner(TorchFunctionMode):
             f"{step.event.where}: {step.event.name} in stage {self._stage} needs an argument of the model "
             "that this process was not given; give the same arguments on every rank"
         )
+
+
+class _Onlooker(_Runner):
+    """A forward beyond the last stage, which runs no event: does the author's code follow a plan?
+
+    It computes what depends on the model's arguments alone. Where events are given the same plain values and
+    shapes, led by whatever numbers, they give what they gave in the run without data.
+    """
+
+    def __init__(self, author: Author, plan: CallPlan) -> None:
+        super().__init__(author.stages, author, StageCall(plan.beyond, 0), {})
+        self._quick = []
+
+    def _answer(self, step: Step, args: Any, kwargs: Any) -> Any:
+        if _looks(args, kwargs) != _looks(*step.event.call):
+            raise self._diverged(step.what, self._at, " with other sizes")
+        return super()._answer(step, args, kwargs)
+
+
+def _looks(args: Any, kwargs: Any) -> list[Any]:
+    """The shapes and plain values in a call, by place."""
+    return [
+        (place, tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf)
+        for place, leaf in leaves_in((tuple(args), kwargs))
+        if isinstance(leaf, Tensor) or type(leaf) in PLAIN or type(leaf) is slice
+    ]
 
 
 def _different(step: Step, stage: int, did: str, planned: str) -> PlanError:

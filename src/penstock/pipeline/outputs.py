@@ -59,7 +59,9 @@ def product(output: Any, gradients: Sequence[Tensor | None]) -> Tensor:
         if gradient is not None and tensor.requires_grad
     ]
     if not pairs:
-        return sum((t.sum() * 0.0 for t in outputs if t.requires_grad), torch.zeros(()))
+        return sum(
+            (t.sum() * 0.0 for t in outputs if t.requires_grad), torch.zeros((), device="cpu")
+        )
     tensors, arriving = zip(*pairs, strict=True)
     loss: Tensor = cast("Any", _From).apply(arriving, *tensors)
     return loss

@@ -22,6 +22,7 @@ from torch import nn
 from penstock import plan as planning
 from penstock.errors import NonFiniteError, PenstockError, StageError, UsageError
 from penstock.faults import Timeout, without_own_frames
+from penstock.images import image_tokens, rules_with_images
 from penstock.parallel import siblings_of
 from penstock.partition import Example, Partition, Shared, find_shared_between
 from penstock.pipeline.job import PipelineJob, collective
@@ -218,6 +219,7 @@ class Pipeline:
             }
             self._chosen: planning.Plan | None = plan
             self._model: nn.Module | None = model
+            self._image_tokens = image_tokens(model)
             self._begin(settings, settings.schedules(world), transport, loss, replicas, details)
             how = HowToCut(
                 stages,
@@ -293,6 +295,7 @@ class Pipeline:
             table = find_shared_between(modules) if shared is None else tuple(shared)
             make_equal(stages, replicas, transport)
             pipe._chosen = pipe._model = None
+            pipe._image_tokens = {}
             pipe._begin(settings, schedules, transport, loss, replicas)
             pipe._take_stages(stages, table, modules)
         pipe._job.stand_beside(siblings_of(mesh, replicas))
@@ -789,7 +792,10 @@ class Pipeline:
     ) -> Batch:
         count = whole_number("microbatches", microbatches)
         count = self._schedules.microbatches if count is None else count
-        return split_batch(args, kwargs, target, self._rules, count, fewer=True)
+        rules = self._rules
+        if kwargs:
+            rules = rules_with_images(rules, kwargs, self._image_tokens)
+        return split_batch(args, kwargs, target, rules, count, fewer=True)
 
     def _attach(self, scaler: LossScaler | None) -> float:
         """The factor of a loss scaler, which from now on decides together with the other ranks."""
@@ -916,7 +922,7 @@ class Pipeline:
         assert self._loss is not None
         step, nonfinite = self._randomness.step, self._loss.nonfinite
         what = f"the loss is {result.loss:g}"
-        if torch.isfinite(torch.tensor(result.loss)):
+        if torch.isfinite(torch.tensor(result.loss, device="cpu")):
             what += ", but gradients are not finite"
         if nonfinite == "stop":
             raise NonFiniteError(

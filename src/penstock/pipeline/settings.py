@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from penstock import plan as planning
+from penstock.devices import placed_on
 from penstock.errors import PartitionError, UsageError, check_known
 from penstock.faults import Patience, Timeout
-from penstock.launchers import read_launcher
 from penstock.parallel import group_across, spread_parts
 from penstock.partition import Example, Partition
 from penstock.pipeline.plan import (
@@ -353,38 +353,6 @@ class ModelSettings(PipelineSettings):
             "example": self.example,
             "loss_fn": self.loss_fn if has_loss else None,
         }
-
-
-def placed_on(device: torch.device | str) -> torch.device:
-    """Resolve ``device=``: ``"cuda"`` is the device of ``LOCAL_RANK``, which torchrun sets.
-
-    Raises:
-        UsageError: this machine has no such device.
-    """
-    try:
-        chosen = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        said = str(error).partition(" at start of")[0]
-        raise UsageError(f"device={device!r}: {said}") from None
-    if chosen.type in ("cpu", "meta"):
-        return torch.device(chosen.type)  # Accelerate says cpu:0, which no tensor does
-    numbered = "" if chosen.index is not None else ", by LOCAL_RANK"
-    if numbered:
-        read_launcher()
-        chosen = torch.device(chosen.type, int(os.environ.get("LOCAL_RANK", "0")))
-    kind = torch.get_device_module(chosen.type)
-    count = kind.device_count() if kind.is_available() else 0
-    if not count:
-        raise UsageError(
-            f"device={str(device)!r}: torch.{chosen.type}.is_available() is False in this process; use "
-            "device='cpu', or install a driver and a torch build for it"
-        )
-    if chosen.index >= count:
-        raise UsageError(
-            f"device={str(device)!r}: this process would take number {chosen.index}{numbered}, but there are "
-            f"only {count}; start at most {count} processes on this machine, or give each its device"
-        )
-    return chosen
 
 
 def _check_model(model: nn.Module, stages: Stages) -> None:

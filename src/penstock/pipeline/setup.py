@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.devices import use
 from penstock.errors import PenstockError, ScheduleError, UsageError, listed
 from penstock.faults import Activity, Members, Patience, Watch, meet, noticing_gone_machines
 from penstock.launchers import read_launcher
@@ -271,9 +272,7 @@ def connect_process(
         read_launcher()
     if chosen is None and not launched():
         return None, loss, replicas
-    if device.type not in ("cpu", "meta") and device.index is not None:
-        # What names no device, such as collectives of torch, would use the first one in every process.
-        torch.get_device_module(device.type).set_device(device)
+    use(device)
     members = members_of(group, mesh, replicas.group)
     meeting = meet(chosen, patience, device, None if members is None else Members(*members))
     job = meeting.job

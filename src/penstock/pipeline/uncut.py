@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from penstock.devices import is_accelerator, memory_of
 from penstock.elsewhere import is_elsewhere
 from penstock.errors import UsageError
 from penstock.partition import Cutting, Example, Partition, Room, explained, find_shared
@@ -104,9 +105,11 @@ class UncutModel:
 
     def _room(self) -> Room | None:
         """The memory of the stages, where each rank has a device of its own."""
-        if self._transport is None or self.device.type == "cpu" or self.device.type == "meta":
+        if self._transport is None or not is_accelerator(self.device):
             return None
-        _, nbytes = torch.get_device_module(self.device.type).mem_get_info(self.device)
+        nbytes = memory_of(self.device)
+        if not nbytes:
+            return None
         placement = self._schedule.placement
         here = max(len(placement.stages_on(rank)) for rank in range(placement.ranks))
         return Room(_SHARE * nbytes / here, in_flight(self._schedule))

@@ -16,6 +16,7 @@ try:
 except ModuleNotFoundError:  # Windows
     resource = None  # type: ignore[assignment]
 
+from penstock.devices import is_accelerator, name_of
 from penstock.errors import UsageError
 from penstock.plan import device_called
 from penstock.runtime import StepResult
@@ -113,9 +114,9 @@ class TensorBoard:
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """A device's peak operations per second in a type; None if unknown."""
-    if device.type != "cuda":
+    if not is_accelerator(device):
         return None
-    known = device_called(torch.cuda.get_device_name(device))
+    known = device_called(name_of(device))
     name = str(dtype).removeprefix("torch.")
     if name == "float32" and torch.get_float32_matmul_precision() != "highest":
         name = "tf32"
@@ -127,7 +128,7 @@ def peak_memory(device: torch.device) -> int:
 
     0 where the system does not tell, as on Windows.
     """
-    if device.type not in ("cpu", "meta"):
+    if is_accelerator(device):
         return torch.accelerator.max_memory_allocated(device)
     if resource is None:
         return 0

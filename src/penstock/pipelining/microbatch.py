@@ -62,7 +62,7 @@ class _LossReducer(_CustomReducer):
     """Combines the losses of microbatches."""
 
 
-sum_reducer = _LossReducer(torch.tensor(0.0), operator.add)
+sum_reducer = _LossReducer(torch.tensor(0.0, device="cpu"), operator.add)
 
 
 def split_args_kwargs_into_chunks(
@@ -158,7 +158,9 @@ def _split_block_mask(block_mask: BlockMask, num_chunks: int) -> list[BlockMask]
         return [block_mask] * num_chunks
     if batch < num_chunks:
         raise ChunkError(f"a BlockMask of {batch} samples cannot be split into {num_chunks} chunks")
-    return split_mask(block_mask, [len(p) for p in torch.arange(batch).tensor_split(num_chunks)])
+    return split_mask(
+        block_mask, [len(p) for p in torch.arange(batch, device="cpu").tensor_split(num_chunks)]
+    )
 
 
 def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:

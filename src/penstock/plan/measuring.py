@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from penstock.devices import is_accelerator, memory_of, name_of
 from penstock.errors import InputFileError, UsageError
 from penstock.partition import unit_paths
 from penstock.plan.costs import Coster, Profile, UnitCosts, Units
@@ -71,10 +72,10 @@ def measure(  # noqa: PLR0913 - the arguments of a step, by name
     if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
         raise UsageError(f"repeats={repeats!r}: must be a whole number, at least 1")
     home = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    gpu = torch.cuda.get_device_properties(home) if home.type == "cuda" else None
+    has_own = is_accelerator(home)
     return Profile(
-        home.type if gpu is None else gpu.name,
-        memory=memory or (0.0 if gpu is None else float(gpu.total_memory)),
+        name_of(home) if has_own else home.type,
+        memory=memory or (float(memory_of(home)) if has_own else 0.0),
         latency=latency,
         bandwidth=bandwidth,
         handling=handling,

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.backward import SplitBackward
+from penstock.devices import finish
 from penstock.errors import UsageError
 from penstock.partition import Door
 from penstock.partition.base import count_parameters
@@ -422,7 +423,7 @@ def clock_of(home: torch.device) -> Stopwatch:
         return Stopwatch(time.thread_time if torch.get_num_threads() == 1 else time.perf_counter)
 
     def after_all() -> float:
-        torch.accelerator.synchronize(home)
+        finish(home)
         return time.perf_counter()
 
     return Stopwatch(after_all)
@@ -718,11 +719,11 @@ class Counts(NamedTuple):
 
 def _spent_once(clock: Stopwatch) -> dict[str, float]:
     """The times of backward and its halves with hardly any work in them."""
-    module = nn.Linear(1, 1)
+    module = nn.Linear(1, 1, device="cpu")
     split, sections = SplitBackward(module), [Section(0) for _ in range(30)]
     for section in sections:
         for kinds in (WHOLE, HALVES):
-            section.leaves = [torch.ones(1, 1, requires_grad=True)]
+            section.leaves = [torch.ones(1, 1, requires_grad=True, device="cpu")]
             section.roots = {0: module(section.leaves[0])}
             run_backward(split, section, clock, kinds)
     return {kind: median(section.took[kind] for section in sections) for kind in KINDS[1:]}

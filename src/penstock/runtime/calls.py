@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.devices import KINDS
 from penstock.errors import (
     AgreementError,
     PenstockError,
@@ -80,16 +81,11 @@ class Call:
         return "step" if self.trains else "predict" if self.loss is None else "eval"
 
 
-_ACCELERATOR = torch.accelerator.current_accelerator()
-_COMPUTES = ("cpu",) if _ACCELERATOR is None else ("cpu", _ACCELERATOR.type)
-"""The types of devices that compute here."""
-
-
 def autocast_types() -> list[str]:
     """The types that autocast computes in now, by type of device; empty outside of autocast."""
     return [
         f"{kind}:{torch.get_autocast_dtype(kind)}"
-        for kind in _COMPUTES
+        for kind in KINDS
         if torch.is_autocast_enabled(kind)
     ]
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from penstock.devices import finish
 from penstock.errors import StageError, UsageError
 from penstock.schedule import Action, Span, matching
 
@@ -142,7 +143,7 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self.spans: list[Span] = []
-        self._synchronises = device.type != "cpu"
+        self._device = device
         self._origin = self._now()
         self._start = 0.0
 
@@ -155,6 +156,5 @@ class Recorder:
         self.spans.append(Span(rank, action, self._start, self._now() - self._origin))
 
     def _now(self) -> float:
-        if self._synchronises:
-            torch.accelerator.synchronize()
+        finish(self._device)
         return perf_counter()

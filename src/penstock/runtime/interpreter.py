@@ -83,6 +83,63 @@ class Instruction(NamedTuple):
     needs: tuple[Action, ...]
 
 
+class Flow:
+    """The values that travel for microbatches of one kind.
+
+    Args:
+        schedule: the schedule, with its messages spelled out; some may carry nothing.
+        rank: this process's rank; None if it runs all of them.
+        edges: the values.
+    """
+
+    def __init__(self, schedule: Schedule, rank: int | None, edges: Sequence[Edge]) -> None:
+        self._schedule, self._rank, self.edges = schedule, rank, tuple(edges)
+        stages = range(schedule.stages)
+        self.inputs = [tuple(e for e in edges if s in e.targets) for s in stages]
+        self.outputs = [tuple(e for e in edges if e.source == s) for s in stages]
+        self.learned = [tuple(e for e in of if e.gradient) for of in self.outputs]
+        self._wires: dict[tuple[Op, int, int], Wire] = {}
+        self.uses = {edge.value: self._count_uses(edge) for edge in edges}
+        rank_of = schedule.placement.rank_of
+        self.local = {e.value for e in edges if rank is None or rank_of[e.source] == rank}
+        """The values made here; their makers may still use the memory."""
+
+    def _count_uses(self, edge: Edge) -> int:
+        """How often a value is read here: by the stages that use it, and by the messages that carry it."""
+        if self._rank is None:
+            return len(edge.targets)
+        rank_of = self._schedule.placement.rank_of
+        users = [rank_of[target] for target in edge.targets]
+        sends = set(users) - {self._rank} if rank_of[edge.source] == self._rank else ()
+        return users.count(self._rank) + len(sends)
+
+    def wire(self, action: Action) -> Wire:
+        """The wire of a message."""
+        key = action.op, action.stage, action.peer_stage
+        wire = self._wires.get(key)
+        if wire is None:
+            wire = self._wires[key] = self._make_wire(action)
+        return wire
+
+    def _make_wire(self, action: Action) -> Wire:
+        schedule, rank_of = self._schedule, self._schedule.placement.rank_of
+        home, peer = rank_of[action.stage], rank_of[action.peer_stage]
+        sends = action.op in (Op.SEND_F, Op.SEND_B)
+        direction = _FORWARD if action.op in (Op.SEND_F, Op.RECV_F) else _BACKWARD
+        source, carrier = sorted((action.stage, action.peer_stage))
+        edges: list[tuple[Edge, int]] = []
+        for edge in self.outputs[source]:
+            users = [target for target in edge.targets if rank_of[target] == rank_of[carrier]]
+            if direction == _FORWARD and users:
+                edges.append((edge, carrier))
+            elif direction == _BACKWARD and edge.gradient:
+                # Sent one by one, not summed, so that all gradients of a value are added in one order.
+                edges += [(edge, user) for user in users]
+        number = (source * schedule.stages + carrier) * 2 + direction
+        channel = (home, peer, direction) if sends else (peer, home, direction)
+        return Wire(peer, channel, number, tuple(edges))
+
+
 class Program:
     """What this process does in a step: the actions of its rank, or of all ranks in one order.
 
@@ -94,20 +151,12 @@ class Program:
     def __init__(self, schedule: Schedule, rank: int | None) -> None:
         self.schedule = schedule
         self._rank = rank
-        stages = range(schedule.stages)
-        self.inputs = [tuple(e for e in schedule.edges if s in e.targets) for s in stages]
-        self.outputs = [tuple(e for e in schedule.edges if e.source == s) for s in stages]
-        self.learned = [tuple(e for e in edges if e.gradient) for edges in self.outputs]
-        self._wires: dict[tuple[Op, int, int], Wire] = {}
         rule = Dependencies(schedule)
         actions = merged(schedule) if rank is None else schedule.actions(rank)
         self.instructions = [
             Instruction(a, () if rank is None else tuple(rule.receives(a))) for a in actions
         ]
-        self.uses = {edge.value: self._count_uses(edge) for edge in schedule.edges}
-        rank_of = schedule.placement.rank_of
-        self.local = {e.value for e in schedule.edges if rank is None or rank_of[e.source] == rank}
-        """The values made here; their makers may still use the memory."""
+        self._flows: dict[tuple[Edge, ...], Flow] = {}
         self.proves = {} if rank is None else self._find_proofs(rule, rank)
         """For each message that arrives, this rank's SENDs that its sender has used by then."""
 
@@ -128,46 +177,19 @@ class Program:
                     fresh = []
         return proves
 
-    def _count_uses(self, edge: Edge) -> int:
-        """How often a value is read here: by the stages that use it, and by the messages that carry it."""
-        if self._rank is None:
-            return len(edge.targets)
-        rank_of = self.schedule.placement.rank_of
-        users = [rank_of[target] for target in edge.targets]
-        sends = set(users) - {self._rank} if rank_of[edge.source] == self._rank else ()
-        return users.count(self._rank) + len(sends)
-
-    def wire(self, action: Action) -> Wire:
-        """The wire of a message."""
-        key = action.op, action.stage, action.peer_stage
-        wire = self._wires.get(key)
-        if wire is None:
-            wire = self._wires[key] = self._make_wire(action)
-        return wire
-
-    def _make_wire(self, action: Action) -> Wire:
-        schedule, rank_of = self.schedule, self.schedule.placement.rank_of
-        home, peer = rank_of[action.stage], rank_of[action.peer_stage]
-        sends = action.op in (Op.SEND_F, Op.SEND_B)
-        direction = _FORWARD if action.op in (Op.SEND_F, Op.RECV_F) else _BACKWARD
-        source, carrier = sorted((action.stage, action.peer_stage))
-        edges: list[tuple[Edge, int]] = []
-        for edge in self.outputs[source]:
-            users = [target for target in edge.targets if rank_of[target] == rank_of[carrier]]
-            if direction == _FORWARD and users:
-                edges.append((edge, carrier))
-            elif direction == _BACKWARD and edge.gradient:
-                # Sent one by one, not summed, so that all gradients of a value are added in one order.
-                edges += [(edge, user) for user in users]
-        number = (source * schedule.stages + carrier) * 2 + direction
-        channel = (home, peer, direction) if sends else (peer, home, direction)
-        return Wire(peer, channel, number, tuple(edges))
+    def flow(self, edges: Sequence[Edge] | None = None) -> Flow:
+        """The flow of values for microbatches with some edges; by default, with those of the schedule."""
+        key = self.schedule.edges if edges is None else tuple(edges)
+        if key not in self._flows:
+            self._flows[key] = Flow(self.schedule, self._rank, key)
+        return self._flows[key]
 
     @property
     def channels(self) -> Iterator[tuple[int, int, int]]:
         """The channels that this schedule's messages use on any rank."""
+        flow = self.flow()
         return (
-            self.wire(action).channel
+            flow.wire(action).channel
             for rank in range(self.schedule.ranks)
             for action in self.schedule.actions(rank)
             if action.op in MESSAGE_OPS
@@ -294,7 +316,9 @@ class Interpreter:
     ) -> bool:
         """Take up a step; returns whether somebody watches its actions."""
         self._program, self._step, self._transport = program, step, transport
-        self._kinds, self._hooks, self._proves = step.agreement.kinds, step.call.hooks, proves
+        self._kinds = step.agreement.kinds
+        self._flows: Sequence[Flow] = step.agreement.flows
+        self._hooks, self._proves = step.call.hooks, proves
         custom = step.call.custom or {}
         self._methods = self._usual | {
             op: partial(function, self._perform) for op, function in custom.items()
@@ -415,7 +439,7 @@ class Interpreter:
         self, stage: PipelineStage, microbatch: int, leaves: list[Tensor]
     ) -> tuple[Sequence[Any], dict[str, Any]]:
         """The arguments of a stage's module; ``leaves`` gets a leaf for each tensor that requires grad."""
-        edges = self._program.inputs[stage.index]
+        edges = self._flows[microbatch].inputs[stage.index]
         values, entered, first = {}, [], 0
         for edge in edges:
             value, copies = self._read(edge.value, microbatch)
@@ -452,10 +476,10 @@ class Interpreter:
         if held[1]:
             return held[0], True
         del self._values[name, microbatch]
-        return held[0], name in self._program.local
+        return held[0], name in self._flows[microbatch].local
 
     def _store(self, name: str, microbatch: int, value: Any) -> None:
-        uses = self._program.uses[name]
+        uses = self._flows[microbatch].uses[name]
         if uses:
             self._values[name, microbatch] = [value, uses]
 
@@ -463,7 +487,8 @@ class Interpreter:
         self, stage: PipelineStage, microbatch: int, leaves: list[Tensor], output: Any
     ) -> list[Tensor]:
         """Put a stage's values into the store, and return the roots of its backward."""
-        index, edges, call = stage.index, self._program.outputs[stage.index], self._step.call
+        index, call = stage.index, self._step.call
+        edges = self._flows[microbatch].outputs[index]
         if stage.planned:
             output, values = output
         else:
@@ -628,7 +653,7 @@ class Interpreter:
     def _owed(self, stage: int, microbatch: int) -> list[Tensor | None]:
         """The gradients of a stage's roots: of each value, summed over its users, and of the loss."""
         gradients: list[Tensor | None] = []
-        for edge in self._program.learned[stage]:
+        for edge in self._flows[microbatch].learned[stage]:
             key = edge.value, microbatch
             by_user = self._gradients.pop(key, None)
             learners = self._learners.pop(key)
@@ -661,7 +686,7 @@ class Interpreter:
             self._seen = (owed, gradients)
         start = 0
         entered = self._entered.pop((index, microbatch))
-        for edge, leaves in zip(self._program.inputs[index], entered, strict=True):
+        for edge, leaves in zip(self._flows[microbatch].inputs[index], entered, strict=True):
             end = start + len(leaves)
             if edge.gradient:
                 part = gradients[start:end]
@@ -677,7 +702,7 @@ class Interpreter:
         """Keep the gradients of the batch's own tensors that require grad."""
         part = self._step.parts[microbatch]
         placed = not self.stages[stage].planned
-        args = () if placed and self._program.inputs[stage] else part.args
+        args = () if placed and self._flows[microbatch].inputs[stage] else part.args
         names = self._kinds[microbatch].keywords[stage] if placed else part.kwargs
         passed = [*args, *(part.kwargs[name] for name in names), *part.local.values()]
         if self.stages[stage].is_last:
@@ -695,8 +720,14 @@ class Interpreter:
 
     # ---- messages
 
+    def _wire(self, action: Action) -> Wire:
+        """The wire of a message; it has no edges if nothing travels for this kind of microbatch."""
+        return self._flows[action.microbatch or 0].wire(action)
+
     def _send_values(self, action: Action) -> None:
-        wire, microbatch = self._program.wire(action), action.microbatch or 0
+        wire, microbatch = self._wire(action), action.microbatch or 0
+        if not wire.edges:
+            return
         values = [self._read(edge.value, microbatch)[0] for edge, _ in wire.edges]
         if self._hooks is not None:
             self._look(action, tensors_in(values))
@@ -704,7 +735,9 @@ class Interpreter:
         self._send(action, wire, leaves, lambda: Layout(tree, tuple(map(_layout, leaves))))
 
     def _send_gradients(self, action: Action) -> None:
-        wire, microbatch = self._program.wire(action), action.microbatch or 0
+        wire, microbatch = self._wire(action), action.microbatch or 0
+        if not wire.edges:
+            return
         parts: list[Grads] = []
         for edge, user in wire.edges:
             by_user = self._gradients[edge.value, microbatch]
@@ -728,7 +761,9 @@ class Interpreter:
             layout = kind.layouts[wire.number] = describe()
             self._described += self._transport.describe(wire.peer, tag, layout.describe())
         if layout.leaves[:1] == (_FLAGS,):
-            flags = torch.tensor([leaf is not None for leaf in leaves], dtype=torch.uint8)
+            flags = torch.tensor(
+                [leaf is not None for leaf in leaves], dtype=torch.uint8, device="cpu"
+            )
             leaves = [_FLAGS, flags.to(device), *leaves]
         tensors = _checked(action, leaves, layout, device)
         if tensors:
@@ -741,7 +776,9 @@ class Interpreter:
 
     def _receive(self, action: Action) -> None:
         """Start to receive if the layout is known; otherwise queue the action until it is."""
-        wire = self._program.wire(action)
+        wire = self._wire(action)
+        if not wire.edges:
+            return
         queue = self._queued[wire.channel]
         known = wire.number in self._kinds[action.microbatch or 0].layouts
         self._arriving[action] = None
@@ -762,7 +799,7 @@ class Interpreter:
 
     def _take(self, action: Action) -> None:
         """Wait for a message, and put its contents into the store."""
-        transport, wire = self._transport, self._program.wire(action)
+        transport, wire = self._transport, self._wire(action)
         assert transport is not None
         microbatch = action.microbatch or 0
         transport.activity.wait(str(action), wire.peer)
@@ -770,7 +807,7 @@ class Interpreter:
         # A channel's messages are posted in order, even behind one whose layout was not known.
         while action in queue:
             first = queue.popleft()
-            first_wire = self._program.wire(first)
+            first_wire = self._wire(first)
             kind = self._kinds[first.microbatch or 0]
             if first_wire.number not in kind.layouts:
                 text = transport.described(first_wire.peer, self._tag(first_wire, kind))
@@ -812,13 +849,13 @@ class Interpreter:
 
     def _wait_send(self, action: Action) -> None:
         assert self._transport is not None
-        self._transport.activity.wait(str(action), self._program.wire(counterpart(action)).peer)
+        self._transport.activity.wait(str(action), self._wire(counterpart(action)).peer)
         self._leaving.pop(counterpart(action), LEFT).wait()
 
     def _let_leave(self, transport: Transport) -> None:
         """At the end of a step, wait until everything that was sent has left."""
         for action, sending in self._leaving.items():
-            transport.activity.wait(f"{action} to leave", self._program.wire(action).peer)
+            transport.activity.wait(f"{action} to leave", self._wire(action).peer)
             sending.wait()
         for sending in self._described:
             sending.wait()
@@ -882,7 +919,7 @@ def _gradient_layout(wire: Wire, kind: Kind, parts: Sequence[Grads]) -> Layout:
     for (edge, _), part in zip(wire.edges, parts, strict=True):
         layouts += kind.missing.get(edge.value) or map(_gradient_like, part)
     if any(gradient is None for part in parts for gradient in part):
-        flags = torch.empty(len(layouts), dtype=torch.uint8)
+        flags = torch.empty(len(layouts), dtype=torch.uint8, device="cpu")
         layouts = [_FLAGS, layout_of(flags), *layouts]
     return Layout(flatten([0])[1], tuple(layouts))
 

@@ -25,7 +25,7 @@ def refusal_in_job(
     if transport is None or not whole or transport.beside.size == 1:
         return refusal
     beside, what = transport.beside, f"the word before step {step}"
-    rows = beside.gather(torch.tensor([refusal is not None, step]), what)
+    rows = beside.gather(torch.tensor([refusal is not None, step], device="cpu"), what)
     refused, steps = rows.unbind(1)
     if refused.any():
         reason = None if refusal is None else [public_name(type(refusal)), str(refusal)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from penstock.values import (
     flatten,
     layout_of,
     restrided,
+    tensors_in,
     unflatten,
 )
 
@@ -47,12 +48,19 @@ class Brought:
         mode: what the call does, see :attr:`penstock.runtime.Call.mode`.
         state: what plans depend on in the stages of this rank, as JSON data.
         batch: as much of the batch as this process was given.
+        numbers: a text for the numbers in a microbatch, as far as plans depend on them; None if they do not.
 
     Attributes:
         word: a hash of it all, at least 0.
     """
 
-    def __init__(self, mode: str, state: Any, batch: Batch) -> None:
+    def __init__(
+        self,
+        mode: str,
+        state: Any,
+        batch: Batch,
+        numbers: Callable[[Microbatch], str] | None = None,
+    ) -> None:
         self._facts = {
             "mode": mode,
             "state": state,
@@ -69,9 +77,10 @@ class Brought:
         looks: dict[Any, int] = {}
         sizes: dict[int, int] = {}
         for part in batch.parts or ():
-            number = None if part.kind is None else sizes.get(part.kind)
+            number = None if part.kind is None or numbers else sizes.get(part.kind)
             if number is None:
-                number = looks.setdefault(_look(part), len(looks))
+                look = look_of(part), numbers(part) if numbers else ""
+                number = looks.setdefault(look, len(looks))
                 if number == len(self._parts):
                     self._parts.append(part)
                 if part.kind is not None:
@@ -109,13 +118,21 @@ def _local(part: Microbatch) -> str:
     return repr([(*row, list(map(_look_of_leaf, leaves))) for *row, leaves in rows]) if rows else ""
 
 
-def _look(part: Microbatch) -> Any:
+def look_of(part: Microbatch) -> Any:
     """A key that quickly tells microbatches of different kinds apart."""
     looks: list[Any] = [_local(part)] if part.local else []
     for key, value in (*enumerate(part.args), *part.kwargs.items()):
         leaves, tree = flatten(value)
         looks += [key, str(tree), *map(_look_of_leaf, leaves)]
     return tuple(looks)
+
+
+def contents_of(part: Microbatch) -> str:
+    """A hash of the numbers in a microbatch's arguments."""
+    mark = hashlib.sha256()
+    for tensor in tensors_in((part.args, part.kwargs)):
+        mark.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return mark.hexdigest()
 
 
 def _look_of_leaf(leaf: Any) -> Any:
@@ -287,9 +304,11 @@ class Kind:
     """What is known of one kind of microbatch.
 
     Attributes:
-        text: what makes the kind.
+        text: what makes the kind, but for the numbers in its microbatches.
         number: its part of the tags of messages; of two kinds that are known, each has its own.
         arguments: the layouts of the model's arguments, by position or name.
+        look: how its first microbatch looked here, and in which state.
+        numbers: a hash of that microbatch's numbers, if plans depend on them.
         plan: what the partition plans for it; None for stages that were placed by hand.
         keywords: for each stage that was placed by hand, the names of the keyword arguments that it gets.
         layouts: of the messages, by the number of the wire.
@@ -302,6 +321,8 @@ class Kind:
     text: str
     number: int
     arguments: Mapping[Key, Layout]
+    look: Any = None
+    numbers: str = ""
     plan: Any = None
     keywords: Mapping[int, Sequence[str]] = field(default_factory=dict)
     layouts: dict[int, Layout] = field(default_factory=dict)
@@ -324,11 +345,13 @@ class Agreement:
         model_call: the arguments of the model.
         kinds: each microbatch's kind.
         program: the program of this process.
+        flows: for each microbatch, the flow of its values in the program.
     """
 
     model_call: ModelCall
     kinds: tuple[Kind, ...]
     program: Any
+    flows: tuple[Any, ...]
 
 
 class KnownCalls:
@@ -340,7 +363,7 @@ class KnownCalls:
 
     def __init__(self) -> None:
         self._calls: dict[tuple[int, ...], Agreement] = {}
-        self._kinds: dict[str, Kind] = {}
+        self._kinds: dict[tuple[str, str], Kind] = {}
 
     def __iter__(self) -> Iterator[Agreement]:
         return iter(self._calls.values())
@@ -352,9 +375,10 @@ class KnownCalls:
             self._calls[words] = agreement
         return agreement
 
-    def kind(self, text: str) -> Kind | None:
-        """The kind that a text makes, if it is known."""
-        return self._kinds.get(text)
+    @property
+    def kinds(self) -> Iterator[Kind]:
+        """The kinds that are known, the latest first."""
+        return reversed(self._kinds.values())
 
     def free_numbers(self) -> Iterator[int]:
         """The numbers that no known kind has, from the smallest."""
@@ -365,7 +389,7 @@ class KnownCalls:
         """Remember a call, and forget the oldest if there are too many."""
         self._calls[words] = agreement
         for kind in set(agreement.kinds):
-            self._kinds[kind.text] = kind
+            self._kinds[kind.text, kind.numbers] = kind
             kind.calls += 1
         while len(self._calls) > 1 and (
             len(self._calls) > _MOST_CALLS or len(self._kinds) > MOST_KINDS
@@ -382,4 +406,4 @@ class KnownCalls:
         for kind in set(self._calls.pop(words).kinds):
             kind.calls -= 1
             if not kind.calls:
-                del self._kinds[kind.text]
+                del self._kinds[kind.text, kind.numbers]

@@ -68,7 +68,7 @@ class Losses:
         """The weighted sum of all terms; 0 if there are none."""
         # Multiplied only here: a recomputed checkpoint must save the same tensors as its first run.
         terms = [term.value.reshape(()) * term.weight for term in self.terms if term.weight]
-        return sum(terms[1:], terms[0]) if terms else torch.zeros(())
+        return sum(terms[1:], terms[0]) if terms else torch.zeros((), device="cpu")
 
     def named(self) -> dict[str, Tensor]:
         """For each name, the sum of its terms without their weights, detached."""
@@ -374,7 +374,9 @@ class Loss:
         """
         divides = self.reduction == "mean" or self.loss_weight is not None
         parts = counts if self.reduction == "mean" else [1.0] * len(counts)
-        total = float(self.replicas.added(torch.tensor([sum(counts)], dtype=torch.float64)))
+        total = float(
+            self.replicas.added(torch.tensor([sum(counts)], dtype=torch.float64, device="cpu"))
+        )
         divisor = self.total_weight
         if divisor is None:
             divisor = total * self.accumulate if divides else 1.0
@@ -451,7 +453,9 @@ def _requires_grad(output: Any) -> bool:
 def zero_loss(output: Any, target: Any = None) -> Tensor:
     """A loss of 0 whose gradient is 0, even if the output holds nan."""
     tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-    loss: Tensor = cast("Any", _ZeroLoss).apply(*tensors) if tensors else torch.zeros(())
+    loss: Tensor = (
+        cast("Any", _ZeroLoss).apply(*tensors) if tensors else torch.zeros((), device="cpu")
+    )
     return loss
 
 

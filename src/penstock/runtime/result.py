@@ -196,8 +196,9 @@ def _read(values: Sequence[Number]) -> list[float]:
     """Numbers as floats; tensors move to the CPU in one transfer per device."""
     numbers: dict[int, float] = {}
     for device in {value.device for value in values if isinstance(value, Tensor)}:
-        here = [i for i, v in enumerate(values) if isinstance(v, Tensor) and v.device == device]
-        joined = torch.stack([whole(torch.as_tensor(values[i])).reshape(()).double() for i in here])
+        tensors = {i: v for i, v in enumerate(values) if isinstance(v, Tensor)}
+        here = {i: v for i, v in tensors.items() if v.device == device}
+        joined = torch.stack([whole(here[i]).reshape(()).double() for i in here])
         numbers |= dict(zip(here, joined.tolist(), strict=True))
     return [numbers[i] if i in numbers else float(value) for i, value in enumerate(values)]
 
@@ -244,7 +245,7 @@ class Numbers:
             new = [row for row in sums if row not in self._rows]
             here = [part for row in self._rows for part in (sums.get(row, 0.0), row in sums)]
             checks = [float(not finite), float(len(new)), *wishes, weights.mark, weights.mark**2]
-            total = torch.tensor([*here, *checks], dtype=torch.float64)
+            total = torch.tensor([*here, *checks], dtype=torch.float64, device="cpu")
             if transport is not None:
                 total = transport.sum(total, "the sum after the step")
                 _check_weights(transport, weights, *total[-2:].tolist())
@@ -285,7 +286,7 @@ class Numbers:
         self._rows = sorted({*self._rows, *map(tuple, rows)})
         if replicas.exchange is None and replicas.number > 1:
             mark = float(crc32(repr(self._rows).encode()) & 0xFFFF)
-            marks = torch.tensor([mark, mark**2], dtype=torch.float64)
+            marks = torch.tensor([mark, mark**2], dtype=torch.float64, device="cpu")
             once, squared = replicas.added(marks).tolist()
             if squared * replicas.number != once**2:
                 raise UsageError(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 from inspect import Parameter, signature
@@ -46,7 +48,9 @@ from penstock.runtime.kinds import (
     Kind,
     KnownCalls,
     ModelCall,
+    contents_of,
     layout_in,
+    look_of,
     merge,
 )
 from penstock.runtime.loss import Loss, Weights
@@ -64,6 +68,7 @@ from penstock.transport import (
 from penstock.values import (
     Batch,
     Layout,
+    Microbatch,
     TensorLayout,
     check_plain,
     layout_of,
@@ -100,6 +105,7 @@ class Runner:
         self.transport = transport
         self.schedules = schedules
         self._planned: StageModule | None = None
+        self._reads_numbers = False
         self._numbers = Numbers()
         self._adapters: dict[int, Adapter] = {}
         self._known = KnownCalls()
@@ -129,6 +135,7 @@ class Runner:
         self.stages.update((stage.index, stage) for stage in stages)
         code = stages[0].code
         self._planned = code if isinstance(code, StageModule) else None
+        self._reads_numbers = self._planned is not None and self._planned.reads_numbers
         named = {i: _argument_names(s) for i, s in self.stages.items()}
         rows = self.gather([[index, names] for index, names in named.items()])
         self._argument_names = {index: names for row in rows for index, names in row}
@@ -347,7 +354,9 @@ class Runner:
         summed = call.loss is not None and call.loss.replicas.number > 1
         if beside is not None and beside.size > 1 and not summed:
             # Pipelines of one mesh that are no replicas= of each other have no sum in common.
-            rows = beside.gather(torch.tensor([told, late]), "the word after the step")
+            rows = beside.gather(
+                torch.tensor([told, late], device="cpu"), "the word after the step"
+            )
             told, late = rows.sum(0).tolist()
         self.stopping = bool(GracefulStop.agree(told, late)) or self.stopping
 
@@ -403,7 +412,9 @@ class Runner:
         counts: Sequence[float] | None = None
         try:
             counts = _own_counts(call.loss, call.batch)
-            brought = Brought(call.mode, self._state(), call.batch)
+            state = self._state()
+            numbers = partial(self._numbers_in, call.mode, state) if self._reads_numbers else None
+            brought = Brought(call.mode, state, call.batch, numbers)
         except PenstockError as error:
             refusal = refusal or error
         mine = REFUSED if brought is None or refusal is not None else brought.word
@@ -437,7 +448,7 @@ class Runner:
         if self.transport is None:
             return (word,), (call.mark,)
         name = name_in_numbers(self.transport.activity.call or call.method)
-        row = torch.tensor([word, call.mark, *name])
+        row = torch.tensor([word, call.mark, *name], device="cpu")
         rows = [
             row.tolist()
             for row in self.transport.gather(row, f"the word before step {self._steps}")
@@ -469,7 +480,7 @@ class Runner:
         agreement, plans = together(
             self.transport,
             lambda: self._plan_call(call, model_call, states),
-            lambda made: repr(made.program.schedule.edges),
+            _told_of,
         )
         unlike = next((rank for rank, plan in enumerate(plans) if plan != plans[0]), None)
         if unlike is not None:
@@ -482,19 +493,21 @@ class Runner:
         return agreement
 
     def _plan_call(self, call: Call, model_call: ModelCall, states: Mapping[int, Any]) -> Agreement:
-        kinds: dict[str, Kind] = {}
         new: list[Kind] = []
-        numbers = self._known.free_numbers()
+        of_parts: list[Kind] = []
+        numbers, state = self._known.free_numbers(), self._state()
         parts = model_call.complete(self.rank, call.batch.parts)
         for text, arguments, part in zip(model_call.texts, model_call.layouts, parts, strict=True):
-            known = kinds.get(text) or self._known.kind(text)
-            if known is None:
-                known = Kind(text, next(numbers), arguments)
-                known.plan = self._plan((part.args, part.kwargs), states, trains=call.trains)
-                new.append(known)
-            kinds[text] = known
-        of_parts = tuple(kinds[text] for text in model_call.texts)
-        edges = _check_edges([kind.plan for kind in of_parts]) if self._planned else None
+            alike = (kind for kind in (*new[::-1], *self._known.kinds) if kind.text == text)
+            kind = self._fitting(alike, part)
+            if kind is None:
+                kind = Kind(text, next(numbers), arguments, (call.mode, state, look_of(part)))
+                kind.plan = self._plan((part.args, part.kwargs), states, trains=call.trains)
+                self._reads_numbers |= self._planned is not None and self._planned.reads_numbers
+                kind.numbers = contents_of(part) if self._reads_numbers else ""
+                new.append(kind)
+            of_parts.append(kind)
+        edges = _all_edges([kind.plan for kind in of_parts]) if self._planned else None
         schedule = self.schedules(model_call.count, edges, trains=call.trains)
         for kind in new:
             kind.keywords = self._keywords(kind.arguments, schedule)
@@ -504,7 +517,22 @@ class Runner:
         program = next((p for p in programs if p.schedule is schedule), None)
         if program is None:
             program = Program(schedule, None if self.transport is None else self.transport.rank)
-        return Agreement(model_call, of_parts, program)
+        plans = [kind.plan for kind in of_parts]
+        flows = tuple(program.flow(None if plan is None else plan.edges) for plan in plans)
+        return Agreement(model_call, tuple(of_parts), program, flows)
+
+    def _numbers_in(self, mode: str, state: Any, part: Microbatch) -> str:
+        """What tells a microbatch from those that look like it, if plans depend on numbers."""
+        look = mode, state, look_of(part)
+        kind = self._fitting((kind for kind in self._known.kinds if kind.look == look), part)
+        return contents_of(part) if kind is None else kind.numbers
+
+    def _fitting(self, alike: Iterable[Kind], part: Microbatch) -> Kind | None:
+        """The kind of a microbatch, among those of microbatches that look like it."""
+        if self._planned is not None and self._reads_numbers:
+            fits = partial(self._planned.fits, args=part.args, kwargs=part.kwargs)
+            alike = (kind for kind in alike if fits(kind.plan))
+        return next(iter(alike), None)
 
     def _plan(self, example: Example, states: Mapping[int, Any], *, trains: bool) -> Any:
         """The partition's plan for a kind, made from its arguments without data."""
@@ -593,7 +621,9 @@ class Runner:
         if not all(knows) and self.transport is not None:
             tells = counts is not None and knows.index(True) == self.rank
             mine = counts if tells and counts is not None else [0.0] * model_call.count
-            counts = self.transport.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
+            counts = self.transport.sum(
+                torch.tensor(mine, dtype=torch.float64, device="cpu")
+            ).tolist()
         return counts
 
     # ---- replicated and sharded stages
@@ -684,6 +714,7 @@ def without_data(run: Callable[[], Any], *, trains: bool) -> Any:
         what = f"{type(error).__name__}: {error}"
         if isinstance(error, ValueError | LookupError | ArithmeticError | AssertionError):
             what += "; this run had no data: numbers were ones, or those of example=(args, kwargs)"
+        what = "; ".join([what, *getattr(error, "__notes__", ())])
         cause = error.with_traceback(without_own_frames(error))
         raise StageError(f"{where} the first microbatch: {what}") from cause
 
@@ -748,13 +779,28 @@ def _own_counts(loss: Loss | None, batch: Batch) -> list[float] | None:
         ) from error
 
 
-def _check_edges(plans: Sequence[Any]) -> tuple[Edge, ...]:
-    """The edges of a call, which must be the same for all its microbatches."""
-    edges: tuple[Edge, ...] = plans[0].edges
-    for microbatch, plan in enumerate(plans):
-        if plan.edges != edges:
-            raise SpecError(
-                f"microbatch {microbatch} needs other values from stage to stage than microbatch 0, because "
-                "of its shapes; give a batch that splits evenly, or microbatches of one shape"
-            )
-    return edges
+def _told_of(made: Agreement) -> str:
+    """What must be equal on all ranks in what they have planned."""
+    return repr((list(dict.fromkeys(f.edges for f in made.flows)), [k.number for k in made.kinds]))
+
+
+def _all_edges(plans: Sequence[Any]) -> tuple[Edge, ...]:
+    """The edges of a call: the values that travel for any of its microbatches.
+
+    Their order is the same for all mixtures of kinds, so that their schedule is made once.
+    """
+    first: tuple[Edge, ...] = plans[0].edges
+    if all(plan.edges == first for plan in plans):
+        return first
+    every: dict[tuple[int, str], Edge] = {}
+    for edge in (edge for plan in plans for edge in plan.edges):
+        known = every.setdefault((edge.source, edge.value), edge)
+        targets = tuple(sorted({*known.targets, *edge.targets}))
+        every[edge.source, edge.value] = replace(
+            known, targets=targets, gradient=known.gradient or edge.gradient
+        )
+    sources = Counter(value for _, value in every)
+    return tuple(
+        replace(edge, value=f"{value} of stage {source}") if sources[value] > 1 else edge
+        for (source, value), edge in sorted(every.items())
+    )

@@ -64,6 +64,8 @@ class LossScaler(torch.amp.GradScaler):
         if self._sum is None:
             return infinite
         device = next(iter(infinite), torch.device(self._device))
-        here = torch.tensor([sum(float(flag) for flag in infinite.values())], dtype=torch.float64)
+        here = torch.tensor(
+            [sum(float(flag) for flag in infinite.values())], dtype=torch.float64, device="cpu"
+        )
         total = self._sum(here)
         return {device: total.to(device=device, dtype=torch.float32).reshape(1)}

@@ -31,7 +31,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1)]
-Device = Annotated[str, Field(pattern=r"^cpu$|^cuda(:\d{1,4})?$")]
+Device = Annotated[str, Field(pattern=r"^[a-z]+(:\d{1,4})?$")]
 
 DEFAULT_RANKS = 4
 LARGEST_SCHEDULE = 1_000_000
@@ -80,7 +80,11 @@ class TrainConfig(BaseModel):
         "Modules whose activations backward recomputes, to save memory: all, or paths such as "
         "blocks.0,blocks.1.",
     )
-    device: Device = _setting("cpu", "Pipeline", "Where to compute: cpu, cuda or cuda:<index>.")
+    device: Device = _setting(
+        "cpu",
+        "Pipeline",
+        "Where to compute: cpu, cuda, cuda:<index>, or another accelerator.",
+    )
     threads: Threads = _setting(
         1,
         "Pipeline",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from penstock import plan as planning
 from penstock.checkpoint import Checkpoints
+from penstock.devices import placed_on
 from penstock.errors import CheckpointError, ConfigError, InputFileError, NonFiniteError, UsageError
 from penstock.parallel import replicated_mesh, shard
 from penstock.pipeline import Pipeline
@@ -99,10 +100,10 @@ def train(config: TrainConfig, console: Console | None = None) -> Outcome:
 
 def device_of(config: TrainConfig) -> torch.device:
     """The device of a run; refuses one that this machine does not have."""
-    device = torch.device(config.device)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device={config.device!r}: there is no such device here; use cpu")
-    return device
+    try:
+        return placed_on(config.device)
+    except UsageError as error:
+        raise ConfigError(str(error)) from None
 
 
 def mesh_of(config: TrainConfig) -> Any:
@@ -115,7 +116,7 @@ def mesh_of(config: TrainConfig) -> Any:
             f"replicas={config.replicas} of {ranks_of(config)} ranks need {needed} processes, not {world}: "
             f"torchrun --standalone --nproc-per-node {needed} -m penstock train"
         )
-    return replicated_mesh(torch.device(config.device).type, config.replicas, ranks_of(config))
+    return replicated_mesh(device_of(config), config.replicas, ranks_of(config))
 
 
 def make_model(config: TrainConfig, device: torch.device | str = "cpu") -> GPT:
@@ -193,7 +194,7 @@ def profile_of(
         device: the device to predict for; by default costs are measured on the device of the run.
         repeats: how often to measure.
     """
-    tokens = torch.zeros(config.batch, config.sequence, dtype=torch.long)
+    tokens = torch.zeros(config.batch, config.sequence, dtype=torch.long, device="cpu")
     about: dict[str, Any] = {"target": tokens, "loss_fn": next_byte_loss, "tokens": config.sequence}
     if device is not None:
         return planning.predict(make_model(config, "meta"), tokens, device=device, **about)
@@ -333,7 +334,7 @@ class Run:
             for step in range(first + 1, steps + 1):
                 prints = step % self.config.log_every == 0 or step == steps
                 # On a GPU, recording when each action runs slows a step down.
-                metrics = self._step(step, record=prints or self.config.device == "cpu")
+                metrics = self._step(step, record=prints or self.pipe.device.type == "cpu")
                 losses.append(metrics["loss"])
                 self.folder.log(
                     {name: value for name, value in metrics.items() if value is not None}

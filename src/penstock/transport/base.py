@@ -212,13 +212,13 @@ class Transport(ABC):
     def describe(self, peer: int, tag: int, description: Any) -> Sequence[Sending]:
         """Send the description of a kind's first message, as JSON."""
         text = as_text(description)
-        parts = torch.tensor([text.numel()]), text
+        parts = torch.tensor([text.numel()], device="cpu"), text
         return [self.send(peer, _DESCRIPTIONS + tag, [part], WORDS) for part in parts]
 
     def described(self, peer: int, tag: int) -> Any:
         """Wait for what :meth:`describe` sent, and return it."""
         tag += _DESCRIPTIONS
-        (length,) = self.post(peer, tag, [layout_of(torch.tensor([0]))], WORDS).take()
+        (length,) = self.post(peer, tag, [layout_of(torch.tensor([0], device="cpu"))], WORDS).take()
         layout = layout_of(torch.empty(int(length), dtype=torch.uint8, device="meta"))
         (text,) = self.post(peer, tag, [layout], WORDS).take()
         return value_of(text.cpu())

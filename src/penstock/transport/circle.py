@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
+from penstock.devices import numbered
 from penstock.errors import AgreementError, MessageError
 from penstock.faults import DAY, Activity, Meeting, Watch, end_waits, ranges
 
@@ -80,7 +81,7 @@ def check_called(rows: Iterable[Sequence[int]], alike: Callable[[int], bool]) ->
     """
     rows = list(rows)
     if not all(alike(row[0]) for row in rows):
-        texts = [torch.tensor(name).numpy().tobytes() for _, _, *name in rows]
+        texts = [torch.tensor(name, device="cpu").numpy().tobytes() for _, _, *name in rows]
         raise DifferentCalls([text.decode("ascii", "replace").strip() for text in texts])
 
 
@@ -113,7 +114,7 @@ def sizes_of(
     Raises:
         DifferentCalls: some process calls something else.
     """
-    row = torch.tensor([mark, size, *name_in_numbers(call)])
+    row = torch.tensor([mark, size, *name_in_numbers(call)], device="cpu")
     rows = [row.tolist() for row in gather(row)]
     check_called(rows, lambda one: one == mark)
     return [row[1] for row in rows]
@@ -125,7 +126,7 @@ def exchange_json(
     """Exchange JSON values by a function that gathers tensors: first lengths, then bytes."""
     text = as_text(value)
     lengths = sizes_of(text.numel(), _JSON, gather, call)
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
     padded[: text.numel()] = text
     rows = zip(gather(padded), lengths, strict=True)
     return [value_of(row[:length]) for row, length in rows]
@@ -161,9 +162,9 @@ class Circle:
         self._gather = gather or self.gather
         if self._group is not None and not members:
             self._members = tuple(dist.get_process_group_ranks(self._group))
-            if dist.get_backend(self._group) == "nccl":
-                bound = self._group.bound_device_id
-                self._device = bound or torch.accelerator.current_accelerator()
+            kinds = [pair.split(":")[0] for pair in dist.get_backend_config(self._group).split(",")]
+            if "cpu" not in kinds:
+                self._device = self._group.bound_device_id or numbered(torch.device(kinds[0]))
 
     def exchange(self, value: Any) -> list[Any]:
         """The JSON values of all processes, in rank order; all of them call this."""
@@ -201,7 +202,7 @@ class Circle:
         longest = sizes_of(most, FROM_FIRST, self._gather, self._activity.call)[0] + 8
         mine = self._padded(texts[0], longest)
         # Each text follows its length.
-        lengths = [torch.tensor([text.numel()]).view(torch.uint8) for text in texts]
+        lengths = [torch.tensor([text.numel()], device="cpu").view(torch.uint8) for text in texts]
         pairs = zip(lengths, texts, strict=True)
         rows = [] if self.rank else [self._padded(torch.cat(pair), longest) for pair in pairs]
         options: Any = dist.ScatterOptions()
@@ -214,7 +215,7 @@ class Circle:
         return value_of(data[8 : 8 + int(data[:8].view(torch.int64))])
 
     def _padded(self, text: Tensor, length: int) -> Tensor:
-        padded = torch.zeros(length, dtype=torch.uint8)
+        padded = torch.zeros(length, dtype=torch.uint8, device="cpu")
         padded[: text.numel()] = text
         return padded.to(self._device)
 

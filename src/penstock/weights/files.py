@@ -161,7 +161,7 @@ class Entry:
         """The tensor, or a box of it, in new memory; only the rows that contain the box are read."""
         offsets, sizes = box or ((0,) * len(self.shape), self.shape)
         row = math.prod(self.shape[1:]) * self.dtype.itemsize
-        rows = torch.empty((*sizes[:1], *self.shape[1:]), dtype=self.dtype)
+        rows = torch.empty((*sizes[:1], *self.shape[1:]), dtype=self.dtype, device="cpu")
         fill(self.path, raw_bytes(rows), self.begin + (offsets[0] * row if offsets else 0))
         for dim in range(1, len(sizes)):
             rows = rows.narrow(dim, offsets[dim], sizes[dim])

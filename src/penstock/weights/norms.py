@@ -26,7 +26,9 @@ def all_norms(ranks: Ranks, counted: Mapping[int, Sequence[Tensor]], order: floa
         for stage, of in sorted(counted.items())
     ]
     stages = sorted(pair for of_rank in ranks.gather(by_stage) for pair in of_rank)
-    return torch.tensor([norm for _, norms in stages for norm in norms], dtype=torch.float64)
+    return torch.tensor(
+        [norm for _, norms in stages for norm in norms], dtype=torch.float64, device="cpu"
+    )
 
 
 def total_norm(norms: Tensor, order: float, *, error_if_nonfinite: bool, steps: int) -> float:
@@ -35,7 +37,9 @@ def total_norm(norms: Tensor, order: float, *, error_if_nonfinite: bool, steps: 
     Raises:
         NonFiniteError: the norm is infinite or ``nan``, and ``error_if_nonfinite`` is true.
     """
-    total = torch.linalg.vector_norm(norms, order) if norms.numel() else torch.zeros(())
+    total = (
+        torch.linalg.vector_norm(norms, order) if norms.numel() else torch.zeros((), device="cpu")
+    )
     if error_if_nonfinite and not total.isfinite():
         raise NonFiniteError(
             f"after step {steps}: the gradients' norm of order {order} is {float(total)}, so they cannot be "

@@ -148,7 +148,7 @@ def decode(value: Any, read: Callable[[str], Any] | None = None) -> Any:
             return read(of)
         if kind == "scalar":
             number, dtype = decode(of)
-            return torch.tensor(number, dtype=dtype)
+            return torch.tensor(number, dtype=dtype, device="cpu")
         return _KINDS[kind][2](decode(of, read))
     except InputFileError:
         raise
