@@ -649,7 +649,7 @@ class Asks(nn.Linear):
         self.table = COMMON[0]
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.table()
+        return super().forward(x) * self.table()  # type: ignore[no-any-return]
 
 
 COMMON: list[Table] = []

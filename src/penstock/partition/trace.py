@@ -181,7 +181,7 @@ class Event:
         reads: the events whose tensors it used, though they were not arguments.
         generators: the model's generators from which it draws.
         needs_data: whether the result depends on the numbers in a tensor.
-        varies: whether the shapes of the result may depend on numbers: it needs data, or follows on what does.
+        varies: whether numbers may decide the shapes of the result: it needs data, or an input does.
         where: the module and line of the author's code.
         call: its arguments, ``(args, kwargs)``.
         objects: what caches and other objects among a unit's arguments held before the call.
@@ -777,12 +777,11 @@ class _Recorder(TorchFunctionMode):
         before = [dict(table) for table in tables]
         yield
         for table, old in zip(tables, before, strict=True):
-            for name, value in list(table.items()):
-                is_new = isinstance(value, Tensor) and value is not old.get(name)
-                if is_new and storage_of(self._fake_of(value)) in self._fixed:
-                    table[name] = old.get(name)
-                    if name not in old:
-                        del table[name]
+            new = {n: t for n, t in table.items() if isinstance(t, Tensor) and t is not old.get(n)}
+            made = [n for n, t in new.items() if storage_of(self._fake_of(t)) in self._fixed]
+            for name in made:
+                del table[name]
+            table.update({name: old[name] for name in made if name in old})
 
     def note_table(self, func: Any, given: Any, output: Any) -> None:
         """Note whether what an operation inside a unit made is made of numbers of the code and of buffers."""
