@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from time import process_time
 from typing import Any
@@ -19,8 +20,10 @@ from penstock.train.model import GPT, next_byte_loss
 MICROBATCHES = 8
 FUNCTIONS = 24
 """Function calls between two units of the U-Net: about 100 in all."""
-SHORTEST = 65
-"""The first length of a sequence."""
+SHORTEST, LONGEST = 64, 200
+"""Lengths of sequences, in tokens."""
+KNOWN = 10
+"""Lengths that have come before those that are measured."""
 
 
 class WayDown(nn.Module):
@@ -141,6 +144,15 @@ def small_gpt() -> Pipeline:
 
 def small_llama() -> Pipeline:
     """A Llama of transformers, with the cache that it makes by default."""
+    return _llama(cache=True)
+
+
+def llama_in_training() -> Pipeline:
+    """The same without the cache, as transformers' Trainer trains it."""
+    return _llama(cache=False)
+
+
+def _llama(*, cache: bool) -> Pipeline:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -149,26 +161,29 @@ def small_llama() -> Pipeline:
         intermediate_size=128,
         num_hidden_layers=DEPTH,
         num_attention_heads=4,
-        use_cache=True,
+        use_cache=cache,
     )
     model: nn.Module = LlamaForCausalLM(config)
     return _pipeline(model, lambda output, target: next_byte_loss(output.logits, target))
 
 
-MODELS: dict[str, Callable[[], Pipeline]] = {"GPT": small_gpt, "Llama": small_llama}
+MODELS: dict[str, Callable[[], Pipeline]] = {
+    "GPT": small_gpt,
+    "Llama": llama_in_training,
+    "Llama with its cache": small_llama,
+}
 
 
 def new_lengths(make: Callable[[], Pipeline], rounds: int) -> Ratios:
-    """CPU seconds of the first step with a length, beside those of the next one with the same."""
+    """CPU seconds of the first step with a length, beside those of the next one with the same.
+
+    Ten other lengths come before, the shortest and the longest among them.
+    """
     torch.manual_seed(0)
     pipe = make()
-    for length in (SHORTEST, SHORTEST + 1):
-        # What comes once for a model.
-        _time_step(pipe, length)
-    pairs = [
-        (_time_step(pipe, length), _time_step(pipe, length))
-        for length in range(SHORTEST + 2, SHORTEST + 2 + rounds)
-    ]
+    between = range(SHORTEST + 1, LONGEST)
+    lengths = [SHORTEST, LONGEST, *random.Random(0).sample(between, KNOWN - 2 + rounds)]
+    pairs = [(_time_step(pipe, length), _time_step(pipe, length)) for length in lengths][KNOWN:]
     return Ratios([first for first, _ in pairs], [second for _, second in pairs])
 
 

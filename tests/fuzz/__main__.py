@@ -38,13 +38,13 @@ def main(arguments: list[str] | None = None) -> int:
             say(f"{program.source}\n{outcome.kind} {outcome.reason}\n{outcome.detail}")
             return int(outcome.kind == "failed")
         for number in itertools.count():
-            left = options.programs - campaign.kinds.total()
-            if left <= 0 or time.monotonic() > campaign.deadline:
-                break
             for layout in map(int, options.layouts):
                 seed = options.seed * 10**6 + number
-                campaign.explore(seed, min(left, SHARES[layout]), layout=LAYOUTS[layout])
+                campaign.explore(seed, SHARES[layout], layout=LAYOUTS[layout])
             say(str(campaign))
+            # A round may draw programs that were drawn before: the last one is not cut short.
+            if campaign.kinds.total() >= options.programs or time.monotonic() > campaign.deadline:
+                break
     say(campaign.report())
     return int(bool(campaign.faults))
 

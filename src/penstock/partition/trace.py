@@ -418,6 +418,7 @@ class _Recorder(TorchFunctionMode):
         self._promoted: dict[int, list[int]] = {}
         self._filled = Things()
         self._written: tuple[Any, Any] = ((), {})
+        self._changed_arguments = False
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._work, self._context = Work(), Context()
         parts = [part for door in doors for part in door.module.modules()]
@@ -816,7 +817,7 @@ class _Recorder(TorchFunctionMode):
             or event.reads
             or event.generators
             or event.needs_data
-            or event.mutable
+            or self._changed_arguments
             or event.shares
         )
 
@@ -958,10 +959,12 @@ class _Recorder(TorchFunctionMode):
 
     def _note_left(self, event: Event, twins: Mapping[int, Tensor]) -> None:
         """Note what a unit has changed in its arguments: lists, dictionaries, objects, iterators."""
+        self._changed_arguments = False
         things = event.objects
         if things is None:
             return
         for thing in things.changed():
+            self._changed_arguments = True
             change = map_tensors(thing.change(), lambda t: twins.get(id(t), t))
             if change is not None:
                 event.left[thing.place] = change
