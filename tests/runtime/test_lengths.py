@@ -82,11 +82,21 @@ def cropped(value: Tensor) -> Tensor:
     return value[:, :24]
 
 
+def halved(value: Tensor) -> Tensor:
+    return value[:, ::2].contiguous()
+
+
 @pytest.mark.parametrize(
     ("body", "between", "beyond"),
-    # What a second block gets is padded or cropped already.
-    [(nn.functional.relu, 0, 2), (padded, 1, 2), (cropped, 1, 1), (lambda v: v[:, :-1], 2, 2)],
-    ids=["of one length", "padded", "cropped", "one less"],
+    # What a second block gets is padded or cropped already, or an odd length to be halved.
+    [
+        (nn.functional.relu, 0, 2),
+        (padded, 1, 2),
+        (cropped, 1, 1),
+        (halved, 1, 2),
+        (lambda v: v[:, :-1], 2, 2),
+    ],
+    ids=["of one length", "padded", "cropped", "halved", "one less"],
 )
 def test_units_run_without_data_only_while_that_may_tell_something(
     body: Body, between: int, beyond: int

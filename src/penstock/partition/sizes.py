@@ -15,6 +15,8 @@ from penstock.values import PLAIN, Structure, flatten, unflatten
 
 _ENOUGH = 8
 """How often a call must have been seen, each time with other sizes, before it is foretold."""
+_MOST_SIZES = 64
+"""How many sizes of a unit's arguments are remembered, with those that it gave."""
 _MOST_STATES = 8
 
 
@@ -58,54 +60,67 @@ class _Calls:
     Args:
         sizes: the sizes of the first one's arguments.
         result: how its result looked.
+
+    Attributes:
+        facts: all but the sizes of a result.
+        needs_data: whether one of them has read numbers of its tensors.
     """
 
     def __init__(self, sizes: Sequence[int], result: _Look) -> None:
-        self.facts = result.facts
-        self._seen = {tuple(sizes)}
+        self.facts, self.needs_data = result.facts, False
+        self._first = tuple(sizes), result.sizes
+        self._seen = dict([self._first])
         self._low, self._high = list(sizes), list(sizes)
         self._steps = [0] * len(sizes)
-        self._last = result.sizes
-        # For each size of the result, the sizes of arguments that it has always been equal to.
-        self._equal = [{i for i, size in enumerate(sizes) if size == one} for one in result.sizes]
+        # For each size of the result, the sizes of arguments that it has always been in proportion to.
+        self._like = [{i for i, size in enumerate(sizes) if size} for _ in result.sizes]
         self._constant = [True] * len(result.sizes)
 
     def add(self, sizes: tuple[int, ...], result: _Look) -> bool:
         """Add a call; False if nothing can be foretold from now on."""
         if result.facts != self.facts:
             return False
-        if len(self._seen) <= _ENOUGH:
-            self._seen.add(sizes)
+        if len(self._seen) < _MOST_SIZES:
+            self._seen[sizes] = result.sizes
         for place, size in enumerate(sizes):
             self._steps[place] = gcd(self._steps[place], size - self._low[place])
             self._low[place] = min(self._low[place], size)
             self._high[place] = max(self._high[place], size)
+        before, gave = self._first
         for place, size in enumerate(result.sizes):
-            self._equal[place] = {i for i in self._equal[place] if sizes[i] == size}
-            self._constant[place] = self._constant[place] and size == self._last[place]
-        return all(equal or same for equal, same in zip(self._equal, self._constant, strict=True))
+            like, once = self._like[place], gave[place]
+            self._like[place] = {i for i in like if sizes[i] * once == size * before[i]}
+            self._constant[place] = self._constant[place] and size == once
+        return all(like or same for like, same in zip(self._like, self._constant, strict=True))
 
-    def foretell(self, sizes: Sequence[int]) -> list[int] | None:
-        """The sizes of a result, if the arguments' lie between those seen and on their grid."""
+    def foretell(self, sizes: tuple[int, ...]) -> Sequence[int] | None:
+        """The sizes of a result, if the arguments' were seen, or lie between those seen and on their grid."""
+        if sizes in self._seen:
+            return self._seen[sizes]
         if len(self._seen) < _ENOUGH:
             return None
         rows = zip(sizes, self._low, self._high, self._steps, strict=True)
         for size, low, high, step in rows:
             if not low <= size <= high or (step and (size - low) % step):
                 return None
-        return [
-            size if constant else sizes[next(iter(equal))]
-            for size, constant, equal in zip(self._last, self._constant, self._equal, strict=True)
-        ]
+        before, gave = self._first
+        foretold: list[int] = []
+        for once, constant, like in zip(gave, self._constant, self._like, strict=True):
+            ways = {(once, 0)} if constant else {divmod(sizes[i] * once, before[i]) for i in like}
+            size, rest = ways.pop()
+            if ways or rest:
+                return None
+            foretold.append(size)
+        return foretold
 
 
 class UnitSizes:
     """Foretells what units give without data from what they gave at other sizes.
 
-    A result is foretold if each of its sizes has always been the same, or equal to one size of an argument.
-    That a unit has a threshold, such as a longest length, or rounds lengths up, shows in the sizes seen: only
-    sizes between those, and on their grid, are foretold. Whether it was right shows when the unit runs, and
-    is held against the plan.
+    A result at sizes that were seen is as it was. Another is foretold if each of its sizes has always been
+    the same, or in proportion to one size of an argument. That a unit has a threshold, such as a longest
+    length, or rounds lengths up, shows in the sizes seen: only sizes between those, and on their grid, are
+    foretold. Whether it was right shows when the unit runs, and is held against the plan.
     """
 
     def __init__(self) -> None:
@@ -126,8 +141,11 @@ class UnitSizes:
 
     def result(
         self, unit: Any, args: Any, kwargs: Mapping[str, Any], mode: FakeTensorMode
-    ) -> Callable[[], Any] | None:
-        """What makes the result of a call, of fake tensors of a mode; None if it is to be run."""
+    ) -> tuple[Callable[[], Any], bool] | None:
+        """What makes the result of a call, of fake tensors of a mode, and whether the unit reads numbers.
+
+        None if the unit is to be run.
+        """
         look = _look_at((args, kwargs))
         calls = None if look is None else self._calls.get((unit, look.facts))
         sizes = None if calls is None or look is None else calls.foretell(look.sizes)
@@ -140,11 +158,11 @@ class UnitSizes:
             tree: Structure = facts[0]
             return unflatten([_made(fact, rest, mode) for fact in facts[1:]], tree)
 
-        return make
+        return make, calls.needs_data
 
-    def add(self, unit: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
+    def add(self, unit: Any, call: Any, result: Any, *, needs_data: bool = False) -> None:
         """Note what a call of a unit gave; anything but tensors and plain values says that it did more."""
-        look, gave = _look_at((args, kwargs)), _look_at(result)
+        look, gave = _look_at(call), _look_at(result)
         if look is None:
             return
         key = unit, look.facts
@@ -153,6 +171,8 @@ class UnitSizes:
             self._calls[key] = None if gave is None else _Calls(look.sizes, gave)
         elif calls is not None and (gave is None or not calls.add(look.sizes, gave)):
             self._calls[key] = None
+        if (now := self._calls[key]) is not None:
+            now.needs_data |= needs_data
 
 
 def _made(fact: Any, sizes: Iterator[int], mode: FakeTensorMode) -> Any:

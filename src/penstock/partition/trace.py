@@ -353,7 +353,7 @@ def record(  # noqa: PLR0913 - a model, and how to run it
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        recorder = _Recorder(model, doors, homes or {}, sizes if numbers is None else None)
+        recorder = _Recorder(model, doors, homes or {}, sizes)
         # Outside of inference mode, whose tensors have no versions; that alone would enable gradients.
         with torch.inference_mode(False), torch.set_grad_enabled(learns):
             trace = recorder.run(forward, call, numbers, held, inner)
@@ -747,10 +747,11 @@ class _Recorder(TorchFunctionMode):
         with left(self), as_written():
             # The stage of the units that have set these has them, whichever event made the tensors.
             self._near = {storage_of(self._fake_of(t)) for t in tensors_in(shown)}
-            make = None
+            foretold = None
             if self._sizes is not None and not shown:
-                make = self._sizes.result((path, number), args, kwargs, self.mode)
-            if make is not None:
+                foretold = self._sizes.result((path, number), args, kwargs, self.mode)
+            if foretold is not None:
+                make, event.needs_data = foretold
                 self._latest, self.trace.flops = path, None
                 return self._event(event, path, lambda *_, **__: make(), args, kwargs)
             with self._own_tables(path):
@@ -763,7 +764,7 @@ class _Recorder(TorchFunctionMode):
         if self._sizes is not None:
             does_more = changes or shown or len(self._private.left) > known
             gave = self._sizes if does_more or not self._only_gives(event) else event.result
-            self._sizes.add((path, number), *event.call, gave)
+            self._sizes.add((path, number), event.call, gave, needs_data=event.needs_data)
         self.current = None
         self._latest = path
         return output
@@ -816,7 +817,6 @@ class _Recorder(TorchFunctionMode):
             or event.left
             or event.reads
             or event.generators
-            or event.needs_data
             or self._changed_arguments
             or event.shares
         )
