@@ -19,7 +19,7 @@ from penstock.values import Rule, Rules
 
 _TOKENS, _TYPES = "input_ids", "mm_token_type_ids"
 _IN_ROWS = 5
-"""The dimensions of pixels of which each sample has a row of images, which is filled up with empty ones."""
+"""The dimensions of pixels, at least, if each sample has a row of images, filled up with empty ones."""
 
 
 class _Medium(NamedTuple):
@@ -57,12 +57,14 @@ _PIXELS = frozenset(medium.pixels for medium in _MEDIA)
 
 def image_tokens(model: nn.Module | None) -> dict[str, int]:
     """The tokens that stand in the places of images and videos, as the model's configuration says."""
-    configs = [getattr(part, "config", None) for part in ([] if model is None else model.modules())]
-    found = {
-        medium.token: [token for c in configs if type(token := getattr(c, medium.token, 0)) is int]
-        for medium in _MEDIA
-    }
-    return {name: tokens[0] for name, tokens in found.items() if any(tokens)}
+    found: dict[str, int] = {}
+    for part in () if model is None else model.modules():
+        config = getattr(part, "config", None)
+        for medium in _MEDIA:
+            token = getattr(config, medium.token, None)
+            if type(token) is int:
+                found.setdefault(medium.token, token)
+    return found
 
 
 @dataclass(frozen=True)
@@ -123,14 +125,17 @@ def _rules(
     named: Mapping[str, Any], medium: _Medium, pixels: Tensor, places: Tensor
 ) -> dict[str, ByImages]:
     tokens: list[int] = places.sum(1).tolist()
-    grid, varies = named.get(medium.grid), named.get("image_sizes") is not None
+    grid, sizes = named.get(medium.grid), named.get("image_sizes")
     patches = [1] * len(pixels)
     if isinstance(grid, Tensor):
         patches = grid.prod(-1).tolist()
-    elif pixels.dim() == _IN_ROWS and len(pixels) == len(tokens) and not varies:
+    elif pixels.dim() >= _IN_ROWS and len(pixels) == len(tokens) and sizes is None:
         return {}
-    images = _by_runs(places, len(patches)) if varies else None
-    images = images or _by_lengths(patches, tokens) or _by_runs(places, len(patches))
+    alike = sizes is None or len({tuple(map(int, one)) for one in sizes}) == 1
+    images = _by_lengths(patches, tokens) if alike else None
+    images = images or _by_runs(places, len(patches))
+    if images is None and grid is None and len(pixels) == len(tokens):
+        return {}  # an image for each sample
     if images is None:
         raise MicrobatchError(
             f"the samples have {tokens} tokens in the places of images, which does not tell which of the "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,13 +28,10 @@ def job_of(
         and "case" in item.callspec.params
     ]
     with ThreadPoolExecutor(BESIDE) as pool:
-
-        def start(case: dict[str, Any]) -> Job:
-            return run_job(Path(tmp_path_factory.mktemp("job")), **case)
-
-        # The longest first.
+        # The longest first. Folders are made here: two threads that make the first ones of this process would
+        # each begin with removing what is there.
         jobs = {
-            id(case): pool.submit(start, case)
+            id(case): pool.submit(run_job, tmp_path_factory.mktemp("job"), **case)
             for case in sorted(cases, key=lambda case: "timeout" not in case)
         }
         yield lambda case: jobs[id(case)].result()

@@ -24,6 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--programs", type=int, default=sys.maxsize, help="after which it ends")
     parser.add_argument("--seed", type=int, default=0, help="what the programs are drawn from")
     parser.add_argument("--layouts", default="012", help="which: 0 one process, 1 gloo, 2 2 x 2")
+    parser.add_argument("--rounds", type=int, default=0, help="of programs, that are left out")
     parser.add_argument("--case", help="repeat one: what a failure printed")
     options = parser.parse_args(arguments)
     with WorkerPool(1) as alone, WorkerPool(PROCESSES) as together:
@@ -37,11 +38,11 @@ def main(arguments: list[str] | None = None) -> int:
             program, outcome = campaign.repeat(options.case)
             say(f"{program.source}\n{outcome.kind} {outcome.reason}\n{outcome.detail}")
             return int(outcome.kind == "failed")
-        for number in itertools.count():
+        for number in itertools.count(options.rounds):
             for layout in map(int, options.layouts):
                 seed = options.seed * 10**6 + number
                 campaign.explore(seed, SHARES[layout], layout=LAYOUTS[layout])
-            say(str(campaign))
+            say(campaign.new_faults() + str(campaign))
             # A round may draw programs that were drawn before: the last one is not cut short.
             if campaign.kinds.total() >= options.programs or time.monotonic() > campaign.deadline:
                 break

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock import PipelineModule
+from penstock import Pipeline, PipelineModule
 from penstock.elsewhere import is_elsewhere
 from penstock.errors import AgreementError, PenstockError, UsageError
 from penstock.testing import WorkerPool
@@ -233,6 +233,29 @@ def test_hooks_of_weights_run_once_on_the_scaled_gradient() -> None:
     (mean_loss(plain(X), Y) * 5).backward()
     assert_same(gradients(model), gradients(plain))
     assert sorted(seen[0]) == pytest.approx(sorted(seen[1]))
+
+
+class Cut(nn.Module):
+    """A layer whose result nothing flows back through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, value: Tensor) -> Tensor:
+        output: Tensor = self.layer(value)
+        return output.detach()
+
+
+def test_hooks_of_weights_without_a_gradient_are_not_called() -> None:
+    model = nn.Sequential(Cut(), nn.Linear(4, 4))
+    calls: list[Tensor] = []
+    for weight in model.parameters():
+        weight.register_hook(lambda gradient: calls.append(gradient * 2))
+    pipe = Pipeline(model, ranks=2, microbatches=2, loss_fn=nn.functional.mse_loss)
+    loss = PipelineModule(pipe)(torch.randn(4, 4), target=torch.randn(4, 4))
+    loss.backward()
+    assert len(calls) == 2
 
 
 def test_a_weight_that_is_frozen_before_backward_gets_no_gradient() -> None:

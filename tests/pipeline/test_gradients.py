@@ -68,10 +68,10 @@ def test_in_one_process_with_the_bits_of_every_schedule(name: str, schedule: str
 
 ON_WIRES = [
     [name for name in CASES if name.startswith("gradient: ")],
-    ["skip edges", "tied", "half frozen", "looped", "sparse", "dropout", "ragged, some count",
-        "added losses"],
+    ["skip edges", "tied", "looped", "ragged, some count", "added losses"],
     ["encoder-decoder", "a result that nobody uses", "draws: chain", "draws: between, all"],
     [name for name in CASES if name.startswith("model: ")],
+    pytest.param(["half frozen", "sparse", "dropout"], marks=pytest.mark.nightly),
 ]  # fmt: skip
 """What the wires have to carry is of many kinds here."""
 
@@ -82,7 +82,7 @@ def digests(group: Any, schedule: str, names: list[str]) -> list[dict[str, str]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", ON_WIRES, ids=["missing", "language", "others", "odd"])
+@pytest.mark.parametrize("names", ON_WIRES, ids=["missing", "language", "others", "odd", "more"])
 @pytest.mark.parametrize(
     "schedule", ["ZB-V", pytest.param("1F1B", marks=pytest.mark.nightly), "Interleaved1F1B"]
 )

@@ -69,8 +69,11 @@ def batch_of(images: list[list[Grid]], *, has_grid: bool) -> dict[str, Any]:
     grids = [(1, *(one if has_grid else (2, 4))) for of in images for one in of]
     tokens = torch.randint(0, IMAGE, (len(images), LENGTH))
     for row, of in zip(tokens, images, strict=True):
-        number = sum(h * w // 4 for h, w in of) if has_grid else 2 * len(of)
-        row[1 : 1 + number] = IMAGE
+        at = 1
+        for high, wide in of:
+            number = high * wide // 4 if has_grid else 2
+            row[at : at + number] = IMAGE
+            at += number + 1
     batch = {"input_ids": tokens}
     if grids and has_grid:
         batch["image_grid_thw"] = torch.tensor(grids)
@@ -159,19 +162,29 @@ def test_images_between_processes(workers: WorkerPool, schedule: str, has_grid: 
     workers.run(f"{__name__}:run", 2, 100.0, schedule=schedule, has_grid=has_grid)
 
 
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Describes()
+
+    def forward(self, **arguments: Tensor) -> Tensor:
+        return self.model(**arguments)  # type: ignore[no-any-return]
+
+
 def pipeline(**options: Any) -> Pipeline:
     torch.manual_seed(0)
-    return Pipeline(Describes().double(), ranks=2, microbatches=2, loss_fn=loss_of, **options)
+    return Pipeline(Wrapped().double(), ranks=2, microbatches=2, loss_fn=loss_of, **options)
 
 
 def test_images_that_belong_to_nobody_are_refused() -> None:
     pipe, target = pipeline(), torch.zeros(4, LENGTH, SIZE).double()
     batch = batch_of(BATCHES[1], has_grid=True)
-    batch["input_ids"][2, 1] = 0
+    batch["input_ids"][2, 9] = 0
     with pytest.raises(MicrobatchError, match=r"rules=.*pixel_values"):
         pipe.step(**batch, target=target)
-    batch["input_ids"][2] = IMAGE
-    with pytest.raises(PenstockError, match="images"):
+    batch["input_ids"][2, 8:10] = torch.tensor([0, IMAGE])
+    batch["input_ids"][2, 1] = 0
+    with pytest.raises(PenstockError, match="10 tokens for images of 11"):
         pipe.step(**batch, target=target)
 
 
@@ -184,3 +197,104 @@ def test_a_rule_of_the_users_comes_first() -> None:
     target = torch.zeros(4, LENGTH, SIZE).double()
     ruled, usual = pipeline(rules={"pixel_values": by_pairs}), pipeline()
     assert ruled.step(**batch, target=target).loss == usual.step(**batch, target=target).loss
+
+
+# ---- models of transformers
+
+
+TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+def qwen() -> Any:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    text = {**TEXT, "vocab_size": 20, "num_key_value_heads": 2, "use_cache": False}
+    rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 4,
+        "patch_size": 4,
+    }
+    more = {"out_hidden_size": 32, "window_size": 16, "fullatt_block_indexes": [1]}
+    config = Qwen2_5_VLConfig(
+        text_config={**text, "rope_parameters": rope},
+        vision_config={**vision, **more},
+        image_token_id=IMAGE,
+        video_token_id=IMAGE + 1,
+    )
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def gemma() -> Any:
+    from transformers import (
+        Gemma3Config,
+        Gemma3ForConditionalGeneration,
+        Gemma3TextConfig,
+        SiglipVisionConfig,
+    )
+
+    text = Gemma3TextConfig(**TEXT, vocab_size=20, head_dim=8, sliding_window=8, use_cache=False)
+    vision = SiglipVisionConfig(**TEXT, image_size=16, patch_size=4, vision_use_head=False)
+    config = Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_id=IMAGE
+    )
+    return Gemma3ForConditionalGeneration(config)
+
+
+def batch_for(family: str, images: list[list[Grid]]) -> dict[str, Any]:
+    """A batch as the processor of a family makes it, but for the order of its tokens."""
+    batch = batch_of(images, has_grid=True)
+    tokens, grid = batch["input_ids"], batch.pop("image_grid_thw", None)
+    batch.pop("pixel_values", None)
+    if family == "qwen":
+        batch["mm_token_type_ids"] = (tokens == IMAGE).int()
+        if grid is not None:
+            pixels = torch.randn(int(grid.prod(1).sum()), 3 * 2 * 4 * 4)
+            batch |= {"image_grid_thw": grid, "pixel_values": pixels}
+        return batch
+    tokens[tokens == IMAGE] = 0
+    tokens = torch.cat([tokens, torch.zeros(4, 20, dtype=torch.long)], 1)
+    for row, of in zip(tokens, images, strict=True):
+        row[: 4 * len(of)] = IMAGE
+    batch = {"input_ids": tokens, "token_type_ids": (tokens == IMAGE).long()}
+    return batch | ({"pixel_values": torch.randn(len(grid), 3, 16, 16)} if grid is not None else {})
+
+
+def next_tokens(output: Any, labels: Tensor) -> Tensor:
+    logits = output.logits[:, :-1].flatten(0, 1)
+    return nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["qwen", "gemma"])
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB-V"])
+def test_models_of_transformers(family: str, schedule: str) -> None:
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = {"qwen": qwen, "gemma": gemma}[family]().train()
+    plain = copy.deepcopy(model)
+    pipe = Pipeline(model, schedule=schedule, ranks=2, microbatches=2, loss_fn=next_tokens)
+    for images in BATCHES + BATCHES[::-1]:
+        batch = batch_for(family, images)
+        labels = batch["input_ids"]
+        pipe.zero_grad()
+        plain.zero_grad()
+        expected = next_tokens(plain(**batch), labels)
+        expected.backward()
+        assert pipe.step(**batch, target=labels).loss == pytest.approx(expected.item(), rel=1e-5)
+        for name, weight in plain.named_parameters():
+            found, wanted = model.get_parameter(name).grad, weight.grad
+            zero = torch.zeros_like(weight)
+            torch.testing.assert_close(
+                zero if found is None else found,
+                zero if wanted is None else wanted,
+                rtol=1e-3,
+                atol=1e-5,
+            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import compress
 from typing import Any, cast
 
 import torch
@@ -86,7 +87,11 @@ class Pass:
         self._outputs = nothing, places, len(values)
         values += [leaves[place] for place in places]
         anchor = torch.zeros((), requires_grad=learns(self._pipe), device="cpu")
-        sources = (anchor, *self._weights.values(), *self.inputs)
+        # Autograd calls the hooks of a weight that gets no gradient too, with None.
+        later = self._state is not None
+        self._reached = [later or gradient is not None for gradient in self._gradients]
+        weights = compress(self._weights.values(), self._reached)
+        sources = (anchor, *weights, *self.inputs)
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in sources):
             return loss, output
         results = iter(cast("Any", _Graph).apply(self, values, *sources))
@@ -130,7 +135,7 @@ class Pass:
             self._add(found, 1.0)
         # Loops empty gradients between forward and backward, those of other ranks' weights too.
         self._pipe.weights.leave_gradients()
-        return found
+        return [*compress(found, self._reached), *found[len(self._weights) :]]
 
     def _run_again(self, gradients: list[Any]) -> None:
         assert self._state is not None
