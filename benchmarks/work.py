@@ -16,7 +16,7 @@ from torch.distributed.pipelining import ScheduleZBVZeroBubble as PeerZBV
 
 from penstock import Pipeline, PipelineStage
 from penstock.schedule import build
-from penstock.train.model import GPT, cut, next_byte_loss
+from penstock.train.model import GPT, even_stages, next_byte_loss
 
 RANKS = 2
 DEPTH = 4
@@ -72,7 +72,7 @@ def gpt(stages: int, microbatches: int = 8) -> Work:
     model = GPT(layers=DEPTH, width=256, heads=4, sequence=128)
     parts = [
         nn.Sequential(*(model.get_submodule(path) for path in paths))
-        for paths in cut(DEPTH, stages)
+        for paths in even_stages(DEPTH, stages)
     ]
     tokens = torch.randint(0, 256, (2 * microbatches, 129))
     return Work(parts, tokens[:, :-1], tokens[:, 1:], next_byte_loss, microbatches)

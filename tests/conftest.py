@@ -2,7 +2,7 @@
 
 A test with several parameters is a product. By default as few cases run as show every value of each of them;
 the rest of the product is marked ``nightly``, as some long tests of launchers are, and `make test-all` runs
-it too. Tests marked ``whole`` always run all their cases.
+it too. Tests marked ``whole`` always run all their cases, and those marked ``on_cpu`` only on a CPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from penstock.testing import WorkerPool
 from tests import played
-from tests.device import DEVICE, switch
+from tests.device import DEVICE, NAME, switch
 
 switch()
 
@@ -63,6 +63,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Whole files go to one process or the other: a long one at the end would keep one of them waiting.
     """
+    for item in items:
+        mark = item.get_closest_marker("on_cpu")
+        if mark is not None and NAME not in ("", "cpu"):
+            item.add_marker(pytest.mark.skip(mark.args[0]))
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])
     products: dict[str, list[pytest.Item]] = defaultdict(list)

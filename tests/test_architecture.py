@@ -352,15 +352,56 @@ def torch_names() -> set[str]:
 
 
 def test_no_class_name_stands_twice() -> None:
+    """Not even with an underscore."""
     homes: dict[str, list[str]] = {}
     for path in FILES:
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef):
-                homes.setdefault(node.name, []).append(module_of(path))
-    of_torch = torch_names()
+                homes.setdefault(node.name.lstrip("_"), []).append(module_of(path))
+    of_torch = {name.lstrip("_") for name in torch_names()}
     for name in of_torch & set(homes):
         homes[name] = [home for home in homes[name] if part_of(home) != "pipelining"]
     assert {name: where for name, where in homes.items() if len(where) > 1} == {}
+
+
+PROTOCOLS = {
+    "forward backward train state_dict load_state_dict named_parameters": "torch's modules and functions",
+    "rank stages": "the field's words",
+    "send gather abort settle take wait": "transports, circles, and what they give back",
+    "open close": "what holds files, threads, connections or other modules' calls",
+    "start clear": "clocks and stores that are used again",
+    "run": "what carries a task, a program or a forward out, to its end",
+    "plan": "what a model's calls will do: of stages, weights, saves, and of whole runs",
+    "read load": "files, and what was written there",
+    "to_json": "values that are files too",
+    "add": "collections and tallies",
+    "check": "raises if something is amiss",
+    "enter": "what happens as a call of a unit begins",
+}
+"""Names of functions that stand in many modules, since they mean one thing."""
+
+
+def functions_of(path: Path) -> Iterator[str]:
+    """The names of a module's functions and methods; what is inside one of them has no other readers."""
+    waiting: list[ast.AST] = [ast.parse(path.read_text())]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef):
+            yield node.name
+        else:
+            waiting += ast.iter_child_nodes(node)
+
+
+def test_function_names_stand_in_four_modules_or_are_a_protocol() -> None:
+    homes: dict[str, set[str]] = {}
+    for path in FILES:
+        for name in functions_of(path):
+            homes.setdefault(name, set()).add(module_of(path))
+    many = {name: where for name, where in homes.items() if len(where) > 4}
+    known = set(" ".join(PROTOCOLS).split())
+    named = {name for name in many if not name.startswith("__")}
+    assert {name: many[name] for name in named - known} == {}
+    assert known <= named
 
 
 MOST_PRIVATE = 40

@@ -69,7 +69,7 @@ def use(device: torch.device) -> None:
         torch.get_device_module(device.type).set_device(device)
 
 
-def finish(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
     """Wait until a device has done all its work."""
     if is_accelerator(device):
         torch.accelerator.synchronize(device)

@@ -92,12 +92,12 @@ class Row:
             return value[share.first : share.after + 1] - value[share.first]
         dim = self.dim_of(value)
         if dim is not None:
-            part = cut(value, dim, share.begin, share.end)
+            part = narrowed(value, dim, share.begin, share.end)
             if value.shape[-2:] == (self.length, self.length) and dim < value.dim() - 1:
-                part = cut(part, -1, share.begin, share.end)  # a mask from token to token
+                part = narrowed(part, -1, share.begin, share.end)  # a mask from token to token
             return part - part.select(dim, 0).unsqueeze(dim) if name == ORDINALS else part
         if len(value) == self.sequences:
-            return cut(value, 0, share.first, share.after)
+            return narrowed(value, 0, share.first, share.after)
         raise MicrobatchError(
             f"{path} of shape {list(value.shape)} has neither a dimension of the {self.length} tokens of "
             f"the packed row nor one of its {self.sequences} sequences; say in rules= how to split it: "
@@ -159,7 +159,7 @@ def labels_that_count(labels: Any) -> int | None:
     return int((labels != IGNORED).sum())
 
 
-def cut(value: Tensor, dim: int, begin: int, end: int) -> Tensor:
+def narrowed(value: Tensor, dim: int, begin: int, end: int) -> Tensor:
     """A part of a tensor, from one place up to another."""
     part = value.narrow(dim, begin, end - begin)
     return part if value.requires_grad else part.data.contiguous()

@@ -41,10 +41,10 @@ from penstock.tokens import (
     Row,
     Share,
     bounds_by_rows,
-    cut,
     even_sizes,
     find_row,
     labels_that_count,
+    narrowed,
     trimmed,
 )
 
@@ -1010,7 +1010,9 @@ def _trim(piece: _SplitPart, parts: Sequence[Any], masks: Sequence[Tensor]) -> S
     dim %= piece.value.dim()
     if piece.value.shape[dim + 1 : dim + 2] != masks[0].shape[1:]:
         return parts
-    return [cut(part, dim + 1, *trimmed(mask)) for part, mask in zip(parts, masks, strict=True)]
+    return [
+        narrowed(part, dim + 1, *trimmed(mask)) for part, mask in zip(parts, masks, strict=True)
+    ]
 
 
 def _weights(targets: Sequence[Any] | None, columns: Any, tokens: Sequence[int]) -> Sequence[int]:

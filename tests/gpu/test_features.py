@@ -18,10 +18,14 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock import Checkpoints, LossScaler, Pipeline
+from penstock.devices import use
 from penstock.testing import WorkerPool
+from tests import played
 from tests.device import DEVICE, HAS_DEVICE, device_of_rank
 
 pytestmark = pytest.mark.skipif(not HAS_DEVICE, reason=f"needs {DEVICE}")
+ON_CPU = DEVICE in {"cpu", played.NAME}
+"""Whether the CPU's kernels run."""
 WIDTH, HEADS, LENGTH, BATCH = 32, 2, 16, 8
 MICROBATCHES = 4
 
@@ -113,7 +117,7 @@ def test_float16_autocast_with_a_loss_scaler() -> None:
 
 
 def test_compiled_stages() -> None:
-    compare({"compile": {"backend": "aot_eager"} if DEVICE == "cpu" else True}, rtol=1e-3)
+    compare({"compile": {"backend": "aot_eager"} if ON_CPU else True}, rtol=1e-3)
 
 
 def test_flash_attention() -> None:
@@ -125,7 +129,7 @@ def test_flash_attention() -> None:
     compare({"attend": flash}, rtol=2e-2)
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="flex attention has no backward on a CPU")
+@pytest.mark.skipif(ON_CPU, reason="flex attention has no backward on a CPU")
 def test_flex_attention() -> None:
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
 
@@ -182,8 +186,7 @@ def sharded(group: Any) -> list[float]:
     """A worker's task: two replicas of a pipeline of one rank, whose weights are sharded over both."""
     rank = dist.get_rank(group)
     device = device_of_rank(rank)
-    if torch.device(device).type == "cuda":
-        torch.cuda.set_device(device)
+    use(torch.device(device))
     mesh = init_device_mesh(torch.device(device).type, (2, 1), mesh_dim_names=("dp", "pp"))
 
     def wrap(stage: nn.Module, _: int) -> nn.Module:
@@ -207,7 +210,8 @@ def sharded(group: Any) -> list[float]:
 
 
 @pytest.mark.skipif(
-    DEVICE != "cpu" and torch.accelerator.device_count() < 2, reason="needs two devices"
+    DEVICE != "cpu" and (ON_CPU or torch.accelerator.device_count() < 2),
+    reason="needs two devices with collectives",
 )
 def test_fsdp_with_prefetch() -> None:
     x, y = batch("cpu")

@@ -14,10 +14,12 @@ from torch.distributed.pipelining import _backward as peer
 from penstock import Pipeline, PipelineStage
 from penstock.testing import WorkerPool
 from tests.backward.graphs import TransformerBlock
+from tests.device import DEVICE, HAS_DEVICE, device_of_rank
 from tests.gpu import steps
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-GPU = "cuda:0"
+pytestmark = pytest.mark.skipif(not HAS_DEVICE or DEVICE == "cpu", reason="needs a GPU")
+GPU = device_of_rank(0) if HAS_DEVICE else DEVICE
+ON_CUDA = torch.device(DEVICE).type == "cuda"
 SCHEDULES = ("1F1B", "ZB-V")
 
 
@@ -49,7 +51,7 @@ def test_two_processes_share_a_gpu_over_gloo(pair: WorkerPool, schedule: str) ->
     check_ranks(pair.run(task, 2, timeout=100, device=GPU, schedule=schedule), GPU)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.skipif(not ON_CUDA or torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_processes_have_a_gpu_each_over_nccl(pair: WorkerPool, schedule: str) -> None:
     task = "tests.gpu.steps:pipelined"
@@ -73,14 +75,14 @@ def test_between_the_halves_less_is_held_than_by_torch(block: tuple[nn.Module, T
     model, value = block
     gradient = torch.ones_like(value)
     stage = PipelineStage(model, 0, 2)
-    start = torch.cuda.memory_allocated()
+    start = torch.accelerator.memory_allocated()
     stage.forward(0, [value])
     stage.backward_input(0, [gradient])
-    ours = torch.cuda.memory_allocated() - start
+    ours = torch.accelerator.memory_allocated() - start
     stage.backward_weight(0)
-    start = torch.cuda.memory_allocated()
+    start = torch.accelerator.memory_allocated()
     state = peer.stage_backward_input([model(value)], [gradient], [value], model.parameters())
-    torchs = torch.cuda.memory_allocated() - start
+    torchs = torch.accelerator.memory_allocated() - start
     del state
     assert ours < 0.7 * torchs
 
@@ -98,6 +100,7 @@ def synchronisations(pipe: Pipeline, batch: Tensor, microbatches: int) -> int:
     return sum("synchronizing" in str(warning.message) for warning in caught)
 
 
+@pytest.mark.skipif(not ON_CUDA, reason="only CUDA warns of waits")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_microbatches_do_not_wait_for_the_device(schedule: str) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)) for _ in range(4)))

@@ -19,6 +19,7 @@ from penstock.transport.base import GRADIENTS
 from tests.gpu.streams import PlayedGroup, PlayedTransport, PlayedWork, played
 from tests.pipeline.cases import CASES, pipeline
 
+pytestmark = pytest.mark.on_cpu("plays a GPU's streams itself")
 SHAPES = (
     pytest.param("attention", marks=pytest.mark.nightly), "skip edges", "tied", "ragged",
     pytest.param("dropout, recomputed", marks=pytest.mark.nightly), "model: nested values",

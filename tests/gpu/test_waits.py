@@ -6,6 +6,8 @@ import pytest
 
 from penstock.testing import WorkerPool
 
+pytestmark = pytest.mark.on_cpu("plays a GPU's transfers itself")
+
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZB-V"])
 @pytest.mark.parametrize("case", ["attention", "tied", "dropout"])

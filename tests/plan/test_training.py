@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock import Pipeline, train
 from penstock.cli.main import main
-from penstock.cli.plan import bytes_of
+from penstock.cli.plan import size_from
 from penstock.errors import ConfigError, InputFileError, PartitionError, UsageError
 from penstock.plan import Plan
 from tests.plan.models import Tower, stepped, unimproved
@@ -158,10 +158,10 @@ def test_a_wrong_call_is_told_in_a_line(arguments: list[str], gist: str, capsys:
 
 def test_sizes() -> None:
     sizes = {"80GB": 80e9, "80 GiB": 80 * 2**30, "512m": 512e6, "1e9": 1e9}
-    assert {text: bytes_of(text) for text in sizes} == sizes
+    assert {text: size_from(text) for text in sizes} == sizes
     for none in ("0GB", "0.5", "1e999"):
         with pytest.raises(ConfigError, match="a number of at least one byte"):
-            bytes_of(none)
+            size_from(none)
 
 
 def test_modules_that_are_computed_again_give_the_same_gradients() -> None:

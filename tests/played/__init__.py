@@ -14,7 +14,6 @@ import sys
 import sysconfig
 import tempfile
 import types
-import warnings
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -57,7 +56,6 @@ def register() -> None:
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     torch._register_device_module(NAME, module)
     generate_methods_for_privateuse1_backend()
-    warnings.filterwarnings("ignore", "An output with one or more elements was resized")
 
 
 def _compiled() -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.train import GPT, TrainConfig
-from penstock.train.model import cut, learning_rate, make_optimizer, next_byte_loss
+from penstock.train.model import even_stages, learning_rate, make_optimizer, next_byte_loss
 
 
 def small(layers: int = 2, seed: int = 0) -> GPT:
@@ -41,7 +41,7 @@ def test_weights_follow_from_the_seed_and_their_names() -> None:
 def test_a_cut_deals_the_blocks_evenly_in_the_order_of_the_forward_pass(
     layers: int, blocks: list[int]
 ) -> None:
-    dealt = cut(layers, len(blocks))
+    dealt = even_stages(layers, len(blocks))
     assert [sum(path.startswith("blocks") for path in stage) for stage in dealt] == blocks
     assert [path for stage in dealt for path in stage] == small(layers).chain()
 

@@ -136,7 +136,9 @@ def raise_from(
     if isinstance(error, PenstockError):
         raise error
     values = (
-        "" if outputs is None else f" for output={describe(outputs)}, gradient={describe(grads)}"
+        ""
+        if outputs is None
+        else f" for output={shapes_text(outputs)}, gradient={shapes_text(grads)}"
     )
     hint = _CHANGED if "modified by an inplace operation" in str(error) else ""
     raise StageError(f"{call} failed{values}: {error}{hint}") from error
@@ -195,11 +197,11 @@ def _changed_in_place(module: nn.Module, message: str) -> list[str]:
     return exact or [f"a view of {name}" for name, _ in same]
 
 
-def describe(value: Any) -> str:
+def shapes_text(value: Any) -> str:
     """Returns a short text for a value that shows shapes instead of numbers."""
     if isinstance(value, Tensor):
         grad = ", requires_grad" if value.requires_grad else ""
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{grad}"
     if isinstance(value, (tuple, list)):
-        return "(" + ", ".join(map(describe, value)) + ")"
+        return "(" + ", ".join(map(shapes_text, value)) + ")"
     return type(value).__name__

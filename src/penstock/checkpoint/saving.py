@@ -25,7 +25,7 @@ from penstock.checkpoint.contents import Flat, Targets
 from penstock.checkpoint.folder import Writer
 from penstock.checkpoint.planning import HeldTensors, WritePlan, file_of, part_name, plan_writes
 from penstock.checkpoint.table import table_text
-from penstock.devices import finish, is_accelerator
+from penstock.devices import is_accelerator, wait_for
 from penstock.errors import FAILURE, CheckpointError, UsageError
 from penstock.parallel import local_part, region_of
 from penstock.values import bytes_as_text
@@ -321,7 +321,7 @@ def snapshots(tensors: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> dict
 def settle(tensors: Iterable[Tensor]) -> None:
     """Wait until devices have finished their work, so that another thread sees complete tensors."""
     for device in {tensor.device for tensor in tensors}:
-        finish(device)
+        wait_for(device)
 
 
 class Writing:

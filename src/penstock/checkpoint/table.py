@@ -86,7 +86,7 @@ class _Alike(_Part):
     keys: list[str]
 
 
-class _Layout(_Part):
+class _RunLayout(_Part):
     """The layout of the run that wrote the table, for information only."""
 
     replicas: _Count
@@ -118,7 +118,7 @@ class TableContents(_Part):
 
     torch: str
     written: str
-    layout: _Layout
+    layout: _RunLayout
     kinds: dict[str, str]
     files: list[_File]
     types: list[_Type]

@@ -123,7 +123,7 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
         )
     if efficiency is not None and device is None:
         raise ConfigError("--efficiency is of a device to predict for; give its name as --device")
-    limit = None if memory is None else bytes_of(memory)
+    limit = None if memory is None else size_from(memory)
     count, machines = _cluster_of(ranks, links, cluster)
     measures = machines is None or (config is not None and cluster is not None)
     described = None if measures or machines is None else machines.devices[0]
@@ -198,7 +198,7 @@ def _plans(
     return again.plans
 
 
-def bytes_of(text: str) -> float:
+def size_from(text: str) -> float:
     """The bytes of a size such as ``80GB``, ``512MiB`` or ``1000``.
 
     Raises:

@@ -68,7 +68,7 @@ Backward = Annotated[
 Latency = Annotated[float, typer.Option(help="Time of a message.", rich_help_panel=COSTS)]
 
 
-def _read(
+def _schedule_from(
     source: str, ranks: int | None, microbatches: int | None, stages: int | None
 ) -> ps.Schedule:
     """Read a schedule from a file, or build a named one in some size."""
@@ -148,7 +148,7 @@ def show(  # noqa: PLR0913 - one parameter for each flag
 ) -> None:
     """Draw a schedule: in the terminal, as SVG, or as a Chrome trace."""
     costs = _costs(forward, input, weight, backward, latency)
-    schedule = _read(source, ranks, microbatches, stages_per_rank)
+    schedule = _schedule_from(source, ranks, microbatches, stages_per_rank)
     timeline = _simulated(source, schedule, costs).timeline
     typer.echo(_title(schedule))
     typer.echo(ps.draw_text(timeline, width=width or _width(), colour=_in_colour()))
@@ -165,7 +165,7 @@ def validate(
     stages_per_rank: Stages = None,
 ) -> int:
     """Prove that a schedule completes, or say why it does not."""
-    return _report(ps.validate(_read(source, ranks, microbatches, stages_per_rank)))
+    return _report(ps.validate(_schedule_from(source, ranks, microbatches, stages_per_rank)))
 
 
 @app.command()
@@ -182,7 +182,7 @@ def simulate(  # noqa: PLR0913 - one parameter for each flag
 ) -> None:
     """Run a schedule on simulated clocks: times, bubbles, memory, and what the ranks wait for."""
     costs = _costs(forward, input, weight, backward, latency)
-    ran = _simulated(source, _read(source, ranks, microbatches, stages_per_rank), costs)
+    ran = _simulated(source, _schedule_from(source, ranks, microbatches, stages_per_rank), costs)
     typer.echo(_title(ran.schedule))
     typer.echo(f"makespan              {ran.makespan:g}")
     typer.echo(f"bubble                {_percent(ran.bubble)}")
@@ -208,7 +208,7 @@ def convert(
     ] = None,
 ) -> int:
     """Write a schedule to a .csv or .json file, after passes; one that cannot complete is refused."""
-    schedule = _read(source, ranks, microbatches, stages_per_rank)
+    schedule = _schedule_from(source, ranks, microbatches, stages_per_rank)
     for name in apply or ():
         if name not in PASSES:
             raise UsageError(f"--pass={name}: must be one of {', '.join(PASSES)}")
@@ -238,7 +238,7 @@ def compare(
     refusals = []
     for name in (name for name, recipe in RECIPES.items() if recipe.trains):
         try:
-            schedule = _read(name, ranks, microbatches, stages_per_rank)
+            schedule = _schedule_from(name, ranks, microbatches, stages_per_rank)
         except ScheduleError as refused:
             refusals.append(f"{name} is left out: {refused}")
             continue

@@ -23,7 +23,7 @@ TOLERANCE = 1e-9
 STEPS = 3
 
 
-class Block(nn.Module):
+class SkipBlock(nn.Module):
     """A block with a skip."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
@@ -41,7 +41,7 @@ def small_model(blocks: int, width: int, dtype: torch.dtype) -> nn.Sequential:
     """A model with the same weights in every process."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return nn.Sequential(*(Block(width, dtype) for _ in range(blocks)))
+        return nn.Sequential(*(SkipBlock(width, dtype) for _ in range(blocks)))
 
 
 @dataclass(frozen=True)

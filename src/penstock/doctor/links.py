@@ -10,7 +10,7 @@ from time import perf_counter, sleep, time
 import torch
 from torch import Tensor
 
-from penstock.devices import finish
+from penstock.devices import wait_for
 from penstock.plan import Link
 from penstock.transport import FIRST_TAG, VALUES, Transport
 from penstock.values import layout_of
@@ -90,7 +90,7 @@ class Ends:
         return tensor
 
     def _finish(self) -> None:
-        finish(self._device)
+        wait_for(self._device)
 
     def one_way(self, size: int) -> float:
         """How long a message travels: half of the way there and back. Both ends get the first one's."""

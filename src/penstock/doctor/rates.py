@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.devices import finish, is_accelerator, memory_of, name_of
+from penstock.devices import is_accelerator, memory_of, name_of, wait_for
 
 WINDOW, WINDOWS = 0.15, 4
 """The seconds of a window, and their number."""
@@ -97,7 +97,7 @@ class Rates:
             while seconds < self._window:
                 work()
                 count += 1
-                finish(self.device)
+                wait_for(self.device)
                 seconds = perf_counter() - start
             best = min(best, seconds / count)
         return best

@@ -35,7 +35,7 @@ from penstock.errors import (
     StageError,
     UsageError,
 )
-from penstock.faults.places import Place, Where, cut
+from penstock.faults.places import Place, Where, clipped
 
 FILE = "failure.json"
 
@@ -91,8 +91,8 @@ def of_exception(error: BaseException, place: Place) -> Failure:
         "interrupted" if signal else "raised",
         signal or (str(root).strip().splitlines() or [""])[0],
         error="" if signal else type(root).__name__,
-        trace=cut("".join(traceback.format_exception(error)), "trace"),
-        module=cut(failing_module(root)) if is_placed else "",
+        trace=clipped("".join(traceback.format_exception(error)), "trace"),
+        module=clipped(failing_module(root)) if is_placed else "",
         status=status,
         by=place.process,
     )
@@ -101,7 +101,7 @@ def of_exception(error: BaseException, place: Place) -> Failure:
 def at_place(place: Place, kind: str, what: str, **more: Any) -> Failure:
     """A failure of the rank at this place."""
     where = {one.name: getattr(place, one.name) for one in fields(Where)}
-    return Failure(**where, kind=kind, what=cut(what), **more)
+    return Failure(**where, kind=kind, what=clipped(what), **more)
 
 
 # ---- Python exceptions
@@ -230,9 +230,9 @@ def _tell_torchrun() -> None:
     while cause is not None and not isinstance(cause, PeerFailed):
         cause = cause.__cause__ or cause.__context__
     later = 0 if cause is None else 10
-    extra = {"py_callstack": cut(trace, "trace"), "timestamp": str(int(time.time() + later))}
+    extra = {"py_callstack": clipped(trace, "trace"), "timestamp": str(int(time.time() + later))}
     with contextlib.suppress(OSError):
-        message = {"message": {"message": cut(said), "extraInfo": extra}}
+        message = {"message": {"message": clipped(said), "extraInfo": extra}}
         Path(name).write_text(json.dumps(message), "utf-8")
 
 

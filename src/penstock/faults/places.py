@@ -159,7 +159,7 @@ def read_record(kind: type[T], data: bytes) -> T | None:
 _LONGEST = {"trace": LONGEST_TRACE, "awaited": LONGEST_GROUPS, "arrived": LONGEST_GROUPS}
 
 
-def cut(text: str, name: str = "") -> str:
+def clipped(text: str, name: str = "") -> str:
     """A text of a record, escaped and cut: the record is told whatever its texts hold."""
     most = _LONGEST.get(name, LONGEST_LINE)
     # A traceback says most at its end.
@@ -171,7 +171,7 @@ def _checked(value: Any, kinds: str, name: str) -> Any:
     if value is None and "None" in kinds:
         return None
     if kind == "str" and kinds.startswith("str"):
-        return cut(value, name)
+        return clipped(value, name)
     if kind == "int" and kinds.startswith(("int", "float")) and abs(value) < 2**53:
         return value
     if kind == kinds and kind in ("bool", "float"):

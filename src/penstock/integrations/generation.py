@@ -49,7 +49,7 @@ def generate(pipe: Pipeline, args: Any, kwargs: Mapping[str, Any]) -> Any:
         set_generator_states(states, [pipe.device])
         if not pipe.is_cut:
             return model.generate(*args, **kwargs)
-        split = _SplitModel(pipe, model)
+        split = _SpreadModel(pipe, model)
         split.open()
         try:
             return model.generate(*args, **kwargs)
@@ -57,7 +57,7 @@ def generate(pipe: Pipeline, args: Any, kwargs: Mapping[str, Any]) -> Any:
             split.close()
 
 
-class _SplitModel:
+class _SpreadModel:
     """The units of a model, each of which runs on one rank."""
 
     def __init__(self, pipe: Pipeline, model: nn.Module) -> None:

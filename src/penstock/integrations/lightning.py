@@ -437,7 +437,7 @@ class PipelineStrategy(_Cuts, TrainerProcesses):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step``, forward and backward; the loss's backward then adds the gradients."""
-        loss = self._run("train", "training_step", args, kwargs)
+        loss = self._run_step("train", "training_step", args, kwargs)
         trainer = self.lightning_module.trainer  # type: ignore[union-attr] # there is one in a step
         if self.pipe.stopping and not trainer.fit_loop._should_accumulate():
             # Read after the hooks of this batch: all ranks then raise SIGTERMException (Lightning 2.6).
@@ -457,17 +457,17 @@ class PipelineStrategy(_Cuts, TrainerProcesses):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``validation_step``."""
-        return self._run("val", "validation_step", args, kwargs)
+        return self._run_step("val", "validation_step", args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``test_step``."""
-        return self._run("test", "test_step", args, kwargs)
+        return self._run_step("test", "test_step", args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``predict_step``; every rank gets its result for the whole batch."""
-        return self._run("predict", "predict_step", args, kwargs)
+        return self._run_step("predict", "predict_step", args, kwargs)
 
-    def _run(self, kind: str, step_name: str, args: Any, kwargs: Any) -> Any:
+    def _run_step(self, kind: str, step_name: str, args: Any, kwargs: Any) -> Any:
         with getattr(self.precision_plugin, f"{kind}_step_context")():
             return self.pipelined.run(step_name, args, kwargs)
 

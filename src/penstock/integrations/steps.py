@@ -412,7 +412,7 @@ class LightningStep(nn.Module):
         is_loss = isinstance(loss, Tensor) and loss.numel() == 1
         if trains and not (is_loss and cast("Tensor", loss).requires_grad):
             raise UsageError(
-                f"{type(self.module).__name__}.{step_name} returned {_shown(loss)}; in training it "
+                f"{type(self.module).__name__}.{step_name} returned {_kind_shown(loss)}; in training it "
                 "returns the loss, a scalar tensor that requires grad, or a dict with it under 'loss'. In a "
                 "pipeline no batch is skipped by returning None, and no loss is computed outside of the step"
             )
@@ -455,7 +455,7 @@ def loss_in(output: Any, _: Any) -> Tensor:
     return torch.zeros((), device="cpu") if loss is None else loss
 
 
-def _shown(value: Any) -> str:
+def _kind_shown(value: Any) -> str:
     if not isinstance(value, Tensor):
         return "None" if value is None else f"a {type(value).__name__}"
     graph = "" if value.requires_grad else " that requires no grad"

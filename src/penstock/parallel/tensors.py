@@ -254,7 +254,7 @@ def let_cross(modules: Iterable[nn.Module], get_mesh: GetMesh | None = None) -> 
     _note_meshes_of(new)
 
 
-def _note(mesh: DeviceMesh) -> _Names:
+def _dimensions_of(mesh: DeviceMesh) -> _Names:
     names = tuple(mesh.mesh_dim_names or ())
     if not names:
         raise SpecError(
@@ -268,7 +268,7 @@ def _note(mesh: DeviceMesh) -> _Names:
 def _note_meshes_of(modules: Iterable[nn.Module]) -> None:
     for parameter in (p for module in modules for p in module.parameters()):
         if is_sharded(parameter) and parameter.device_mesh.mesh_dim_names:
-            _note(parameter.device_mesh)
+            _dimensions_of(parameter.device_mesh)
 
 
 def _mesh(names: _Names) -> DeviceMesh:
@@ -303,11 +303,11 @@ def take_apart(tensor: Tensor, earlier: Any = None) -> tuple[Tensor, Any]:
     if not is_sharded(tensor):
         return tensor, None
     if earlier is not None:
-        placements = [_read(text) for text in earlier["placements"]]
+        placements = [_placement_of(text) for text in earlier["placements"]]
         if placements != list(tensor.placements):
             tensor = tensor.redistribute(placements=placements)
     sharding = {
-        "mesh": list(_note(tensor.device_mesh)),
+        "mesh": list(_dimensions_of(tensor.device_mesh)),
         "placements": [_described(placement) for placement in tensor.placements],
         "shape": list(tensor.shape),
         "stride": list(tensor.stride()),
@@ -317,7 +317,7 @@ def take_apart(tensor: Tensor, earlier: Any = None) -> tuple[Tensor, Any]:
 
 def put_together(part: Tensor, sharding: Any) -> Tensor:
     """The DTensor with this local part, placed as :func:`take_apart` described it."""
-    places = [_read(text) for text in sharding["placements"]]
+    places = [_placement_of(text) for text in sharding["placements"]]
     mesh = _mesh(tuple(sharding["mesh"]))
     return _assembled(part, mesh, places, sharding["shape"], tuple(sharding["stride"]))
 
@@ -337,7 +337,7 @@ def _described(placement: Any) -> list[Any]:
     )
 
 
-def _read(text: list[Any]) -> Placement:
+def _placement_of(text: list[Any]) -> Placement:
     kind, *rest = text
     kinds: Any = {"shard": "Shard", "partial": "Partial", "replicate": "Replicate"}
     placement: Placement = getattr(_dtensors(), kinds[kind])(*rest)

@@ -110,7 +110,7 @@ class Thing:
             return {name: old.get(id(value), value) for name, value in now.items()}
         if isinstance(now, set):
             return set(now)
-        return None if isinstance(now, _Numbers) else [old.get(id(value), value) for value in now]
+        return None if isinstance(now, _Marked) else [old.get(id(value), value) for value in now]
 
 
 def change_to(value: Any, change: Any) -> None:
@@ -497,11 +497,11 @@ def read(value: Any) -> Any:
         if isinstance(value, FakeTensor) or value.is_meta or value.is_inference():
             return None
         kept = value.detach().clone() if value.numel() <= _LARGE else value
-        return _Numbers(value._version, kept)
+        return _Marked(value._version, kept)
     if isinstance(value, np.ndarray):
-        return _Numbers(value.tobytes() if value.size <= _LARGE else b"", value.copy())
+        return _Marked(value.tobytes() if value.size <= _LARGE else b"", value.copy())
     if isinstance(value, Generator):
-        return _Numbers(bytes(value.get_state().tolist()), value.get_state())
+        return _Marked(bytes(value.get_state().tolist()), value.get_state())
     if isinstance(value, Replayed):
         return list(value.taken)
     if isinstance(value, type):
@@ -516,7 +516,7 @@ def read(value: Any) -> Any:
 
 
 @dataclass
-class _Numbers:
+class _Marked:
     """The contents of a tensor, array or generator: a mark that differs after a change, and a copy."""
 
     mark: Any
@@ -533,7 +533,7 @@ class _Numbers:
 
 def write(value: Any, contents: Any) -> None:
     """Write contents into a container, object, array or tensor."""
-    if isinstance(contents, _Numbers):
+    if isinstance(contents, _Marked):
         contents.put_back(value)
     elif isinstance(value, list | deque):
         value.clear()
@@ -570,7 +570,7 @@ def at(value: Any, place: Sequence[Any]) -> Any:
 
 
 def _members(contents: Any) -> list[tuple[Any, Any]]:
-    if isinstance(contents, _Numbers) or contents is None:
+    if isinstance(contents, _Marked) or contents is None:
         return []
     return list(contents.items() if isinstance(contents, Mapping) else enumerate(contents))
 
@@ -583,8 +583,8 @@ def is_equal(old: Any, new: Any) -> bool:
 
 def same(before: Any, after: Any) -> bool:
     """Whether two copies of what something holds are equal."""
-    if isinstance(before, _Numbers):
-        return isinstance(after, _Numbers) and bool(before.mark == after.mark)
+    if isinstance(before, _Marked):
+        return isinstance(after, _Marked) and bool(before.mark == after.mark)
     if after is None or len(before) != len(after):
         return False
     if isinstance(before, set):

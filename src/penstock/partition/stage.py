@@ -181,7 +181,7 @@ class CutStage(StageModule):
                     sends = chain.edge is not None
                     return (None, chain.sent(hidden, self.index, call)) if sends else (hidden, {})
             with _attributes_kept(author, call.plan.trace):
-                result = _Runner(self.index, author, call, values).run(args, kwargs)
+                result = _StageForward(self.index, author, call, values).run(args, kwargs)
             for _, table, name, mine in self._loose if call.plan.trace.tables else ():
                 # A table that this call has made, for those that follow.
                 mine[name] = table[name] if mine[name] is None else mine[name]
@@ -430,7 +430,7 @@ def _put_back_in_objects(trace: Trace, before: Sequence[Any], *, check: bool) ->
             )
 
 
-class _Runner(TorchFunctionMode):
+class _StageForward(TorchFunctionMode):
     """One forward of one stage: runs its own events, and answers the others with placeholders."""
 
     def __init__(
@@ -934,7 +934,7 @@ class _Runner(TorchFunctionMode):
         )
 
 
-class _Onlooker(_Runner):
+class _Onlooker(_StageForward):
     """A forward beyond the last stage, which runs no event: does the author's code follow a plan?
 
     It computes what depends on the model's arguments alone. Where events are given the same plain values and

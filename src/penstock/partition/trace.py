@@ -353,7 +353,7 @@ def record(  # noqa: PLR0913 - a model, and how to run it
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        recorder = _Recorder(model, doors, homes or {}, sizes)
+        recorder = _Tracer(model, doors, homes or {}, sizes)
         # Outside of inference mode, whose tensors have no versions; that alone would enable gradients.
         with torch.inference_mode(False), torch.set_grad_enabled(learns):
             trace = recorder.run(forward, call, numbers, held, inner)
@@ -393,7 +393,7 @@ def _in_containers(makers: Sequence[tuple[weakref.ref[Tensor], int]]) -> list[in
     return [maker for tensor, maker in tensors if id(tensor) in held]
 
 
-class _Recorder(TorchFunctionMode):
+class _Tracer(TorchFunctionMode):
     def __init__(
         self, model: nn.Module, doors: Sequence[Door], homes: Homes, sizes: UnitSizes | None
     ) -> None:
@@ -899,7 +899,7 @@ class _Recorder(TorchFunctionMode):
         aliases = self._aliases([*shown, *owned])
         alias_looks = [_looks(self._fake_of(t)) for t, _ in aliases]
         self._given = {storage_of(t) for t in shown if storage_of(t) not in self._promoted}
-        output = self._run(event, index, run, args, kwargs)
+        output = self._run_event(event, index, run, args, kwargs)
         self._real = {}
         self._note_left(event, twins)
         put_back(undo)
@@ -1091,7 +1091,7 @@ class _Recorder(TorchFunctionMode):
             return
         event.inputs += [((READ, number), number) for number in latest if number not in known]
 
-    def _run(self, event: Event, index: int, run: Run, args: Any, kwargs: Any) -> Any:
+    def _run_event(self, event: Event, index: int, run: Run, args: Any, kwargs: Any) -> Any:
         self.current, self._index = event, index
         work, nbytes = self._work.total, self._work.nbytes
         try:
@@ -1205,7 +1205,7 @@ def _plain_tensors(table: Mapping[str, Any]) -> list[str]:
 class _MadeUp(TorchDispatchMode):
     """Answers with ones where an operation needs a tensor's numbers, and notes what a unit reads."""
 
-    def __init__(self, recorder: _Recorder) -> None:
+    def __init__(self, recorder: _Tracer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
         self._answers = 0

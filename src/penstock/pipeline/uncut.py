@@ -171,9 +171,9 @@ class UncutModel:
             return where
 
         self._call = call
-        return self._run(cut)
+        return self._run_without_data(cut)
 
-    def _run(self, cut: Callable[[], Any]) -> Any:
+    def _run_without_data(self, cut: Callable[[], Any]) -> Any:
         """Run the model without data, by the example or in the first call."""
         if self.needs_call and self._how.example is None:
             return without_data(cut, trains=torch.is_grad_enabled())
@@ -189,7 +189,7 @@ class UncutModel:
         def cut() -> None:
             self._partition, self._where = cutting.make(where, self._call), where
 
-        self._run(cut)
+        self._run_without_data(cut)
 
     def carry_out(self) -> None:
         """Take the stages of this process; see :class:`penstock.runtime.cut.LateCut`."""

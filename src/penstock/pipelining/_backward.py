@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from penstock.backward.nodes import LEAF, node_of
-from penstock.backward.passes import Gradients, describe, seeds_of
+from penstock.backward.passes import Gradients, seeds_of, shapes_text
 from penstock.backward.pending import PendingGradients
 from penstock.backward.search import MicrobatchGraph
 from penstock.backward.split import SharedGradients, SplitBackward
@@ -213,7 +213,7 @@ def _gradients_in(group: ParamGroup, place: int) -> dict[Any, Tensor | None]:
     if not is_right:
         raise _GroupError(
             f"param group {place}: expected grads to be a list of {len(nodes)} tuples of one tensor or None, "
-            f"one for each intermediate, found {describe(rows)}; leave grads as stage_backward_input "
+            f"one for each intermediate, found {shapes_text(rows)}; leave grads as stage_backward_input "
             "returned it, or replace its tensors by others of the same shapes"
         )
     return {node: gradient for node, (gradient,) in zip(nodes, rows, strict=True)}

@@ -107,7 +107,7 @@ def _marked(model: nn.Module, points: Mapping[str, SplitPoint]) -> Iterator[None
 # ---- the arguments of a trace
 
 
-class Look(NamedTuple):
+class TensorLook(NamedTuple):
     """How a tensor must look; a length of None may be any but 0 and 1, which torch traces apart."""
 
     dtype: torch.dtype
@@ -119,7 +119,7 @@ class Look(NamedTuple):
 
     def fits(self, other: Any) -> bool:
         """Whether a tensor of another look may take this one's place."""
-        if not isinstance(other, Look) or len(self.shape) != len(other.shape):
+        if not isinstance(other, TensorLook) or len(self.shape) != len(other.shape):
             return False
         pairs = zip(self.shape, other.shape, strict=True)
         lengths = all(b == a if a is not None else b is None or b > 1 for a, b in pairs)
@@ -130,11 +130,11 @@ def _look_of(leaf: Any) -> Any:
     """How a tensor looks; another value as it is."""
     if not isinstance(leaf, Tensor):
         return leaf
-    return Look(leaf.dtype, tuple(n if isinstance(n, int) else None for n in leaf.shape))
+    return TensorLook(leaf.dtype, tuple(n if isinstance(n, int) else None for n in leaf.shape))
 
 
 def _alike(leaf: Any, traced: Any) -> bool:
-    if isinstance(traced, Look):
+    if isinstance(traced, TensorLook):
         return traced.fits(leaf)
     return type(leaf) is type(traced) and bool(leaf == traced)
 

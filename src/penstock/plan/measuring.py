@@ -82,7 +82,7 @@ def measure(  # noqa: PLR0913 - the arguments of a step, by name
         tokens=tokens,
         measured=True,
         model=type(model).__name__,
-        coster=_Coster(model, (args, kwargs, target), loss_fn, rules, stages, repeats=repeats),
+        coster=_UnitCoster(model, (args, kwargs, target), loss_fn, rules, stages, repeats=repeats),
     )
 
 
@@ -124,11 +124,11 @@ def predict(  # noqa: PLR0913 - the arguments of a step, by name
         network=on.wire(on.node + 1),
         tokens=tokens,
         model=type(model).__name__,
-        coster=_Coster(model, (args, kwargs, target), loss_fn, rules, stages, device=on),
+        coster=_UnitCoster(model, (args, kwargs, target), loss_fn, rules, stages, device=on),
     )
 
 
-class _Coster(Coster):
+class _UnitCoster(Coster):
     """Finds what the units of a model cost, by the samples of a microbatch.
 
     Args:

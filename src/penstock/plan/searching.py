@@ -94,9 +94,9 @@ class Plans:
             "  ".join(f"{c:{side}{w}}" for c, side, w in zip(row, sides, widths, strict=True))
             for row in rows
         )
-        return "\n".join([*map(str.rstrip, lines), self._note(), *self.why])
+        return "\n".join([*map(str.rstrip, lines), self._basis(), *self.why])
 
-    def _note(self) -> str:
+    def _basis(self) -> str:
         kind = "measured on" if self.profile.measured else "predicted for"
         return f"costs {kind} {self.profile.device}; {self.looked_at} candidates, {self.simulated} simulated"
 
@@ -108,7 +108,7 @@ class Plans:
             title: The heading; by default it names the model.
         """
         title = title or f"Plans for {self.profile.model or 'a model'}"
-        page = report_of(self.plans, profile=self.profile, title=title, note=self._note())
+        page = report_of(self.plans, profile=self.profile, title=title, note=self._basis())
         Path(path).write_text(page, encoding="utf-8")
 
 
@@ -275,7 +275,7 @@ def _wires(cluster: Cluster, ranks: Sequence[int]) -> tuple[Wire, ...]:
 
 
 @dataclass(frozen=True)
-class _Ranks:
+class _RankCosts:
     """The ranks of a pipeline, as costs need them.
 
     Args:
@@ -389,19 +389,19 @@ class _PlanSearch:
             self._known["on", samples] = every
         return [self._known["on", samples][rank] for rank in ranks]
 
-    def _ranks(self, shape: PlanShape, arrangement: Arrangement | None) -> list[_Ranks]:
+    def _ranks(self, shape: PlanShape, arrangement: Arrangement | None) -> list[_RankCosts]:
         """The ranks of each pipeline, once for pipelines that are alike."""
         key = shape.samples, shape.ranks, arrangement
         if key not in self._known:
             limit, count = self._wanted.memory, shape.ranks
             if arrangement is None:
-                self._known[key] = [_Ranks((), (), (limit,) * count, (1.0,) * count)]
+                self._known[key] = [_RankCosts((), (), (limit,) * count, (1.0,) * count)]
             else:
                 self._known[key] = [self._ranks_of(shape, ranks) for ranks in arrangement.pipelines]
-        ranks: list[_Ranks] = self._known[key]
+        ranks: list[_RankCosts] = self._known[key]
         return ranks
 
-    def _ranks_of(self, shape: PlanShape, ranks: Sequence[int]) -> _Ranks:
+    def _ranks_of(self, shape: PlanShape, ranks: Sequence[int]) -> _RankCosts:
         cluster = self._wanted.cluster
         assert cluster is not None
         on = self._on(shape.samples, ranks)
@@ -411,7 +411,7 @@ class _PlanSearch:
             for rank in ranks
         ]
         paces = tuple(work / min(works) for work in works)
-        return _Ranks(tuple(on), _wires(cluster, ranks), tuple(limits), paces)
+        return _RankCosts(tuple(on), _wires(cluster, ranks), tuple(limits), paces)
 
     # ---- candidates
 
@@ -509,7 +509,7 @@ class _PlanSearch:
         cut: Cut,
         again: frozenset[int],
         placement: Placement,
-        ranks: _Ranks,
+        ranks: _RankCosts,
     ) -> StageCosts:
         """What stages cost on the ranks of a pipeline."""
         if not ranks.on:

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.backward import SplitBackward
-from penstock.devices import finish
+from penstock.devices import wait_for
 from penstock.errors import UsageError
 from penstock.partition import Door
 from penstock.partition.base import count_parameters
@@ -423,7 +423,7 @@ def clock_of(home: torch.device) -> Stopwatch:
         return Stopwatch(time.thread_time if torch.get_num_threads() == 1 else time.perf_counter)
 
     def after_all() -> float:
-        finish(home)
+        wait_for(home)
         return time.perf_counter()
 
     return Stopwatch(after_all)
@@ -455,7 +455,7 @@ class Count:
         meter.reset_peak()
         with self._within(), ExitStack() as stack:
             if self.saves and kind == "forward" and section.unit not in self.unseen:
-                note = partial(self._note, section, not module)
+                note = partial(self._note_saved, section, not module)
                 stack.enter_context(saved_tensors_hooks(note, lambda tensor: tensor))
             yield
         if kind != "forward":
@@ -486,7 +486,7 @@ class Count:
             entered: Tensor = cast("Any", _Entered).apply(leaf)
             return entered
 
-    def _note(self, section: Section, around: bool, tensor: Tensor) -> Tensor:
+    def _note_saved(self, section: Section, around: bool, tensor: Tensor) -> Tensor:
         key = storage_key(tensor)
         # What depends on the model's arguments alone, and weights, are there anyway.
         if self._meter.allocated(key):

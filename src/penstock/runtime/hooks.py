@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from penstock.devices import finish
+from penstock.devices import wait_for
 from penstock.errors import StageError, UsageError
 from penstock.schedule import Action, Span, matching
 
@@ -156,5 +156,5 @@ class Recorder:
         self.spans.append(Span(rank, action, self._start, self._now() - self._origin))
 
     def _now(self) -> float:
-        finish(self._device)
+        wait_for(self._device)
         return perf_counter()

@@ -113,7 +113,7 @@ class Flow:
         sends = set(users) - {self._rank} if rank_of[edge.source] == self._rank else ()
         return users.count(self._rank) + len(sends)
 
-    def wire(self, action: Action) -> Wire:
+    def wire_of(self, action: Action) -> Wire:
         """The wire of a message."""
         key = action.op, action.stage, action.peer_stage
         wire = self._wires.get(key)
@@ -189,7 +189,7 @@ class Program:
         """The channels that this schedule's messages use on any rank."""
         flow = self.flow()
         return (
-            flow.wire(action).channel
+            flow.wire_of(action).channel
             for rank in range(self.schedule.ranks)
             for action in self.schedule.actions(rank)
             if action.op in MESSAGE_OPS
@@ -722,7 +722,7 @@ class Interpreter:
 
     def _wire(self, action: Action) -> Wire:
         """The wire of a message; it has no edges if nothing travels for this kind of microbatch."""
-        return self._flows[action.microbatch or 0].wire(action)
+        return self._flows[action.microbatch or 0].wire_of(action)
 
     def _send_values(self, action: Action) -> None:
         wire, microbatch = self._wire(action), action.microbatch or 0
@@ -934,7 +934,7 @@ def _checked(
     for leaf, expected in zip(leaves, layout.leaves, strict=True):
         if not isinstance(expected, TensorLayout):
             if isinstance(leaf, Tensor) or leaf != expected:
-                raise _unlike(action, _shown(leaf), repr(expected))
+                raise _unlike(action, _leaf_shown(leaf), repr(expected))
             continue
         if leaf is None and action.op is Op.SEND_B:
             leaf = expected.empty(device).zero_()
@@ -942,9 +942,9 @@ def _checked(
         if isinstance(leaf, Tensor) and type(leaf) is not Tensor:
             leaf = take_apart(arrived(leaf), expected.sharding)[0]
         if not isinstance(leaf, Tensor) or leaf.shape != expected.shape:
-            raise _unlike(action, _shown(leaf), expected)
+            raise _unlike(action, _leaf_shown(leaf), expected)
         if leaf.dtype != expected.torch_dtype or learns is not expected.learns:
-            raise _unlike(action, _shown(leaf), expected)
+            raise _unlike(action, _leaf_shown(leaf), expected)
         tensors.append(leaf)
     return tensors
 
@@ -956,7 +956,7 @@ def _unlike(action: Action, shown: str, expected: object) -> SpecError:
     )
 
 
-def _shown(leaf: Any) -> str:
+def _leaf_shown(leaf: Any) -> str:
     return str(layout_of(leaf)) if isinstance(leaf, Tensor) else repr(leaf)
 
 

@@ -118,7 +118,7 @@ def add_loss(name: str, value: Tensor, weight: float = 1.0) -> None:
     if losses is None:
         return
     if not isinstance(value, Tensor) or value.numel() != 1:
-        raise UsageError(f"add_loss({name!r}, ...) needs a scalar tensor, not {_shown(value)}")
+        raise UsageError(f"add_loss({name!r}, ...) needs a scalar tensor, not {_size_shown(value)}")
     if not isinstance(name, str) or name == MAIN:
         raise UsageError(f"add_loss({name!r}, ...): the name must be a text other than {MAIN!r}")
     if losses.differentiable and weight and not torch.is_grad_enabled():
@@ -151,7 +151,7 @@ def metric_terms(name: str, result: Any, weight: float) -> tuple[Number, Number,
     if _is_number(result):
         return result, 1.0, weight
     raise UsageError(
-        f"the metric {name!r} must return a number or a pair of numbers, not {_shown(result)}"
+        f"the metric {name!r} must return a number or a pair of numbers, not {_size_shown(result)}"
     )
 
 
@@ -159,7 +159,7 @@ def _is_number(value: Any) -> bool:
     return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)
 
 
-def _shown(value: Any) -> Any:
+def _size_shown(value: Any) -> Any:
     return list(value.shape) if isinstance(value, Tensor) else type(value).__name__
 
 
@@ -395,7 +395,7 @@ class Loss:
         """
         loss = self.function(output, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise UsageError(f"loss_fn must return a scalar tensor, not {_shown(loss)}")
+            raise UsageError(f"loss_fn must return a scalar tensor, not {_size_shown(loss)}")
         if not loss.requires_grad and torch.is_grad_enabled() and _requires_grad(output):
             raise UsageError(
                 "loss_fn returned a loss that requires no grad for an output that does, so it would train "

@@ -184,7 +184,7 @@ class StepTally:
     def sums(self) -> dict[_Row, float]:
         """All that was noted, added up by microbatch and stage: the same bits in every schedule."""
         rows = {row: sorted(terms, key=lambda t: t[:2]) for row, terms in self._terms.items()}
-        values = iter(_read([term.value for terms in rows.values() for term in terms]))
+        values = iter(_floats_of([term.value for terms in rows.values() for term in terms]))
         # A term with factor 0 may be nan.
         return {
             row: sum([t.factor * v for t, v in zip(terms, values, strict=False) if t.factor], 0.0)
@@ -192,7 +192,7 @@ class StepTally:
         }
 
 
-def _read(values: Sequence[Number]) -> list[float]:
+def _floats_of(values: Sequence[Number]) -> list[float]:
     """Numbers as floats; tensors move to the CPU in one transfer per device."""
     numbers: dict[int, float] = {}
     for device in {value.device for value in values if isinstance(value, Tensor)}:

@@ -195,14 +195,14 @@ def find_slow(schedule: Schedule, costs: Costs, timeline: Timeline) -> tuple[Slo
     if len(known) < 2:
         return ()
     ratios = {stage: took[stage] / should[stage] for stage in known}
-    step = _Step(schedule, costs, ratios)
+    step = _MeasuredStep(schedule, costs, ratios)
     slow = [*_slow_ranks(step, ratios), *_slow_links(step, message_times(schedule, timeline))]
     return tuple(
         sorted((one for one in slow if one.share >= MATTERS), key=lambda one: -one.seconds)
     )
 
 
-class _Step:
+class _MeasuredStep:
     """A step as it was, in simulation: what it takes, and would take.
 
     Args:
@@ -256,7 +256,7 @@ class _Step:
         return self._costs.wire(*pair)[0] + max(transfers, default=0.0)
 
 
-def _slow_ranks(step: _Step, ratios: Mapping[int, float]) -> Iterator[Slow]:
+def _slow_ranks(step: _MeasuredStep, ratios: Mapping[int, float]) -> Iterator[Slow]:
     placement = step.schedule.placement
     for rank in range(placement.ranks):
         mine = {stage: ratios[stage] for stage in placement.stages_on(rank) if stage in ratios}
@@ -268,7 +268,7 @@ def _slow_ranks(step: _Step, ratios: Mapping[int, float]) -> Iterator[Slow]:
                 yield step.slow("stage", rank, (stage,), ratio / step.usual)
 
 
-def _slow_links(step: _Step, times: MessageTimes) -> Iterator[Slow]:
+def _slow_links(step: _MeasuredStep, times: MessageTimes) -> Iterator[Slow]:
     for pair, delay in times.delays.items():
         if pair[0] > pair[1] and pair[::-1] in times.delays:
             continue

@@ -73,8 +73,8 @@ class WorkerPool:
         """
         task = json.dumps({"function": function, "ranks": ranks, "arguments": arguments}).encode()
         timeout += 0.0 if self._processes else STARTING
-        self._start()
         try:
+            self._start()
             for pipe in self._pipes[:ranks]:
                 with contextlib.suppress(OSError):  # a dead worker shows when its reply is read
                     pipe.send_bytes(task)
@@ -123,10 +123,11 @@ class WorkerPool:
         for rank in range(self.size):
             pipe, end = _CONTEXT.Pipe()
             task = (rank, self.size, self._folder.name, end, environment)
-            self._processes.append(_CONTEXT.Process(target=work, args=task, daemon=True))
-            self._pipes.append(pipe)
-            self._processes[-1].start()
+            process = _CONTEXT.Process(target=work, args=task, daemon=True)
+            process.start()
             end.close()
+            self._processes.append(process)
+            self._pipes.append(pipe)
 
     def close(self) -> None:
         """End all workers; the next task starts new ones."""

@@ -159,7 +159,7 @@ def next_byte_loss(logits: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, -2), target.flatten())
 
 
-def cut(layers: int, stages: int) -> list[list[str]]:
+def even_stages(layers: int, stages: int) -> list[list[str]]:
     """The paths of each stage's modules: blocks dealt evenly, the ends of the model to the outer stages."""
     bounds = [math.ceil(stage * layers / stages) for stage in range(stages + 1)]
     blocks = [[f"blocks.{i}" for i in range(*ends)] for ends in pairwise(bounds)]

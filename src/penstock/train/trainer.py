@@ -29,7 +29,7 @@ from penstock.train.display import say, summary
 from penstock.train.model import (
     GPT,
     VOCABULARY,
-    cut,
+    even_stages,
     learning_rate,
     make_optimizer,
     next_byte_loss,
@@ -150,7 +150,7 @@ def make_pipeline(
     else:
         schedule = schedule_of(config)
         options |= {"schedule": schedule.name, "microbatches": config.microbatches}
-        options["stages"] = cut(config.layers, schedule.stages)
+        options["stages"] = even_stages(config.layers, schedule.stages)
     return Pipeline(model, **options)
 
 
@@ -431,6 +431,6 @@ class Run:
         return planning.plan_for(
             profile_of(config, repeats=2),
             schedule,
-            cut(config.layers, schedule.stages),
+            even_stages(config.layers, schedule.stages),
             batch=config.batch // config.replicas,
         )

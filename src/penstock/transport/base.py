@@ -261,7 +261,7 @@ def wait_for(works: Iterable[Any]) -> None:
         raise MessageError(f"a connection is closed: {error}") from error
 
 
-def bytes_of(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
     """A tensor's data as bytes in one row."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     return plain.contiguous().reshape(-1).view(torch.uint8)

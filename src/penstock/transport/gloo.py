@@ -27,7 +27,7 @@ from penstock.transport.base import (
     GroupArrival,
     Sending,
     Transport,
-    bytes_of,
+    as_bytes,
     moved,
     packed,
     parcels_for,
@@ -94,7 +94,7 @@ class GlooTransport(Transport):
         self, peer: int, tag: int, tensors: Sequence[Tensor], direction: int = VALUES
     ) -> Sending:
         """Start to send tensors."""
-        buffers = [bytes_of(tensor) for tensor in tensors]
+        buffers = [as_bytes(tensor) for tensor in tensors]
         if self._device.type != "cpu":
             buffers = [buffer.cpu() for buffer in buffers]
         size = sum([buffer.numel() for buffer in buffers])
@@ -129,7 +129,7 @@ class GlooTransport(Transport):
             wait_for([self._group.allgather([rows], [values])])
             self.activity.go_on()
             return rows
-        data = bytes_of(values)
+        data = as_bytes(values)
         for line in self._lines.values():
             line.send(_CONTROL, [data.numpy()], data.numel())
         rows[self.rank].copy_(values)
@@ -137,7 +137,7 @@ class GlooTransport(Transport):
             row = torch.frombuffer(line.receive(_CONTROL), dtype=torch.uint8)
             if row.numel() != data.numel():
                 raise DifferentCalls
-            bytes_of(rows[peer]).copy_(row)
+            as_bytes(rows[peer]).copy_(row)
         self.activity.go_on()
         return rows
 

@@ -26,7 +26,7 @@ from penstock.transport.base import (
     GroupArrival,
     Sending,
     Transport,
-    bytes_of,
+    as_bytes,
     packed,
     parcels_for,
 )
@@ -107,7 +107,7 @@ class NcclTransport(Transport):
         if channel not in self._groups:
             return self._gloo.send(peer, tag, tensors, direction)
         # To the GPU: a stage on a GPU may send a tensor that is on the CPU.
-        parcels = packed([bytes_of(tensor).to(self._device) for tensor in tensors])
+        parcels = packed([as_bytes(tensor).to(self._device) for tensor in tensors])
         works = [self._groups[channel].send([p], int(peer > self.rank), tag) for p in parcels]
         self._keep(channel, works, parcels)
         return NcclSending(works, parcels)

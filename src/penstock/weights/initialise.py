@@ -52,7 +52,7 @@ def initialise(
         for module, (path, around) in calls.items():
             seed_generators(seed_of(seed, f"weights of {path_without_wrappers(path)}"), devices)
             with _others_kept(module, owners):
-                _run(module, around)
+                _initialise(module, around)
     _check_filled([root for root, _ in homes], blanks)
 
 
@@ -81,7 +81,7 @@ def _innermost(inits: dict[str, Init], path: str) -> Init | None:
     return inits.get(path)
 
 
-def _run(module: nn.Module, around: Init | None) -> None:
+def _initialise(module: nn.Module, around: Init | None) -> None:
     """Run a module's own initialiser, unless it needs arguments, and then the surrounding model's."""
     reset: Any = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
     if callable(reset) and _takes_nothing(reset):

@@ -222,7 +222,7 @@ _PERIOD = 6
 
 
 @dataclass(frozen=True)
-class _Block:
+class _BuildingBlock:
     """When one microbatch runs on each rank, given as the time from a rank to the next.
 
     Attributes:
@@ -249,7 +249,9 @@ class _Block:
         )
 
 
-def _squeezed(name: str, ranks: int, microbatches: int, block: _Block, held: int) -> Schedule:
+def _squeezed(
+    name: str, ranks: int, microbatches: int, block: _BuildingBlock, held: int
+) -> Schedule:
     """Repeat a building block and squeeze it.
 
     Args:
@@ -298,7 +300,7 @@ def _squeezed(name: str, ranks: int, microbatches: int, block: _Block, held: int
     return empty.with_programs(programs)
 
 
-def _order(rank: int, ranks: int, microbatches: int, block: _Block) -> list[Action]:
+def _order(rank: int, ranks: int, microbatches: int, block: _BuildingBlock) -> list[Action]:
     """A rank's Fs and Is, sorted by their times in the repeated block."""
     down, up = rank, 2 * ranks - 1 - rank
     kinds = ((down, Op.F), (up, Op.F), (up, Op.I), (down, Op.I))
@@ -317,7 +319,7 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
     same time of the period; a wait at the loss moves them apart.
     """
     turn = 1 if ranks % 2 else 4
-    block = _Block(forward=(1, 2), backward=(1, 2), turn=turn)
+    block = _BuildingBlock(forward=(1, 2), backward=(1, 2), turn=turn)
     return _squeezed("V-Half", ranks, microbatches, block, held=(ranks + 2) // 2)
 
 
@@ -329,7 +331,7 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
     loss moves them apart.
     """
     turn = 0 if ranks % 3 else 2
-    block = _Block(forward=(1, 1), backward=(1, 1), turn=turn)
+    block = _BuildingBlock(forward=(1, 1), backward=(1, 1), turn=turn)
     return _squeezed("V-Min", ranks, microbatches, block, held=(ranks + 4) // 3)
 
 
@@ -390,7 +392,7 @@ class _ProgramWriter:
         return Action(stage, op, self._begun[key] - 1)
 
 
-_ZB_V = _Block(forward=(3, 3), backward=(3, 3))
+_ZB_V = _BuildingBlock(forward=(3, 3), backward=(3, 3))
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:
