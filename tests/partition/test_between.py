@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from penstock.errors import PartitionError
+from penstock.errors import PartitionError, PlanError
 from penstock.partition import partition
 from tests.partition.driver import backwards, check_equal, cut, forwards, square_mean
 from tests.partition.zoo import Encoder
@@ -53,6 +53,7 @@ class Model(nn.Module):
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
         self.register_buffer("mean", torch.zeros(WIDTH))
         self.mean: Tensor
+        self.register_buffer("table", None, persistent=False)
         self.body = body
         self.called: Counter[str] = Counter()
 
@@ -493,6 +494,13 @@ def makes_a_table_once(m: Any, x: Tensor) -> Any:
     return through_all(m, x) * m.table
 
 
+@program()
+def sets_a_buffer_once(m: Any, x: Tensor) -> Any:
+    if m.table is None:
+        m.table = torch.arange(WIDTH).to(x.dtype)
+    return through_all(m, x) * m.table
+
+
 # ---- numbers that decide, and what no stage has whole
 
 
@@ -510,6 +518,12 @@ def takes_some_rows(m: Model, x: Tensor) -> Tensor:
     h = m.l[1](m.l[0](x))
     h = h[h[:, 0] > 0]
     return m.l[3](m.l[2](h)) / len(h)  # type: ignore[no-any-return]
+
+
+@program()
+def rows_at_the_end(m: Model, x: Tensor) -> Tensor:
+    h = through_all(m, x)
+    return torch.tanh(h[h[:, 0] > h[0, 0]].T).sum(1)
 
 
 @program(recomputed=True)
@@ -611,6 +625,41 @@ def adds_what_was_collected(m: Model, x: Tensor) -> Any:
     return through_all(m, x), sum(Outside.items)
 
 
+class Table(nn.Module):
+    """Makes a table at its first call, of numbers and a buffer, and keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", None, persistent=False)
+        self.register_buffer("slope", torch.tensor(0.5))
+
+    def forward(self) -> Any:
+        if self.table is None:
+            self.register_buffer("table", self.slope * torch.arange(WIDTH), persistent=False)
+        return self.table
+
+
+class Asks(nn.Linear):
+    """Asks a table that all layers have."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(WIDTH, WIDTH)
+        if not index:
+            COMMON[:] = [Table()]
+        self.table = COMMON[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.table()  # type: ignore[no-any-return]
+
+
+COMMON: list[Table] = []
+
+
+@program(Asks)
+def asks_a_table_that_all_have(m: Model, x: Tensor) -> Tensor:
+    return through_all(m, x)
+
+
 # ---- each program as the plain model, or refused
 
 
@@ -660,6 +709,17 @@ def test_as_the_plain_model_or_refused(name: str, cuts: list[str]) -> None:
 
 
 # ---- state that a forward advances
+
+
+def test_a_buffer_that_every_call_changes_is_no_table() -> None:
+    def body(m: Any, x: Tensor) -> Any:
+        m.table = torch.ones(()).to(x.dtype) if m.table is None else m.table + 1
+        return through_all(m, x) * m.table
+
+    parts = cut(make(body), ["l.1", "l.3"], (rows(),))
+    plan = forwards(parts, (rows(),)).plan
+    with pytest.raises(PlanError, match="buffer 'table' of the Model again and again"):
+        forwards(parts, (rows(),), plan=plan)
 
 
 class Slotted:

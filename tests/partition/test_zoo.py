@@ -71,11 +71,35 @@ class Loose(nn.Module):
 
 
 class Directly(zoo.Deciding):
-    """Calls the forward of some modules itself."""
+    """Calls the forward of some modules itself, of those that draw too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropped = nn.Dropout()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[1](self.blocks[0].forward(x))
+        x = self.blocks[1](self.dropped.forward(self.blocks[0].forward(x)))
         return self.blocks[3](self.blocks[2].forward(x))  # type: ignore[no-any-return]
+
+
+class Sharing(nn.Module):
+    """Its layers share what they make in a dictionary of another class, as some decoders share their keys."""
+
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor, shared: Any = None, mask: Any = None) -> Tensor:
+            x = super().forward(x) * mask + shared.get("made", 0)
+            shared["made"] = x
+            return torch.tanh(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared, mask = UserDict[str, Tensor](), (x > 0).to(x.dtype)
+        for layer in self.layers:
+            x = layer(x, shared, mask=mask)
+        return x * shared["made"]
 
 
 Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -118,6 +142,31 @@ def test_by_count(name: str, stages: int, training: bool) -> None:
 def test_units_that_are_recomputed(name: str, stages: int) -> None:
     model, args, kwargs = make(name)
     check_equal(model, stages, args, kwargs, draws=True, repeat=2, checkpoint=True)
+
+
+def test_what_layers_share_in_a_dictionary_of_another_class() -> None:
+    torch.manual_seed(0)
+    check_equal(Sharing().double(), 3, (rows(),))
+
+
+class Relative(nn.Module):
+    """Gives a module the weight of another, which is constructed last and never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norm, self.table = nn.LayerNorm(WIDTH), nn.Embedding(5, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.norm(self.table.weight)
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + table.mean(0)
+        return x
+
+
+def test_a_weight_that_a_unit_is_given_places_its_module() -> None:
+    torch.manual_seed(0)
+    check_equal(Relative().double(), 3, (rows(),))
 
 
 def test_recomputed_units_by_path() -> None:

@@ -194,6 +194,17 @@ class Chosen(Gpt):
         return h[keep].sum(0)
 
 
+@add(
+    "rows chosen after the last unit, and used",
+    lambda: {"ids": words()[0], "keep": torch.rand(SAMPLES, 6) < 0.5},
+)
+class ChosenMore(Gpt):
+    def forward(self, ids: Tensor, keep: Tensor) -> Tensor:
+        kept = super().forward(ids)[keep]
+        kept = torch.cat([torch.tanh(kept).T * 2, kept.T], 0)
+        return kept.sum(1)
+
+
 @add("rows chosen by what units made", words)
 class ChosenByUnits(Gpt):
     def forward(self, ids: Tensor) -> Tensor:

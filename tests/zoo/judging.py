@@ -320,13 +320,13 @@ def share_of(example: Example, units: Sequence[Sequence[str]]) -> float:
 
 
 def _count(module: nn.Module, stage: int, work: list[float], counter: Any) -> None:
-    before: list[float] = []
+    run = module.forward
 
-    def enter(*_: Any) -> None:
-        before.append(counter.get_total_flops())
+    # Not by hooks, as some code calls a module's forward itself.
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        before = counter.get_total_flops()
+        output = run(*args, **kwargs)
+        work[stage] += counter.get_total_flops() - before
+        return output
 
-    def leave(*_: Any) -> None:
-        work[stage] += counter.get_total_flops() - before.pop()
-
-    module.register_forward_pre_hook(enter)
-    module.register_forward_hook(leave, always_call=True)
+    vars(module)["forward"] = forward

@@ -578,10 +578,18 @@ _PATCHED = {
     "pixel_attention_mask": lambda config, found: torch.ones(SAMPLES, 16, dtype=torch.long),
     "spatial_shapes": lambda config, found: torch.full((SAMPLES, 2), 4),
 }
+_ROTARY = {
+    "text_config.rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [2, 1, 1],
+    }
+}
 _BOXES = {"bbox": lambda config, found: INPUTS["bbox"](config)}
 SPECIAL: dict[str, dict[str, Any]] = {
     "blip_2": {"config": {"image_token_index": IMAGE}},
-    "layoutlmv3": {"config": {"coordinate_size": 6, "shape_size": 4, "input_size": 16}, "call": _BOXES},
+    "layoutlmv3": {"config": {"coordinate_size": 6, "shape_size": 4, "input_size": 16},
+                   "call": {**_BOXES, "pixel_values": _normal(3, 16, 16)}},
     "bros": {"call": {"bbox": _normal(LENGTH, 8)}},
     "udop": {"call": {"bbox": lambda config, found: torch.rand(SAMPLES, LENGTH, 4)}},
     "lxmert": {
@@ -627,9 +635,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "audio_spectrogram_transformer": {"config": {"max_length": 32}, "call": {"input_values": _normal(32, 16)}},
     "wav2vec2_bert": {"config": {"feature_projection_input_dim": 16}},
     "gemma3n": {"model": "Gemma3nForCausalLM", "config": {"num_hidden_layers": 6, "num_kv_shared_layers": 2,
+                                                         "intermediate_size": [48] * 6, "activation_sparsity_pattern": [0.0] * 6,
                                                          "layer_types": ["sliding_attention", "full_attention"] * 3,
                                                          "hidden_size_per_layer_input": 8, "laurel_rank": 4,
                                                          "vocab_size_per_layer_input": VOCAB}},
+    "qwen2_vl": {"config": _ROTARY},
+    "qwen2_5_vl": {"config": {**_ROTARY, "vision_config.window_size": 16, "vision_config.fullatt_block_indexes": [1, 3]}},
     "gemma4": {"model": "Gemma4ForCausalLM"},
     "mamba2": {"config": {"num_heads": 8, "head_dim": 8}},
     "pix2struct": {"call": {"flattened_patches": _normal(9, 18), "attention_mask": _ones(9), "input_ids": None},

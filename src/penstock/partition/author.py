@@ -66,6 +66,7 @@ class Author:
         self._sizes = UnitSizes()
         self._around = Settings(self.outside)
         self.to_set: list[tuple[Any, str, Any]] = []
+        self.tables: dict[tuple[int, str], tuple[Any, int, Any]] = {}
         self._settings = [self._settings_of(stage) for stage in range(stages)]
         if stages > 1:
             check_not_compiled(model, self.outside)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -572,7 +572,7 @@ def at(value: Any, place: Sequence[Any]) -> Any:
 def _members(contents: Any) -> list[tuple[Any, Any]]:
     if isinstance(contents, _Marked) or contents is None:
         return []
-    return list(contents.items() if isinstance(contents, dict) else enumerate(contents))
+    return list(contents.items() if isinstance(contents, Mapping) else enumerate(contents))
 
 
 def is_equal(old: Any, new: Any) -> bool:
@@ -619,7 +619,7 @@ def look_at_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Things:
 
 
 def swapped(value: Any, put: Callable[[Tensor], Tensor], undo: list[tuple[Any, Any, Any]]) -> Any:
-    """Like `map_tensors`, but lists and dictionaries stay the same objects.
+    """Like `map_tensors`, but lists and dictionaries, of any class, stay the same objects.
 
     Args:
         value: the value.
@@ -629,9 +629,9 @@ def swapped(value: Any, put: Callable[[Tensor], Tensor], undo: list[tuple[Any, A
     kind = type(value)
     if kind is tuple:
         return tuple([swapped(child, put, undo) for child in value])
-    if not isinstance(value, list | dict):
+    if not isinstance(value, list | MutableMapping):
         return map_tensors(value, put)
-    for name, child in list(value.items() if isinstance(value, dict) else enumerate(value)):
+    for name, child in _members(value):
         twin = swapped(child, put, undo)
         if twin is not child:
             value[name] = twin
@@ -642,9 +642,7 @@ def swapped(value: Any, put: Callable[[Tensor], Tensor], undo: list[tuple[Any, A
 def put_back(undo: list[tuple[Any, Any, Any]]) -> None:
     """Put what `swapped` has replaced back into lists and dictionaries, wherever it is there now."""
     for container, twin, child in undo:
-        for name, value in list(
-            container.items() if isinstance(container, dict) else enumerate(container)
-        ):
+        for name, value in _members(container):
             if value is twin:
                 container[name] = child
 

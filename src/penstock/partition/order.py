@@ -92,11 +92,14 @@ class CallOrder:
     def _read_by(self, event: Event, met: set[str]) -> list[str]:
         """The units whose weights an event reads, if none of those that have these was there before."""
         names = (self._trace.values[number].parameter or "" for _, number in event.inputs)
-        having = [] if event.is_unit else [self._readers.get(name, []) for name in names]
-        return list(dict.fromkeys(of[0] for of in having if of and met.isdisjoint(of)))
+        having = [self._readers.get(name, []) for name in names]
+        having = [of for of in having if event.what not in of and met.isdisjoint(of)]
+        return list(dict.fromkeys(of[0] for of in having if of))
 
     def _is_early(self, index: int, path: str) -> bool:
         """Whether a unit, whose weights an event reads, is needed before it is called, if it ever is."""
+        if self._trace.events[index].is_unit:
+            return True
         made = {index}
         for later in range(index + 1, len(self._trace.events)):
             event = self._trace.events[later]

@@ -181,7 +181,11 @@ class CutStage(StageModule):
                     sends = chain.edge is not None
                     return (None, chain.sent(hidden, self.index, call)) if sends else (hidden, {})
             with _attributes_kept(author, call.plan.trace):
-                return _StageForward(self.index, author, call, values).run(args, kwargs)
+                result = _StageForward(self.index, author, call, values).run(args, kwargs)
+            for _, table, name, mine in self._loose if call.plan.trace.tables else ():
+                # A table that this call has made, for those that follow.
+                mine[name] = table[name] if mine[name] is None else mine[name]
+            return result
         except PlanError:
             author.refresh()
             raise
@@ -363,6 +367,8 @@ def _attributes_kept(author: Author, trace: Trace) -> Iterator[None]:
         ended = True
     finally:
         _put_back_in_objects(trace, objects, check=ended)
+        for module, name in trace.tables if ended else ():
+            _check_table(author, module, name)
         for module, state, before in states:
             if len(state) != len(before) or any(state.get(n) is not v for n, v in before.items()):
                 stay = {n: v for n, v in state.items() if (id(module), n) in trace.settled}
@@ -391,6 +397,22 @@ def _check_set_once(
                 f"the model's forward changes the attribute {name!r} of {owner} again and again, in code "
                 "that every stage runs; move it into a module that is in one stage"
             )
+
+
+def _check_table(author: Author, module: nn.Module, name: str) -> None:
+    """Check that a buffer around the units stays what the first call has made it."""
+    now = module._buffers.get(name)
+    if now is None or now.is_inference():
+        return
+    known, version, copied = author.tables.get((id(module), name), (None, 0, now))
+    if known is None or (known.dtype, known.device) != (now.dtype, now.device):
+        author.tables[id(module), name] = now, now._version, now.detach().clone()
+    elif (now is not known or now._version != version) and not torch.equal(copied, now):
+        owner = author.paths[id(module)] or f"the {type(module).__name__}"
+        raise PlanError(
+            f"the model's forward changes the buffer {name!r} of {owner} again and again, in code that every "
+            "stage runs; move it into a module that is in one stage"
+        )
 
 
 def _put_back_in_objects(trace: Trace, before: Sequence[Any], *, check: bool) -> None:
@@ -784,7 +806,7 @@ class _StageForward(TorchFunctionMode):
         value = self._plan.trace.values[number]
         if isinstance(tensor, FakeTensor):
             raise self._absent(step)
-        if self._stage < self._author.stages - 1 or not step.event.needs_data:
+        if self._stage < self._author.stages - 1 or not step.event.varies:
             # A reentrant checkpoint runs its function without gradients at first.
             learns = not self._region_runs
             _check_tensor(step, self._stage, tensor, value, self._call, learns=learns)

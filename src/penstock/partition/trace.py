@@ -181,6 +181,7 @@ class Event:
         reads: the events whose tensors it used, though they were not arguments.
         generators: the model's generators from which it draws.
         needs_data: whether the result depends on the numbers in a tensor.
+        varies: whether numbers may decide the shapes of the result: it needs data, or an input does.
         where: the module and line of the author's code.
         call: its arguments, ``(args, kwargs)``.
         objects: what caches and other objects among a unit's arguments held before the call.
@@ -201,6 +202,7 @@ class Event:
     reads: set[int] = field(default_factory=set)
     generators: list[torch.Generator] = field(default_factory=list)
     needs_data: bool = False
+    varies: bool = False
     call: tuple[Any, Any] = ((), {})
     objects: Things | None = None
     mutable: bool = False
@@ -251,6 +253,7 @@ class Trace:
         mode: the mode of the fake tensors.
         state: the changes that the run made outside of units, or to objects that several units have.
         settled: the attributes around units that are set once, by module and name, with their values.
+        tables: the buffers around units that are set once, by module and name.
         set_in: the attributes that code around units sets once in objects, with the object and the value.
         written: the attributes around units that are made from data in every call.
         inner: the values inside an object that the model returned.
@@ -278,6 +281,7 @@ class Trace:
     changed_arguments: set[int] = field(default_factory=set)
     state: list[Changed] = field(default_factory=list)
     settled: dict[tuple[int, str], Any] = field(default_factory=dict)
+    tables: list[tuple[nn.Module, str]] = field(default_factory=list)
     set_in: list[tuple[Any, str, Any]] = field(default_factory=list)
     written: list[tuple[nn.Module, str]] = field(default_factory=list)
     inner: list[int] = field(default_factory=list)
@@ -417,6 +421,13 @@ class _Tracer(TorchFunctionMode):
         self._changed_arguments = False
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._work, self._context = Work(), Context()
+        parts = [part for door in doors for part in door.module.modules()]
+        common = {one for one, count in Counter(map(id, parts)).items() if count > 1}
+        self._common = {
+            door.path: [part for part in door.module.modules() if id(part) in common]
+            for door in doors
+        }
+        self._fixed: set[int] = set()
 
     # ---- the model without data
 
@@ -461,6 +472,10 @@ class _Tracer(TorchFunctionMode):
                 if not isinstance(module, torch.jit.ScriptModule):
                     put_fakes(path, module, unit_of.get(id(module)))
             self._owned = {door.path: _fakes_in(door.module) for door in self.doors}
+            common = (part for parts in self._common.values() for part in parts)
+            self._fixed = {
+                storage_of(t) for p in common for t in p._buffers.values() if t is not None
+            }
             yield
         finally:
             for table, name, tensor in reversed(before):
@@ -522,11 +537,7 @@ class _Tracer(TorchFunctionMode):
             trace.set_in = held.set_once()
             trace.state = [
                 *held.changes(),
-                *(
-                    Changed(f"the buffer {name!r} of {owner}{line_of(module)}")
-                    for (module, owner, name), look in _looks_of_buffers(held.outside).items()
-                    if buffers.get((module, owner, name), MISSING) != look
-                ),
+                *self._changed_buffers(buffers, _looks_of_buffers(held.outside)),
                 *self._private.between,
                 *self._changed_attributes(held),
             ]
@@ -607,6 +618,15 @@ class _Tracer(TorchFunctionMode):
         """An error that counts, whatever the author's code makes of it."""
         self._refused.append(PartitionError(text))
         return self._refused[-1]
+
+    def _changed_buffers(self, before: Any, now: Any) -> Iterator[Changed]:
+        """The buffers around units that may not change; notes tables, which each stage may set once."""
+        for (module, owner, name), look in now.items():
+            old = before.get((module, owner, name))
+            if old is None and look is not None and not self.depends(module._buffers[name]):
+                self.trace.tables.append((module, name))
+            elif old != look:
+                yield Changed(f"the buffer {name!r} of {owner}{line_of(module)}")
 
     def _changed_attributes(self, held: Held) -> Iterator[Changed]:
         """The attributes around units that may not change; notes those that may.
@@ -734,7 +754,8 @@ class _Tracer(TorchFunctionMode):
                 make, event.needs_data = foretold
                 self._latest, self.trace.flops = path, None
                 return self._event(event, path, lambda *_, **__: make(), args, kwargs)
-            output = self._event(event, path, run, args, kwargs)
+            with self._own_tables(path):
+                output = self._event(event, path, run, args, kwargs)
         self._near = set()
         self.current = event
         known = len(self._private.left)
@@ -747,6 +768,34 @@ class _Tracer(TorchFunctionMode):
         self.current = None
         self._latest = path
         return output
+
+    @contextlib.contextmanager
+    def _own_tables(self, path: str) -> Iterator[None]:
+        """Let each unit make the tables that a module inside several units keeps, as each stage must.
+
+        A table, such as the bias of ALiBi, is made of numbers of the code and of buffers alone.
+        """
+        tables = [t for part in self._common[path] for t in (part._buffers, vars(part))]
+        before = [dict(table) for table in tables]
+        yield
+        for table, old in zip(tables, before, strict=True):
+            new = {n: t for n, t in table.items() if isinstance(t, Tensor) and t is not old.get(n)}
+            made = [n for n, t in new.items() if storage_of(self._fake_of(t)) in self._fixed]
+            for name in made:
+                del table[name]
+            table.update({name: old[name] for name in made if name in old})
+
+    def note_table(self, func: Any, given: Any, output: Any) -> None:
+        """Note whether what an operation inside a unit made is made of numbers of the code and of buffers."""
+        assert self.current is not None
+        keys = {storage_of(tensor) for tensor in tensors_in(given)}
+        drawn = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        results = {storage_of(tensor) for tensor in tensors_in(output)}
+        if keys <= self._fixed and not drawn and not self.current.needs_data:
+            self._fixed |= results
+        else:
+            self._fixed -= results
+            self._fixed -= keys if func._schema.is_mutable else set()
 
     def _counted(self, door: Door, run: Run, args: Any, kwargs: Any) -> Any:
         """Count the operations of a module inside a unit."""
@@ -874,6 +923,8 @@ class _Tracer(TorchFunctionMode):
             return output
         output = map_tensors(output, lambda t: twins.get(id(t), t))
         self._note_results(event, index, label, output, placed)
+        makers = {self.trace.values[number].event for _, number in event.inputs} - {None, index}
+        event.varies = event.needs_data or any(self.trace.events[m].varies for m in makers)  # type: ignore[index]
         self.trace.events.append(event)
         return output
 
@@ -1181,6 +1232,8 @@ class _MadeUp(TorchDispatchMode):
             ):
                 recorder._made.setdefault(key, recorder._index)
                 recorder._held.append(tensor)
+        if event.is_unit and recorder._common[event.what]:
+            recorder.note_table(func, (args, kwargs), output)
         recorder._work.add(func, args, kwargs, output)
         return output
 
