@@ -91,7 +91,7 @@ class Author:
             if expected is not None and expected[0] == self._key(call):
                 return expected[1]
             sizes = self._sizes
-            sizes.enter((torch.is_grad_enabled(), *self._looks()))
+            sizes.enter((*self._modes(), *self._looks()))
             return self._planned(
                 self.without_data.record(self._all_doors(), call, self.homes, sizes)
             )
@@ -125,9 +125,13 @@ class Author:
 
     def _key(self, call: Example) -> Any:
         """What the plan of a call depends on."""
-        kinds = ("cpu", home_of(self.model).type)
+        return kind_of(call), self._modes(), self._looks()
+
+    def _modes(self) -> tuple[Any, ...]:
+        """Torch's own settings on which the results of units depend."""
+        kinds = dict.fromkeys(("cpu", home_of(self.model).type))
         casts = [torch.is_autocast_enabled(k) and torch.get_autocast_dtype(k) for k in kinds]
-        return kind_of(call), torch.is_grad_enabled(), casts, self._looks()
+        return torch.is_grad_enabled(), torch.get_default_dtype(), *casts
 
     def _looks(self) -> list[Any]:
         """All settings, as they are now."""
