@@ -48,6 +48,15 @@ def placed_on(device: torch.device | str) -> torch.device:
     return chosen
 
 
+def autocast_types() -> list[str]:
+    """The types that autocast computes in now, by type of device; empty outside of autocast."""
+    return [
+        f"{kind}:{torch.get_autocast_dtype(kind)}"
+        for kind in KINDS
+        if torch.is_autocast_enabled(kind)
+    ]
+
+
 def is_accelerator(device: torch.device) -> bool:
     """Whether a device has memory and work of its own beside the host's."""
     return device.type not in {"cpu", "meta"}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.devices import autocast_types
 from penstock.errors import PartitionError, UsageError
 from penstock.partition.base import Example
 from penstock.partition.held import put
@@ -17,7 +18,7 @@ from penstock.partition.run import WithoutData, kind_of
 from penstock.partition.seen import Door
 from penstock.partition.settings import Settings
 from penstock.partition.sizes import UnitSizes
-from penstock.partition.trace import Homes, Trace, home_of
+from penstock.partition.trace import Homes, Trace
 
 _NOTHING = empty_plan()
 """The plan of a model in one stage, whose forward runs as it is."""
@@ -129,9 +130,7 @@ class Author:
 
     def _modes(self) -> tuple[Any, ...]:
         """Torch's own settings on which the results of units depend."""
-        kinds = dict.fromkeys(("cpu", home_of(self.model).type))
-        casts = [torch.is_autocast_enabled(k) and torch.get_autocast_dtype(k) for k in kinds]
-        return torch.is_grad_enabled(), torch.get_default_dtype(), *casts
+        return torch.is_grad_enabled(), torch.get_default_dtype(), *autocast_types()
 
     def _looks(self) -> list[Any]:
         """All settings, as they are now."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.devices import KINDS
+from penstock.devices import autocast_types
 from penstock.errors import (
     AgreementError,
     PenstockError,
@@ -79,15 +79,6 @@ class Call:
     def method(self) -> str:
         """The method that the user called."""
         return "step" if self.trains else "predict" if self.loss is None else "eval"
-
-
-def autocast_types() -> list[str]:
-    """The types that autocast computes in now, by type of device; empty outside of autocast."""
-    return [
-        f"{kind}:{torch.get_autocast_dtype(kind)}"
-        for kind in KINDS
-        if torch.is_autocast_enabled(kind)
-    ]
 
 
 # ---- what the ranks bring
