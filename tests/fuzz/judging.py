@@ -81,6 +81,8 @@ def run_plain(program: Any, replica: int = 0) -> Report:
             for other in others:
                 if trains:
                     program.change(other, step)
+                    if program.RUN["load"] and step == 1:  # each replica loads its buffers
+                        other.load_state_dict(program.make().state_dict())
                 other.load_state_dict({**other.state_dict(), **dict(model.named_parameters())})
             for one in replicas if not trains else ():
                 one.eval()

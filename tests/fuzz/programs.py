@@ -16,6 +16,7 @@ from pprint import pformat
 from textwrap import indent
 from typing import Any
 
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
@@ -109,6 +110,8 @@ def programs(draw: Callable[[Any], Any], layout: str = LAYOUTS[0]) -> Program:
     gloo = layout != LAYOUTS[0]
     is_chain = author.chance(6)
     model, body, takes, ends = chain_of(author) if is_chain else model_of(author)
+    # The plain loop has all replicas in one process, where what is global is shared by them.
+    assume(layout != LAYOUTS[2] or "global numbers" not in author.used)
     pipeline, ranks, microbatches, cut = pipeline_of(author, body, is_chain, layout)
     run, options = run_of(author, microbatches, cut, layout)
     another = ""
@@ -129,7 +132,7 @@ def programs(draw: Callable[[Any], Any], layout: str = LAYOUTS[0]) -> Program:
         "dtype": run["dtype"],
         "classes": "\n\n\n".join(author.classes),
         "model": model,
-        "hooks": hooks_of(author, body),
+        "hooks": hooks_of(author, body, averaged=run["as_module"] and run["replicas"] > 1),
         "sizes": [least + author.pick((0, 1, 3)) for _ in range(run["steps"])],
         "lengths": [3] * (run["steps"] - longer) + [4] * longer,
         "args": "".join(f"{text}, " for text in tensors[:named]).rstrip(),
@@ -316,13 +319,13 @@ def order_of_its_own(seed: int, units: int, ranks: int, microbatches: int) -> tu
     )
 
 
-def hooks_of(author: Author, body: Body) -> str:
-    """The line that registers a hook, if there is one."""
+def hooks_of(author: Author, body: Body, *, averaged: bool) -> str:
+    """The line that registers a hook, if there is one; none on a weight whose gradient it sees averaged."""
     if not body.square or not author.chance(4):
         return ""
     author.used.add("hooks")
     # A shared weight's gradient is complete only when the step is over.
-    hooks = [hook for hook in HOOKS if not (author.shares and ".weight" in hook)]
+    hooks = [hook for hook in HOOKS if not ((author.shares or averaged) and ".weight" in hook)]
     return f"\n    {author.pick(hooks).format(p='model.' + author.pick(body.square))}"
 
 

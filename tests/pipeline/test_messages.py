@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import threading
 import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -262,6 +267,31 @@ def wait_for_one(group: Any) -> float:
 
 def test_a_wait_for_one_message_waits_for_no_other(workers: WorkerPool) -> None:
     assert max(workers.run(f"{__name__}:wait_for_one", 2, 60.0)) < 1e-12
+
+
+def threads_left(group: Any) -> list[int]:
+    """A worker's task: how many threads there are after each of three pipelines, each on a new group."""
+    counts = []
+    for _ in range(3):
+        part = dist.new_group(dist.get_process_group_ranks(group))
+        with make(chain(2), ranks=2, microbatches=2, loss_fn=mean_loss, group=part) as pipe:
+            pipe.step(X, target=Y)
+        dist.destroy_process_group(part)
+        del part, pipe
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread():
+                thread.join(20.0)
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/task")))
+    return counts
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="counts threads as Linux shows them"
+)
+def test_a_closed_pipeline_leaves_no_threads(workers: WorkerPool) -> None:
+    for counts in workers.run(f"{__name__}:threads_left", 2):
+        assert counts[2] <= counts[1], counts
 
 
 # ---- what stages share

@@ -108,9 +108,9 @@ class Watch:
         self._monitor = threading.Thread(target=self._run, name="penstock monitor", daemon=True)
         self._monitor.start()
         atexit.register(self._leave)
-        if multiprocessing.parent_process() is not None:
-            # A child of multiprocessing exits without running atexit's functions.
-            Finalize(None, self._leave, exitpriority=10)
+        is_child = multiprocessing.parent_process() is not None
+        # A child of multiprocessing exits without running atexit's functions.
+        self._at_exit = Finalize(None, self._leave, exitpriority=10) if is_child else None
 
     def protect(self, abort: Callable[[], None]) -> None:
         """Register a method that ends waits of this rank.
@@ -181,6 +181,8 @@ class Watch:
             return
         self._closed = True
         atexit.unregister(self._leave)
+        if self._at_exit is not None:
+            self._at_exit.cancel()  # or it would keep the groups and their threads
         if self.is_child():
             return
         self._ending.set()
