@@ -271,16 +271,15 @@ def test_a_wait_for_one_message_waits_for_no_other(workers: WorkerPool) -> None:
 
 def threads_left(group: Any) -> list[int]:
     """A worker's task: how many threads there are after each of three pipelines, each on a new group."""
-    counts = []
+    counts, before = [], set(threading.enumerate())
     for _ in range(3):
         part = dist.new_group(dist.get_process_group_ranks(group))
         with make(chain(2), ranks=2, microbatches=2, loss_fn=mean_loss, group=part) as pipe:
             pipe.step(X, target=Y)
         dist.destroy_process_group(part)
         del part, pipe
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread():
-                thread.join(20.0)
+        for thread in set(threading.enumerate()) - before:
+            thread.join(20.0)
         gc.collect()
         counts.append(len(os.listdir("/proc/self/task")))
     return counts
