@@ -159,16 +159,19 @@ class Circle:
         self.rank = 0 if self._group is None else self._group.rank()
         self.size = 1 if self._group is None else self._group.size()
         self._members = tuple(members)
-        self._gather = gather or self.gather
+        self._gather = gather
         if self._group is not None and not members:
             self._members = tuple(dist.get_process_group_ranks(self._group))
             kinds = [pair.split(":")[0] for pair in dist.get_backend_config(self._group).split(",")]
             if "cpu" not in kinds:
                 self._device = self._group.bound_device_id or numbered(torch.device(kinds[0]))
 
+    def _small(self, values: Tensor) -> Iterable[Tensor]:
+        return (self._gather or self.gather)(values)
+
     def exchange(self, value: Any) -> list[Any]:
         """The JSON values of all processes, in rank order; all of them call this."""
-        return exchange_json(value, self._gather, self._activity.call)
+        return exchange_json(value, self._small, self._activity.call)
 
     def to_first(self, value: Any) -> list[Any] | None:
         """Send a JSON value to the first process, which gets those of all; all of them call this."""
@@ -176,7 +179,7 @@ class Circle:
             return [value]
         text = as_text(value)
         sizes = sizes_of(
-            text.numel() if self.rank else 0, TO_FIRST, self._gather, self._activity.call
+            text.numel() if self.rank else 0, TO_FIRST, self._small, self._activity.call
         )
         longest = max(sizes)
         # All texts travel padded to one length; the first process's own stays where it is.
@@ -199,7 +202,7 @@ class Circle:
             return values[0]
         texts = [as_text(None)] + [as_text(value) for value in (values or ())[1:]]
         most = max(text.numel() for text in texts)
-        longest = sizes_of(most, FROM_FIRST, self._gather, self._activity.call)[0] + 8
+        longest = sizes_of(most, FROM_FIRST, self._small, self._activity.call)[0] + 8
         mine = self._padded(texts[0], longest)
         # Each text follows its length.
         lengths = [torch.tensor([text.numel()], device="cpu").view(torch.uint8) for text in texts]
