@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save as save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock import Pipeline, PipelineModule
 from penstock.elsewhere import is_elsewhere
 from penstock.errors import AgreementError, PenstockError, UsageError
-from penstock.testing import WorkerPool
+from penstock.testing import WorkerError, WorkerPool
 from tests.pipeline.models import X, Y, assert_same, chain, gradients, make, mean_loss, restless
 
 LOOPS: dict[str, Any] = {
@@ -388,6 +389,8 @@ def alone(group: Any, then: str) -> str:
                 pipe.weights.state_dict(full=True)
             elif then == "sleeps":
                 time.sleep(3.0)
+            elif then == "waits in a collective":
+                dist.all_reduce(torch.ones(()), group=group)
             pipe.step(X, target=Y)
     except PenstockError as error:
         return str(error)
@@ -400,6 +403,12 @@ def alone(group: Any, then: str) -> str:
 def test_a_call_on_one_rank_alone_is_named_on_all(workers: WorkerPool, then: str) -> None:
     for text in workers.run(f"{__name__}:alone", 2, 30.0, then=then):
         assert "rank 0 is in save_model, which every rank must call" in text
+
+
+def test_it_is_named_to_a_rank_in_a_collective_of_its_own(workers: WorkerPool) -> None:
+    # A wait that is the program's own cannot be ended: the process ends itself.
+    with pytest.raises(WorkerError, match="rank 0 is in save_model, which every rank must call"):
+        workers.run(f"{__name__}:alone", 2, 30.0, then="waits in a collective")
 
 
 def differ(group: Any) -> list[str]:

@@ -94,7 +94,8 @@ class Search:
         place, kind, what = found
         # A call that one rank alone makes is what keeps it waiting for another that knows nothing of it.
         calls = {one.call: one for one in places if one.call and one.waits}
-        if len(calls) == 1 and place.call not in calls:
+        blamed = places if kind == "lost" else [place]
+        if len(calls) == 1 and any(one.call not in calls for one in blamed):
             ((name, caller),) = calls.items()
             what += f"; {caller.name} is in {name}, which every rank must call"
         return at_place(place, kind, what, by=places[0].process)
@@ -123,7 +124,7 @@ class Search:
             place = max(ends, key=lambda one: one.age)
             what = f"it {place.doing} for {place.age:.1f} s, and waits for nobody{_remedy(place)}"
             return place, "silent", f"makes no progress: {what}"
-        if late and len(late) == len(others) and not broken:
+        if late and start.age > limit and len(late) == len(others) and not broken:
             listed = "; ".join(map(str, [start, *late][:4]))
             return start, "lost", f"{len(late) + 1} ranks wait for each other: {listed}: {CIRCLE}"
         return None

@@ -308,7 +308,7 @@ class Watch:
         rarely = search.order > LOOKERS and not leads
         search.next = now + (search.order if rarely else 0.3 if self._broken else 0.9 * PERIOD)
         places = search.look(own, self._desk.read, self._desk.clock)
-        failure = search.judge(places, self._limit, broken=self._broken)
+        failure = search.judge(places, self._limit_of_all, broken=self._broken)
         if failure is None and leads:
             self._name_the_slow(places)
         elif failure is not None and not self._broken:
@@ -339,11 +339,14 @@ class Watch:
 
     @property
     def _limit(self) -> float:
+        return max(self._limit_of_all, self.activity.slack)
+
+    @property
+    def _limit_of_all(self) -> float:
+        """The limit of ranks that have asked for no more, whatever this one has asked for."""
         if self.activity.setup is not None:
-            limit = self._patience.rendezvous
-        else:
-            limit = self._patience.limit(self.activity.durations)
-        return max(limit, self.activity.slack)
+            return self._patience.rendezvous
+        return self._patience.limit(self.activity.durations)
 
     def _lost_store(self) -> Failure:
         place = self.activity.place(self._status)

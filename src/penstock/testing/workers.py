@@ -8,13 +8,16 @@ their process group and the task's arguments; it returns JSON data.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -31,6 +34,8 @@ STARTING = 60.0
 """Seconds that new workers may take to start: they import torch, which takes long on a busy machine."""
 AFTER = 3.0
 """Seconds that the other workers have to report their errors after the first one."""
+STACKS = getattr(signal, "SIGUSR2", 0)
+"""What makes a worker print where it is; 0 where there is no such signal."""
 _FORKSERVER = "forkserver" in multiprocessing.get_all_start_methods()
 _CONTEXT: Any = multiprocessing.get_context("forkserver" if _FORKSERVER else "spawn")
 
@@ -98,17 +103,33 @@ class WorkerPool:
         if errors := [reply["error"] for reply in replies.values() if "error" in reply]:
             raise WorkerError("\n".join(errors))
         if late := sorted(set(range(ranks)) - set(replies)):
-            raise WorkerError(f"workers {late} did not end in time")
+            raise WorkerError(
+                "\n".join([f"workers {late} did not end in time", *self._stacks(late)])
+            )
         return [replies[rank]["result"] for rank in range(ranks)]
 
     def _reply(self, rank: int) -> dict[str, Any]:
         try:
             reply: dict[str, Any] = json.loads(self._pipes[rank].recv_bytes())
         except (EOFError, OSError):
-            file = Path(self._folder.name if self._folder else "", f"errors-{rank}")
-            text = file.read_text() if file.exists() else ""
-            return {"error": f"worker {rank} died:\n{text[-4000:]}"}
+            return {"error": f"worker {rank} died:\n{self._written(rank)[-4000:]}"}
         return {"error": f"worker {rank}:\n{reply['error']}"} if "error" in reply else reply
+
+    def _written(self, rank: int) -> str:
+        """What a worker has printed."""
+        file = Path(self._folder.name if self._folder else "", f"errors-{rank}")
+        return file.read_text() if file.exists() else ""
+
+    def _stacks(self, ranks: Sequence[int]) -> Iterator[str]:
+        """Where workers are, as each prints it when it gets the signal."""
+        if not STACKS:
+            return
+        before = {rank: len(self._written(rank)) for rank in ranks}
+        for rank in ranks:
+            os.kill(self._processes[rank].pid, STACKS)
+        time.sleep(0.5)
+        for rank in ranks:
+            yield f"worker {rank} is here:\n{self._written(rank)[before[rank] :][-4000:]}"
 
     def _start(self) -> None:
         if self._processes:
@@ -165,6 +186,8 @@ def work(rank: int, size: int, folder: str, pipe: Any, environment: dict[str, st
     for number in (1, 2):
         os.dup2(errors.fileno(), number)
     sys.stdout = sys.stderr = errors
+    if STACKS:
+        faulthandler.register(STACKS, errors, all_threads=False)
     store = Path(folder, "store").absolute().as_uri()
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     # All processes make all groups at the start, since torch numbers groups within each process.
