@@ -195,6 +195,17 @@ def test_what_a_pipeline_cannot_do_is_refused(name: str, tmp_path: Path) -> None
         make(PipelineTrainer, "vit", tmp_path, 2, pipeline={"ranks": 2}, **options)
 
 
+def test_a_loss_that_uses_the_weights_of_the_head_is_refused_by_its_trainers_name(
+    tmp_path: Path,
+) -> None:
+    class Distils(PipelineTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return model(**inputs).logits @ model.get_output_embeddings().weight
+
+    with pytest.raises(UsageError, match=r"Distils, whose compute_loss.* cannot be used"):
+        make(Distils, "llama", tmp_path, 2, pipeline={"ranks": 2})
+
+
 def test_a_checkpoint_of_another_trainer_is_refused(tmp_path: Path) -> None:
     make(Trainer, "vit", tmp_path, 2, arguments={"save_strategy": "steps", "save_steps": 2}).train()
     trainer = make(PipelineTrainer, "vit", tmp_path, 4, pipeline={"ranks": 2})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -386,6 +387,22 @@ def _refuse(trainer: Trainer) -> None:
             "the loss is that of all replicas",
         ),
     }
+    if found := _uses_the_head(type(trainer)):
+        wrong[found] = (True, "take a trainer whose loss uses the logits, as TRL's GKDTrainer does")
     for name, (given, instead) in wrong.items():
         if given:
             raise UsageError(f"{name} cannot be used with a pipeline: {instead}")
+
+
+def _uses_the_head(kind: type) -> str:
+    """What says that a trainer multiplies by the weights of the head itself, which lie on one rank."""
+    for base in kind.__mro__[: kind.__mro__.index(Trainer)]:
+        for name, function in vars(base).items():
+            code = (
+                getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+            )
+            if name != "__init__" and code and "get_output_embeddings" in code.co_names:
+                return (
+                    f"{base.__name__}, whose {name}() uses the weights of get_output_embeddings(),"
+                )
+    return ""
