@@ -49,13 +49,13 @@ def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def plain(device: str, microbatches: int = 8) -> Numbers:
-    """A loop over the microbatches."""
+def plain(device: str, units: list[str], microbatches: int = 8) -> Numbers:
+    """A loop over the microbatches, with the random numbers of a pipeline that has these units."""
     model, tokens, target = model_and_batch(device)
     total = 0.0
     parts = zip(tokens.chunk(microbatches), target.chunk(microbatches), strict=True)
     for index, (part, goal) in enumerate(parts):
-        with penstock.randomness(model, seed=SEED, microbatch=index):
+        with penstock.randomness(model, seed=SEED, microbatch=index, units=units):
             loss = loss_fn(model(part), goal) / microbatches
         loss.backward()
         total += loss.item()
@@ -93,4 +93,4 @@ def pipelined(
         torch.testing.assert_close(again, first)
     if backend is not None:
         dist.destroy_process_group(group)
-    return first
+    return first | {"units": pipe.units}
