@@ -14,7 +14,7 @@ from torch.distributed.pipelining import _backward as peer
 from penstock import Pipeline, PipelineStage
 from penstock.testing import WorkerPool
 from tests.backward.graphs import TransformerBlock
-from tests.device import DEVICE, HAS_DEVICE, device_of_rank
+from tests.device import HAS_DEVICE, device_of_rank
 from tests.gpu import steps
 
 # Where there is none, the tests of numbers show on the CPU that they hold there.
