@@ -1,8 +1,8 @@
 """A call of the pipeline: what a rank brings to it, what all bring together, and what came of it.
 
-A rank's word is a hash of how its arguments and its stages look. If all ranks have brought these words
+A rank's digest is a hash of how its arguments and its stages look. If all ranks have brought these digests
 before, the call is known. If not, they exchange descriptions. A rank that refuses its arguments says so in
-its word; all ranks then refuse the call before anything is sent or changed.
+its digest; all ranks then refuse the call before anything is sent or changed.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Call:
 
 
 REFUSED = -1
-"""The word of a rank that refuses; all others are at least 0."""
+"""The digest of a rank that refuses; all others are at least 0."""
 _LOOKED_AT = 4096
 """The number of elements that are sampled from a tensor to tell batches apart."""
 

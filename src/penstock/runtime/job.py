@@ -13,7 +13,7 @@ def refusal_in_job(
 ) -> PenstockError | None:
     """The error with which every rank of the job refuses a call, if any of them does.
 
-    Without this word, replicas that go on would average their gradients with those of the next step of the
+    Without this exchange, replicas that go on would average their gradients with those of the next step of the
     replica that refused.
 
     Args:
@@ -24,7 +24,7 @@ def refusal_in_job(
     """
     if transport is None or not whole or transport.beside.size == 1:
         return refusal
-    beside, what = transport.beside, f"the word before step {step}"
+    beside, what = transport.beside, f"the digest before step {step}"
     rows = beside.gather(torch.tensor([refusal is not None, step], device="cpu"), what)
     refused, steps = rows.unbind(1)
     if refused.any():

@@ -51,7 +51,7 @@ class Brought:
         numbers: a text for the numbers in a microbatch, as far as plans depend on them; None if they do not.
 
     Attributes:
-        word: a hash of it all, at least 0.
+        digest: a hash of it all, at least 0.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Brought:
                     sizes[part.kind] = number
             self._of.append(number)
         text = repr((self._facts, self._of, list(looks)))
-        self.word = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 2
+        self.digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 2
 
     def describe(self) -> dict[str, Any]:
         """It as JSON data for :func:`merge`.
@@ -339,7 +339,7 @@ class Kind:
 
 @dataclass(eq=False)
 class Agreement:
-    """What the ranks agreed on; it holds for every call to which they bring the same words.
+    """What the ranks agreed on; it holds for every call to which they bring the same digests.
 
     Attributes:
         model_call: the arguments of the model.
@@ -355,7 +355,7 @@ class Agreement:
 
 
 class KnownCalls:
-    """The calls that are known, by the words of all ranks, and with them their kinds.
+    """The calls that are known, by the digests of all ranks, and with them their kinds.
 
     The call that was made the longest ago is forgotten first, and a kind with the last of its calls. All
     ranks make the same calls, so all of them forget the same.
@@ -368,11 +368,11 @@ class KnownCalls:
     def __iter__(self) -> Iterator[Agreement]:
         return iter(self._calls.values())
 
-    def get(self, words: tuple[int, ...]) -> Agreement | None:
-        """What was agreed on when the ranks brought these words before."""
-        agreement = self._calls.pop(words, None)
+    def get(self, digests: tuple[int, ...]) -> Agreement | None:
+        """What was agreed on when the ranks brought these digests before."""
+        agreement = self._calls.pop(digests, None)
         if agreement is not None:
-            self._calls[words] = agreement
+            self._calls[digests] = agreement
         return agreement
 
     @property
@@ -385,9 +385,9 @@ class KnownCalls:
         taken = {kind.number for kind in self._kinds.values()}
         return (number for number in itertools.count() if number not in taken)
 
-    def add(self, words: tuple[int, ...], agreement: Agreement) -> None:
+    def add(self, digests: tuple[int, ...], agreement: Agreement) -> None:
         """Remember a call, and forget the oldest if there are too many."""
-        self._calls[words] = agreement
+        self._calls[digests] = agreement
         for kind in set(agreement.kinds):
             self._kinds[kind.text, kind.numbers] = kind
             kind.calls += 1
@@ -398,12 +398,12 @@ class KnownCalls:
 
     def drop(self, agreement: Agreement) -> None:
         """Forget the kinds of a call, and all calls of these: they are planned anew."""
-        for words, known in list(self._calls.items()):
+        for digests, known in list(self._calls.items()):
             if not {*agreement.kinds}.isdisjoint(known.kinds):
-                self._forget(words)
+                self._forget(digests)
 
-    def _forget(self, words: tuple[int, ...]) -> None:
-        for kind in set(self._calls.pop(words).kinds):
+    def _forget(self, digests: tuple[int, ...]) -> None:
+        for kind in set(self._calls.pop(digests).kinds):
             kind.calls -= 1
             if not kind.calls:
                 del self._kinds[kind.text, kind.numbers]

@@ -355,7 +355,7 @@ class Runner:
         if beside is not None and beside.size > 1 and not summed:
             # Pipelines of one mesh that are no replicas= of each other have no sum in common.
             rows = beside.gather(
-                torch.tensor([told, late], device="cpu"), "the word after the step"
+                torch.tensor([told, late], device="cpu"), "whether to stop after the step"
             )
             told, late = rows.sum(0).tolist()
         self.stopping = bool(GracefulStop.agree(told, late)) or self.stopping
@@ -376,7 +376,7 @@ class Runner:
                     return None
         return sum(times * kind.flops for kind in kinds if kind.flops is not None)
 
-    # ---- the word before the step
+    # ---- before a step
 
     def _cut_by(self, cut: LateCut, call: Call) -> None:
         """Cut the model by what the first call brings; if it is wrong, all ranks raise ``_Refused``."""
@@ -392,7 +392,7 @@ class Runner:
             part = model_call.complete(self.rank, call.batch.parts)[0]
             return min(model_call.holders, default=0), (part.args, part.kwargs)
 
-        self._exchange_words(REFUSED if call.refusal is not None else 0, call)
+        self._exchange_digests(REFUSED if call.refusal is not None else 0, call)
         activity = self.interpreter.activity
         activity.prepare("cuts the model")
         try:
@@ -417,17 +417,17 @@ class Runner:
             brought = Brought(call.mode, state, call.batch, numbers)
         except PenstockError as error:
             refusal = refusal or error
-        mine = REFUSED if brought is None or refusal is not None else brought.word
-        words, marks = self._exchange_words(mine, call)
+        mine = REFUSED if brought is None or refusal is not None else brought.digest
+        digests, marks = self._exchange_digests(mine, call)
         agreement, refusal_here = None, None
         try:
-            if REFUSED in words:
+            if REFUSED in digests:
                 exchange_or_refuse(self.transport, None, refusal)
             assert brought is not None
-            agreement = self._known.get(words)
+            agreement = self._known.get(digests)
             if agreement is None:
                 agreement = self._make_agreement(call, brought)
-                self._known.add(words, agreement)
+                self._known.add(digests, agreement)
             check_marks(marks)
             counts = self._counts(call.loss, agreement.model_call, counts)
         except BROKEN:
@@ -443,15 +443,15 @@ class Runner:
         weights = Weights() if call.loss is None else call.loss.weigh(counts or ())
         return StepState(call, agreement, weights, self.rank, self._devices)
 
-    def _exchange_words(self, word: int, call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The words and the marks of all ranks: all that is exchanged before a step that is known."""
+    def _exchange_digests(self, digest: int, call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The digests and the marks of all ranks: all that is exchanged before a step that is known."""
         if self.transport is None:
-            return (word,), (call.mark,)
+            return (digest,), (call.mark,)
         name = name_in_numbers(self.transport.activity.call or call.method)
-        row = torch.tensor([word, call.mark, *name], device="cpu")
+        row = torch.tensor([digest, call.mark, *name], device="cpu")
         rows = [
             row.tolist()
-            for row in self.transport.gather(row, f"the word before step {self._steps}")
+            for row in self.transport.gather(row, f"the digest before step {self._steps}")
         ]
         check_called(rows, lambda one: not is_marked(one))
         return tuple(row[0] for row in rows), tuple(row[1] for row in rows)

@@ -43,7 +43,7 @@ _COPIES = 4
 
 
 class Channel(NamedTuple):
-    """An ordered pair of ranks, and what travels: values, gradients, weights or words."""
+    """An ordered pair of ranks, and what travels: values, gradients, weights or digests."""
 
     source: int
     target: int
