@@ -13,8 +13,8 @@ def refusal_in_job(
 ) -> PenstockError | None:
     """The error with which every rank of the job refuses a call, if any of them does.
 
-    Without this exchange, replicas that go on would average their gradients with those of the next step of the
-    replica that refused.
+    Without this exchange, replicas that go on would average their gradients with those of the next step of
+    the replica that refused.
 
     Args:
         transport: this rank's end; None if all ranks share this process.
