@@ -495,6 +495,49 @@ def makes_a_table_once(m: Any, x: Tensor) -> Any:
 
 
 @program()
+def sets_the_same_in_every_call(m: Any, x: Tensor) -> Any:
+    m.places, m.shape = [0], tuple(x.shape[1:])
+    h = through_all(m, x) * m.shape[0]
+    m.places = [0]
+    return h
+
+
+@program(recomputed=True)
+def converts_a_list_of_tables(m: Any, x: Tensor) -> Any:
+    if not hasattr(m, "anchors"):  # as the constructor would
+        m.anchors = [torch.arange(WIDTH, dtype=torch.float16)]
+    m.anchors = [anchor.to(x.dtype) for anchor in m.anchors]
+    return through_all(m, x) * m.anchors[0]
+
+
+class Caches(nn.Linear):
+    """Adds what it gave the last time; whoever calls it may empty the cache, or it does so itself."""
+
+    cache: Any = None
+
+    def __init__(self, _: int = 0, *, empties: bool = False) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.empties = empties
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(super().forward(x))
+        h = h if self.cache is None else h + self.cache
+        self.cache = None if self.empties and self.cache is not None else h
+        return h
+
+
+@program(Caches)
+def empties_the_caches_of_units(m: Any, x: Tensor) -> Any:
+    for unit in m.l:
+        unit.cache = None
+    for unit in m.l:
+        x = unit(unit(x))
+    for unit in m.l:
+        unit.cache = None
+    return x
+
+
+@program()
 def sets_a_buffer_once(m: Any, x: Tensor) -> Any:
     if m.table is None:
         m.table = torch.arange(WIDTH).to(x.dtype)
@@ -890,6 +933,22 @@ def test_what_a_unit_keeps_is_for_its_stage_alone(name: str) -> None:
     model = make(through_all, Notes)
     vars(model.l[3]).update(other=(model.l[2],), reads=name)
     check_equal(model, ["l.2"], (rows(),))
+
+
+@pytest.mark.parametrize("empties", [True, False])
+def test_calls_that_share_what_a_unit_keeps_are_in_one_stage(empties: bool) -> None:
+    class Rounds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = Caches(empties=empties), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.one.cache = None
+            return self.other(self.one(self.other(self.one(x))))  # type: ignore[no-any-return]
+
+    pipe = penstock.Pipeline(Rounds(), ranks=2, microbatches=2, loss_fn=nn.functional.mse_loss)
+    with pipe, pytest.raises(PartitionError, match=r"one in stage 1 reads .* one in stage 0 left"):
+        pipe.step(rows(), target=rows())
 
 
 KEPT: ContextVar[list[Tensor] | None] = ContextVar("KEPT", default=None)

@@ -171,3 +171,48 @@ def test_a_dictionary_that_a_unit_leaves_as_it_was_tells_nothing(writes: bool) -
     list(steps(model, pipe, LENGTHS))
     calls = calls_of(Noting.forward, partial(list, steps(model, pipe, [18])))
     assert calls == 6 + writes
+
+
+class More(nn.Module):
+    """Adds levels to a list that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, levels: list[Tensor]) -> list[Tensor]:
+        levels += [self.layer(levels[-1]), torch.tanh(self.layer(levels[-1]))]
+        return levels
+
+
+class Joins(nn.Module):
+    """Uses all levels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, levels: list[Tensor]) -> Tensor:
+        return sum((self.layer(level).cos() for level in levels), torch.zeros(()).double())
+
+
+class Pyramid(nn.Module):
+    """Levels as a detector makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.more, self.join = nn.Linear(4, 4), More(), Joins()
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, value: Tensor) -> Tensor:
+        levels = self.more([self.first(value)])
+        output: Tensor = self.last(self.join(levels))
+        return output
+
+
+def test_a_unit_that_is_given_what_another_has_added_to_a_list_gets_all_of_it() -> None:
+    torch.manual_seed(0)
+    model = Pyramid().double()
+    stages = [["first", "more"], ["join", "last"]]
+    pipe = Pipeline(model, ranks=2, stages=stages, microbatches=2, loss_fn=mean_of)
+    list(steps(model, pipe, [*LENGTHS, 18, 33]))

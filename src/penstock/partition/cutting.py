@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -26,7 +26,7 @@ from penstock.partition.base import (
     named_tensors,
 )
 from penstock.partition.order import CallOrder
-from penstock.partition.plan import first_uses
+from penstock.partition.plan import decides_early, first_uses
 from penstock.partition.run import WithoutData
 from penstock.partition.seen import Door
 from penstock.partition.stage import CutStage
@@ -252,12 +252,25 @@ class Cutting:
         return self._homes_of(at_points(self.model, points, paths))
 
     def _by_work(self, call: Example) -> Homes:
-        """The stages of equal work."""
-        order = self.order(call)
-        homes = order.even(self.count, self._placement, self._room)
-        if homes is None:
-            raise self._too_few(len(order.again(self.count)))
-        return homes
+        """The stages of equal work, of parts that are whole where numbers decide what they do."""
+        whole: set[str] = set()
+        finer: tuple[Homes, Trace | None] | None = None
+        while True:
+            order = self.order(call, whole)
+            homes = order.even(self.count, self._placement, self._room)
+            if homes is None and finer is None:
+                raise self._too_few(len(order.again(self.count)))
+            if homes is None:
+                # Its refusal says more than that there are too few.
+                homes, self._trace = finer  # type: ignore[misc]
+                return homes
+            assert self._trace is not None
+            early = decides_early(self._trace, homes, self.count)
+            closed = {_holder(path, homes) for path in early} - {"", *whole}
+            if not closed:
+                return homes
+            whole |= closed
+            finer = homes, self._trace
 
     def _too_few(self, most: int) -> PartitionError:
         return PartitionError(
@@ -265,12 +278,17 @@ class Cutting:
             f"{self.count} stages; {use_up_to(most)}"
         )
 
-    def order(self, call: Example) -> CallOrder:
-        """The units in the order of their calls, taken apart as far as even stages need it."""
+    def order(self, call: Example, whole: Collection[str] = ()) -> CallOrder:
+        """The units in the order of their calls, taken apart as far as even stages need it.
+
+        Args:
+            call: as for :meth:`decide`.
+            whole: the paths of parts that stay whole.
+        """
         model = self.model
-        units = find_units(model, self.count)
+        whole = {*whole}
+        units = find_units(model, self.count, whole=whole)
         self._trace = trace = self._record(units, call, counts=True)
-        whole: set[str] = set()
         for _ in range(_ROUNDS):
             finer = find_units(model, self.count, _work_in(trace), units, whole)
             if finer == units:
@@ -322,6 +340,13 @@ class Cutting:
         if call is not None:
             author.expect(call, trace)
         return result
+
+
+def _holder(path: str, units: Iterable[str]) -> str:
+    """The innermost module around a path that has units inside; empty for the model itself."""
+    while path and not any(unit.startswith(f"{path}.") for unit in units):
+        path = path.rpartition(".")[0]
+    return path
 
 
 def partition(

@@ -397,7 +397,8 @@ class Held:
             now = attributes_of(module)
             for name in {**before, **now} if id(module) in names else ():
                 old, new = before.get(name, MISSING), now.get(name, MISSING)
-                if not is_equal(old, new):
+                alike = type(old) is type(new) and isinstance(new, (*CONTAINERS, tuple))
+                if not (same(old, new) if alike else is_equal(old, new)):
                     yield module, names[id(module)], name, old, new
 
     def restore(self) -> None:
@@ -434,7 +435,20 @@ def may_be_set(old: Any, new: Any) -> bool:
     """Whether an attribute may become this once: it was not set, and is not a count."""
     if type(new) in (int, float) or new is MISSING:
         return False
-    return old is MISSING or old is None or type(old) is bool
+    return old is MISSING or old is None or type(old) is bool or _is_converted(old, new)
+
+
+def _is_converted(old: Any, new: Any) -> bool:
+    """Whether a list of tensors, such as of anchors, has become one of the same in another type."""
+    if not (type(old) is type(new) is list and len(old) == len(new) > 0):
+        return False
+    return all(
+        isinstance(was, Tensor)
+        and isinstance(now, Tensor)
+        and was.shape == now.shape
+        and (was.dtype, was.device) != (now.dtype, now.device)
+        for was, now in zip(old, new, strict=True)
+    )
 
 
 @contextmanager
@@ -687,6 +701,42 @@ class Attribute(NamedTuple):
 
 
 @contextmanager
+def reads_noted(attributes: Sequence[Attribute], note: Callable[[int], None]) -> Iterator[None]:
+    """Note the event that has set an attribute whenever one is read before it is set."""
+    events: dict[int, dict[str, int]] = {}
+    for one in attributes:
+        events.setdefault(id(one.module), {})[one.name] = one.event
+    modules = {id(one.module): one.module for one in attributes}
+    kinds = {key: type(module) for key, module in modules.items()}
+    for key, module in modules.items():
+        module.__class__ = _noting(kinds[key], events[key], note)
+    try:
+        yield
+    finally:
+        for key, module in modules.items():
+            module.__class__ = kinds[key]
+
+
+def _noting(kind: Any, events: dict[str, int], note: Callable[[int], None]) -> Any:
+    """A module's class that notes what is read, see :func:`reads_noted`."""
+
+    def read(self: Any, name: str) -> Any:
+        if name in events:
+            note(events[name])
+        return kind.__getattribute__(self, name)
+
+    def write(self: Any, name: str, value: Any) -> None:
+        events.pop(name, None)
+        kind.__setattr__(self, name, value)
+
+    return type(
+        kind.__name__,
+        (kind,),
+        {"__getattribute__": read, "__setattr__": write, "__module__": kind.__module__},
+    )
+
+
+@contextmanager
 def hidden(attributes: Sequence[tuple[nn.Module, str, str]]) -> Iterator[None]:
     """Refuse to use some attributes, given with their units' names: the last stage has other values."""
 
@@ -735,6 +785,7 @@ class Private:
             id(part): _copied(part) for parts in self._parts.values() for _, part in parts
         }
         self._left: dict[tuple[int, str], Attribute] = {}
+        self._resets: dict[tuple[int, str], tuple[nn.Module, str]] = {}
         self.between: list[Changed] = []
 
     @property
@@ -742,16 +793,16 @@ class Private:
         """The attributes that units have set."""
         return list(self._left.values())
 
-    def enter(self, path: str) -> list[Any]:
-        """Note that a unit is called, and return what it may read of others."""
-        for inner, part, name, value in self._changed(path):
-            if not isinstance(value, Tensor | nn.Module | NotHere):
-                owner = ".".join(filter(None, (path, inner)))
-                self.between.append(Changed(f"the attribute {name!r} of {owner}{line_of(part)}"))
+    def enter(self, path: str) -> list[Attribute]:
+        """Note that a unit is called, and return the attributes that earlier calls left and it may read."""
+        left = self._left.values()
+        reset = {one.unit for one in left if _is_reset(vars(one.module).get(one.name))}
+        for unit in reset | {path}:
+            self._note_between(unit)
         near = [one for one in self._left.values() if self._together(one.unit, path)]
         for one in near:
             vars(one.module)[one.name] = one.value
-        return [one.value for one in near]
+        return near
 
     def leave(self, path: str, event: int) -> None:
         """Note that the unit has returned."""
@@ -768,6 +819,26 @@ class Private:
         for one in self._left.values():
             vars(one.module)[one.name] = NotHere(partial(self._refuse, one))
 
+    def _note_between(self, path: str) -> None:
+        """Note what code between units, which every stage runs, has done to attributes of a unit.
+
+        It may reset them, such as a cache to None.
+        """
+        for inner, part, name, value in self._changed(path):
+            if _is_reset(value):
+                self._left.pop((id(part), name), None)
+                self._resets[id(part), name] = part, name
+            elif not isinstance(value, Tensor | nn.Module | NotHere):
+                owner = ".".join(filter(None, (path, inner)))
+                self.between.append(Changed(f"the attribute {name!r} of {owner}{line_of(part)}"))
+
+    def end(self) -> list[tuple[nn.Module, str, Any]]:
+        """The attributes that code between units has reset for good: module, name and value."""
+        for path in self._parts:
+            self._note_between(path)
+        now = [(part, name, vars(part).get(name)) for part, name in self._resets.values()]
+        return [one for one in now if _is_reset(one[2])]
+
     def _changed(self, path: str) -> Iterator[tuple[str, nn.Module, str, Any]]:
         """The attributes of a unit's modules that have changed since the last look."""
         for inner, part in self._parts[path]:
@@ -780,6 +851,11 @@ class Private:
                 if changed and not isinstance(value, NotHere):
                     known[name] = value, read(value) if isinstance(value, CONTAINERS) else None
                     yield inner, part, name, value
+
+
+def _is_reset(value: Any) -> bool:
+    """Whether code between units may give this to an attribute of a unit: it is no count."""
+    return value is None or type(value) in (bool, str)
 
 
 def _copied(module: nn.Module) -> dict[str, tuple[Any, Any]]:

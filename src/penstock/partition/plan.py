@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -186,6 +186,14 @@ def first_uses(trace: Trace, homes: Homes) -> dict[str, int]:
     return owners.loose_homes
 
 
+def decides_early(trace: Trace, homes: Homes, stages: int) -> set[str]:
+    """The paths of the modules whose code needs numbers between units that not all later stages have."""
+    owners = _Owners(trace, dict(homes), loose=True)
+    for event in trace.events:
+        owners.add(event)
+    return {event.module for event, _ in owners.early(stages)}
+
+
 def assign(trace: Trace, homes: Homes, stages: int) -> CallPlan:
     """Find the owner of each event of a run, and the values that travel.
 
@@ -262,6 +270,15 @@ class _Owners:
         self.stages.append(owner)
         if not self._loose:
             self._check(event, owner)
+
+    def early(self, stages: int) -> Iterator[tuple[Event, int]]:
+        """The events between units that need numbers which not all later stages have, and their stages."""
+        last = stages - 1
+        for index, event in enumerate(self.trace.events):
+            if event.is_unit or not event.needs_data or stages == 1:
+                continue
+            if set(self.stages[index:]) != {last}:
+                yield event, self.stages[index]
 
     def _home(self, event: Event, earliest: int) -> int:
         stages = self.homes[event.what]
@@ -404,14 +421,9 @@ class _Planner:
 
     def _check_numbers(self) -> None:
         """Refuse a tensor's numbers where they decide what other stages do."""
-        owner_of = self._owners.stages
-        for index, event in enumerate(self._trace.events):
-            if event.is_unit or not event.needs_data or self._stages == 1:
-                continue
-            if owner_of[index] == self._stages - 1 and set(owner_of[index:]) == {self._stages - 1}:
-                continue
+        for event, owner in self._owners.early(self._stages):
             raise PartitionError(
-                f"{event.where}: the model's code needs numbers of a tensor of stage {owner_of[index]} "
+                f"{event.where}: the model's code needs numbers of a tensor of stage {owner} "
                 f"({event.name}), which the other stages do not have; put that code into a module that is "
                 "placed as a whole, by naming the module that contains it in stages="
             )

@@ -367,6 +367,9 @@ def _attributes_kept(author: Author, trace: Trace) -> Iterator[None]:
         ended = True
     finally:
         _put_back_in_objects(trace, objects, check=ended)
+        # A stage ends with its last event, and the code that resets these may come later.
+        for module, name, value in trace.resets if ended else ():
+            vars(module)[name] = value
         for module, name in trace.tables if ended else ():
             _check_table(author, module, name)
         for module, state, before in states:

@@ -46,6 +46,7 @@ from penstock.partition.held import (
     line_of,
     may_be_set,
     put_back,
+    reads_noted,
     swapped,
 )
 from penstock.partition.seen import (
@@ -183,6 +184,7 @@ class Event:
         needs_data: whether the result depends on the numbers in a tensor.
         varies: whether numbers may decide the shapes of the result: it needs data, or an input does.
         where: the module and line of the author's code.
+        module: the path of that module, of an event between units.
         call: its arguments, ``(args, kwargs)``.
         objects: what caches and other objects among a unit's arguments held before the call.
         mutable: whether there are lists, dictionaries or objects among a unit's arguments.
@@ -203,6 +205,7 @@ class Event:
     generators: list[torch.Generator] = field(default_factory=list)
     needs_data: bool = False
     varies: bool = False
+    module: str = ""
     call: tuple[Any, Any] = ((), {})
     objects: Things | None = None
     mutable: bool = False
@@ -261,6 +264,7 @@ class Trace:
         has_custom: whether a custom function was applied between units.
         foreign: parameters of other models, such as a frozen teacher's, by their identity.
         kept: the attributes that units have set.
+        resets: the attributes of units that code between units has reset for good, and to what.
         decides: whether the code between units read numbers, such as those of the model's arguments.
         work: the operations of modules inside units, by the identity of the module, if they were counted.
         flops: the floating-point operations of the whole run; None if units were not run, but foretold.
@@ -289,6 +293,7 @@ class Trace:
     has_custom: bool = False
     foreign: dict[int, Tensor] = field(default_factory=dict)
     kept: list[Attribute] = field(default_factory=list)
+    resets: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     decides: bool = False
     work: dict[int, float] = field(default_factory=dict)
     flops: float | None = 0.0
@@ -531,8 +536,9 @@ class _Tracer(TorchFunctionMode):
                 if self._refused:
                     raise self._refused[0] from None
                 raise self._told(error) from error
+            trace.resets = self._private.end()
             trace.kept, trace.outer = self._private.left, held.outer()
-            trace.for_any_homes &= not trace.kept
+            trace.for_any_homes &= not (trace.kept or trace.resets)
             trace.flops = None if trace.flops is None else self._work.flops
             trace.set_in = held.set_once()
             trace.state = [
@@ -598,6 +604,10 @@ class _Tracer(TorchFunctionMode):
         """Whether two units may be in one stage."""
         homes = [self._homes.get(path) for path in (one, other)]
         return None in homes or not {*homes[0]}.isdisjoint(homes[1])  # type: ignore[misc, arg-type]
+
+    def _is_split(self, path: str) -> bool:
+        """Whether a unit is in several stages, which share its calls."""
+        return len(self._homes.get(path, ())) > 1
 
     def _used_elsewhere(self, attribute: Attribute) -> Exception:
         """The error for an attribute that a unit has set, and that another stage uses."""
@@ -743,12 +753,14 @@ class _Tracer(TorchFunctionMode):
         self._calls[path] += 1
         event = Event(path, path, where(self._paths, path), number)
         shown = self._private.enter(path)
+        split = [one for one in shown if self._is_split(path) or self._is_split(one.unit)]
         # Functions inside the unit are not events: leave the mode while it runs.
-        with left(self), as_written():
+        with left(self), as_written(), reads_noted(split, event.reads.add):
             # The stage of the units that have set these has them, whichever event made the tensors.
-            self._near = {storage_of(self._fake_of(t)) for t in tensors_in(shown)}
+            near = tensors_in([one.value for one in shown])
+            self._near = {storage_of(self._fake_of(t)) for t in near}
             foretold = None
-            if self._sizes is not None and not shown:
+            if self._sizes is not None and not (shown or self._has_promoted(args, kwargs)):
                 foretold = self._sizes.result((path, number), args, kwargs, self.mode)
             if foretold is not None:
                 make, event.needs_data = foretold
@@ -841,7 +853,7 @@ class _Tracer(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if name == "__get__" or name == "__set__":
             name = getattr(getattr(func, "__self__", None), "__name__", name)
-        event = Event(func, name, self._where())
+        event = Event(func, name, self._where(), module=self._running())
         if does := self._does_what_cannot_be_cut(func, name):
             raise self._refusal(
                 f"{event.where}: the model {does}; put that into a module that is placed as a whole"
@@ -895,8 +907,10 @@ class _Tracer(TorchFunctionMode):
             args, kwargs = self._look_at_objects(event, args, kwargs)
         shown = tensors_in((args, kwargs))
         before = [_looks(t) for t in shown]
-        owned = [table[name] for table, name in self._owned.get(event.what, ()) if event.is_unit]
-        aliases = self._aliases([*shown, *owned])
+        owned = [
+            table.get(name) for table, name in self._owned.get(event.what, ()) if event.is_unit
+        ]
+        aliases = self._aliases([*shown, *tensors_in(owned)])
         alias_looks = [_looks(self._fake_of(t)) for t, _ in aliases]
         self._given = {storage_of(t) for t in shown if storage_of(t) not in self._promoted}
         output = self._run_event(event, index, run, args, kwargs)
@@ -992,6 +1006,13 @@ class _Tracer(TorchFunctionMode):
             elif not isinstance(tensor, FakeTensor) or storage_of(tensor) not in self._made:
                 # A tensor that units put into a cache, say, is no input; this one was made between units.
                 self._is_followed(tensor)
+
+    def _has_promoted(self, args: Any, kwargs: Any) -> bool:
+        """Whether a unit is given what another has put into a list: it must run, to show what it reads."""
+        return bool(self._promoted) and any(
+            storage_of(self._fake_of(tensor)) in self._promoted
+            for tensor in tensors_in((args, kwargs))
+        )
 
     def _check_known(self, event: Event, tensor: Tensor, number: int) -> None:
         value = self.trace.values[number]
@@ -1166,7 +1187,7 @@ class _Tracer(TorchFunctionMode):
         if not followed or not any(self._is_followed(t) for t in tensors_in((args, kwargs))):
             return run(*args, **kwargs)
         self.trace.has_custom = True
-        event = Event(function, function.__name__, self._where())
+        event = Event(function, function.__name__, self._where(), module=self._running())
         label = f"{event.name} after {self._latest}"
         with left(self):
             return self._event(event, label, run, args, kwargs)
@@ -1187,6 +1208,10 @@ class _Tracer(TorchFunctionMode):
 
     def _where(self) -> str:
         return where(self._paths)
+
+    def _running(self) -> str:
+        path: str = self._paths.get(id(running(self._paths)[0]), "")
+        return path
 
 
 def _looks_of_buffers(modules: Iterable[tuple[nn.Module, str]]) -> dict[Any, Any]:
@@ -1347,6 +1372,17 @@ _LIBRARIES = ("/torch/", "/penstock/")
 
 def where(paths: Mapping[int, str], unit: str = "") -> str:
     """The module and the line of the author's code that runs now; or a unit, and the line that calls it."""
+    module, line = running(paths)
+    if module is not None:
+        path = unit or paths[id(module)] or f"the {type(module).__name__}"
+        return f"in {path} ({line})" if line else f"in {path}"
+    if unit:
+        return f"in {unit}"
+    return f"in the model ({line})" if line else "in the model"
+
+
+def running(paths: Mapping[int, str]) -> tuple[nn.Module | None, str]:
+    """The module whose code runs now, and the line of the author's code."""
     frame = sys._getframe(1)
     line = ""
     while frame is not None:
@@ -1357,11 +1393,8 @@ def where(paths: Mapping[int, str], unit: str = "") -> str:
                 line = line or f"{name.rpartition('/')[2]}:{frame.f_lineno}"
             module = frame.f_locals.get("self")
             if id(module) in paths and isinstance(module, nn.Module):
-                path = unit or paths[id(module)] or f"the {type(module).__name__}"
-                return f"in {path} ({line})" if line else f"in {path}"
+                return module, line
         if frame.f_back is None:
             break
         frame = frame.f_back
-    if unit:
-        return f"in {unit}"
-    return f"in the model ({line})" if line else "in the model"
+    return None, line

@@ -32,6 +32,8 @@ PATIENCE = 10.0
 """Seconds that idle workers have to exit before they are killed."""
 STARTING = 60.0
 """Seconds that new workers may take to start: they import torch, which takes long on a busy machine."""
+SHOWN = 4000
+"""Characters of the beginning, and of the end, of what a failed worker has printed."""
 AFTER = 3.0
 """Seconds that the other workers have to report their errors after the first one."""
 STACKS = getattr(signal, "SIGUSR2", 0)
@@ -112,24 +114,24 @@ class WorkerPool:
         try:
             reply: dict[str, Any] = json.loads(self._pipes[rank].recv_bytes())
         except (EOFError, OSError):
-            return {"error": f"worker {rank} died:\n{self._written(rank)[-4000:]}"}
+            return {"error": f"worker {rank} died:\n{self._written(rank)}"}
         return {"error": f"worker {rank}:\n{reply['error']}"} if "error" in reply else reply
 
     def _written(self, rank: int) -> str:
-        """What a worker has printed."""
+        """What a worker has printed in its task, without the middle of a long text."""
         file = Path(self._folder.name if self._folder else "", f"errors-{rank}")
-        return file.read_text() if file.exists() else ""
+        text = file.read_text() if file.exists() else ""
+        return text if len(text) <= 2 * SHOWN else f"{text[:SHOWN]}\n...\n{text[-SHOWN:]}"
 
     def _stacks(self, ranks: Sequence[int]) -> Iterator[str]:
         """Where workers are, as each prints it when it gets the signal."""
         if not STACKS:
             return
-        before = {rank: len(self._written(rank)) for rank in ranks}
         for rank in ranks:
             os.kill(self._processes[rank].pid, STACKS)
         time.sleep(0.5)
         for rank in ranks:
-            yield f"worker {rank} is here:\n{self._written(rank)[before[rank] :][-4000:]}"
+            yield f"worker {rank} is here:\n{self._written(rank)[-SHOWN:]}"
 
     def _start(self) -> None:
         if self._processes:
@@ -194,6 +196,8 @@ def work(rank: int, size: int, folder: str, pipe: Any, environment: dict[str, st
     groups = [dist.new_group(list(range(count))) for count in range(1, size + 1)]
     with contextlib.suppress(KeyboardInterrupt, EOFError, OSError):
         while task := pipe.recv_bytes():
+            errors.seek(0)
+            errors.truncate()
             pipe.send_bytes(serve(json.loads(task), groups))
     dist.destroy_process_group()
 
