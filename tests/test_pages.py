@@ -26,6 +26,7 @@ from penstock.schedule import add_communication, build, compute_only, library, m
 from tests.scripts import run_script
 from website import reference
 
+pytestmark = pytest.mark.on_cpu("pages show what a CPU prints")
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))

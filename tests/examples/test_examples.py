@@ -13,6 +13,7 @@ import pytest
 from penstock.schedule import Picture
 from tests.scripts import run_script
 
+pytestmark = pytest.mark.on_cpu("examples choose their device themselves")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROCESSES = {"llama": 2, "lora": 2, "unet": 2, "hand_placed": 3, "mesh": 4}
 NEEDS = {"llama": "transformers", "lora": "peft"}

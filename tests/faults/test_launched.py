@@ -18,7 +18,11 @@ import pytest
 from tests.faults.jobs import SLACK, free_port, run_rank
 from tests.scripts import forked, run_script
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(240),
+    pytest.mark.on_cpu("jobs end, whatever they compute on"),
+]
 
 RANKS = 2
 START = 150.0

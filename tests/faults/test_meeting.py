@@ -45,7 +45,10 @@ def test_a_wrong_environment_is_refused(
 
 # ---- processes that meet; each writes down what became of it
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.on_cpu("processes meet, whatever they compute on"),
+]
 
 
 def work(number: int, port: int, folder: str, case: dict[str, Any]) -> None:

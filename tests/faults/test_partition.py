@@ -10,7 +10,11 @@ import pytest
 from tests.faults.jobs import SLACK, run_job
 from tests.faults.machines import cuts, machines
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(180),
+    pytest.mark.on_cpu("networks are cut, whatever goes through them"),
+]
 
 
 @pytest.mark.parametrize(

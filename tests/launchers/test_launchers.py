@@ -22,7 +22,11 @@ from tests.test_pages import CODE_OF, ROOT, Block
 PAGE = CODE_OF[ROOT / "docs/launchers.md"]
 LIMIT = 150.0
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.on_cpu("launchers start and end processes, whatever these compute on"),
+]
 
 
 def block_with(text: str) -> Block:

@@ -17,6 +17,7 @@ from penstock import Pipeline
 from tests.scripts import run_script
 from tests.test_pages import CODE_OF, ROOT
 
+pytestmark = pytest.mark.on_cpu("recipes resume, whatever they compute on")
 PROGRAMS = {
     block.said: block.text
     for block in CODE_OF[ROOT / "docs/machines-that-go.md"]
