@@ -6,14 +6,18 @@ that of a recorded step. Five plans of each model take turns.
 
 Uneven: the second of two ranks shares its core with a busy process, so that it is half as fast. The plan for
 what the doctor has found, beside even stages.
+
+Named: a recorded step says which rank is slow, and none where none is.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from time import perf_counter
@@ -120,22 +124,22 @@ def made(name: str) -> Made:
 # ---- tasks of workers
 
 
-def examine(group: Any, share: bool) -> str:
+def examine(group: Any, share: int | None) -> str:
     """What the doctor finds, as JSON."""
     with _core(group, share=share):
         return doctor.examine(group=group, dtypes=["float32"]).to_json()
 
 
 @contextmanager
-def _core(group: Any, *, share: bool) -> Iterator[None]:
-    """Run on a core for each rank; the last rank shares its own with a busy process."""
+def _core(group: Any, *, share: int | None) -> Iterator[None]:
+    """Run on a core for each rank; one rank may share its own with a busy process."""
     rank, before = dist.get_rank(group), os.sched_getaffinity(0)
     core = sorted(before)[rank % len(before)]
     for thread in os.listdir("/proc/self/task"):
         with suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread), {core})
     busy = None
-    if share and rank == RANKS - 1:
+    if rank == share:
         busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         yield
@@ -154,7 +158,7 @@ def costs(group: Any, name: str) -> str:
         dist.barrier(group)
         return ""
     model, batch, target, loss = made(name)
-    with _core(group, share=False):
+    with _core(group, share=None):
         profile = planning.measure(
             model, batch, target=target, loss_fn=loss, stages=2 * RANKS, repeats=10
         )
@@ -163,7 +167,7 @@ def costs(group: Any, name: str) -> str:
     return profile.to_json()
 
 
-def steps(group: Any, name: str, plans: list[str], rounds: int, share: bool = False) -> Any:
+def steps(group: Any, name: str, plans: list[str], rounds: int, share: int | None = None) -> Any:
     """The seconds of steps of each plan, in turn, and a recorded step of the first."""
     runs = []
     with _core(group, share=share):
@@ -195,7 +199,7 @@ def steps(group: Any, name: str, plans: list[str], rounds: int, share: bool = Fa
 
 def predictions(workers: WorkerPool, rounds: int) -> dict[str, Any]:
     """Each model's plans, with what the doctor and a recorded step predict, and what they took."""
-    cluster = _examined(workers, share=False)
+    cluster = _examined(workers, share=None)
     found: dict[str, Any] = {}
     for name in MODELS:
         profile = _profile(workers, name)
@@ -239,7 +243,7 @@ def _lost(rows: list[dict[str, Any]], by: str) -> float:
     return float(chosen["measured"] / min(row["measured"] for row in rows) - 1)
 
 
-def _examined(workers: WorkerPool, *, share: bool) -> Cluster:
+def _examined(workers: WorkerPool, *, share: int | None) -> Cluster:
     text = workers.run("benchmarks.clusters:examine", RANKS, timeout=300, share=share)[0]
     cluster = Cluster.from_json(text)
     print(
@@ -266,7 +270,7 @@ def _priced(profile: Profile, plan: Plan, cluster: Cluster) -> Plan:
 
 
 def _ran(
-    workers: WorkerPool, name: str, plans: list[Plan], rounds: int, *, share: bool = False
+    workers: WorkerPool, name: str, plans: list[Plan], rounds: int, *, share: int | None = None
 ) -> Any:
     told = [plan.to_json() for plan in plans]
     return workers.run(
@@ -284,11 +288,11 @@ def _wall(ran: Any, number: int) -> list[float]:
 
 def uneven(workers: WorkerPool, rounds: int) -> dict[str, Any]:
     """A plan for a rank that is half as fast, beside even stages."""
-    cluster = _examined(workers, share=True)
+    cluster = _examined(workers, share=RANKS - 1)
     profile = _profile(workers, "twelve")
     best = _search(profile, cluster, schedules="1F1B")
     even = _search(profile, cluster, schedules="1F1B", even=True)
-    ran = _ran(workers, "twelve", [best, even], rounds, share=True)
+    ran = _ran(workers, "twelve", [best, even], rounds, share=RANKS - 1)
     ours, peer = _wall(ran, 0), _wall(ran, 1)
     for plan, times in ((best, ours), (even, peer)):
         measured = statistics.median(times)
@@ -301,10 +305,33 @@ def uneven(workers: WorkerPool, rounds: int) -> dict[str, Any]:
     return ratios.to_json()
 
 
+# ---- who is slow
+
+
+def named(workers: WorkerPool, rounds: int) -> dict[str, int]:
+    """How often a recorded step names the slow rank, drawn anew each time, and nobody where none is slow."""
+    profile = _profile(workers, "twelve")
+    plan = _search(profile, _examined(workers, share=None), schedules="1F1B")
+    draw, right = random.Random(0), Counter[str]()
+    for _ in range(rounds):
+        rank = draw.randrange(RANKS)
+        slow = _ran(workers, "twelve", [plan], 1, share=rank)[0]["slow"]
+        right["with a slow rank"] += len(slow) == 1 and slow[0].startswith(f"rank {rank} ")
+        if len(slow) != 1 or not slow[0].startswith(f"rank {rank} "):
+            print(f"  rank {rank} is slow, named: {slow}")
+        slow = _ran(workers, "twelve", [plan], 1)[0]["slow"]
+        right["without one"] += not slow
+        if slow:
+            print(f"  none is slow, named: {slow}")
+    print(f"named as they are: {', '.join(f'{n} of {rounds} {what}' for what, n in right.items())}")
+    return dict(right)
+
+
 def compare(rounds: int) -> dict[str, Any]:
-    """Both, printed, and as JSON data."""
+    """All, printed, and as JSON data."""
     with WorkerPool(RANKS) as workers:
         return {
             "uneven stages for a rank that is half as fast": uneven(workers, rounds),
             "predictions": predictions(workers, rounds),
+            "steps whose slow rank is named": named(workers, rounds),
         }
