@@ -38,8 +38,8 @@ from penstock.testing import WorkerPool
 BATCH = 16
 MICROBATCHES = 8
 SCHEDULES = ("GPipe", "1F1B", "ZB-H1", "Interleaved1F1B", "ZB-V")
-RECORDED = 2
-"""The recorded steps of the first plan, by which the others are corrected."""
+RECORDED = 4
+"""The recorded steps of the first plan, by which the others are corrected and slow ranks are named."""
 Made = tuple[nn.Module, Tensor, Tensor, Callable[..., Tensor]]
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 
 from penstock.plan import Plan
 from penstock.schedule import Costs, Schedule, Slow, Timeline, costs_of, find_slow
 
+TOGETHER = 4
+"""So many recorded steps are looked at together: a pause of a machine shared with others is no slow rank."""
 WARM = 2
 """The first training step whose actions take as long as later ones: the one before it also sets things up."""
 log = logging.getLogger("penstock")
@@ -23,6 +26,7 @@ class Slowness:
         self._every = every
         self._steps = 0
         self._first: dict[tuple[int, int], Costs] = {}
+        self._latest: dict[tuple[int, int], deque[Timeline]] = {}
 
     def is_due(self) -> bool:
         """Count a training step; whether it is to be recorded."""
@@ -32,7 +36,7 @@ class Slowness:
     def note(
         self, plan: Plan | None, schedule: Schedule, timeline: Timeline, *, warn: bool = False
     ) -> tuple[Slow, ...]:
-        """What is slow in a recorded step.
+        """What is slow in a recorded step and the ones before.
 
         Args:
             plan: The plan of the pipeline, if it has one.
@@ -49,7 +53,9 @@ class Slowness:
         if costs is None:
             self._first[key] = costs_of(schedule, timeline)
             return ()
-        slow = find_slow(schedule, costs, timeline)
+        latest = self._latest.setdefault(key, deque(maxlen=TOGETHER))
+        latest.append(timeline)
+        slow = find_slow(schedule, costs, *latest)
         for one in slow if warn else ():
             log.warning("penstock: %s", one)
         return slow

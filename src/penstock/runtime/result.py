@@ -68,7 +68,8 @@ class StepResult:
             process and take turns, so that their measured durations were put on one clock per rank.
         bubble: the fraction of the ranks' time in which they computed nothing, if it was asked for.
         slow: the ranks, stages and links that took longer than they should, the worst first, if the step was
-            recorded: than the costs of the plan say, or without a plan, than in the first recorded step.
+            recorded: than the costs of the plan say, or without a plan, than in the first recorded step. The
+            latest four recorded steps are looked at together.
         cost: the time, memory and operations that the properties below report.
     """
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf
 from operator import mul
-from statistics import median, median_low
+from statistics import fmean, median, median_low
 from typing import Any, Literal
 
 from penstock.schedule.action import COMPUTE_OPS, Action, Op
@@ -174,7 +174,7 @@ def costs_of(schedule: Schedule, timeline: Timeline) -> Costs:
     return Costs(**costs, links=links, unit="s")
 
 
-def find_slow(schedule: Schedule, costs: Costs, timeline: Timeline) -> tuple[Slow, ...]:
+def find_slow(schedule: Schedule, costs: Costs, *timelines: Timeline) -> tuple[Slow, ...]:
     """Name what takes longer than its costs say, the worst first.
 
     What all stages have in common, such as a whole machine that is slower, is not told: each is held against
@@ -183,23 +183,36 @@ def find_slow(schedule: Schedule, costs: Costs, timeline: Timeline) -> tuple[Slo
     Args:
         schedule: The schedule of the step, with its messages.
         costs: What its actions and messages should take.
-        timeline: The step as it was measured.
+        timelines: The step as it was measured, once or several times: what is slow is so in all of them.
     """
     expected = durations(costs, schedule.stages)
     took, should = [0.0] * schedule.stages, [0.0] * schedule.stages
-    for span in timeline.spans:
+    spans: dict[tuple[Op, int], list[float]] = defaultdict(list)
+    for span in chain(*(timeline.spans for timeline in timelines)):
         if span.action.op in expected:
-            took[span.action.stage] += span.duration
-            should[span.action.stage] += expected[span.action.op][span.action.stage]
+            spans[span.action.op, span.action.stage].append(span.duration)
+    for (op, stage), each in spans.items():
+        took[stage] += len(each) * _middle(each)
+        should[stage] += len(each) * expected[op][stage]
     known = [stage for stage in range(schedule.stages) if should[stage] and took[stage]]
     if len(known) < 2:
         return ()
     ratios = {stage: took[stage] / should[stage] for stage in known}
     step = _MeasuredStep(schedule, costs, ratios)
-    slow = [*_slow_ranks(step, ratios), *_slow_links(step, message_times(schedule, timeline))]
+    delays: dict[Pair, float] = {}
+    for timeline in timelines:
+        for pair, late in message_times(schedule, timeline).delays.items():
+            delays[pair] = min(delays.get(pair, inf), late)
+    slow = [*_slow_ranks(step, ratios), *_slow_links(step, delays)]
     return tuple(
         sorted((one for one in slow if one.share >= MATTERS), key=lambda one: -one.seconds)
     )
+
+
+def _middle(seconds: Sequence[float]) -> float:
+    """The mean without the quarters at both ends: a pause of the machine makes nobody slow."""
+    cut = len(seconds) // 4
+    return fmean(sorted(seconds)[cut : len(seconds) - cut])
 
 
 class _MeasuredStep:
@@ -268,11 +281,11 @@ def _slow_ranks(step: _MeasuredStep, ratios: Mapping[int, float]) -> Iterator[Sl
                 yield step.slow("stage", rank, (stage,), ratio / step.usual)
 
 
-def _slow_links(step: _MeasuredStep, times: MessageTimes) -> Iterator[Slow]:
-    for pair, delay in times.delays.items():
-        if pair[0] > pair[1] and pair[::-1] in times.delays:
+def _slow_links(step: _MeasuredStep, delays: Mapping[Pair, float]) -> Iterator[Slow]:
+    for pair, delay in delays.items():
+        if pair[0] > pair[1] and pair[::-1] in delays:
             continue
-        others = [late for other, late in times.delays.items() if {*other} != {*pair}]
+        others = [late for other, late in delays.items() if {*other} != {*pair}]
         usual = max(step.delay(pair), median(others) if others else 0.0)
         if delay > max(NOTICED, FURTHER * usual):
             whole = step.seconds(links={pair: delay, pair[::-1]: delay})
