@@ -17,6 +17,7 @@ from benchmarks import (
     backward,
     buffers,
     checkpoints,
+    clusters,
     cut,
     gpu,
     inside,
@@ -42,6 +43,7 @@ BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "loops": loops.compare,
     "schedules": schedules.compare,
     "watch": watch.compare,
+    "clusters": clusters.compare,
     "gpu": gpu.compare,
 }
 
