@@ -951,6 +951,32 @@ def test_calls_that_share_what_a_unit_keeps_are_in_one_stage(empties: bool) -> N
         pipe.step(rows(), target=rows())
 
 
+class Masked(nn.Module):
+    """Checks its labels, which may not be alike, and compares the rows that have one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        if (labels == labels[0]).all():
+            raise ValueError("degenerate labels")
+        mask = labels >= 0
+        error: Tensor = self.last(torch.tanh(self.first(x)))[mask] - labels[mask].unsqueeze(1)
+        return error.square().mean()
+
+
+def test_rows_that_the_numbers_of_an_argument_choose() -> None:
+    model, labels = Masked().double(), torch.tensor([1.0, -1.0, 0.0, 2.0]).double()
+    parts = zip(rows().chunk(2), labels.chunk(2), strict=True)
+    expected = sum(model(*part).item() / 2 for part in parts)
+    pipe = penstock.Pipeline(
+        model, ranks=2, microbatches=2, loss_fn=lambda loss, _: loss, loss_over="microbatch"
+    )
+    with pipe:
+        assert pipe.step(rows(), labels, target=labels).loss == pytest.approx(expected, rel=1e-12)
+
+
 KEPT: ContextVar[list[Tensor] | None] = ContextVar("KEPT", default=None)
 
 

@@ -1275,10 +1275,18 @@ class _MadeUp(TorchDispatchMode):
         # Code that draws until a condition holds may need zeros to get out.
         for number in (1, 0) if self._answers < _PATIENCE else (0, 1):
             with contextlib.suppress(Exception), _disable_current_modes():
-                filled, named = map_tensors((args, kwargs), functools.partial(_filled, number))
+                fill = functools.partial(self._with_numbers, number)
+                filled, named = map_tensors((args, kwargs), fill)
                 output = func(*filled, **named)
                 return map_tensors(output, lambda t: mode.from_tensor(t.detach()))
         raise reason
+
+    def _with_numbers(self, number: int, tensor: Tensor) -> Tensor:
+        """A tensor of this number; one that every stage has, such as a mask of the arguments, as it is."""
+        original = self._recorder._real.get(id(tensor), tensor)
+        if isinstance(original, FakeTensor):
+            return _filled(number, tensor)
+        return original.detach().clone()
 
 
 class _CountsWork(TorchDispatchMode):
