@@ -977,6 +977,44 @@ def test_rows_that_the_numbers_of_an_argument_choose() -> None:
         assert pipe.step(rows(), labels, target=labels).loss == pytest.approx(expected, rel=1e-12)
 
 
+class Strict(nn.Module):
+    """A heavy part whose own code fails on made-up numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.wide = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 64 * WIDTH)
+        self.back = nn.Linear(64 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x)
+        if (gate == 1).all():
+            raise ValueError("a gate of ones")
+        back: Tensor = self.back(self.wide(x)) * gate
+        return back
+
+
+class Around(nn.Module):
+    """Light parts, and a heavy one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.strict, self.last = linear(0), Strict(), linear(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.last(self.strict(self.first(x)))
+        return output
+
+
+def test_a_heavy_part_stays_whole_whose_code_fails_on_made_up_numbers() -> None:
+    model = Around().double()
+    parts = zip(rows().chunk(2), rows().chunk(2), strict=True)
+    expected = sum(nn.functional.mse_loss(model(x), y).item() / 2 for x, y in parts)
+    pipe = penstock.Pipeline(model, ranks=2, microbatches=2, loss_fn=nn.functional.mse_loss)
+    with pipe:
+        assert pipe.step(rows(), target=rows()).loss == pytest.approx(expected, rel=1e-12)
+    assert "strict" in pipe.units
+
+
 KEPT: ContextVar[list[Tensor] | None] = ContextVar("KEPT", default=None)
 
 

@@ -288,15 +288,25 @@ class Cutting:
         model = self.model
         whole = {*whole}
         units = find_units(model, self.count, whole=whole)
-        self._trace = trace = self._record(units, call, counts=True)
+        try:
+            self._trace = trace = self._record(units, call, counts=True)
+        except PartitionError:
+            raise
+        except Exception:
+            coarse = find_units(model, 1, whole=whole)
+            if coarse == units:
+                raise
+            self._trace = trace = self._record(coarse, call, counts=True)
+            whole |= {*coarse} - {*units}
+            units = coarse
         for _ in range(_ROUNDS):
             finer = find_units(model, self.count, _work_in(trace), units, whole)
             if finer == units:
                 break
             try:
                 trace = self._record(finer, call, counts=True)
-            except PartitionError:
-                # What cannot be taken apart stays whole.
+            except Exception:
+                # What cannot be taken apart stays whole. On made-up numbers its code may raise anything.
                 whole |= {*units} - {*finer}
             else:
                 self._trace, units = trace, finer
