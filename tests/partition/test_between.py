@@ -267,7 +267,21 @@ def a_write_that_another_stage_must_not_see(m: Model, x: Tensor) -> Tensor:
     return m.l[3](y + m.l[1](h))  # type: ignore[no-any-return]
 
 
-@program(in_four="mul_ in stage 0 changes .* which stage . uses as it was before")
+class Shifts(nn.Module):
+    """Its backward needs nothing of its input, which may be written into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.by
+
+
+@program(
+    lambda index: Shifts() if index == 1 else linear(index),
+    in_four="mul_ in stage 0 changes .* which stage . uses as it was before",
+)
 def a_write_after_another_stage_has_used_it(m: Model, x: Tensor) -> Tensor:
     h = m.l[0](x) * 1
     h.add_(1)
