@@ -148,6 +148,7 @@ def _note_lengths(cache: Any, lengths: list[tuple[int, int]], like: Tensor) -> N
     """Give a cache's layers of another rank the length that they have there, at next to no memory."""
     of_self = getattr(cache, "self_attention_cache", cache)
     for layer, length in lengths:
-        more = length - of_self.get_seq_length(layer)
-        nothing = like.new_zeros(like.shape[0], 1, more, 1)
-        of_self.update(nothing, nothing, layer)
+        # Parts of a layer that come later, such as an attention to the encoder, add nothing.
+        if more := length - of_self.get_seq_length(layer):
+            nothing = like.new_zeros(like.shape[0], 1, more, 1)
+            of_self.update(nothing, nothing, layer)
