@@ -976,8 +976,10 @@ class Masked(nn.Module):
         if (labels == labels[0]).all():
             raise ValueError("degenerate labels")
         mask = labels >= 0
-        error: Tensor = self.last(torch.tanh(self.first(x)))[mask] - labels[mask].unsqueeze(1)
-        return error.square().mean()
+        h: Tensor = self.last(torch.tanh(self.first(x)))
+        if h[mask.unsqueeze(1).expand_as(h)].numel() != int(mask.sum()) * WIDTH:
+            raise ValueError("other rows")
+        return (h[mask] - labels[mask].unsqueeze(1)).square().mean()
 
 
 def test_rows_that_the_numbers_of_an_argument_choose() -> None:

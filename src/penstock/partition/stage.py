@@ -71,6 +71,7 @@ from penstock.values import (
 )
 
 _ITERATE: Any = Tensor.__iter__
+_EXPAND_AS: Any = Tensor.expand_as
 
 
 class _StageDone(BaseException):
@@ -619,6 +620,8 @@ class _StageForward(TorchFunctionMode):
             return self._quickly(quick, at, args, kwargs)
         if func is _ITERATE and self._is_event(args):
             return iter(self.__torch_function__(Tensor.unbind, types, args))
+        if func is _EXPAND_AS and len(args) == 2 and not self._is_event(args[:1]):
+            return self.__torch_function__(Tensor.expand, types, (args[0], args[1].shape))
         draws = self._draws is not None and may_draw(func)
         if not is_ours(func) and not self._is_event(args) and not self._is_event(kwargs.values()):
             if draws:

@@ -850,6 +850,9 @@ class _Tracer(TorchFunctionMode):
             return output
         if func is _TENSOR.__iter__:
             return iter(self.__torch_function__(Tensor.unbind, types, args))
+        if func is _TENSOR.expand_as and len(args) == 2 and not self._is_followed(args[0]):
+            # Only a shape is taken of what units made: every stage has the result, with its numbers.
+            return self.__torch_function__(Tensor.expand, types, (args[0], args[1].shape))
         name = getattr(func, "__name__", str(func))
         if name == "__get__" or name == "__set__":
             name = getattr(getattr(func, "__self__", None), "__name__", name)
