@@ -43,6 +43,10 @@ def test_ranks_get_at_least_as_even_as_stages(costs: list[float], data: st.DataO
     assert max(loads(costs, cut, placement)) <= even * (1 + 1e-9)
 
 
+def test_what_costs_nothing_is_cut() -> None:
+    assert choose_cuts([0.0] * 6, 4, v_shaped(2)) == choose_cuts([5e-324] * 6, 4, v_shaped(2))
+
+
 MODEL = [5.0, *[3.0] * 48, 11.0]
 """48 equal blocks between an embedding and a head."""
 

@@ -188,7 +188,8 @@ def _even_ranks(
     while True:
         tried = ((unevenness(moved), moved) for moved in _moves(cut, len(sums) - 1))
         score, moved = min(tried, default=(best, cut))
-        if score[0] > best[0] + tiny or (score[0] > best[0] - tiny and score[1] >= best[1] - tiny):
+        # What costs nothing, or next to nothing, leaves no room for a tolerance.
+        if score[0] > best[0] + tiny or (score[0] >= best[0] - tiny and score[1] >= best[1] - tiny):
             return cut
         best, cut = score, moved
 
