@@ -104,7 +104,7 @@ def check_agreement(schedule: Schedule) -> bool:
     return report.ok
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32))
 def test_a_single_mutation_is_reported_or_harmless(seed: int) -> None:
     pick = random.Random(seed)
@@ -125,7 +125,7 @@ def test_the_proof_agrees_with_the_executor_on_many_programs(count: int) -> None
     assert min(verdicts.values()) > count / 10
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32))
 def test_shuffled_programs_agree_too(seed: int) -> None:
     """Random orders that keep each rank's own dependencies mostly: most of these wait in circles."""
