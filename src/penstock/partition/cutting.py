@@ -253,24 +253,27 @@ class Cutting:
 
     def _by_work(self, call: Example) -> Homes:
         """The stages of equal work, of parts that are whole where numbers decide what they do."""
+        order = self.order(call)
+        homes = order.even(self.count, self._placement, self._room)
+        if homes is None:
+            raise self._too_few(len(order.again(self.count)))
         whole: set[str] = set()
-        finer: tuple[Homes, Trace | None] | None = None
-        while True:
-            order = self.order(call, whole)
-            homes = order.even(self.count, self._placement, self._room)
-            if homes is None and finer is None:
-                raise self._too_few(len(order.again(self.count)))
-            if homes is None:
-                # Its refusal says more than that there are too few.
-                homes, self._trace = finer  # type: ignore[misc]
-                return homes
-            assert self._trace is not None
-            early = decides_early(self._trace, homes, self.count)
-            closed = {_holder(path, homes) for path in early} - {"", *whole}
-            if not closed:
-                return homes
-            whole |= closed
-            finer = homes, self._trace
+        while deciding := self._deciding(homes) - whole:
+            whole |= deciding
+            trace = self._trace
+            coarser = self.order(call, whole).even(self.count, self._placement, self._room)
+            if coarser is None:
+                # The refusal of these says more than that there are too few.
+                self._trace = trace
+                break
+            homes = coarser
+        return homes
+
+    def _deciding(self, homes: Homes) -> set[str]:
+        """The modules with units inside, whose code needs numbers that not all later stages have."""
+        assert self._trace is not None
+        early = decides_early(self._trace, homes, self.count)
+        return {_holder(path, homes) for path in early} - {""}
 
     def _too_few(self, most: int) -> PartitionError:
         return PartitionError(

@@ -179,19 +179,22 @@ def empty_plan() -> CallPlan:
 
 def first_uses(trace: Trace, homes: Homes) -> dict[str, int]:
     """The first stage that uses each of the parameters that no unit holds."""
-    known = dict(homes)
-    owners = _Owners(trace, known, loose=True)
-    for event in trace.events:
-        owners.add(event)
-    return owners.loose_homes
+    return _owners_of(trace, homes, loose=True).loose_homes
 
 
 def decides_early(trace: Trace, homes: Homes, stages: int) -> set[str]:
     """The paths of the modules whose code needs numbers between units that not all later stages have."""
-    owners = _Owners(trace, dict(homes), loose=True)
+    if not any(event.needs_data and not event.is_unit for event in trace.events):
+        return set()
+    owners = _owners_of(trace, homes, loose=True)
+    return {event.module for event, _ in owners.early(stages)}
+
+
+def _owners_of(trace: Trace, homes: Homes, *, loose: bool = False) -> _Owners:
+    owners = _Owners(trace, dict(homes), loose=loose)
     for event in trace.events:
         owners.add(event)
-    return {event.module for event, _ in owners.early(stages)}
+    return owners
 
 
 def assign(trace: Trace, homes: Homes, stages: int) -> CallPlan:
@@ -212,9 +215,7 @@ def assign(trace: Trace, homes: Homes, stages: int) -> CallPlan:
                 "its own; return what the later one needs and pass it on (a loss: penstock.add_loss), or put "
                 "both into one stage"
             )
-    owners = _Owners(trace, homes)
-    for event in trace.events:
-        owners.add(event)
+    owners = _owners_of(trace, homes)
     _check_generators(trace, owners.stages)
     return _Planner(trace, owners, stages).plan()
 

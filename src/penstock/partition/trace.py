@@ -856,7 +856,7 @@ class _Tracer(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if name == "__get__" or name == "__set__":
             name = getattr(getattr(func, "__self__", None), "__name__", name)
-        event = Event(func, name, self._where(), module=self._running())
+        event = self._between(func, name)
         if does := self._does_what_cannot_be_cut(func, name):
             raise self._refusal(
                 f"{event.where}: the model {does}; put that into a module that is placed as a whole"
@@ -1190,7 +1190,7 @@ class _Tracer(TorchFunctionMode):
         if not followed or not any(self._is_followed(t) for t in tensors_in((args, kwargs))):
             return run(*args, **kwargs)
         self.trace.has_custom = True
-        event = Event(function, function.__name__, self._where(), module=self._running())
+        event = self._between(function, function.__name__)
         label = f"{event.name} after {self._latest}"
         with left(self):
             return self._event(event, label, run, args, kwargs)
@@ -1212,9 +1212,11 @@ class _Tracer(TorchFunctionMode):
     def _where(self) -> str:
         return where(self._paths)
 
-    def _running(self) -> str:
-        path: str = self._paths.get(id(running(self._paths)[0]), "")
-        return path
+    def _between(self, what: Any, name: str) -> Event:
+        """An event of the author's code that runs now."""
+        module, line = running(self._paths)
+        path = "" if module is None else self._paths[id(module)]
+        return Event(what, name, _place_of(self._paths, module, line), module=path)
 
 
 def _looks_of_buffers(modules: Iterable[tuple[nn.Module, str]]) -> dict[Any, Any]:
@@ -1383,7 +1385,10 @@ _LIBRARIES = ("/torch/", "/penstock/")
 
 def where(paths: Mapping[int, str], unit: str = "") -> str:
     """The module and the line of the author's code that runs now; or a unit, and the line that calls it."""
-    module, line = running(paths)
+    return _place_of(paths, *running(paths), unit)
+
+
+def _place_of(paths: Mapping[int, str], module: nn.Module | None, line: str, unit: str = "") -> str:
     if module is not None:
         path = unit or paths[id(module)] or f"the {type(module).__name__}"
         return f"in {path} ({line})" if line else f"in {path}"
