@@ -271,6 +271,8 @@ def test_the_bound_is_the_busiest_rank_and_what_must_come_before_and_after_it() 
     assert lower_bound(Costs(latency=0.5), ranks=4, microbatches=8) == 8 * 3 + 3 * 1.5
     assert lower_bound(Costs(forward=[1, 9, 1]), ranks=3, microbatches=4) == 1 + 4 * 11
     assert lower_bound(whole, ranks=2, microbatches=1) == 1 + 1 + 2 + 2
+    # Beside a B, a forward may take no time.
+    assert lower_bound(Costs(overlap=1), ranks=1, microbatches=4) == 4 * 2
 
 
 LACKING = r"memory=2 is too little .* hold \[1.0, 3.0\]: .* or 3 to all, make microbatches smaller"
