@@ -91,13 +91,19 @@ def test_a_slow_link_is_named() -> None:
     assert (found.kind, found.ranks) == ("link", (1, 2))
     assert found.name == "the link between ranks 1 and 2"
     assert found.seconds > 0.05
+    # One that takes 2.5 times as long as the others is not.
+    costs = replace(costs, latency=0.02)
+    assert find_slow(schedule, costs, step(schedule, replace(costs, links=late), skew=-1.0)) == ()
 
 
 def test_messages_are_read_off_a_step() -> None:
     schedule = add_communication(build("1F1B", ranks=2, microbatches=8), ahead=2)
     costs = Costs(forward=[0.1, 0.1], backward=[0.2, 0.2], latency=0.01, unit="s")
     timeline = step(schedule, costs, skew=0.5)
-    assert message_times(schedule, timeline).delays[0, 1] == pytest.approx(0.01 + HANDLING, rel=0.5)
+    times = message_times(schedule, timeline)
+    assert times.handling == pytest.approx(HANDLING)
+    # The value was used that much later than it was made, and both ends handle its message.
+    assert times.delays[0, 1] == pytest.approx(0.01 + HANDLING - 2 * HANDLING)
     again = costs_of(schedule, timeline)
     assert again.per_stage("forward", 2) == pytest.approx([0.1, 0.1])
     assert simulate(schedule, again).makespan == pytest.approx(

@@ -9,18 +9,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 from penstock.schedule import Action, Dependencies, Op, Schedule
-from penstock.schedule.action import (
-    COMPUTE_OPS,
-    MESSAGE_OPS,
-    RECV_OPS,
-    SEND_OPS,
-    STAGE_OPS,
-    WAIT_SEND_OPS,
-)
+from penstock.schedule.action import COMPUTE_OPS, RECV_OPS, SEND_OPS, STAGE_OPS, WAIT_SEND_OPS
 from penstock.schedule.base import flat
 from penstock.schedule.dependencies import counterpart
 
-Channel = tuple[int, int, str]
+Channel = tuple[int, int, Op]
 
 
 class Fault(Exception):
@@ -35,131 +28,99 @@ class Executor:
 
     def __init__(self, schedule: Schedule, *, blocking: bool) -> None:
         self.schedule, self.blocking = schedule, blocking
-        self.sending: dict[int, Action] = {}
-        self.rule = Dependencies(schedule)
-        self.at = [0] * schedule.ranks
-        self.done: set[tuple[int, Action]] = set()
+        self.rule, self.rank_of = Dependencies(schedule), schedule.placement.rank_of
+        self.count = Counter[Action]()
         self.sent: dict[Channel, list[Action]] = defaultdict(list)
         self.received: dict[Channel, list[Action]] = defaultdict(list)
+        self.last_sent: dict[int, Action] = {}
         self.gathered: set[int] = set()
 
     def run(self) -> None:
-        while any(self.advance(rank) for rank in range(self.schedule.ranks)):
-            pass
-        for rank, program in enumerate(self.schedule.programs):
-            if self.at[rank] < len(program):
-                raise Fault(f"rank {rank} stands at {program[self.at[rank]]}")
-        self.check_ends()
+        left = [[*program] for program in self.schedule.programs]
+        moves = True
+        while moves:
+            moves = False
+            for rank, program in enumerate(left):
+                while program and self.may_start(rank, [*flat(program[:1])]):
+                    self.carry_out(rank, [*flat([program.pop(0)])])
+                    moves = True
+        if any(left):
+            raise Fault(f"these are left: {left}")
+        self.check_messages()
+        self.check_counts()
 
-    def advance(self, rank: int) -> bool:
-        program = self.schedule.programs[rank]
-        if self.at[rank] == len(program):
-            return False
-        actions = list(flat((program[self.at[rank]],)))
-        if self.blocking and rank in self.sending and actions[0].op not in STAGE_OPS:
-            if not self.message_complete(rank, self.sending[rank]):
-                return False
-            del self.sending[rank]
-        if not all(self.may(rank, action) for action in actions):
-            return False
+    def may_start(self, rank: int, actions: list[Action]) -> bool:
+        needed = [each for a in actions if self.waits(a) for each in self.rule.before(a)]
+        if self.blocking and rank in self.last_sent and actions[0].op not in STAGE_OPS:
+            needed.append(self.last_sent[rank])
+        return all(map(self.is_complete, needed))
+
+    def waits(self, action: Action) -> bool:
+        return action.op in COMPUTE_OPS or action.op in WAIT_SEND_OPS
+
+    def is_complete(self, action: Action) -> bool:
+        """Of a message: both ends have posted it and, by order on the channel, the earlier ones."""
+        if action.op not in SEND_OPS | RECV_OPS:
+            return action in self.count
+        send = action if action.op in SEND_OPS else counterpart(action)
+        sent, received = self.sent[self.channel(send)], self.received[self.channel(send)]
+        here, there = (sent, received) if send is action else (received, sent)
+        return send in here and here.index(send) < len(there)
+
+    def channel(self, send: Action) -> Channel:
+        return self.rank_of[send.stage], self.rank_of[send.peer_stage], send.op
+
+    def carry_out(self, rank: int, actions: list[Action]) -> None:
         for action in actions:
-            self.do(rank, action)
-        self.at[rank] += 1
-        return True
+            if self.rank_of[action.stage] != rank:
+                raise Fault(f"{action} on rank {rank}")
+            if not self.waits(action) and action.op not in RECV_OPS:
+                missing = [each for each in self.rule.before(action) if each not in self.count]
+                if missing:
+                    raise Fault(f"{action} before {missing}")
+            self.check_shard(action)
+            self.count[action] += 1
+            if action.op in SEND_OPS:
+                self.sent[self.channel(action)].append(action)
+                self.last_sent[rank] = action
+            if action.op in RECV_OPS:
+                self.received[self.channel(counterpart(action))].append(counterpart(action))
 
-    def may(self, rank: int, action: Action) -> bool:
-        if self.schedule.placement.rank_of[action.stage] != rank:
-            raise Fault(f"{action} on rank {rank}")
-        if action.op in COMPUTE_OPS or action.op in WAIT_SEND_OPS:
-            return all(self.complete(rank, needed) for needed in self.rule.before(action))
-        if action.op not in RECV_OPS:
-            for needed in self.rule.before(action):
-                if (rank, needed) not in self.done:
-                    raise Fault(f"{action} before {needed}")
-        return True
+    def check_shard(self, action: Action) -> None:
+        stage, op = action.stage, action.op
+        needs = op is Op.RESHARD or (op in COMPUTE_OPS and self.rule.shards(stage))
+        if (op is Op.UNSHARD and stage in self.gathered) or (needs and stage not in self.gathered):
+            raise Fault(f"{action} where {self.gathered} are gathered")
+        if op in (Op.UNSHARD, Op.RESHARD):
+            self.gathered ^= {stage}
 
-    def complete(self, rank: int, needed: Action) -> bool:
-        if needed.op in MESSAGE_OPS:
-            return self.message_complete(rank, needed)
-        home = self.schedule.placement.rank_of[needed.stage]
-        if home != rank and self.schedule.communicates and needed.op in COMPUTE_OPS:
-            raise Fault(f"{needed} is on another rank")
-        return (home, needed) in self.done
-
-    def channel(self, action: Action) -> Channel:
-        rank_of = self.schedule.placement.rank_of
-        ends = rank_of[action.stage], rank_of[action.peer_stage]
-        kind = action.op.value[-1]
-        return (*ends, kind) if action.op in SEND_OPS else (*ends[::-1], kind)
-
-    def message_complete(self, rank: int, message: Action) -> bool:
-        """Both ends have posted it; by order on the channel, so have they the earlier ones."""
-        channel = self.channel(message)
-        mine = self.sent[channel] if message.op in SEND_OPS else self.received[channel]
-        others = self.received[channel] if message.op in SEND_OPS else self.sent[channel]
-        if message not in mine:
-            return False
-        place = mine.index(message)
-        if place >= len(others):
-            return False
-        if others[place] != counterpart(message):
-            raise Fault(f"{message} meets {others[place]}")
-        return True
-
-    def do(self, rank: int, action: Action) -> None:
-        if action.op in (Op.UNSHARD, Op.RESHARD) or self.rule.shards(action.stage):
-            self.shard(action)
-        if (rank, action) in self.done and action.op not in (Op.UNSHARD, Op.RESHARD):
-            raise Fault(f"{action} twice")
-        self.done.add((rank, action))
-        if action.op in SEND_OPS:
-            self.sent[self.channel(action)].append(action)
-            self.sending[rank] = action
-        if action.op in RECV_OPS:
-            self.received[self.channel(action)].append(action)
-
-    def shard(self, action: Action) -> None:
-        there = action.stage in self.gathered
-        if action.op is Op.UNSHARD:
-            if there:
-                raise Fault(f"{action} twice")
-            self.gathered.add(action.stage)
-        elif action.op in COMPUTE_OPS or action.op is Op.RESHARD:
-            if not there:
-                raise Fault(f"{action} without parameters")
-            if action.op is Op.RESHARD:
-                self.gathered.discard(action.stage)
-
-    def check_ends(self) -> None:
-        wanted = {
-            send
-            for stage in range(self.schedule.stages)
-            for op in (Op.F, Op.B)
-            for send in self.rule.sends(Action(stage, op, 0))
-        }
+    def check_messages(self) -> None:
+        """What was sent was received in the same order, and some edge needs it."""
+        makers = [Action(s, op, 0) for s in range(self.schedule.stages) for op in (Op.F, Op.B)]
+        wanted = {send for maker in makers for send in self.rule.sends(maker)}
         for channel in {*self.sent, *self.received}:
-            if [counterpart(a) for a in self.sent[channel]] != self.received[channel]:
+            if self.sent[channel] != self.received[channel]:
                 raise Fault(f"channel {channel} ends with messages that do not match")
             if any(send._replace(microbatch=0) not in wanted for send in self.sent[channel]):
                 raise Fault(f"channel {channel} carries what no edge needs")
-        self.check_counts()
 
     def check_counts(self) -> None:
-        count = Counter(action._replace(peer=None) for _, action in self.done)
+        twice = [a for a, n in self.count.items() if n > 1 and a.op not in (Op.UNSHARD, Op.RESHARD)]
+        if twice:
+            raise Fault(f"more than once: {twice}")
         for stage in range(self.schedule.stages):
             for m in range(self.schedule.microbatches):
-                f, i, w, b = (count[Action(stage, op, m)] for op in (Op.F, Op.I, Op.W, Op.B))
-                backward = (i, w, b) in ((1, 1, 0), (0, 0, 1))
-                if f != 1 or (self.schedule.trains and not backward):
-                    raise Fault(f"stage {stage}, microbatch {m}: F {f}, I {i}, W {w}, B {b}")
+                f, *backward = (self.count[Action(stage, op, m)] for op in (Op.F, Op.I, Op.W, Op.B))
+                if not f or (self.schedule.trains and backward not in ([1, 1, 0], [0, 0, 1])):
+                    raise Fault(f"stage {stage}, microbatch {m}: F {f}, I, W and B {backward}")
 
 
 def fault(schedule: Schedule, *, blocking: bool = False) -> str | None:
     """Why a schedule does not complete, or ``None`` if it does."""
     try:
         Executor(schedule, blocking=blocking).run()
-    except Fault as found:
-        return str(found)
+    except Fault as why:
+        return str(why)
     return None
 
 

@@ -8,6 +8,7 @@ from penstock.errors import UsageError
 from penstock.schedule import (
     Action,
     Costs,
+    Edge,
     Op,
     Overlap,
     Schedule,
@@ -49,6 +50,23 @@ def test_a_channel_carries_one_message_after_the_other() -> None:
     assert ran.span(Action(1, Op.F, 1)).start == 12
 
 
+@pytest.mark.parametrize("spelled_out", [False, True])
+def test_a_value_travels_to_each_rank_as_fast_as_its_link(spelled_out: bool) -> None:
+    example = schedule("0F0", "1F0", "2F0").with_edges([Edge("x", 0, (1, 2))])
+    costs = Costs(latency=1, bandwidth=2, links={(0, 2): (3, 0.5)}, message={"x": 4})
+    ran = simulate(add_communication(example) if spelled_out else example, costs)
+    assert [ran.span(Action(stage, Op.F, 0)).start for stage in range(3)] == [0, 4, 12]
+
+
+@pytest.mark.parametrize("spelled_out", [False, True])
+def test_a_message_back_carries_gradients_alone(spelled_out: bool) -> None:
+    edges = [Edge("x", 0, (1,)), Edge("mask", 0, (1,), gradient=False)]
+    example = schedule("0F0 0B0", "1F0 1B0").with_edges(edges)
+    costs = Costs(bandwidth=1, message={"x": 1, "mask": 10})
+    ran = simulate(add_communication(example) if spelled_out else example, costs)
+    assert [ran.span(Action(*of, 0)).start for of in ((1, Op.F), (0, Op.B))] == [12, 16]
+
+
 def test_gaps_name_what_is_waited_for() -> None:
     ran = simulate(add_communication(schedule("0F0 0B0", "1F0 1B0")))
     (gap,) = ran.gaps(0)
@@ -60,22 +78,44 @@ def test_gaps_name_what_is_waited_for() -> None:
         (0, 3.5, "0F0"),
         (4.5, 5.5, "0F1"),
     ]
+    # Of two values, the one that comes last.
+    two = schedule("0F0", "1F0", "2F0").with_edges([Edge("a", 0, (2,)), Edge("b", 1, (2,))])
+    for times, last in (([1, 5, 1], "1F0"), ([5, 1, 1], "0F0")):
+        (gap,) = simulate(two, Costs(forward=times)).gaps(2)
+        assert str(gap.waits_for) == last
+
+
+def test_of_a_pair_the_half_that_is_waited_for_is_named() -> None:
+    pair = "0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1B0 1F1 (1F2;1B1)OVERLAP_F_B 1B2"
+    gaps = simulate(schedule(*pair, microbatches=3)).gaps(0)
+    assert [(str(gap.action), str(gap.waits_for)) for gap in gaps] == [
+        ("0B0", "1B0"),
+        ("0B1", "1B1"),
+    ]
 
 
 def test_the_critical_path_goes_through_the_ranks() -> None:
-    for made in (schedule("0F0 0B0", "1F0 1B0"), add_communication(schedule("0F0 0B0", "1F0 1B0"))):
-        path = [str(span.action) for span in simulate(made).critical_path]
+    for example in (
+        schedule("0F0 0B0", "1F0 1B0"),
+        add_communication(schedule("0F0 0B0", "1F0 1B0")),
+    ):
+        path = [str(span.action) for span in simulate(example).critical_path]
         assert path == ["0F0", "1F0", "1B0", "0B0"]
+    # What comes no later than the rank is ready makes it wait no longer.
+    both = simulate(schedule("0F0 0F1", "1F0 1F1", microbatches=2))
+    assert [str(span.action) for span in both.critical_path] == ["0F0", "1F0", "1F1"]
+    apart = simulate(schedule("0F0", "1F0").with_edges([]), Costs(forward=[1, 5]))
+    assert [str(span.action) for span in apart.critical_path] == ["1F0"]
 
 
 def test_what_recurs_runs_each_time_anew() -> None:
     """A stage is gathered twice: neither the critical path nor a replay takes one time for the other."""
-    made = prefetch(build("LoopedBFS", ranks=2, microbatches=1, stages_per_rank=3), unsharded=1)
-    path = [str(span.action) for span in simulate(made).critical_path]
+    example = prefetch(build("LoopedBFS", ranks=2, microbatches=1, stages_per_rank=3), unsharded=1)
+    path = [str(span.action) for span in simulate(example).critical_path]
     assert path == [
         f"{s}{op}0" for op, order in (("F", 1), ("B", -1)) for s in [*range(6)][::order]
     ]
-    line = replay(made, {action: 1.0 for rank in range(2) for action in made.actions(rank)})
+    line = replay(example, {action: 1.0 for rank in range(2) for action in example.actions(rank)})
     gathered = [span.start for span in line.of_rank(0) if str(span.action) == "0UNSHARD"]
     assert len(gathered) == 2
     assert gathered == sorted(set(gathered))
@@ -109,11 +149,11 @@ def test_impossible_costs_are_refused(bad: dict[str, float]) -> None:
 
 
 def test_measured_durations_are_replayed_on_a_clock_a_rank() -> None:
-    made = add_communication(build("1F1B", ranks=2, microbatches=2))
-    durations = {action: 2.0 for rank in range(2) for action in made.actions(rank)}
+    example = add_communication(build("1F1B", ranks=2, microbatches=2))
+    durations = {action: 2.0 for rank in range(2) for action in example.actions(rank)}
     durations |= {a: 0.5 for a in durations if a.op in (Op.SEND_F, Op.SEND_B)}
     durations |= {a: 0.0 for a in durations if a.op in (Op.RECV_F, Op.RECV_B)}
-    line = replay(made, durations)
+    line = replay(example, durations)
     assert line.unit == "s"
     assert {span.action.op for span in line.spans} == {Op.F, Op.B}
     assert line.of_rank(1)[0].start == 2.5

@@ -29,6 +29,7 @@ WRONG: list[Case] = [
     (("0F0 0UNSHARD 0B0",), "0F0: runs while the stage is not unsharded; put 0UNSHARD before it"),
     (("0UNSHARD 0F0 0RESHARD 0B0",), "position 3, 0B0: runs while the stage is not unsharded"),
     (("0UNSHARD 0UNSHARD 0F0 0B0",), "position 1, 0UNSHARD: the stage is unsharded already"),
+    (("0UNSHARD 0F0 0B0 0RESHARD 0RESHARD",), "position 4, 0RESHARD: runs while the stage is not"),
     (("0F0 0SEND_F0@2", "1F0", "2RECV_F0@0 2F0"), "0SEND_F0@2: no edge carries such a message"),
 ]
 STOPS: list[Case] = [

@@ -19,6 +19,7 @@ from penstock.schedule import (
     Overlap,
     Placement,
     Schedule,
+    Simulation,
     from_csv,
     merge_backward,
     parse_action,
@@ -28,7 +29,6 @@ from penstock.schedule import (
 from penstock.schedule.action import OVERLAPPED, STAGE_OPS, Entry
 from penstock.schedule.base import flat
 from penstock.schedule.files import read_text
-from penstock.schedule.simulation import Numbered, completed
 
 # ---- actions and their kinds
 
@@ -276,8 +276,8 @@ def spaced(
     """
     rows = [[action for action in order[rank] if action] for rank in sorted(order)]
     halved = dict(enumerate(map(_halved, rows)))
-    numbered = Numbered(schedule_on(halved, rank_of, microbatches_of(order)), Costs())
-    ran = completed(numbered, [widths.get(action.op.value, 1) for action in numbered.actions])
+    schedule = schedule_on(halved, rank_of, microbatches_of(order))
+    ran = Simulation(schedule, Costs(), lambda action: widths.get(action.op.value, 1))
     end = round(max((span.end for span in ran.spans), default=0))
     steps: dict[int, list[ActionTuple | None]] = {}
     for rank, row in enumerate(rows):

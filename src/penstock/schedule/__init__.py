@@ -53,13 +53,13 @@ if TYPE_CHECKING:
     from penstock.schedule.searching import lower_bound as lower_bound
     from penstock.schedule.searching import search as search
     from penstock.schedule.simulation import Gap as Gap
-    from penstock.schedule.simulation import Problem as Problem
     from penstock.schedule.simulation import Simulation as Simulation
     from penstock.schedule.simulation import merged as merged
     from penstock.schedule.simulation import replay as replay
     from penstock.schedule.simulation import simulate as simulate
     from penstock.schedule.timeline import Span as Span
     from penstock.schedule.timeline import Timeline as Timeline
+    from penstock.schedule.validation import Problem as Problem
     from penstock.schedule.validation import Report as Report
     from penstock.schedule.validation import validate as validate
 

@@ -108,6 +108,16 @@ Program = tuple[Entry, ...]
 """One rank's actions, in the order in which it starts them."""
 
 
+def halves(entry: Entry) -> tuple[Action, ...]:
+    """The actions of an entry: of an overlapped pair its forward, then its backward."""
+    return entry if isinstance(entry, Overlap) else (entry,)
+
+
+def computes(entry: Entry) -> bool:
+    """Whether an entry is an F, I, W or B, or an overlapped pair of them."""
+    return isinstance(entry, Overlap) or entry.op in COMPUTE_OPS
+
+
 def message(stage: int, op: Op, microbatch: int | None, peer: int) -> Action:
     """Make a message action; ``peer`` is left out if it is the neighbour: one form per message."""
     neighbour = peer == stage + NEIGHBOUR[op]
@@ -188,7 +198,7 @@ def matching(pattern: str) -> Callable[[Action], bool]:
     Raises:
         ScheduleError: the text is not a pattern, or no action can match it.
     """
-    stage, op, microbatch, peer = _parts(pattern)
+    stage, op, microbatch, peer = _pattern_parts(pattern)
 
     def matches(action: Action) -> bool:
         return (
@@ -201,7 +211,7 @@ def matching(pattern: str) -> Callable[[Action], bool]:
     return matches
 
 
-def _parts(pattern: str) -> tuple[str, str, str, str]:
+def _pattern_parts(pattern: str) -> tuple[str, str, str, str]:
     parts = _PATTERN.fullmatch("**" if pattern == "*" else pattern)
     if parts is None:
         raise ScheduleError(

@@ -21,6 +21,7 @@ from penstock.schedule.action import (
     Op,
     Overlap,
     Program,
+    halves,
     misfit,
 )
 
@@ -271,9 +272,7 @@ def flat(program: Sequence[Entry]) -> Iterator[Action]:
     """The actions of a program; an overlapped pair gives its forward, then its backward."""
     if Overlap not in set(map(type, program)):
         return iter(cast("Sequence[Action]", program))
-    return concatenate.from_iterable(
-        entry if isinstance(entry, Overlap) else (entry,) for entry in program
-    )
+    return concatenate.from_iterable(map(halves, program))
 
 
 def _check_counts(schedule: Schedule) -> None:

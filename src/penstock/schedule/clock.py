@@ -1,6 +1,7 @@
-"""The clock: one loop that runs programs on simulated clocks, and what actions cost on it.
+"""The clock: what actions cost, and the one loop that runs programs on simulated clocks.
 
-A schedule runs on it as a :class:`~penstock.schedule.Simulation`, the drafts of a search run on it directly.
+The loop takes programs of numbers. ``numbered.py`` makes them of a schedule, for the validator and the
+simulator; the search makes its own.
 """
 
 from __future__ import annotations
@@ -12,76 +13,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from penstock.errors import UsageError
-from penstock.schedule.action import SEND_OPS, Action, Op
+from penstock.schedule.action import Action, Op
 from penstock.schedule.base import Schedule
-from penstock.schedule.dependencies import Dependencies, Need
-
-# ---- the loop
-
-
-Link = tuple[int, float]
-"""A number that is needed, and how long after its end its result arrives."""
-NOT_YET = -1.0
-
-
-class Ran(NamedTuple):
-    """How far programs got, and when.
-
-    Attributes:
-        start: when each number started, or ``NOT_YET``.
-        end: when each number ended, or ``NOT_YET``.
-        order: the numbers in an order in which one process may run them.
-        stuck: for each program that did not finish, the number at which it stopped and the one it needs.
-    """
-
-    start: list[float]
-    end: list[float]
-    order: list[int]
-    stuck: dict[int, tuple[int, int]]
-
-
-def run(
-    programs: Sequence[Sequence[int]], duration: Sequence[float], needs: Sequence[Sequence[Link]]
-) -> Ran:
-    """Run programs, each on a clock of its own: a number starts as soon as its program and needs allow.
-
-    A program runs until it needs a time that is not known yet, so the loop is linear in the numbers.
-
-    Args:
-        programs: the numbers of each program, in order.
-        duration: how long each number takes.
-        needs: what each number needs from other programs.
-    """
-    start, end, order = [NOT_YET] * len(duration), [NOT_YET] * len(duration), list[int]()
-    asleep: dict[int, list[int]] = {}
-    clock, at = [0.0] * len(programs), [0] * len(programs)
-    ready = deque(range(len(programs)))
-
-    def advance(one: int) -> None:
-        """Run a program until it ends, or until it needs a number that has not ended."""
-        now, program = clock[one], programs[one]
-        for place in range(at[one], len(program)):
-            number = program[place]
-            for needed, lag in needs[number]:
-                when = end[needed]
-                if when < 0:
-                    clock[one], at[one] = now, place
-                    asleep.setdefault(needed, []).append(one)
-                    return
-                if when + lag > now:
-                    now = when + lag
-            order.append(number)
-            start[number] = now
-            end[number] = now = now + duration[number]
-            if number in asleep:
-                ready.extend(asleep.pop(number))
-
-    while ready:
-        advance(ready.popleft())
-    waiting = ((one, needed) for needed, each in asleep.items() for one in each)
-    stuck = {one: (programs[one][at[one]], needed) for one, needed in waiting}
-    return Ran(start, end, order, stuck)
-
 
 # ---- what actions cost
 
@@ -127,15 +60,15 @@ class Costs:
 
     def __post_init__(self) -> None:
         for name in ("forward", "input", "weight", "activation", "stash"):
-            _check(name, getattr(self, name))
+            _check_cost(name, getattr(self, name))
         if self.backward is not None:
-            _check("backward", self.backward)
-        _check(
+            _check_cost("backward", self.backward)
+        _check_cost(
             "message",
             list(self.message.values()) if isinstance(self.message, Mapping) else self.message,
         )
         for latency, bandwidth in ((self.latency, self.bandwidth), *self.links.values()):
-            _check("latency", latency)
+            _check_cost("latency", latency)
             if not bandwidth > 0:
                 raise UsageError(f"bandwidth={bandwidth}: must be above 0")
         if not 0 <= self.overlap <= 1:
@@ -174,18 +107,30 @@ class Costs:
         return self.message.get(value, 0) if isinstance(self.message, Mapping) else self.message
 
 
-def _check(name: str, cost: Cost) -> None:
+def _check_cost(name: str, cost: Cost) -> None:
     for number in cost if isinstance(cost, Sequence) else (cost,):
         if not (math.isfinite(number) and number >= 0):
             raise UsageError(f"{name}={number}: must be a finite number, at least 0")
 
 
-_COST_OF = {Op.F: "forward", Op.I: "input", Op.W: "weight", Op.B: "backward"}
+COST_OF = {Op.F: "forward", Op.I: "input", Op.W: "weight", Op.B: "backward"}
+"""The name of the time of each op that takes time."""
 
 
 def durations(costs: Costs, stages: int) -> dict[Op, list[float]]:
     """How long each op that takes time takes on each stage."""
-    return {op: costs.per_stage(name, stages) for op, name in _COST_OF.items()}
+    return {op: costs.per_stage(name, stages) for op, name in COST_OF.items()}
+
+
+def growths(costs: Costs, stages: int) -> dict[Op, list[float]]:
+    """By how much each such op changes what its rank holds."""
+    activation, stash = (costs.per_stage(name, stages) for name in ("activation", "stash"))
+    return {
+        Op.F: activation,
+        Op.I: [left - held for left, held in zip(stash, activation, strict=True)],
+        Op.W: [-left for left in stash],
+        Op.B: [-held for held in activation],
+    }
 
 
 def transfer_of(schedule: Schedule, send: Action, costs: Costs) -> float:
@@ -205,16 +150,74 @@ def transfer_of(schedule: Schedule, send: Action, costs: Costs) -> float:
     return size / costs.wire(rank_of[send.stage], rank_of[send.peer_stage])[1]
 
 
-def latency_of(schedule: Schedule, end: Action, costs: Costs) -> float:
-    """How long a message, given by its SEND or its RECV, is under way beside that."""
-    rank_of = schedule.placement.rank_of
-    mine, other = rank_of[end.stage], rank_of[end.peer_stage]
-    return costs.wire(*((mine, other) if end.op in SEND_OPS else (other, mine)))[0]
+# ---- the loop
 
 
-def under_way(schedule: Schedule, rule: Dependencies, need: Need, user: int, costs: Costs) -> float:
-    """How long a result travels to a stage on another rank if messages are not spelled out."""
-    rank_of = schedule.placement.rank_of
-    sends = rule.sends(Action(need.stage, need.split_op, 0))
-    transfers = (transfer_of(schedule, send, costs) for send in sends)
-    return costs.wire(rank_of[need.stage], rank_of[user])[0] + max(transfers, default=0.0)
+Link = tuple[int, float]
+"""A number that is needed, and how long after its end its result arrives."""
+NOT_YET = -1.0
+ITS_TURN = -1
+
+
+class Ran(NamedTuple):
+    """How far programs got, and when.
+
+    Attributes:
+        start: when each number started, or ``NOT_YET``.
+        end: when each number ended, or ``NOT_YET``.
+        cause: the need whose result came last and made each number wait, or ``ITS_TURN`` if none came after
+            the number before it in its program had ended.
+        order: the numbers in an order in which one process may run them.
+        stuck: for each program that did not finish, the number at which it stopped and the one it needs.
+    """
+
+    start: list[float]
+    end: list[float]
+    cause: list[int]
+    order: list[int]
+    stuck: dict[int, tuple[int, int]]
+
+
+def run(
+    programs: Sequence[Sequence[int]], duration: Sequence[float], needs: Sequence[Sequence[Link]]
+) -> Ran:
+    """Run programs, each on a clock of its own: a number starts as soon as its program and needs allow.
+
+    A program runs until it needs a time that is not known yet, so the loop is linear in the numbers.
+
+    Args:
+        programs: the numbers of each program, in order.
+        duration: how long each number takes.
+        needs: what each number needs from other programs.
+    """
+    start, end = [NOT_YET] * len(duration), [NOT_YET] * len(duration)
+    cause, order = [ITS_TURN] * len(duration), list[int]()
+    asleep: dict[int, list[int]] = {}
+    clock, at = [0.0] * len(programs), [0] * len(programs)
+    ready = deque(range(len(programs)))
+
+    def advance(one: int) -> None:
+        """Run a program until it ends, or until it needs a number that has not ended."""
+        now, program = clock[one], programs[one]
+        for place in range(at[one], len(program)):
+            number = program[place]
+            for needed, lag in needs[number]:
+                when = end[needed]
+                if when < 0:
+                    clock[one], at[one] = now, place
+                    asleep.setdefault(needed, []).append(one)
+                    return
+                if when + lag > now:
+                    now = when + lag
+                    cause[number] = needed
+            order.append(number)
+            start[number] = now
+            end[number] = now = now + duration[number]
+            if number in asleep:
+                ready.extend(asleep.pop(number))
+
+    while ready:
+        advance(ready.popleft())
+    waiting = ((one, needed) for needed, each in asleep.items() for one in each)
+    stuck = {one: (programs[one][at[one]], needed) for one, needed in waiting}
+    return Ran(start, end, cause, order, stuck)

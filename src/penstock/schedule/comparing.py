@@ -14,9 +14,9 @@ from operator import mul
 from statistics import fmean, median, median_low
 from typing import Any, Literal
 
-from penstock.schedule.action import COMPUTE_OPS, Action, Op
+from penstock.schedule.action import COMPUTE_OPS, SEND_OPS, Op
 from penstock.schedule.base import Schedule
-from penstock.schedule.clock import Costs, durations, transfer_of
+from penstock.schedule.clock import COST_OF, Costs, durations, transfer_of
 from penstock.schedule.dependencies import Dependencies
 from penstock.schedule.passes import compute_only
 from penstock.schedule.simulation import simulate
@@ -29,7 +29,7 @@ FURTHER = 3.0
 NOTICED = 1e-3
 """No delay of a message below so many seconds is slow."""
 MATTERS = 0.02
-"""What costs a step a smaller share of its time is not told."""
+"""What costs a step a smaller share of its time is not reported."""
 Kind = Literal["rank", "stage", "link"]
 Pair = tuple[int, int]
 """Two ranks: one that sends, and one that receives."""
@@ -90,28 +90,25 @@ def message_times(schedule: Schedule, timeline: Timeline) -> MessageTimes:
         schedule: The schedule of the step.
         timeline: The step, with its messages as spans; the ranks' clocks may differ by constants.
     """
-    rule, rank_of = Dependencies(compute_only(schedule)), schedule.placement.rank_of
-    spans = {span.action: span for span in timeline.spans if span.action.op in COMPUTE_OPS}
-    came = {
-        span.action: [
-            (made, rank_of[need.stage])
-            for need in rule.before(span.action)
-            if rank_of[need.stage] != span.rank
-            # A whole backward stands for its half.
-            and (made := spans.get(need) or spans.get(need._replace(op=Op.B)))
-        ]
-        for span in spans.values()
-    }
-    ahead = _clocks(timeline.ranks, spans, came)
+    sources = _sources(schedule, timeline)
+    ahead = _clocks(timeline.ranks, sources)
     busy, waited = list[float](), defaultdict[Pair, list[float]](list)
-    for before, sent, span in chain(*(_gaps(timeline.of_rank(r)) for r in range(timeline.ranks))):
-        rank, needed = span.rank, came[span.action]
-        ends = [(one.end - ahead[source] + ahead[rank], source) for one, source in needed]
-        last, source = max(ends, default=(-inf, rank))
-        if before is None or last > before.end:
-            waited[source, rank] += [span.start - last] if ends else []
-        elif count := sent + bool(needed):
-            busy.append((span.start - before.end) / count)
+    for rank in range(timeline.ranks):
+        before, sent = None, 0
+        for span in timeline.of_rank(rank):
+            sent += span.action.op in SEND_OPS
+            if span.action.op not in COMPUTE_OPS:
+                continue
+            ends = [
+                (source.end - ahead[source.rank] + ahead[rank], source.rank)
+                for source in sources[span]
+            ]
+            last, sender = max(ends, default=(-inf, rank))
+            if before is None or last > before.end:
+                waited[sender, rank] += [span.start - last] if ends else []
+            elif count := sent + bool(ends):
+                busy.append((span.start - before.end) / count)
+            before, sent = span, 0
     handling = max(0.0, median(busy)) if busy else 0.0
     return MessageTimes(
         handling,
@@ -119,37 +116,48 @@ def message_times(schedule: Schedule, timeline: Timeline) -> MessageTimes:
     )
 
 
-def _clocks(
-    ranks: int, spans: Mapping[Action, Span], came: Mapping[Action, Sequence[tuple[Span, int]]]
-) -> list[float]:
+def _sources(schedule: Schedule, timeline: Timeline) -> dict[Span, list[Span]]:
+    """For each computing span the spans of other ranks whose values it used."""
+    rule = Dependencies(compute_only(schedule))
+    spans = {span.action: span for span in timeline.spans if span.action.op in COMPUTE_OPS}
+    return {
+        span: [
+            source
+            for need in rule.before(span.action)
+            # A whole backward stands for its half.
+            if (source := spans.get(need) or spans.get(need._replace(op=Op.B)))
+            and source.rank != span.rank
+        ]
+        for span in spans.values()
+    }
+
+
+def _clocks(ranks: int, sources: Mapping[Span, Sequence[Span]]) -> list[float]:
     """By how much each rank's clock is ahead of the first one's.
 
     The quickest message there and the quickest one back are taken to travel equally long.
     """
     least: dict[Pair, float] = {}
-    for action, sources in came.items():
-        for source, rank in sources:
-            pair, late = (rank, spans[action].rank), spans[action].start - source.end
+    for span, each in sources.items():
+        for source in each:
+            pair, late = (source.rank, span.rank), span.start - source.end
             least[pair] = min(least.get(pair, inf), late)
-    ahead, found = [0.0] * ranks, {0}
+    ahead = {0: 0.0}
     for _ in range(ranks):
         for (a, b), there in least.items():
-            if a in found and b not in found:
+            if a in ahead and b not in ahead:
                 back = least.get((b, a), there if there < 0 else -there)
                 ahead[b] = ahead[a] + (there - back) / 2
-                found.add(b)
-    return ahead
+    return [ahead.get(rank, 0.0) for rank in range(ranks)]
 
 
-def _gaps(spans: tuple[Span, ...]) -> Iterator[tuple[Span | None, int, Span]]:
-    """Each computing span of a rank, with the one before and the messages sent in between."""
-    before, sent = None, 0
-    for span in spans:
-        if span.action.op in (Op.SEND_F, Op.SEND_B):
-            sent += 1
-        elif span.action.op in COMPUTE_OPS:
-            yield before, sent, span
-            before, sent = span, 0
+def _durations_in(*timelines: Timeline) -> dict[tuple[Op, int], list[float]]:
+    """How long the computing actions of each op and stage took."""
+    took: dict[tuple[Op, int], list[float]] = defaultdict(list)
+    for span in chain(*(timeline.spans for timeline in timelines)):
+        if span.action.op in COMPUTE_OPS:
+            took[span.action.op, span.action.stage].append(span.duration)
+    return took
 
 
 def costs_of(schedule: Schedule, timeline: Timeline) -> Costs:
@@ -159,15 +167,10 @@ def costs_of(schedule: Schedule, timeline: Timeline) -> Costs:
         schedule: The schedule of the step, with its messages.
         timeline: The step as it was measured.
     """
-    names: dict[Op, str] = {Op.F: "forward", Op.I: "input", Op.W: "weight", Op.B: "backward"}
-    took: dict[str, list[list[float]]] = {
-        name: [[] for _ in range(schedule.stages)] for name in names.values()
-    }
-    for span in timeline.spans:
-        if span.action.op in names:
-            took[names[span.action.op]][span.action.stage].append(span.duration)
+    took = _durations_in(timeline)
     costs: dict[str, Any] = {
-        name: [median(each) if each else 0.0 for each in of] for name, of in took.items()
+        name: [median(took[op, stage] or [0.0]) for stage in range(schedule.stages)]
+        for op, name in COST_OF.items()
     }
     delays = message_times(schedule, timeline).delays
     links = {pair: (late, inf) for pair, late in delays.items()}
@@ -177,8 +180,8 @@ def costs_of(schedule: Schedule, timeline: Timeline) -> Costs:
 def find_slow(schedule: Schedule, costs: Costs, *timelines: Timeline) -> tuple[Slow, ...]:
     """Name what takes longer than its costs say, the worst first.
 
-    What all stages have in common, such as a whole machine that is slower, is not told: each is held against
-    the others.
+    What all stages have in common, such as a whole machine that is slower, is not reported: each is held
+    against the others.
 
     Args:
         schedule: The schedule of the step, with its messages.
@@ -187,11 +190,7 @@ def find_slow(schedule: Schedule, costs: Costs, *timelines: Timeline) -> tuple[S
     """
     expected = durations(costs, schedule.stages)
     took, should = [0.0] * schedule.stages, [0.0] * schedule.stages
-    spans: dict[tuple[Op, int], list[float]] = defaultdict(list)
-    for span in chain(*(timeline.spans for timeline in timelines)):
-        if span.action.op in expected:
-            spans[span.action.op, span.action.stage].append(span.duration)
-    for (op, stage), each in spans.items():
+    for (op, stage), each in _durations_in(*timelines).items():
         took[stage] += len(each) * _middle(each)
         should[stage] += len(each) * expected[op][stage]
     known = [stage for stage in range(schedule.stages) if should[stage] and took[stage]]
@@ -244,9 +243,8 @@ class _MeasuredStep:
             self._ratios.get(stage, self.usual) if stage not in usual else self.usual
             for stage in range(self.schedule.stages)
         ]
-        names = ("forward", "input", "weight", "backward")
-        each = {name: self._costs.per_stage(name, self.schedule.stages) for name in names}
-        scaled: dict[str, Any] = {name: list(map(mul, one, factors)) for name, one in each.items()}
+        each = durations(self._costs, self.schedule.stages)
+        scaled: dict[str, Any] = {COST_OF[op]: list(map(mul, each[op], factors)) for op in each}
         wires = {pair: (late, self._costs.wire(*pair)[1]) for pair, late in (links or {}).items()}
         changed = replace(self._costs, **scaled, links={**self._costs.links, **wires})
         return simulate(self.schedule, changed).makespan
@@ -263,7 +261,7 @@ class _MeasuredStep:
         sends = {
             action._replace(microbatch=0)
             for action in self.schedule.actions(pair[0])
-            if action.op in (Op.SEND_F, Op.SEND_B) and rank_of[action.peer_stage] == pair[1]
+            if action.op in SEND_OPS and rank_of[action.peer_stage] == pair[1]
         }
         transfers = [transfer_of(self.schedule, send, self._costs) for send in sends]
         return self._costs.wire(*pair)[0] + max(transfers, default=0.0)

@@ -19,6 +19,8 @@ from penstock.schedule.action import (
     Op,
     Overlap,
     Program,
+    computes,
+    halves,
 )
 from penstock.schedule.base import Placement, Schedule, flat, paused_collection
 from penstock.schedule.dependencies import Dependencies, counterpart
@@ -37,11 +39,7 @@ def compose(*passes: Pass) -> Pass:
 
 def compute_only(schedule: Schedule) -> Schedule:
     """Keep only F, I, W, B and overlapped pairs: the form in which schedules are written by hand."""
-    return schedule.with_programs(filter(_computes, program) for program in schedule.programs)
-
-
-def _computes(entry: Entry) -> bool:
-    return isinstance(entry, Overlap) or entry.op in COMPUTE_OPS
+    return schedule.with_programs(filter(computes, program) for program in schedule.programs)
 
 
 def merge_backward(schedule: Schedule) -> Schedule:
@@ -85,16 +83,12 @@ def on_ranks(schedule: Schedule, ranks: Sequence[int]) -> Schedule:
     if sorted(ranks) != list(range(schedule.ranks)):
         raise UsageError(f"ranks={list(ranks)}: must be {schedule.ranks} ranks from 0, each once")
     placement = Placement(tuple(ranks[rank] for rank in schedule.placement.rank_of))
-    given = {rank: schedule.programs[old] for old, rank in enumerate(ranks)}
-    programs = tuple(given[rank] for rank in range(schedule.ranks))
+    program_of = dict(zip(ranks, schedule.programs, strict=True))
+    programs = tuple(program_of[rank] for rank in range(schedule.ranks))
     return replace(schedule, placement=placement, programs=programs)
 
 
 # ---- messages: spell them out
-
-
-Channel = deque[Action]
-"""The receives of an ordered pair of ranks that are not posted yet, in the order of their sends."""
 
 
 @paused_collection()
@@ -127,45 +121,43 @@ def add_communication(schedule: Schedule, *, ahead: int = 1) -> Schedule:
 
 
 class _Messages:
-    """The messages of each stage and op, for microbatch 0, and the channels with their pending receives."""
+    """The messages of a schedule; those of one stage and op differ only in their microbatch.
+
+    Attributes:
+        sends: the SENDs that each stage and op makes possible, as those of microbatch 0, each with the number
+            of actions whose results it adds up.
+        receives: the RECVs that each stage and op needs, likewise, each with the rank that sends.
+        channels: for each pair of ranks, the RECVs that are not posted yet, in the order of their SENDs.
+    """
 
     def __init__(self, schedule: Schedule) -> None:
-        self._rule = Dependencies(schedule)
-        self._rank_of = schedule.placement.rank_of
-        self._channels: dict[tuple[int, int], Channel] = defaultdict(deque)
+        rule, self.rank_of = Dependencies(schedule), schedule.placement.rank_of
         lanes = [Action(stage, op, 0) for stage in range(schedule.stages) for op in COMPUTE_OPS]
-        self._sends = {a[:2]: [(s, self._channel(s)) for s in self._rule.sends(a)] for a in lanes}
-        self._receives = {
-            a[:2]: [(r, self._channel(counterpart(r))) for r in self._rule.receives(a)]
+        self.sends = {
+            a[:2]: [(s, len(rule.needs(s.stage, s.op, s.peer))) for s in rule.sends(a)]
             for a in lanes
         }
-
-    def _channel(self, send: Action) -> Channel:
-        ranks = self._rank_of[send.stage], self._rank_of[send.peer_stage]
-        return self._channels[ranks]
+        self.receives = {
+            a[:2]: [(r, self.rank_of[r.peer_stage]) for r in rule.receives(a)] for a in lanes
+        }
+        self.channels: dict[tuple[int, int], deque[Action]] = defaultdict(deque)
 
     def with_sends(self, program: Program) -> Iterator[Entry]:
         """Add each send after the entry that makes its value, and fill the channels."""
-        done: set[Action] = set()
+        parts = Counter[Action]()
         for entry in program:
             yield entry
-            for action in flat((entry,)):
-                yield from self._due(action, done)
-
-    def _due(self, action: Action, done: set[Action]) -> Iterator[Action]:
-        """The sends that an action makes possible; put their receives on the channels."""
-        for first, channel in self._sends.get(action[:2], ()):
-            send = Action(first.stage, first.op, action.microbatch, first.peer)
-            if self._is_due(action, send, done):
-                channel.append(counterpart(send))
-                yield send
-
-    def _is_due(self, action: Action, send: Action, done: set[Action]) -> bool:
-        """Whether all actions whose gradients a message adds up are done."""
-        if len(self._rule.needs(send.stage, send.op, send.peer)) == 1:
-            return True
-        done.add(action)
-        return done.issuperset(self._rule.before(send))
+            sends = (
+                (Action(first.stage, first.op, microbatch, first.peer), count)
+                for stage, op, microbatch, _ in halves(entry)
+                for first, count in self.sends.get((stage, op), ())
+            )
+            for send, count in sends:
+                parts[send] += 1
+                if parts[send] == count:
+                    ends = self.rank_of[send.stage], self.rank_of[send.peer_stage]
+                    self.channels[ends].append(counterpart(send))
+                    yield send
 
     def with_receives(self, rank: int, program: list[Entry], ahead: int) -> Iterator[Entry]:
         """Add each receive before an earlier entry that waits for a message of its channel.
@@ -178,32 +170,33 @@ class _Messages:
         last: int | None = None
         for place, entry in enumerate(program):
             needed = [
-                (Action(first.stage, first.op, action.microbatch, first.peer), channel)
-                for action in flat((entry,))
-                for first, channel in self._receives.get(action[:2], ())
+                (Action(first.stage, first.op, microbatch, first.peer), source)
+                for stage, op, microbatch, _ in halves(entry)
+                for first, source in self.receives.get((stage, op), ())
             ]
-            for receive, channel in needed:
+            for receive, source in needed:
                 if receive not in posted:
-                    known = waits.get(id(channel), (place if last is None else last,))
-                    order = _up_to(receive, channel, rank)
-                    before[known[0]] += order
+                    earlier = waits.get(source, (place if last is None else last,))
+                    order = self.up_to(receive, source, rank)
+                    before[earlier[0]] += order
                     posted.update(order)
-            for _, channel in needed:
-                waits[id(channel)].append(place)
+            for _, source in needed:
+                waits[source].append(place)
                 last = place
         for place, entry in enumerate(program):
             yield from before.get(place, ())
             yield entry
 
-
-def _up_to(receive: Action, channel: Channel, rank: int) -> list[Action]:
-    """Take the receives off a channel, up to and including a given one."""
-    order: list[Action] = []
-    while not order or order[-1] != receive:
-        if not channel:
-            raise ScheduleError(f"rank {rank}: {receive} is needed, but no action makes its value")
-        order.append(channel.popleft())
-    return order
+    def up_to(self, receive: Action, source: int, rank: int) -> list[Action]:
+        """Take the receives off a channel, up to and including a given one."""
+        channel, order = self.channels[source, rank], list[Action]()
+        while not order or order[-1] != receive:
+            if not channel:
+                raise ScheduleError(
+                    f"rank {rank}: {receive} is needed, but no action makes its value"
+                )
+            order.append(channel.popleft())
+        return order
 
 
 # ---- when the parameters of a sharded stage are gathered and freed
@@ -233,7 +226,7 @@ def prefetch(schedule: Schedule, *, unsharded: int = 3) -> Schedule:
 def _prefetch(program: Program, bound: int) -> Iterator[Entry]:
     held: list[int] = []
     for entry, coming in zip(program, _coming(program, bound), strict=True):
-        if _computes(entry):
+        if computes(entry):
             yield from (Action(stage, Op.RESHARD) for stage in held if stage not in coming)
             yield from (Action(stage, Op.UNSHARD) for stage in coming if stage not in held)
             held = coming
@@ -246,8 +239,8 @@ def _coming(program: Program, bound: int) -> list[list[int]]:
     coming: list[list[int]] = []
     order: list[int] = []
     for entry in reversed(program):
-        if _computes(entry):
-            stages = [action.stage for action in flat((entry,))]
+        if computes(entry):
+            stages = [action.stage for action in halves(entry)]
             if stages != order[: len(stages)]:
                 order = stages + [stage for stage in order if stage not in stages]
         coming.append(order[:bound])
@@ -276,7 +269,7 @@ def _reduce(program: Program) -> Iterator[Entry]:
     left = Counter(action.stage for action in flat(program) if action.op in _LAST)
     for entry in program:
         yield entry
-        for stage in [action.stage for action in flat((entry,)) if action.op in _LAST]:
+        for stage in [action.stage for action in halves(entry) if action.op in _LAST]:
             left[stage] -= 1
             if not left[stage]:
                 yield Action(stage, Op.REDUCE_GRAD)

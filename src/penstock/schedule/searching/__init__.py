@@ -91,8 +91,8 @@ def search(  # noqa: PLR0913 - the whole task, by name
         >>> from penstock.schedule import Costs, search, simulate
         >>> share = [1, 1, 1, 2]
         >>> costs = Costs(forward=share, input=share, weight=share, activation=share, stash=share)
-        >>> found = search(costs, ranks=4, microbatches=8, memory=4)
-        >>> simulate(found, costs).makespan
+        >>> schedule = search(costs, ranks=4, microbatches=8, memory=4)
+        >>> simulate(schedule, costs).makespan
         51.0
     """
     for name, number in (("seconds", seconds), ("effort", effort)):

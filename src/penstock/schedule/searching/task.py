@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from penstock.schedule.action import Action, Op
 from penstock.schedule.base import Edges, Placement, Schedule
-from penstock.schedule.clock import Costs, Link, durations, run
-from penstock.schedule.simulation import Numbered
+from penstock.schedule.clock import Costs, Link, durations, growths, run
+from penstock.schedule.numbered import Numbered
 
 PARTS = (Op.F, Op.I, Op.W)
 FORWARD, GRADIENT, WEIGHT = range(3)
@@ -68,27 +68,30 @@ class Task:
         self.ranks, self.microbatches, self.costs = placement.ranks, microbatches, costs
         self.limit = [most * (1 + SLACK) for most in memory]
         numbered = Numbered(self.split, costs)
-        self.actions, self.rank, self.needs = numbered.actions, numbered.rank, numbered.needs
+        self.actions = [action for program in programs for action in program]
+        self.rank, self.needs = numbered.rank, numbered.needs
         self.feeds = _turned(self.needs)
         self.before = [
-            [n for a in numbered.rule.before(action) if self.rank[n := numbered.number[a]] == rank]
+            [
+                number
+                for needed in numbered.rule.before(action)
+                if (number := numbered.find(needed)) is not None and self.rank[number] == rank
+            ]
             for action, rank in zip(self.actions, self.rank, strict=True)
         ]
         size = 3 * microbatches
         self.lanes = [range(p[0] // size * 3, p[-1] // size * 3 + 3) for p in numbered.programs]
-        self._price(numbered)
+        self._price()
 
-    def _price(self, numbered: Numbered) -> None:
+    def _price(self) -> None:
         costs, stages = self.costs, self.split.stages
         self.activation = costs.per_stage("activation", stages)
         self._backward = costs.per_stage("backward", stages)
-        stash = costs.per_stage("stash", stages)
-        more = [left - held for left, held in zip(stash, self.activation, strict=True)]
-        growth = {Op.F: self.activation, Op.I: more, Op.W: [-left for left in stash]}
-        self.duration = numbered.priced(durations(costs, stages))
-        self.growth = numbered.priced(growth)
+        takes, grows = durations(costs, stages), growths(costs, stages)
+        self.duration = [takes[op][stage] for stage, op, _, _ in self.actions]
+        self.growth = [grows[op][stage] for stage, op, _, _ in self.actions]
         gradients = range(GRADIENT, 3 * stages, 3)
-        self.whole = {lane for lane in gradients if more[self.stage(lane)] > 0}
+        self.whole = {lane for lane in gradients if grows[Op.I][self.stage(lane)] > 0}
         self.fusible = [
             lane for lane in gradients if lane not in self.whole and self._may_fuse(lane)
         ]
@@ -126,12 +129,12 @@ class Task:
         ]
         alone = [[lane * m] for lane in range(len(takes) // m)]
         heads, tails = (run(alone, takes, way).start[::m] for way in (links, _turned(links)))
-        lanes = takes[::m]
-        ways = [sum(way) for way in zip(heads, lanes, tails, strict=True)]
-        for own in self.lanes:
-            working = [lane for lane in own if lanes[lane]] or own
+        takes = takes[::m]
+        ways = [sum(way) for way in zip(heads, takes, tails, strict=True)]
+        for lanes in self.lanes:
+            working = [lane for lane in lanes if takes[lane]] or lanes
             head, tail = (min(map(side.__getitem__, working)) for side in (heads, tails))
-            ways.append(head + m * sum(lanes[lane] for lane in own) + tail)
+            ways.append(head + m * sum(takes[lane] for lane in lanes) + tail)
         return max(ways)
 
     def _least_durations(self) -> list[float]:
