@@ -244,6 +244,18 @@ def measure(
     return metrics | {f"seen {place}": value for place, value in enumerate(module.seen)}
 
 
+def language_step(
+    fabric: Fabric, model: Any, optimizer: Any, batch: Any, number: int
+) -> tuple[float, float]:
+    """A step of a loop with Fabric: its loss, and the norm of the gradients."""
+    loss = model.training_step(batch, number)["loss"]
+    fabric.backward(loss)
+    norm: Any = fabric.clip_gradients(model, optimizer, max_norm=0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach()), float(norm)
+
+
 def model_language(
     strategy: Any = "auto", load: Any = None, save: Any = None, batch: int = 8
 ) -> dict[str, Any]:
@@ -260,13 +272,9 @@ def model_language(
     losses, norms = [], []
     batches = [one for _ in range(2) for one in loader]
     for number, one in list(enumerate(batches))[state["step"] :]:
-        loss = model.training_step(one, number)["loss"]
-        fabric.backward(loss)
-        norm: Any = fabric.clip_gradients(model, optimizer, max_norm=0.5)
-        norms.append(float(norm))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss))
+        loss, norm = language_step(fabric, model, optimizer, one, number)
+        losses.append(loss)
+        norms.append(norm)
         if save is not None and number == HALF:
             fabric.save(save, {**state, "step": number + 1})
     model.eval()

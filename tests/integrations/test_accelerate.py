@@ -15,7 +15,7 @@ from torch import nn
 pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 from safetensors.torch import load_file
 
 from penstock import Pipeline, PipelineModule
@@ -99,6 +99,30 @@ def test_a_tied_weight_is_saved_once_and_the_plain_loop_runs(tmp_path: Path) -> 
     Accelerator(cpu=True).save_state(tmp_path / "plain")
     with pytest.raises(UsageError, match="no folder 'penstock' with a checkpoint"):
         accelerator.load_state(tmp_path / "plain")
+
+
+def test_the_newest_complete_state_is_loaded(tmp_path: Path) -> None:
+    """What a kill has left is put aside, so that its number can be used again."""
+    named = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    states = tmp_path / "checkpoints"
+
+    def made() -> tuple[Any, Any]:
+        pipe = Pipeline(make(), ranks=2, loss_fn=nn.functional.cross_entropy)
+        accelerator: Any = PipelineAccelerator(pipe, cpu=True, project_config=named)
+        return accelerator, accelerator.prepare(PipelineModule(pipe))
+
+    accelerator, model = made()
+    assert not accelerator.load_state("auto")
+    for value in (1.0, 2.0):
+        with torch.no_grad():
+            model.get_parameter("0.0.weight").fill_(value)
+        accelerator.save_state()
+    (states / "checkpoint_10").mkdir()
+    accelerator, model = made()
+    assert accelerator.load_state("auto")
+    assert (model.get_parameter("0.0.weight") == 2.0).all()
+    names = sorted(path.name for path in states.iterdir())
+    assert names == ["checkpoint_0", "checkpoint_1", "incomplete_10"]
 
 
 @pytest.mark.parametrize("option", [{"dispatch_batches": True}, {"even_batches": False}])

@@ -197,6 +197,8 @@ def test_gradients_flow_through_outputs(schedule: str) -> None:
 def test_the_forward_that_runs_again_draws_what_the_first_drew() -> None:
     for seed in (3, "off"):
         model = PipelineModule(make(restless(), loss_fn=None, seed=seed))
+        with torch.no_grad():  # so that what is dropped is not 0
+            model.get_parameter("0.1.bias").fill_(1.0)
         kept = model(torch.ones_like(X).requires_grad_())
         other = model(X)
         grad = torch.autograd.grad(kept.sum(), list(model.parameters()), allow_unused=True)
@@ -288,7 +290,8 @@ def test_scaled_gradients_in_float16_do_not_vanish() -> None:
     x, y = torch.randn(8, 8).half(), torch.randn(8, 8)
     model = PipelineModule(make(faint(), loss_fn=faint_loss))
     plain = faint()
-    for scale in (2.0**16, 2.0**14):
+    # A loss that does not count says nothing about the scale of the next one.
+    for scale in (2.0**16, 0.0, 2.0**14):
         (model(x, target=y) * scale).backward()
         (faint_loss(plain(x), y) * scale).backward()
     norm = sum(float(g.abs().sum()) for g in gradients(model).values())
@@ -493,7 +496,12 @@ def replicate(group: Any, views: bool) -> Any:
     model = PipelineModule(pipe)
     losses = [model((X * k)[half], target=Y[half]) for k in (1, 2)]
     (losses[0].exp() + losses[1] ** 2).backward()
-    return float(losses[0].detach()), {n: g.tolist() for n, g in gradients(model).items()}
+    by_output = PipelineModule(make(chain(4), mesh=mesh, replicas=mesh["dp"], loss_fn=None))
+    mean_loss(by_output(X[half]), Y[half]).backward()
+    listed = [
+        {name: grad.tolist() for name, grad in gradients(one).items()} for one in (model, by_output)
+    ]
+    return float(losses[0].detach()), *listed
 
 
 @pytest.mark.parametrize("views", [False, True])
@@ -501,7 +509,10 @@ def test_replicas_wrapped_by_ddp(workers: WorkerPool, views: bool) -> None:
     ran = workers.run(f"{__name__}:replicate", 4, 60.0, views=views)
     plain = WithLoss(chain(4))
     LOOPS["a function of it"](plain)
-    found = {name: torch.tensor(g, dtype=X.dtype) for _, of in ran for name, g in of.items()}
-    assert_same(found, gradients(plain.model))
-    assert len({loss for loss, _ in ran}) == 1
+    mean = WithLoss(chain(4))
+    mean(X).backward()
+    for of_ranks, expected in zip(list(zip(*ran, strict=True))[1:], (plain, mean), strict=True):
+        grads = {n: torch.tensor(g, dtype=X.dtype) for of in of_ranks for n, g in of.items()}
+        assert_same(grads, gradients(expected.model))
+    assert len({loss for loss, *_ in ran}) == 1
     assert ran[0][0] == pytest.approx(float(WithLoss(chain(4))(X).detach()))

@@ -15,30 +15,27 @@ import torch
 
 pytest.importorskip("accelerate")
 
-import tokenizers
-import transformers
 from safetensors.torch import load_file
-from transformers import (
-    PreTrainedTokenizerFast,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import Trainer, TrainerCallback
 
 from penstock.errors import UsageError
 from penstock.integrations.transformers import PipelineTrainer
 from penstock.testing import WorkerPool
 from tests.integrations.trainers import (
     FAMILIES,
-    SIZES,
-    STILL,
-    WORDS,
+    PAIRS,
+    SENTENCES,
+    Distilled,
     Examples,
+    Weighted,
+    answering,
     make,
     make_model,
+    questions,
     report,
     saved,
+    squared,
+    words,
 )
 from tests.loops.setting import launched
 from tests.scripts import run_script
@@ -120,13 +117,6 @@ def test_every_layout(layout: str, tmp_path: Path) -> None:
     processes, rest = layout.split()
     cases = [f"{family}/{rest}" for family in sorted(FAMILIES)]
     check_launched(tmp_path, int(processes), *cases, steps=20)
-
-
-def squared(output: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
-    """A loss of the user's own."""
-    logits = output.logits[:, :-1].flatten(0, 1)
-    losses = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="none")
-    return losses.square().sum() / num_items_in_batch
 
 
 @pytest.mark.parametrize(
@@ -216,6 +206,25 @@ def test_a_checkpoint_of_another_trainer_is_refused(tmp_path: Path) -> None:
         (tmp_path / "checkpoint-2" / folder).mkdir()
 
 
+def test_the_newest_complete_checkpoint_is_resumed(tmp_path: Path) -> None:
+    class Counts(TrainerCallback):
+        steps = 0
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.steps += 1
+
+    counts: list[int] = []
+    for _ in range(2):
+        counter = Counts()
+        options: dict[str, Any] = {"pipeline": {"ranks": 2}, "callbacks": [counter]}
+        saves = {"save_strategy": "steps", "save_steps": 1}
+        make(PipelineTrainer, "vit", tmp_path, 3, arguments=saves, **options).train("auto")
+        counts.append(counter.steps)
+        # As if a kill had come while the last one was written.
+        (tmp_path / "checkpoint-3" / "trainer_state.json").unlink()
+    assert counts == [3, 1]
+
+
 def test_without_accelerate_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "accelerate.utils", None)
     monkeypatch.delitem(sys.modules, "penstock.integrations.transformers")
@@ -224,33 +233,6 @@ def test_without_accelerate_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 # ---- trainers with a loss of their own
-
-
-class Weighted(Trainer):
-    """Of the documentation of transformers: no mean over samples."""
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        weight = torch.tensor([1.0, 2.0, 3.0])
-        loss = torch.nn.functional.cross_entropy(outputs.logits, labels, weight=weight)
-        return (loss, outputs) if return_outputs else loss
-
-
-class Distilled(Trainer):
-    """A teacher, and the model's own loss."""
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        with torch.no_grad():
-            hints = make_model("llama", seed=5)(input_ids=inputs["input_ids"]).logits
-        hints, found = hints.softmax(-1), outputs.logits.log_softmax(-1)
-        loss = loss + torch.nn.functional.kl_div(found, hints, reduction="batchmean")
-        return (loss, outputs) if return_outputs else loss
 
 
 class PipelineWeighted(PipelineTrainer, Weighted):
@@ -273,24 +255,12 @@ def test_a_loss_of_another_trainer_runs_as_it_is_written(
 
 
 def test_answers_to_questions_have_other_labels(tmp_path: Path) -> None:
-    sizes: dict[str, Any] = {**SIZES, **STILL, "vocab_size": WORDS, "num_attention_heads": 2}
-    rows = [
-        {"input_ids": row, "start_positions": row[0] % 10, "end_positions": row[1] % 10}
-        for row in Examples("text", 21, 1).tokens
-    ]
-    reports = []
+    rows, reports = questions(21), []
     kinds: list[tuple[Any, dict[str, Any]]]
     kinds = [(Trainer, {}), (PipelineTrainer, {"pipeline": {"ranks": 2}})]
     for kind, options in kinds:
-        set_seed(0)
-        model = transformers.BertForQuestionAnswering(transformers.BertConfig(**sizes))
-        arguments = TrainingArguments(
-            str(tmp_path), max_steps=3, logging_steps=1, report_to=[], use_cpu=True,
-            per_device_eval_batch_size=8, save_strategy="no",
-        )  # fmt: skip
-        trainer: Any = kind(
-            model=model, args=arguments, train_dataset=rows, eval_dataset=rows, **options
-        )
+        options |= {"model": answering(), "rows": (rows, rows), "measures": False}
+        trainer = make(kind, "bert", tmp_path, 3, **options)
         trainer.train()
         losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
         reports.append([*losses, trainer.evaluate()["eval_loss"]])
@@ -363,18 +333,12 @@ def test_an_adapter_is_saved_by_one_process(tmp_path: Path, workers: WorkerPool)
 # ---- trainers of TRL
 
 
-def texts(rows: Any) -> list[str]:
-    return [" ".join(f"w{token}" for token in row) for row in rows.tolist()]
-
-
-TOKENS = Examples("text", 32, 1).tokens
 TRL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "sft": ("SFT", {"input_ids": TOKENS.tolist()}, {}),
-    "packed": ("SFT", {"input_ids": TOKENS.tolist()}, {"packing": True, "max_length": 16}),
+    "sft": ("SFT", {"input_ids": SENTENCES.tolist()}, {}),
+    "packed": ("SFT", {"input_ids": SENTENCES.tolist()}, {"packing": True, "max_length": 16}),
     "dpo": (
         "DPO",
-        {"prompt": texts(TOKENS[:, :4]), "chosen": texts(TOKENS[:, 4:7]),
-         "rejected": texts(TOKENS[:, 7:])},
+        PAIRS,
         {},
     ),
 }  # fmt: skip
@@ -411,12 +375,3 @@ def test_trainers_of_trl(name: str, tmp_path: Path) -> None:
             if not key.endswith(("runtime", "per_second", "total_flos"))
         })  # fmt: skip
     assert logs[0] == pytest.approx(logs[1], abs=1e-4)
-
-
-def words() -> Any:
-    """A tokenizer of a few words."""
-    tokens = {f"w{number}": number for number in range(50)}
-    model = tokenizers.models.WordLevel(tokens, unk_token="w3")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(model), pad_token="w2", eos_token="w1", bos_token="w0"
-    )

@@ -13,10 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 import transformers
+from torch.nn.functional import cross_entropy, kl_div
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments, set_seed
 
 from penstock.integrations.transformers import PipelineTrainer
 
@@ -115,9 +117,12 @@ def measure(prediction: Any) -> dict[str, float]:
 def make(
     kind: type[Trainer], family: str, folder: Path, steps: int, batch: int = 8, **options: Any
 ) -> Any:
-    """A trainer of a family; ``pipeline=`` and changed arguments are options."""
+    """A trainer of a family; ``pipeline=`` and changed arguments are options.
+
+    ``model=`` takes the place of the family's, and ``rows=`` that of its data for training and evaluation.
+    """
     data = FAMILIES[family][1]
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "max_steps": steps,
         "per_device_train_batch_size": batch,
         "per_device_eval_batch_size": batch,
@@ -132,17 +137,100 @@ def make(
         "use_cpu": True,
         "disable_tqdm": True,
     }
-    given |= options.pop("arguments", {})
-    model = options.pop("model", None)
+    arguments |= options.pop("arguments", {})
+    model, evaluated = options.pop("model", None), options.pop("evaluated", 16)
     measures = measure if options.pop("measures", True) else None
+    examples = Examples(data, 64, 1), Examples(data, evaluated, 2)
+    train_dataset, eval_dataset = options.pop("rows", examples)
     return kind(
         model=make_model(family) if model is None else model,
-        args=TrainingArguments(output_dir=str(folder), **given),
-        train_dataset=Examples(data, 64, 1),
-        eval_dataset=Examples(data, options.pop("evaluated", 16), 2),
+        args=TrainingArguments(output_dir=str(folder), **arguments),
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
         compute_metrics=options.pop("compute_metrics", measures),
         **options,
     )
+
+
+def answering() -> Any:
+    """A model that answers questions."""
+    sizes: dict[str, Any] = {**SIZES, **STILL, "vocab_size": WORDS, "num_attention_heads": 2}
+    set_seed(0)
+    return transformers.BertForQuestionAnswering(transformers.BertConfig(**sizes))
+
+
+def questions(count: int) -> list[dict[str, Any]]:
+    """Texts, and where their answers begin and end."""
+    return [
+        {"input_ids": row, "start_positions": row[0] % 10, "end_positions": row[1] % 10}
+        for row in Examples("text", count, 1).tokens
+    ]
+
+
+# ---- losses of the user's own
+
+
+def squared(output: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    """A ``compute_loss_func``."""
+    logits = output.logits[:, :-1].flatten(0, 1)
+    losses = cross_entropy(logits, labels[:, 1:].flatten(), reduction="none")
+    return losses.square().sum() / num_items_in_batch
+
+
+class Weighted(Trainer):
+    """Of the documentation of transformers: no mean over samples."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        weight = torch.tensor([1.0, 2.0, 3.0]).to(outputs.logits.dtype)
+        loss = cross_entropy(outputs.logits, labels, weight=weight)
+        return (loss, outputs) if return_outputs else loss
+
+
+class Distilled(Trainer):
+    """A teacher, and the model's own loss."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if not hasattr(self, "teacher"):
+            with torch.random.fork_rng():
+                self.teacher = make_model("llama", seed=5)
+        with torch.no_grad():
+            hints = self.teacher(input_ids=inputs["input_ids"]).logits.softmax(-1)
+        loss = loss + kl_div(outputs.logits.log_softmax(-1), hints, reduction="batchmean")
+        return (loss, outputs) if return_outputs else loss
+
+
+# ---- texts for trainers of TRL
+
+
+def texts(rows: Any) -> list[str]:
+    return [" ".join(f"w{token}" for token in row) for row in rows.tolist()]
+
+
+SENTENCES = Examples("text", 32, 1).tokens
+PAIRS = {
+    "prompt": texts(SENTENCES[:, :4]),
+    "chosen": texts(SENTENCES[:, 4:7]),
+    "rejected": texts(SENTENCES[:, 7:]),
+}
+
+
+def words() -> Any:
+    """A tokenizer of a few words."""
+    tokens = {f"w{number}": number for number in range(50)}
+    model = tokenizers.models.WordLevel(tokens, unk_token="w3")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(model), pad_token="w2", eos_token="w1", bos_token="w0"
+    )
+
+
+# ---- runs
 
 
 def report(trainer: Any, folder: Path, resume: str | None = None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -13,7 +14,7 @@ from accelerate.utils import DataLoaderConfiguration
 from datasets import Dataset
 from safetensors.torch import load_file
 from torch import nn
-from torch.nn.functional import cross_entropy, kl_div
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from transformers import Trainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
@@ -25,8 +26,22 @@ from penstock.integrations import own_loss
 from penstock.integrations.accelerate import PipelineAccelerator
 from penstock.integrations.transformers import PipelineTrainer
 from tests.integrations import accelerated
-from tests.integrations.test_transformers import TOKENS, squared, texts, words
-from tests.integrations.trainers import SIZES, STILL, WORDS, Examples, make, make_model
+from tests.integrations.trainers import (
+    PAIRS,
+    SENTENCES,
+    SIZES,
+    WORDS,
+    Distilled,
+    Examples,
+    Weighted,
+    answering,
+    make,
+    make_model,
+    questions,
+    squared,
+    texts,
+    words,
+)
 from tests.loops.setting import STEPS, Outcome, Setting, program
 
 
@@ -50,26 +65,26 @@ def outcome_of(
     return Outcome(losses, numbers, state)
 
 
-def train(
-    setting: Setting,
-    family: str = "gpt2",
-    kind: Any = Trainer,
-    evaluates: bool = True,
-    **options: Any,
-) -> Outcome:
-    """Twenty steps of the Trainer, or of a subclass."""
+def trainer_of(
+    setting: Setting, family: str = "gpt2", kind: Any = Trainer, steps: int = STEPS, **options: Any
+) -> Any:
+    """The Trainer, or a subclass; ``model=`` may be a function that makes it."""
+    pipeline = options.pop("pipeline", {})
     if setting.cut:
         kind = type(f"Pipeline{kind.__name__}", (PipelineTrainer, kind), {})
-        options["pipeline"] = setting.options(**options.pop("pipeline", {}))
-    else:
-        options.pop("pipeline", None)
-    if callable(options.get("model")):
-        options["model"] = options["model"]()
+        options["pipeline"] = setting.options(**pipeline)
+    model = options.get("model")
+    if model is not None and not isinstance(model, nn.Module):
+        options["model"] = model()
+    return make(kind, family, setting.folder, steps, batch=setting.each, **options)
+
+
+def train(setting: Setting, *args: Any, evaluates: bool = True, **options: Any) -> Outcome:
+    """Twenty steps of the Trainer, or of a subclass."""
     if options.pop("batched", False):
         options["compute_metrics"] = Counted()
     resume = options.pop("resume", None)
-    trainer = make(kind, family, setting.folder, STEPS, batch=setting.each, **options)
-    return outcome_of(trainer, setting, evaluates, resume)
+    return outcome_of(trainer_of(setting, *args, **options), setting, evaluates, resume)
 
 
 class Counted:
@@ -147,47 +162,18 @@ add(
 )  # fmt: skip
 
 
-class Weighted(Trainer):
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        weight = torch.tensor([1.0, 2.0, 3.0])
-        loss = cross_entropy(outputs.logits, labels, weight=weight.to(outputs.logits.dtype))
-        return (loss, outputs) if return_outputs else loss
-
-
-class Distilled(Trainer):
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        if not hasattr(self, "teacher"):
-            with torch.random.fork_rng():
-                self.teacher = make_model("llama", seed=5)
-        with torch.no_grad():
-            hints = self.teacher(input_ids=inputs["input_ids"]).logits.softmax(-1)
-        loss = loss + kl_div(outputs.logits.log_softmax(-1), hints, reduction="batchmean")
-        return (loss, outputs) if return_outputs else loss
-
-
 add("compute_loss with class weights", family="bert", kind=Weighted)
 add("compute_loss with a teacher", family="llama", kind=Distilled)
 
 
-def answering() -> Any:
-    sizes: dict[str, Any] = {**SIZES, **STILL, "vocab_size": WORDS, "num_attention_heads": 2}
-    return transformers.BertForQuestionAnswering(transformers.BertConfig(**sizes))
+def special(setting: Setting, model: Any, rows: Any, **options: Any) -> Outcome:
+    """A model with data of its own."""
+    return train(setting, model=model, rows=(rows, rows[:16]), measures=False, **options)
 
 
 @program("Trainer", "question answering")
 def _(setting: Setting) -> Outcome:
-    rows = [
-        {"input_ids": row, "start_positions": row[0] % 10, "end_positions": row[1] % 10}
-        for row in Examples("text", 64, 1).tokens
-    ]
-    return special(setting, answering(), rows)
+    return special(setting, answering(), questions(64))
 
 
 @program("Trainer", "resume_from_checkpoint")
@@ -241,23 +227,7 @@ def _(setting: Setting) -> Outcome:
             if state.is_world_process_zero and state.global_step == 2:
                 trainer.save_model(str(setting.folder / "saved"))
 
-    kind: Any = PipelineTrainer if setting.cut else Trainer
-    options = {"pipeline": setting.options(timeout=6.0)} if setting.cut else {}
-    trainer = make(
-        kind, "gpt2", setting.folder, 4, batch=setting.each, callbacks=[Saves()], **options
-    )
-    return outcome_of(trainer, setting)
-
-
-def special(setting: Setting, model: Any, rows: Any, **pipeline: Any) -> Outcome:
-    kind: Any = PipelineTrainer if setting.cut else Trainer
-    more = {"pipeline": setting.options(**pipeline)} if setting.cut else {}
-    arguments = transformers.TrainingArguments(
-        str(setting.folder), max_steps=STEPS, logging_steps=1, report_to=[], use_cpu=True,
-        per_device_train_batch_size=setting.each, per_device_eval_batch_size=setting.each,
-        save_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
-    trainer = kind(model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:16], **more)
+    trainer = trainer_of(setting, steps=4, callbacks=[Saves()], pipeline={"timeout": 6.0})
     return outcome_of(trainer, setting)
 
 
@@ -275,12 +245,6 @@ def _(setting: Setting) -> Outcome:
         {"input_ids": data.tokens[at], "pixel_values": data.pixels[at], "return_loss": True}
         for at in range(64)
     ]
-    kind: Any = PipelineTrainer if setting.cut else Trainer
-    more = {"pipeline": setting.options()} if setting.cut else {}
-    arguments = transformers.TrainingArguments(
-        str(setting.folder), max_steps=STEPS, logging_steps=1, report_to=[], use_cpu=True,
-        per_device_train_batch_size=setting.each, save_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
 
     def collate(samples: Any) -> Any:
         stacked = {
@@ -288,8 +252,7 @@ def _(setting: Setting) -> Outcome:
         }
         return stacked | {"return_loss": True}
 
-    trainer = kind(model=model, args=arguments, train_dataset=rows, data_collator=collate, **more)
-    return outcome_of(trainer, setting, evaluates=False)
+    return special(setting, model, rows, data_collator=collate, evaluates=False)
 
 
 @program("Trainer", "Mixtral, output_router_logits")
@@ -367,12 +330,8 @@ def _(setting: Setting) -> Outcome:
 
 @program("Trainer", "PEFT save_model, and loaded by PeftModel")
 def _(setting: Setting) -> Outcome:
-    kind: Any = PipelineTrainer if setting.cut else Trainer
-    options = {"pipeline": setting.options()} if setting.cut else {}
-    model = adapted(ADAPTERS["LoRA, modules_to_save"]())()
-    trainer = make(
-        kind, "llama", setting.folder, STEPS, batch=setting.each, model=model, measures=False, **options
-    )  # fmt: skip
+    model = adapted(ADAPTERS["LoRA, modules_to_save"]())
+    trainer = trainer_of(setting, "llama", model=model, measures=False)
     outcome = outcome_of(trainer, setting)
     trainer.save_model(str(setting.folder / "adapter"))
     trainer.accelerator.wait_for_everyone()
@@ -385,57 +344,36 @@ def _(setting: Setting) -> Outcome:
     return Outcome(outcome.losses, {"learning": len(states)}, state)
 
 
-@program("Trainer", "PEFT merge_and_unload after training")
-def _(setting: Setting) -> Outcome:
-    made: list[Any] = []
-
-    def model() -> Any:
-        made.append(adapted(ADAPTERS["LoRA"]())())
-        return made[0]
-
-    outcome = train(setting, "llama", model=model, measures=False)
-    merged = made[0].merge_and_unload()
-    weight = merged.model.layers[0].self_attn.q_proj.weight
-    return Outcome(outcome.losses, {"merged": float(weight.detach().sum())}, {})
+def merged_weight(model: Any, folder: Path) -> dict[str, Any]:
+    return {"merged": model.merge_and_unload().model.layers[0].self_attn.q_proj.weight.detach()}
 
 
-@program("Trainer", "PEFT get_peft_model_state_dict after training")
-def _(setting: Setting) -> Outcome:
-    made: list[Any] = []
-
-    def model() -> Any:
-        made.append(adapted(ADAPTERS["LoRA"]())())
-        return made[0]
-
-    outcome = train(setting, "llama", model=model, measures=False)
-    state = peft.get_peft_model_state_dict(made[0])
-    return Outcome(outcome.losses, {n: float(v.sum()) for n, v in state.items()}, {})
+def saved_adapter(model: Any, folder: Path) -> dict[str, Any]:
+    model.save_pretrained(folder / "adapter")
+    return load_file(folder / "adapter/adapter_model.safetensors")
 
 
-@program("Trainer", "PEFT model.save_pretrained after training")
-def _(setting: Setting) -> Outcome:
-    made: list[Any] = []
+AFTERWARDS: dict[str, Any] = {
+    "merge_and_unload": merged_weight,
+    "get_peft_model_state_dict": lambda model, _: peft.get_peft_model_state_dict(model),
+    "model.save_pretrained": saved_adapter,
+}
+"""What users do with an adapter after training; functions of the model and a folder, which give tensors."""
+for _name, _look in AFTERWARDS.items():
 
-    def model() -> Any:
-        made.append(adapted(ADAPTERS["LoRA"]())())
-        return made[0]
-
-    outcome = train(setting, "llama", model=model, measures=False)
-    made[0].save_pretrained(setting.folder / "adapter")
-    state = load_file(setting.folder / "adapter/adapter_model.safetensors")
-    return Outcome(outcome.losses, {n: float(v.sum()) for n, v in state.items()}, {})
+    @program("Trainer", f"PEFT {_name} after training")
+    def _(setting: Setting, look: Any = _look) -> Outcome:
+        model = adapted(ADAPTERS["LoRA"]())()
+        outcome = train(setting, "llama", model=model, measures=False)
+        sums = {name: float(value.sum()) for name, value in look(model, setting.folder).items()}
+        return Outcome(outcome.losses, sums, {})
 
 
 # ---- trainers of TRL
 
-PAIRS = {
-    "prompt": texts(TOKENS[:, :4]),
-    "chosen": texts(TOKENS[:, 4:7]),
-    "rejected": texts(TOKENS[:, 7:]),
-}
 MESSAGES = [
     [{"role": "user", "content": a}, {"role": "assistant", "content": b}]
-    for a, b in zip(texts(TOKENS[:, :4]), texts(TOKENS[:, 4:]), strict=True)
+    for a, b in zip(texts(SENTENCES[:, :4]), texts(SENTENCES[:, 4:]), strict=True)
 ]
 CHAT = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
@@ -472,7 +410,7 @@ def add_trl(name: str, kind: Any, config: Any, columns: Any, **options: Any) -> 
         return reinforced(setting, kind, config, columns, **options)
 
 
-ROWS = {"input_ids": TOKENS.tolist()}
+ROWS = {"input_ids": SENTENCES.tolist()}
 add_trl("SFT", trl.SFTTrainer, trl.SFTConfig, ROWS, evaluates=True)
 add_trl("SFT, packing", trl.SFTTrainer, trl.SFTConfig, ROWS, packing=True, max_length=16)
 add_trl("SFT, loss_type='dft'", trl.SFTTrainer, trl.SFTConfig, ROWS, loss_type="dft")

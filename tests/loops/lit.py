@@ -48,6 +48,7 @@ from tests.integrations.lightnings import (
     Tokens,
     count_labels,
     images,
+    language_step,
 )
 from tests.loops.setting import STEPS, Outcome, Setting, program
 
@@ -70,27 +71,44 @@ def fit(
     **options: Any,
 ) -> Outcome:
     """Twenty steps of the Trainer, with validation."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    torch.manual_seed(0)
-    model, curve = module(), Curve()
-    cut: Any = PipelineStrategy(**setting.options(**(strategy or {}))) if setting.cut else "auto"
-    usual: dict[str, Any] = {
-        "max_steps": STEPS, "logger": False, "enable_progress_bar": False,
-        "enable_model_summary": False, "use_distributed_sampler": False,
-        "enable_checkpointing": saves, "num_sanity_val_steps": 0,
-    }  # fmt: skip
-    trainer = Trainer(
-        accelerator="cpu", devices=setting.processes, strategy=cut,
-        callbacks=[curve, *callbacks], default_root_dir=setting.folder, **usual | options,
-    )  # fmt: skip
+    curve = Curve()
+    usual: dict[str, Any] = {"max_steps": STEPS, "enable_checkpointing": saves}
+    trainer = trainer_of(setting, curve, *callbacks, strategy=strategy, **usual | options)
+    model = module()
     train, val = (shared(setting, rows) if loads else None for rows in (80, 16))
     trainer.fit(model, train, val, ckpt_path=resume)
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    metrics = metrics_of(trainer)
     # A metric's value for a step is that of a replica.
     metrics.pop("accuracy_step", None)
     metrics |= {f"lr {n}": g["lr"] for n, g in enumerate(trainer.optimizers[0].param_groups)}
-    state = cut.pipelined.state() if setting.cut else model.state_dict()
-    return Outcome(curve.losses, {n: v for n, v in metrics.items() if "nan" not in n}, state)
+    metrics = {name: value for name, value in metrics.items() if "nan" not in name}
+    return Outcome(curve.losses, metrics, state_of(setting, trainer, model))
+
+
+def trainer_of(
+    setting: Setting, *callbacks: Callback, strategy: dict[str, Any] | None = None, **options: Any
+) -> Trainer:
+    """The Trainer, without what differs from run to run; seeds torch, as for its module."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.manual_seed(0)
+    cut: Any = PipelineStrategy(**setting.options(**(strategy or {}))) if setting.cut else "auto"
+    usual: dict[str, Any] = {
+        "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
+        "use_distributed_sampler": False, "enable_checkpointing": False, "num_sanity_val_steps": 0,
+    }  # fmt: skip
+    return Trainer(
+        accelerator="cpu", devices=setting.processes, strategy=cut, callbacks=list(callbacks),
+        default_root_dir=setting.folder, **usual | options,
+    )  # fmt: skip
+
+
+def metrics_of(trainer: Trainer) -> dict[str, float]:
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def state_of(setting: Setting, trainer: Any, module: nn.Module) -> Any:
+    """The state dict of all weights, on rank 0."""
+    return trainer.strategy.pipelined.state() if setting.cut else module.state_dict()
 
 
 def add(name: str, *args: Any, **options: Any) -> None:
@@ -299,17 +317,10 @@ class Several(Classifier):
 
 @program("Lightning", "several loaders to validate, a largest logit that is logged")
 def _(setting: Setting) -> Outcome:
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    torch.manual_seed(0)
-    model, curve = Several(), Curve()
-    cut: Any = PipelineStrategy(**setting.options()) if setting.cut else "auto"
-    trainer = Trainer(
-        accelerator="cpu", devices=setting.processes, strategy=cut, callbacks=[curve], max_epochs=2,
-        logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-        use_distributed_sampler=False,
-    )  # fmt: skip
-    trainer.fit(model, shared(setting, 80))
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    curve = Curve()
+    trainer = trainer_of(setting, curve, max_epochs=2)
+    trainer.fit(Several(), shared(setting, 80))
+    metrics = metrics_of(trainer)
     return Outcome(curve.losses, {n: v for n, v in metrics.items() if "val" in n or n == "largest"})
 
 
@@ -324,23 +335,16 @@ class Written(BasePredictionWriter):
 
 @program("Lightning", "validate, test, predict with BasePredictionWriter")
 def _(setting: Setting) -> Outcome:
-    torch.manual_seed(0)
-    model, writer = Classifier(), Written()
+    writer = Written()
+    trainer, model = trainer_of(setting, writer), Classifier()
     model.test_step = model.validation_step  # type: ignore[method-assign]
-    cut: Any = PipelineStrategy(**setting.options()) if setting.cut else "auto"
-    trainer = Trainer(
-        accelerator="cpu", devices=setting.processes, strategy=cut, callbacks=[writer], logger=False,
-        enable_progress_bar=False, use_distributed_sampler=False,
-    )  # fmt: skip
     batches = images(16, 8)
     metrics: dict[str, float] = {}
     for call in (trainer.validate, trainer.test):
         for row in call(model, batches, verbose=False):
             metrics |= {f"{call.__name__} {name}": of for name, of in row.items()}
     trainer.predict(model, batches)
-    return Outcome(
-        writer.sums, metrics, cut.pipelined.state() if setting.cut else model.state_dict()
-    )
+    return Outcome(writer.sums, metrics, state_of(setting, trainer, model))
 
 
 class Thawed(Classifier):
@@ -449,13 +453,9 @@ def fabric(setting: Setting, *, saves: bool = False, **options: Any) -> Outcome:
     batches = list(fabric.setup_dataloaders(loader, use_distributed_sampler=False)) * 4
     losses, norms = [], []
     for number, batch in enumerate(batches):
-        loss = model.training_step(batch, number)["loss"]
-        fabric.backward(loss)
-        norm: Any = fabric.clip_gradients(model, optimizer, max_norm=0.5)
-        norms.append(float(norm))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+        loss, norm = language_step(fabric, model, optimizer, batch, number)
+        losses.append(loss)
+        norms.append(norm)
         if saves and number == 10:
             state = {"model": model, "optimizer": optimizer}
             fabric.save(setting.folder / "state", state)

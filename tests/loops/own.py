@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
-from penstock import Microbatches, PipelineModule
+from penstock import Microbatches, Pipeline, PipelineModule
 from tests.loops.setting import STEPS, Outcome, Setting, program
 
 
@@ -28,6 +28,11 @@ def batches(width: int = 8, classes: int = 5) -> list[tuple[Tensor, Tensor]]:
         (torch.randn(8, width, generator=draw), torch.randint(classes, (8,), generator=draw))
         for _ in range(STEPS)
     ]
+
+
+def whole_state(net: nn.Module, pipe: Pipeline | None) -> Any:
+    """The state dict of all weights, on rank 0."""
+    return net.state_dict() if pipe is None else pipe.weights.state_dict(full=True)
 
 
 Step = Callable[[Any, Any, Any], None]
@@ -69,7 +74,7 @@ def loop(
         made.zero_grad()
         if after is not None:
             after(net, made, pipe)
-    state = net.state_dict() if pipe is None else pipe.weights.state_dict(full=True)
+    state = whole_state(net, pipe)
     metrics = {f"norm {place}": norm for place, norm in enumerate(norms)}
     return Outcome(losses, metrics, state)
 
@@ -253,42 +258,42 @@ def _(setting: Setting) -> Outcome:
     return loop(setting, loss_fn, model=lambda: net)
 
 
+def made_late(make: Callable[[Any, Any], Any], use: Callable[[Any, Any], None]) -> tuple[Any, Step]:
+    """What is made after the first step, of a model and its optimizer, and used after each; and the hook."""
+    late: list[Any] = []
+
+    def after(net: Any, optimizer: Any, pipe: Any) -> None:
+        if not late:
+            late.append(make(net, optimizer))
+        use(late[0], net)
+
+    return late, after
+
+
 @program("own loop", "OneCycleLR")
 def _(setting: Setting) -> Outcome:
-    schedules: list[Any] = []
-
-    def after(net: Any, made: Any, pipe: Any) -> None:
-        if not schedules:
-            schedules.append(torch.optim.lr_scheduler.OneCycleLR(made, 0.1, STEPS + 1))
-        schedules[0].step()
-
+    kind = torch.optim.lr_scheduler.OneCycleLR
+    _, after = made_late(lambda _, made: kind(made, 0.1, STEPS + 1), lambda one, _: one.step())
     return loop(setting, entropy, after=after)
 
 
 @program("own loop", "EMA by AveragedModel")
 def _(setting: Setting) -> Outcome:
-    kept: list[Any] = []
-
-    def after(net: Any, made: Any, pipe: Any) -> None:
-        if not kept:
-            kept.append(AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9)))
-        kept[0].update_parameters(net)
-
+    late, after = made_late(
+        lambda net, _: AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
+        lambda average, net: average.update_parameters(net),
+    )
     outcome = loop(setting, entropy, after=after)
-    here = {n: p for n, p in kept[0].module.named_parameters() if not p.is_meta}
+    here = {n: p for n, p in late[0].module.named_parameters() if not p.is_meta}
     outcome.metrics["first weight"] = float(next(iter(here.values())).detach().sum())
     return outcome
 
 
 @program("own loop", "SWALR")
 def _(setting: Setting) -> Outcome:
-    kept: list[Any] = []
-
-    def after(net: Any, made: Any, pipe: Any) -> None:
-        if not kept:
-            kept.append(SWALR(made, swa_lr=0.05, anneal_epochs=5))
-        kept[0].step()
-
+    _, after = made_late(
+        lambda _, made: SWALR(made, swa_lr=0.05, anneal_epochs=5), lambda one, _: one.step()
+    )
     return loop(setting, entropy, after=after)
 
 
@@ -362,8 +367,7 @@ def _(setting: Setting) -> Outcome:
             return loss
 
         losses.append(float(made.step(closure)))
-    state = net.state_dict() if pipe is None else pipe.weights.state_dict(full=True)
-    return Outcome(losses, {}, state)
+    return Outcome(losses, {}, whole_state(net, pipe))
 
 
 @program("own loop", "a loss of the outputs, by PipelineModule without loss_fn")
@@ -381,9 +385,7 @@ def _(setting: Setting) -> Outcome:
         losses.append(float(total))
         made.step()
         made.zero_grad()
-    return Outcome(
-        losses, {}, model.pipe.weights.state_dict(full=True) if setting.cut else net.state_dict()
-    )
+    return Outcome(losses, {}, whole_state(net, model.pipe if setting.cut else None))
 
 
 @program("own loop", "two optimizers, one for the head")
@@ -456,9 +458,7 @@ def _(setting: Setting) -> Outcome:
         losses.append(float(loss))
         made.step()
         made.zero_grad()
-    return Outcome(
-        losses, {}, net.state_dict() if pipe is None else pipe.weights.state_dict(full=True)
-    )
+    return Outcome(losses, {}, whole_state(net, pipe))
 
 
 class Bounded(nn.Module):
@@ -499,6 +499,4 @@ def _(setting: Setting) -> Outcome:
         scaler.update()
         made.zero_grad()
         losses.append(float(loss.detach()))
-    return Outcome(
-        losses, {}, model.pipe.weights.state_dict(full=True) if setting.cut else net.state_dict()
-    )
+    return Outcome(losses, {}, whole_state(net, model.pipe if setting.cut else None))

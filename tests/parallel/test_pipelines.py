@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
 
 from penstock import ActionEvent, Pipeline
 from penstock.errors import PeerFailed, UsageError
@@ -315,3 +317,22 @@ def test_wrapping_before_the_cut_is_refused_with_the_remedy(workers: WorkerPool,
     (said, *_) = workers.run(f"{__name__}:run_wrapped_before", 4, 60.0, how=how)
     assert "wrap=lambda module, stage: " in said
     assert ("fully_shard(module" if how == "blocks" else "DistributedDataParallel(module") in said
+
+
+def run_wrapped_too_far(group: Any) -> str:
+    """A worker's task: DDP averages over four processes, of which two are replicas of each other."""
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("other", "dp", "pp"))
+
+    def wrapped(module: nn.Module, stage: int) -> nn.Module:
+        return DistributedDataParallel(module, process_group=group)
+
+    example: Any = ((X,), {})
+    with pytest.raises(UsageError) as refusal:
+        Pipeline(chain(), mesh=mesh, replicas=mesh["dp"], wrap=wrapped, example=example)
+    return str(refusal.value)
+
+
+def test_wrapping_over_others_than_the_replicas_is_refused(workers: WorkerPool) -> None:
+    for said in workers.run(f"{__name__}:run_wrapped_too_far", 4, 60.0):
+        assert "over the processes [0, 1, 2, 3], but replicas= holds" in said
+        assert 'replicas=mesh["dp"]' in said

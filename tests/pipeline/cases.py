@@ -18,7 +18,16 @@ from penstock.schedule import Edge
 from penstock.testing import Case
 from penstock.values import Rules
 from tests.pipeline.draws import BETWEEN, noisy
-from tests.pipeline.models import WIDTH, X, Y, chain, mean_loss, named, sum_loss
+from tests.pipeline.models import (
+    WIDTH,
+    Recomputing,
+    X,
+    Y,
+    chain,
+    mean_loss,
+    named,
+    sum_loss,
+)
 
 WORDS, SAMPLES, IGNORED = 11, 8, -100
 
@@ -30,22 +39,16 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 # ---- a language model, in many variants
 
 
-class Block(nn.Module):
+class Block(Recomputing):
     """Attends, and perhaps drops, adds a loss that balances its gates, or computes itself again."""
 
     def __init__(self, *, adds: str = "", drop: float = 0.0, recompute: bool = False) -> None:
-        super().__init__()
-        self.adds, self.recompute = adds, recompute
+        super().__init__(recompute)
+        self.adds = adds
         self.norm = nn.LayerNorm(WIDTH)
         self.mix = nn.Linear(WIDTH, 3 * WIDTH)
         self.out = nn.Linear(WIDTH, WIDTH, bias=False)
         self.drop = nn.Dropout(drop)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        if not self.recompute:
-            return self.mixed(hidden)
-        mixed: Tensor = checkpoint(self.mixed, hidden, use_reentrant=False)
-        return mixed
 
     def mixed(self, hidden: Tensor) -> Tensor:
         query, key, value = self.mix(self.norm(hidden)).chunk(3, -1)

@@ -11,24 +11,18 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock import Microbatches
 from penstock.testing import Case
+from tests.pipeline.models import Recomputing
 
 WIDTH, SAMPLES = 6, 8
 
 
-class Block(nn.Module):
+class Block(Recomputing):
     """Drops in modules, between them, and before the first of them."""
 
     def __init__(self, recompute: bool = False) -> None:
-        super().__init__()
-        self.recompute = recompute
+        super().__init__(recompute)
         self.first, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.4)
         self.last = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.RReLU())
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.recompute:
-            return self.mixed(x)
-        mixed: Tensor = checkpoint(self.mixed, x, use_reentrant=False)
-        return mixed
 
     def mixed(self, x: Tensor) -> Tensor:
         hidden = self.drop(functional.silu(self.first(x)))

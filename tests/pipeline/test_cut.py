@@ -305,6 +305,14 @@ def refuse(group: Any, folder: str) -> list[str]:
         said.append(f"{type(error.value).__name__}: {error.value}")
     whole.fails = False
     assert not pipe.is_cut
+    weight = next(whole.parameters())
+    with torch.no_grad():
+        same = weight.clone()
+        weight.fill_(group.rank())
+        with pytest.raises(UsageError) as error:
+            pipe.weights.state_dict(full=True)
+        said.append(str(error.value))
+        weight.copy_(same)
     state = pipe.weights.state_dict(full=True)
     assert len(state) == (0 if group.rank() else len(whole.state_dict()))
     pipe.weights.save(Path(folder, "weights"))
@@ -322,15 +330,10 @@ def refuse(group: Any, folder: str) -> list[str]:
 
 @pytest.mark.timeout(120)
 def test_a_refused_cut_is_raised_on_all_ranks(workers: WorkerPool, tmp_path: Path) -> None:
-    one, two = workers.run(f"{__name__}:refuse", 2, 100.0, folder=str(tmp_path))
-    for text, words in zip(
-        one, ("needs numbers of a tensor", "different shapes", "0 microbatches"), strict=True
-    ):
-        assert words in text
-    for text, words in zip(
-        two, ("needs numbers of a tensor", "different shapes", "0 microbatches"), strict=True
-    ):
-        assert words in text
+    gists = ("needs numbers of a tensor", "different shapes", "0 microbatches", "different weights")
+    for said in workers.run(f"{__name__}:refuse", 2, 100.0, folder=str(tmp_path)):
+        for text, gist in zip(said, gists, strict=True):
+            assert gist in text
 
 
 def resume(group: Any, folder: str, writes: bool) -> list[str]:
@@ -372,14 +375,15 @@ def beside(group: Any) -> list[Any]:
     mean_loss(whole(X), Y).backward()
     expected = {name: p.grad for name, p in whole.named_parameters() if name in gaps}
     assert_same(gaps, expected)
-    names = sorted(gaps)
+    names, leads = sorted(gaps), pipe.leads
     pipe.close()
-    return names
+    return [names, leads]
 
 
 @pytest.mark.timeout(120)
 def test_replicas_are_cut_alike(workers: WorkerPool) -> None:
-    names = workers.run(f"{__name__}:beside", 4, 100.0)
+    names, leads = zip(*workers.run(f"{__name__}:beside", 4, 100.0), strict=True)
+    assert leads == (True, False, False, False)
     assert names[0] == names[2]
     assert names[1] == names[3]
     assert sorted(names[0] + names[1]) == sorted(name for name, _ in model().named_parameters())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -287,6 +289,20 @@ def test_a_scaled_run_is_that_of_torchs_scaler() -> None:
     expected = trained(False, (2, 3, 6))
     assert scales == pytest.approx(expected[0])
     assert_same(weights, expected[1])
+
+
+def test_a_scaler_decides_about_a_loss_that_is_not_finite() -> None:
+    model, scaler = language().model, LossScaler(64.0)
+    pipe = Pipeline(
+        model, ranks=2, microbatches=4, loss_fn=lambda x, y: token_loss(x, y) * math.inf
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = copy.deepcopy(model.state_dict())
+    result = pipe.step(X, target=Y, scaler=scaler)
+    scaler.step(optimizer)
+    scaler.update()
+    assert (result.loss, result.finite, scaler.get_scale()) == (math.inf, True, 32.0)
+    assert_same(model.state_dict(), before)
 
 
 # ---- over processes

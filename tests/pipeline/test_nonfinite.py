@@ -93,6 +93,8 @@ FINDINGS: dict[str, tuple[Callable[[], Pipeline], float, str, str]] = {
     "a loss": (pipe, 1e30, "the loss is inf", "the loss of microbatch 0 in stage 2, rank 2"),
     "inputs": (lambda: pipe(roots), 1, "but gradients are not finite",
         "the gradient of the inputs of microbatch 0 in stage 1, rank 1"),
+    "inputs of two stages": (lambda: pipe(roots, tied=True), 1, "but gradients are not finite",
+        "the gradient of the inputs of microbatch 0 in stage 2, rank 2"),
     "weights": (lambda: pipe(root_of_weight), 1, "but gradients are not finite",
         "the gradients of the weights of stage 1, rank 1"),
     "shared weights": (lambda: pipe(root_of_weight, tied=True), 1, "but gradients are not finite",

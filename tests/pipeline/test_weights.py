@@ -336,3 +336,26 @@ def test_a_norm_that_is_no_number_can_be_an_error() -> None:
         pipe.clip_grad_norm_(1.0, error_if_nonfinite=True)
     assert torch.equal(parameter.grad, before)
     assert pipe.weights.grad_norm() == math.inf
+
+
+def clip_by_torch(group: Any) -> str:
+    """A worker's task: all that learns is on rank 1, which need not ask rank 0 for the norm."""
+    model = chain(2)
+    model[0].requires_grad_(False)
+    pipe = make(model, group=group, ranks=None)
+    pipe.step(X, target=Y)
+    text = ""
+    try:
+        nn.utils.clip_grad_norm_(pipe.parameters(), 1e-3)
+    except UsageError as error:
+        text = str(error)
+    pipe.clip_grad_norm_(1e-3)
+    pipe.close()
+    return text
+
+
+def test_torchs_norm_where_one_rank_has_all_that_learns(workers: WorkerPool) -> None:
+    """There it is right, and the other rank is told instead of waiting for it."""
+    without, with_all = workers.run(f"{__name__}:clip_by_torch", 2, 30.0)
+    assert with_all == ""
+    assert "clip_grad_norm_" in without

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -29,8 +30,14 @@ from penstock.parallel import replicated_mesh
 from penstock.pipeline import Pipeline
 from penstock.values import flatten, map_tensors
 
-_FOLDER = "penstock"
-"""The folder in a saved state that holds the weights, optimizers, schedulers and random numbers."""
+PIPELINE = "penstock"
+"""The folder, in what another library saves, with weights and states of optimizers for any layout."""
+
+
+def by_number(folders: Iterable[Path]) -> dict[int, Path]:
+    """The folders whose names end with a number, by this number."""
+    numbers = {path: re.search(r"\d+$", path.name) for path in folders}
+    return {int(number[0]): path for path, number in numbers.items() if number}
 
 
 def share_batches(accelerator: Any, pipe: Pipeline) -> None:
@@ -188,7 +195,7 @@ class PipelineAccelerator(CountsPipelines):
         """Save the run; every process writes its part, and rank 0 what Accelerate keeps beside it."""
         with self._pipeline_apart():
             folder = super().save_state(output_dir, *args, **kwargs)
-        with Checkpoints(Path(folder, _FOLDER), keep=1) as checkpoints:
+        with Checkpoints(Path(folder, PIPELINE), keep=1) as checkpoints:
             checkpoints.save(self.step, pipe=self.pipe, **self._states())
         return folder
 
@@ -208,22 +215,20 @@ class PipelineAccelerator(CountsPipelines):
             UsageError: another Accelerator has saved it.
         """
         if input_dir == "auto":
-            # The first process chooses for all: a file system may show others older files.
-            number = self.pipe.job.team().meet(
-                "resume", lambda: None, lambda of_all: [self._newest_complete()] * len(of_all)
-            )
+            # A file system may show other processes older files.
+            number = self.pipe.job.decide("resume", lambda _: self._newest_complete())
             if number is None:
                 return False
             self.project_configuration.iteration = number + 1
-            input_dir = str(_numbered(self.project_dir, number))
+            input_dir = str(self._named_folders / f"checkpoint_{number}")
         if input_dir is None:
-            folders = Path(self.project_dir, "checkpoints").glob("checkpoint_*")
-            input_dir = str(max(folders, key=lambda one: int(one.name.rpartition("_")[2])))
-        with Checkpoints(Path(input_dir, _FOLDER)) as checkpoints:
+            folders = by_number(self._named_folders.glob("checkpoint_*"))
+            input_dir = str(folders[max(folders)])
+        with Checkpoints(Path(input_dir, PIPELINE)) as checkpoints:
             if checkpoints.load(pipe=self.pipe, **self._states()) is None:
                 raise UsageError(
-                    f"{input_dir} has no folder {_FOLDER!r} with a checkpoint, since another Accelerator has "
-                    "saved it; load the weights with pipe.weights.load, and begin a new run"
+                    f"{input_dir} has no folder {PIPELINE!r} with a checkpoint, since another Accelerator "
+                    "has saved it; load the weights with pipe.weights.load, and begin a new run"
                 )
         with self._pipeline_apart():
             super().load_state(input_dir, *args, **kwargs)
@@ -237,16 +242,21 @@ class PipelineAccelerator(CountsPipelines):
 
         Accelerate refuses to write over them, and counts them in its ``total_limit``.
         """
-        complete = []
-        for folder in [*Path(self.project_dir, "checkpoints").glob("checkpoint_*")]:
-            # The pipeline's part is written last.
-            if Checkpoints(folder / _FOLDER).steps():
-                complete.append(int(folder.name.rpartition("_")[2]))
-            else:
-                aside = folder.with_name(folder.name.replace("checkpoint", "incomplete"))
-                shutil.rmtree(aside, ignore_errors=True)
-                folder.rename(aside)
+        folders = by_number(self._named_folders.glob("checkpoint_*"))
+        # The pipeline's part is written last.
+        complete = [
+            number for number, folder in folders.items() if Checkpoints(folder / PIPELINE).steps()
+        ]
+        for number in folders.keys() - complete:
+            aside = self._named_folders / f"incomplete_{number}"
+            shutil.rmtree(aside, ignore_errors=True)
+            folders[number].rename(aside)
         return max(complete, default=None)
+
+    @property
+    def _named_folders(self) -> Path:
+        """Where automatic naming puts states."""
+        return Path(self.project_dir, "checkpoints")
 
     def _states(self) -> dict[str, Any]:
         """What is saved with the pipeline, under the names that it has in its folder."""
@@ -269,10 +279,6 @@ class PipelineAccelerator(CountsPipelines):
         finally:
             for name, objects in kept.items():
                 setattr(self, name, objects)
-
-
-def _numbered(project_dir: str, number: int) -> Path:
-    return Path(project_dir, "checkpoints", f"checkpoint_{number}")
 
 
 class _PipelineOptimizer(AcceleratedOptimizer):  # type: ignore[misc] # Accelerate has no types

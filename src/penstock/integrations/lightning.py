@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,8 +24,8 @@ from penstock.checkpoint import Checkpoints
 from penstock.errors import PartitionError, UsageError
 from penstock.integrations.module import PipelineModule, clip_whole
 from penstock.parallel import meeting_in_time, pipelines_in, side_by_side
-from penstock.pipeline import Pipeline, check_in_fewer
-from penstock.runtime import ASKING, GracefulStop
+from penstock.pipeline import Pipeline
+from penstock.runtime import GracefulStop
 
 try:
     from lightning.fabric.strategies.ddp import DDPStrategy as FabricProcesses
@@ -105,7 +104,7 @@ class _OnPipeline(nn.Module):
         self._quiet: set[Any] = set()
         # The loss is asked here, together with what is logged.
         self._asks = options.get("loss_over", "samples") == "samples"
-        self._calls, self._told = Counter[str](), set[str]()
+        self._warned_of = set[str]()
         options = {**options, "loss_over": "microbatch"} if self._asks else options
         with self._log.without_metrics():
             self.pipe = Pipeline(LightningStep(module, self._log), loss_fn=loss_in, **options)
@@ -152,11 +151,7 @@ class _OnPipeline(nn.Module):
             kwargs["outputs"] = kind not in self._quiet
             if self._weighs:
                 kwargs["target"] = args[0]
-            if trains:
-                result, loss, _ = self._inner.run_step(*args, **kwargs)
-            else:
-                result = self.pipe.eval(*args, same_batch=True, **kwargs)
-                loss = self._inner.loss_of(result)
+            result, loss, _ = self._inner.run_batch(*args, trains=trains, **kwargs)
             self._ask(*args, **kwargs)
         with torch.set_grad_enabled(trains):
             # Where only numbers leave a step, no other rank needs its outputs.
@@ -175,13 +170,11 @@ class _OnPipeline(nn.Module):
         Raises:
             UsageError: the loss is not.
         """
-        count, step_name = self.pipe.schedule.microbatches, kwargs["step_name"]
-        self._calls[step_name] += 1
-        if not self._asks or count == 1 or self._calls[step_name] not in ASKING:
+        if not self._asks:
             return
-        with torch.no_grad():
-            apart = check_in_fewer(self.pipe, None, count, *args, **kwargs)
-        for name in apart.keys() - self._told if self.pipe.leads else ():
+        count, step_name = self.pipe.schedule.microbatches, kwargs["step_name"]
+        apart = self._inner.ask_now_and_then(step_name, None, count, *args, **kwargs)
+        for name in apart.keys() - self._warned_of if self.pipe.leads else ():
             many, few = apart[name]
             logger.warning(
                 "penstock: %s of %s is %.6g for a batch in %d microbatches, and %.6g in %d: the mean over "
@@ -189,7 +182,7 @@ class _OnPipeline(nn.Module):
                 "torchmetrics, which gets the whole batch",
                 described(name), step_name, many, count, few, max(1, count // 2),
             )  # fmt: skip
-        self._told |= apart.keys()
+        self._warned_of |= apart.keys()
 
     # ---- weights, and the states of optimizers
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NoReturn, TypedDict, cast, get_args, get_type_hints
 
@@ -20,11 +21,11 @@ from torch import Tensor, nn
 from penstock.errors import UsageError
 from penstock.integrations.generation import generate
 from penstock.integrations.passes import Pass
-from penstock.pipeline import Pipeline, check_in_fewer
+from penstock.pipeline import CallArguments, Pipeline, check_in_fewer
 from penstock.runtime import ASKING, Loss, LossFunction, LossScaler, LossWeight, StepResult
-from penstock.values import split_batch
+from penstock.values import MISSING, split_batch
 
-_OF_STEP = {"target", "microbatches", "loss_weight", "total_weight", "record"}
+_OF_STEP = {"target", "microbatches", "loss_weight", "record"}
 """Arguments of a step that are not the model's."""
 _FIRST_SCALE = 2.0**16
 """The factor of the first loss in float16: the one that ``torch.amp.GradScaler`` begins with."""
@@ -78,6 +79,7 @@ class PipelineModule(nn.Module):
         nn.Module.__init__(self)
         self.pipe = pipe
         self._factor = _FIRST_SCALE
+        self._calls = Counter[str]()
         dtypes = {parameter.dtype for parameter in pipe.parameters()}
         self._has_half_weights = any(pipe.job.agree(torch.float16 in dtypes))
         self._dtype = torch.float64 if torch.float64 in dtypes else torch.float32
@@ -101,17 +103,26 @@ class PipelineModule(nn.Module):
         if "target" not in kwargs and not (trains and self.pipe.computes_loss):
             return self.outputs_of(*args, **kwargs)
         outputs = kwargs.pop("outputs", False)
-        if trains:
-            _, loss, output = self.run_step(*args, outputs=outputs, **kwargs)
-        else:
-            result = self.pipe.eval(*args, same_batch=True, outputs=outputs, **kwargs)
-            loss, output = self.loss_of(result), result.outputs
+        _, loss, output = self.run_batch(*args, trains=trains, outputs=outputs, **kwargs)
         return (loss, output) if outputs else loss
 
-    def run_step(
-        self, *args: Any, outputs: bool = False, **kwargs: Any
+    def run_batch(
+        self,
+        *args: Any,
+        trains: bool,
+        outputs: bool = False,
+        total_weight: float | None = None,
+        **kwargs: Any,
     ) -> tuple[StepResult, Tensor, Any]:
-        """Run a step; return its result, and its loss and outputs, whose backward adds to ``.grad``."""
+        """Run a step, or evaluate; return the result, and the loss and outputs.
+
+        In a step, their backward adds to ``.grad``. ``total_weight`` divides the loss in place of the weight
+        of this batch; the others are arguments of :meth:`Pipeline.step`.
+        """
+        options: dict[str, Any] = {"same_batch": True, "outputs": outputs}
+        if not trains:
+            result = self.pipe.eval(*args, **options, **kwargs)
+            return result, self._loss_of(result, total_weight), result.outputs
         for name in kwargs.keys() & {"accumulate", "scaler"}:
             raise UsageError(f"{name}= belongs to Pipeline.step; here, divide or scale the loss")
         of_model = {name: value for name, value in kwargs.items() if name not in _OF_STEP}
@@ -123,11 +134,13 @@ class PipelineModule(nn.Module):
         if checks:  # on every rank alike, so that all ask for the norm
             kwargs["scaler"] = LossScaler(scale, device=self.pipe.device.type)
         with run.collecting():
-            result = self.pipe.step(*args, accumulate=1, same_batch=True, outputs=outputs, **kwargs)
+            result = self.pipe.step(
+                *args, accumulate=1, total_weight=total_weight, **options, **kwargs
+            )
             if checks and not math.isfinite(self.pipe.weights.grad_norm()):
                 scale = math.nan
         run.scale = scale
-        loss, output = run.applied(self.loss_of(result, kwargs.get("total_weight")), result.outputs)
+        loss, output = run.applied(self._loss_of(result, total_weight), result.outputs)
         return result, loss, output
 
     def outputs_of(self, *args: Any, **kwargs: Any) -> Any:
@@ -151,10 +164,24 @@ class PipelineModule(nn.Module):
             again=again, in_half=self._computes_in_half, note=self._note_factor,
         )  # fmt: skip
 
-    def loss_of(self, result: StepResult, total: float | None = None) -> Tensor:
+    def _loss_of(self, result: StepResult, total: float | None = None) -> Tensor:
         """The loss of a result on the stages' device, divided by a total in place of its weight."""
         value = result.loss if not total else result.loss * result.weight / total
         return torch.tensor(value, dtype=self._dtype, device=self.pipe.device)
+
+    def ask_now_and_then(
+        self, what: str, loss: Loss | None, count: int, *args: Any, **kwargs: Any
+    ) -> dict[str, tuple[float, float]]:
+        """In some of the calls of ``what``: check that a loss is the same in fewer microbatches.
+
+        For arguments and result see :meth:`penstock.pipeline.PipelineCalls.check_in_fewer`.
+        """
+        self._calls[what] += 1
+        if count == 1 or self._calls[what] not in ASKING:
+            return {}
+        with torch.no_grad():
+            target = kwargs.pop("target", MISSING)
+            return check_in_fewer(self.pipe, loss, count, CallArguments(args, kwargs, target))
 
     def _note_factor(self, factor: float) -> None:
         if math.isfinite(factor) and factor > 0:
@@ -354,7 +381,6 @@ class PipelineModel(PipelineModule):
         # Some models take num_items_in_batch and ignore it.
         self.divides = "loss_function" in inspect.unwrap(forward).__code__.co_names
         self.follows = False
-        self._followed_steps = 0
         hint = get_type_hints(forward).get("return")
         kinds = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type)]
         outputs = [kind for kind in kinds if _is_named(kind, "ModelOutput")]
@@ -402,12 +428,9 @@ class PipelineModel(PipelineModule):
         if self.follows or labels is None or len(labels) == 0:
             return self._followed(args, kwargs, labels, num_items_in_batch)
         total = None if num_items_in_batch is None else float(num_items_in_batch)
-        options: dict[str, Any] = {"target": labels, "outputs": outputs}
-        if trains:
-            _, loss, output = self.run_step(*args, total_weight=total, **options, **kwargs)
-        else:
-            result = self.pipe.eval(*args, same_batch=True, **options, **kwargs)
-            loss, output = self.loss_of(result, total), result.outputs
+        _, loss, output = self.run_batch(
+            *args, trains=trains, target=labels, outputs=outputs, total_weight=total, **kwargs
+        )
         if not outputs:
             return self._output_class(loss=loss)
         output["loss"] = loss
@@ -436,10 +459,8 @@ class PipelineModel(PipelineModule):
         known = labels is not None and len(labels) > 0
         if known or not computes or output.get("aux_loss") is not None or not self.training:
             return
-        self._followed_steps += 1
-        if self._followed_steps in ASKING:
-            loss = Loss(lambda output, _: output["loss"], replicas=self.pipe.replicas)
-            check_in_fewer(self.pipe, loss, len(cast("Tensor", value)), *args, **kwargs)
+        loss = Loss(lambda output, _: output["loss"], replicas=self.pipe.replicas)
+        self.ask_now_and_then("forward", loss, len(cast("Tensor", value)), *args, **kwargs)
 
     def _shares(self, args: Any, kwargs: Any, labels: Any, losses: Tensor) -> Tensor:
         """How much the loss of each microbatch counts in that of the batch."""

@@ -95,9 +95,9 @@ class Pass:
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in sources):
             return loss, output
         results = iter(cast("Any", _Graph).apply(self, values, *sources))
-        found = None if loss is None else next(results)
+        followed_loss = None if loss is None else next(results)
         followed = {id(leaves[place]): next(results) for place in places}
-        return found, map_tensors(output, lambda t: followed.get(id(t), t))
+        return followed_loss, map_tensors(output, lambda t: followed.get(id(t), t))
 
     def backward(self, arriving: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the weights in this process and of the arguments.
@@ -118,24 +118,24 @@ class Pass:
             )
         self._done = True
         outputs, places, losses = self._outputs
-        found: list[Any] = [None] * (len(self._weights) + len(self.inputs))
+        gradients: list[Any] = [None] * (len(self._weights) + len(self.inputs))
         if losses and arriving[0] is not None:
             self._check_unchanged(least=2)
             factor = float(arriving[0]) / self.scale
             # If gradients are not finite, a scaler is about to halve its factor too.
             nan = math.isnan(self.scale)
             self._note(float(arriving[0]) / (2.0 if nan else 1.0))
-            self._add(found, factor)
-        gradients = list(arriving[losses:])
-        if any(gradient is not None for gradient in gradients):
+            self._add(gradients, factor)
+        of_outputs = list(arriving[losses:])
+        if any(gradient is not None for gradient in of_outputs):
             self._check_unchanged(least=0)
-            for place, gradient in zip(places, gradients, strict=True):
+            for place, gradient in zip(places, of_outputs, strict=True):
                 outputs[place] = gradient
             self._run_again(outputs)
-            self._add(found, 1.0)
+            self._add(gradients, 1.0)
         # Loops empty gradients between forward and backward, those of other ranks' weights too.
         self._pipe.weights.leave_gradients()
-        return [*compress(found, self._reached), *found[len(self._weights) :]]
+        return [*compress(gradients, self._reached), *gradients[len(self._weights) :]]
 
     def _run_again(self, gradients: list[Any]) -> None:
         assert self._state is not None
@@ -148,15 +148,15 @@ class Pass:
             if gradient is not None:
                 local_part(gradient).fill_(math.nan)
 
-    def _add(self, found: list[Any], factor: float) -> None:
-        """Add the gradients that wait, times a factor, to those found so far."""
+    def _add(self, gradients: list[Any], factor: float) -> None:
+        """Add the gradients that wait, times a factor, to those that are known so far."""
         copies = [self._copies[id(tensor)].grad for tensor in self.inputs]
         for place, gradient in enumerate([*self._gradients, *copies]):
             if gradient is None:
                 continue
             if factor != 1.0:
                 local_part(gradient).mul_(factor)
-            found[place] = gradient if found[place] is None else found[place] + gradient
+            gradients[place] = gradient if gradients[place] is None else gradients[place] + gradient
         self._gradients = []
 
     def _check_unchanged(self, least: int) -> None:

@@ -136,10 +136,10 @@ class Number(int):
         cls, value: int, source: str, asked: dict[str, tuple[str, Callable[[int], bool]]]
     ) -> Number:
         """A number from a source, with the questions asked about it so far."""
-        return cls._made(value, source, source, lambda number: number, asked)
+        return cls._derived(value, source, source, lambda number: number, asked)
 
     @classmethod
-    def _made(cls, value: int, source: str, text: str, of: Any, asked: Any) -> Number:
+    def _derived(cls, value: int, source: str, text: str, of: Any, asked: Any) -> Number:
         number = cls(value)
         number._source, number._text, number._of, number._asked = source, text, of, asked
         return number
@@ -154,7 +154,7 @@ def _computes(name: str) -> Any:
         value = plain(self, other)
         if type(value) is not int or type(other) is not int:
             return value
-        return Number._made(
+        return Number._derived(
             value,
             self._source,
             f"{name}({self._text}, {other})",
@@ -359,13 +359,13 @@ def _check_logged(name: str, value: Any, options: Mapping[str, Any]) -> None:
 
 def _metrics_in(module: nn.Module) -> dict[str, nn.Module]:
     """The outermost metrics and collections of torchmetrics in a module, by path."""
-    found: dict[str, nn.Module] = {}
+    metrics: dict[str, nn.Module] = {}
     for path, part in module.named_modules():
         kinds = {(base.__module__.partition(".")[0], base.__name__) for base in type(part).__mro__}
         known = {("torchmetrics", "Metric"), ("torchmetrics", "MetricCollection")}
-        if path and kinds & known and not any(path.startswith(f"{other}.") for other in found):
-            found[path] = part
-    return found
+        if path and kinds & known and not any(path.startswith(f"{other}.") for other in metrics):
+            metrics[path] = part
+    return metrics
 
 
 def _counters(module: LightningModule) -> dict[str, tuple[Any, str]]:

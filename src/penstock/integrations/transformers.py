@@ -25,15 +25,17 @@ except ImportError as error:
 
 from penstock.checkpoint import Checkpoints
 from penstock.errors import UsageError
-from penstock.integrations.accelerate import CountsPipelines, share_batches
+from penstock.integrations.accelerate import (
+    PIPELINE,
+    CountsPipelines,
+    by_number,
+    share_batches,
+)
 from penstock.integrations.module import PipelineModel, PipelineModule, own_loss
 from penstock.launchers import read_launcher
 from penstock.parallel import side_by_side
 from penstock.pipeline import Pipeline
 from penstock.values import tensors_in
-
-_FOLDER = "penstock"
-"""The folder in a Trainer's checkpoint that holds the whole run, for any layout."""
 
 
 class PipelineTrainer(Trainer):
@@ -93,8 +95,9 @@ class PipelineTrainer(Trainer):
         self.is_distributed_loading_by_transformers = True
         module.follows = self._foreign is not None
         # Some models take num_items_in_batch and ignore it; then so does the pipeline.
-        own = self.compute_loss_func is None and self.label_smoother is None
-        self._divides = not own or (self.model_accepts_loss_kwargs and module.divides)
+        models_loss = self.compute_loss_func is None and self.label_smoother is None
+        divides = self.model_accepts_loss_kwargs and module.divides
+        self._divides = divides or not models_loss
         self._loss_only = False
         self.add_callback(_StopsTogether(self.pipe))
         if self.args.world_size > 1:
@@ -147,20 +150,15 @@ class PipelineTrainer(Trainer):
             kwargs: the Trainer's, by name.
         """
         if resume_from_checkpoint == "auto":
-            # The first process chooses for all: a file system may show others older files.
-            resume_from_checkpoint = self.pipe.job.team().meet(
-                "resume", lambda: None, lambda all_of_them: [self._newest()] * len(all_of_them)
-            )
+            # A file system may show other processes older files.
+            resume_from_checkpoint = self.pipe.job.decide("resume", lambda _: self._newest())
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _newest(self) -> str | None:
         """The newest complete checkpoint: the Trainer writes its state last."""
-        found = {
-            int(path.name.rpartition("-")[2]): path
-            for path in Path(str(self.args.output_dir)).glob("checkpoint-*")
-            if path.name.rpartition("-")[2].isdecimal() and _is_complete(path)
-        }
-        return str(found[max(found)]) if found else None
+        folders = by_number(Path(str(self.args.output_dir)).glob("checkpoint-*"))
+        complete = {number: path for number, path in folders.items() if _is_complete(path)}
+        return str(complete[max(complete)]) if complete else None
 
     # ---- a step
 
@@ -170,9 +168,9 @@ class PipelineTrainer(Trainer):
         """The loss of a batch over all replicas; its outputs too, if asked for."""
         if self._foreign is not None:
             return super().compute_loss(model, inputs, *args, **kwargs)
-        return self._own_loss(model, inputs, *args, **kwargs)
+        return self._loss_in_stages(model, inputs, *args, **kwargs)
 
-    def _own_loss(
+    def _loss_in_stages(
         self,
         model: nn.Module,
         inputs: dict[str, Any],
@@ -272,16 +270,16 @@ class PipelineTrainer(Trainer):
             self.model = module
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        with Checkpoints(Path(output_dir, _FOLDER)) as checkpoints:
+        with Checkpoints(Path(output_dir, PIPELINE)) as checkpoints:
             checkpoints.save(self.state.global_step, pipe=self.pipe, **self._states())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        with Checkpoints(Path(checkpoint, _FOLDER)) as checkpoints:
+        with Checkpoints(Path(checkpoint, PIPELINE)) as checkpoints:
             if checkpoints.load(pipe=self.pipe, **self._states()) is None:
                 raise UsageError(
-                    f"{checkpoint} has no whole run in a folder {_FOLDER!r}, since it was saved by another "
+                    f"{checkpoint} has no whole run in a folder {PIPELINE!r}, since it was saved by another "
                     "Trainer, with save_only_model=True or not to the end, so that its optimizer cannot be "
                     "resumed; resume from another one, or give its weights to from_pretrained for a new run"
                 )
@@ -295,7 +293,7 @@ class PipelineTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         folder = Path(str(self.state.best_model_checkpoint))
-        with Checkpoints(folder / _FOLDER) as checkpoints:
+        with Checkpoints(folder / PIPELINE) as checkpoints:
             if checkpoints.load(pipe=self.pipe) is None:  # saved with save_only_model=True
                 self.pipe.weights.load(folder)
 
@@ -322,7 +320,7 @@ def _is_complete(path: Path) -> bool:
         json.loads((path / TRAINER_STATE_NAME).read_text())
     except (OSError, ValueError):
         return False
-    return bool(Checkpoints(path / _FOLDER).steps())
+    return bool(Checkpoints(path / PIPELINE).steps())
 
 
 def _foreign_loss(kind: type) -> type | None:
@@ -387,14 +385,14 @@ def _refuse(trainer: Trainer) -> None:
             "the loss is that of all replicas",
         ),
     }
-    if found := _uses_the_head(type(trainer)):
-        wrong[found] = (True, "take a trainer whose loss uses the logits, as TRL's GKDTrainer does")
-    for name, (given, instead) in wrong.items():
-        if given:
+    if use := _use_of_head(type(trainer)):
+        wrong[use] = (True, "take a trainer whose loss uses the logits, as TRL's GKDTrainer does")
+    for name, (is_set, instead) in wrong.items():
+        if is_set:
             raise UsageError(f"{name} cannot be used with a pipeline: {instead}")
 
 
-def _uses_the_head(kind: type) -> str:
+def _use_of_head(kind: type) -> str:
     """What says that a trainer multiplies by the weights of the head itself, which lie on one rank."""
     for base in kind.__mro__[: kind.__mro__.index(Trainer)]:
         for name, function in vars(base).items():

@@ -90,6 +90,24 @@ class PipelineJob:
             levels, (prod(level.size for level in levels[1:]), levels[0].size), self.calling
         )
 
+    def decide(
+        self,
+        doing: str,
+        answer: Callable[[list[Any]], Any],
+        value: Callable[[], Any] = lambda: None,
+    ) -> Any:
+        """Let the first of all processes decide for all of them; every one calls this.
+
+        Args:
+            doing: what they do, for messages.
+            answer: called in the first process with what all of them bring; returns a JSON value for all.
+            value: returns what this process brings, a JSON value.
+
+        Raises:
+            PenstockError: what ``answer`` raised, or ``value`` on one of the processes.
+        """
+        return self.team().meet(doing, value, lambda values: [answer(values)] * len(values))
+
     # ---- what the ranks of the pipeline tell each other
 
     @collective

@@ -11,9 +11,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from penstock.pipeline.holding import HeldModel
 from penstock.pipeline.job import PipelineJob, collective
-from penstock.pipeline.uncut import UncutModel
-from penstock.pipeline.weights import ListedWeights
 from penstock.weights import Init, read_weights
 from penstock.weights.folders import files_beside, save_weights
 from penstock.weights.norms import scale_gradients, total_norm
@@ -31,39 +30,24 @@ class ModelWeights:
 
     Args:
         job: reaches the other processes.
-        held: the weights in this process.
-        model: the model; None for stages placed by hand.
-        uncut: the model, if it waits for its cut.
-
-    Attributes:
-        held: the weights in this process, and those that they share with other stages.
+        held: the model, or the stages, in this process.
     """
 
-    def __init__(
-        self,
-        job: PipelineJob,
-        held: ListedWeights,
-        model: nn.Module | None,
-        uncut: UncutModel | None = None,
-    ) -> None:
-        self.job, self.held, self._model, self._uncut = job, held, model, uncut
-
-    def take_cut(self, held: ListedWeights, model: nn.Module | None) -> None:
-        """Go on with what this process holds once the model is cut."""
-        self.held, self._model, self._uncut = held, model, None
+    def __init__(self, job: PipelineJob, held: HeldModel) -> None:
+        self.job, self._held = job, held
 
     @property
     def here(self) -> StageWeights:
         """The parameters and buffers that live in this process."""
-        return self.held.weights
+        return self._held.weights.weights
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """See :meth:`Pipeline.named_parameters`; one rank may call it alone."""
-        return self.held.named_parameters()
+        return self._held.weights.named_parameters()
 
     def leave_gradients(self) -> None:
         """Leave stand-ins as the gradients of the weights of other ranks, as a step does."""
-        self.held.leave_gradients()
+        self._held.stage_weights.leave_gradients()
 
     # ---- norms and first values
 
@@ -82,8 +66,8 @@ class ModelWeights:
         """
         order = float(norm_type)
         return total_norm(
-            self.held.norms(order), order,
-            error_if_nonfinite=error_if_nonfinite, steps=self.held.ranks.steps,
+            self._held.weights.norms(order), order,
+            error_if_nonfinite=error_if_nonfinite, steps=self._held.weights.ranks.steps,
         )  # fmt: skip
 
     @collective
@@ -110,8 +94,8 @@ class ModelWeights:
 
         Before the cut, a model on the meta device gets its values with the cut, each process its stages'.
         """
-        if self._uncut is None or not self._uncut.fill_later(seed, init):
-            self.held.initialise(seed, init)
+        if self._held.uncut is None or not self._held.uncut.fill_later(seed, init):
+            self._held.weights.initialise(seed, init)
 
     # ---- state dicts
 
@@ -126,7 +110,7 @@ class ModelWeights:
         Raises:
             UsageError: different stages have different weights of one name.
         """
-        return self.held.state_dict() if full else self.here.state_dict()
+        return self._held.weights.state_dict() if full else self.here.state_dict()
 
     @collective
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadResult:
@@ -143,7 +127,7 @@ class ModelWeights:
         Raises:
             StateDictError: something is missing, unexpected or of another size; nothing is changed then.
         """
-        return self.held.load(lambda: state_dict, strict=strict, any_name=False)
+        return self._held.weights.load(lambda: state_dict, strict=strict, any_name=False)
 
     @collective
     def optimizer_state_dict(self, optimizer: Optimizer, *, full: bool = False) -> dict[str, Any]:
@@ -163,9 +147,9 @@ class ModelWeights:
         """
 
         def held() -> OptimizerStates:
-            return read_states(optimizer, self.held.names_by_identity(), "the optimizer")
+            return read_states(optimizer, self._held.weights.names_by_identity(), "the optimizer")
 
-        return self.held.optimizer_state_dict(held) if full else named_state_dict(held())
+        return self._held.weights.optimizer_state_dict(held) if full else named_state_dict(held())
 
     @collective
     def load_optimizer_state_dict(
@@ -185,15 +169,17 @@ class ModelWeights:
         Raises:
             StateDictError: the state does not fit, or holds positions; nothing is changed then.
         """
-        names = self.held.names_by_identity()
-        loaded = load_optimizer(self.held.team, optimizer, names, state_dict, strict=strict)
+        names = self._held.weights.names_by_identity()
+        loaded = load_optimizer(
+            self._held.weights.team, optimizer, names, state_dict, strict=strict
+        )
         self.was_loaded(optimizer)
         return loaded
 
     def was_loaded(self, optimizer: Optimizer) -> None:
         """Note that an optimizer got states: those for weights of other ranks are dropped with the cut."""
-        if self._uncut is not None:
-            self._uncut.drop_later(optimizer)
+        if self._held.uncut is not None:
+            self._held.uncut.drop_later(optimizer)
 
     # ---- files
 
@@ -218,9 +204,9 @@ class ModelWeights:
         """
         with self.job.patient(LONG):
             save_weights(
-                self.job.team(), Path(folder), self.here, self.held.stage_count,
-                writes=self.job.siblings.first and self.held.writes(),
-                beside=partial(files_beside, self._model, processing_class),
+                self.job.team(), Path(folder), self.here, self._held.weights.stage_count,
+                writes=self.job.siblings.first and self._held.weights.writes(),
+                beside=partial(files_beside, self._held.model, processing_class),
             )  # fmt: skip
 
     @collective
@@ -235,7 +221,9 @@ class ModelWeights:
             InputFileError: there are no such files.
             StateDictError: the files hold another model.
         """
-        if self._uncut is not None and self._uncut.load_later(folder, strict=strict):
+        if self._held.uncut is not None and self._held.uncut.load_later(folder, strict=strict):
             return LoadResult([], [])
         with self.job.patient(LONG):
-            return self.held.load(lambda: read_weights(folder), strict=strict, any_name=True)
+            return self._held.weights.load(
+                lambda: read_weights(folder), strict=strict, any_name=True
+            )

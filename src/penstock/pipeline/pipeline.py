@@ -8,49 +8,41 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from difflib import get_close_matches
-from functools import partial
 from inspect import signature
 from operator import attrgetter
 from time import perf_counter
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import nn
 
 from penstock import plan as planning
-from penstock.errors import NonFiniteError, PenstockError, StageError, UsageError
-from penstock.faults import Timeout, without_own_frames
-from penstock.images import image_tokens, rules_with_images
+from penstock.errors import NonFiniteError, UsageError
+from penstock.faults import Timeout
 from penstock.parallel import siblings_of
 from penstock.partition import Example, Partition, Shared, find_shared_between
+from penstock.pipeline.calls import CallArguments, PipelineCalls, flowed_back
+from penstock.pipeline.holding import HeldModel
 from penstock.pipeline.job import PipelineJob, collective
 from penstock.pipeline.model_weights import ModelWeights
 from penstock.pipeline.nonfinite import NonFiniteFinding, find_nonfinite
 from penstock.pipeline.outputs import gradients_by_part, product
-from penstock.pipeline.plan import ProvenSchedules, Source, Stages, WithTarget, planned
-from penstock.pipeline.settings import ModelSettings, PipelineSettings, StageSettings
+from penstock.pipeline.plan import ProvenSchedules, Source, Stages, WithTarget
+from penstock.pipeline.settings import ModelSettings, PipelineSettings, StageSettings, Wrap
 from penstock.pipeline.setup import (
-    Wrap,
+    Connection,
     check_loss,
     check_placed,
-    check_shared,
-    check_spread,
     connect_process,
-    described_stages,
     make_equal,
-    modules_in,
     set_up,
     warn_of_batch_norms,
 )
 from penstock.pipeline.slowness import Slowness
-from penstock.pipeline.uncut import HowToCut, UncutModel
-from penstock.pipeline.watching import StepEvent, StepHook, peak_flops, peak_memory
-from penstock.pipeline.weights import CUT_NOW, HeldWeights, WholeWeights
+from penstock.pipeline.uncut import UncutModel
+from penstock.pipeline.watching import StepEvent, StepHook
 from penstock.rng import Randomness, Seed
 from penstock.runtime import (
-    ASKING,
     ActionEvent,
     ActionHook,
     Call,
@@ -63,21 +55,15 @@ from penstock.runtime import (
     LossWeight,
     Replicas,
     Runner,
-    StepCost,
     StepResult,
     StepState,
-    TimelineKind,
     Which,
-    ask_inside,
     check_plans,
     describe_stages,
-    mark_of,
 )
-from penstock.schedule import Action, Edge, Schedule, Slow, Span, Timeline, parse_action, replay
-from penstock.schedule.base import flat, whole_number
+from penstock.schedule import Action, Edge, Schedule
 from penstock.stage import Compilation, PipelineStage
-from penstock.transport import Transport
-from penstock.values import MISSING, Batch, Rules, merge, output_dim, split_batch
+from penstock.values import MISSING, Batch, Rules, output_dim
 from penstock.weights.states import LoadResult
 
 logger = logging.getLogger("penstock")
@@ -201,43 +187,27 @@ class Pipeline:
             rendezvous_timeout=rendezvous_timeout, weights=weights, plan=plan, checkpoint=checkpoint,
             watch_every=watch_every, options=options,
         )  # fmt: skip
-        transport, loss, replicas = connect_process(
-            settings.home, group, mesh, settings.patience, settings.loss, settings.replicas
-        )
+        connection = connect_process(settings)
+        transport = connection.transport
         with set_up(transport) as prepare:
-            world = None if transport is None else transport.ranks
             if schedule == "auto":
                 prepare("measures the model and plans")
-                plan = planned(transport, **settings.task(world))
+                plan = settings.fastest_plan(transport)
             prepare("cuts the model")
             settings = settings.decided_by(plan)
-            model, compile = settings.uncompiled
-            stages, arguments = settings.stages, settings.arguments
-            details = {
-                "reduction": str(options.get("reduction", "mean")),
-                **describe_stages(stages.modules if isinstance(stages, Partition) else [model]),
-            }
-            self._chosen: planning.Plan | None = plan
-            self._model: nn.Module | None = model
-            self._image_tokens = image_tokens(model)
-            self._begin(settings, settings.schedules(world), transport, loss, replicas, details)
-            how = HowToCut(
-                stages,
-                arguments,
-                settings.checkpoint,
-                settings.chosen_device,
-                compile,
-                wrap,
-                weights,
-            )
+            schedules = settings.schedules(connection.ranks)
+            model = settings.uncompiled[0]
+            cut = settings.stages.modules if isinstance(settings.stages, Partition) else [model]
+            details = {"reduction": str(options.get("reduction", "mean")), **describe_stages(cut)}
+            self._begin(settings, connection, schedules, plan, model, details)
             uncut = UncutModel(
-                model, how, self._schedules.training, self._transport, replicas, self._take_cut
+                settings, schedules.training, transport, self._replicas, self._held.take_cut
             )
-            if uncut.needs_call and arguments is None:
-                self._wait_for_cut(uncut)
+            if uncut.needs_call and example is None:
+                self._held.wait(uncut)
             else:
-                self._runner.cut_now(uncut, arguments)
-        self._job.stand_beside(siblings_of(mesh, replicas))
+                self._runner.cut_now(uncut, settings.arguments)
+        self._job.stand_beside(siblings_of(mesh, self._replicas))
 
     @classmethod
     def from_stages(  # noqa: PLR0913 - as the constructor
@@ -283,88 +253,48 @@ class Pipeline:
             loss_fn=loss_fn, rules=rules, edges=None if edges is None else tuple(edges), group=group,
             mesh=mesh, seed=seed, timeout=timeout, rendezvous_timeout=rendezvous_timeout, options=options,
         )  # fmt: skip
-        transport, loss, replicas = connect_process(
-            settings.home, group, mesh, settings.patience, settings.loss, settings.replicas
-        )
+        connection = connect_process(settings)
         pipe = cls.__new__(cls)
-        with set_up(transport) as prepare:
+        with set_up(connection.transport) as prepare:
             prepare("plans its stages")
-            schedules = settings.schedules(None if transport is None else transport.ranks)
-            check_placed(schedules.training, stages, transport)
+            schedules = settings.schedules(connection.ranks)
+            check_placed(schedules.training, stages, connection.transport)
             modules = {stage.index: stage.code for stage in stages}
             table = find_shared_between(modules) if shared is None else tuple(shared)
-            make_equal(stages, replicas, transport)
-            pipe._chosen = pipe._model = None
-            pipe._image_tokens = {}
-            pipe._begin(settings, schedules, transport, loss, replicas)
-            pipe._take_stages(stages, table, modules)
-        pipe._job.stand_beside(siblings_of(mesh, replicas))
+            make_equal(stages, connection.replicas, connection.transport)
+            pipe._begin(settings, connection, schedules)
+            pipe._held.take_stages(stages, table, modules)
+        pipe._job.stand_beside(siblings_of(mesh, pipe._replicas))
         return pipe
 
     def _begin(
         self,
         settings: PipelineSettings,
+        connection: Connection,
         schedules: ProvenSchedules,
-        transport: Transport | None,
-        loss: Loss | None,
-        replicas: Replicas,
+        plan: planning.Plan | None = None,
+        model: nn.Module | None = None,
         details: Mapping[str, str] | None = None,
     ) -> None:
         """Put together what needs no stages, and check that all ranks have the same."""
-        self._schedules, self._transport = schedules, transport
-        self._runner = Runner(schedules.proven, transport, settings.home)
-        self._stages: tuple[PipelineStage, ...] = ()
-        self._uncut: UncutModel | None = None
-        self._partition: Partition | None = None
-        self._loss, self._rules = loss, settings.rules
-        self._slowness = Slowness(settings.watch_every)
+        transport, replicas, loss = connection
+        self._schedules, self._transport, self._plan = schedules, transport, plan
+        self._loss, self._rules, self._replicas = loss, settings.rules, replicas
         self._hooks, self._step_hooks = Hooks(ActionEvent), Hooks(StepEvent)
         self._closed = False
-        self._replicas = replicas
-        self._job = PipelineJob(self._runner, schedules.ranks, replicas)
-        self._contents: dict[int, str] = {}
+        self._runner = runner = Runner(schedules.proven, transport, settings.home)
         if transport is not None:
             check_plans(transport, schedules.training, details)
         check_loss(loss, schedules.training)
-        self._randomness = Randomness(self._runner.gather(settings.own_seed)[0])
+        self._randomness = Randomness(runner.gather(settings.seed_here)[0])
         self._last_seed: tuple[int, int] | None = None
-
-    def _wait_for_cut(self, uncut: UncutModel) -> None:
-        """Let the first call cut the model; until then, each process has all of it."""
-        self._uncut = uncut
-        whole = WholeWeights(uncut.model, self._runner, uncut.device, lambda: uncut.waiting)
-        self._weights = ModelWeights(self._job, whole, uncut.model, uncut)
-
-    def _take_cut(self, stages: Sequence[PipelineStage], partition: Partition) -> None:
-        """Take this process's stages of a model that has been cut."""
-        self._partition = partition
-        if partition.planner is None:
-            self._model = None
-        model = self._model
-        named = None if model is None else list(model.named_parameters())
-        self._take_stages(stages, partition.shared, dict(enumerate(partition.modules)), named)
-
-    def _take_stages(
-        self,
-        stages: Sequence[PipelineStage],
-        shared: Sequence[Shared],
-        modules: Mapping[int, nn.Module],
-        named: Sequence[tuple[str, nn.Parameter]] | None = None,
-    ) -> None:
-        """Take the stages of this process, and check that they fit those of the others."""
-        runner, loss = self._runner, self._loss
-        runner.hold(stages)
-        self._stages = tuple(runner.stages[index] for index in sorted(runner.stages))
-        self._contents = {index: modules_in(module) for index, module in modules.items()}
-        self._check_spread(weighted=loss is not None and loss.loss_weight is not None)
-        check_shared(self._stages, shared, self._replicas, runner.gather)
-        rank_of = self._schedules.training.placement.rank_of
-        held = HeldWeights(self._stages, runner, shared, rank_of, named)
-        if self._uncut is None:
-            self._weights = ModelWeights(self._job, held, self._model)
-        else:
-            self._weights.take_cut(held, self._model)
-        self._uncut = None
+        self._job = PipelineJob(runner, schedules.ranks, replicas)
+        weighted = loss is not None and loss.loss_weight is not None
+        self._held = HeldModel(runner, schedules.training, replicas, model, weighted=weighted)
+        self._weights = ModelWeights(self._job, self._held)
+        slowness = Slowness(settings.watch_every, plan, runner, lambda: self._job.leads)
+        names = signature(Pipeline.step).parameters
+        self._calls = PipelineCalls(runner, schedules, self._held, settings.rules, slowness, names)
 
     # ---- what a pipeline is
 
@@ -375,12 +305,12 @@ class Pipeline:
         In it, stand-ins that say where they lie take the place of the weights of other processes. Before the
         first batch cuts it, each process holds all of it.
         """
-        return self._model
+        return self._held.model
 
     @property
     def is_cut(self) -> bool:
         """Whether the model is cut: at once with ``example=`` or lists of modules, else by the first call."""
-        return self._uncut is None
+        return self._held.uncut is None
 
     @property
     def schedule(self) -> Schedule:
@@ -390,7 +320,7 @@ class Pipeline:
     @property
     def plan(self) -> planning.Plan | None:
         """The plan that the Pipeline was made from, given or found; None without one."""
-        return self._chosen
+        return self._plan
 
     @property
     def randomness(self) -> Randomness:
@@ -452,9 +382,8 @@ class Pipeline:
         Raises:
             UsageError: the model is not cut yet, see :attr:`is_cut`.
         """
-        if self._uncut is not None:
-            raise UsageError(f"there are no stages yet: the first batch cuts the model; {CUT_NOW}")
-        return self._stages
+        self._held.check_cut()
+        return self._held.stages
 
     @property
     def units(self) -> list[str]:
@@ -463,27 +392,25 @@ class Pipeline:
         Raises:
             UsageError: the model is not cut yet, see :attr:`is_cut`.
         """
-        return [] if not self.stages or self._partition is None else self._partition.units
+        self._held.check_cut()
+        partition = self._held.partition
+        return [] if partition is None else partition.units
 
     @property
     def device(self) -> torch.device:
         """Where the stages of this process live."""
-        return self._stages[0].device if self._uncut is None else self._uncut.device
+        return self._held.device
 
     def __repr__(self) -> str:
         schedule = self._schedules.training
         here = "" if self._transport is None else f"; this process is rank {self.rank}"
         count = self._replicas.number
         beside = f"; {count} replicas" if count > 1 else ""
-        if self._uncut is not None:
-            rows = [f"  not cut yet: the first batch cuts the {type(self._uncut.model).__name__}"]
-        else:
-            rows = described_stages(schedule, self._contents, self._partition)
         return "\n".join(
             [
                 f"Pipeline({schedule.name}, ranks={schedule.ranks}, stages={schedule.stages}, "
                 f"microbatches={schedule.microbatches}, device={str(self.device)!r}{beside}{here})",
-                *rows,
+                *self._held.rows(),
             ]
         )
 
@@ -493,8 +420,8 @@ class Pipeline:
             if name in _MOVED:
                 return moved(self, name)
             hint = _HABITS.get(name)
-            told = f"'{type(self).__name__}' object has no attribute {name!r}"
-            raise AttributeError(f"{told}: {hint}" if hint else told, name=name, obj=self)
+            text = f"'{type(self).__name__}' object has no attribute {name!r}"
+            raise AttributeError(f"{text}: {hint}" if hint else text, name=name, obj=self)
 
     # ---- what a pipeline does
 
@@ -543,42 +470,41 @@ class Pipeline:
                 between processes it is closed.
             PoisonedError: an earlier call failed in the middle.
         """
-        seed, number = self._randomness.seed, self._randomness.step
-        draws = None if seed == "off" else (seed, number)
-        event = StepEvent(number + 1, self._job.leads, self.device)
+        number, seed = self._randomness.step, self._drawn_from(self._randomness.step)
+        event = StepEvent(number + 1, self._job.leads, self._held.device)
         self._step_hooks.call("before", event)
         started = perf_counter()
 
-        def describe() -> Call:
-            loss = self._training_loss()
+        def complete(call: Call) -> Call:
             factor = self._attach(scaler)
-            loss = loss.in_step(loss_weight, accumulate, total_weight, factor)
+            loss = self._training_loss().in_step(loss_weight, accumulate, total_weight, factor)
             if loss_weight is not None:
-                self._check_spread(weighted=True)
-            batch = self._split(args, kwargs, target, microbatches)
-            self._schedules.check_trains(batch.count)
-            # A loss scaler lets gradients become infinite on purpose, and checks them itself.
-            return Call(
-                batch, loss, True, outputs, record, draws, hooks=self._hooks or None,
-                finite=scaler is None, mark=mark_of(batch.values) if same_batch else 0,
-            )  # fmt: skip
+                self._held.check_spread(weighted=True)
+            self._schedules.check_trains(call.batch.count)
+            return replace(call, loss=loss)
 
-        call = self._described_call(describe, trains=True, outputs=outputs)
-        step = flowed_back(self._run(call, kwargs, target))
-        self._weights.held.leave_gradients()
-        self._ask_inside(step, args, kwargs, target)
+        arguments = CallArguments(args, kwargs, target, microbatches, same_batch)
+        # A loss scaler lets gradients become infinite on purpose, and checks them itself.
+        call = Call(
+            Batch(), outputs=outputs, record=record, seed=seed, hooks=self._hooks or None,
+            finite=scaler is None,
+        )  # fmt: skip
+        call = self._calls.watched(self._calls.described(call, arguments, complete))
+        step = flowed_back(self._calls.run(call, arguments))
+        self._held.stage_weights.leave_gradients()
+        self._calls.ask_inside(step, arguments)
         if not number and self._job.siblings.first:
-            warn_of_batch_norms(self._stages, step.agreement.model_call.count)
-        self._last_seed = draws
+            warn_of_batch_norms(self.stages, step.agreement.model_call.count)
+        self._last_seed = seed
         self._randomness.advance()
-        seconds = perf_counter() - started
-        result = self._result(step, seconds)
+        result = self._calls.result(step, started)
         if scaler is not None:
             result = replace(result, finite=True)
         elif not result.finite:
             self._meet_nonfinite(result)
         if self._step_hooks:
-            self._step_hooks.call("after", replace(event, result=result, seconds=seconds))
+            after = replace(event, result=result, seconds=perf_counter() - started)
+            self._step_hooks.call("after", after)
         return result
 
     @collective
@@ -594,14 +520,12 @@ class Pipeline:
         Raises:
             PartitionError: the model cannot be cut; it stays whole.
         """
-        if self._uncut is None:
+        uncut = self._held.uncut
+        if uncut is None:
             return
-        trains = torch.is_grad_enabled()
-
-        def describe() -> Call:
-            return Call(self._split(args, kwargs, MISSING, None), trains=trains)
-
-        self._runner.cut_by(self._uncut, self._described_call(describe, trains=trains))
+        call = Call(Batch(), trains=torch.is_grad_enabled())
+        call = self._calls.described(call, CallArguments(args, kwargs))
+        self._runner.cut_by(uncut, call)
 
     def eval(
         self,
@@ -622,13 +546,15 @@ class Pipeline:
         """
         if self._loss is None:
             raise UsageError("eval needs a loss; make the Pipeline with loss_fn=, or use predict")
-        loss = self._loss
-        return self._evaluate(args, kwargs, target, loss, outputs=outputs, same=same_batch)
+        call = Call(Batch(), self._loss, trains=False, outputs=outputs, hooks=self._hooks or None)
+        arguments = CallArguments(args, kwargs, target, same_batch=same_batch)
+        return self._calls.evaluate(call, arguments)
 
     def predict(self, *args: Any, same_batch: bool = False, **kwargs: Any) -> Any:
         """The model's output for a batch in evaluation mode, on every rank."""
-        result = self._evaluate(args, kwargs, MISSING, None, outputs=True, same=same_batch)
-        return result.outputs
+        call = Call(Batch(), trains=False, outputs=True, hooks=self._hooks or None)
+        arguments = CallArguments(args, kwargs, same_batch=same_batch)
+        return self._calls.evaluate(call, arguments).outputs
 
     def run_forward(self, *args: Any, same_batch: bool = False, **kwargs: Any) -> Any:
         """The output for a batch as a training step computes it, on every rank.
@@ -636,20 +562,11 @@ class Pipeline:
         Modules run in their own modes, and draw the random numbers of the next step. :meth:`run_backward`
         computes the gradients.
         """
-        seed, number = self._randomness.seed, self._randomness.step
-        draws = None if seed == "off" else (seed, number)
-
-        def describe() -> Call:
-            batch = self._split(args, kwargs, MISSING, None)
-            mark = mark_of(batch.values) if same_batch else 0
-            hooks = self._hooks or None
-            return Call(batch, None, False, outputs=True, seed=draws, hooks=hooks, mark=mark)
-
-        started = perf_counter()
-        step = self._run(
-            self._described_call(describe, trains=False, outputs=True), kwargs, MISSING
-        )
-        return self._result(step, perf_counter() - started).outputs
+        started, seed = perf_counter(), self._drawn_from(self._randomness.step)
+        call = Call(Batch(), trains=False, outputs=True, seed=seed, hooks=self._hooks or None)
+        arguments = CallArguments(args, kwargs, same_batch=same_batch)
+        step = self._calls.run(self._calls.described(call, arguments), arguments)
+        return self._calls.result(step, started).outputs
 
     def run_backward(
         self, gradients: Any, *args: Any, number: int | None = None, **kwargs: Any
@@ -666,76 +583,27 @@ class Pipeline:
         Raises:
             UsageError: an output's first dimension does not count the samples of the batch.
         """
-        seed = self._randomness.seed
-        draws = None if seed == "off" or number is None else (seed, number)
+        started = perf_counter()
         share = 1.0 / self._replicas.number if self._replicas.averaged else 1.0
         loss = Loss(product, "sum", replicas=self._replicas, factor=share, loss_over="microbatch")
 
-        @torch.enable_grad()  # autograd calls this without, and parts of inputs need a graph
-        def describe() -> Call:
-            batch = self._split(args, kwargs, MISSING, None)
+        def complete(call: Call) -> Call:
+            batch = call.batch
             self._schedules.check_trains(batch.count)
             targets = gradients_by_part(gradients, batch, output_dim(self._rules, batch.dim))
-            return Call(replace(batch, targets=targets), loss, True, seed=draws)
+            return replace(call, batch=replace(batch, targets=targets))
 
-        flowed_back(self._run(self._described_call(describe, trains=True), kwargs, MISSING))
-
-    def _evaluate(
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        target: Any,
-        loss: Loss | None,
-        *,
-        outputs: bool,
-        same: bool,
-    ) -> StepResult:
-        def describe() -> Call:
-            batch = self._split(args, kwargs, target, None)
-            mark = mark_of(batch.values) if same else 0
-            hooks = self._hooks or None
-            return Call(batch, loss, trains=False, outputs=outputs, hooks=hooks, mark=mark)
-
-        started = perf_counter()
-        call = self._described_call(describe, trains=False, outputs=outputs, loss=loss)
-        with self.evaluating():
-            step = self._run(call, kwargs, target)
-        return self._result(step, perf_counter() - started)
+        call = Call(Batch(), loss, seed=None if number is None else self._drawn_from(number))
+        arguments = CallArguments(args, kwargs)
+        with torch.enable_grad():  # autograd calls this without, and parts of inputs need a graph
+            call = self._calls.watched(self._calls.described(call, arguments, complete))
+        self._calls.result(flowed_back(self._calls.run(call, arguments)), started)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """A context in evaluation mode, which restores each module's own mode."""
-        uncut = self._uncut
-        if uncut is not None:
-            roots, modules = [uncut.model], list(uncut.model.modules())
-        else:
-            roots = [stage.module for stage in self._stages]
-            modules = [m for stage in self._stages for m in stage.called_modules()]
-        modes = [(module, module.training) for module in modules]
-        for root in roots:
-            root.eval()
-        try:
+        with self._held.evaluating():
             yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
-            if uncut is not None:
-                # Stages that were made in here.
-                for stage in self._stages:
-                    stage.follow_mode(training=uncut.model.training)
-
-    def _ask_inside(
-        self, step: StepState, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any
-    ) -> None:
-        """After a step: ask a loss that the model's forward computes whether microbatches make it up."""
-        loss, model_call = step.call.loss, step.agreement.model_call
-        asks = model_call.count > 1 and self._runner.steps in ASKING and not model_call.presplit
-        if loss is None or loss.loss_over != "samples" or not asks:
-            return
-        if isinstance(loss.loss_weight, Sequence):
-            return
-        if any(self._runner.gather(self._runner.interpreter.has_loss_inside)):
-            check_in_fewer(self, loss, model_call.count, *args, target=target, **kwargs)
 
     def find_nonfinite(
         self, *args: Any, target: Any = MISSING, **kwargs: Any
@@ -753,24 +621,26 @@ class Pipeline:
             A ``NonFiniteFinding``, which names stage, microbatch, action and module, the same on every rank;
             or None if everything is finite.
         """
+        arguments = CallArguments(args, kwargs, target)
 
-        def describe() -> Call:
-            loss = self._training_loss().in_step()
-            batch = self._split(args, kwargs, target, None)
-            return Call(batch, loss, seed=self._last_seed, finite=True)
+        def complete(call: Call) -> Call:
+            return replace(call, loss=self._training_loss().in_step())
 
-        call = self._described_call(describe, trains=True)
+        call = Call(Batch(), seed=self._last_seed, finite=True)
+        call = self._calls.described(call, arguments, complete)
 
         # Called where gradients are restored afterwards: shared weights get theirs when the context ends.
         def run(hooks: Hooks) -> StepState:
-            return self._run(replace(call, hooks=hooks), kwargs, target)
+            return self._calls.run(replace(call, hooks=hooks), arguments)
 
         return find_nonfinite(self.stages, self._schedules.training, self._runner.gather, run)
 
-    # ---- what the calls have in common
+    # ---- what a step needs, and a step that is not finite
 
-    def _check_spread(self, *, weighted: bool) -> None:
-        check_spread(self._stages, self._replicas, self._transport, weighted=weighted)
+    def _drawn_from(self, number: int) -> tuple[int, int] | None:
+        """What a step draws its random numbers from; None for torch's generators."""
+        seed = self._randomness.seed
+        return None if seed == "off" else (seed, number)
 
     def _training_loss(self) -> Loss:
         if self._loss is None:
@@ -787,16 +657,6 @@ class Pipeline:
             )
         return self._loss
 
-    def _split(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, microbatches: int | None
-    ) -> Batch:
-        count = whole_number("microbatches", microbatches)
-        count = self._schedules.microbatches if count is None else count
-        rules = self._rules
-        if kwargs:
-            rules = rules_with_images(rules, kwargs, self._image_tokens)
-        return split_batch(args, kwargs, target, rules, count, fewer=True)
-
     def _attach(self, scaler: LossScaler | None) -> float:
         """The factor of a loss scaler, which from now on decides together with the other ranks."""
         if scaler is None:
@@ -812,110 +672,6 @@ class Pipeline:
         """The sum of numbers over all ranks of this pipeline and its replicas."""
         total = values if self._transport is None else self._transport.sum(values)
         return self.replicas.added(total)
-
-    def _described_call(
-        self,
-        describe: Callable[[], Call],
-        *,
-        trains: bool,
-        outputs: bool = False,
-        loss: Loss | None = None,
-    ) -> Call:
-        """The call that ``describe`` returns; or, if it raises, one that reports the error to all ranks."""
-        self._runner.check_usable()
-        try:
-            if self._partition is not None:
-                self._partition.check_unchanged()
-            self._weights.held.check_filled()
-            if outputs:
-                output_dim(self._rules)
-            return describe()
-        except PenstockError as error:
-            refusal = error
-        except Exception as error:
-            # The user's own functions may split and weigh batches.
-            refusal = before_first(error)
-        return Call(Batch(), loss, trains=trains, outputs=outputs, refusal=refusal)
-
-    def _run(self, call: Call, kwargs: Mapping[str, Any], target: Any) -> StepState:
-        """Carry out a call; if the model refuses an argument meant for the step, the error says so."""
-        watched = call.trains and self._slowness.is_due()
-        if watched and not call.record:
-            call = replace(call, record=True)
-        try:
-            if self._uncut is not None:
-                self._runner.cut_by(self._uncut, call)
-            if call.trains:
-                self._weights.held.prepare()
-            step = self._runner.run(call)
-        except StageError as error:
-            raise self._explained(error, call, kwargs, target) from error.__cause__
-        if call.trains:
-            self._weights.held.finish()
-        if watched:
-            self._note_slow(step, self._timeline(step)[0], warn=self.leads)
-        return step
-
-    def _explained(
-        self, error: StageError, call: Call, kwargs: Mapping[str, Any], target: Any
-    ) -> StageError:
-        """The error, with a hint if the model refused an argument meant for the step."""
-        known = signature(Pipeline.step).parameters
-        for name in kwargs:
-            near = get_close_matches(name, known, n=1)
-            if near and f"unexpected keyword argument {name!r}" in str(error):
-                error.args = (f"{error}; did you mean {near[0]}=?",)
-        if call.loss and target is MISSING and " positional argument" in str(error):
-            error.args = (f"{error}; the target is given by name, as target=",)
-        return error
-
-    def _result(self, step: StepState, seconds: float) -> StepResult:
-        outputs: Any = step.shared if step.call.outputs else None
-        made = step.agreement.model_call
-        if outputs and not made.presplit:
-            tokens = () if made.dim is None else made.samples
-            outputs = merge(outputs, output_dim(self._rules, made.dim), tokens=tokens)
-        device = self.device.type
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        devices = 1 if self._transport is None else self._schedules.ranks
-        memory, peak = partial(peak_memory, self.device), partial(self._peak, autocast)
-        cost = StepCost(seconds, devices, memory, step.flops, peak)
-        result = replace(step.result, outputs=outputs, cost=cost)
-        if step.recorder is None:
-            return result
-        if not step.call.record:
-            return result
-        timeline, kind = self._timeline(step)
-        slow = self._note_slow(step, timeline)
-        return replace(
-            result, timeline=timeline, timeline_kind=kind, bubble=timeline.bubble, slow=slow
-        )
-
-    def _note_slow(
-        self, step: StepState, timeline: Timeline, *, warn: bool = False
-    ) -> tuple[Slow, ...]:
-        schedule = step.agreement.program.schedule
-        return self._slowness.note(self._chosen, schedule, timeline, warn=warn)
-
-    def _timeline(self, step: StepState) -> tuple[Timeline, TimelineKind]:
-        """When each rank ran each action of a recorded step; every rank calls this."""
-        assert step.recorder is not None
-        schedule = step.agreement.program.schedule
-        if self._transport is None and schedule.ranks > 1:
-            return replay(schedule, _durations(step.recorder.spans)), "replayed"
-        mine = [[s.rank, str(s.action), s.start, s.end] for s in step.recorder.spans]
-        spans = tuple(
-            Span(rank, action, start, end)
-            for row in self._runner.gather(mine)
-            for rank, text, start, end in row
-            for action in flat((parse_action(text),))
-        )
-        return Timeline(spans, schedule.ranks, "s", schedule.pairs), "measured"
-
-    def _peak(self, autocast: torch.dtype | None) -> float | None:
-        """The device's peak operations per second, in the type of autocast or of the weights."""
-        types = (p.dtype for stage in self._stages for p in stage.module.parameters())
-        return peak_flops(self.device, autocast or next(types, torch.get_default_dtype()))
 
     def _meet_nonfinite(self, result: StepResult) -> None:
         """Raise, skip or warn about a step that is not finite, the same on every rank."""
@@ -946,7 +702,7 @@ class Pipeline:
         In a process of several, those of other ranks are stand-ins, which optimizers leave out. What needs
         the numbers of one is an error that names it and its rank; see docs/weights.md.
         """
-        return self._weights.held.named_parameters()
+        return self._weights.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of the whole model, each once; see :meth:`named_parameters`."""
@@ -1049,12 +805,7 @@ class Pipeline:
     def __enter__(self) -> Pipeline:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(error)
 
 
@@ -1069,7 +820,8 @@ def carry_out(pipe: Pipeline, describe: Callable[[], Call], *, trains: bool) -> 
         describe: returns the call. If it raises, all ranks raise that error, and none begins.
         trains: whether the call trains.
     """
-    return flowed_back(pipe._run(pipe._described_call(describe, trains=trains), {}, MISSING))
+    call = pipe._calls.described(Call(Batch(), trains=trains), None, lambda _: describe())
+    return flowed_back(pipe._calls.run(call))
 
 
 @contextmanager
@@ -1081,51 +833,16 @@ def driven(
     Yields:
         The state of the call, and a function that runs an action.
     """
-    call, held = pipe._described_call(describe, trains=trains), pipe.weights.held
-    if trains:
-        held.prepare()
-    with pipe._runner.driven(call) as state_and_perform:
+    call = pipe._calls.described(Call(Batch(), trains=trains), None, lambda _: describe())
+    with pipe._calls.driven(call) as state_and_perform:
         yield state_and_perform
-    if trains:
-        held.finish()
-    flowed_back(state_and_perform[0])
 
 
 def check_in_fewer(
-    pipe: Pipeline,
-    loss: Loss | None,
-    count: int,
-    *args: Any,
-    target: Any = MISSING,
-    **kwargs: Any,
+    pipe: Pipeline, loss: Loss | None, count: int, arguments: CallArguments
 ) -> dict[str, tuple[float, float]]:
-    """Check that a loss is the same in fewer microbatches; every rank calls this.
-
-    Args:
-        pipe: the pipeline.
-        loss: the loss, or None for that of the pipeline.
-        count: the number of microbatches.
-        args: as for :meth:`Pipeline.step`.
-        target: as for :meth:`Pipeline.step`.
-        kwargs: as for :meth:`Pipeline.step`.
-
-    Returns:
-        Both values of each loss that the model adds and that is not the same, by name.
-
-    Raises:
-        UsageError: the loss is not the same.
-    """
-    loss = pipe._loss if loss is None else loss
-
-    def evaluate(microbatches: int) -> Mapping[str, float]:
-        def describe() -> Call:
-            return Call(pipe._split(args, kwargs, target, microbatches), loss, trains=False)
-
-        step = pipe._run(pipe._described_call(describe, trains=False, loss=loss), kwargs, target)
-        return step.result.losses
-
-    modules = (module for stage in pipe._stages for module in stage.called_modules())
-    return ask_inside(count, evaluate, pipe._runner.gather, modules, pipe.device)
+    """See :meth:`PipelineCalls.check_in_fewer`; ``loss`` may be None for that of the pipeline."""
+    return pipe._calls.check_in_fewer(pipe._loss if loss is None else loss, count, arguments)
 
 
 def moved(pipe: Pipeline, name: str) -> Any:
@@ -1137,26 +854,3 @@ def moved(pipe: Pipeline, name: str) -> Any:
         stacklevel=3,
     )
     return attrgetter(new)(pipe)
-
-
-def flowed_back(step: StepState) -> StepState:
-    """A step whose gradients of the batch have flowed on into the caller's tensors."""
-    if step.batch_gradients:
-        # In one pass: the tensors may share parts of the caller's graph, which a backward frees.
-        tensors, gradients = zip(*step.batch_gradients, strict=True)
-        torch.autograd.backward(tensors, gradients)
-    return step
-
-
-def before_first(error: Exception) -> StageError:
-    """The error that every rank raises if the user's code fails before the first microbatch."""
-    refusal = StageError(f"before the first microbatch: {type(error).__name__}: {error}")
-    refusal.__cause__ = error.with_traceback(without_own_frames(error))
-    return refusal
-
-
-def _durations(spans: Sequence[Span]) -> dict[Action, float]:
-    durations: dict[Action, float] = {}
-    for span in spans:
-        durations[span.action] = durations.get(span.action, 0.0) + span.duration
-    return durations

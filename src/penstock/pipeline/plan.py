@@ -1,4 +1,4 @@
-"""The schedules of a pipeline, proven not to deadlock, and the plan of one that chooses for itself."""
+"""The schedules of a pipeline, proven not to deadlock."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
-from torch import nn
-
-from penstock import plan as planning
 from penstock.errors import PartitionError, ScheduleError
-from penstock.partition import Example, Partition
-from penstock.plan import measure, search
+from penstock.partition import Partition
 from penstock.schedule import (
     Schedule,
     add_communication,
@@ -24,8 +20,6 @@ from penstock.schedule.action import GRADIENT_OPS, Op
 from penstock.schedule.base import Edges, flat
 from penstock.schedule.library import built
 from penstock.schedule.library.schedules import forward_only
-from penstock.transport import Transport
-from penstock.values import MISSING, split_batch
 
 Builder = Callable[[int, int], Schedule]
 """The user's function that makes a schedule for a number of ranks and microbatches."""
@@ -80,10 +74,10 @@ class ProvenSchedules:
         edges = self.edges if edges is None else edges
         key = (microbatches, trains, edges)
         if key not in self._proven:
-            made = self._named(microbatches) if trains else self._forward_only(microbatches)
+            schedule = self._named(microbatches) if trains else self._forward_only(microbatches)
             if trains and microbatches != self.microbatches:
-                _check_alike(made, self.training)
-            self._proven[key] = prove(made if edges is None else with_edges(made, edges))
+                _check_alike(schedule, self.training)
+            self._proven[key] = prove(schedule if edges is None else with_edges(schedule, edges))
         return self._proven[key]
 
     def check_trains(self, microbatches: int | None) -> None:
@@ -135,27 +129,27 @@ def _build(name: str, ranks: int, stages: int, microbatches: int) -> Schedule:
             f"{stages} stages cannot be divided evenly among {ranks} ranks; "
             f"use a multiple of {ranks} stages, or give a Schedule that places them"
         )
-    made = build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages // ranks)
-    if made.stages != stages:
+    schedule = build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages // ranks)
+    if schedule.stages != stages:
         raise PartitionError(
-            f"{name} on {ranks} ranks has {made.stages} stages, but the model is cut into {stages}"
+            f"{name} on {ranks} ranks has {schedule.stages} stages, but the model is cut into {stages}"
         )
-    return made
+    return schedule
 
 
-def _check_alike(made: Schedule, usual: Schedule) -> None:
+def _check_alike(other: Schedule, usual: Schedule) -> None:
     """Refuse a schedule for another number of microbatches that does not fit the stages in place."""
-    if made.placement != usual.placement:
+    if other.placement != usual.placement:
         raise ScheduleError(
-            f"{made.name!r} places the stages on ranks {list(made.placement.rank_of)} for "
-            f"{made.microbatches} microbatches, and on {list(usual.placement.rank_of)} for "
+            f"{other.name!r} places the stages on ranks {list(other.placement.rank_of)} for "
+            f"{other.microbatches} microbatches, and on {list(usual.placement.rank_of)} for "
             f"{usual.microbatches}; a schedule must place the stages in the same way for every number of "
             "microbatches"
         )
-    if made.trains != usual.trains:
-        without = usual if made.trains else made
+    if other.trains != usual.trains:
+        without = usual if other.trains else other
         raise ScheduleError(
-            f"{made.name!r} has no backward for {without.microbatches} microbatches"
+            f"{other.name!r} has no backward for {without.microbatches} microbatches"
         )
 
 
@@ -180,48 +174,6 @@ def prove(schedule: Schedule) -> Schedule:
 
 WithTarget = tuple[Sequence[Any], Mapping[str, Any], Any]
 """Arguments for one microbatch by position and by name, and the target."""
-
-
-def planned(
-    transport: Transport | None,
-    *,
-    model: nn.Module,
-    ranks: int,
-    microbatches: int,
-    example: Example | WithTarget,
-    loss_fn: Callable[..., Any] | None,
-) -> planning.Plan:
-    """The fastest plan for a model; rank 0 finds it for all ranks.
-
-    Args:
-        transport: this process's end, if each rank is a process.
-        model: the model, with data.
-        ranks: the number of ranks.
-        microbatches: their number.
-        example: arguments for one microbatch, and the target.
-        loss_fn: the loss function, which is part of the last stage's work.
-
-    Raises:
-        UsageError: no plan fits into memory.
-    """
-    text = ""
-    if transport is None or transport.rank == 0:
-        args, kwargs, *rest = example
-        samples = split_batch(tuple(args), dict(kwargs), MISSING, None, 1).samples or (1,)
-        target = rest[0] if rest else MISSING
-        profile = measure(model, *args, target=target, loss_fn=loss_fn, stages=ranks, **kwargs)
-        plans = search(
-            profile,
-            ranks=ranks,
-            pipeline=ranks,
-            batch=samples[0] * microbatches,
-            microbatches=microbatches,
-            keep=1,
-        )
-        text = plans[0].to_json()
-    if transport is not None:
-        text = transport.exchange(text)[0]
-    return planning.Plan.from_json(text)
 
 
 def in_flight(schedule: Schedule) -> list[int]:

@@ -28,7 +28,6 @@ from penstock.pipeline.plan import (
     WithTarget,
     build_by,
 )
-from penstock.pipeline.setup import REMEDIES, Wrap
 from penstock.rng import Seed, own_seed
 from penstock.runtime import Loss, LossFunction, LossOptions, Replicas, check_function
 from penstock.schedule import Schedule, build, load
@@ -40,8 +39,8 @@ from penstock.stage import (
     device_of,
     without_compilation,
 )
-from penstock.transport import Circle
-from penstock.values import Rules, check_rules
+from penstock.transport import Circle, Transport
+from penstock.values import MISSING, Rules, check_rules, split_batch
 
 _CUT = "cut the model first: stages=penstock.partition.partition(model, stages, {}=...)"
 _INSTEAD = {
@@ -55,6 +54,13 @@ _INSTEAD = {
     "world_size": "did you mean ranks=?",
 }
 """Hints for names that are not near the right one, such as those of other libraries."""
+REMEDIES = {
+    "DistributedDataParallel": 'DistributedDataParallel(module, process_group=mesh.get_group("dp"))',
+    "fully_shard": 'fully_shard(module, mesh=mesh["dp"])',
+}
+"""For each wrapper, how to spread a stage by it."""
+Wrap = Callable[[nn.Module, int], nn.Module | None]
+"""Wraps a stage's module, called with the module and its index; None means it was changed in place."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -141,7 +147,7 @@ class PipelineSettings:
         return Loss(self.loss_fn, rules=self.rules, **more)
 
     @property
-    def own_seed(self) -> Any:
+    def seed_here(self) -> Any:
         """The seed of this process: the user's, ``"off"``, or that of torch."""
         return own_seed(self.seed)
 
@@ -326,15 +332,16 @@ class ModelSettings(PipelineSettings):
             plan=None,
         )
 
-    def task(self, world: int | None) -> dict[str, Any]:
-        """What ``schedule="auto"`` measures and plans, as arguments of ``planned``.
+    def fastest_plan(self, transport: Transport | None) -> planning.Plan:
+        """The fastest plan for the model, for ``schedule="auto"``; rank 0 finds it for all ranks.
 
         Args:
-            world: the number of ranks, if each is a process.
+            transport: this process's end, if each rank is a process.
 
         Raises:
-            UsageError: too little was given, or too much.
+            UsageError: too little was given, or too much; or no plan fits into memory.
         """
+        world = None if transport is None else transport.ranks
         ranks = world if self.ranks is None else self.ranks
         if self.example is None or ranks is None:
             raise UsageError(
@@ -345,14 +352,28 @@ class ModelSettings(PipelineSettings):
             raise UsageError(
                 'schedule="auto" decides stages= and checkpoint= itself; leave them out'
             )
-        has_loss = len(self.example) > 2 or _needs_no_target(self.loss_fn)
-        return {
-            "model": self.uncompiled[0],
-            "ranks": ranks,
-            "microbatches": self.microbatches or 2 * ranks,
-            "example": self.example,
-            "loss_fn": self.loss_fn if has_loss else None,
-        }
+        text = ""
+        if transport is None or transport.rank == 0:
+            microbatches, (args, kwargs, *rest) = self.microbatches or 2 * ranks, self.example
+            samples = split_batch(tuple(args), dict(kwargs), MISSING, None, 1).samples or (1,)
+            profile = planning.measure(
+                self.uncompiled[0],
+                *args,
+                target=rest[0] if rest else MISSING,
+                loss_fn=self.loss_fn if rest or _needs_no_target(self.loss_fn) else None,
+                stages=ranks,
+                **kwargs,
+            )
+            plans = planning.search(
+                profile,
+                ranks=ranks,
+                pipeline=ranks,
+                batch=samples[0] * microbatches,
+                microbatches=microbatches,
+                keep=1,
+            )
+            text = plans[0].to_json()
+        return planning.Plan.from_json(text if transport is None else transport.exchange(text)[0])
 
 
 def _check_model(model: nn.Module, stages: Stages) -> None:

@@ -6,14 +6,13 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from penstock.devices import use
 from penstock.errors import PenstockError, ScheduleError, UsageError, listed
-from penstock.faults import Activity, Members, Patience, Watch, meet, noticing_gone_machines
+from penstock.faults import Activity, Members, Watch, meet, noticing_gone_machines
 from penstock.launchers import read_launcher
 from penstock.parallel import (
     begin_equal,
@@ -24,6 +23,7 @@ from penstock.parallel import (
     spread_parts,
 )
 from penstock.partition import Partition, Shared
+from penstock.pipeline.settings import REMEDIES, PipelineSettings, Wrap
 from penstock.runtime import (
     Loss,
     Replicas,
@@ -34,15 +34,6 @@ from penstock.stage import PipelineStage, StageModule
 from penstock.transport import Circle, Transport, join, launched
 
 log = logging.getLogger("penstock")
-
-
-REMEDIES = {
-    "DistributedDataParallel": 'DistributedDataParallel(module, process_group=mesh.get_group("dp"))',
-    "fully_shard": 'fully_shard(module, mesh=mesh["dp"])',
-}
-"""For each wrapper, how to spread a stage by it."""
-Wrap = Callable[[nn.Module, int], nn.Module | None]
-"""Wraps a stage's module, called with the module and its index; None means it was changed in place."""
 
 
 def modules_in(stage: nn.Module) -> str:
@@ -249,32 +240,43 @@ def _other_ranks(transport: Transport | None) -> set[int]:
     return {*transport.global_ranks} - {transport.global_ranks[transport.rank]}
 
 
-def connect_process(
-    device: torch.device,
-    group: Any,
-    mesh: Any,
-    patience: Patience,
-    loss: Loss | None = None,
-    replicas: Replicas | None = None,
-) -> tuple[Transport | None, Loss | None, Replicas]:
-    """Connect this process to the others, if each rank is a process; all of them call this together.
+class Connection(NamedTuple):
+    """How this process is connected to the others.
 
-    Returns:
-        The transport, if each rank is a process; and loss and replicas, whose sums note what they wait for.
+    Attributes:
+        transport: this process's end, if each rank is a process.
+        replicas: the pipelines that train the same weights; their sums note what they wait for.
+        loss: the loss, which is averaged over them.
+    """
+
+    transport: Transport | None
+    replicas: Replicas
+    loss: Loss | None
+
+    @property
+    def ranks(self) -> int | None:
+        """The number of processes, if each rank is one."""
+        return None if self.transport is None else self.transport.ranks
+
+
+def connect_process(settings: PipelineSettings) -> Connection:
+    """Connect this process to the others, if each rank is a process; all of them call this together.
 
     Raises:
         UsageError: this process is not in the group, or its environment is wrong.
         AgreementError: not all processes of the job came in time.
         PeerFailed: another rank has failed, or is silent.
     """
-    chosen, replicas = group_of(group, mesh), replicas or Replicas()
-    if chosen is None and not launched():
+    device, patience = settings.home, settings.patience
+    loss, replicas = settings.loss, settings.replicas
+    group = group_of(settings.group, settings.mesh)
+    if group is None and not launched():
         read_launcher()
-    if chosen is None and not launched():
-        return None, loss, replicas
+    if group is None and not launched():
+        return Connection(None, replicas, loss)
     use(device)
-    members = members_of(group, mesh, replicas.group)
-    meeting = meet(chosen, patience, device, None if members is None else Members(*members))
+    members = members_of(settings.group, settings.mesh, replicas.group)
+    meeting = meet(group, patience, device, None if members is None else Members(*members))
     job = meeting.job
     activity = Activity(job.rank, job.pipeline, job.replica)
     watch = Watch(activity, meeting, patience)
@@ -293,7 +295,7 @@ def connect_process(
         circle = Circle(replicas.group, watch)
         replicas = replace(replicas, add=circle.sum, exchange=circle.exchange)
         loss = None if loss is None else replace(loss, replicas=replicas)
-    return transport, loss, replicas
+    return Connection(transport, replicas, loss)
 
 
 @contextmanager

@@ -6,10 +6,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from penstock.devices import is_accelerator, memory_of
@@ -17,11 +16,12 @@ from penstock.elsewhere import is_elsewhere
 from penstock.errors import UsageError
 from penstock.partition import Cutting, Example, Partition, Room, explained, find_shared
 from penstock.pipeline.plan import in_flight
-from penstock.pipeline.setup import Wrap, make_equal, wrap_stages
+from penstock.pipeline.settings import ModelSettings
+from penstock.pipeline.setup import make_equal, wrap_stages
 from penstock.pipeline.weights import CUT_NOW
 from penstock.runtime import Replicas, without_data
 from penstock.schedule import Schedule
-from penstock.stage import Compilation, PipelineStage, device_of
+from penstock.stage import PipelineStage
 from penstock.transport import Transport
 from penstock.weights import Init, load_partition
 from penstock.weights.folders import check_folder
@@ -31,34 +31,11 @@ _SHARE = 0.9
 """The part of a device's memory that a stage may fill."""
 
 
-class HowToCut(NamedTuple):
-    """What a user says of the stages of a model.
-
-    Attributes:
-        stages: how many, or where, or a partition.
-        example: arguments of the model whose numbers count in runs without data.
-        checkpoint: the units to recompute.
-        device: where the stages live; None where the model is.
-        compile: how to compile them.
-        wrap: wraps each.
-        weights: a folder to read their weights from.
-    """
-
-    stages: Any
-    example: Example | None
-    checkpoint: bool | Sequence[str]
-    device: torch.device | None
-    compile: Compilation
-    wrap: Wrap | None
-    weights: str | PathLike[str] | None
-
-
 class UncutModel:
     """A model that waits for its cut.
 
     Args:
-        model: the model.
-        how: what the user says of its stages.
+        settings: what the user says of the model and its stages.
         schedule: the schedule of a training step.
         transport: this process's end, if each rank is a process.
         replicas: the pipelines that train the same weights.
@@ -71,35 +48,37 @@ class UncutModel:
 
     def __init__(
         self,
-        model: nn.Module,
-        how: HowToCut,
+        settings: ModelSettings,
         schedule: Schedule,
         transport: Transport | None,
         replicas: Replicas,
         done: Callable[[Sequence[PipelineStage], Partition], None],
     ) -> None:
-        self.model, self._how, self._schedule = model, how, schedule
+        self.model, self._compile = settings.uncompiled
+        self._settings, self._schedule = settings, schedule
         self._transport, self._replicas, self._done = transport, replicas, done
-        self.device = how.device or device_of(model)
+        self.device = settings.home
         self._partition: Partition | None = None
         self._cutting: Cutting | None = None
         self._where: Any = None
         self._call: Example | None = None
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._first_values: tuple[int, Init | None] | None = None
-        self._folder = how.weights
+        self._folder = settings.weights
         if self._folder is not None:
-            check_folder(model, self._folder)
-        if isinstance(how.stages, Partition):
-            stages = replace(how.stages, shared=find_shared(model, how.stages.modules))
-            stages.check_covers(model)
+            check_folder(self.model, self._folder)
+        if isinstance(settings.stages, Partition):
+            stages = replace(
+                settings.stages, shared=find_shared(self.model, settings.stages.modules)
+            )
+            stages.check_covers(self.model)
             self._partition = stages
         else:
             self._cutting = Cutting(
-                model,
-                schedule.stages if how.stages is None else how.stages,
-                example=how.example,
-                checkpoint=how.checkpoint,
+                self.model,
+                schedule.stages if settings.stages is None else settings.stages,
+                example=settings.arguments,
+                checkpoint=settings.checkpoint,
                 room=self._room(),
             )
 
@@ -175,7 +154,7 @@ class UncutModel:
 
     def _run_without_data(self, cut: Callable[[], Any]) -> Any:
         """Run the model without data, by the example or in the first call."""
-        if self.needs_call and self._how.example is None:
+        if self.needs_call and self._settings.example is None:
             return without_data(cut, trains=torch.is_grad_enabled())
         with explained(self.model):
             return cut()
@@ -205,18 +184,18 @@ class UncutModel:
                 partition.modules[i],
                 i,
                 placement.stages,
-                self._how.device,
-                compile=self._how.compile,
+                self._settings.chosen_device,
+                compile=self._compile,
             )
             for i in here
         ]
         # After weights are loaded, and before anything looks at the stages' parameters.
         make_equal(stages, self._replicas, self._transport)
         before = {id(p): name for stage in stages for name, p in stage.named_parameters()}
-        wrap_stages(stages, self._how.wrap)
+        wrap_stages(stages, self._settings.wrap)
         after = {id(p) for stage in stages for _, p in stage.named_parameters()}
         replaced = [name for key, name in before.items() if key not in after]
-        if replaced and self.needs_call and self._how.example is None:
+        if replaced and self.needs_call and self._settings.example is None:
             raise UsageError(
                 f"wrap= has replaced {replaced[0]!r} and other parameters by new ones, as fully_shard does, "
                 "and an optimizer that was made before would train nothing; give example=(args, kwargs), so "

@@ -95,18 +95,6 @@ class ListedWeights(ABC):
         return True
 
     @abstractmethod
-    def leave_gradients(self) -> None:
-        """After a step: leave stand-ins as the gradients of the weights of other ranks."""
-
-    @abstractmethod
-    def prepare(self) -> None:
-        """Before a training step."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """After a training step: sum the gradients of shared weights over stages."""
-
-    @abstractmethod
     def align(self, level: int = logging.WARNING) -> None:
         """Make the ranks' copies of shared weights equal, and log where they differed."""
 
@@ -199,15 +187,6 @@ class WholeWeights(ListedWeights):
     def optimizer_state_dict(self, held: Callable[[], OptimizerStates]) -> dict[str, Any]:
         """The optimizer's state dict on rank 0."""
         return tree_map_only(Tensor, _copy, named_state_dict(held())) if not self.ranks.rank else {}
-
-    def leave_gradients(self) -> None:
-        """Nothing: all weights are here."""
-
-    def prepare(self) -> None:
-        """Nothing: no step runs before the cut."""
-
-    def finish(self) -> None:
-        """Nothing: likewise."""
 
     def align(self, level: int = logging.WARNING) -> None:
         """Nothing: no stages share weights."""

@@ -203,39 +203,30 @@ def profile_of(
     return planning.measure(model, tokens, repeats=repeats, **about)
 
 
-def exchange(pipe: Pipeline, value: Any) -> list[Any]:
-    """The JSON values of all processes of all replicas, in the same order on each."""
-    exchanged: list[Any] = pipe.job.team().meet(
-        "go on", lambda: value, lambda values: [values] * len(values)
-    )
-    return exchanged
-
-
 def _claim_folder(pipe: Pipeline, config: TrainConfig) -> tuple[RunFolder, Checkpoints]:
     """Make the run folder on the leading process; if that fails, all processes fail."""
-    path = problem = ""
-    claimed = None
-    if pipe.leads:
+    claimed: list[Checkpoints] = []
+
+    def checkpoints_in(path: Path) -> Checkpoints:
+        return Checkpoints(path / CHECKPOINTS, config.keep, asynchronous=True)
+
+    def claim(_: object) -> str:
+        earlier = None if config.resume == AUTO else config.resume
+        if earlier is not None:
+            source_of(earlier, Path())
+        out = config.out or earlier
+        path = create_folder(out, resumes=config.resume == AUTO or out == earlier)
+        claimed.append(checkpoints_in(path))
         try:
-            earlier = None if config.resume == AUTO else config.resume
-            if earlier is not None:
-                source_of(earlier, Path())
-            out = config.out or earlier
-            path = str(create_folder(out, resumes=config.resume == AUTO or out == earlier))
-            claimed = Checkpoints(Path(path, CHECKPOINTS))
-            claimed.claim()
-        except (UsageError, CheckpointError) as error:
-            problem = str(error)
-    # The leading process is the first one.
-    path, problem = exchange(pipe, [path, problem])[0]
-    if problem:
-        raise UsageError(problem)
-    folder = RunFolder(Path(path), writes=pipe.leads)
-    checkpoints = Checkpoints(folder.path / CHECKPOINTS, config.keep, asynchronous=True)
-    if claimed is not None:
-        checkpoints.claim()
+            claimed[0].claim()
+        except CheckpointError as error:
+            raise UsageError(str(error)) from None
+        return str(path)
+
+    path = Path(pipe.job.decide("begin the run", claim))
+    checkpoints = claimed[0] if claimed else checkpoints_in(path)
     checkpoints.check_shared(pipe)
-    return folder, checkpoints
+    return RunFolder(path, writes=pipe.leads), checkpoints
 
 
 # ---- the run
@@ -304,13 +295,13 @@ class Run:
         step = reader.load(resume=how, pipe=self.pipe, optimizer=self._optimizer)
         if step is None and resume != AUTO:
             raise UsageError(f"resume={resume!r}: there is no checkpoint in {source}")
-        made = self.folder.rewind(step or 0)
+        done = self.folder.rewind(step or 0)
         if step is None:
-            if made:
-                say(self.console, f"there is no checkpoint: {made} steps were lost")
+            if done:
+                say(self.console, f"there is no checkpoint: {done} steps were lost")
             return 0
         older = f", which is not the newest: {'; '.join(reader.skipped)}" if reader.skipped else ""
-        lost = f"; {made - step} steps after it were lost" if ours and made > step else ""
+        lost = f"; {done - step} steps after it were lost" if ours and done > step else ""
         say(self.console, f"resumed from step {step} of {source}{older}{lost}")
         for name, value in self._origin().items():
             before = reader.extra.get(name)
@@ -382,7 +373,7 @@ class Run:
             "learning_rate": rate,
             "seconds": seconds,
             "tokens_per_second": tokens.numel() / seconds,
-            "memory": max(exchange(self.pipe, result.memory)),
+            "memory": self.pipe.job.decide("go on", max, lambda: result.memory),
             "mfu": result.mfu,
             "bubble": result.bubble,
             "clocks": result.timeline_kind,

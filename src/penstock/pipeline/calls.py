@@ -1,0 +1,271 @@
+"""The calls of a pipeline: described by each rank, carried out by all of them, and what comes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from difflib import get_close_matches
+from functools import partial
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+
+from penstock.errors import PenstockError, StageError
+from penstock.faults import without_own_frames
+from penstock.images import image_tokens, rules_with_images
+from penstock.pipeline.holding import HeldModel
+from penstock.pipeline.plan import ProvenSchedules
+from penstock.pipeline.slowness import Slowness
+from penstock.pipeline.watching import peak_flops, peak_memory
+from penstock.runtime import (
+    ASKING,
+    Call,
+    Loss,
+    Runner,
+    StepCost,
+    StepResult,
+    StepState,
+    ask_inside,
+    mark_of,
+)
+from penstock.schedule import Action
+from penstock.schedule.base import whole_number
+from penstock.values import MISSING, Batch, Rules, merge, output_dim, split_batch
+
+
+class CallArguments(NamedTuple):
+    """What a user calls a pipeline with.
+
+    Attributes:
+        args: the model's arguments by position.
+        kwargs: the model's arguments by name.
+        target: the target of the loss.
+        microbatches: their number, if it is not that of the pipeline.
+        same_batch: whether every rank must be given the same batch.
+    """
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    target: Any = MISSING
+    microbatches: int | None = None
+    same_batch: bool = False
+
+
+NO_ARGUMENTS = CallArguments((), {})
+
+
+class PipelineCalls:
+    """Carries out the calls of a pipeline.
+
+    A method of the pipeline begins with a :class:`Call` that says what it is to do. :meth:`described` adds
+    the batch, or the error in the user's arguments, which all ranks then raise.
+
+    Args:
+        runner: carries them out for the ranks of this process.
+        schedules: the schedules that there are.
+        held: the model, or the stages, in this process.
+        rules: how batches are split.
+        slowness: learns of recorded steps.
+        step_names: the names of the arguments of a step, for hints.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        schedules: ProvenSchedules,
+        held: HeldModel,
+        rules: Rules | None,
+        slowness: Slowness,
+        step_names: Iterable[str],
+    ) -> None:
+        self._runner, self._schedules, self._held = runner, schedules, held
+        self._rules, self._slowness = rules, slowness
+        self._step_names, self._watched = tuple(step_names), False
+        self._image_tokens = {} if held.model is None else image_tokens(held.model)
+
+    # ---- before a call
+
+    def described(
+        self,
+        call: Call,
+        arguments: CallArguments | None,
+        complete: Callable[[Call], Call] | None = None,
+    ) -> Call:
+        """A call with its batch; or, if the arguments are wrong, with the error for all ranks.
+
+        Args:
+            call: what is to be done.
+            arguments: what the user called the pipeline with, if they make the batch.
+            complete: adds what depends on the batch or on other arguments, and raises if they are wrong.
+        """
+        self._runner.check_usable()
+        try:
+            if self._held.partition is not None:
+                self._held.partition.check_unchanged()
+            self._held.weights.check_filled()
+            whole = call if arguments is None else self._with_batch(call, arguments)
+            return whole if complete is None else complete(whole)
+        except PenstockError as error:
+            refusal = error
+        except Exception as error:
+            # The user's own functions may split and weigh batches.
+            refusal = before_first(error)
+        return replace(call, refusal=refusal)
+
+    def _with_batch(self, call: Call, arguments: CallArguments) -> Call:
+        """A call with the arguments, split into microbatches."""
+        args, kwargs, target, microbatches, same_batch = arguments
+        if call.outputs:
+            output_dim(self._rules)
+        count = whole_number("microbatches", microbatches)
+        count = self._schedules.microbatches if count is None else count
+        rules = self._rules
+        if kwargs:
+            rules = rules_with_images(rules, kwargs, self._image_tokens)
+        batch = split_batch(args, kwargs, target, rules, count, fewer=True)
+        return replace(call, batch=batch, mark=mark_of(batch.values) if same_batch else 0)
+
+    # ---- a call
+
+    def watched(self, call: Call) -> Call:
+        """A training call, which is recorded if it is its turn; each is counted here."""
+        self._watched = self._slowness.count_step()
+        return replace(call, record=True) if self._watched else call
+
+    def run(self, call: Call, arguments: CallArguments = NO_ARGUMENTS) -> StepState:
+        """Carry out a call that was described by all ranks.
+
+        Gradients of the batch wait in the state; see :func:`flowed_back`.
+
+        Args:
+            call: the call.
+            arguments: what the user called the pipeline with, for hints.
+        """
+        held = self._held
+        try:
+            if held.uncut is not None:
+                self._runner.cut_by(held.uncut, call)
+            if call.trains:
+                held.stage_weights.prepare()
+            step = self._runner.run(call)
+        except StageError as error:
+            raise self._explained(error, call, arguments) from error.__cause__
+        if call.trains:
+            held.stage_weights.finish()
+        return step
+
+    @contextmanager
+    def driven(self, call: Call) -> Iterator[tuple[StepState, Callable[[Action], None]]]:
+        """A context like :meth:`run`, in which the caller runs the actions, in any order of its own.
+
+        Yields:
+            The state of the call, and a function that runs an action.
+        """
+        weights = self._held.stage_weights
+        if call.trains:
+            weights.prepare()
+        with self._runner.driven(call) as state_and_perform:
+            yield state_and_perform
+        if call.trains:
+            weights.finish()
+        flowed_back(state_and_perform[0])
+
+    def evaluate(self, call: Call, arguments: CallArguments) -> StepResult:
+        """Carry out a call in evaluation mode."""
+        started = perf_counter()
+        call = self.described(call, arguments)
+        with self._held.evaluating():
+            step = self.run(call, arguments)
+        return self.result(step, started)
+
+    def _explained(self, error: StageError, call: Call, arguments: CallArguments) -> StageError:
+        """The error, with a hint if the model refused an argument meant for the step."""
+        for name in arguments.kwargs:
+            near = get_close_matches(name, self._step_names, n=1)
+            if near and f"unexpected keyword argument {name!r}" in str(error):
+                error.args = (f"{error}; did you mean {near[0]}=?",)
+        if call.loss and arguments.target is MISSING and " positional argument" in str(error):
+            error.args = (f"{error}; the target is given by name, as target=",)
+        return error
+
+    # ---- after a call
+
+    def result(self, step: StepState, started: float) -> StepResult:
+        """What the user gets of a call that was begun at a time of ``perf_counter``."""
+        seconds = perf_counter() - started
+        outputs: Any = step.shared if step.call.outputs else None
+        model_call = step.agreement.model_call
+        if outputs and not model_call.presplit:
+            tokens = () if model_call.dim is None else model_call.samples
+            outputs = merge(outputs, output_dim(self._rules, model_call.dim), tokens=tokens)
+        device = self._held.device
+        autocast = None
+        if torch.is_autocast_enabled(device.type):
+            autocast = torch.get_autocast_dtype(device.type)
+        devices = 1 if self._runner.transport is None else self._schedules.ranks
+        memory, peak = partial(peak_memory, device), partial(self._peak, autocast)
+        cost = StepCost(seconds, devices, memory, step.flops, peak)
+        result = replace(step.result, outputs=outputs, cost=cost)
+        if not step.call.record:
+            return result
+        timeline, kind, slow = self._slowness.note(step, warn=self._watched)
+        return replace(
+            result, timeline=timeline, timeline_kind=kind, bubble=timeline.bubble, slow=slow
+        )
+
+    def _peak(self, autocast: torch.dtype | None) -> float | None:
+        """The device's peak operations per second, in the type of autocast or of the weights."""
+        types = (p.dtype for stage in self._held.stages for p in stage.module.parameters())
+        return peak_flops(self._held.device, autocast or next(types, torch.get_default_dtype()))
+
+    # ---- a loss that the model's forward computes
+
+    def ask_inside(self, step: StepState, arguments: CallArguments) -> None:
+        """After a step: ask a loss that the model's forward computes whether microbatches make it up."""
+        loss, model_call = step.call.loss, step.agreement.model_call
+        asks = model_call.count > 1 and self._runner.steps in ASKING and not model_call.presplit
+        if loss is None or loss.loss_over != "samples" or not asks:
+            return
+        if isinstance(loss.loss_weight, Sequence):
+            return
+        if any(self._runner.gather(self._runner.interpreter.has_loss_inside)):
+            self.check_in_fewer(loss, model_call.count, arguments)
+
+    def check_in_fewer(
+        self, loss: Loss | None, count: int, arguments: CallArguments
+    ) -> dict[str, tuple[float, float]]:
+        """Check that a loss is the same in fewer microbatches than ``count``.
+
+        Returns:
+            Both values of each loss that the model adds and that is not the same, by name.
+
+        Raises:
+            UsageError: the loss is not the same.
+        """
+
+        def evaluate(microbatches: int) -> Mapping[str, float]:
+            brought = arguments._replace(microbatches=microbatches, same_batch=False)
+            call = self.described(Call(Batch(), loss, trains=False), brought)
+            return self.run(call, brought).result.losses
+
+        stages, gather = self._held.stages, self._runner.gather
+        modules = (module for stage in stages for module in stage.called_modules())
+        return ask_inside(count, evaluate, gather, modules, self._held.device)
+
+
+def flowed_back(step: StepState) -> StepState:
+    """A step whose gradients of the batch have flowed on into the caller's tensors."""
+    if step.batch_gradients:
+        # In one pass: the tensors may share parts of the caller's graph, which a backward frees.
+        tensors, gradients = zip(*step.batch_gradients, strict=True)
+        torch.autograd.backward(tensors, gradients)
+    return step
+
+
+def before_first(error: Exception) -> StageError:
+    """The error that every rank raises if the user's code fails before the first microbatch."""
+    refusal = StageError(f"before the first microbatch: {type(error).__name__}: {error}")
+    refusal.__cause__ = error.with_traceback(without_own_frames(error))
+    return refusal
