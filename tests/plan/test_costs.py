@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from time import thread_time
 
 import pytest
 import torch
@@ -87,6 +88,23 @@ def test_what_forward_holds_is_what_backward_needs() -> None:
     assert (first.source, first.targets, first.bytes, first.kept) == (0, (1,), narrow, (1,))
 
 
+class Spins(nn.Linear):
+    """Keeps its thread busy for as long as it says."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        until = thread_time() + 0.02
+        while thread_time() < until:
+            pass
+        return super().forward(x)
+
+
+def test_measured_times_are_those_of_the_thread() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), Spins(16, 16), nn.Linear(16, 64))
+    first, busy, last = measured(model).units
+    assert 0.02 <= busy.forward < 0.03
+    assert max(first.forward, last.forward, busy.backward) < 0.01
+
+
 def test_a_large_model_takes_no_memory() -> None:
     with torch.device("meta"):
         model = Tower(blocks=40, width=4096, head=100_000)
@@ -138,8 +156,8 @@ def test_messages_and_gradients_that_wait_are_held() -> None:
 
 def test_a_step_holds_messages_only_while_there_are_more() -> None:
     stages = skipping().stages((0, 1), looped(2), states=0.0)
-    made = build("GPipe", ranks=2, microbatches=4).with_edges(stages.edges)
-    first, second = Order(made).held(stages)
+    schedule = build("GPipe", ranks=2, microbatches=4).with_edges(stages.edges)
+    first, second = Order(schedule).held(stages)
     # F: what it keeps. B: the gradient of its value, and two more on their way while there are more.
     assert first.tolist() == [110, 220, 330, 440, *(440 + 300, 330 + 300, 220 + 200, 110 + 100)]
     # F: values of the next ones. B: gradients that its units give each other, and what is not sent yet.
@@ -242,6 +260,8 @@ def test_every_number_of_the_table_has_a_source() -> None:
         assert numbers | {"network_bandwidth", "network_latency"} == set(device.sources)
         assert device.wire(8)[1] > 0
         assert device.wire(9)[0] >= device.wire(8)[0]
+        costs = predict(Tower(), *batch()[:1], device=device)
+        assert [costs.wire(count) for count in (8, 9)] == [device.wire(8), device.wire(9)]
 
 
 def test_a_meter_counts_what_is_alive() -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from penstock.devices import is_accelerator, memory_of, name_of
 from penstock.errors import InputFileError, UsageError
 from penstock.partition import unit_paths
-from penstock.plan.costs import Coster, Profile, UnitCosts, Units
+from penstock.plan.costs import Profile, UnitCosts, Units
 from penstock.plan.devices import Device, device_named
 from penstock.plan.units import measure_units, random_states_kept
 from penstock.values import MISSING, Rules, split_batch
@@ -128,7 +128,7 @@ def predict(  # noqa: PLR0913 - the arguments of a step, by name
     )
 
 
-class _UnitCoster(Coster):
+class _UnitCoster:
     """Finds what the units of a model cost, by the samples of a microbatch.
 
     Args:
@@ -164,17 +164,11 @@ class _UnitCoster(Coster):
         self._batch = sizes[0] if sizes else 1
         self._known: dict[int, Units] = {}
 
-    def __call__(self, samples: int) -> UnitCosts:
-        """The costs on the device of the profile."""
-        if self._device is not None:
-            return self.on(samples, self._device)
-        units = self._units(samples)
-        return UnitCosts(samples, units.costs, units.values)
-
-    def on(self, samples: int, device: Device) -> UnitCosts:
-        """The costs as predicted for a device."""
-        units = self._units(samples)
-        return UnitCosts(samples, units.on(device), units.values)
+    def __call__(self, samples: int, device: Device | None) -> UnitCosts:
+        """The costs for so many samples: on the device of the profile, or as predicted for another."""
+        units, device = self._units(samples), device or self._device
+        costs = units.costs if device is None else units.on(device)
+        return UnitCosts(samples, costs, units.values)
 
     def _units(self, samples: int) -> Units:
         if samples not in self._known:
