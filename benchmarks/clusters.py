@@ -40,7 +40,7 @@ MICROBATCHES = 8
 SCHEDULES = ("GPipe", "1F1B", "ZB-H1", "Interleaved1F1B", "ZB-V")
 RECORDED = 4
 """The recorded steps of the first plan, by which the others are corrected and slow ranks are named."""
-Made = tuple[nn.Module, Tensor, Tensor, Callable[..., Tensor]]
+Task = tuple[nn.Module, Tensor, Tensor, Callable[..., Tensor]]
 
 
 # ---- models
@@ -55,7 +55,7 @@ def _words_loss(output: Any, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output.logits.flatten(0, 1), target.flatten())
 
 
-def bert() -> Made:
+def bert() -> Task:
     """An encoder of transformers."""
     from transformers import BertConfig, BertForMaskedLM
 
@@ -67,7 +67,7 @@ def bert() -> Made:
     return BertForMaskedLM(config), *_tokens(96), _words_loss
 
 
-def llama() -> Made:
+def llama() -> Task:
     """A decoder of transformers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -78,7 +78,7 @@ def llama() -> Made:
     return LlamaForCausalLM(config), *_tokens(96), _words_loss
 
 
-def vit() -> Made:
+def vit() -> Task:
     """A transformer of images."""
     from transformers import ViTConfig, ViTForImageClassification
 
@@ -95,7 +95,7 @@ def vit() -> Made:
     return ViTForImageClassification(config), images, labels, loss
 
 
-def mlp(blocks: int = 6, width: int = 512, rows: int = 96) -> Made:
+def mlp(blocks: int = 6, width: int = 512, rows: int = 96) -> Task:
     """Blocks of linear layers."""
     layers = [
         nn.Sequential(
@@ -107,15 +107,15 @@ def mlp(blocks: int = 6, width: int = 512, rows: int = 96) -> Made:
     return nn.Sequential(*layers), x, x, nn.functional.mse_loss
 
 
-def twelve() -> Made:
+def twelve() -> Task:
     """Twelve blocks that are alike."""
     return mlp(blocks=12, width=384)
 
 
-MODELS: dict[str, Callable[[], Made]] = {"bert": bert, "llama": llama, "vit": vit, "mlp": mlp}
+MODELS: dict[str, Callable[[], Task]] = {"bert": bert, "llama": llama, "vit": vit, "mlp": mlp}
 
 
-def made(name: str) -> Made:
+def task(name: str) -> Task:
     """A model and its batch, the same in every process."""
     torch.manual_seed(0)
     return {**MODELS, "twelve": twelve}[name]()
@@ -157,7 +157,7 @@ def costs(group: Any, name: str) -> str:
     if dist.get_rank(group):
         dist.barrier(group)
         return ""
-    model, batch, target, loss = made(name)
+    model, batch, target, loss = task(name)
     with _core(group, share=None):
         profile = planning.measure(
             model, batch, target=target, loss_fn=loss, stages=2 * RANKS, repeats=10
@@ -172,7 +172,7 @@ def steps(group: Any, name: str, plans: list[str], rounds: int, share: int | Non
     runs = []
     with _core(group, share=share):
         for text in plans:
-            model, batch, target, loss = made(name)
+            model, batch, target, loss = task(name)
             pipe = Pipeline(model, plan=Plan.from_json(text), loss_fn=loss, group=group)
             runs.append((pipe, batch, target))
         seconds: list[list[float]] = [[] for _ in runs]
@@ -200,7 +200,7 @@ def steps(group: Any, name: str, plans: list[str], rounds: int, share: int | Non
 def predictions(workers: WorkerPool, rounds: int) -> dict[str, Any]:
     """Each model's plans, with what the doctor and a recorded step predict, and what they took."""
     cluster = _examined(workers, share=None)
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for name in MODELS:
         profile = _profile(workers, name)
         plans = [_search(profile, cluster, schedules=each) for each in SCHEDULES]
@@ -216,7 +216,7 @@ def predictions(workers: WorkerPool, rounds: int) -> dict[str, Any]:
              "measured": statistics.median(each)}
             for plan, other, each in zip(plans, corrected, times, strict=True)
         ]  # fmt: skip
-        found[name] = rows
+        figures[name] = rows
         print(name)
         for row in rows:
             print(
@@ -225,13 +225,13 @@ def predictions(workers: WorkerPool, rounds: int) -> dict[str, Any]:
                 f"{1e3 * row['recorded']:7.1f} ({_off(row, 'recorded'):+.1%})"
             )
     for by in ("doctor", "recorded"):
-        off = [abs(_off(row, by)) for rows in found.values() for row in rows]
-        lost = [_lost(rows, by) for rows in found.values()]
+        off = [abs(_off(row, by)) for rows in figures.values() for row in rows]
+        lost = [_lost(rows, by) for rows in figures.values()]
         print(
             f"by the {by}: off by {statistics.median(off):.1%} in the median, {max(off):.1%} at worst; "
             f"the chosen plans take {', '.join(f'{one:.1%}' for one in lost)} longer than the best"
         )
-    return found
+    return figures
 
 
 def _off(row: dict[str, Any], by: str) -> float:
@@ -272,9 +272,9 @@ def _priced(profile: Profile, plan: Plan, cluster: Cluster) -> Plan:
 def _ran(
     workers: WorkerPool, name: str, plans: list[Plan], rounds: int, *, share: int | None = None
 ) -> Any:
-    told = [plan.to_json() for plan in plans]
+    texts = [plan.to_json() for plan in plans]
     return workers.run(
-        "benchmarks.clusters:steps", RANKS, timeout=1200, name=name, plans=told, rounds=rounds, share=share
+        "benchmarks.clusters:steps", RANKS, timeout=1200, name=name, plans=texts, rounds=rounds, share=share
     )  # fmt: skip
 
 

@@ -39,20 +39,20 @@ OTHER = 4
 CALIBRATION = 5
 """Steps by which it is known what a message costs."""
 TIMES = ("forward", "input", "weight", "backward")
-Made = tuple[nn.Module, Tensor, Tensor, Callable[..., Tensor]]
+Task = tuple[nn.Module, Tensor, Tensor, Callable[..., Tensor]]
 
 
 # ---- three models
 
 
-def gpt() -> Made:
+def gpt() -> Task:
     """Blocks that are alike."""
     model = GPT(layers=6, width=192, heads=4, sequence=128)
     tokens = torch.randint(0, 256, (BATCH, 129))
     return model, tokens[:, :-1], tokens[:, 1:], next_byte_loss
 
 
-def heavy_head() -> Made:
+def heavy_head() -> Task:
     """Three blocks, and a head that weighs more than all of them."""
     model = GPT(layers=3, width=192, heads=4, sequence=128)
     model.head = nn.Linear(192, 6000, bias=False)
@@ -80,8 +80,8 @@ class UNet(nn.Module):
         third = self.lower(nn.functional.max_pool2d(second, 2))
         hidden = self.up(torch.cat([self.middle(third), third], 1))
         hidden = self.upper(torch.cat([_grown(hidden), second], 1))
-        found: Tensor = self.leave(torch.cat([_grown(hidden), first], 1))
-        return found
+        output: Tensor = self.leave(torch.cat([_grown(hidden), first], 1))
+        return output
 
 
 def _block(inputs: int, outputs: int) -> nn.Sequential:
@@ -94,16 +94,16 @@ def _grown(image: Tensor) -> Tensor:
     return nn.functional.interpolate(image, scale_factor=2.0)
 
 
-def unet() -> Made:
+def unet() -> Task:
     """Values that skip stages."""
     image = torch.rand(BATCH, 3, 48, 48)
     return UNet(), image, image, nn.functional.mse_loss
 
 
-MODELS: dict[str, Callable[[], Made]] = {"gpt": gpt, "heavy head": heavy_head, "unet": unet}
+MODELS: dict[str, Callable[[], Task]] = {"gpt": gpt, "heavy head": heavy_head, "unet": unet}
 
 
-def made(name: str) -> Made:
+def task(name: str) -> Task:
     """A model and its batch, the same in every process."""
     torch.manual_seed(0)
     return MODELS[name]()
@@ -120,9 +120,9 @@ def costs(group: Any, name: str) -> str:
 
 
 def _costs(name: str, repeats: int) -> Profile:
-    model, batch, target, loss = made(name)
-    given: dict[str, Any] = {"target": target, "loss_fn": loss, "stages": 2 * RANKS}
-    profile = planning.measure(model, batch, **given, repeats=repeats)
+    model, batch, target, loss = task(name)
+    call: dict[str, Any] = {"target": target, "loss_fn": loss, "stages": 2 * RANKS}
+    profile = planning.measure(model, batch, **call, repeats=repeats)
     for count in (SPACE, OTHER):
         profile.at(BATCH // count)
     return profile
@@ -145,14 +145,14 @@ def _handling(group: Any) -> float:
     model, tokens = GPT(layers=2, width=192, heads=4, sequence=128), torch.zeros(BATCH, 129)
     batch, target = tokens[:, :-1].long(), tokens[:, 1:].long()
     pipe = Pipeline(model, microbatches=SPACE, loss_fn=next_byte_loss, group=group)
-    found = _nothing_found()
+    times = _no_times()
     for number in range(CALIBRATION + 1):
-        _step(pipe, batch, target, found if number else _nothing_found())
+        _step(pipe, batch, target, times if number else _no_times())
     pipe.close()
-    return float(statistics.median(found["around"])) / (2 * SPACE)
+    return float(statistics.median(times["around"])) / (2 * SPACE)
 
 
-def _nothing_found() -> dict[str, Any]:
+def _no_times() -> dict[str, Any]:
     return {"seconds": [], "around": [], "actions": {}}
 
 
@@ -160,27 +160,29 @@ def measure(group: Any, name: str, plans: list[str], rounds: int) -> dict[str, A
     """Steps of each plan and the costs, in turn, and the most bytes that are held in a step."""
     runs = []
     for text in plans:
-        model, batch, target, loss = made(name)
+        model, batch, target, loss = task(name)
         pipe = Pipeline(model, plan=Plan.from_json(text), loss_fn=loss, group=group)
         runs.append((pipe, batch, target))
-    found = [_nothing_found() for _ in runs]
+    times = [_no_times() for _ in runs]
     profiles = []
     for number in range(rounds + 1):
-        for run, one in zip(runs, found, strict=True):
-            _step(*run, one if number else _nothing_found())
+        for run, one in zip(runs, times, strict=True):
+            _step(*run, one if number else _no_times())
         if number:
             profiles.append(_costs(name, repeats=3).to_json())
-    for (pipe, batch, target), one in zip(runs, found, strict=True):
-        own = {id(p): p for stage in pipe.stages for p in stage.module.parameters()}.values()
+    for (pipe, batch, target), one in zip(runs, times, strict=True):
+        weights = {id(p): p for stage in pipe.stages for p in stage.module.parameters()}.values()
         buffers = {id(b): b for stage in pipe.stages for b in stage.module.buffers()}.values()
         with Meter() as meter:
             pipe.step(batch, target=target)
-        one["bytes"] = meter.peak + sum(2 * p.nbytes for p in own) + sum(b.nbytes for b in buffers)
+        one["bytes"] = (
+            meter.peak + sum(2 * p.nbytes for p in weights) + sum(b.nbytes for b in buffers)
+        )
         pipe.close()
-    return {"plans": found, "profiles": profiles}
+    return {"plans": times, "profiles": profiles}
 
 
-def _step(pipe: Pipeline, batch: Tensor, target: Tensor, found: dict[str, Any]) -> None:
+def _step(pipe: Pipeline, batch: Tensor, target: Tensor, times: dict[str, Any]) -> None:
     """Make a step, and note how long it took on the wall, and each of its actions on the CPU."""
     since, spent = 0.0, 0.0
 
@@ -192,13 +194,13 @@ def _step(pipe: Pipeline, batch: Tensor, target: Tensor, found: dict[str, Any]) 
         nonlocal spent
         seconds = thread_time() - since
         spent += seconds
-        found["actions"].setdefault(str(event.action), []).append(seconds)
+        times["actions"].setdefault(str(event.action), []).append(seconds)
 
     handle = pipe.on(lambda action: action.op in COMPUTE_OPS, before=before, after=after)
     start, cpu = perf_counter(), thread_time()
     pipe.step(batch, target=target)
-    found["seconds"].append(perf_counter() - start)
-    found["around"].append(thread_time() - cpu - spent)
+    times["seconds"].append(perf_counter() - start)
+    times["around"].append(thread_time() - cpu - spent)
     handle.remove()
 
 
@@ -219,27 +221,32 @@ def plans_of(profile: Profile) -> list[Plan]:
 
 def compare(rounds: int) -> dict[str, Any]:
     """Each plan of each model, printed, and as JSON data."""
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     with WorkerPool(RANKS) as workers:
         for name in MODELS:
-            texts = workers.run("benchmarks.plan:costs", RANKS, timeout=900, name=name)
-            first = Profile.from_json(texts[0])
+            profiles = workers.run("benchmarks.plan:costs", RANKS, timeout=900, name=name)
+            first = Profile.from_json(profiles[0])
             plans = plans_of(first)
-            told = [plan.to_json() for plan in plans]
+            texts = [plan.to_json() for plan in plans]
             ran = workers.run(
-                "benchmarks.plan:measure", RANKS, timeout=3600, name=name, plans=told, rounds=rounds
+                "benchmarks.plan:measure",
+                RANKS,
+                timeout=3600,
+                name=name,
+                plans=texts,
+                rounds=rounds,
             )
             profile = _pooled(first, [Profile.from_json(t) for r in ran for t in r["profiles"]])
             timed = [_timed(plan, profile) for plan in plans]
-            found[name] = [
+            figures[name] = [
                 _figures(plan, [r["plans"][i] for r in ran]) for i, plan in enumerate(timed)
             ]
             print(name)
-            for one in found[name]:
+            for one in figures[name]:
                 print(_line(one))
-            _choice(found[name])
-    _summary([one for of in found.values() for one in of])
-    return found
+            _choice(figures[name])
+    _summary([one for of in figures.values() for one in of])
+    return figures
 
 
 def _pooled(first: Profile, several: list[Profile]) -> Profile:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from penstock import Pipeline
 from penstock.plan import Device, Profile, UnitCost, UnitCosts, ValueCost, search
+from penstock.testing import Case, plain_loop
 
 SLOW = Device("slow", {"float32": 1e9}, 1e6, 1e12, compute_efficiency=1.0, launch=1e-9)
 """A billion operations per second, and memory that is never in the way."""
@@ -66,16 +67,13 @@ class Skips(nn.Module):
 
 def stepped(model: nn.Module, **options: Any) -> Pipeline:
     """A pipeline after a step, which has given the gradients of the plain model."""
-    mse = nn.functional.mse_loss
     x, y = torch.randn(64, 16), torch.randn(64, 64)
+    case = Case(model, (x,), y, nn.functional.mse_loss)
     model.zero_grad()
-    mse(model(x), y).backward()
-    expected = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad()
-    with Pipeline(model, loss_fn=mse, **options) as pipe:
+    with Pipeline(model, loss_fn=case.loss_fn, **options) as pipe:
         pipe.step(x, target=y)
-    for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    torch.testing.assert_close(gradients, plain_loop(case)[1])
     return pipe
 
 

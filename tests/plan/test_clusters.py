@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from penstock import Pipeline
 from penstock.errors import InputFileError, UsageError
 from penstock.plan import Cluster, Device, Link, Plan, Profile, plan_for, predict, search
 from penstock.schedule import Costs, build, on_ranks, simulate, validate
-from tests.plan.models import Tower, profile
+from tests.plan.models import SLOW, Tower, profile, stepped
 
 mse = nn.functional.mse_loss
 
@@ -65,6 +64,13 @@ def test_a_slow_rank_gets_less_and_the_simulator_agrees() -> None:
     assert again.simulation.makespan == pytest.approx(best[0].seconds)
 
 
+def test_a_slow_rank_of_the_same_name_gets_less() -> None:
+    costs = predict(Tower(blocks=12, head=16), torch.empty(4, 16), device=SLOW)
+    ranks = [SLOW, SLOW.slower(2.0)]
+    plan = search(costs, cluster=ranks, pipeline=2, memory=0, **ONE)[0]
+    assert dict(zip(plan.schedule.placement.rank_of, sizes(plan), strict=True)) == {0: 9, 1: 4}
+
+
 def test_a_rank_that_only_holds_others_up_is_left_out() -> None:
     plans = search(chain(), cluster=cluster(1.0, 1.0, 50.0), **ONE)
     assert sorted(rank for ranks in plans[0].pipelines for rank in ranks) == [0, 1]
@@ -83,6 +89,20 @@ def test_the_first_stages_go_where_there_is_memory() -> None:
     assert "the stages go through ranks 1, 0; in their own order" in str(plans)
 
 
+def test_a_device_without_a_known_limit_lifts_that_of_no_other() -> None:
+    memory = [0.0, 300.0, 0.0, 300.0]
+    asked = {**ONE, "batch": 8, "keep": 20, "schedules": ["1F1B", "GPipe"]}
+    plans = search(chain(8, held=100.0), cluster=cluster(*[1.0] * 4, memory=memory), **asked)
+    held = [
+        (rank, most)
+        for p in plans
+        for of in p.pipelines
+        for rank, most in zip(of, p.memory, strict=True)
+    ]
+    assert {rank for rank, _ in held} == {0, 1, 2, 3}
+    assert all(most <= (memory[rank] or most) for rank, most in held)
+
+
 def test_neighbours_do_not_talk_over_a_slow_link() -> None:
     """Ranks 0 and 2 are near each other, and so are 1 and 3: the pipeline crosses between them once."""
     slow = tuple(Link(a, b, 5.0, 1e6) for a, b in ((0, 1), (1, 2), (2, 3), (0, 3)))
@@ -90,6 +110,20 @@ def test_neighbours_do_not_talk_over_a_slow_link() -> None:
     best = search(chain(8), cluster=cluster(*[1.0] * 4, links=slow + near), pipeline=4, **ONE)[0]
     order = best.schedule.placement.rank_of
     assert {*order[:2]} in ({0, 2}, {1, 3})
+
+
+def test_devices_that_are_alike_form_pipelines_in_their_order() -> None:
+    ranks = cluster(1.0, 1.0, 1.0, 1.0)
+    plan = search(chain(), cluster=ranks, pipeline=2, **{**ONE, "batch": 8})[0]
+    assert plan.pipelines == ((0, 1), (2, 3))
+    assert plan.shares == ()
+
+
+def test_the_slowest_rank_of_all_pipelines_decides_its_stage() -> None:
+    ranks = cluster(1.0, 1.0, 1.0, 2.0)
+    plan = search(chain(), cluster=ranks, pipeline=2, **{**ONE, "batch": 8})[0]
+    assert sizes(plan)[plan.schedule.placement.rank_of.index(1)] == 4
+    assert plan.pipelines[1][1] == 3
 
 
 def test_unequal_pipelines_share_the_batch_by_their_rates() -> None:
@@ -102,19 +136,13 @@ def test_unequal_pipelines_share_the_batch_by_their_rates() -> None:
 
 
 def test_a_model_trains_by_a_plan_in_another_order() -> None:
-    model, x, y = Tower(), torch.randn(8, 16), torch.randn(8, 64)
+    model, x, y = Tower(), torch.empty(8, 16), torch.empty(8, 64)
     fast = Device("fast", {"float32": 4e9}, 1e9, 1e12, compute_efficiency=1.0, launch=1e-9)
     slow = replace(fast, name="slow", flops={"float32": 1e9}, memory=1e6)
     costs = predict(model, x, target=y, loss_fn=mse, device=fast)
     plan = search(costs, cluster=[slow, fast], batch=8, microbatches=4, pipeline=2, seconds=0)[0]
-    assert {0, 1} == {*plan.schedule.placement.rank_of}
-    mse(model(x), y).backward()
-    expected = [p.grad for p in model.parameters()]
-    model.zero_grad()
-    with Pipeline(model, plan=plan, loss_fn=mse) as pipe:
-        pipe.step(x, target=y)
-    for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
+    assert plan.schedule.placement.rank_of == (1, 0)
+    stepped(model, plan=plan)
 
 
 def test_work_moves_to_other_ranks() -> None:

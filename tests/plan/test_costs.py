@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from time import thread_time
 
 import pytest
 import torch
@@ -24,7 +25,6 @@ from penstock.plan import (
     measure,
     predict,
 )
-from penstock.plan.meter import Meter
 from penstock.schedule import build, looped, v_shaped
 from tests.plan.models import SLOW, Skips, Tower, profile
 
@@ -87,6 +87,23 @@ def test_what_forward_holds_is_what_backward_needs() -> None:
     assert (first.source, first.targets, first.bytes, first.kept) == (0, (1,), narrow, (1,))
 
 
+class Spins(nn.Linear):
+    """Keeps its thread busy for as long as it says."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        until = thread_time() + 0.02
+        while thread_time() < until:
+            pass
+        return super().forward(x)
+
+
+def test_measured_times_are_those_of_the_thread() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), Spins(16, 16), nn.Linear(16, 64))
+    first, busy, last = measured(model).units
+    assert 0.02 <= busy.forward < 0.03
+    assert max(first.forward, last.forward, busy.backward) < 0.01
+
+
 def test_a_large_model_takes_no_memory() -> None:
     with torch.device("meta"):
         model = Tower(blocks=40, width=4096, head=100_000)
@@ -138,8 +155,8 @@ def test_messages_and_gradients_that_wait_are_held() -> None:
 
 def test_a_step_holds_messages_only_while_there_are_more() -> None:
     stages = skipping().stages((0, 1), looped(2), states=0.0)
-    made = build("GPipe", ranks=2, microbatches=4).with_edges(stages.edges)
-    first, second = Order(made).held(stages)
+    schedule = build("GPipe", ranks=2, microbatches=4).with_edges(stages.edges)
+    first, second = Order(schedule).held(stages)
     # F: what it keeps. B: the gradient of its value, and two more on their way while there are more.
     assert first.tolist() == [110, 220, 330, 440, *(440 + 300, 330 + 300, 220 + 200, 110 + 100)]
     # F: values of the next ones. B: gradients that its units give each other, and what is not sent yet.
@@ -242,23 +259,43 @@ def test_every_number_of_the_table_has_a_source() -> None:
         assert numbers | {"network_bandwidth", "network_latency"} == set(device.sources)
         assert device.wire(8)[1] > 0
         assert device.wire(9)[0] >= device.wire(8)[0]
+        costs = predict(Tower(), *batch()[:1], device=device)
+        assert [costs.wire(count) for count in (8, 9)] == [device.wire(8), device.wire(9)]
 
 
-def test_a_meter_counts_what_is_alive() -> None:
-    with Meter() as meter:
-        first = torch.zeros(100)
-        second = first.view(10, 10) @ torch.ones(10, 10)
-        assert meter.live == 800
-        del first
-        assert (meter.live, meter.flops) == (400, 2000)
-        del second
-    assert meter.live == 0
-    assert meter.peak == 1200
-    x = torch.ones(2, 4, 8, 16, requires_grad=True)
-    with Meter() as meter:
-        nn.functional.scaled_dot_product_attention(x, x, x).sum().backward()
-    # Two products, and five in backward, which computes the scores again.
-    assert meter.flops == 7 * (2 * 2 * 4 * 8 * 8 * 16)
+class Attends(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def test_attention_counts_as_a_fused_kernel() -> None:
+    """Two products, and five in backward, which computes the scores again; the scores are not held."""
+    model = nn.Sequential(nn.Linear(16, 16), Attends(), nn.Linear(16, 16))
+    x = torch.empty(2, 4, 8, 16)
+    attention = predict(model, x, device=SLOW).at(2).units[1]
+    product = 2 * 2 * 4 * 8 * 8 * 16
+    assert attention.flops == 2 * product
+    assert attention.forward == pytest.approx(2 * product / 1e9, rel=0.01)
+    assert attention.backward == pytest.approx(5 * product / 1e9, rel=0.01)
+    statistics = 2 * 4 * 8 * 4
+    assert attention.held == statistics
+
+
+class Widens(nn.Linear):
+    """Makes something large that nobody keeps."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.repeat(8, 1).view(8, *x.shape).sum(0))
+
+
+def test_what_is_there_only_while_a_unit_runs_is_extra() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), Widens(16, 16), nn.Linear(16, 64))
+    plain, wide, _ = predicted(model).units
+    size = 4 * 16 * 4
+    assert wide.held == size
+    # What it makes has gone before its output is there.
+    assert plain.forward_extra == 0
+    assert wide.forward_extra == measured(model).units[1].forward_extra == 8 * size - size
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,9 @@ def test_memory_is_kept_to_by_computing_again() -> None:
     assert tight[0].checkpoint
     assert tight[0].seconds > free[0].seconds
     assert len(search(costs, **ONE, memory=limit, checkpoint="all")[0].checkpoint) == 6
+    # Where all fits, as few units as needed are none, and such plans are listed once.
+    roomy = search(costs, **ONE, memory=1e9, keep=1000)
+    assert {plan.shape.checkpoint for plan in roomy} == {"none", "all"}
 
 
 def test_fixed_choices_are_kept() -> None:
@@ -78,6 +81,18 @@ def test_fixed_choices_are_kept() -> None:
         (p.shape.schedule, p.ranks, p.replicas, p.microbatches, p.shape.samples, len(p.stages))
         for p in plans
     } == {("Interleaved1F1B", 2, 2, 2, 1, 4)}
+
+
+def test_each_pipeline_has_as_many_microbatches_as_ranks_at_least() -> None:
+    plans = search(profile([1.0] * 4), ranks=2, pipeline=2, batch=4, seconds=0, keep=1000)
+    assert {plan.microbatches for plan in plans} == {2, 4}
+
+
+def test_a_plan_that_computes_more_says_so() -> None:
+    """Alone, a rank never waits: what it takes longer is what it computes again."""
+    asked: dict[str, Any] = {"ranks": 1, "batch": 4, "microbatches": 4, "schedules": "1F1B"}
+    plans = search(profile([1.0] * 4), **asked, checkpoint=["none", "all"], seconds=0)
+    assert str(plans).splitlines()[2].endswith("+33.3%: its busiest rank computes 16 s more")
 
 
 def test_replicas_pay_for_their_sum() -> None:
@@ -160,7 +175,7 @@ def test_a_file_that_is_no_plan_is_refused_before_anything_is_built(
 def test_a_pipeline_runs_a_plan() -> None:
     """Every plan of a search, with the gradients of the plain model."""
     torch.manual_seed(0)
-    model, x, y = Tower(), torch.randn(64, 16), torch.randn(64, 64)
+    model, x, y = Tower(), torch.empty(64, 16), torch.empty(64, 64)
     costs = predict(model, x, target=y, loss_fn=mse, device=SLOW)
     asked: dict[str, Any] = {"ranks": 2, "pipeline": 2, "batch": 64, "microbatches": 4}
     plans = [

@@ -67,30 +67,30 @@ def test_a_slow_rank_is_named(name: str) -> None:
             backward=[0.2 * factor for factor in factors],
         )
         timeline = step(schedule, took, skew=3.0, noise=0.1)
-        (found,) = find_slow(schedule, costs, timeline)
-        assert (found.kind, found.ranks) == ("rank", (slow,))
-        assert found.factor == pytest.approx(2.0, rel=0.15)
-        assert f"rank {slow} (stage" in str(found)
+        (worst,) = find_slow(schedule, costs, timeline)
+        assert (worst.kind, worst.ranks) == ("rank", (slow,))
+        assert worst.factor == pytest.approx(2.0, rel=0.15)
+        assert f"rank {slow} (stage" in str(worst)
         whole = simulate(schedule, took).makespan - simulate(schedule, costs).makespan
-        assert found.seconds == pytest.approx(whole, rel=0.25)
+        assert worst.seconds == pytest.approx(whole, rel=0.25)
 
 
 def test_a_slow_stage_of_a_rank_is_named() -> None:
     schedule = add_communication(build("Interleaved1F1B", ranks=2, microbatches=4), ahead=2)
     costs = Costs(forward=[0.1] * 4, backward=[0.2] * 4, unit="s")
     took = replace(costs, backward=[0.2, 0.2, 0.6, 0.2])
-    (found,) = find_slow(schedule, costs, step(schedule, took))
-    assert (found.kind, found.stages) == ("stage", (2,))
+    (worst,) = find_slow(schedule, costs, step(schedule, took))
+    assert (worst.kind, worst.stages) == ("stage", (2,))
 
 
 def test_a_slow_link_is_named() -> None:
     schedule = add_communication(build("1F1B", ranks=4, microbatches=8), ahead=2)
     costs = Costs(forward=0.1, backward=[0.2] * 4, latency=0.001, unit="s")
     late = {pair: (0.05, float("inf")) for pair in ((1, 2), (2, 1))}
-    (found,) = find_slow(schedule, costs, step(schedule, replace(costs, links=late), skew=-1.0))
-    assert (found.kind, found.ranks) == ("link", (1, 2))
-    assert found.name == "the link between ranks 1 and 2"
-    assert found.seconds > 0.05
+    (worst,) = find_slow(schedule, costs, step(schedule, replace(costs, links=late), skew=-1.0))
+    assert (worst.kind, worst.ranks) == ("link", (1, 2))
+    assert worst.name == "the link between ranks 1 and 2"
+    assert worst.seconds > 0.05
     # One that takes 2.5 times as long as the others is not.
     costs = replace(costs, latency=0.02)
     assert find_slow(schedule, costs, step(schedule, replace(costs, links=late), skew=-1.0)) == ()
@@ -163,8 +163,8 @@ def test_a_pipeline_tells_what_became_slow(caplog: pytest.LogCaptureFixture) -> 
 
         model[2].register_forward_hook(drag)
         with caplog.at_level(logging.WARNING, "penstock"):
-            found = pipe.step(x, target=x, record=True).slow
-            assert any(one.stages == (2,) and one.share > 0.5 for one in found)
+            slow = pipe.step(x, target=x, record=True).slow
+            assert any(one.stages == (2,) and one.share > 0.5 for one in slow)
             assert not caplog.records
             pipe.step(x, target=x)
         assert "rank 2 (stage 2) takes" in caplog.text

@@ -153,13 +153,13 @@ def test_what_cannot_be_measured_is_refused() -> None:
     ):
         with pytest.raises(UsageError, match=gist):
             costs_of(model, torch.ones(3, 4), measured=False)
-    for balance, given, gist in (
+    for balance, batch, gist in (
         ("flops", None, r"by flops, which a call shows: give example="),
         ("time", example, r"balance='time': must be .* penstock\.plan\.measure"),
         ([1.0, 2.0], None, "2 weights for 3 modules"),
     ):
         with pytest.raises((PartitionError, UsageError), match=gist):
-            partition(layers(), 2, balance=balance, example=given)
+            partition(layers(), 2, balance=balance, example=batch)
 
 
 class Counts(nn.Linear):

@@ -192,8 +192,8 @@ def _plans(
         return plans
     old = planning.Plan.from_json(read_text(run / "plan.json"))
     timeline = schedules.Timeline.from_chrome_trace(read_text(run / "timeline.json"))
-    given = {name: value for name, value in asked.items() if value is not None and name != "ranks"}
-    again = planning.plan_again(profile(), old, timeline, **given)
+    fixed = {name: value for name, value in asked.items() if value is not None and name != "ranks"}
+    again = planning.plan_again(profile(), old, timeline, **fixed)
     typer.echo(str(again))
     return again.plans
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import chain, pairwise, permutations, product
+from itertools import islice, pairwise, permutations, product
 
 from penstock.errors import ScheduleError, UsageError
 from penstock.plan.choice import LARGEST, POLICIES, Order, PlanShape, check_size, scheduled
@@ -41,6 +41,11 @@ class Arrangement:
         """Whether the ranks do the work in their own order."""
         return self.order == tuple(range(len(self.order)))
 
+    @property
+    def devices(self) -> set[int]:
+        """The devices that it uses."""
+        return {rank for ranks in self.pipelines for rank in ranks}
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -48,13 +53,14 @@ class Wanted:
 
     Args:
         devices: The number of devices.
+        memory: The bytes that each rank may hold; None if each device of the cluster may hold what it has.
         ranks: The numbers of ranks in a pipeline to try; None for all.
         cluster: The devices, if they may differ.
     """
 
     devices: int
     batch: int
-    memory: float
+    memory: float | None
     schedules: tuple[str, ...]
     ranks: tuple[int, ...] | None
     stages_per_rank: tuple[int, ...] | None
@@ -63,6 +69,14 @@ class Wanted:
     states: float
     keep: int
     cluster: Cluster | None = field(default=None, repr=False)
+    even: bool = False
+
+    @property
+    def limits(self) -> tuple[float, ...]:
+        """The bytes that each device may hold; 0 for no limit."""
+        if self.memory is None and self.cluster is not None:
+            return tuple(device.memory for device in self.cluster.devices)
+        return (self.memory or 0.0,) * self.devices
 
     def check(self) -> None:
         """Refuse what has too many microbatches to be planned, whatever is chosen.
@@ -116,11 +130,12 @@ class Wanted:
     def teams(self) -> list[tuple[int, ...]]:
         """The devices to try: all; without a slow one, a kind, or all but one machine."""
         everyone = tuple(range(self.devices))
-        if self.cluster is None:
+        if self.cluster is None or self.even:
             return [everyone]
         kinds, machines = _kinds(self.cluster), self.cluster.machines
         teams = [everyone]
-        for slowest in sorted({*kinds}, key=lambda kind: -kind[2])[:1] if len({*kinds}) > 1 else ():
+        if len({*kinds}) > 1:
+            slowest = max(dict.fromkeys(kinds), key=lambda kind: kind[2])
             last = max(rank for rank in everyone if kinds[rank] == slowest)
             teams.append(tuple(rank for rank in everyone if rank != last))
         for groups in (kinds, machines):
@@ -130,30 +145,19 @@ class Wanted:
                 teams += [tuple(r for r in everyone if groups[r] == one) for one in several]
         return [team for team in dict.fromkeys(teams) if team]
 
-    def arrangements(
-        self, team: Sequence[int], shape: PlanShape, *, plain: bool = False
-    ) -> list[Arrangement | None]:
-        """The ways in which devices can form the pipelines of a shape, the most promising first.
-
-        Args:
-            team: The devices.
-            shape: The shape.
-            plain: Whether to give only the one in which they stand in their own order.
-        """
-        if self.cluster is None:
-            return [None]
+    def arrangements(self, team: Sequence[int], shape: PlanShape) -> Iterator[Arrangement]:
+        """The ways in which devices can form the pipelines of a shape, the most promising first."""
         count = shape.ranks
         rows = tuple(tuple(team[at : at + count]) for at in range(0, len(team), count))
-        if plain:
-            return [Arrangement(rows, tuple(range(count)))]
+        if self.cluster is None or self.even:
+            yield Arrangement(rows, tuple(range(count)))
+            return
         # In columns, each pipeline has a share of each kind, at the same place.
         columns = tuple(tuple(team[at :: shape.replicas]) for at in range(shape.replicas))
         alike = len({*_kinds(self.cluster)}) == 1
-        return [
-            Arrangement(pipelines, order)
-            for pipelines in dict.fromkeys((rows, columns) if alike else (columns, rows))
-            for order in _orders(self.cluster.only(pipelines[0]))
-        ]
+        for pipelines in dict.fromkeys((rows, columns) if alike else (columns, rows)):
+            for order in islice(_distinct_orders(self.cluster.only(pipelines[0])), MOST_ORDERS):
+                yield Arrangement(pipelines, order)
 
 
 def _is_small(shape: PlanShape) -> bool:
@@ -165,85 +169,102 @@ def _kinds(cluster: Cluster) -> list[tuple[str, float, float]]:
     return [(d.name, d.memory, d.pace or 1 / min(d.flops.values())) for d in cluster.devices]
 
 
-def _orders(cluster: Cluster) -> list[tuple[int, ...]]:
-    """The orders of a pipeline's ranks to try; ranks of one kind, or of one machine, stay together."""
-    places, kinds = range(len(cluster)), _kinds(cluster)
-    seen: dict[Hashable, tuple[int, ...]] = {}
-
-    def add(order: Iterable[int]) -> None:
-        order = tuple(order)
-        # Ranks of one kind with links of one kind can stand for each other.
+def _distinct_orders(cluster: Cluster) -> Iterator[tuple[int, ...]]:
+    """The orders to try; ranks of one kind with links of one kind can stand for each other."""
+    kinds, seen = _kinds(cluster), set[Hashable]()
+    for order in _orders(cluster):
         wires = tuple(cluster.wire(a, b) for a, b in pairwise(order))
-        seen.setdefault((tuple(kinds[rank] for rank in order), wires), order)
+        key = tuple(kinds[rank] for rank in order), wires
+        if key not in seen:
+            seen.add(key)
+            yield order
 
+
+def _orders(cluster: Cluster) -> Iterator[tuple[int, ...]]:
+    """Orders of a pipeline's ranks; if there are many, ranks of one kind or machine stay together."""
+    places = range(len(cluster))
     # The first stages hold most.
-    add(sorted(places, key=lambda rank: -cluster.devices[rank].memory))
-    add(places)
-    for groups in (kinds, cluster.machines):
+    yield tuple(sorted(places, key=lambda rank: -cluster.devices[rank].memory))
+    yield tuple(places)
+    for groups in (_kinds(cluster), cluster.machines):
         several = list(dict.fromkeys(groups))
         for arranged in permutations(several) if 1 < len(several) <= FEW else ():
-            places_of = [[rank for rank in places if groups[rank] == one] for one in arranged]
-            add(chain.from_iterable(places_of))
-    for order in permutations(places) if len(cluster) <= FEW else ():
-        add(order)
-    return list(seen.values())[:MOST_ORDERS]
+            yield tuple(rank for one in arranged for rank in places if groups[rank] == one)
+    if len(cluster) <= FEW:
+        yield from permutations(places)
 
 
 @lru_cache(maxsize=64)
-def _built(shape: PlanShape, order: tuple[int, ...]) -> tuple[Schedule, Order] | None:
-    """A schedule of the library, without edges; None if there is none for these numbers."""
+def _ordered(shape: PlanShape, ranks: tuple[int, ...]) -> Order | None:
     try:
         schedule = scheduled(shape)
     except ScheduleError:
         return None
-    if order:
-        schedule = on_ranks(schedule, order)
-    return schedule, Order(schedule)
+    return Order(on_ranks(schedule, ranks) if ranks else schedule)
 
 
-def schedule_of(
-    shape: PlanShape, arrangement: Arrangement | None = None
-) -> tuple[Schedule, Order] | None:
-    """The schedule of a shape, without edges, and its order; None if there is none for these numbers."""
+def order_of(shape: PlanShape, arrangement: Arrangement) -> Order | None:
+    """The order of a shape's schedule, without edges; None if there is none for these numbers."""
     # The key leaves out what the schedule does not depend on.
-    order = () if arrangement is None or arrangement.is_plain else arrangement.order
-    return _built(replace(shape, replicas=1, samples=1, checkpoint="none"), order)
+    ranks = () if arrangement.is_plain else arrangement.order
+    return _ordered(replace(shape, replicas=1, samples=1, checkpoint="none"), ranks)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A shape with a cut.
+    """A shape on some devices, with a cut.
 
     Args:
+        arrangement: The devices that form its pipelines, and who does what.
         again: The units that are recomputed.
-        costs: What its stages cost, on the slowest of its pipelines.
-        memory: The most that each rank of that pipeline holds, in bytes.
-        lacks: How many bytes each of its ranks lacks; empty if it fits.
+        costs: What the stages of each pipeline cost.
+        memory: The most that each rank of a pipeline holds, in bytes.
+        lacks: How many bytes each of these ranks lacks; empty if it fits.
         reduce: The seconds in which replicas sum their gradients.
         bound: Seconds that no order of the actions beats.
-        arrangement: The ranks of a cluster that form its pipelines, and who does what.
+        searched: Its schedule, if it is not one of the library.
         seconds: The simulated time of a step.
+        slowest: The pipeline that takes so long.
         shares: The microbatches of each pipeline, where they are not equal.
-        own: Its schedule, if it is not one of the library.
     """
 
     shape: PlanShape
+    arrangement: Arrangement
     cut: tuple[int, ...]
     again: frozenset[int]
-    costs: StageCosts
+    costs: tuple[StageCosts, ...]
     memory: tuple[float, ...]
     lacks: tuple[float, ...]
     reduce: float
     bound: float
-    arrangement: Arrangement | None = None
+    searched: Schedule | None = None
     seconds: float = math.inf
+    slowest: int = 0
     shares: tuple[int, ...] = ()
-    own: Schedule | None = None
 
     @property
     def rank(self) -> tuple[float, float]:
         """By what candidates are sorted, the fastest first."""
         return self.seconds, max(self.memory)
+
+    @property
+    def stage_costs(self) -> StageCosts:
+        """What the stages of its slowest pipeline cost."""
+        return self.costs[self.slowest]
+
+    @property
+    def plain_schedule(self) -> Schedule:
+        """Its schedule, without edges."""
+        schedule = self.schedule_for(self.shape.microbatches)
+        assert schedule is not None, "a candidate is made of a schedule"
+        return schedule
+
+    def schedule_for(self, microbatches: int) -> Schedule | None:
+        """Its schedule for other numbers of microbatches; None if there is none."""
+        if self.searched is not None:
+            return self.searched
+        order = order_of(replace(self.shape, microbatches=microbatches), self.arrangement)
+        return order.schedule if order else None
 
 
 # ---- the arguments of a search

@@ -33,7 +33,7 @@ LARGEST = 2**20
 Count = Annotated[int, Field(ge=1)]
 OwnSchedule = Annotated[
     Schedule | None,
-    PlainSerializer(lambda own: None if own is None else json.loads(to_json(own))),
+    PlainSerializer(lambda order: None if order is None else json.loads(to_json(order))),
     PlainValidator(lambda data: None if data is None else from_json(json.dumps(data))),
 ]
 
@@ -244,6 +244,7 @@ class Order:
     """
 
     def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
         self._placement, self._microbatches = schedule.placement, schedule.microbatches
         self._ranks = []
         for rank in range(schedule.ranks):

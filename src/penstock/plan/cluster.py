@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import median
 from typing import Annotated, Any, Literal
 
@@ -76,24 +77,32 @@ class Cluster:
 
     def wire(self, source: int, target: int) -> tuple[float, float]:
         """The latency and bandwidth of messages from one rank to another."""
-        known = {(link.source, link.target): link for link in self.links}
         for pair in ((source, target), (target, source)):
-            if pair in known:
-                return known[pair].latency, known[pair].bandwidth
+            if pair in self._known:
+                return self._known[pair]
         near = self.machines[source] == self.machines[target]
-        alike = [
-            link
-            for link in self.links
-            if (self.machines[link.source] == self.machines[link.target]) is near
-        ]
-        if alike:
-            return (
-                median(link.latency for link in alike),
-                median(link.bandwidth for link in alike),
-            )
+        if near in self._usual:
+            return self._usual[near]
         ends = [self.devices[source], self.devices[target]]
         wires = [device.wire(1 if near else device.node + 1) for device in ends]
         return max(latency for latency, _ in wires), min(bandwidth for _, bandwidth in wires)
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, int], tuple[float, float]]:
+        """The latency and bandwidth of the links, by their ends."""
+        return {(link.source, link.target): (link.latency, link.bandwidth) for link in self.links}
+
+    @cached_property
+    def _usual(self) -> dict[bool, tuple[float, float]]:
+        """The latency and bandwidth that are usual inside a machine, and between machines."""
+        alike: dict[bool, list[Link]] = {}
+        for link in self.links:
+            near = self.machines[link.source] == self.machines[link.target]
+            alike.setdefault(near, []).append(link)
+        return {
+            near: (median(link.latency for link in of), median(link.bandwidth for link in of))
+            for near, of in alike.items()
+        }
 
     def only(self, ranks: Sequence[int]) -> Cluster:
         """The cluster of some of the ranks, in this order."""

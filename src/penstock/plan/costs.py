@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -302,6 +301,8 @@ class UnitCosts:
         bandwidth: float = math.inf,
         handling: float = 0.0,
         copying: float = 0.0,
+        on: Sequence[UnitCosts] = (),
+        links: Sequence[Wire] = (),
     ) -> StageCosts:
         """What the stages of a cut cost.
 
@@ -314,15 +315,18 @@ class UnitCosts:
             bandwidth: The bytes per second of a channel.
             handling: How long a rank is busy with a message that it sends or receives, whatever its size.
             copying: How long it is busy with each byte of it.
+            on: What the units cost on each rank, where ranks differ; only their times count.
+            links: The links that differ, as in `StageCosts`.
         """
         again = frozenset(checkpoint)
         runs = runs_of(cut, len(self.units))
         travel = _Travel(self, runs, placement.rank_of, again)
+        units = [on[rank] if on else self for rank in placement.rank_of]
 
         def seconds(kind: str) -> Numbers:
             handled = travel.handled[kind != "forward"] if kind != "weight" else [{}] * len(runs)
             return tuple(
-                self.seconds(kind, run, again)
+                units[stage].seconds(kind, run, again)
                 + handling * len(handled[stage])
                 + copying * sum(handled[stage].values())
                 for stage, run in enumerate(runs)
@@ -359,39 +363,8 @@ class UnitCosts:
             message=travel.bytes,
             latency=latency,
             bandwidth=bandwidth,
+            links=tuple(links),
         )
-
-    def placed(
-        self,
-        stages: StageCosts,
-        cut: Cut,
-        placement: Placement,
-        again: Collection[int],
-        on: Sequence[UnitCosts],
-        links: Sequence[Wire],
-    ) -> StageCosts:
-        """What the stages of a cut cost on ranks that differ.
-
-        Args:
-            stages: What they cost on ranks that are alike.
-            cut: The units that stages start with.
-            placement: Which rank holds which stage.
-            again: The units that are recomputed.
-            on: What the units cost on each rank.
-            links: As in `StageCosts`.
-        """
-        runs = [*zip(placement.rank_of, runs_of(cut, len(self.units)), strict=True)]
-
-        def seconds(kind: str) -> Numbers:
-            before: Numbers = getattr(stages, kind)
-            both = zip(before, runs, strict=True)
-            return tuple(
-                max(0.0, time - self.seconds(kind, run, again) + on[rank].seconds(kind, run, again))
-                for time, (rank, run) in both
-            )
-
-        times: dict[str, Any] = {kind: seconds(kind) for kind in KINDS.values()}
-        return replace(stages, **times, links=tuple(links))
 
     def scaled(self, factors: Sequence[Mapping[str, float]]) -> UnitCosts:
         """The same costs with other times.
@@ -533,16 +506,8 @@ class _Travel:
 # ---- profiles
 
 
-class Coster(ABC):
-    """Finds what the units of a model cost, by the number of samples in a microbatch."""
-
-    @abstractmethod
-    def __call__(self, samples: int) -> UnitCosts:
-        """The costs on the device of the profile."""
-
-    @abstractmethod
-    def on(self, samples: int, device: Device) -> UnitCosts:
-        """The costs as predicted for a device."""
+Coster = Callable[[int, Device | None], UnitCosts]
+"""Finds what units cost for so many samples: on the device of the profile, or as predicted for another."""
 
 
 @dataclass
@@ -594,7 +559,7 @@ class Profile:
                     f"the costs are known for microbatches of {sorted(self.known)} samples, not of "
                     f"{samples}; ask for microbatches of such a size, or measure or predict them again"
                 )
-            self.known[samples] = self.coster(samples)
+            self.known[samples] = self.coster(samples, None)
         return self.known[samples].scaled(self.factors)
 
     def on(self, samples: int, device: Device, alone: float) -> UnitCosts:
@@ -609,7 +574,7 @@ class Profile:
             UsageError: Nobody knows how fast the device is, beside that of the profile.
         """
         if self.coster is not None and not self.measured:
-            return self.coster.on(samples, device).scaled(self.factors)
+            return self.coster(samples, device).scaled(self.factors)
         if self.measured and device.pace and alone:
             of = self.at(samples)
             pace = dict.fromkeys(KINDS.values(), device.pace / alone)
@@ -621,24 +586,16 @@ class Profile:
             "measure both with penstock doctor, or predict the costs of the model"
         )
 
-    def on_all(
-        self, samples: int, devices: Sequence[Device], reference: int = 0
-    ) -> list[UnitCosts]:
-        """What a microbatch costs on each of several devices.
+    def on_all(self, samples: int, devices: Sequence[Device]) -> tuple[UnitCosts, ...]:
+        """What a microbatch costs on each of several devices; those that are alike share their costs.
 
         Args:
             samples: The number of samples.
-            devices: The devices.
-            reference: The one on which the profile was measured, while the others waited.
+            devices: The devices. If the profile was measured, then on the first, while the others waited.
         """
-        several: dict[tuple[Any, ...], UnitCosts] = {}
-        found = []
-        for device in devices:
-            key = device.name, device.memory, device.pace
-            if key not in several:
-                several[key] = self.on(samples, device, devices[reference].alone)
-            found.append(several[key])
-        return found
+        firsts = [devices.index(device) for device in devices]
+        costs = {first: self.on(samples, devices[first], devices[0].alone) for first in {*firsts}}
+        return tuple(costs[first] for first in firsts)
 
     def wire(self, devices: int) -> tuple[float, float]:
         """The latency and bandwidth between ranks that use so many devices."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import median, median_low
 from typing import Any
 
@@ -12,6 +13,7 @@ from penstock.plan.choice import Plan, seconds_as_text, with_messages
 from penstock.plan.cluster import Cluster
 from penstock.plan.costs import KINDS, Cut, Profile, StageCosts, cut_of, runs_of
 from penstock.plan.devices import Device
+from penstock.plan.ranks import units_on
 from penstock.plan.searching import Plans, plan_for, search
 from penstock.schedule import MessageTimes, Placement, Schedule, Timeline, message_times
 from penstock.schedule.comparing import SLOWER
@@ -83,12 +85,16 @@ class MeasuredStages:
         other = replace(cluster, devices=devices, links=links, handling=handling, copying=0.0)
         return self._corrected(profile, ratios, cut, pace), other
 
+    @cached_property
+    def _places(self) -> Placement:
+        """Which rank held which stage; if that is not known, each its own."""
+        return self.placement or Placement(tuple(range(len(self.seconds))))
+
     def _paces(self, ratios: list[dict[str, float]]) -> dict[int, float]:
         """By how much ranks are slower or faster than most, if that is more than chance."""
-        assert self.placement is not None
         each = {
-            rank: median(r for s in self.placement.stages_on(rank) for r in ratios[s].values())
-            for rank in range(self.placement.ranks)
+            rank: median(r for s in self._places.stages_on(rank) for r in ratios[s].values())
+            for rank in range(self._places.ranks)
         }
         usual = median_low(each.values())
         return {
@@ -105,11 +111,12 @@ class MeasuredStages:
         paces: Mapping[int, float],
     ) -> Profile:
         units = len(next(iter(profile.known.values())).units)
-        rank_of = self.placement.rank_of if self.placement else tuple(range(len(cut)))
         before = profile.factors or ({},) * units
         factors = tuple(
             {
-                kind: before[unit].get(kind, 1.0) * ratio / paces.get(rank_of[stage], 1.0)
+                kind: before[unit].get(kind, 1.0)
+                * ratio
+                / paces.get(self._places.rank_of[stage], 1.0)
                 for kind, ratio in ratios[stage].items()
             }
             for stage, run in enumerate(runs_of(cut, units))
@@ -129,11 +136,8 @@ class MeasuredStages:
             raise UsageError(
                 f"the step had {len(self.seconds)} stages and the cut has {len(cut)}; give the cut that ran"
             )
-        of, placement = profile.at(samples), self.placement or Placement(tuple(range(len(cut))))
-        stages = of.stages(cut, placement)
-        if cluster is not None:
-            on = profile.on_all(samples, cluster.devices)
-            stages = of.placed(stages, cut, placement, (), on, ())
+        units = units_on(profile, samples, self._places.ranks, cluster)
+        stages = units[0].stages(cut, self._places, on=units)
         return [
             {kind: self._ratio(stages, stage, kind) for kind in KINDS.values()}
             for stage in range(len(cut))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,15 @@ from torch.nn import functional
 from penstock.devices import is_accelerator, memory_of, name_of
 from penstock.errors import InputFileError, UsageError
 from penstock.partition import unit_paths
-from penstock.plan.costs import Coster, Profile, UnitCosts, Units
+from penstock.plan.candidates import whole
+from penstock.plan.costs import Profile, UnitCosts, Units
 from penstock.plan.devices import Device, device_named
 from penstock.plan.units import measure_units, random_states_kept
 from penstock.values import MISSING, Rules, split_batch
 
 REPEATS = 5
 """The number of timed runs by default, after a first run that does not count."""
-LARGEST = 2**31
+LARGEST = 2**31 - 1
 """The most samples of a batch, and tokens of a sample."""
 LossFunction = Callable[..., Any]
 
@@ -69,8 +71,7 @@ def measure(  # noqa: PLR0913 - the arguments of a step, by name
             "a model on the meta device cannot be measured; predict its costs for a device instead: "
             "penstock.plan.predict(model, ..., device='h100')"
         )
-    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-        raise UsageError(f"repeats={repeats!r}: must be a whole number, at least 1")
+    whole("repeats", repeats)
     home = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     has_own = is_accelerator(home)
     return Profile(
@@ -128,7 +129,7 @@ def predict(  # noqa: PLR0913 - the arguments of a step, by name
     )
 
 
-class _UnitCoster(Coster):
+class _UnitCoster:
     """Finds what the units of a model cost, by the samples of a microbatch.
 
     Args:
@@ -162,26 +163,15 @@ class _UnitCoster(Coster):
             self._paths = unit_paths(model, stages, (args, kwargs))
         sizes = split_batch(args, kwargs, MISSING, rules, 1).samples
         self._batch = sizes[0] if sizes else 1
-        self._known: dict[int, Units] = {}
+        self._units = cache(self._units_of)
 
-    def __call__(self, samples: int) -> UnitCosts:
-        """The costs on the device of the profile."""
-        if self._device is not None:
-            return self.on(samples, self._device)
-        units = self._units(samples)
-        return UnitCosts(samples, units.costs, units.values)
+    def __call__(self, samples: int, device: Device | None) -> UnitCosts:
+        """The costs for so many samples: on the device of the profile, or as predicted for another."""
+        units, device = self._units(samples), device or self._device
+        costs = units.costs if device is None else units.on(device)
+        return UnitCosts(samples, costs, units.values)
 
-    def on(self, samples: int, device: Device) -> UnitCosts:
-        """The costs as predicted for a device."""
-        units = self._units(samples)
-        return UnitCosts(samples, units.on(device), units.values)
-
-    def _units(self, samples: int) -> Units:
-        if samples not in self._known:
-            self._known[samples] = self._find(samples)
-        return self._known[samples]
-
-    def _find(self, samples: int) -> Units:
+    def _units_of(self, samples: int) -> Units:
         batch, (args, kwargs, target) = self._batch, self._call
         parts = split_batch(args, kwargs, target, self._rules, max(1, batch // samples))
         if not parts.parts:
@@ -239,8 +229,7 @@ def predict_hf(
         raise UsageError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
     on = device_named(device)
     for name, number in (("batch", batch), ("sequence", 1 if sequence is None else sequence)):
-        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < LARGEST:
-            raise UsageError(f"{name}={number!r}: must be a whole number from 1 to {LARGEST - 1}")
+        whole(name, number, most=LARGEST)
     model = _causal_model(Path(config))
     longest = getattr(model.config, "max_position_embeddings", LONGEST)
     sequence = sequence or min(LONGEST, longest)

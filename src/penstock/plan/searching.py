@@ -11,40 +11,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from itertools import accumulate, pairwise, permutations, product
+from itertools import islice, pairwise, product
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 from penstock.errors import ScheduleError, UsageError
-from penstock.partition import choose_cuts
 from penstock.plan.candidates import (
     Arrangement,
     Candidate,
     Wanted,
     divisors,
     policies,
-    schedule_of,
     schedules_of,
     whole,
     whole_numbers,
 )
-from penstock.plan.choice import (
-    COLUMNS,
-    POLICIES,
-    Order,
-    Plan,
-    PlanShape,
-    row_of,
-    seconds_as_text,
-    with_messages,
-)
+from penstock.plan.choice import COLUMNS, POLICIES, Order, Plan, PlanShape, row_of, seconds_as_text
 from penstock.plan.cluster import Cluster
-from penstock.plan.costs import Cut, Profile, StageCosts, UnitCosts, Wire, cut_of, runs_of
+from penstock.plan.costs import Cut, Profile, StageCosts, cut_of, runs_of
 from penstock.plan.devices import Device
+from penstock.plan.fitting import Fitting, seconds_of
+from penstock.plan.ranks import ranks_of, units_on
 from penstock.plan.report import report_of
-from penstock.schedule import Op, Placement, Schedule, compute_only, simulate
+from penstock.schedule import Placement, Schedule, compute_only
 from penstock.schedule import search as search_schedule
 from penstock.values import bytes_as_text
 
@@ -182,7 +171,7 @@ def search(  # noqa: PLR0913 - the whole question, by name
     wanted = Wanted(
         devices=ranks,
         batch=batch,
-        memory=float(memory or 0),
+        memory=None if memory is None else float(memory),
         schedules=schedules_of(schedules),
         ranks=divisors("pipeline", pipeline, ranks),
         stages_per_rank=whole_numbers("stages_per_rank", stages_per_rank),
@@ -191,17 +180,15 @@ def search(  # noqa: PLR0913 - the whole question, by name
         states=float(states),
         keep=whole("keep", keep),
         cluster=cluster,
+        even=even,
     )
     wanted.check()
     profile = profile() if callable(profile) else profile
     if memory is None and cluster is None:
         wanted = replace(wanted, memory=profile.memory)
-    limited = wanted.memory or (
-        memory is None and cluster and any(d.memory for d in cluster.devices)
-    )
-    if limited and checkpoint is None:
+    if any(wanted.limits) and checkpoint is None:
         wanted = replace(wanted, checkpoint=POLICIES)
-    return _PlanSearch(profile, wanted, own_memory=memory is None, even=even).plans(seconds)
+    return _PlanSearch(profile, wanted).plans(seconds)
 
 
 def plan_for(
@@ -228,27 +215,17 @@ def plan_for(
     """
     plain = compute_only(schedule)
     samples = whole("batch", batch) // plain.microbatches
-    units = profile.at(samples)
-    latency, bandwidth = profile.wire(plain.ranks)
-    cut = cut_of([unit.path for unit in units.units], stages)
-    costs = units.stages(
-        cut,
-        plain.placement,
-        states=states,
-        latency=latency,
-        bandwidth=bandwidth,
-        **_handling(profile, cluster),
-    )
-    if cluster is not None:
-        on, links = profile.on_all(samples, cluster.devices), _wires(cluster, range(plain.ranks))
-        costs = units.placed(costs, cut, plain.placement, (), on, links)
+    units = units_on(profile, samples, plain.ranks, cluster)
+    ranks = ranks_of(profile, units, range(plain.ranks), cluster)
+    cut = cut_of([unit.path for unit in units[0].units], stages)
+    costs = ranks.stages(cut, plain.placement, states=states)
     laps = max(1, plain.stages // plain.ranks)
     wired = plain.with_edges(costs.edges)
     return Plan(
         PlanShape(plain.name, plain.ranks, 1, laps, plain.microbatches, samples, "none"),
         stages=tuple(map(tuple, stages)),
         checkpoint=(),
-        seconds=simulate(with_messages(wired), costs.costs).makespan,
+        seconds=seconds_of(plain, costs),
         reduce=0.0,
         memory=Order(plain).peaks(costs),
         limit=0.0,
@@ -258,68 +235,17 @@ def plan_for(
     )
 
 
-def _handling(profile: Profile, cluster: Cluster | None) -> dict[str, Any]:
-    """How long a rank is busy with messages, as arguments of `UnitCosts.stages`."""
-    if cluster is None:
-        return {"handling": profile.handling}
-    return {"handling": cluster.handling, "copying": cluster.copying}
-
-
-def _wires(cluster: Cluster, ranks: Sequence[int]) -> tuple[Wire, ...]:
-    """The links between some ranks, by their places among these."""
-    pairs = permutations(range(len(ranks)), 2)
-    return tuple((a, b, *cluster.wire(ranks[a], ranks[b])) for a, b in pairs)
-
-
-# ---- the ranks of a pipeline
-
-
-@dataclass(frozen=True)
-class _RankCosts:
-    """The ranks of a pipeline, as costs need them.
-
-    Args:
-        on: What the units cost on each; empty if they are alike.
-        links: What is known of their links.
-        limits: What each may hold, in bytes; 0 for no limit.
-        paces: How many times as long each takes for the same work.
-    """
-
-    on: tuple[UnitCosts, ...]
-    links: tuple[Wire, ...]
-    limits: tuple[float, ...]
-    paces: tuple[float, ...]
-
-
-@lru_cache(maxsize=1024)
-def _even_cut(shares: tuple[float, ...], placement: Placement, paces: tuple[float, ...]) -> Cut:
-    return choose_cuts(shares, placement.stages, placement, paces)
-
-
-def _work(costs: UnitCosts, *, twice: bool = False) -> list[float]:
-    """What a microbatch takes on each unit, at least."""
-    return [
-        unit.forward * (1 + twice) + min(unit.backward, unit.input + unit.weight)
-        for unit in costs.units
-    ]
-
-
 class _PlanSearch:
     """One search.
 
     Args:
         profile: The costs of units.
         wanted: What to plan.
-        own_memory: Whether each device of a cluster may hold what it has.
-        even: Whether to treat the ranks of a cluster alike.
     """
 
-    def __init__(self, profile: Profile, wanted: Wanted, *, own_memory: bool, even: bool) -> None:
+    def __init__(self, profile: Profile, wanted: Wanted) -> None:
         self._profile, self._wanted = profile, wanted
-        self._own_memory, self._even = own_memory, even
-        self._known: dict[Any, Any] = {}
-        self._least: tuple[float, PlanShape] | None = None
-        """What lacks least of what does not fit: the bytes that the fullest rank would need."""
+        self._fitting = Fitting(profile, wanted)
         # If the costs of no size are known yet, any size to be planned will do.
         sizes = sorted(
             profile.known or {s.samples for t in wanted.teams() for s in wanted.shapes(len(t))}
@@ -329,13 +255,7 @@ class _PlanSearch:
                 f"batch={wanted.batch} cannot be divided among {wanted.devices} ranks as asked: each "
                 "pipeline needs a whole number of samples, and of microbatches"
             )
-        self._units = len(self._costs(sizes[0]).units)
-
-    def _costs(self, samples: int) -> UnitCosts:
-        if samples not in self._known:
-            self._known[samples] = self._profile.at(samples)
-        costs: UnitCosts = self._known[samples]
-        return costs
+        self._units = len(self._fitting.units(sizes[0]).units)
 
     def plans(self, seconds: float) -> Plans:
         """The best plans, the best of them improved for some seconds."""
@@ -347,7 +267,8 @@ class _PlanSearch:
             if len(best) == keep and candidate.bound >= best[-1].seconds:
                 break
             simulated += 1
-            best = sorted([*best, self._timed(candidate)], key=lambda each: each.rank)[:keep]
+            best.append(self._fitting.timed(candidate))
+            best = sorted(best, key=lambda each: each.rank)[:keep]
         if not best:
             raise UsageError(self._why_none())
         why = tuple(self._why(best[0], listed))
@@ -359,356 +280,135 @@ class _PlanSearch:
 
     def _listed(self) -> tuple[list[Candidate], int]:
         """The candidates that fit, the least bound first, and how many were looked at."""
-        wanted = self._wanted
-        teams = [tuple(range(wanted.devices))] if self._even else wanted.teams()
-        tried = [(shape, team) for team in teams for shape in wanted.shapes(len(team), self._units)]
-        found = (
-            self._candidate(shape, wanted.arrangements(team, shape, plain=self._even)[:1])
-            for shape, team in tried
+        wanted, candidate = self._wanted, self._fitting.candidate
+        tried = [
+            (shape, team)
+            for team in wanted.teams()
+            for shape in wanted.shapes(len(team), self._units)
+        ]
+        fitting = (
+            candidate(shape, islice(wanted.arrangements(team, shape), 1)) for shape, team in tried
         )
-        listed = sorted(filter(None, found), key=lambda each: each.bound)
-        if wanted.cluster is not None and not self._even:
-            # All ways to use the devices are tried where that may matter.
-            best = [self._rearranged(each) for each in listed[:SIMULATED]]
-            listed = sorted([*best, *listed[SIMULATED:]], key=lambda each: each.bound)
-        return listed, len(tried)
+        listed = sorted(filter(None, fitting), key=lambda each: each.bound)
+        # All ways to use the devices are tried where that may matter.
+        best = [self._rearranged(each) for each in listed[:SIMULATED]]
+        return sorted([*best, *listed[SIMULATED:]], key=lambda each: each.bound), len(tried)
 
     def _rearranged(self, candidate: Candidate) -> Candidate:
         """The most promising candidate of the same shape, on the same devices."""
-        assert candidate.arrangement is not None
-        team = sorted(rank for ranks in candidate.arrangement.pipelines for rank in ranks)
-        found = self._candidate(candidate.shape, self._wanted.arrangements(team, candidate.shape))
-        return found or candidate
+        devices, shape = sorted(candidate.arrangement.devices), candidate.shape
+        others = islice(self._wanted.arrangements(devices, shape), 1, None)
+        other = self._fitting.candidate(shape, others)
+        return other if other is not None and other.bound < candidate.bound else candidate
 
-    def _on(self, samples: int, ranks: Sequence[int]) -> list[UnitCosts]:
-        """What a microbatch costs on ranks of the cluster."""
-        cluster = self._wanted.cluster
-        assert cluster is not None
-        if ("on", samples) not in self._known:
-            every = self._profile.on_all(samples, cluster.devices)
-            self._known["on", samples] = every
-        return [self._known["on", samples][rank] for rank in ranks]
-
-    def _ranks(self, shape: PlanShape, arrangement: Arrangement | None) -> list[_RankCosts]:
-        """The ranks of each pipeline, once for pipelines that are alike."""
-        key = shape.samples, shape.ranks, arrangement
-        if key not in self._known:
-            limit, count = self._wanted.memory, shape.ranks
-            if arrangement is None:
-                self._known[key] = [_RankCosts((), (), (limit,) * count, (1.0,) * count)]
-            else:
-                self._known[key] = [self._ranks_of(shape, ranks) for ranks in arrangement.pipelines]
-        ranks: list[_RankCosts] = self._known[key]
-        return ranks
-
-    def _ranks_of(self, shape: PlanShape, ranks: Sequence[int]) -> _RankCosts:
-        cluster = self._wanted.cluster
-        assert cluster is not None
-        on = self._on(shape.samples, ranks)
-        works = [sum(_work(of)) or 1.0 for of in on]
-        limits = [
-            cluster.devices[rank].memory if self._own_memory else self._wanted.memory
-            for rank in ranks
-        ]
-        paces = tuple(work / min(works) for work in works)
-        return _RankCosts(tuple(on), _wires(cluster, ranks), tuple(limits), paces)
-
-    # ---- candidates
-
-    def _candidate(
-        self, shape: PlanShape, arrangements: Iterable[Arrangement | None]
-    ) -> Candidate | None:
-        """The most promising candidate of a shape that fits into memory."""
-        found = list[Candidate]()
-        for arrangement in arrangements:
-            known = schedule_of(shape, arrangement)
-            if known is None or not known[0].trains:
-                return None
-            fitted = (
-                self._fitted(shape, arrangement, cut) for cut in self._cuts(shape, arrangement)
-            )
-            found += filter(None, fitted)
-        return min(found, key=lambda each: each.bound, default=None)
-
-    def _cuts(self, shape: PlanShape, arrangement: Arrangement | None) -> list[Cut]:
-        """Cuts that balance the ranks: by time and, if memory is limited, also by what they hold."""
-        known = schedule_of(shape, arrangement)
-        assert known is not None
-        placement, costs = known[0].placement, self._costs(shape.samples)
-        twice, pipelines = shape.checkpoint == "all", self._ranks(shape, arrangement)
-        # A cut is one for all pipelines.
-        paces = tuple(map(max, zip(*(ranks.paces for ranks in pipelines), strict=True)))
-        limits = tuple(map(min, zip(*(ranks.limits for ranks in pipelines), strict=True)))
-        weights = [(_work(costs, twice=twice), paces)]
-        if any(limits):
-            alive = 0 if twice else min(shape.ranks, shape.microbatches)
-            copies = 1 + self._wanted.states
-            held = [u.parameters + u.trained * copies + alive * u.held for u in costs.units]
-            most = max(limits)
-            weights.append((held, tuple(most / (limit or most) for limit in limits)))
-        cuts = []
-        for each, scales in weights:
-            # As shares, so that candidates that differ only in the size of microbatches share a cut.
-            total = sum(each) or 1.0
-            shares = tuple(round(weight / total, 9) for weight in each)
-            alike = self._even or len({*scales}) == 1
-            cuts.append(_even_cut(shares, placement, () if alike else scales))
-        return list(dict.fromkeys(cuts))
-
-    def _fitted(
-        self, shape: PlanShape, arrangement: Arrangement | None, cut: Cut
-    ) -> Candidate | None:
-        """A candidate that fits into memory, with as many units recomputed as that needs."""
-        again = frozenset(range(self._units) if shape.checkpoint == "all" else ())
-        while True:
-            candidate = self._composed(shape, arrangement, cut, again)
-            if not any(candidate.lacks):
-                # If nothing has to be recomputed, this is the candidate of the policy "none".
-                return candidate if again or shape.checkpoint != "needed" else None
-            more = self._to_compute_again(candidate) if shape.checkpoint == "needed" else ()
-            if not more:
-                return None
-            again |= frozenset(more)
-
-    def _composed(
-        self,
-        shape: PlanShape,
-        arrangement: Arrangement | None,
-        cut: Cut,
-        again: frozenset[int],
-        own: Schedule | None = None,
-    ) -> Candidate:
-        """A candidate in which these units are recomputed."""
-        known = (own, Order(own)) if own else schedule_of(shape, arrangement)
-        assert known is not None
-        schedule, order = known
-        base = self._stage_costs(shape, cut, again, schedule.placement)
-        peaks, pipelines = order.peaks(base), self._ranks(shape, arrangement)
-        limits = [min(limits) for limits in zip(*(one.limits for one in pipelines), strict=True)]
-        lacking = [
-            max(0.0, most - limit) if limit else 0.0
-            for most, limit in zip(peaks, limits, strict=True)
-        ]
-        each = [self._placed(shape, base, cut, again, schedule.placement, one) for one in pipelines]
-        bounds = [_bound(schedule, one) for one in each]
-        costs = each[bounds.index(max(bounds))]
-        reduce = self._seconds_to_reduce(shape, arrangement, schedule.placement, costs)
-        # Unequal pipelines share the batch.
-        bound = len(bounds) / sum(1 / one if one else math.inf for one in bounds)
-        lacks = tuple(lacking) if any(lacking) else ()
-        if lacks and (self._least is None or max(peaks) < self._least[0]):
-            self._least = max(peaks), shape
-        return Candidate(
-            shape, cut, again, costs, peaks, lacks, reduce, bound + reduce, arrangement, own=own
-        )
-
-    def _placed(
-        self,
-        shape: PlanShape,
-        base: StageCosts,
-        cut: Cut,
-        again: frozenset[int],
-        placement: Placement,
-        ranks: _RankCosts,
-    ) -> StageCosts:
-        """What stages cost on the ranks of a pipeline."""
-        if not ranks.on:
-            return base
-        units = self._costs(shape.samples)
-        return units.placed(base, cut, placement, again, ranks.on, ranks.links)
-
-    def _stage_costs(
-        self, shape: PlanShape, cut: Cut, again: frozenset[int], placement: Placement
-    ) -> StageCosts:
-        """What stages cost on ranks that are alike."""
-        profile = self._profile
-        latency, bandwidth = profile.wire(self._wanted.devices)
-        return self._costs(shape.samples).stages(
-            cut,
-            placement,
-            checkpoint=again,
-            states=self._wanted.states,
-            latency=latency,
-            bandwidth=bandwidth,
-            **_handling(profile, self._wanted.cluster),
-        )
-
-    def _seconds_to_reduce(
-        self,
-        shape: PlanShape,
-        arrangement: Arrangement | None,
-        placement: Placement,
-        costs: StageCosts,
-    ) -> float:
-        """How long the replicas take to sum gradients in a ring, for the rank with the most."""
-        if shape.replicas == 1:
-            return 0.0
-        wires = [(costs.latency, costs.bandwidth)] * shape.ranks
-        cluster = self._wanted.cluster
-        if cluster is not None and arrangement is not None:
-            wires = []
-            for ranks in zip(*arrangement.pipelines, strict=True):
-                each = [cluster.wire(a, b) for a, b in pairwise((*ranks, ranks[0]))]
-                wires.append((max(late for late, _ in each), min(rate for _, rate in each)))
-        rounds, most = 2 * (shape.replicas - 1), 0.0
-        for rank, (latency, bandwidth) in enumerate(wires):
-            size = sum(costs.kinds[stage]["gradients"] for stage in placement.stages_on(rank))
-            most = max(most, rounds * (size / shape.replicas / bandwidth + latency))
-        return most
-
-    def _to_compute_again(self, candidate: Candidate) -> set[int]:
-        """On each rank that holds too much, the units that free the most memory for their time."""
-        shape = candidate.shape
-        units = self._costs(shape.samples).units
+    def _plan(self, candidate: Candidate) -> Plan:
+        shape, arrangement = candidate.shape, candidate.arrangement
+        units = self._fitting.units(shape.samples).units
         runs = runs_of(candidate.cut, len(units))
-        placement = schedule_of(shape, candidate.arrangement)[0].placement  # type: ignore[index] # it has one
-        alive = min(shape.ranks, shape.microbatches)
-        chosen: set[int] = set()
-        for rank, lacking in enumerate(candidate.lacks):
-            if lacking <= 0:
-                continue
-            free = [
-                number
-                for stage in placement.stages_on(rank)
-                for number in runs[stage]
-                if number not in candidate.again and units[number].held > 0
-            ]
-            if not free:
-                return set()
-            for number in sorted(free, key=lambda n: units[n].forward / units[n].held):
-                if lacking > 0:
-                    chosen.add(number)
-                    lacking -= alive * units[number].held
-        return chosen
+        costs, schedule = candidate.stage_costs, None
+        if candidate.searched is not None or not arrangement.is_plain:
+            schedule = candidate.plain_schedule.with_edges(costs.edges)
+        limits = {self._wanted.limits[device] for device in arrangement.devices}
+        return Plan(
+            shape=shape,
+            stages=tuple(tuple(units[number].path for number in run) for run in runs),
+            checkpoint=tuple(units[number].path for number in sorted(candidate.again)),
+            seconds=candidate.seconds,
+            reduce=candidate.reduce,
+            memory=candidate.memory,
+            limit=limits.pop() if len(limits) == 1 else 0.0,
+            tokens=self._wanted.batch * (self._profile.tokens or 1),
+            stage_costs=costs,
+            own=schedule,
+            pipelines=arrangement.pipelines if self._wanted.cluster else (),
+            shares=candidate.shares,
+        )
+
+    # ---- why
 
     def _why_none(self) -> str:
-        wanted = self._wanted
-        if self._least is None:
+        wanted, least = self._wanted, self._fitting.least
+        if least is None:
             return (
                 f"none of {', '.join(wanted.schedules)} can run the model's {self._units} units with "
                 f"ranks={wanted.devices}, batch={wanted.batch} and the other options; leave some of these "
                 "options out"
             )
-        most, shape = self._least
-        limit = f"memory={wanted.memory:.0f} ({bytes_as_text(wanted.memory)})"
-        told = f"{limit} on each of {wanted.devices} ranks"
-        if self._own_memory and wanted.cluster is not None:
-            told = f"the memory of {wanted.cluster}"
+        most, shape = least
+        memory = f"the memory of {wanted.cluster}"
+        if wanted.memory is not None:
+            memory = (
+                f"memory={wanted.memory:.0f} ({bytes_as_text(wanted.memory)}) on each of "
+                f"{wanted.devices} ranks"
+            )
         return (
-            f"nothing fits into {told}: memory={most:.0f} ({bytes_as_text(most)}) would do, with "
+            f"nothing fits into {memory}: memory={most:.0f} ({bytes_as_text(most)}) would do, with "
             f"{shape.schedule} and {shape.microbatches} microbatches; more ranks, smaller microbatches or "
             "checkpoint='all' need less"
         )
 
-    # ---- simulation
-
-    def _timed(self, candidate: Candidate) -> Candidate:
-        """The candidate after a simulation of its step; unequal pipelines share the batch by their rates."""
-        shape = candidate.shape
-        pipelines = self._ranks(shape, candidate.arrangement)
-        if len(pipelines) == 1:
-            schedule = candidate.own or schedule_of(shape, candidate.arrangement)[0]  # type: ignore[index]
-            seconds = _seconds(schedule, candidate.costs)
-            return replace(candidate, seconds=seconds + candidate.reduce)
-        equal = self._with_shares(candidate, (shape.microbatches,) * len(pipelines))
-        times = [seconds for seconds, _ in equal]
-        alike = max(times) < 1.01 * min(times)
-        shares = () if alike or candidate.own or self._even else _shares(shape.microbatches, times)
-        shared = self._with_shares(candidate, shares) if shares else []
-        slowest = max(shared or equal, key=lambda one: one[0])
-        if not shared or slowest[0] >= max(times):
-            slowest, shares = max(equal, key=lambda one: one[0]), ()
-        seconds = slowest[0] + candidate.reduce
-        return replace(candidate, seconds=seconds, costs=slowest[1], shares=shares)
-
-    def _with_shares(
-        self, candidate: Candidate, shares: Sequence[int]
-    ) -> list[tuple[float, StageCosts]]:
-        """The seconds of each pipeline with so many microbatches, and its costs; nothing if one cannot."""
-        found = list[tuple[float, StageCosts]]()
-        done: dict[Any, tuple[float, StageCosts]] = {}
-        for ranks, count in zip(
-            self._ranks(candidate.shape, candidate.arrangement), shares, strict=True
-        ):
-            shape = replace(candidate.shape, microbatches=count)
-            known = (candidate.own,) if candidate.own else schedule_of(shape, candidate.arrangement)
-            if known is None:
-                return []
-            key = tuple(map(id, ranks.on)), ranks.links, count
-            if key not in done:
-                cut, again, placement = candidate.cut, candidate.again, known[0].placement
-                base = self._stage_costs(shape, cut, again, placement)
-                costs = self._placed(shape, base, cut, again, placement, ranks)
-                done[key] = _seconds(known[0], costs), costs
-            found.append(done[key])
-        return found
-
-    # ---- why
-
     def _why(self, best: Candidate, listed: Sequence[Candidate]) -> Iterator[str]:
         """In sentences, what a plan for a cluster gains by its choices."""
         cluster, arrangement = self._wanted.cluster, best.arrangement
-        if cluster is None or arrangement is None or self._even:
+        if cluster is None or self._wanted.even:
             return
-        used = {rank for ranks in arrangement.pipelines for rank in ranks}
-        out = [rank for rank in range(len(cluster)) if rank not in used]
-        if out:
-            whole = (
-                one
-                for one in listed
-                if one.arrangement and sum(map(len, one.arrangement.pipelines)) == len(cluster)
-            )
-            other = next(whole, None)
-            told = "with all of them nothing fits"
-            if other is not None:
-                told = f"with all of them a step takes {_longer(self._timed(other), best)}"
-            named = ", ".join(f"{rank} ({cluster.devices[rank].name})" for rank in out)
-            yield f"ranks left out: {named}; {told}"
-        plain = Arrangement(arrangement.pipelines, tuple(range(best.shape.ranks)))
+        plain = [Arrangement(arrangement.pipelines, tuple(range(best.shape.ranks)))]
+        if left_out := sorted({*range(len(cluster))} - arrangement.devices):
+            all_used = (one for one in listed if len(one.arrangement.devices) == len(cluster))
+            named = ", ".join(f"{rank} ({cluster.devices[rank].name})" for rank in left_out)
+            other = self._beside(next(all_used, None), best, "a step takes", "nothing fits")
+            yield f"ranks left out: {named}; with all of them {other}"
         if not arrangement.is_plain:
-            other = self._candidate(best.shape, [plain])
-            told = "in their own order nothing fits"
-            if other is not None:
-                told = f"in their own order a step takes {_longer(self._timed(other), best)}"
             order = ", ".join(str(arrangement.pipelines[0][rank]) for rank in arrangement.order)
-            yield f"the stages go through ranks {order}; {told}"
-        self._even = True
-        other = self._candidate(best.shape, [plain])
-        self._even = False
-        told = "does not fit" if other is None else f"takes {_longer(self._timed(other), best)}"
-        yield f"the same with even stages, in the ranks' own order, {told}"
+            in_order = self._fitting.candidate(best.shape, plain)
+            other = self._beside(in_order, best, "a step takes", "nothing fits")
+            yield f"the stages go through ranks {order}; in their own order {other}"
+        even = Fitting(self._profile, replace(self._wanted, even=True))
+        other = self._beside(even.candidate(best.shape, plain), best, "takes", "does not fit")
+        yield f"the same with even stages, in the ranks' own order, {other}"
+
+    def _beside(self, other: Candidate | None, best: Candidate, takes: str, nothing: str) -> str:
+        """How much longer another candidate takes than the best one, in words."""
+        if other is None:
+            return nothing
+        seconds = self._fitting.timed(other).seconds
+        return (
+            f"{takes} {seconds_as_text(seconds)}, {seconds / best.seconds:.2f} times as long as "
+            f"{seconds_as_text(best.seconds)}"
+        )
 
     # ---- improving the best
 
     def _improved(self, best: Candidate, until: float) -> Iterator[Candidate]:
         """The candidate with units moved from stage to stage while that helps, and with a searched order."""
         tried, start = {best.cut}, best
-        while monotonic() < until and not self._even:
+        while monotonic() < until and not self._wanted.even:
             cut = next((cut for cut in _near(best.cut, self._units) if cut not in tried), None)
             if cut is None:
                 break
             tried.add(cut)
-            other = self._fitted(best.shape, best.arrangement, cut)
+            other = self._fitting.fitted(best.shape, best.arrangement, cut)
             if other is not None and other.bound < best.seconds:
-                other = self._timed(other)
+                other = self._fitting.timed(other)
                 best = other if other.seconds < best.seconds * (1 - 1e-9) else best
         searched = self._searched(best, until)
         yield from (each for each in (best, searched) if each is not None and each is not start)
 
     def _searched(self, candidate: Candidate, until: float) -> Candidate | None:
         """The candidate with a schedule searched for its costs, if that is faster."""
-        shape, costs, arrangement = candidate.shape, candidate.costs, candidate.arrangement
-        known = schedule_of(shape, arrangement)
+        shape, costs, arrangement = candidate.shape, candidate.stage_costs, candidate.arrangement
         too_large = shape.forwards > LARGEST_SEARCH or shape.ranks == 1 or candidate.shares
-        if too_large or known is None or monotonic() > until:
+        if too_large or monotonic() > until:
             return None
-        placement = known[0].placement
-        limits = self._ranks(shape, arrangement)[0].limits
-        room = [self._room(placement, costs, rank, limit) for rank, limit in enumerate(limits)]
+        placement, limits = (
+            candidate.plain_schedule.placement,
+            self._fitting.limits(arrangement.pipelines),
+        )
+        room = [_room(placement, costs, rank, limit) for rank, limit in enumerate(limits)]
         if any(limits) and min(room) <= 0:
             return None
         try:
-            order = search_schedule(
+            schedule = search_schedule(
                 costs.costs,
                 ranks=shape.ranks,
                 microbatches=shape.microbatches,
@@ -720,62 +420,19 @@ class _PlanSearch:
         except ScheduleError:
             return None
         shape = replace(shape, schedule=SEARCHED)
-        other = self._composed(shape, arrangement, candidate.cut, candidate.again, order)
+        other = self._fitting.composed(shape, arrangement, candidate.cut, candidate.again, schedule)
         if other.lacks:
             return None
-        other = self._timed(other)
+        other = self._fitting.timed(other)
         return other if other.seconds < candidate.seconds else None
 
-    def _room(self, placement: Placement, costs: StageCosts, rank: int, limit: float) -> float:
-        """The bytes that a schedule may fill with activations, whatever its order."""
-        mine = placement.stages_on(rank)
-        extra = max(sizes[stage] for sizes in costs.extra.values() for stage in mine)
-        messages = sum(map(costs.messages, mine))
-        return (limit or math.inf) - costs.static_on(placement, rank) - extra - messages
 
-    def _plan(self, candidate: Candidate) -> Plan:
-        shape, arrangement = candidate.shape, candidate.arrangement
-        units = self._costs(shape.samples).units
-        runs = runs_of(candidate.cut, len(units))
-        own = candidate.own
-        if own is None and arrangement is not None and not arrangement.is_plain:
-            own = schedule_of(shape, arrangement)[0]  # type: ignore[index] # it has one
-        limits = {limit for ranks in self._ranks(shape, arrangement) for limit in ranks.limits}
-        return Plan(
-            shape=shape,
-            stages=tuple(tuple(units[number].path for number in run) for run in runs),
-            checkpoint=tuple(units[number].path for number in sorted(candidate.again)),
-            seconds=candidate.seconds,
-            reduce=candidate.reduce,
-            memory=candidate.memory,
-            limit=limits.pop() if len(limits) == 1 else 0.0,
-            tokens=self._wanted.batch * (self._profile.tokens or 1),
-            stage_costs=candidate.costs,
-            own=own.with_edges(candidate.costs.edges) if own else None,
-            pipelines=arrangement.pipelines if arrangement else (),
-            shares=candidate.shares,
-        )
-
-
-def _seconds(schedule: Schedule, costs: StageCosts) -> float:
-    return simulate(with_messages(schedule.with_edges(costs.edges)), costs.costs).makespan
-
-
-def _longer(other: Candidate, best: Candidate) -> str:
-    return (
-        f"{seconds_as_text(other.seconds)}, {other.seconds / best.seconds:.2f} times as long as "
-        f"{seconds_as_text(best.seconds)}"
-    )
-
-
-def _shares(microbatches: int, times: Sequence[float]) -> tuple[int, ...]:
-    """Microbatches for pipelines by their rates, as many in all as if each had the same number."""
-    total, rates = microbatches * len(times), [1 / time for time in times]
-    exact = [total * rate / sum(rates) for rate in rates]
-    shares = [max(1, math.floor(one)) for one in exact]
-    for place in sorted(range(len(times)), key=lambda n: shares[n] - exact[n]):
-        shares[place] += sum(shares) < total
-    return tuple(shares) if sum(shares) == total else ()
+def _room(placement: Placement, costs: StageCosts, rank: int, limit: float) -> float:
+    """The bytes of a rank that a schedule may fill with activations, whatever its order."""
+    mine = placement.stages_on(rank)
+    extra = max(sizes[stage] for sizes in costs.extra.values() for stage in mine)
+    messages = sum(map(costs.messages, mine))
+    return (limit or math.inf) - costs.static_on(placement, rank) - extra - messages
 
 
 def _near(cut: Cut, units: int) -> Iterator[Cut]:
@@ -784,27 +441,3 @@ def _near(cut: Cut, units: int) -> Iterator[Cut]:
         moved = (*cut[:index], cut[index] + step, *cut[index + 1 :])
         if all(a < b for a, b in pairwise((*moved, units))):
             yield moved
-
-
-def _bound(schedule: Schedule, costs: StageCosts) -> float:
-    """A time that no order of the actions beats.
-
-    A rank cannot start before a microbatch has passed the stages ahead of it, then has all its own work to
-    do, and after that a whole backward must still pass the stages ahead.
-    """
-    rank_of = schedule.placement.rank_of
-    hops = [0.0, *(costs.costs.wire(a, b)[0] if a != b else 0.0 for a, b in pairwise(rank_of))]
-    late = list(accumulate(hops))
-    split = {Op.I, Op.W} <= schedule.ops
-    backward = costs.backward
-    if split:
-        halves = zip(costs.backward, costs.input, costs.weight, strict=True)
-        backward = tuple(min(whole, first + second) for whole, first, second in halves)
-    bound = 0.0
-    for rank in range(schedule.ranks):
-        mine = schedule.placement.stages_on(rank)
-        work = sum(costs.forward[stage] + backward[stage] for stage in mine)
-        ahead = sum(costs.forward[: mine[0]]) + late[mine[0]]
-        behind = 0.0 if split else sum(backward[: mine[0]]) + late[mine[0]]
-        bound = max(bound, ahead + schedule.microbatches * work + behind)
-    return bound

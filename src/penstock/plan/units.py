@@ -45,6 +45,8 @@ Loss = Callable[[Any, Any], Any]
 """Computes the scalar that backward starts from, from the model's output and a target."""
 HALVES, WHOLE = ("input", "weight"), ("backward",)
 KINDS = ("forward", *HALVES, *WHOLE)
+UNSEEN = -1
+"""In place of the key of memory: all that a section keeps, where nobody may look at what autograd saves."""
 
 
 def measure_units(  # noqa: PLR0913 - the arguments of a step, by name
@@ -95,9 +97,7 @@ def measure_units(  # noqa: PLR0913 - the arguments of a step, by name
         once = _spent_once(clock) if repeats and home.type == "cpu" else {}
         places = range(len(paths))
         costs = [runs.cost(place, counts, timed, once) for place in places]
-        return Units(
-            tuple(costs), counts.values, tuple(runs.work(place, counts) for place in places)
-        )
+        return Units(tuple(costs), counts.values, tuple(map(counts.work, places)))
 
 
 def _step(model: nn.Module, call: tuple[Any, Any], loss: Loss, target: Any) -> Any:
@@ -233,10 +233,15 @@ class Section:
     before: int = -1
     peak: int = 0
 
-    def made(self) -> int:
-        """The bytes of what later sections use and its own graph does not keep."""
+    def count_extra(self) -> None:
+        """Finds out what F needs beyond what it leaves, once `saved` is without values between units."""
         sizes = storages(self.roots.values())
-        return sum(size for key, size in sizes.items() if key not in self.saved)
+        held = sum(size for size, _ in self.saved.values())
+        used_later = sum(size for key, size in sizes.items() if key not in self.saved)
+        if UNSEEN in self.saved:
+            held = max(0, held - used_later)
+            self.saved = {UNSEEN: (held, True)}
+        self.extra["forward"] = float(max(0, self.peak - self.before - held - used_later))
 
 
 class Use(NamedTuple):
@@ -290,7 +295,7 @@ class Forward(TorchFunctionMode):
         for place, (_, module) in enumerate(units):
             self._places[id(module)].append(place)
         self._doors = [Door(units[of[0]][1], units[of[0]][0]) for of in self._places.values()]
-        self._made: Any = WeakIdKeyDictionary()
+        self._section_of: Any = WeakIdKeyDictionary()
         self._now: Any = WeakIdKeyDictionary()
         self._busy = False
 
@@ -320,7 +325,7 @@ class Forward(TorchFunctionMode):
     ) -> Any:
         """Runs a function of the author's in the latest section among those of its arguments."""
         tensors = tensors_in((args, kwargs))
-        known = [self._made[tensor] for tensor in tensors if tensor in self._made]
+        known = [self._section_of[tensor] for tensor in tensors if tensor in self._section_of]
         if not known and not any(isinstance(tensor, nn.Parameter) for tensor in tensors):
             # What depends on the model's arguments alone is computed by each stage.
             return func(*args, **(kwargs or {}))
@@ -349,18 +354,18 @@ class Forward(TorchFunctionMode):
                 self._busy = False
             for tensor in tensors_in(output):
                 if not isinstance(tensor, nn.Parameter):
-                    self._made[tensor] = section
+                    self._section_of[tensor] = section
         return output
 
     def _enter(self, section: Section, tensor: Tensor) -> Tensor:
         """What stands in a section for a tensor: one without history, if it is of another section."""
         tensor = self._now.get(tensor, tensor)
-        source = self._made.get(tensor)
+        source = self._section_of.get(tensor)
         if source is section or (source is None and (tensor.is_leaf or not tensor.requires_grad)):
             return tensor
         if id(tensor) not in section.entered:
             twin = section.entered[id(tensor)] = self._gauge.enter(tensor, section.leaves)
-            self._made[twin] = section
+            self._section_of[twin] = section
             if source is not None:
                 source.roots[id(tensor)] = tensor
                 use = self.uses.setdefault(id(tensor), Use(tensor, source, []))
@@ -465,7 +470,7 @@ class Count:
         section.before = before if section.before < 0 else section.before
         section.peak = max(section.peak, meter.peak)
         if section.unit in self.unseen:
-            section.saved = {-1: (max(0, meter.live - section.before), True)}
+            section.saved = {UNSEEN: (max(0, meter.live - section.before), True)}
 
     @contextmanager
     def _within(self) -> Iterator[None]:
@@ -517,8 +522,8 @@ class _Answers(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         except Exception:
             with _disable_current_modes():
-                given = map_tensors((args, kwargs or {}), _ones)
-                output = func(*given[0], **given[1])
+                args, kwargs = map_tensors((args, kwargs or {}), _ones)
+                output = func(*args, **kwargs)
             return map_tensors(output, lambda tensor: self._mode.from_tensor(tensor.detach()))
 
 
@@ -595,6 +600,8 @@ class _Runs:
                 gauge.unseen.add(gauge.unit)
         values = self._values([*forward.uses.values()])
         sections, first = forward.sections, dict[Any, int]()
+        for section in sections:
+            section.count_extra()
         alike = [first.setdefault(self._kind(one), n) for n, one in enumerate(sections)]
         self.backward(sections, gauge, WHOLE, {*alike})
         gauge.saves = False
@@ -638,27 +645,12 @@ class _Runs:
         return tuple(values)
 
     def _kind(self, section: Section) -> Any:
-        """A key that is the same for sections that cost the same; notes what F needs, and what it keeps."""
+        """A key that is the same for sections that cost the same."""
         module = self._units[section.unit][1]
         weights = [(weight.shape, weight.requires_grad) for weight in module.parameters()]
-        held, made = sum(size for size, _ in section.saved.values()), section.made()
-        if -1 in section.saved:
-            held = max(0, held - made)
-            section.saved = {-1: (held, True)}
-        extra = section.peak - section.before - held - made
-        section.extra["forward"] = float(max(0, extra))
-        sizes = sorted(section.saved.values())
-        ends, work = (len(section.leaves), len(section.roots)), section.work["forward"]
-        return type(module), *weights, *ends, section.flops, extra, *sizes, *sorted(work.items())
-
-    def work(self, unit: int, counts: Counts) -> Work:
-        """How often each operation runs in the actions of a unit."""
-        work: dict[str, Counter[Operation]] = {kind: Counter() for kind in KINDS}
-        for number, section in enumerate(counts.sections):
-            for kind in KINDS if section.unit == unit else ():
-                # What no later unit uses has no backward.
-                work[kind] += counts.sections[counts.alike[number]].work.get(kind, Counter())
-        return work
+        sizes, work = sorted(section.saved.values()), sorted(section.work["forward"].items())
+        ends, extra = (len(section.leaves), len(section.roots)), section.extra["forward"]
+        return type(module), *weights, *ends, section.flops, extra, *sizes, *work
 
     def cost(
         self,
@@ -676,8 +668,7 @@ class _Runs:
             once: The times that actions take with hardly any work, which a stage spends once.
         """
         path, module = self._units[unit]
-        mine = [n for n, section in enumerate(counts.sections) if section.unit == unit]
-        ran = [counts.sections[counts.alike[n]] for n in mine]
+        mine, ran = counts.sections_of(unit), counts.which_ran(unit)
         took = [{kind: counts.times(n, kind, runs) for kind in KINDS} for n in mine]
         saved = [one for n in mine for one in counts.sections[n].saved.values()]
         tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}.values()
@@ -709,6 +700,23 @@ class Counts(NamedTuple):
     sections: list[Section]
     alike: list[int]
     values: tuple[ValueCost, ...]
+
+    def sections_of(self, unit: int) -> list[int]:
+        """The numbers of a unit's sections."""
+        return [n for n, section in enumerate(self.sections) if section.unit == unit]
+
+    def which_ran(self, unit: int) -> list[Section]:
+        """For each of a unit's sections, the one like it that has had a backward."""
+        return [self.sections[self.alike[n]] for n in self.sections_of(unit)]
+
+    def work(self, unit: int) -> Work:
+        """How often each operation runs in the actions of a unit."""
+        work: dict[str, Counter[Operation]] = {kind: Counter() for kind in KINDS}
+        for section in self.which_ran(unit):
+            # A section that no later one uses has no backward.
+            for kind, operations in section.work.items():
+                work[kind] += operations
+        return work
 
     def times(self, number: int, kind: str, runs: Sequence[Sequence[Section]]) -> list[float]:
         """The times of an action in all sections that are like one."""

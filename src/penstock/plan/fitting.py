@@ -1,0 +1,269 @@
+"""Candidates of a search: cut evenly, fitted into memory, with a bound, and simulated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cache, lru_cache
+from itertools import accumulate, pairwise
+from typing import Any
+
+from penstock.partition import choose_cuts
+from penstock.plan.candidates import Arrangement, Candidate, Wanted, order_of
+from penstock.plan.choice import Order, PlanShape, with_messages
+from penstock.plan.costs import Cut, Profile, StageCosts, runs_of
+from penstock.plan.ranks import PipelineRanks, least_work, ranks_of, units_on
+from penstock.schedule import Op, Placement, Schedule, simulate
+
+
+class Fitting:
+    """Makes candidates for a run.
+
+    Args:
+        profile: The costs of units.
+        wanted: What to plan.
+
+    Attributes:
+        least: Of all that does not fit, what the fullest rank of the smallest would hold, and its shape.
+    """
+
+    def __init__(self, profile: Profile, wanted: Wanted) -> None:
+        self._profile, self._wanted = profile, wanted
+        self.least: tuple[float, PlanShape] | None = None
+        self.units = cache(profile.at)
+        self._units_on = cache(
+            lambda samples: units_on(profile, samples, wanted.devices, wanted.cluster)
+        )
+        self._pipelines = cache(self._pipelines_of)
+        self.limits = cache(self._limits_of)
+
+    # ---- the ranks of pipelines
+
+    def _pipelines_of(
+        self, samples: int, pipelines: Sequence[Sequence[int]]
+    ) -> list[PipelineRanks]:
+        """The ranks of each pipeline; those of pipelines that are alike are the same object."""
+        known: dict[Any, PipelineRanks] = {}
+        units, cluster = self._units_on(samples), self._wanted.cluster
+        each = [ranks_of(self._profile, units, ranks, cluster) for ranks in pipelines]
+        return [known.setdefault((tuple(map(id, one.units)), one.links), one) for one in each]
+
+    def _limits_of(self, pipelines: Sequence[Sequence[int]]) -> list[float]:
+        """The bytes that each rank of a pipeline may hold, whichever pipeline it is in; 0 for no limit."""
+        limits = self._wanted.limits
+        at_place = (
+            filter(None, [limits[rank] for rank in ranks]) for ranks in zip(*pipelines, strict=True)
+        )
+        return [min(known, default=0.0) for known in at_place]
+
+    def _wire(self, source: int, target: int) -> tuple[float, float]:
+        """The latency and bandwidth from one device to another."""
+        cluster = self._wanted.cluster
+        return cluster.wire(source, target) if cluster else self._profile.wire(self._wanted.devices)
+
+    # ---- cuts
+
+    def candidate(self, shape: PlanShape, arrangements: Iterable[Arrangement]) -> Candidate | None:
+        """The most promising candidate of a shape that fits into memory."""
+        fitted = (
+            self.fitted(shape, arrangement, cut)
+            for arrangement in arrangements
+            for cut in self._cuts(shape, arrangement)
+        )
+        return min(filter(None, fitted), key=lambda each: each.bound, default=None)
+
+    def _cuts(self, shape: PlanShape, arrangement: Arrangement) -> list[Cut]:
+        """Cuts that balance the ranks: by time and, if memory is limited, also by what they hold."""
+        order = order_of(shape, arrangement)
+        if order is None or not order.schedule.trains:
+            return []
+        twice, units = shape.checkpoint == "all", self.units(shape.samples)
+        pipelines = self._pipelines(shape.samples, arrangement.pipelines)
+        # A cut is one for all pipelines.
+        paces = tuple(map(max, zip(*(one.paces for one in pipelines), strict=True)))
+        weights = [(least_work(units, twice=twice), paces)]
+        limits = self.limits(arrangement.pipelines)
+        if any(limits):
+            alive = 0 if twice else min(shape.ranks, shape.microbatches)
+            copies, most = 1 + self._wanted.states, max(limits)
+            held = [u.parameters + u.trained * copies + alive * u.held for u in units.units]
+            weights.append((held, tuple(most / (limit or most) for limit in limits)))
+        cuts = []
+        for each, scales in weights:
+            # As shares, so that candidates that differ only in the size of microbatches share a cut.
+            total = sum(each) or 1.0
+            shares = tuple(round(weight / total, 9) for weight in each)
+            alike = self._wanted.even or len({*scales}) == 1
+            cuts.append(_even_cut(shares, order.schedule.placement, () if alike else scales))
+        return list(dict.fromkeys(cuts))
+
+    # ---- memory
+
+    def fitted(self, shape: PlanShape, arrangement: Arrangement, cut: Cut) -> Candidate | None:
+        """A candidate that fits into memory, with as many units recomputed as that needs."""
+        units = len(self.units(shape.samples).units)
+        again = frozenset(range(units) if shape.checkpoint == "all" else ())
+        while True:
+            candidate = self.composed(shape, arrangement, cut, again)
+            if not candidate.lacks:
+                # If nothing has to be recomputed, this is the candidate of the policy "none".
+                return candidate if again or shape.checkpoint != "needed" else None
+            more = self._to_compute_again(candidate) if shape.checkpoint == "needed" else ()
+            if not more:
+                return None
+            again |= frozenset(more)
+
+    def _to_compute_again(self, candidate: Candidate) -> set[int]:
+        """On each rank that holds too much, the units that free the most memory for their time."""
+        shape = candidate.shape
+        units = self.units(shape.samples).units
+        runs = runs_of(candidate.cut, len(units))
+        placement = candidate.plain_schedule.placement
+        alive = min(shape.ranks, shape.microbatches)
+        chosen: set[int] = set()
+        for rank, lacking in enumerate(candidate.lacks):
+            if lacking <= 0:
+                continue
+            free = [
+                number
+                for stage in placement.stages_on(rank)
+                for number in runs[stage]
+                if number not in candidate.again and units[number].held > 0
+            ]
+            if not free:
+                return set()
+            for number in sorted(free, key=lambda n: units[n].forward / units[n].held):
+                if lacking > 0:
+                    chosen.add(number)
+                    lacking -= alive * units[number].held
+        return chosen
+
+    def composed(
+        self,
+        shape: PlanShape,
+        arrangement: Arrangement,
+        cut: Cut,
+        again: frozenset[int],
+        searched: Schedule | None = None,
+    ) -> Candidate:
+        """A candidate in which these units are recomputed, whether it fits or not."""
+        order = Order(searched) if searched else order_of(shape, arrangement)
+        assert order is not None
+        schedule, states = order.schedule, self._wanted.states
+        pipelines = self._pipelines(shape.samples, arrangement.pipelines)
+        costs = {one: one.stages(cut, schedule.placement, again, states) for one in {*pipelines}}
+        bounds = {one: _bound(schedule, of) for one, of in costs.items()}
+        # What ranks hold does not depend on how fast they are.
+        peaks = order.peaks(costs[pipelines[0]])
+        limits = self.limits(arrangement.pipelines)
+        lacks = tuple(
+            max(0.0, most - (limit or math.inf)) for most, limit in zip(peaks, limits, strict=True)
+        )
+        if any(lacks) and (self.least is None or max(peaks) < self.least[0]):
+            self.least = max(peaks), shape
+        # Unequal pipelines share the batch.
+        rate = sum(1 / bounds[one] if bounds[one] else math.inf for one in pipelines)
+        reduce = self._seconds_to_reduce(arrangement, schedule.placement, costs[pipelines[0]])
+        return Candidate(
+            shape,
+            arrangement,
+            cut,
+            again,
+            costs=tuple(costs[one] for one in pipelines),
+            memory=peaks,
+            lacks=lacks if any(lacks) else (),
+            reduce=reduce,
+            bound=len(pipelines) / rate + reduce,
+            searched=searched,
+        )
+
+    def _seconds_to_reduce(
+        self, arrangement: Arrangement, placement: Placement, costs: StageCosts
+    ) -> float:
+        """How long the replicas take to sum gradients in a ring, for the rank with the most."""
+        replicas, most = len(arrangement.pipelines), 0.0
+        for rank, ring in enumerate(zip(*arrangement.pipelines, strict=True)):
+            wires = [self._wire(a, b) for a, b in pairwise((*ring, ring[0]))]
+            latency, bandwidth = max(late for late, _ in wires), min(rate for _, rate in wires)
+            size = sum(costs.kinds[stage]["gradients"] for stage in placement.stages_on(rank))
+            most = max(most, 2 * (replicas - 1) * (size / replicas / bandwidth + latency))
+        return most
+
+    # ---- simulation
+
+    def timed(self, candidate: Candidate) -> Candidate:
+        """The candidate after a simulation of its step; unequal pipelines share the batch by their rates."""
+        microbatches = candidate.shape.microbatches
+        shares: tuple[int, ...] = ()
+        seconds = self._seconds(candidate, (microbatches,) * len(candidate.costs))
+        if max(seconds) > 1.01 * min(seconds) and not (candidate.searched or self._wanted.even):
+            by_rates = _shares(microbatches, seconds)
+            shared = self._seconds(candidate, by_rates) if by_rates else []
+            if shared and max(shared) < max(seconds):
+                seconds, shares = shared, by_rates
+        longest = max(seconds)
+        return replace(
+            candidate,
+            seconds=longest + candidate.reduce,
+            slowest=seconds.index(longest),
+            shares=shares,
+        )
+
+    def _seconds(self, candidate: Candidate, shares: Sequence[int]) -> list[float]:
+        """The seconds of each pipeline with so many microbatches; none if one has no schedule for them."""
+        known: dict[tuple[int, int], float] = {}
+        seconds = []
+        for costs, count in zip(candidate.costs, shares, strict=True):
+            schedule = candidate.schedule_for(count)
+            if schedule is None:
+                return []
+            key = id(costs), count
+            if key not in known:
+                known[key] = seconds_of(schedule, costs)
+            seconds.append(known[key])
+        return seconds
+
+
+def seconds_of(schedule: Schedule, costs: StageCosts) -> float:
+    """The simulated time of a step."""
+    return simulate(with_messages(schedule.with_edges(costs.edges)), costs.costs).makespan
+
+
+@lru_cache(maxsize=1024)
+def _even_cut(shares: tuple[float, ...], placement: Placement, paces: tuple[float, ...]) -> Cut:
+    return choose_cuts(shares, placement.stages, placement, paces)
+
+
+def _shares(microbatches: int, times: Sequence[float]) -> tuple[int, ...]:
+    """Microbatches for pipelines by their rates, as many in all as if each had the same number."""
+    total, rates = microbatches * len(times), [1 / time for time in times]
+    exact = [total * rate / sum(rates) for rate in rates]
+    shares = [max(1, math.floor(one)) for one in exact]
+    for place in sorted(range(len(times)), key=lambda n: shares[n] - exact[n]):
+        shares[place] += sum(shares) < total
+    return tuple(shares) if sum(shares) == total else ()
+
+
+def _bound(schedule: Schedule, costs: StageCosts) -> float:
+    """A time that no order of the actions beats.
+
+    A rank cannot start before a microbatch has passed the stages ahead of it, then has all its own work to
+    do, and after that a whole backward must still pass the stages ahead.
+    """
+    rank_of = schedule.placement.rank_of
+    hops = [0.0, *(costs.costs.wire(a, b)[0] if a != b else 0.0 for a, b in pairwise(rank_of))]
+    late = list(accumulate(hops))
+    split = {Op.I, Op.W} <= schedule.ops
+    backward = costs.backward
+    if split:
+        halves = zip(costs.backward, costs.input, costs.weight, strict=True)
+        backward = tuple(min(whole, first + second) for whole, first, second in halves)
+    bound = 0.0
+    for rank in range(schedule.ranks):
+        mine = schedule.placement.stages_on(rank)
+        work = sum(costs.forward[stage] + backward[stage] for stage in mine)
+        ahead = sum(costs.forward[: mine[0]]) + late[mine[0]]
+        behind = 0.0 if split else sum(backward[: mine[0]]) + late[mine[0]]
+        bound = max(bound, ahead + schedule.microbatches * work + behind)
+    return bound
