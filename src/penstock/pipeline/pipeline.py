@@ -21,7 +21,7 @@ from torch import nn
 
 from penstock import plan as planning
 from penstock.errors import NonFiniteError, PenstockError, StageError, UsageError
-from penstock.faults import Timeout, without_own_frames
+from penstock.faults import Timeout, without_library_frames
 from penstock.images import image_tokens, rules_with_images
 from penstock.parallel import siblings_of
 from penstock.partition import Example, Partition, Shared, find_shared_between
@@ -1151,7 +1151,7 @@ def flowed_back(step: StepState) -> StepState:
 def before_first(error: Exception) -> StageError:
     """The error that every rank raises if the user's code fails before the first microbatch."""
     refusal = StageError(f"before the first microbatch: {type(error).__name__}: {error}")
-    refusal.__cause__ = error.with_traceback(without_own_frames(error))
+    refusal.__cause__ = error.with_traceback(without_library_frames(error))
     return refusal
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock.devices import use
 from penstock.errors import PenstockError, ScheduleError, UsageError, listed
-from penstock.faults import Activity, Members, Patience, Watch, meet, noticing_gone_machines
+from penstock.faults import Activity, Patience, Watch, meet, noticing_gone_machines
 from penstock.launchers import read_launcher
 from penstock.parallel import (
     begin_equal,
@@ -273,8 +273,7 @@ def connect_process(
     if chosen is None and not launched():
         return None, loss, replicas
     use(device)
-    members = members_of(group, mesh, replicas.group)
-    meeting = meet(chosen, patience, device, None if members is None else Members(*members))
+    meeting = meet(chosen, patience, device, members_of(group, mesh, replicas.group))
     job = meeting.job
     activity = Activity(job.rank, job.pipeline, job.replica)
     watch = Watch(activity, meeting, patience)
@@ -313,7 +312,7 @@ def set_up(transport: Transport | None) -> Iterator[Callable[[str], None]]:
         if cause is error:
             raise
         raise cause from None
-    transport.watch.made()
+    transport.watch.prepared()
 
 
 def check_placed(
