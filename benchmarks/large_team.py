@@ -119,8 +119,8 @@ def describe_rank(
     }
     held = held_of(_tensors(shapes, shard, shards, scalars=step is None))
     return {
-        "tensors": [held.types, held.tensors],
-        "boxes": [held.boxes, held.box_of],
+        "parts": held.parts,
+        "tensors": held.tensors,
         "names": names,
         "values": alike(values),
         "settings": {"optimizer": [{"lr": rate, "betas": [0.9, 0.95], "weight_decay": 0.1}]},
@@ -145,12 +145,12 @@ def _tensors(shapes: Shapes, shard: int, shards: int, *, scalars: bool) -> Itera
     for name, shape in shapes:
         rows = -(-shape[0] // shards)
         begin = min(shard * rows, shape[0])
-        box = [begin, *[0] * (len(shape) - 1)], [min(rows, shape[0] - begin), *shape[1:]]
-        yield f"model/{name}", "BF16", list(shape), *box
+        box = (begin, *[0] * (len(shape) - 1)), (min(rows, shape[0] - begin), *shape[1:])
+        yield f"model/{name}", "BF16", shape, box
         for one in ("exp_avg", "exp_avg_sq"):
-            yield f"optimizer/{name}/{one}", "F32", list(shape), *box
+            yield f"optimizer/{name}/{one}", "F32", shape, box
         if scalars:
-            yield f"optimizer/{name}/step", "F32", [], [], []
+            yield f"optimizer/{name}/step", "F32", (), ((), ())
 
 
 # ---- a save, and a load

@@ -198,8 +198,8 @@ def in_processes(
     group: Any, folder: str, schedule: str, ranks_of: int, sources: list[str]
 ) -> list[Any]:
     """A worker's task: save, go on, and resume from checkpoints of other layouts."""
-    own = saved(Path(folder), schedule, ranks_of, group)
+    after = saved(Path(folder), schedule, ranks_of, group)
     return [
-        own,
+        after,
         [resumed(Path(source), schedule, ranks_of, group) for source in [folder, *sources]],
     ]

@@ -172,6 +172,17 @@ def test_a_group_for_each_layer_and_its_scheduler(tmp_path: Path) -> None:
     assert [group["lr"] for group in other.param_groups] == pytest.approx([0.15, 0.05, 0.1])
 
 
+def test_groups_with_the_same_settings_stay_apart(tmp_path: Path) -> None:
+    model = nn.Sequential(linear(), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD([{"params": one.parameters()} for one in model], lr=0.1)
+    scheduler = lr_scheduler.LambdaLR(optimizer, [lambda step: 1.0, lambda step: 0.5])
+    states: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    optimizer.param_groups[1]["lr"] = optimizer.param_groups[0]["lr"]
+    Checkpoints(tmp_path).save(1, **states)
+    assert "group 1: 2 parameters" in describe(tmp_path)
+    assert Checkpoints(tmp_path).load(**states) == 1
+
+
 # ---- what does not fit
 
 
@@ -350,12 +361,14 @@ def test_what_is_written_beside_the_training_is_as_it_was(
 
 
 def test_the_weights_of_an_unsplit_model_are_shown_and_exported(tmp_path: Path) -> None:
-    model = nn.Sequential(linear(), nn.Linear(2, 2))
+    model = nn.Sequential(linear(), nn.Linear(2, 2), nn.Linear(2, 2))
+    model[2].weight = model[1].weight
     states = {"model": model, "optimizer": stepped(model), "loader": Keeps(1)}
     Checkpoints(tmp_path / "run").save(3, **states, extra={"seen": 1})
     text = describe(tmp_path / "run", check=True)
     for part in ("step-00000003", "unsplit", "all bytes are those", "AdamW", "group 0", "seen"):
         assert part in text
+    assert "1 further names of tied ones" in text
     export(tmp_path / "run", tmp_path / "weights")
     weights = read_weights(tmp_path / "weights")
     assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())

@@ -230,7 +230,7 @@ def end_while_saving(case: str, folder: Path) -> None:
 
     os.fsync = cast("Any", fault)
     if case in ("hanging", "dying"):
-        pytest.MonkeyPatch().setattr("penstock.checkpoint.saving._AT_EXIT", 1.0)
+        pytest.MonkeyPatch().setattr("penstock.checkpoint.saving.AT_EXIT", 1.0)
     Checkpoints(folder / case, asynchronous=True).save(1, model=linear())
     if case == "dying":
         raise RuntimeError("dies")

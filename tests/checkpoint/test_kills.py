@@ -18,7 +18,7 @@ from torch import nn
 
 from penstock import Checkpoints
 from penstock.checkpoint import describe
-from penstock.weights import files
+from penstock.weights import storage
 
 MOST = 200
 """Moments of one saving; there are about fifty."""
@@ -44,7 +44,7 @@ def kill_at(moment: int) -> None:
         return inner
 
     # In the middle of a file: each block that was written, and each time the disk is waited for.
-    files.crc32 = counted(files.crc32)  # type: ignore[attr-defined]
+    storage.crc32 = counted(storage.crc32)  # type: ignore[attr-defined]
     os.fsync = counted(os.fsync)
 
     def audit(event: str, args: Any) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -34,7 +36,7 @@ def trained(group: Any, folder: str, how: str, plain: str) -> list[Any]:
     checkpoints = Checkpoints(folder)
     state = {f"loader{replica}": Keeps(torch.arange(replica, 5))}
     checkpoints.save(BEFORE, **state, **run.states)
-    own = run.train(AFTER)
+    after = run.train(AFTER)
     resumed_ones = []
     for source in (folder, plain):
         other, loader = Run("1F1B", 2, how=how), Keeps(replica)
@@ -46,7 +48,7 @@ def trained(group: Any, folder: str, how: str, plain: str) -> list[Any]:
         other.close()
     run.close()
     checkpoints.close()
-    return [own, *resumed_ones]
+    return [after, *resumed_ones]
 
 
 @pytest.mark.parametrize("how", [pytest.param("replicas", marks=pytest.mark.nightly), "fsdp"])
@@ -54,9 +56,9 @@ def test_two_by_two_and_back(workers: WorkerPool, tmp_path: Path, how: str) -> N
     plain, folder = tmp_path / "plain", tmp_path / "mesh"
     expected = saved(plain, "plain", 1)
     answers = workers.run(f"{__name__}:trained", 4, folder=str(folder), how=how, plain=str(plain))
-    for own, again, from_plain in answers:
-        assert own == pytest.approx(expected, abs=LIMIT)
-        assert again == own
+    for after, again, from_plain in answers:
+        assert after == pytest.approx(expected, abs=LIMIT)
+        assert again == after
         assert from_plain == pytest.approx(expected, abs=LIMIT)
     # All four have written their part, about equally much.
     sizes = [path.stat().st_size for path in folder.glob("step-*/states-*")]
@@ -149,6 +151,34 @@ def test_a_failure_beside_the_training_is_an_error_on_all(
     assert {*os.listdir(tmp_path)} == {"step-00000001", "step-00000003"}
 
 
+def slow_beside(group: Any, folder: str) -> str:
+    """A worker's task: all wait while one rank writes for longer than a rank may make no progress."""
+    model, fsync = nn.Sequential(linear(), nn.Linear(2, 2)), os.fsync
+
+    def slowly(handle: Any) -> None:
+        time.sleep(2.5)
+        fsync(handle)
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        Checkpoints(folder, asynchronous=True) as checkpoints,
+        Pipeline(
+            model, ranks=2, group=group, timeout=2.0, example=((torch.ones(2, 3),), {})
+        ) as pipe,
+    ):
+        if pipe.rank == 1:
+            patch.setattr(os, "fsync", slowly)
+        checkpoints.save(1, pipe=pipe)
+        return outcome(checkpoints.wait)
+
+
+def test_a_rank_that_writes_slowly_beside_the_training_is_not_silent(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    assert workers.run(f"{__name__}:slow_beside", 2, 60.0, folder=str(tmp_path)) == ["", ""]
+    assert Checkpoints(tmp_path).steps() == [1]
+
+
 def on_one_alone(group: Any, folder: str) -> str:
     """A worker's task: the leading rank saves, the other one goes on."""
     run = Run("1F1B", 2, group)
@@ -189,13 +219,13 @@ def test_different_weights_of_one_name_on_two_ranks(workers: WorkerPool, tmp_pat
         assert all("several stages have weights named 0." in text for text in outcomes)
 
 
-def counted(group: Any, folder: str) -> list[int]:
-    """A worker's task: the messages of a first save, another one, and a load."""
-    told, counts = [0], []
+def counted(group: Any, folder: str) -> list[tuple[int, int]]:
+    """A worker's task: of a first save, another one and a load the messages, and the bytes for the leader."""
+    messages, counts = list[int](), []
 
     def counting(move: Any) -> Any:
         def inner(circle: Circle, value: Any) -> Any:
-            told[0] += 1
+            messages.append(len(json.dumps(value)) if move.__name__ == "to_first" else 0)
             return move(circle, value)
 
         return inner
@@ -203,22 +233,28 @@ def counted(group: Any, folder: str) -> list[int]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("to_first", "from_first"):
             patch.setattr(Circle, name, counting(getattr(Circle, name)))
-        model = linear()
+        model = nn.Sequential(*(linear() for _ in range(20)))
         checkpoints = Checkpoints(folder, group=group)
         calls: list[Callable[[], object]] = [
             partial(checkpoints.save, step, model=model) for step in (1, 2)
         ]
         calls.append(partial(checkpoints.load, model=model))
         for call in calls:
-            told[0] = 0
+            messages.clear()
             call()
-            counts.append(told[0])
+            counts.append((len(messages), sum(messages)))
         checkpoints.close()
     return counts
 
 
 def test_a_save_and_a_load_take_so_many_messages(workers: WorkerPool, tmp_path: Path) -> None:
-    """However many processes there are."""
+    """However many processes there are; what they have alike is told by one, and written by all."""
     for ranks in (2, 4):
-        counts = workers.run(f"{__name__}:counted", ranks, folder=str(tmp_path / str(ranks)))
-        assert counts == [[SAVE, SAVE, LOAD]] * ranks
+        folder = tmp_path / str(ranks)
+        counts = workers.run(f"{__name__}:counted", ranks, folder=str(folder))
+        assert [[count for count, _ in one] for one in counts] == [[SAVE, SAVE, LOAD]] * ranks
+        leader, *others = (one[0][1] for one in counts)
+        assert max(others) < leader / 2
+        sizes = [path.stat().st_size for path in folder.glob("step-00000001/states-*")]
+        assert len(sizes) == ranks
+        assert max(sizes) < 1.5 * min(sizes)

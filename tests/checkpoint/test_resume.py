@@ -72,11 +72,11 @@ def test_between_processes(
         ranks_of=ranks,
         sources=[str(folders(source)[0]) for source in sources],
     )
-    own, from_each = answers[0]
+    after, from_each = answers[0]
     assert all(answer == answers[0] for answer in answers)
-    assert from_each[0] == own
+    assert from_each[0] == after
     # A layout of processes is one of one process, bit by bit.
     assert from_each[1] == folders((schedule, ranks))[1]
     for losses in from_each[2:]:
-        assert losses == pytest.approx(own, abs=LIMIT)
-    assert resumed(tmp_path, *PLAIN) == pytest.approx(own, abs=LIMIT)
+        assert losses == pytest.approx(after, abs=LIMIT)
+    assert resumed(tmp_path, *PLAIN) == pytest.approx(after, abs=LIMIT)

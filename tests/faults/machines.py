@@ -31,7 +31,7 @@ def machines() -> Iterator[list[Space]]:
     names = [(f"penstock{side}{tag}", f"ps{side}{tag}") for side in "ab"]
     (first, here), (second, there) = names
     try:
-        made = (
+        done = (
             ip("netns", "add", first)
             and ip("netns", "add", second)
             and ip(
@@ -44,7 +44,7 @@ def machines() -> Iterator[list[Space]]:
                 for number, (name, device) in enumerate(names, start=1)
             )
         )
-        yield names if made else []
+        yield names if done else []
     finally:
         for name, _ in names:
             ip("netns", "del", name)

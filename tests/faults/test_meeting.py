@@ -111,9 +111,20 @@ def contradicted(folder: Path, change: dict[str, str]) -> Said:
     return run(folder, (1.5, 1.5), port=store.port, environment=[agent, agent | change])
 
 
+def restarted(folder: Path) -> Said:
+    """A launcher, which has the store, starts all processes again."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for count in ("0", "1"):
+        agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": count}
+        (folder / count).mkdir()
+        said = run(folder / count, port=store.port, environment=[agent, agent])
+    return said
+
+
 CASES: dict[str, Callable[[Path], Said]] = {
     "started": run,
     "used": partial(run, group="new"),
+    "restarted": restarted,
     "late": lambda folder: run(folder, (1.0, 0.0), (60.0, 60.0), (1.0, 0.0), group="world"),
     "first alone": lambda folder: run(folder, (1.0, 0.0)),
     "second alone": lambda folder: run(folder, (0.0, 1.0)),
@@ -139,6 +150,7 @@ Of = Callable[[str], Said]
 @pytest.mark.slow
 def test_a_group_is_started_or_used(said: Of) -> None:
     assert said("started") == tuple([f"{rank} of 2 is (0, 1), False lo"] for rank in (0, 1))
+    assert said("restarted") == said("started")
     assert said("used")[1] == ["1 of 2 is (0, 1), True lo"]
 
 

@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, but not marked so
+from torch.distributed.distributed_c10d import PrefixStore
 
 from penstock.errors import NonFiniteError, StageError, UsageError, printable
 from penstock.faults import (
     Activity,
     Failure,
+    Meeting,
+    Members,
     Patience,
     Place,
     Search,
@@ -23,6 +27,7 @@ from penstock.faults import (
     ranges,
     status_of,
 )
+from penstock.faults.desk import Desk
 from penstock.faults.failure import FILE, at_place, of_exception, write_report
 from penstock.faults.places import in_ranges, read_record
 from penstock.schedule import parse_action
@@ -41,7 +46,7 @@ def comes(process: int, to: int, age: float = 9.0) -> Place:
     return waits(process, "0-2/1", age, collective=to, arrived=f"0-2/1={to}")
 
 
-def found(
+def culprit_of(
     places: list[Place], *, broken: bool = False, moves: bool = True
 ) -> tuple[int, str] | None:
     """Who is the culprit, and of what kind, by two looks that are three seconds apart."""
@@ -73,6 +78,11 @@ LEFT = works(1, status="left", calls=1)
             [comes(0, 4), comes(1, 3), works(2)], (2, "silent"), id="and who it waits for"
         ),
         pytest.param([comes(0, 4), waits(1, "2"), works(2)], (2, "silent"), id="a message before"),
+        pytest.param(
+            [comes(0, 4), works(1, 20.0, arrived="0-2/1=4"), works(2, arrived="0-2/1=3")],
+            (2, "silent"),
+            id="not who has come and works on",
+        ),
         pytest.param([waits(0, "0-2/1"), waits(1, "0-2/1"), works(2)], (2, "silent"), id="device"),
         pytest.param([waits(0, "1"), waits(1, "0")], (0, "lost"), id="a circle"),
         pytest.param([comes(0, 4), comes(1, 4), comes(2, 4)], (0, "lost"), id="all have come"),
@@ -84,15 +94,17 @@ LEFT = works(1, status="left", calls=1)
 def test_the_culprit_is_where_the_waits_end(
     places: list[Place], culprit: tuple[int, str] | None
 ) -> None:
-    assert found(places) == culprit
+    assert culprit_of(places) == culprit
 
 
 def test_who_writes_nothing_is_dead_if_a_connection_broke_and_silent_at_the_limit() -> None:
     places = [waits(0, "1"), waits(1, "2", age=0.1), works(2)]
-    assert found(places, broken=True, moves=False) == (1, "died")
-    assert found(places, moves=False) == (1, "silent")
-    assert found([waits(0, "1", age=0.5), *places[1:]], moves=False) is None
-    assert found([works(0), works(1, 0.1)], broken=True, moves=False) == (1, "died"), "not noted"
+    assert culprit_of(places, broken=True, moves=False) == (1, "died")
+    assert culprit_of(places, moves=False) == (1, "silent")
+    assert culprit_of([waits(0, "1", age=0.5), *places[1:]], moves=False) is None
+    assert culprit_of([works(0), works(1, 0.1)], broken=True, moves=False) == (1, "died"), (
+        "not noted"
+    )
 
 
 @pytest.mark.parametrize("ranks", [(0,), (5,), (0, 4, 8), (3, 4), (2, 0), (0, 1, 5)])
@@ -224,6 +236,22 @@ def test_a_report_shows_nothing_of_the_environment_and_stays(
     (tmp_path / "file").touch()
     write_report(tmp_path / "file" / "gone", Failure(1, kind="died"), [])
     assert "the report of the failure could not be written: " in caplog.text
+
+
+def test_who_reports_a_failure_learns_how_many_have_read_of_it() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    desks = []
+    for rank in (0, 1):
+        job = Members((0, 1), (0, 1), (rank,))
+        meeting = Meeting(job, None, PrefixStore("room", store), created=False, hosts=False)
+        desks.append(Desk(meeting, Activity(rank, (0, 1)).place, lambda: None))
+    failure = at_place(Place(1, 1), "raised", "boom", by=1)
+    desks[1].report(failure, 30.0)
+    desks[1].wait_for(lambda: desks[1].heard == 2, 30.0)
+    assert desks[1].heard == 2
+    assert [desk.failure for desk in desks] == [failure, failure]
+    for desk in desks:
+        desk.close(30.0)
 
 
 # ---- machines that are gone

@@ -164,6 +164,13 @@ def test_who_is_silent_is_named(case: dict[str, Any], says: str, job_of: JobOf) 
         assert "testing/faults.py" in job.ranks[rank].output
 
 
+def test_a_rank_that_is_told_to_end_and_does_is_named(tmp_path: Path) -> None:
+    """Its own handler of the signal ends it, by an exit status that is not 0."""
+    job = run_job(tmp_path, **fault("sleep", rank=9), terminates=1)
+    check(job, 1, r"rank 1, step 2: was told to end \(SIGTERM\)", 143, PROMPT)
+    assert job.ranks[1].error == "SystemExit"
+
+
 def test_a_loop_that_ends_early_is_named(tmp_path: Path) -> None:
     job = run_job(tmp_path, **fault("short iterator", step=3))
     check(job, 1, "rank 1, step 2: left after 2 training steps, while others go on", 75, PROMPT)

@@ -162,11 +162,11 @@ def test_wrapped_stages_equal_one_process(workers: WorkerPool, schedule: str, ho
         # DTensors that are multiplied as such do not wait.
         halves = schedule.startswith("ZB") * len(answer["stages"])
         assert answer["waits"] == [how != "tp"] * halves
-        found = {
+        counts = {
             kind: sum(n for name, n in answer["counts"].items() if kind in name)
             for kind in least(how, answer)
         }
-        assert found == least(how, answer), answer["counts"]
+        assert counts == least(how, answer), answer["counts"]
 
 
 @pytest.mark.slow

@@ -216,11 +216,11 @@ def run_named(group: Any) -> list[Any]:
     """A worker's task: losses and metrics by name, where replicas differ in them, and in their samples."""
     mesh = mesh_of("dp", "pp")
     replica = mesh.get_local_rank("dp")
-    own = ("text", "speech")[replica]
+    mine = ("text", "speech")[replica]
     torch.manual_seed(0)
     names: list[str] = []
     model = nn.Sequential(Adds(names), Mlp(), Adds(names), Mlp()).double()
-    metrics = {"mean": lambda o, t: o.mean(), own: lambda o, t: ((o > 0).sum(), o.numel())}
+    metrics = {"mean": lambda o, t: o.mean(), mine: lambda o, t: ((o > 0).sum(), o.numel())}
     pipe = Pipeline(
         model, microbatches=2, mesh=mesh, replicas=mesh["dp"], loss_fn=mse_loss, metrics=metrics
     )
@@ -228,7 +228,7 @@ def run_named(group: Any) -> list[Any]:
     seen = []
     with pipe:
         # A name of one replica alone, names that differ, one that all have, and none.
-        for names[:] in ([own] if replica else [], ["both", own], ["both"], [], [own]):
+        for names[:] in ([mine] if replica else [], ["both", mine], ["both"], [], [mine]):
             result = pipe.step(X[part], target=Y[part])
             seen.append([dict(result.losses), dict(result.metrics), result.loss, result.weight])
         pipe.predict(X[part])
@@ -238,13 +238,13 @@ def run_named(group: Any) -> list[Any]:
 def expected_of(replica: int, names: list[str], part: slice) -> Any:
     """Of a plain loop over one replica's samples: named losses, metrics, and the loss with what was added."""
     torch.manual_seed(0)
-    own = ("text", "speech")[replica]
+    mine = ("text", "speech")[replica]
     model = nn.Sequential(Adds(names), Mlp(), Adds(names), Mlp()).double()
     with collect_losses() as losses:
         output = model(X[part]).detach()
     main = float(mse_loss(output, Y[part]))
     named = {name: float(value) for name, value in losses.named().items()}
-    counts = {"mean": float(output.mean()), own: float((output > 0).sum()) / output.numel()}
+    counts = {"mean": float(output.mean()), mine: float((output > 0).sum()) / output.numel()}
     return named, counts, main, main + float(losses.total().detach())
 
 

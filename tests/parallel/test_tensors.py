@@ -55,9 +55,9 @@ def test_sparse_and_half_precision() -> None:
         torch.tensor([[0, 0, 2]]), torch.tensor([3.0, 1.0, 3.0]), (4,), check_invariants=True
     )
     half = torch.full((1000,), 1.001, dtype=torch.bfloat16)
-    found = global_norms([sparse, half], 2.0)
-    assert found[0] == 5.0
-    assert found[1] == pytest.approx(math.sqrt(float(half.double().square().sum())), rel=1e-6)
+    norms = global_norms([sparse, half], 2.0)
+    assert norms[0] == 5.0
+    assert norms[1] == pytest.approx(math.sqrt(float(half.double().square().sum())), rel=1e-6)
 
 
 def test_a_plain_tensor_is_its_own_part() -> None:
@@ -69,25 +69,27 @@ def test_a_plain_tensor_is_its_own_part() -> None:
 def spread(group: Any) -> dict[str, Any]:
     """A worker's task: the norms of tensors that are cut along neither, one or both dimensions."""
     mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2))
-    made = [
+    sharded = [
         distribute_tensor(tensor, mesh, placements)
         for tensor, placements in zip(tensors(), PLACEMENTS, strict=True)
     ]
     summed = DTensor.from_local(tensors()[0] / 2, mesh, [Partial(), Replicate()])
     return {
-        "norms": [global_norms([*made, tensors()[1]], order).tolist() for order in ORDERS],
+        "norms": [global_norms([*sharded, tensors()[1]], order).tolist() for order in ORDERS],
         "sums": [float(global_norms([summed], order)) for order in ORDERS],
-        "whole": [bool(torch.equal(whole(a), b)) for a, b in zip(made, tensors(), strict=True)],
-        "same": all(bool(torch.equal(whole(with_local(a, local_part(a))), whole(a))) for a in made),
+        "whole": [bool(torch.equal(whole(a), b)) for a, b in zip(sharded, tensors(), strict=True)],
+        "same": all(
+            bool(torch.equal(whole(with_local(a, local_part(a))), whole(a))) for a in sharded
+        ),
     }
 
 
 def test_shards_count_once_and_copies_not_at_all(workers: WorkerPool) -> None:
-    for found in workers.run(f"{__name__}:spread", 4, 60.0):
-        for order, norms in zip(ORDERS, found["norms"], strict=True):
+    for answer in workers.run(f"{__name__}:spread", 4, 60.0):
+        for order, norms in zip(ORDERS, answer["norms"], strict=True):
             each = torch.tensor([*expected(order), expected(order)[1]])
             total = torch.linalg.vector_norm(torch.tensor(norms), order)
             torch.testing.assert_close(total, torch.linalg.vector_norm(each, order))
-        assert found["sums"] == pytest.approx([expected(order)[0] for order in ORDERS])
-        assert found["whole"] == [True] * 5
-        assert found["same"]
+        assert answer["sums"] == pytest.approx([expected(order)[0] for order in ORDERS])
+        assert answer["whole"] == [True] * 5
+        assert answer["same"]

@@ -93,8 +93,8 @@ def test_families_are_loaded_from_what_was_saved(tmp_path: Path, family: str) ->
     export(tmp_path / "run", tmp_path / "exported")
     state = pipe.weights.state_dict()
     for folder in (tmp_path / "saved", tmp_path / "exported"):
-        loaded, told = kind.from_pretrained(folder, output_loading_info=True)
-        assert not any(told.values()), told
+        loaded, info = kind.from_pretrained(folder, output_loading_info=True)
+        assert not any(info.values()), info
         assert loaded.dtype is torch.bfloat16
         assert alike(loaded, state)
         assert loaded.can_generate() == (folder / "generation_config.json").exists()

@@ -66,11 +66,11 @@ def cut(model: nn.Module) -> Partition:
 def saved(folder: Path) -> nn.Module:
     """A model in the form of transformers: several files and an index, tied weights under one name."""
     model = filled()
-    own = {n: t for n, t in model.state_dict().items() if n != "head.weight"}
-    names = sorted(own)
+    kept = {n: t for n, t in model.state_dict().items() if n != "head.weight"}
+    names = sorted(kept)
     parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
     for file, held in parts.items():
-        save_file({name: own[name] for name in held}, folder / file)
+        save_file({name: kept[name] for name in held}, folder / file)
     where = {name: file for file, held in parts.items() for name in held}
     (folder / "model.safetensors.index.json").write_text(index(where))
     return model
@@ -111,8 +111,8 @@ def test_a_pipeline_fills_its_stages_and_trains(tmp_path: Path) -> None:
     plain.backward()
     assert loss == pytest.approx(float(plain.detach()), abs=1e-12)
     wanted = {name: parameter.grad for name, parameter in expected.named_parameters()}
-    found = {name: parameter.grad for name, parameter in pipe.named_parameters()}
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    grads = {name: parameter.grad for name, parameter in pipe.named_parameters()}
+    torch.testing.assert_close(grads, wanted, rtol=0, atol=1e-12)
 
 
 def test_a_pipeline_reads_each_tensor_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,12 +170,12 @@ def test_what_a_pipeline_saved_is_read_and_replaced(tmp_path: Path) -> None:
 
 def test_all_that_does_not_fit_is_named_and_nothing_is_loaded(tmp_path: Path) -> None:
     saved(tmp_path)
-    own = dict(filled().state_dict())
-    del own["head.weight"], own["norm.bias"]
-    own["norm.weight"] = torch.ones(5, dtype=torch.float64)
-    own["extra"] = torch.ones(1)
+    state = dict(filled().state_dict())
+    del state["head.weight"], state["norm.bias"]
+    state["norm.weight"] = torch.ones(5, dtype=torch.float64)
+    state["extra"] = torch.ones(1)
     (tmp_path / "model.safetensors.index.json").unlink()
-    save_file(own, tmp_path / "model.safetensors")
+    save_file(state, tmp_path / "model.safetensors")
     parts = cut(empty())
     with pytest.raises(StateDictError) as caught:
         load_partition(parts, [0], tmp_path)
@@ -202,8 +202,8 @@ def test_every_type_is_read_as_it_was_written(tmp_path: Path) -> None:
     tensors: dict[str, Tensor] = {str(t): torch.arange(6).reshape(2, 3).to(t) for t in types}
     tensors |= {"scalar": torch.tensor(2.5), "none": torch.empty(0, 3)}
     save_file(tensors, tmp_path / "all.safetensors")
-    found = {name: entry.read() for name, entry in entries(tmp_path / "all.safetensors").items()}
-    close(found, tensors)
+    loaded = {name: entry.read() for name, entry in entries(tmp_path / "all.safetensors").items()}
+    close(loaded, tensors)
 
 
 @pytest.mark.slow

@@ -44,7 +44,7 @@ def values(folder: Path) -> dict[str, Any]:
 def test_a_save_that_is_killed_leaves_the_old_weights_or_the_new(tmp_path: Path) -> None:
     expected = [values_of(pipe_at(number)) for number in range(50)]
     pipe_at(0).weights.save(tmp_path)
-    found, number, status = set(), 0, -1
+    loaded, number, status = set(), 0, -1
     while status:
         number += 1
 
@@ -56,10 +56,10 @@ def test_a_save_that_is_killed_leaves_the_old_weights_or_the_new(tmp_path: Path)
         status = in_child(save)
         assert status in (0, -signal.SIGKILL)
         there = expected.index(values(tmp_path))
-        found.add(there)
+        loaded.add(there)
         assert there <= number
     assert number > 8
-    assert number in found
+    assert number in loaded
     # What the killed ones have left is gone with the next one.
     assert len([*tmp_path.iterdir()]) == 3
 
@@ -85,6 +85,17 @@ def test_an_export_that_is_killed_leaves_nothing_or_all(tmp_path: Path) -> None:
             (out / "model.safetensors.index.json").unlink()
     assert kills > 4
     assert values(out) == {name: tensor.tolist() for name, tensor in model.state_dict().items()}
+
+
+def test_what_lies_beside_the_weights_may_lie_in_folders(tmp_path: Path) -> None:
+    class Processor:
+        def save_pretrained(self, folder: str) -> None:
+            path = Path(folder, "parts", "deep", "one.json")
+            path.parent.mkdir(parents=True)
+            path.write_text("{}")
+
+    pipe_at(0).weights.save(tmp_path, Processor())
+    assert (tmp_path / "parts" / "deep" / "one.json").read_text() == "{}"
 
 
 # ---- one writer
@@ -181,6 +192,23 @@ def test_a_run_whose_folder_was_taken_publishes_nothing(
     assert Checkpoints(tmp_path).steps() == [2, 1]
 
 
+def test_a_run_that_loses_its_folder_while_it_writes_publishes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, checkpoints = files.write_file, Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, model=linear())
+
+    def write_and_lose(*args: Any) -> Any:
+        written = write(*args)
+        (tmp_path / ".lock").unlink()
+        return written
+
+    monkeypatch.setattr("penstock.checkpoint.saving.write_file", write_and_lose)
+    with pytest.raises(UsageError, match=r"another run writes here .its \.lock is gone"):
+        checkpoints.save(3, model=linear())
+    assert Checkpoints(tmp_path).steps() == [1]
+
+
 # ---- file systems that fail
 
 
@@ -239,6 +267,30 @@ def test_an_error_of_a_file_system_is_not_damage(
     assert checkpoints.steps() == [3, 2]
     pipe.weights.load(weights)
     assert values(weights) != before
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_disk_that_fails_once_at_any_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a file or a folder has got its name."""
+    fsync, left = os.fsync, [0]
+
+    def failing(handle: int) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    checkpoints, pipe = Checkpoints(tmp_path / "run", keep=1), pipe_at(1)
+    for moment in range(1, 8):
+        left[0] = moment
+        checkpoints.save(moment, model=linear())
+        left[0] = moment
+        pipe.weights.save(tmp_path / "weights")
+    assert checkpoints.load(model=linear()) == 7
+    assert values(tmp_path / "weights") == values_of(pipe)
 
 
 def test_a_file_that_is_missing_is_told_and_nothing_older_is_taken(

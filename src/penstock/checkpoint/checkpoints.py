@@ -131,8 +131,7 @@ class Checkpoints:
         team = _team(targets.pipe, self._group)
         with team.calling("Checkpoints.save", _PATIENCE):
             job = self._preparing.job(team, targets, step, extra, self._writer)
-        size = sum(tensor.nbytes for tensor in job.tensors.values())
-        with team.calling("Checkpoints.save", _PATIENCE + size / _PER_SECOND):
+        with team.calling("Checkpoints.save", _seconds_for(job)):
             try:
                 live = job.tensors
                 if self._asynchronous:
@@ -156,7 +155,8 @@ class Checkpoints:
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.wait()
+            with pending.team.calling("Checkpoints.wait", _seconds_for(pending.job)):
+                pending.wait()
             if self._complete is not None:
                 self._complete()
 
@@ -250,6 +250,11 @@ class Checkpoints:
             self.close()
         elif self._pending is None or self._pending.is_settled():
             self._writer.close()
+
+
+def _seconds_for(job: Job) -> float:
+    """Seconds that this process may take to write before it counts as silent."""
+    return _PATIENCE + sum(tensor.nbytes for tensor in job.tensors.values()) / _PER_SECOND
 
 
 def _team(pipe: Pipeline | None, group: Any) -> Team:

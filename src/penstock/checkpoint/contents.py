@@ -9,7 +9,7 @@ state have the key ``label/name``, a state its label.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from penstock.errors import UsageError
 from penstock.parallel import local_part, path_without_wrappers, region_of, whole
 from penstock.partition import find_shared
 from penstock.pipeline import Pipeline
-from penstock.weights.files import NAMES, digest
+from penstock.weights.files import NAMES, Box, digest, whole_box
 from penstock.weights.optimizers import check_kept_per_parameter, read_states
 from penstock.weights.states import Names, StageWeights, WholeModel
 from penstock.weights.trees import encode
@@ -31,6 +31,8 @@ MODEL = "model"
 RANDOMNESS = "randomness"
 WEIGHTS, OPTIMIZER, STATE = "weights", "an optimizer", "a state"
 """The kinds of labelled objects; for an optimizer, a table names its class instead."""
+OF_STATE = "state "
+"""Names what the leader learns of a state begin with this, and end with its label."""
 
 
 class Targets:
@@ -168,38 +170,38 @@ class Flat:
 
     def described(self) -> dict[str, Any]:
         """What the leader must know of it, in parts that many processes and saves have in common."""
-        held = held_of((key, *describe_part(of)) for key, of in self.tensors.items())
+        held = held_of(
+            (key, NAMES.get(one.dtype), one.shape, region_of(one) or whole_box(one.shape))
+            for key, one in self.tensors.items()
+        )
         data: dict[str, Any] = {
-            "tensors": [held.types, held.tensors],
-            "boxes": [held.boxes, held.box_of],
+            "parts": held.parts,
+            "tensors": held.tensors,
             "names": self.names,
             "values": alike(self.values),
             "settings": self.settings,
         }
-        return data | {f"state {label}": state for label, state in self.states.items()}
+        return data | {f"{OF_STATE}{label}": state for label, state in self.states.items()}
 
 
-def describe_part(tensor: Tensor) -> tuple[str | None, list[int], list[int], list[int]]:
-    """The type and shape of a tensor, and the offsets and sizes of the part that this process holds."""
-    offsets, sizes = region_of(tensor) or ((0,) * tensor.dim(), tensor.shape)
-    return NAMES.get(tensor.dtype), list(tensor.shape), list(offsets), list(sizes)
-
-
-def held_of(described: Iterable[tuple[Any, ...]]) -> HeldTensors:
-    """Collect tensors that are described by key, type, shape, offsets and sizes."""
-    types: dict[Any, int] = {}
-    boxes: dict[Any, int] = {}
-    tensors, box_of = {}, []
-    for key, dtype, shape, offsets, sizes in described:
-        tensors[key] = types.setdefault((dtype, tuple(shape)), len(types))
-        box = (tuple(offsets), tuple(sizes))
-        box_of.append(-1 if sizes == shape else boxes.setdefault(box, len(boxes)))
-    return HeldTensors([*types], tensors, [*boxes], box_of)
+def held_of(described: Iterable[tuple[str, str | None, Sequence[int], Box]]) -> HeldTensors:
+    """Collect tensors that are described by key, type and shape, and the part that a process holds."""
+    parts: dict[Any, int] = {}
+    tensors = {
+        key: parts.setdefault((dtype, tuple(shape), *box), len(parts))
+        for key, dtype, shape, box in described
+    }
+    return HeldTensors([*parts], tensors)
 
 
 def alike(values: Mapping[str, Any]) -> list[Any]:
-    """JSON data by key, with what several keys have in common once."""
-    found: dict[str, list[str]] = {}
-    for key, value in values.items():
-        found.setdefault(json.dumps(replaced(value, key, ITSELF)), []).append(key)
-    return [[json.loads(text), keys] for text, keys in found.items()]
+    """JSON data by key, as JSON data and the keys that have it in common."""
+    return merge_alike((replaced(value, key, ITSELF), [key]) for key, value in values.items())
+
+
+def merge_alike(pairs: Iterable[tuple[Any, Iterable[str]]]) -> list[Any]:
+    """JSON data and the keys that have it, each once."""
+    keys_of: dict[str, dict[str, None]] = {}
+    for value, keys in pairs:
+        keys_of.setdefault(json.dumps(value), {}).update(dict.fromkeys(keys))
+    return [[json.loads(text), list(keys)] for text, keys in keys_of.items()]

@@ -46,10 +46,10 @@ def find(folder: Path) -> list[CheckpointFolder]:
 
     listed = patiently("listed", folder, names) if is_there(folder, folder=True) else []
     matches = (_NAME.fullmatch(name) for name in listed)
-    found = [
+    checkpoints = [
         CheckpointFolder(folder / one[0], int(one[2] or 1), int(one[1])) for one in matches if one
     ]
-    return sorted(found, key=lambda one: (one.generation, one.step), reverse=True)
+    return sorted(checkpoints, key=lambda one: (one.generation, one.step), reverse=True)
 
 
 class Writer:
@@ -70,9 +70,7 @@ class Writer:
     def hold(self) -> None:
         """Make the folder of checkpoints if necessary, and take it; refuse if another run has it."""
         if self._lease is None or not self._lease.is_ours():
-            folder = self._folder
-            patiently("made", folder, lambda: folder.mkdir(parents=True, exist_ok=True))
-            self._lease = Lease(folder, self._clean)
+            self._lease = Lease(self._folder, self._clean)
 
     def _clean(self) -> None:
         """Remove what killed runs left."""

@@ -29,7 +29,7 @@ from penstock.errors import (
     shortened,
 )
 from penstock.parallel import is_sharded, local_part, region_of, spread, with_local
-from penstock.weights.files import Box
+from penstock.weights.files import Box, whole_box
 from penstock.weights.optimizers import find_groups, read_states, write_states
 from penstock.weights.states import LoadResult, Offer
 from penstock.weights.team import Team, distinct
@@ -252,8 +252,7 @@ class Loading:
             # Weights are read last, when other targets have already changed.
             for _, value, key in chain.from_iterable(self._weights.values()):
                 if isinstance(value, Tensor):
-                    whole = (0,) * value.dim(), tuple(value.shape)
-                    self._table.reads(key, region_of(value) or whole)
+                    self._table.reads(key, region_of(value) or whole_box(value.shape))
             for label in self._states:
                 state = decode(self._table.value(label), self._table.read)
                 self._ready.append(partial(self._targets.states[label].load_state_dict, state))

@@ -13,8 +13,9 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from penstock.errors import CheckpointError
-from penstock.weights.files import DTYPES, Box
+from penstock.weights.files import DTYPES, Box, whole_box
 
+_Type = tuple[str, tuple[int, ...]]
 Holder = tuple[int, int]
 """A process, and a tensor's place among those of the process."""
 _MOST_DIMS = 8
@@ -22,36 +23,29 @@ _MOST_DIMS = 8
 
 
 class HeldTensors(NamedTuple):
-    """The tensors of a process, or its parts of them.
+    """What a process holds of tensors.
 
     Attributes:
-        types: the types and shapes of its tensors, each once.
-        tensors: for each key, the number of its type.
-        boxes: parts of tensors, each once: the offsets and sizes.
-        box_of: for each tensor in order, the number of its part; -1 if it is whole.
+        parts: the parts that it holds, each once: the type and shape of a tensor, offsets and sizes.
+        tensors: for each key, the number of its part.
     """
 
-    types: Sequence[Any]
+    parts: Sequence[Any]
     tensors: Mapping[str, int]
-    boxes: Sequence[Any]
-    box_of: Sequence[int]
 
 
 class WritePlan(NamedTuple):
-    """Who writes what, and the table of it.
+    """Who writes what, and what the table says of it.
 
     Attributes:
         shares: for each process, the places of the tensors of which it writes what it holds.
-        types: the type and shape of tensors, each once.
-        divisions: the divisions of tensors: for each part, the process that writes it, offsets and sizes.
-        tensors: for each key, the number of its type, and the process that writes it whole; or -1 minus
-            the number of its division.
+        writers: the processes that write a file, in the order of the table's files.
+        table: the ``types``, ``divisions`` and ``tensors`` of the table.
     """
 
     shares: list[list[int]]
-    types: list[Any]
-    divisions: list[list[Any]]
-    tensors: dict[str, tuple[int, int]]
+    writers: list[int]
+    table: dict[str, Any]
 
 
 def file_of(process: int) -> str:
@@ -74,87 +68,101 @@ def plan_writes(held: Sequence[HeldTensors], name: Callable[[int], str]) -> Writ
     Raises:
         CheckpointError: the parts do not make up the tensors, or a type cannot be written.
     """
-    types, types_of, holders = _collect(held, name)
+    types, holders = _collect(held, name)
     shares: list[list[int]] = [[] for _ in held]
-    writers = _Writers(len(held))
-    tensors: dict[str, tuple[int, int]] = {}
+    loads = [0] * len(held)
     divisions: dict[Any, int] = {}
+    place_of: dict[str, int] = {}
     checked: set[Any] = set()
+
+    def order(key: str) -> tuple[bool, int]:
+        shared = max(map(len, holders[key].values())) > 1
+        return shared, -_nbytes(types[key][0], types[key][1])
+
     # What only one process has is settled first, and then what is large, so that the rest evens out.
-    for key in sorted(holders, key=lambda key: writers.order(types[types_of[key]], holders[key])):
-        dtype, shape = types[types_of[key]]
-        parts = []
-        for box, having in holders[key].items():
-            process, place = writers.choose(having, dtype, box[1])
+    for key in sorted(holders, key=order):
+        dtype, shape = types[key]
+        pieces = []
+        for box, having in sorted(holders[key].items()):
+            # Of those that hold it, the one with the least to write so far.
+            process, place = min(having, key=lambda holder: loads[holder[0]])
+            # One more, so that tensors without data are spread too.
+            loads[process] += _nbytes(dtype, box[1]) + 1
             shares[process].append(place)
-            parts.append((process, box))
-        division = tuple(sorted(parts, key=lambda part: part[1]))
-        boxes = tuple(box for _, box in division)
-        if (types_of[key], boxes) not in checked:
+            pieces.append((process, box))
+        boxes = tuple(box for _, box in pieces)
+        if (shape, boxes) not in checked:
             if not tiles(shape, boxes):
                 raise CheckpointError(
                     f"the processes that save do not hold all parts of {key}, or hold some twice; give "
                     "penstock.Checkpoints(group=...) the process group of all processes that hold a part"
                 )
-            checked.add((types_of[key], boxes))
-        if len(division) == 1:
-            tensors[key] = types_of[key], division[0][0]
+            checked.add((shape, boxes))
+        if len(pieces) == 1:
+            place_of[key] = pieces[0][0]
         else:
-            tensors[key] = types_of[key], -1 - divisions.setdefault(division, len(divisions))
-    listed = [[[process, *map(list, box)] for process, box in one] for one in divisions]
-    ordered = {key: tensors[key] for key in holders}
+            place_of[key] = -1 - divisions.setdefault(tuple(pieces), len(divisions))
+    writers = [process for process, share in enumerate(shares) if share]
+    ordered = {key: place_of[key] for key in holders}
     return WritePlan(
-        [sorted(share) for share in shares], [list(one) for one in types], listed, ordered
+        [sorted(share) for share in shares], writers, _table(types, ordered, divisions, writers)
     )
+
+
+def _table(
+    types: Mapping[str, _Type],
+    place_of: Mapping[str, int],
+    divisions: Iterable[Any],
+    writers: Sequence[int],
+) -> dict[str, Any]:
+    """What the table says of tensors, of which ``place_of`` has the process or the division."""
+    file_of_process = {process: number for number, process in enumerate(writers)}
+    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(types.values()))}
+    return {
+        "types": [{"dtype": dtype, "shape": list(shape)} for dtype, shape in numbers],
+        "divisions": [
+            [
+                {"file": file_of_process[process], "offsets": list(offsets), "sizes": list(sizes)}
+                for process, (offsets, sizes) in pieces
+            ]
+            for pieces in divisions
+        ],
+        "tensors": {
+            key: [numbers[types[key]], place if place < 0 else file_of_process[place]]
+            for key, place in place_of.items()
+        },
+    }
+
+
+def _nbytes(dtype: str, sizes: Sequence[int]) -> int:
+    return math.prod(sizes) * DTYPES[dtype].itemsize
 
 
 def _collect(
     held: Sequence[HeldTensors], name: Callable[[int], str]
-) -> tuple[list[Any], dict[str, int], dict[str, dict[Box, list[Holder]]]]:
-    """The types of all tensors, the number of each tensor's type, and who holds which parts of it."""
-    numbers: dict[Any, int] = {}
-    types_of: dict[str, int] = {}
+) -> tuple[dict[str, _Type], dict[str, dict[Box, list[Holder]]]]:
+    """The type and shape of each tensor, and who holds which parts of it."""
+    types: dict[str, _Type] = {}
     holders: dict[str, dict[Box, list[Holder]]] = {}
-    for process, of in enumerate(held):
-        types = [(dtype, tuple(shape)) for dtype, shape in of.types]
-        boxes: list[Box] = [(tuple(offsets), tuple(sizes)) for offsets, sizes in of.boxes]
-        whole: list[Box] = [((0,) * len(shape), shape) for _, shape in types]
-        here = [numbers.setdefault(one, len(numbers)) for one in types]
-        for place, (key, kind) in enumerate(of.tensors.items()):
-            number = of.box_of[place]
-            box = whole[kind] if number < 0 else boxes[number]
-            if 0 in box[1] and 0 not in types[kind][1]:
+    for process, (parts, tensors) in enumerate(held):
+        here = [
+            ((dtype, tuple(shape)), (tuple(offsets), tuple(sizes)))
+            for dtype, shape, offsets, sizes in parts
+        ]
+        for place, (key, number) in enumerate(tensors.items()):
+            kind, box = here[number]
+            if 0 in box[1] and 0 not in kind[1]:
                 continue  # a process may have nothing of a sharded tensor
-            if types_of.setdefault(key, here[kind]) != here[kind]:
-                other = list(numbers)[types_of[key]]
+            other = types.setdefault(key, kind)
+            if other != kind:
                 raise CheckpointError(
-                    f"{key} is {types[kind][0]} {list(types[kind][1])} on {name(process)} and {other[0]} "
+                    f"{key} is {kind[0]} {list(kind[1])} on {name(process)} and {other[0]} "
                     f"{list(other[1])} on another; one name must mean one tensor"
                 )
             holders.setdefault(key, {}).setdefault(box, []).append((process, place))
-    if untyped := [key for key, kind in types_of.items() if list(numbers)[kind][0] not in DTYPES]:
+    if untyped := [key for key, (dtype, _) in types.items() if dtype not in DTYPES]:
         raise CheckpointError(f"{untyped[0]} has a type that safetensors files cannot hold")
-    return list(numbers), types_of, holders
-
-
-class _Writers:
-    """Chooses who writes a part: of those that hold it, the one with the least to write so far."""
-
-    def __init__(self, count: int) -> None:
-        self._bytes = [0] * count
-
-    def order(self, kind: Any, holders: Mapping[Box, Sequence[Holder]]) -> tuple[int, int]:
-        alone = max(map(len, holders.values())) == 1
-        return not alone, -math.prod(kind[1]) * DTYPES[kind[0]].itemsize
-
-    def choose(self, holders: Sequence[Holder], dtype: str, sizes: Sequence[int]) -> Holder:
-        loads = self._bytes
-        chosen = holders[0]
-        if len(holders) > 1:
-            chosen = min(holders, key=lambda holder: loads[holder[0]])
-        # One more, so that tensors without data are spread too.
-        loads[chosen[0]] += math.prod(sizes) * DTYPES[dtype].itemsize + 1
-        return chosen
+    return types, holders
 
 
 def tiles(shape: Sequence[int], boxes: Iterable[Box]) -> bool:
@@ -165,7 +173,6 @@ def tiles(shape: Sequence[int], boxes: Iterable[Box]) -> bool:
     """
     dims = len(shape)
     corners: Counter[tuple[int, ...]] = Counter()
-    whole: Box = ((0,) * dims, tuple(shape))
     listed = list(boxes)
     if any(not len(offsets) == len(sizes) == dims for offsets, sizes in listed):
         return False
@@ -180,7 +187,7 @@ def tiles(shape: Sequence[int], boxes: Iterable[Box]) -> bool:
         return False
     if 0 in shape:
         return all(0 in sizes for _, sizes in listed)
-    for sign, (offsets, sizes) in [(-1, whole), *((1, box) for box in listed)]:
+    for sign, (offsets, sizes) in [(-1, whole_box(shape)), *((1, box) for box in listed)]:
         ends = [(offsets[dim], offsets[dim] + sizes[dim]) for dim in divided]
         for sides in product((0, 1), repeat=len(divided)):
             corner = tuple(end[side] for end, side in zip(ends, sides, strict=True))

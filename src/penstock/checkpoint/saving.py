@@ -15,13 +15,14 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.contents import Flat, Targets
+from penstock.checkpoint.contents import OF_STATE, Flat, Targets, merge_alike
 from penstock.checkpoint.folder import Writer
 from penstock.checkpoint.planning import HeldTensors, WritePlan, file_of, part_name, plan_writes
 from penstock.checkpoint.table import table_text
@@ -29,7 +30,7 @@ from penstock.devices import is_accelerator, wait_for
 from penstock.errors import FAILURE, CheckpointError, UsageError
 from penstock.parallel import local_part, region_of
 from penstock.values import bytes_as_text
-from penstock.weights.files import write_file
+from penstock.weights.files import whole_box, write_file
 from penstock.weights.folders import files_beside
 from penstock.weights.optimizers import merge_groups
 from penstock.weights.storage import check_arrived, patiently, write_bytes
@@ -37,7 +38,7 @@ from penstock.weights.team import Known, Team, distinct
 from penstock.weights.trees import encode
 
 _POLL = 0.02
-_AT_EXIT = 5.0
+AT_EXIT = 5.0
 """Seconds that an ending process waits for a checkpoint that makes no progress."""
 
 
@@ -135,9 +136,9 @@ class Preparing:
             place[:] = str(writer.begin(step, save)), save
             return place
 
-        def look(told: list[str]) -> None:
-            place[:] = told
-            check_arrived(Path(told[0]))
+        def look(of_leader: list[str]) -> None:
+            place[:] = of_leader
+            check_arrived(Path(place[0]))
 
         try:
             share = team.tell(
@@ -160,7 +161,7 @@ class Preparing:
         keys, written = list(flat.tensors), {}
         for place in self._share:
             tensor = flat.tensors[keys[place]]
-            box = region_of(tensor) or ((0,) * tensor.dim(), tuple(tensor.shape))
+            box = region_of(tensor) or whole_box(tensor.shape)
             written[part_name(keys[place], tensor.shape, box)] = local_part(tensor)
         return written
 
@@ -169,15 +170,18 @@ class Leader:
     """The plan that the leader makes of what all processes have.
 
     Attributes:
-        contents: the contents of the table, except the files' sizes and what the run says of itself.
-        writers: the processes that write a file, in the order of the table's files.
+        contents: the contents of the table, except the files and what the run says of itself.
     """
 
     def __init__(self) -> None:
         self._planned: list[Any] = []
-        self._plan = WritePlan([], [], [], {})
+        self._plan = WritePlan([], [], {})
         self.contents: dict[str, Any] = {}
-        self.writers: list[int] = []
+
+    @property
+    def writers(self) -> list[int]:
+        """The processes that write a file, in the order of the table's files."""
+        return self._plan.writers
 
     def plan(self, parts: list[dict[str, Any]], team: Team) -> list[list[int] | None]:
         """Plan from what all processes have, as :meth:`Flat.described` says it.
@@ -186,43 +190,23 @@ class Leader:
             For each process, the places of the tensors that it writes; None: those of the last save.
         """
         _check_states(parts, team)
-        planned = [of[name] for of in parts for name in ("tensors", "boxes")]
+        planned = [of[name] for of in parts for name in ("parts", "tensors")]
         shares: list[Any] = [None] * len(parts)
         if list(map(id, planned)) != list(map(id, self._planned)):
-            held = [HeldTensors(*of["tensors"], *of["boxes"]) for of in parts]
+            held = [HeldTensors(of["parts"], of["tensors"]) for of in parts]
             self._plan = plan_writes(held, team.name)
             shares, self._planned = self._plan.shares, planned
-        self._fill(parts)
-        return shares
-
-    def _fill(self, parts: list[dict[str, Any]]) -> None:
-        """Make the contents of the table."""
         of_names = distinct(parts, "names")
-        states = {
-            part.removeprefix("state "): of[part][0]
-            for of in parts
-            for part in of
-            if part.startswith("state ")
-        }
-        self.writers = [process for process, share in enumerate(self._plan.shares) if share]
-        number_of = {process: number for number, process in enumerate(self.writers)}
         self.contents = {
             "torch": str(torch.__version__),
             "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "kinds": {label: kind for one in of_names for label, kind in one["kinds"].items()},
-            "types": [{"dtype": dtype, "shape": shape} for dtype, shape in self._plan.types],
-            "divisions": [
-                [{"file": number_of[process], "offsets": o, "sizes": s} for process, o, s in one]
-                for one in self._plan.divisions
-            ],
-            "tensors": {
-                key: [kind, place if place < 0 else number_of[place]]
-                for key, (kind, place) in self._plan.tensors.items()
-            },
-            "alike": _values(distinct(parts, "values"), states),
+            **self._plan.table,
+            "alike": _values(parts),
             "tied": {key: first for one in of_names for key, first in one["tied"].items()},
             "groups": _merge_optimizers(distinct(parts, "names", "settings")),
         }
+        return shares
 
 
 def _check_states(parts: Sequence[Mapping[str, Any]], team: Team) -> None:
@@ -230,7 +214,7 @@ def _check_states(parts: Sequence[Mapping[str, Any]], team: Team) -> None:
     firsts: dict[str, int] = {}
     for process, of in enumerate(parts):
         for part in of:
-            first, label = firsts.setdefault(part, process), part.removeprefix("state ")
+            first, label = firsts.setdefault(part, process), part.removeprefix(OF_STATE)
             if part != label and parts[first][part] is not of[part]:
                 raise UsageError(
                     f"{label}= has another state on {team.name(process)} than on {team.name(first)}; "
@@ -240,14 +224,12 @@ def _check_states(parts: Sequence[Mapping[str, Any]], team: Team) -> None:
                 )
 
 
-def _values(parts: Sequence[Any], states: Mapping[str, Any]) -> list[Any]:
-    """The JSON data of all processes, what several keys have in common once."""
-    merged: dict[str, dict[str, None]] = {}
-    for part in parts:
-        for value, keys in part:
-            merged.setdefault(json.dumps(value), {}).update(dict.fromkeys(keys))
-    found = [{"value": json.loads(text), "keys": list(keys)} for text, keys in merged.items()]
-    return found + [{"value": tree, "keys": [label]} for label, tree in states.items()]
+def _values(parts: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """The JSON data of all processes, as the table has it."""
+    rows = merge_alike(chain.from_iterable(distinct(parts, "values")))
+    states = {part: of[part][0] for of in parts for part in of if part.startswith(OF_STATE)}
+    rows += [[tree, [part.removeprefix(OF_STATE)]] for part, tree in states.items()]
+    return [{"value": value, "keys": keys} for value, keys in rows]
 
 
 def _about(team: Team, targets: Targets, extra: Any) -> dict[str, Any]:
@@ -334,7 +316,7 @@ class Writing:
     def __init__(self, job: Job, team: Team, writer: Writer) -> None:
         self.job = job
         self.process = os.getpid()
-        self._team = team
+        self.team = team
         self._writer = writer
         self._file: Future[list[Any]] = Future()
         self._end: Future[None] = Future()
@@ -347,7 +329,7 @@ class Writing:
     def _run(self) -> None:
         try:
             self._file.set_result(self._write())
-            if self._team.leads and (notes := self._all_notes()) is not None:
+            if self.team.leads and (notes := self._all_notes()) is not None:
                 self._publish([note for note in notes if note])
             self._end.set_result(None)
         except Exception as error:
@@ -359,11 +341,11 @@ class Writing:
     def _write(self) -> list[Any]:
         folder, note = self.job.folder, list[Any]()
         if self.job.tensors:
-            name = file_of(self._team.rank)
+            name = file_of(self.team.rank)
             note = [name, *write_file(folder / name, self.job.tensors, self.job.save)]
         if self._handed.is_set():  # abandoned: the tensors may have changed meanwhile
             raise CheckpointError("the saving was interrupted")
-        write_bytes(self._note_of(self._team.rank), json.dumps(note).encode())
+        write_bytes(self._note_of(self.team.rank), json.dumps(note).encode())
         return note
 
     def _note_of(self, process: int) -> Path:
@@ -374,7 +356,7 @@ class Writing:
         notes = list[Any]()
         while not self._handed.is_set():
             try:
-                while len(notes) < self._team.size:
+                while len(notes) < self.team.size:
                     notes.append(json.loads(self._note_of(len(notes)).read_bytes()))
                 return notes
             except (OSError, ValueError):  # the note is missing or incomplete so far
@@ -384,7 +366,7 @@ class Writing:
 
     def _publish(self, notes: Sequence[Sequence[Any]]) -> None:
         job = self.job
-        for process in range(self._team.size):
+        for process in range(self.team.size):
             note = self._note_of(process)
             patiently("removed", note, partial(note.unlink, missing_ok=True))
         files = [{"name": name, "bytes": size, "crc32": summed} for name, size, summed in notes]
@@ -395,7 +377,7 @@ class Writing:
 
     def is_settled(self) -> bool:
         """After an error: whether the writing has ended; a run of one process waits for that."""
-        if self._team.size == 1:
+        if self.team.size == 1:
             self.finish()
         return self._end.done()
 
@@ -410,26 +392,26 @@ class Writing:
             return [None] * len(notes)
 
         try:
-            self._team.meet("save", self._file.result, publish)
+            self.team.meet("save", self._file.result, publish)
             self._handed.set()
         except BaseException:
             self._handed.set()
-            if self._team.leads:
+            if self.team.leads:
                 # If the thread hangs, the next run removes its folder.
                 with suppress(Exception):
-                    self._end.result(_AT_EXIT)
+                    self._end.result(AT_EXIT)
                 shutil.rmtree(self.job.folder, ignore_errors=True)
             raise
 
     def finish(self) -> str:
         """At the end of the process, wait as long as the writing progresses; return what went wrong."""
-        progress, stalled = -1, time.monotonic() + _AT_EXIT
+        progress, stalled = -1, time.monotonic() + AT_EXIT
         while not self._end.done() and time.monotonic() < stalled:
             size = 0
             with suppress(OSError):
                 size = sum(entry.stat().st_size for entry in os.scandir(self.job.folder))
             if size != progress:
-                progress, stalled = size, time.monotonic() + _AT_EXIT
+                progress, stalled = size, time.monotonic() + AT_EXIT
             time.sleep(_POLL)
         if not self._end.done():
             return "it was not complete when the process ended"

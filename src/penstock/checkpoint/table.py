@@ -20,7 +20,15 @@ from torch import Tensor
 
 from penstock.checkpoint.planning import overlap, part_name, tiles
 from penstock.errors import CheckpointError, InputFileError, printable, quoted
-from penstock.weights.files import DTYPES, Box, Entry, entries, save_of, size_and_checksum
+from penstock.weights.files import (
+    DTYPES,
+    Box,
+    Entry,
+    entries,
+    save_of,
+    size_and_checksum,
+    whole_box,
+)
 from penstock.weights.storage import LONGEST_JSON, parse_json, read_bytes
 from penstock.weights.trees import MARK, keys_of
 
@@ -244,14 +252,6 @@ class CheckpointTable:
             for name in group.parameters
         }
 
-    @cached_property
-    def group_of(self) -> dict[str, dict[str, int]]:
-        """For each optimizer's label, the number of each parameter's group."""
-        return {
-            label: {name: number for number, of in enumerate(groups) for name in of.parameters}
-            for label, groups in self.contents.groups.items()
-        }
-
     def tensors_of(self, label: str) -> list[str]:
         """Return the keys of a label's tensors."""
         return [key for key in self.contents.tensors if key.startswith(f"{label}/")]
@@ -319,8 +319,9 @@ class CheckpointTable:
     def read(self, key: str, box: Box | None = None) -> Tensor:
         """Read a tensor, or a part of it, into new memory."""
         shape = self.shape(key)
-        reads = self.reads(key, box or ((0,) * len(shape), shape))
-        part = torch.empty(box[1] if box else shape, dtype=self.dtype(key), device="cpu")
+        box = box or whole_box(shape)
+        reads = self.reads(key, box)
+        part = torch.empty(box[1], dtype=self.dtype(key), device="cpu")
         for entry, source, target in reads:
             place = tuple(slice(begin, begin + size) for begin, size in zip(*target, strict=True))
             part[place] = entry.read(source)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from penstock.faults.failure import failing_module as failing_module
     from penstock.faults.failure import status_of as status_of
     from penstock.faults.failure import versions as versions
-    from penstock.faults.failure import without_own_frames as without_own_frames
+    from penstock.faults.failure import without_library_frames as without_library_frames
     from penstock.faults.meeting import DAY as DAY
     from penstock.faults.meeting import Meeting as Meeting
     from penstock.faults.meeting import Members as Members

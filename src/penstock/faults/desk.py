@@ -38,7 +38,7 @@ class Desk:
         failure: the first failure, or None.
         since: when this process learnt of it, on its monotonic clock.
         heard: how many processes have read of it, as far as is known.
-        places: where all were before it was written, if this process wrote it and ``keeps_places`` is true.
+        places: where all were before it was written, if this process wrote it; see :meth:`keep_places`.
         lost: why the store can no longer be reached; empty while it can.
         clock: the seconds in which the store has answered. Whether a process still writes is judged by
             this clock, so that nobody seems dead because the store, or this process, was stopped for a while.
@@ -51,11 +51,11 @@ class Desk:
         self.since = self.clock = 0.0
         self.heard = 0
         self.places: dict[int, Place] = {}
-        self.keeps_places = False
         self.lost = ""
         self._job = meeting.job
         self._store = meeting.room
         self._place, self._look = place, look
+        self._keeps_places = False
         self._news: Failure | None = None
         self._hurries = False
         self._asked: float | None = None
@@ -73,6 +73,10 @@ class Desk:
     def now(self) -> None:
         """Write this process's place now."""
         self._wake.set()
+
+    def keep_places(self, wanted: bool) -> None:
+        """Say whether to read where all processes are before a failure is written."""
+        self._keeps_places = wanted
 
     def learn(self, failure: Failure) -> None:
         """Take a failure for the first one, unless one is known."""
@@ -154,7 +158,7 @@ class Desk:
         self._hear(data)
         news = None if self.failure is not None else self._news or self._look()
         if news is not None:
-            if self.keeps_places:
+            if self._keeps_places:
                 # Before the others learn of it, and leave.
                 self.places = self.read(self._job.members)
             # The first failure stays; an unreadable record does not count.

@@ -122,7 +122,7 @@ def failing_module(error: BaseException) -> str:
     return ""
 
 
-def without_own_frames(error: BaseException) -> TracebackType | None:
+def without_library_frames(error: BaseException) -> TracebackType | None:
     """The traceback of an error in the user's code, without the frames of Penstock and torch."""
     entries, kept = [], None
     trace = error.__traceback__

@@ -105,7 +105,7 @@ def meet(
     group: dist.ProcessGroup | None = None,
     patience: Patience | None = None,
     device: torch.device | None = None,
-    beside: Members | None = None,
+    job: Members | None = None,
 ) -> Meeting:
     """Meet the other processes of the job; all of them call this together.
 
@@ -116,7 +116,7 @@ def meet(
         group: the ranks of the pipeline, in order; by default all processes.
         patience: its ``rendezvous_timeout`` is the time within which all must arrive.
         device: where this rank's stages live.
-        beside: the processes of the job; by default those of the group.
+        job: the processes of the job; by default those of the group.
 
     Raises:
         UsageError: this process is not in the group, or the launcher's environment is wrong.
@@ -134,7 +134,7 @@ def meet(
         launch = read_environment()
         _stay_local(launch)
         rank, members, place = launch.rank, tuple(range(launch.ranks)), launch.place
-    job = beside or Members(members, members, (rank,))
+    job = job or Members(members, members, (rank,))
 
     def come() -> Any:
         if created:
@@ -283,10 +283,10 @@ def _within(seconds: float, rank: int, place: str, run: Callable[[], T]) -> T:
 
 def _backend_for(device: torch.device | None) -> str:
     """The backend of the world: gloo, and for tensors on an accelerator what torch has for its kind."""
-    own = dist.Backend.default_device_backend_map.get("cpu" if device is None else device.type)
-    if device is None or own in (None, "gloo") or not dist.is_backend_available(own):
+    backend = dist.Backend.default_device_backend_map.get("cpu" if device is None else device.type)
+    if device is None or backend in (None, "gloo") or not dist.is_backend_available(backend):
         return "gloo"
-    return f"cpu:gloo,{device.type}:{own}"
+    return f"cpu:gloo,{device.type}:{backend}"
 
 
 def _start_world(launch: Launch, room: Any, device: torch.device | None, seconds: float) -> Any:

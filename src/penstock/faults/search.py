@@ -24,17 +24,9 @@ class Search:
 
     Args:
         members: the global ranks of all processes of the job.
-        calls: the call of the pipeline that it is for.
-        order: how many processes had begun to search before, in this call.
-
-    Attributes:
-        next: when to look again, on the monotonic clock.
     """
 
-    def __init__(self, members: Sequence[int], calls: int = -1, order: int = 0) -> None:
-        self.calls = calls
-        self.order = order
-        self.next = 0.0
+    def __init__(self, members: Sequence[int]) -> None:
         self._members = tuple(members)
         self._clock = 0.0
         self._seen: dict[int, tuple[int, float]] = {}
@@ -84,14 +76,14 @@ class Search:
         """The failure that the places on the way mean, if any.
 
         Args:
-            places: what :meth:`look` found, the one who waits first.
+            places: what :meth:`look` returned, the one who waits first.
             limit: seconds for which a rank may make no progress, unless it has asked for more.
             broken: whether a connection of the first one broke.
         """
-        found = self._culprit(places, limit, broken=broken)
-        if found is None:
+        culprit = self._culprit(places, limit, broken=broken)
+        if culprit is None:
             return None
-        place, kind, what = found
+        place, kind, what = culprit
         # A call that one rank alone makes is what keeps it waiting for another that knows nothing of it.
         calls = {one.call: one for one in places if one.call and one.waits}
         blamed = places if kind == "lost" else [place]

@@ -102,6 +102,7 @@ class Watch:
         self._broken = False
         self._aborted, self._named = 0.0, -REPEAT
         self._search = Search(self._members)
+        self._call, self._order, self._next = -1, 0, 0.0
         self._ending = threading.Event()
         self._closed = False
         self._desk = Desk(meeting, lambda: activity.place(self._status), self._look)
@@ -126,16 +127,15 @@ class Watch:
         """Register process groups of the user's, which end if a failure finds this rank waiting there."""
         self._groups = tuple(groups)
 
-    def made(self) -> None:
+    def prepared(self) -> None:
         """Note that the pipeline is set up: from now on the limits for steps apply."""
-        self.activity.setup = None
-        self.activity.rest()
+        self.activity.prepared()
         self._desk.now()
 
     def keep_in(self, folder: Path | None) -> None:
         """Write reports of failures to this folder."""
         self._folder = folder
-        self._desk.keeps_places = folder is not None
+        self._desk.keep_places(folder is not None)
 
     def check(self) -> None:
         """Raise if this rank must stop; called before every action.
@@ -255,8 +255,8 @@ class Watch:
     def _report(self, failure: Failure) -> None:
         """Write the report, if this is the rank that noticed the failure."""
         if failure.by == self.activity.process:
-            own = self.activity.place(self._status)
-            places = self._desk.places | {own.process: own}
+            here = self.activity.place(self._status)
+            places = self._desk.places | {here.process: here}
             write_report(self._folder, failure, [places[one] for one in sorted(places)])
 
     # ---- in the monitor's thread
@@ -293,22 +293,19 @@ class Watch:
 
     def _look(self) -> Failure | None:
         """Look for whom this rank waits, if its wait is broken or lasts long."""
-        own, now = self.activity.place(self._status), monotonic()
-        # In a step also what nobody has noted: its collectives are those of wrappers.
-        waits = self.activity.waits is not None or (own.waits is not None and own.inside)
-        early = min(self._patience.slow(self.activity.durations), self._limit - AHEAD)
-        is_late = self._broken or (waits and own.age > early)
-        if self._status != "runs" or not is_late or now < self._search.next:
+        here = self.activity.place(self._status)
+        if self._status != "runs" or not self._is_late(here) or monotonic() < self._next:
             return None
-        if self._search.calls != own.calls:
-            order = self._desk.count(f"look/{own.calls}")
-            self._search = Search(self._members, own.calls, order)
-        search, leads = self._search, own.process in self._members[:LOOKERS]
+        if self._call != here.calls:
+            self._call, self._search = here.calls, Search(self._members)
+            self._order = self._desk.count(f"look/{here.calls}")
+        leads = here.process in self._members[:LOOKERS]
         # Most wait for the same rank: not all of them need to read places.
-        rarely = search.order > LOOKERS and not leads
-        search.next = now + (search.order if rarely else 0.3 if self._broken else 0.9 * PERIOD)
-        places = search.look(own, self._desk.read, self._desk.clock)
-        failure = search.judge(places, self._limit_of_all, broken=self._broken)
+        rarely = self._order > LOOKERS and not leads
+        pause = self._order if rarely else 0.3 if self._broken else 0.9 * PERIOD
+        self._next = monotonic() + pause
+        places = self._search.look(here, self._desk.read, self._desk.clock)
+        failure = self._search.judge(places, self._limit_of_all, broken=self._broken)
         if failure is None and leads:
             self._name_the_slow(places)
         elif failure is not None and not self._broken:
@@ -316,19 +313,25 @@ class Watch:
             logger.error("penstock: %s\nwhat waits for what:\n%s", failure, listing)
         return failure
 
+    def _is_late(self, here: Place) -> bool:
+        # In a step also what nobody has noted: its collectives are those of wrappers.
+        waits = self.activity.waits is not None or (here.waits is not None and here.inside)
+        early = min(self._patience.slow(self.activity.durations), self._limit - AHEAD)
+        return self._broken or (waits and here.age > early)
+
     def _name_the_slow(self, places: Sequence[Place]) -> None:
         """The first process of the job, or the second if the first is slow, logs who is waited for."""
-        own, *others = places
+        here, *others = places
         ends = [place for place in others if place.waits is None]
-        is_first = own.process == self._members[0]
+        is_first = here.process == self._members[0]
         if not is_first and all(place.process != self._members[0] for place in ends):
             return
-        is_slow = own.age > self._patience.slow(self.activity.durations)
+        is_slow = here.age > self._patience.slow(self.activity.durations)
         if ends and is_slow and monotonic() - self._named > REPEAT:
             self._named = monotonic()
             logger.warning(
                 "penstock: %s has waited for %.0f s, because %s; the job ends after %g s without progress",
-                *(own.name, own.age, "; ".join(map(str, ends[:4])), self._limit),
+                *(here.name, here.age, "; ".join(map(str, ends[:4])), self._limit),
             )
 
     # ---- in any of them

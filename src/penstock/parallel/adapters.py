@@ -204,8 +204,8 @@ class Sharded(Adapter):
 
     def fits(self, module: nn.Module) -> bool:
         """Whether the sharded modules are still the same."""
-        found = _sharded_parts(module)
-        return len(found) == len(self._modules) and all(map(operator.is_, found, self._modules))
+        parts = _sharded_parts(module)
+        return len(parts) == len(self._modules) and all(map(operator.is_, parts, self._modules))
 
     def begin(self, microbatches: int, *, trains: bool = True, gathers: bool = True) -> None:
         """Postpone the reduction, and start to gather parameters."""

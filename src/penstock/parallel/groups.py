@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.devices import use
 from penstock.errors import UsageError
-from penstock.faults import Patience
+from penstock.faults import Members, Patience
 
 DIMENSION = "pp"
 """The mesh dimension along which a pipeline runs."""
@@ -68,12 +68,10 @@ def group_across(mesh: Any) -> Any:
     return mesh.get_group()
 
 
-def members_of(
-    group: Any, mesh: Any, replicas: Any
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
-    """The global ranks of the job, of this process's pipeline, and of those at its place in each pipeline.
+def members_of(group: Any, mesh: Any, replicas: Any) -> Members | None:
+    """The processes of the job.
 
-    Those of the whole mesh that ``group=``, ``mesh=`` or ``replicas=`` is a part of; without a mesh, those of
+    Those of the whole mesh that ``group=``, ``mesh=`` or ``replicas=`` is a part of. Without a mesh, those of
     the group, or the default group if there are replicas.
 
     Args:
@@ -100,11 +98,11 @@ def members_of(
             rows = whole.mesh.movedim(names.index(name), -1).flatten(0, -2).tolist()
             place = pipeline.index(dist.get_rank())
             every = sorted(rank for row in rows for rank in row)
-            return (tuple(every), pipeline, tuple(row[place] for row in rows))
+            return Members(tuple(every), pipeline, tuple(row[place] for row in rows))
     beside = (dist.get_rank(),) if replicas is None else tuple(sorted(ranks_in(replicas)))
     if len(beside) > 1 and {*beside}.isdisjoint({*pipeline} - {dist.get_rank()}):
-        return (tuple(range(dist.get_world_size())), pipeline, beside)
-    return (pipeline, pipeline, (dist.get_rank(),))
+        return Members(tuple(range(dist.get_world_size())), pipeline, beside)
+    return Members(pipeline, pipeline, (dist.get_rank(),))
 
 
 def ranks_in(group: Any) -> set[int]:

@@ -78,19 +78,19 @@ def alone(module: nn.Module) -> nn.Module:
     return module.get_submodule("module") if replicated else module
 
 
-def may_cast(module: nn.Module, own: nn.Module) -> bool:
+def may_cast(module: nn.Module, inner: nn.Module) -> bool:
     """Whether wrappers may change the types of what a stage is given and gives.
 
     Mixed precision does, and a module of the user's around the stage may.
 
     Args:
         module: the outermost module.
-        own: the stage's own module inside it.
+        inner: the stage's own module inside it.
     """
     around = module
-    while around is not own and (inside := _wrapper_of(around).inside):
+    while around is not inner and (inside := _wrapper_of(around).inside):
         around = around.get_submodule(inside)
-    return around is not own or any(_casts(part.module) for part in spread_parts(module))
+    return around is not inner or any(_casts(part.module) for part in spread_parts(module))
 
 
 def _casts(module: Any) -> bool:
@@ -102,25 +102,25 @@ def _casts(module: Any) -> bool:
     return policy.param_dtype is not None or policy.output_dtype is not None
 
 
-def parts_of(module: nn.Module, own: nn.Module) -> Iterator[Member]:
+def parts_of(module: nn.Module, inner: nn.Module) -> Iterator[Member]:
     """A module and all modules inside it, once for every path.
 
     Args:
         module: the outermost module.
-        own: the module inside it at which names begin. Modules outside of it keep their paths as names.
+        inner: the module inside it at which names begin. Modules outside of it keep their paths as names.
     """
-    yield from _parts(Member("", "", module), own)
+    yield from _parts(Member("", "", module), inner)
 
 
-def _parts(part: Member, own: nn.Module) -> Iterator[Member]:
-    if part.module is own:
+def _parts(part: Member, inner: nn.Module) -> Iterator[Member]:
+    if part.module is inner:
         part = part._replace(name="")
     yield part
     inside = _wrapper_of(part.module).inside
     for child, module in part.module._modules.items():
         if module is not None:
             name = part.name if child == inside else _below(part.name, child)
-            yield from _parts(Member(name, _below(part.path, child), module), own)
+            yield from _parts(Member(name, _below(part.path, child), module), inner)
 
 
 def _below(path: str, name: str) -> str:
@@ -128,34 +128,34 @@ def _below(path: str, name: str) -> str:
 
 
 def named_parameters(
-    module: nn.Module, own: nn.Module, *, every_name: bool = False
+    module: nn.Module, inner: nn.Module, *, every_name: bool = False
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters by their names without wrappers, in the order of ``nn.Module.named_parameters``.
 
     Args:
         module: the outermost module.
-        own: as for :func:`parts_of`.
+        inner: as for :func:`parts_of`.
         every_name: whether to yield a parameter under each of its names, not only the first.
     """
     seen: set[int] = set()
-    for name, _, part in parts_of(module, own):
+    for name, _, part in parts_of(module, inner):
         for leaf, parameter in part._parameters.items():
             if parameter is not None and (every_name or id(parameter) not in seen):
                 seen.add(id(parameter))
                 yield _below(name, leaf), parameter
 
 
-def named_buffers(module: nn.Module, own: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_buffers(module: nn.Module, inner: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Buffers by all of their names without wrappers."""
-    for name, _, part in parts_of(module, own):
+    for name, _, part in parts_of(module, inner):
         for leaf, buffer in part._buffers.items():
             if buffer is not None:
                 yield _below(name, leaf), buffer
 
 
-def names_without_wrappers(module: nn.Module, own: nn.Module, keys: list[str]) -> dict[str, str]:
+def names_without_wrappers(module: nn.Module, inner: nn.Module, keys: list[str]) -> dict[str, str]:
     """For each key of the module's state dict, its name without wrappers."""
-    known = {part.path: part.name for part in parts_of(module, own)}
+    known = {part.path: part.name for part in parts_of(module, inner)}
     return {key: _renamed(known, key) for key in keys}
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.errors import PenstockError, StageError
-from penstock.faults import without_own_frames
+from penstock.faults import without_library_frames
 from penstock.images import image_tokens, rules_with_images
 from penstock.pipeline.holding import HeldModel
 from penstock.pipeline.plan import ProvenSchedules
@@ -267,5 +267,5 @@ def flowed_back(step: StepState) -> StepState:
 def before_first(error: Exception) -> StageError:
     """The error that every rank raises if the user's code fails before the first microbatch."""
     refusal = StageError(f"before the first microbatch: {type(error).__name__}: {error}")
-    refusal.__cause__ = error.with_traceback(without_own_frames(error))
+    refusal.__cause__ = error.with_traceback(without_library_frames(error))
     return refusal

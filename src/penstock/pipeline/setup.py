@@ -12,7 +12,7 @@ from torch import nn
 
 from penstock.devices import use
 from penstock.errors import PenstockError, ScheduleError, UsageError, listed
-from penstock.faults import Activity, Members, Watch, meet, noticing_gone_machines
+from penstock.faults import Activity, Watch, meet, noticing_gone_machines
 from penstock.launchers import read_launcher
 from penstock.parallel import (
     begin_equal,
@@ -275,8 +275,7 @@ def connect_process(settings: PipelineSettings) -> Connection:
     if group is None and not launched():
         return Connection(None, replicas, loss)
     use(device)
-    members = members_of(settings.group, settings.mesh, replicas.group)
-    meeting = meet(group, patience, device, None if members is None else Members(*members))
+    meeting = meet(group, patience, device, members_of(settings.group, settings.mesh, replicas.group))
     job = meeting.job
     activity = Activity(job.rank, job.pipeline, job.replica)
     watch = Watch(activity, meeting, patience)
@@ -315,7 +314,7 @@ def set_up(transport: Transport | None) -> Iterator[Callable[[str], None]]:
         if cause is error:
             raise
         raise cause from None
-    transport.watch.made()
+    transport.watch.prepared()
 
 
 def check_placed(

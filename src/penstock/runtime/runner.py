@@ -26,7 +26,7 @@ from penstock.errors import (
     StageError,
     UsageError,
 )
-from penstock.faults import Activity, failing_module, without_own_frames
+from penstock.faults import Activity, failing_module, without_library_frames
 from penstock.parallel import (
     Adapter,
     Adapters,
@@ -715,7 +715,7 @@ def without_data(run: Callable[[], Any], *, trains: bool) -> Any:
         if isinstance(error, ValueError | LookupError | ArithmeticError | AssertionError):
             what += "; this run had no data: numbers were ones, or those of example=(args, kwargs)"
         what = "; ".join([what, *getattr(error, "__notes__", ())])
-        cause = error.with_traceback(without_own_frames(error))
+        cause = error.with_traceback(without_library_frames(error))
         raise StageError(f"{where} the first microbatch: {what}") from cause
 
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from penstock.errors import (
     quoted,
     shortened,
 )
-from penstock.weights.storage import open_regular, parse_json, patiently
+from penstock.weights.storage import BLOCK, open_regular, parse_json, patiently, write_blocks
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -50,7 +50,6 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LONGEST_HEADER = 100_000_000
 """The limit that the format sets, in bytes."""
-_BLOCK = 4 << 20
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
@@ -91,7 +90,7 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], save: str) -> tuple[in
     """Write tensors into a new safetensors file, one after the other, and flush it to disk.
 
     Args:
-        path: the file, which does not exist.
+        path: the file.
         tensors: the tensors, by name.
         save: the identifier that all files of a save carry.
 
@@ -119,26 +118,12 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], save: str) -> tuple[in
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
 
-    def write() -> int:
-        # After a failure everything is written anew: what had not reached the disk may be lost.
-        path.unlink(missing_ok=True)
-        with path.open("xb") as file:
-            summed = _write(file, memoryview(head), 0)
-            for name in order:
-                summed = _write(file, raw_bytes(tensors[name].detach().cpu().contiguous()), summed)
-            file.flush()
-            os.fsync(file.fileno())
-        return summed
+    def content() -> Iterator[bytes | memoryview]:
+        yield head
+        for name in order:
+            yield raw_bytes(tensors[name].detach().cpu().contiguous())
 
-    return len(head) + end, patiently("written", path, write)
-
-
-def _write(file: Any, memory: memoryview, summed: int) -> int:
-    for begin in range(0, len(memory), _BLOCK):
-        block = memory[begin : begin + _BLOCK]
-        summed = crc32(block, summed)
-        file.write(block)
-    return summed
+    return len(head) + end, write_blocks(path, content)
 
 
 # ---- read
@@ -146,6 +131,11 @@ def _write(file: Any, memory: memoryview, summed: int) -> int:
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """A part of a tensor: its offsets and its sizes."""
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """The part that is a whole tensor."""
+    return (0,) * len(shape), tuple(shape)
 
 
 @dataclass(frozen=True)
@@ -159,7 +149,7 @@ class Entry:
 
     def read(self, box: Box | None = None) -> Tensor:
         """The tensor, or a box of it, in new memory; only the rows that contain the box are read."""
-        offsets, sizes = box or ((0,) * len(self.shape), self.shape)
+        offsets, sizes = box or whole_box(self.shape)
         row = math.prod(self.shape[1:]) * self.dtype.itemsize
         rows = torch.empty((*sizes[:1], *self.shape[1:]), dtype=self.dtype, device="cpu")
         fill(self.path, raw_bytes(rows), self.begin + (offsets[0] * row if offsets else 0))
@@ -172,7 +162,7 @@ def size_and_checksum(path: Path) -> tuple[int, int]:
     """The size of a file in bytes, and its CRC-32."""
 
     def read() -> tuple[int, int]:
-        buffer, size, summed = memoryview(bytearray(_BLOCK)), 0, 0
+        buffer, size, summed = memoryview(bytearray(BLOCK)), 0, 0
         with open_regular(path) as file:
             while count := file.readinto(buffer):
                 size, summed = size + count, crc32(buffer[:count], summed)

@@ -68,7 +68,6 @@ class WeightFolder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        patiently("made", folder, lambda: folder.mkdir(parents=True, exist_ok=True))
         self._lease = Lease(folder)
         self.save = os.urandom(6).hex()
 
@@ -106,7 +105,9 @@ class WeightFolder:
         for name, content in beside.items():
             path = self._folder / name
             if not is_there(path) or read_bytes(path) != content:
-                patiently("made", path.parent, partial(path.parent.mkdir, exist_ok=True))
+                patiently(
+                    "made", path.parent, partial(path.parent.mkdir, parents=True, exist_ok=True)
+                )
                 replace_file(path, content)
         earlier = {_SINGLE, *_named_by(self._folder)}
         write_bytes(hidden, (json.dumps(index, indent=2) + "\n").encode(), reads_back=True)
@@ -247,14 +248,10 @@ def save_stage(
 
 def _named_by(folder: Path) -> set[str]:
     """The files that a folder's index names; none if there is no index that can be read."""
-    try:
-        return (
-            {path.name for path in _read_index(folder)[0].values()}
-            if is_there(folder / INDEX)
-            else set()
-        )
-    except InputFileError:
-        return set()
+    with suppress(InputFileError):
+        if is_there(folder / INDEX):
+            return {path.name for path in _read_index(folder)[0].values()}
+    return set()
 
 
 def read_weights(folder: str | os.PathLike[str]) -> WeightFiles:

@@ -31,7 +31,7 @@ class Lease:
     It is given back by :meth:`release`, or when nothing refers to it.
 
     Args:
-        folder: the folder.
+        folder: the folder; it is made if necessary.
         clean: removes what an earlier owner has left; called if the folder is newly taken.
 
     Raises:
@@ -40,6 +40,7 @@ class Lease:
     """
 
     def __init__(self, folder: Path, clean: Callable[[], None] = lambda: None) -> None:
+        patiently("made", folder, lambda: folder.mkdir(parents=True, exist_ok=True))
         self._path = folder.resolve() / LOCK
         self._lock = SoftFileLease(
             self._path,

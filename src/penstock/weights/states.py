@@ -311,8 +311,8 @@ def load_optimizer(
                 "pass what pipe.weights.optimizer_state_dict(optimizer) returned"
             )
         saved.extend((settings_of(group), group["params"]) for group in state["param_groups"])
-        given = [name for _, of in saved for name in of]
-        if not all(isinstance(name, str) for name in [*state["state"], *given]):
+        listed = [name for _, of in saved for name in of]
+        if not all(isinstance(name, str) for name in [*state["state"], *listed]):
             raise StateDictError(
                 "this optimizer's state dict holds positions, which mean different parameters on each rank; "
                 "save what pipe.weights.optimizer_state_dict(optimizer, full=True) returns, or use "
@@ -322,7 +322,7 @@ def load_optimizer(
         continued, missing, problems = find_groups(groups, saved)
         numbers.extend(continued)
         here = [name for of in groups for name in of]
-        return Offer(here, given, {"missing": missing, "hard": problems})
+        return Offer(here, listed, {"missing": missing, "hard": problems})
 
     agreed = agree_to_load(team, bring, partial(_refuse, strict, "optimizer's states"))
     settings = [{} if number is None else _copies(saved[number][0]) for number in numbers]

@@ -11,14 +11,17 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeVar
+from zlib import crc32
 
 from penstock.errors import CheckpointError, InputFileError, PenstockError, StorageError
 
+BLOCK = 4 << 20
+"""The bytes that are written or read at once."""
 LONGEST_JSON = 256_000_000
 DEEPEST_JSON = 100
 
@@ -129,16 +132,34 @@ def check_arrived(path: Path, size: int | None = None) -> None:
         )
 
 
-def write_bytes(path: Path, content: bytes, *, reads_back: bool = False) -> None:
-    """Write a file, and flush it to disk; perhaps check that it can be read."""
+def write_blocks(path: Path, content: Callable[[], Iterable[bytes | memoryview]]) -> int:
+    """Write a file, flush it to disk, and return its CRC-32.
 
-    def write() -> None:
-        with path.open("wb") as file:
-            file.write(content)
+    Args:
+        path: the file; another one of this name is removed first.
+        content: yields the file's bytes, part by part; called again if the file system has failed.
+    """
+
+    def write() -> int:
+        # After a failure everything is written anew: what had not reached the disk may be lost.
+        path.unlink(missing_ok=True)
+        summed = 0
+        with path.open("xb") as file:
+            for part in content():
+                for begin in range(0, len(part), BLOCK):
+                    block = memoryview(part)[begin : begin + BLOCK]
+                    summed = crc32(block, summed)
+                    file.write(block)
             file.flush()
             os.fsync(file.fileno())
+        return summed
 
-    patiently("written", path, write)
+    return patiently("written", path, write)
+
+
+def write_bytes(path: Path, content: bytes, *, reads_back: bool = False) -> None:
+    """Write a file, and flush it to disk; perhaps check that it can be read."""
+    write_blocks(path, lambda: [content])
     if reads_back and read_bytes(path, len(content)) != content:
         raise CheckpointError(f"{path} is not what was just written: the file system has lost it")
 

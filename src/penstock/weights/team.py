@@ -180,7 +180,7 @@ class Team:
         *,
         known: Known | None = None,
         begin: Callable[[list[Any]], Any] = lambda heads: None,
-        look: Callable[[Any], Any] = lambda told: None,
+        look: Callable[[Any], Any] = lambda begun: None,
     ) -> Any:
         """Tell the leader what each process has, and let it answer each; as two calls of :meth:`meet`.
 
@@ -206,13 +206,13 @@ class Team:
         def ask(shown: list[Any]) -> list[Any]:
             nonlocal digests
             digests = [names for _, names in shown]
-            told = begin([head for head, _ in shown])
-            return [[told, asked] for asked in known.asked(digests)]
+            begun = begin([head for head, _ in shown])
+            return [[begun, asked] for asked in known.asked(digests)]
 
-        told, asked = self.meet(doing, show, ask)
+        begun, asked = self.meet(doing, show, ask)
 
         def rest() -> dict[str, str]:
-            look(told)
+            look(begun)
             return {digest: texts[digest] for digest in asked}
 
         return self.meet(doing, rest, lambda of_all: answer(known.learn(digests, of_all)))
