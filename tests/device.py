@@ -23,8 +23,10 @@ def is_there() -> bool:
         played.register()
     if torch.device(DEVICE).type == "cpu":
         return True
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return found is not None and found.type == torch.device(DEVICE).type
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
+    return accelerator is not None and accelerator.type == torch.device(DEVICE).type
 
 
 HAS_DEVICE = is_there()

@@ -117,10 +117,10 @@ def _await(started: Sequence[Any], limit: float) -> list[int]:
     running = {process.sentinel: process for process in started}
     while running and time.monotonic() < deadline:
         ended = connection.wait(list(running), deadline - time.monotonic())
-        found = [running.pop(sentinel) for sentinel in ended]
-        for process in found:
+        stopped = [running.pop(sentinel) for sentinel in ended]
+        for process in stopped:
             process.join()
-        if any(process.exitcode for process in found):
+        if any(process.exitcode for process in stopped):
             for process in running.values():
                 process.terminate()
     return [rank for rank, process in enumerate(started) if process.is_alive()]

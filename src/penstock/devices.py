@@ -11,9 +11,11 @@ import torch
 from penstock.errors import UsageError
 from penstock.launchers import read_launcher
 
-_ACCELERATOR = torch.accelerator.current_accelerator()
-KINDS = ("cpu",) if _ACCELERATOR is None else ("cpu", _ACCELERATOR.type)
-"""The kinds of devices that compute here."""
+
+def kinds() -> tuple[str, ...]:
+    """The kinds of devices that compute here; one may be made known to torch after Penstock was imported."""
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
 def placed_on(device: torch.device | str) -> torch.device:
@@ -52,7 +54,7 @@ def autocast_types() -> list[str]:
     """The types that autocast computes in now, by type of device; empty outside of autocast."""
     return [
         f"{kind}:{torch.get_autocast_dtype(kind)}"
-        for kind in KINDS
+        for kind in kinds()
         if torch.is_autocast_enabled(kind)
     ]
 

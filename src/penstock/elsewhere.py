@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from penstock.devices import KINDS, numbered
+from penstock.devices import kinds, numbered
 from penstock.errors import StateDictError, UsageError
 
 _WEIGHTS = (
@@ -45,7 +45,7 @@ _BYTES = frozenset(
     ("data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack__", "share_memory_")
 )
 """Functions that reach for a tensor's memory."""
-_MOVES = frozenset(("to", "type", *KINDS))
+_MOVES = frozenset(("to", "type", *kinds()))
 _NEW = frozenset(("new_tensor", "new_zeros", "new_ones", "new_empty", "new_full"))
 """Methods that make a tensor of which only the type and the device are those of the given one."""
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
@@ -333,7 +333,7 @@ def _moved(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     """A stand-in of another type, or on another device."""
     tensor, *rest = args
     device, dtype = None, None
-    if name in KINDS:
+    if name in kinds():
         index = rest[0] if rest else kwargs.get("device")
         device = (
             torch.device(name, index) if isinstance(index, int) else torch.device(index or name)

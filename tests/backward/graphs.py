@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -160,6 +160,23 @@ class Standardise(torch.autograd.Function):
         return grad_outputs[0] * ctx.saved_tensors[0]
 
 
+class Ends(torch.autograd.Function):
+    """The identity, through which no gradient comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> None:
+        return None
+
+
+def ended(value: Tensor) -> Tensor:
+    result: Tensor = Ends.apply(value)  # type: ignore[no-untyped-call]
+    return result
+
+
 def counted_linear(value: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     result: Tensor = CountedLinear.apply(value, 0.5, weight, bias)  # type: ignore[no-untyped-call]
     return result
@@ -271,6 +288,9 @@ CHECKPOINTED: dict[str, Make] = {
     ),
     "selective checkpoint": block(selective_checkpoint),
     "nested checkpoint": ab(nested_checkpoint),
+    "checkpoint whose gradient ends": ab(
+        lambda m, v: rerun(lambda u: ended(m.a(u)) + m.b(u).tanh(), v)
+    ),
     "checkpointed weight": lambda: Stage(
         lambda m, v: m.after(rerun(m.layer, v)),
         layer=parametrizations.weight_norm(linear()),
@@ -353,6 +373,12 @@ GRAPHS: dict[str, Make] = {
         lambda: x(dtype=torch.complex128),
         matrix=torch.randn(WIDTH, WIDTH, dtype=torch.complex128),
         shift=weight(WIDTH),
+    ),
+    "a gradient that ends": ab(lambda m, v: ended(m.a(v)) + m.b(v)),
+    "a weight that is a long expression": lambda: Stage(
+        lambda m, v: v @ reduce(lambda value, _: value * 1.5, range(70), m.matrix),
+        matrix=weight(),
+        waits=0,
     ),
     # ---- inputs and outputs
     "a loss": lambda: Stage(

@@ -1,7 +1,8 @@
 """One check for every way to compute a stage's gradients: they are those of plain autograd.
 
 A stage runs two microbatches at once, and each way keeps nothing between its halves but what they hand on.
-Compared are the gradients of inputs and weights, which of them are None, and what hooks on weights see.
+Compared are the outputs, the gradients of inputs and weights, which of them are None, what hooks on weights
+see, and the buffers that are left.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from itertools import count
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from penstock import PipelineStage
 from penstock.backward import SplitBackward
 from penstock.pipelining._backward import (
     stage_backward,
@@ -87,6 +89,40 @@ def function(stage: Stage, forwards: list[Forward]) -> list[Gradients]:
     return [stage_backward(*forwards.pop(0)) for _ in (*forwards,)]
 
 
+class Staged:
+    """The way of a pipeline's stage, which runs the forwards too.
+
+    Args:
+        module: what it runs.
+        options: those of `PipelineStage`, such as ``compile=``.
+    """
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        self.stage = PipelineStage(module, 1, 2, **options)
+        self._forwards = 0
+
+    def call(self, *inputs: Any) -> Any:
+        self._forwards += 1
+        return self.stage.forward(self._forwards, inputs)
+
+    def __call__(self, stage: Stage, forwards: list[Forward]) -> list[Gradients]:
+        results = []
+        numbers = range(self._forwards - len(forwards) + 1, self._forwards + 1)
+        for number in numbers:
+            outputs, grads, inputs = flat(forwards.pop(0))
+            pairs = zip(outputs, grads, strict=True)
+            roots = [grad for output, grad in pairs if output.requires_grad]
+            gradients = iter(self.stage.backward_input(number, roots))
+            results.append(tuple(next(gradients) if learns(value) else None for value in inputs))
+        for number in numbers:
+            self.stage.backward_weight(number)
+        return results
+
+
+def learns(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
 WAYS: dict[str, Way] = {
     "full": full,
     "halves": halves,
@@ -101,24 +137,31 @@ def trained(
     *,
     seed: int = 0,
     hooks: bool = False,
-    call: Callable[..., Any] | None = None,
 ) -> dict[str, Any]:
-    """What two microbatches leave: the gradients by name, and what hooks on the weights saw."""
+    """What two microbatches give, by name, and what hooks on the weights saw."""
     torch.manual_seed(seed)
     microbatches = [stage.inputs(), stage.inputs()]
+    before = {name: buffer.clone() for name, buffer in stage.named_buffers()}
     stage.zero_grad()
     calls: dict[str, list[Tensor]] = {}
     handles = list(_watch(stage, calls)) if hooks else []
-    forwards = []
+    call = way.call if isinstance(way, Staged) else stage
+    forwards, outputs = [], []
     for index, inputs in enumerate(microbatches):
-        output = (call or stage)(*inputs)
+        output = call(*inputs)
+        outputs += [t if t is None else t.detach().clone() for t in tensors_in(output)]
         forwards.append(Forward(output, _grads(stage, output, index), inputs))
         del output
     gradients = way(stage, forwards)
     for handle in handles:
         handle.remove()
+    buffers = {name: buffer.clone() for name, buffer in stage.named_buffers()}
+    for name, buffer in stage.named_buffers():
+        buffer.copy_(before[name])  # for the next way
     weights = {name: parameter.grad for name, parameter in stage.named_parameters()}
-    return {"inputs": gradients, "weights": weights, "hooks": calls}
+    return {
+        "outputs": outputs, "inputs": gradients, "weights": weights, "hooks": calls, "buffers": buffers,
+    }  # fmt: skip
 
 
 def check(
@@ -133,13 +176,16 @@ def check(
 
 
 def _watch(stage: Stage, calls: dict[str, list[Tensor]]) -> Iterator[Any]:
-    def halve(name: str, grad: Tensor) -> Tensor:
+    # Where a gradient ends, a plain backward pass calls hooks too, with None.
+    def halve(name: str, grad: Tensor | None) -> Tensor | None:
+        if grad is None:
+            return None
         calls.setdefault(f"{name} hook", []).append(grad.detach().clone())
         return grad / 2
 
     def note(name: str, leaf: Tensor) -> None:
-        assert leaf.grad is not None
-        calls.setdefault(f"{name} after", []).append(leaf.grad.detach().clone())
+        if leaf.grad is not None:
+            calls.setdefault(f"{name} after", []).append(leaf.grad.detach().clone())
 
     for name, parameter in stage.named_parameters():
         if parameter.requires_grad:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from penstock.compiled.halves import Halves, cut
+from penstock.compiled.halves import Halves, halved
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 aten = torch.ops.aten
@@ -77,8 +77,8 @@ def first_layer(
 
 
 def scaled(hidden: Tensor, weight: Tensor, tangents_1: Tensor) -> Any:
-    made = (tangents_1 * hidden).tanh()
-    return made @ weight, hidden.t() @ made
+    of_hidden = (tangents_1 * hidden).tanh()
+    return of_hidden @ weight, hidden.t() @ of_hidden
 
 
 def viewed(value: Tensor, weight: Tensor, tangents_1: Tensor) -> Any:
@@ -92,8 +92,8 @@ def norm(normal: Tensor, weight: Tensor, other: Tensor, tangents_1: Tensor) -> A
 
 
 def dropped(value: Tensor, mask: Tensor, tangents_1: Tensor) -> Any:
-    made = tangents_1 * (mask > 0)
-    return made * 2, value.t() @ made, value.t() @ tangents_1
+    masked = tangents_1 * (mask > 0)
+    return masked * 2, value.t() @ masked, value.t() @ tangents_1
 
 
 def noisy(value: Tensor, weight: Tensor, tangents_1: Tensor) -> Any:
@@ -152,7 +152,7 @@ def test_which_half_computes_what(name: str) -> None:
     outputs: Any = next(iter(reversed(graph.graph.nodes))).args[0]
     waiting = range(1, len(outputs))
     free = ["weight"] if case.backward is region else ()
-    halves = cut(graph, waiting, fused=case.fused, free=free)
+    halves = halved(graph, waiting, fused=case.fused, free=free)
     for half, counts in ((halves.inputs.graph, case.inputs), (halves.weights.graph, case.weights)):
         assert {op: operations(half)[op] for op in counts} == counts
     torch.manual_seed(0)

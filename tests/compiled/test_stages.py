@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock import Pipeline, PipelineStage
+from penstock import Microbatches, Pipeline, PipelineStage
 from penstock.backward import PendingGradients, SplitBackward
 from penstock.compiled import halves, names
 from penstock.compiled.halves import HalvesError
 from penstock.errors import StageError, UsageError
-from tests.backward.graphs import rerun
+from penstock.testing import Case, Verdict, judge
+from tests.backward.graphs import Stage, of, rerun, x
+from tests.backward.oracle import Staged, check, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 WIDTH = 6
@@ -66,62 +69,32 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def batch(rows: int = 8) -> tuple[Tensor, Tensor]:
-    drawn = torch.Generator().manual_seed(rows)
-    value, target = torch.randn(2, rows, WIDTH, dtype=torch.float64, generator=drawn)
+def batch() -> tuple[Tensor, Tensor]:
+    drawn = torch.Generator().manual_seed(8)
+    value, target = torch.randn(2, 8, WIDTH, dtype=torch.float64, generator=drawn)
     return value, target
 
 
-class Trained(NamedTuple):
-    loss: float
-    grads: list[Tensor | None]
-    pipe: Pipeline
-
-
-def trained(model: nn.Module, *, steps: int = 2, **options: Any) -> Trained:
-    """The last of some steps, each with gradients of its own."""
+def judged(model: nn.Module, plain: nn.Module, **options: Any) -> tuple[Pipeline, Verdict]:
+    """Two steps of a pipeline of the model, beside the loop over microbatches of one as it is."""
     defaults: dict[str, Any] = {"schedule": "ZB-H1", "ranks": 2, "microbatches": 4, "seed": 1}
     pipe = Pipeline(model, loss_fn=loss_fn, **(defaults | options))
-    value, target = batch()
-    for _ in range(steps):
-        for parameter in pipe.parameters():
-            parameter.grad = None
-        result = pipe.step(value, target=target)
-    assert result.loss is not None
-    return Trained(result.loss, [parameter.grad for parameter in pipe.parameters()], pipe)
+    values, targets = (tensor.chunk(4) for tensor in batch())
+    verdict = judge(pipe, Case(plain, [Microbatches(values)], targets, loss_fn), steps=2)
+    verdict.check(1e-12)
+    return pipe, verdict
 
 
-def check_alike(actual: Trained, expected: Trained, tolerance: float = 0.0) -> None:
-    assert actual.loss == pytest.approx(expected.loss, abs=tolerance)
-    torch.testing.assert_close(actual.grads, expected.grads, rtol=tolerance, atol=tolerance)
-
-
-def run_halves(
-    stage: PipelineStage, dtype: torch.dtype = torch.float64, rows: int = 8
-) -> list[Any]:
-    """Outputs and gradients of two microbatches, whose backward is in two halves, and buffers."""
-    results: list[Any] = []
-    for microbatch in range(2):
-        torch.manual_seed(microbatch)
-        output = stage.forward(microbatch, [batch(rows)[0].to(dtype).requires_grad_()])
-        outputs = output if isinstance(output, tuple) else (output,)
-        roots = [each.detach() ** 2 for each in outputs if each.requires_grad]
-        gradients = stage.backward_input(microbatch, roots)
-        stage.backward_weight(microbatch)
-        results += [*(each.detach().clone() for each in outputs), *gradients]
-    return [*results, *(p.grad for p in stage.module.parameters()), *stage.module.buffers()]
-
-
-@pytest.fixture(scope="module")
-def eager() -> Trained:
-    return trained(sequence())
+def stage_of(make: Callable[[], nn.Module] = Block, dtype: torch.dtype = torch.float64) -> Stage:
+    """A block of a kind, and microbatches of eight rows."""
+    return of(sequence(1, make), lambda: x(8, WIDTH, dtype=dtype)).to(dtype)
 
 
 # ---- stages that a pipeline compiles
 
 
 def test_equal_stages_are_compiled_once_and_never_again(
-    eager: Trained, waiting: list[int], logged: pytest.LogCaptureFixture
+    waiting: list[int], logged: pytest.LogCaptureFixture
 ) -> None:
     torch.compiler.reset()
     counts: list[Any] = []
@@ -130,29 +103,32 @@ def test_equal_stages_are_compiled_once_and_never_again(
         counts.append((names.graphs_compiled(), dict(torch._dynamo.utils.counters["frames"])))
 
     count()
-    compiled = trained(sequence(), steps=1, ranks=4, compile=PLAIN)
+    pipe, verdict = judged(sequence(), sequence(), ranks=4, compile=PLAIN)
     count()
     # The first stage's input needs no gradient.
     assert counts[1][0] - counts[0][0] == 2
     assert "stage 1: compiled 1 graphs" in logged.text
     assert "stage 2: compiled 0 graphs" in logged.text
     # The norm's wait in the first stage only, which has nothing to do in the inputs' half.
-    assert sorted(waiting) == [4] * 12 + [6] * 4
-    check_alike(compiled, eager)
-    compiled.pipe.step(batch()[0], target=batch()[1])
+    assert sorted(waiting) == 2 * 12 * [4] + 2 * 4 * [6]
+    # What runs as it is written has the same bits.
+    assert judged(sequence(), sequence())[1].digest() == verdict.digest()
+    value, target = batch()
+    pipe.step(value, target=target)
     count()
     assert counts[2] == counts[1]
-    evaluated = [of.pipe.eval(batch()[0], target=batch()[1]).loss for of in (compiled, eager)]
-    assert evaluated[0] == evaluated[1]
+    with torch.no_grad():
+        expected = loss_fn(sequence()(value), target)
+    assert pipe.eval(value, target=target).loss == pytest.approx(expected.item(), abs=1e-12)
 
 
 def test_shapes_may_change_and_are_compiled_twice_at_most(waiting: list[int]) -> None:
     torch.compiler.reset()
-    stages = [PipelineStage(sequence(1), 1, 2, compile=how) for how in (None, PLAIN)]
-    counts = []
+    stage, counts = stage_of(), []
+    staged = Staged(stage, compile=PLAIN)
     for rows in (8, 12, 20, 8):
-        expected, actual = (run_halves(stage, rows=rows) for stage in stages)
-        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+        stage.make = partial(x, rows, WIDTH)
+        check(lambda: stage, staged, tolerance=1e-12)
         assert waiting[-1] == 4
         counts.append(names.graphs_compiled())
     assert counts[0] < counts[1] == counts[2] == counts[3]
@@ -175,14 +151,12 @@ class Loops(nn.Module):
 
 def test_a_model_that_is_cut_by_its_calls_is_compiled_piece_by_piece(waiting: list[int]) -> None:
     torch.compiler.reset()
-    expected = trained(Loops(), schedule="GPipe", steps=1)
     model, before = Loops(), names.graphs_compiled()
-    compiled = trained(model, compile=PLAIN, steps=1)
-    # Also the masks of dropout are the same, on any schedule.
-    check_alike(compiled, expected)
+    # Also the masks of dropout are those of the plain loop.
+    judged(model, Loops(), compile=PLAIN)
     # Blocks whose input needs a gradient, all of which do; the single layer runs as it is.
     assert names.graphs_compiled() - before == 1
-    assert waiting.count(4) == 4 * 4
+    assert waiting.count(4) == 2 * 4 * 4
     assert model.start._compiled_call_impl is None
 
 
@@ -224,13 +198,15 @@ class Dropping(Block):
 class Remembers(Block):
     """Has buffers, which it changes."""
 
+    calls: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.batch_norm = nn.BatchNorm1d(WIDTH, dtype=torch.float64)
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, value: Tensor) -> Any:
-        self.calls += 1  # type: ignore[assignment, operator]
+        self.calls = self.calls + 1
         return self.batch_norm(super().forward(value)) / self.calls
 
 
@@ -301,7 +277,7 @@ class Autocast(Block):
         (Reruns, [4], PLAIN),
         (Around, [4], None),
         (Tied, [1, 1, 4], None),
-        (lambda: Autocast().float(), [4], PLAIN),
+        (Autocast, [4], PLAIN),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -309,13 +285,14 @@ def test_halves_are_those_without_compilation(
     kind: Any, weights: list[int], how: Any, waiting: list[int]
 ) -> None:
     torch.compiler.reset()
-    dtype = next(kind().parameters()).dtype
+    half = kind is Autocast
+    stage = stage_of(kind, torch.float32 if half else torch.float64)
     with torch.compiler.set_stance("force_eager"):
-        expected = run_halves(PipelineStage(sequence(1, kind), 1, 2), dtype)
+        expected = trained(stage, Staged(stage))
     waiting.clear()
-    actual = run_halves(PipelineStage(sequence(1, kind), 1, 2, compile=how), dtype)
+    actual = trained(stage, Staged(stage, compile=how))
     assert sorted(waiting) == sorted(2 * weights)
-    close = 1e-12 if dtype == torch.float64 else 2e-2
+    close = 2e-2 if half else 1e-12
     torch.testing.assert_close(actual, expected, rtol=close, atol=close)
 
 
@@ -336,20 +313,29 @@ def test_hooks_run_once_for_each_microbatch_when_the_weights_half_does() -> None
     torch.testing.assert_close(weight.grad, 2 * seen[0])
 
 
+def test_the_weights_half_does_not_hang_on_autocast_around_it() -> None:
+    stage = PipelineStage(sequence(1).float(), 1, 2, compile=PLAIN)
+    value = batch()[0].float().requires_grad_()
+    output = stage.forward(0, [value])
+    weights, ones = list(stage.module.parameters()), torch.ones_like(output)
+    expected = torch.autograd.grad(output, weights, ones, retain_graph=True)
+    stage.backward_input(0, [ones])
+    with torch.autocast("cpu", torch.bfloat16):
+        stage.backward_weight(0)
+    torch.testing.assert_close([weight.grad for weight in weights], list(expected))
+
+
 def test_weights_may_change_their_data_or_be_frozen() -> None:
-    stages = [PipelineStage(sequence(1), 0, 1, compile=how) for how in (PLAIN, None)]
-    weights = [stage.module.get_parameter("0.up.weight") for stage in stages]
+    stage = stage_of()
+    staged = Staged(stage, compile=PLAIN)
+    weight = stage.get_parameter("module.0.up.weight")
     for change in (
-        lambda weight: weight.data.mul_(2),
-        lambda weight: setattr(weight, "data", weight.data.clone() / 3),
-        lambda weight: weight.requires_grad_(False),
+        lambda: weight.data.mul_(2),
+        lambda: setattr(weight, "data", weight.data.clone() / 3),
+        lambda: weight.requires_grad_(False),
     ):
-        results = []
-        for stage, weight in zip(stages, weights, strict=True):
-            change(weight)
-            stage.module.zero_grad()
-            results.append(run_halves(stage))
-        torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+        change()
+        check(lambda: stage, staged, tolerance=1e-12)
 
 
 def test_what_waits_must_stay_as_it_is() -> None:
@@ -404,8 +390,8 @@ ALREADY: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", ALREADY)
-def test_what_is_compiled_already(name: str, eager: Trained, waiting: list[int]) -> None:
-    check_alike(trained(ALREADY[name](), steps=1), eager, 1e-12)
+def test_what_is_compiled_already(name: str, waiting: list[int]) -> None:
+    judged(ALREADY[name](), sequence())
     # More than one weight at a time wait in what is compiled alone.
     assert max(waiting) > 1
 
@@ -414,8 +400,8 @@ def leaves_graphs(graph: Any, inputs: Any) -> Any:
     return graph.forward
 
 
-def test_a_compiler_that_leaves_the_graphs_as_they_are(eager: Trained, waiting: list[int]) -> None:
-    check_alike(trained(sequence(), compile={"backend": leaves_graphs}), eager)
+def test_a_compiler_that_leaves_the_graphs_as_they_are(waiting: list[int]) -> None:
+    judged(sequence(), sequence(), compile={"backend": leaves_graphs})
     assert set(waiting) == {1}
 
 
@@ -424,6 +410,8 @@ def test_a_compiler_that_leaves_the_graphs_as_they_are(eager: Trained, waiting: 
 
 def test_what_cannot_be_captured_runs_without(logged: pytest.LogCaptureFixture) -> None:
     stage = PipelineStage(nn.LSTM(WIDTH, WIDTH, dtype=torch.float64), 0, 1, compile=PLAIN)
+    with torch.no_grad():  # an evaluation, which says nothing of training
+        stage.forward(0, [batch()[0]])
     for microbatch in range(2):
         output, _ = stage.forward(microbatch, [batch()[0]])
         stage.backward(microbatch, [torch.ones_like(output), None, None])
@@ -431,15 +419,20 @@ def test_what_cannot_be_captured_runs_without(logged: pytest.LogCaptureFixture) 
 
 
 class Twice(nn.Module):
-    """Differentiates through its own gradient, and counts its calls in a buffer."""
+    """Differentiates through its own gradient, and counts its calls in buffers."""
+
+    calls: Tensor
+    replaced: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = linear()
         self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("replaced", torch.zeros(()))
 
     def forward(self, value: Tensor) -> Any:
-        self.calls += 1  # type: ignore[assignment, operator]
+        self.calls += 1
+        self.replaced = self.replaced + 1
         energy = functional.dropout(self.layer(value).tanh(), 0.5).square().sum()
         torch._dynamo.graph_break()
         (force,) = torch.autograd.grad(energy, value, create_graph=True)
@@ -461,24 +454,21 @@ def test_what_fails_compiled_is_undone_and_runs_without(
     kind: Any, how: Any, says: str, logged: pytest.LogCaptureFixture
 ) -> None:
     torch.compiler.reset()
-    results = []
-    for compile_ in (how, None):
-        torch.manual_seed(0)
-        results.append(run_halves(PipelineStage(kind(), 0, 1, compile=compile_)))
-    assert f"stage 0: {says}" in logged.text.replace(
+    stage = stage_of(kind)
+    check(lambda: stage, Staged(stage, compile=how), tolerance=1e-12)
+    assert f"stage 1: {says}" in logged.text.replace(
         "BackendCompilerFailed: backend='raises' raised:\n", ""
     )
-    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+    staged = Staged(Block(), compile={"backend": raises, "fullgraph": True})
     with pytest.raises(Exception, match="out of order"):
-        run_halves(PipelineStage(Block(), 0, 1, compile={"backend": raises, "fullgraph": True}))
+        staged.call(batch()[0])
 
 
 def test_a_compiler_that_fails_is_done_without_in_a_pipeline(
     logged: pytest.LogCaptureFixture,
 ) -> None:
     model = Loops()
-    actual = trained(model, steps=1, compile={"backend": raises})
-    check_alike(actual, trained(Loops(), steps=1))
+    judged(model, Loops(), compile={"backend": raises})
     assert "out of order" in logged.text
     assert "it runs without compilation" in logged.text
     assert model.blocks[0]._compiled_call_impl is None
@@ -507,7 +497,7 @@ def test_what_cannot_be_cut_does_all_at_once(
     weights, ones = list(stage.module.parameters()), torch.ones_like(output)
     expected = torch.autograd.grad(output, weights, ones, retain_graph=True)
     if says == "too hard":
-        monkeypatch.setattr(halves, "cut", uncut)
+        monkeypatch.setattr(halves, "halved", uncut)
     else:
         as_from_a_cache(output)
     stage.backward_input(0, [ones])
@@ -537,8 +527,8 @@ def test_without_a_compiler_graphs_run_as_they_are(
     monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(names, "has_compiler", lambda device: False)
-    results = [run_halves(PipelineStage(sequence(1), 1, 2, compile=how)) for how in (True, None)]
-    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+    stage = stage_of()
+    check(lambda: stage, Staged(stage, compile=True), tolerance=1e-12)
     assert "there is no compiler for cpu here" in logged.text
 
 
@@ -562,13 +552,11 @@ def test_what_is_not_finite_is_found_inside_a_compiled_stage() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not names.has_compiler("cpu"), reason="there is no C++ compiler")
 def test_inductor(waiting: list[int], logged: pytest.LogCaptureFixture) -> None:
-    results = []
-    for how in ({"backend": "inductor", "mode": "reduce-overhead"}, None):
-        # Each elementwise operation and each sum over rows is seconds of a C++ compiler.
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False))
-        results.append(run_halves(PipelineStage(module, 1, 2, compile=how), torch.float32))
+    # Each elementwise operation and each sum over rows is seconds of a C++ compiler.
+    module = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False))
+    stage = of(module, lambda: x(8, WIDTH, dtype=torch.float32)).float()
+    staged = Staged(stage, compile={"backend": "inductor", "mode": "reduce-overhead"})
+    check(lambda: stage, staged, tolerance=1e-5)
     assert waiting[0] == 2
     assert "compiled stages run without CUDA graphs" in logged.text
     assert "runs without compilation" not in logged.text
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)

@@ -42,7 +42,7 @@ def wrap(module: Any, how: str, mesh: DeviceMesh) -> Any:
     return None if how == "tp" else fully_shard(module, mesh=mesh["dp"])
 
 
-class Told(logging.Handler):
+class Records(logging.Handler):
     """What was logged."""
 
     def __init__(self) -> None:
@@ -56,9 +56,9 @@ class Told(logging.Handler):
 def run(group: Any, how: str) -> dict[str, Any]:
     """A worker's task: two steps of stages that are compiled and wrapped, beside one process."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
-    log, told = logging.getLogger("penstock"), Told()
+    log, records = logging.getLogger("penstock"), Records()
     log.setLevel(logging.INFO)
-    log.addHandler(told)
+    log.addHandler(records)
     torch.manual_seed(0)
     blocks = (nn.Sequential(nn.LayerNorm(4), Mlp()).double() for _ in range(4))
     model = nn.Sequential(*blocks)
@@ -92,18 +92,18 @@ def run(group: Any, how: str) -> dict[str, Any]:
             theirs: dict[str, Any] = dict(whole.named_parameters())
             for name, weight in pipe.weights.here.named_parameters():
                 grad: Any = weight.grad
-                found = grad.full_tensor() if isinstance(grad, DTensor) else grad
-                gap = max(gap, float((found - theirs[name].grad).abs().max()))
+                actual = grad.full_tensor() if isinstance(grad, DTensor) else grad
+                gap = max(gap, float((actual - theirs[name].grad).abs().max()))
             frames.append(dict(torch._dynamo.utils.counters["frames"]))
-    log.removeHandler(told)
-    return {"gap": gap, "waited": waited, "told": told.text, "frames": frames}
+    log.removeHandler(records)
+    return {"gap": gap, "waited": waited, "logged": records.text, "frames": frames}
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[WorkerPool]:
     """Of their own: torch counts the groups of a process, and a mesh of some leaves the others behind."""
-    with WorkerPool(2) as made:
-        yield made
+    with WorkerPool(2) as pool:
+        yield pool
 
 
 @pytest.mark.parametrize(
@@ -124,5 +124,5 @@ def test_compiled_stages_in_wrappers_give_the_gradients_of_one_process(
         assert len(answer["waited"]) == 16
         assert set(answer["waited"]) <= ({0} if how == "tp" else {8, 10})
         assert answer["frames"][0] == answer["frames"][1]
-        assert "runs without compilation" not in answer["told"]
-        assert ("it handles a type of tensors of its own" in answer["told"]) == (how == "tp")
+        assert "runs without compilation" not in answer["logged"]
+        assert ("it handles a type of tensors of its own" in answer["logged"]) == (how == "tp")

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from penstock import Pipeline
-from penstock.compiled import CompiledModule, RefusedError, graphs_kept
-from tests.backward.graphs import GRAPHS, Stage
-from tests.backward.oracle import halves, trained
+from tests.backward.graphs import GRAPHS
+from tests.backward.oracle import Staged, check
 from tests.partition.driver import square_mean
 from tests.partition.families import make
 
@@ -40,25 +39,6 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-class Compiled:
-    """Calls a stage compiled, or as it is where that is refused."""
-
-    def __init__(self, stage: Stage) -> None:
-        self.stage, self.refused = stage, False
-        self.call: Any = CompiledModule(stage, {"backend": BACKEND}, "the stage")
-
-    def __call__(self, *inputs: Any) -> Any:
-        # As a transport delivers them.
-        values = [value.clone() if isinstance(value, Tensor) else value for value in inputs]
-        try:
-            # Equal graphs are in the table, which torch keeps on disk.
-            with graphs_kept():
-                return self.call(*values)
-        except RefusedError:
-            self.refused, self.call = True, self.stage
-            return self.call(*values)
-
-
 def cases(names: Sequence[str], by_day: Collection[str]) -> list[Any]:
     """All of them, of which by day only some run."""
     marks = [[] if ALL or name in by_day else [pytest.mark.nightly] for name in names]
@@ -69,12 +49,9 @@ def cases(names: Sequence[str], by_day: Collection[str]) -> list[Any]:
 def test_graphs(name: str) -> None:
     torch.manual_seed(0)
     stage = GRAPHS[name]()
-    stage.waits = None
-    expected = trained(stage)
-    compiled = Compiled(stage)
-    actual = trained(stage, halves, call=compiled)
-    torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE)
-    assert compiled.refused == (name in REFUSED)
+    compiled = Staged(stage, compile={"backend": BACKEND})
+    check(lambda: stage, compiled, tolerance=TOLERANCE)
+    assert compiled.stage.compiles == (name not in REFUSED)
 
 
 ARCHITECTURES = [
@@ -91,9 +68,9 @@ def test_transformers(name: str) -> None:
         model = model.float().eval()
         kwargs = {key: v.float() if v.is_floating_point() else v for key, v in kwargs.items()}
     step: Callable[[nn.Module, Any], list[Any]] = lambda m, how: _step(m, kwargs, how)  # noqa: E731
-    found, expected = step(copy.deepcopy(model), {"backend": BACKEND}), step(model, None)
+    actual, expected = step(copy.deepcopy(model), {"backend": BACKEND}), step(model, None)
     close = max(TOLERANCE, tolerance if tolerance > 1e-8 else 0.0)
-    torch.testing.assert_close(found, expected, rtol=close, atol=close)
+    torch.testing.assert_close(actual, expected, rtol=close, atol=close)
 
 
 def _step(model: nn.Module, kwargs: dict[str, Any], compiled: Any) -> list[Any]:

@@ -22,8 +22,8 @@ NEEDS = {"llama": "transformers", "lora": "peft"}
 def steps(*command: str, processes: int = 1) -> list[str]:
     """The lines of the steps that a script prints."""
     ran = run_script(*command, processes=processes)
-    assert [found.status for found in ran] == [0] * processes, ran
-    printed = "".join(found.out for found in ran)
+    assert [rank.status for rank in ran] == [0] * processes, ran
+    printed = "".join(rank.out for rank in ran)
     return [line for line in printed.splitlines() if line.startswith("step")]
 
 

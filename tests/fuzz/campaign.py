@@ -52,7 +52,7 @@ class Campaign:
     faults: dict[str, dict[str, str]] = field(default_factory=dict)
     _known: dict[str, Outcome] = field(default_factory=dict)
     _classes: dict[str, type[Failure]] = field(default_factory=dict)
-    _told: set[str] = field(default_factory=set)
+    _reported: set[str] = field(default_factory=set)
     _until: float = 0.0
 
     def explore(self, seed: int, most: int, *, layout: str = LAYOUTS[0]) -> None:
@@ -135,13 +135,15 @@ class Campaign:
         for name, counts in sorted(self.features.items()):
             lines.append(f"{name:34}" + "".join(f"{counts[kind]:9}" for kind in KINDS))
         lines += ["", *(f"{count:6}  {reason}" for reason, count in self.reasons.most_common())]
-        self._told.clear()
+        self._reported.clear()
         return "\n".join([*lines, self.new_faults(), str(self)])
 
     def new_faults(self) -> str:
         """Each fault that was not told yet, with its program and the line that repeats it."""
-        new = {reason: fault for reason, fault in self.faults.items() if reason not in self._told}
-        self._told |= new.keys()
+        new = {
+            reason: fault for reason, fault in self.faults.items() if reason not in self._reported
+        }
+        self._reported |= new.keys()
         texts = [
             ["", f"FAILED: {reason}", fault["program"], fault["detail"], fault["repeat"], ""]
             for reason, fault in new.items()

@@ -106,8 +106,10 @@ def run_piped(program: Any, group: Any = None, replica: int = 0) -> Report:
 
         def side(model: nn.Module, swapped: bool) -> tuple[Any, Callable[..., Any]]:
             stack.close()
-            made = program.another_pipeline(model) if swapped else program.pipeline(model, group)
-            pipe = stack.enter_context(made)
+            pipeline = (
+                program.another_pipeline(model) if swapped else program.pipeline(model, group)
+            )
+            pipe = stack.enter_context(pipeline)
             module = penstock.PipelineModule(pipe) if program.RUN["as_module"] else None
 
             def run_batch(step: int, *, trains: bool) -> tuple[float, Any]:
@@ -338,29 +340,29 @@ def tolerance(run: Mapping[str, Any]) -> float:
     return 2e-2 if run["half"] else 1e-10 if run["dtype"] == "float64" else 1e-4
 
 
-def differences(expected: Report, found: Report, limit: float) -> list[str]:
+def differences(expected: Report, actual: Report, limit: float) -> list[str]:
     """The differences between two reports, one per line, which begins with the name of what differs."""
-    lines = [f"{name}: not there" for name in expected if name not in found]
-    lines += [f"{name}: should not be there" for name in found if name not in expected]
-    for name in expected.keys() & found.keys():
-        said = difference(expected[name], found[name], limit)
+    lines = [f"{name}: not there" for name in expected if name not in actual]
+    lines += [f"{name}: should not be there" for name in actual if name not in expected]
+    for name in expected.keys() & actual.keys():
+        said = difference(expected[name], actual[name], limit)
         lines += [f"{name}: {said}"] if said else []
     return sorted(lines)
 
 
-def difference(expected: Any, found: Any, limit: float) -> str:
-    if expected is None or found is None:
-        return "" if expected is found else f"{word(found)} instead of {word(expected)}"
+def difference(expected: Any, actual: Any, limit: float) -> str:
+    if expected is None or actual is None:
+        return "" if expected is actual else f"{word(actual)} instead of {word(expected)}"
     if isinstance(expected, list):
-        if len(expected) != len(found):
-            return f"called {len(found)} times instead of {len(expected)}"
-        expected, found = ([*chain(*sorted(calls))] for calls in (expected, found))
-        if math.inf in found:
+        if len(expected) != len(actual):
+            return f"called {len(actual)} times instead of {len(expected)}"
+        expected, actual = ([*chain(*sorted(calls))] for calls in (expected, actual))
+        if math.inf in actual:
             return "called without data"
     # Python's numbers are of double precision, whatever the default is here.
     one, other = (
         value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-        for value in (expected, found)
+        for value in (expected, actual)
     )
     if one.shape != other.shape or one.is_floating_point() != other.is_floating_point():
         return f"{other.dtype} {list(other.shape)} instead of {one.dtype} {list(one.shape)}"
@@ -375,9 +377,9 @@ def word(value: Any) -> str:
     return "None" if value is None else "numbers" if torch.as_tensor(value).any() else "zeros"
 
 
-def compare(expected: Report, found: Report, limit: float) -> Outcome:
+def compare(expected: Report, actual: Report, limit: float) -> Outcome:
     """The outcome of two sides that both came to their end."""
-    lines = differences(expected, found, limit)
+    lines = differences(expected, actual, limit)
     if not lines:
         return Outcome("same")
     kinds = {
@@ -455,12 +457,12 @@ def reports(program: Any, group: Any = None, replica: int = 0) -> tuple[Report, 
     if not all(value.isfinite().all() for value in values):
         return Outcome("void", "not finite")
     try:
-        found = run_piped(program, group, replica)
+        actual = run_piped(program, group, replica)
     except Exception as error:
         return outcome_of(error)
     if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
         return Outcome("failed", "left behind: a mode of torch")
-    return expected, found
+    return expected, actual
 
 
 def judge(source: str) -> Outcome:
@@ -491,9 +493,9 @@ def judge_in(pool: WorkerPool, source: str, processes: int) -> Outcome:
     for replica in {answer["replica"] for answer in answers}:
         mine = [answer for answer in answers if answer["replica"] == replica]
         together = Report()
-        for found in (answer["found"] for answer in mine):
-            hooks = {n: together.get(n, []) + calls for n, calls in found.items() if calls}
-            together |= found | hooks
+        for actual in (answer["actual"] for answer in mine):
+            hooks = {n: together.get(n, []) + calls for n, calls in actual.items() if calls}
+            together |= actual | hooks
         worst = compare(mine[0]["expected"], together, mine[0]["limit"])
         if worst.kind != "same":
             break
@@ -527,15 +529,15 @@ def work(group: Any, source: str, store: str) -> dict[str, Any]:
             both = reports(program, place, replica)
         if isinstance(both, Outcome):
             return {"outcome": asdict(both)}
-        expected, found = both
+        expected, actual = both
         limit = tolerance(program.RUN)
-    hooks = {name: calls for name, calls in found.items() if isinstance(calls, list)}
-    share = {name: value for name, value in found.items() if name not in hooks}
+    hooks = {name: calls for name, calls in actual.items() if isinstance(calls, list)}
+    share = {name: value for name, value in actual.items() if name not in hooks}
     outcome = compare({name: v for name, v in expected.items() if name in share}, share, limit)
     return {
         "outcome": asdict(outcome),
         "expected": {n: v if isinstance(v, list) else None for n, v in expected.items()},
-        "found": dict.fromkeys(share) | hooks,
+        "actual": dict.fromkeys(share) | hooks,
         "replica": replica,
         "limit": limit,
     }

@@ -102,8 +102,8 @@ class Author:
         words = {"m": f"self.m{number}", "n": str(number), "out": out}
         self.fixed_length |= bool(re.search(r"\b3\b", form.make + form.code))
         if form.make:
-            made = form.make.format(**words)
-            body.init.append(made if made.startswith("self.") else f"self.m{number} = {made}")
+            new = form.make.format(**words)
+            body.init.append(new if new.startswith("self.") else f"self.m{number} = {new}")
             self.keep(body, form, f"m{number}", star or form.takes)
         code = form.code.format(*arguments, **words)
         body.code.append(code if "{out}" in form.code else f"{out} = {code}")
@@ -138,8 +138,8 @@ class Author:
     def block(self, body: Body, depth: int) -> None:
         """Write a unit of several lines, and its call, or a loop over its calls."""
         first, others = self.pick(body.floats()[::-1]), list(body.kinds)[::-1]
-        given = [first] + ([self.pick(others)] if self.chance(3) else [])
-        takes = {f"a{i}": body.kinds[name] for i, name in enumerate(given)}
+        values = [first] + ([self.pick(others)] if self.chance(3) else [])
+        takes = {f"a{i}": body.kinds[name] for i, name in enumerate(values)}
         inner = Body(dict(takes))
         self.lines(inner, 4, depth + 1)
         self.number += 1
@@ -155,19 +155,19 @@ class Author:
         calls = CALLS[:1] * 2 + (CALLS[:-1] if "losses inside" in self.used else CALLS)
         call = CALLS[0] if self.used & set(ORDERED) else self.pick(calls)
         self.used |= {"units"} | ({"checkpoint"} if "checkpoint" in call else set())
-        named = ", ".join(f"{name}={value}" for name, value in zip(takes, given, strict=True))
-        words = {"out": out, "m": f"self.m{number}", "args": ", ".join(given), "named": named}
-        loop, made = "", f"Block{number}()"
+        named = ", ".join(f"{name}={value}" for name, value in zip(takes, values, strict=True))
+        words = {"out": out, "m": f"self.m{number}", "args": ", ".join(values), "named": named}
+        loop, new = "", f"Block{number}()"
         if kind == takes["a0"] and "," not in words["args"] and self.chance(4):
             words |= {"args": out, "named": f"a0={out}"}
             loop = self.pick((f"for layer in self.m{number}:", "for _ in range(2):"))
             if "layer" in loop:
-                words["m"], made = "layer", f"nn.ModuleList([{made}, {made}])"
+                words["m"], new = "layer", f"nn.ModuleList([{new}, {new}])"
             else:
                 self.shares = True
         text = call.format(**words)
         body.code.append(f"{out} = {first}\n{loop}\n{indent(text, '    ')}" if loop else text)
-        body.init.append(f"self.m{number} = {made}")
+        body.init.append(f"self.m{number} = {new}")
         body.modules.append(f"m{number}")
         body.units += [f"m{number}"] if inner.units else []
         body.kinds[out] = kind

@@ -241,7 +241,7 @@ def pipeline_of(
     before, schedule = "", repr(name)
     if not author.used & set(ORDERED) and author.chance(4):
         seed = author.draw(st.integers(0, 99))
-        stages, before = order_of_its_own(seed, units, ranks, microbatches)
+        stages, before = drawn_order(seed, units, ranks, microbatches)
         schedule, name = "schedule", "of its own"
     author.used.add(f"schedule {name}")
     starts = sorted(author.draw(st.permutations(range(1, units)))[: stages - 1])
@@ -252,8 +252,8 @@ def pipeline_of(
     if is_chain and not gloo and "draws" not in author.used and author.chance(3):
         author.used.add("from_stages")
         parts = ", ".join(f"model[{a}:{b}]" for a, b in slices)
-        made = f"penstock.PipelineStage(part, i, {stages}) for i, part in enumerate(parts)"
-        before += f"parts = [{parts}]\n    stages = [{made}]\n    "
+        listed = f"penstock.PipelineStage(part, i, {stages}) for i, part in enumerate(parts)"
+        before += f"parts = [{parts}]\n    stages = [{listed}]\n    "
         text = f"{before}return penstock.Pipeline.from_stages(stages, {options})"
         return text, ranks, microbatches, None
     # What a unit was given must not change before the unit runs again.
@@ -276,16 +276,16 @@ def schedule_for(author: Author, units: int, microbatches: int) -> tuple[str, in
     most, name, each = author.pick((2, 1, 3, 4)), author.pick(names()), author.pick((None, 1, 2, 3))
     for ranks, count in product(range(min(most, units), 0, -1), (each, None)):
         try:
-            made = build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=count)
+            schedule = build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=count)
         except ScheduleError:
             continue
-        trains = any(getattr(a, "op", None) is not Op.F for row in made.programs for a in row)
-        if trains and made.stages <= units:
-            return name, ranks, made.stages
+        trains = any(getattr(a, "op", None) is not Op.F for row in schedule.programs for a in row)
+        if trains and schedule.stages <= units:
+            return name, ranks, schedule.stages
     return "GPipe", min(most, units), min(most, units)
 
 
-def order_of_its_own(seed: int, units: int, ranks: int, microbatches: int) -> tuple[int, str]:
+def drawn_order(seed: int, units: int, ranks: int, microbatches: int) -> tuple[int, str]:
     """A schedule in any order that one rank alone could run, which is valid wherever the stages are."""
     chance = random.Random(seed)
     stages = chance.randint(ranks, max(ranks, min(units, 5)))

@@ -113,7 +113,7 @@ ONE = torch.ones(2)
 
 
 @pytest.mark.parametrize(
-    ("expected", "found", "lines"),
+    ("expected", "actual", "lines"),
     [
         (ONE, ONE + 1e-12, []),
         (ONE, ONE + 1e-3, ["a: differs by 0.001"]),
@@ -128,9 +128,9 @@ ONE = torch.ones(2)
         ([[1.0]], [[float("inf")]], ["a: called without data"]),
     ],
 )
-def test_differences(expected: Any, found: Any, lines: list[str]) -> None:
-    assert differences({"a": expected}, {"a": found}, 1e-10) == lines
-    assert differences({"a": expected}, {"b": found}, 1e-10)[0] == "a: not there"
+def test_differences(expected: Any, actual: Any, lines: list[str]) -> None:
+    assert differences({"a": expected}, {"a": actual}, 1e-10) == lines
+    assert differences({"a": expected}, {"b": actual}, 1e-10)[0] == "a: not there"
 
 
 def caused(error: Exception, cause: Exception) -> Exception:

@@ -122,11 +122,13 @@ class PlayedDevice(TorchDispatchMode):
 
 def _tensors(values: Any) -> list[Tensor]:
     """The tensors that are really there."""
-    found = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
     return [
         t
-        for t in found
-        if not isinstance(t, FakeTensor) and t.device.type == "cpu" and not t.is_sparse
+        for t in tree_leaves(values)
+        if isinstance(t, Tensor)
+        and not isinstance(t, FakeTensor)
+        and t.device.type == "cpu"
+        and not t.is_sparse
     ]
 
 
@@ -135,13 +137,13 @@ class PlayedWork:
 
     def __init__(self, device: PlayedDevice, stream: int, arrive: Callable[[], Any]) -> None:
         self.device, self.event = device, device.record(stream)
-        self._arrive: Callable[[], Any] | None = arrive
+        self._carry_out: Callable[[], Any] | None = arrive
         self._looks = 0
 
     def wait(self) -> None:
         """The computing stream waits; the host goes on."""
         self.device.hold(COMPUTING, self.event)
-        self._end()
+        self.arrive()
 
     def is_completed(self) -> bool:
         """Whether the host sees that it is done."""
@@ -149,14 +151,15 @@ class PlayedWork:
         if self._looks < LOOKS:
             return False
         self.device.wait(self.event)
-        self._end()
+        self.arrive()
         return True
 
-    def _end(self) -> None:
-        if self._arrive is not None:
+    def arrive(self) -> None:
+        """Carry the message out, if that is not done yet; nobody waits for it."""
+        if self._carry_out is not None:
             with _disable_current_modes():
-                self._arrive()
-        self._arrive = None
+                self._carry_out()
+        self._carry_out = None
 
 
 class PlayedGroup:
@@ -164,7 +167,7 @@ class PlayedGroup:
 
     def __init__(self, device: PlayedDevice, channel: Channel, gloo: Transport) -> None:
         self.device, self.stream = device, device.new_stream()
-        self._gloo, self._channel = gloo, channel
+        self._gloo, self.channel = gloo, channel
 
     def send(self, parcels: Sequence[Tensor], place: int, tag: int) -> PlayedWork:
         """Send a tensor, behind what has been computed so far."""
@@ -173,7 +176,7 @@ class PlayedGroup:
         self.device.launch(self.stream, "send", [parcel], [])
         with _disable_current_modes():
             copy = parcel.clone()
-            sending = self._gloo.send(self._channel.target, tag, [copy], self._channel.direction)
+            sending = self._gloo.send(self.channel.target, tag, [copy], self.channel.direction)
         return PlayedWork(self.device, self.stream, sending.wait)
 
     def recv(self, parcels: Sequence[Tensor], place: int, tag: int) -> PlayedWork:
@@ -182,7 +185,7 @@ class PlayedGroup:
         self.device.hold(self.stream, self.device.record(COMPUTING))
         self.device.launch(self.stream, "receive", [], [parcel])
         with _disable_current_modes():
-            source, direction = self._channel.source, self._channel.direction
+            source, direction = self.channel.source, self.channel.direction
             arrival = self._gloo.post(source, tag, [layout_of(parcel)], direction)
         return PlayedWork(self.device, self.stream, lambda: parcel.copy_(arrival.take()[0]))
 

@@ -82,8 +82,8 @@ def test_tensors_of_the_library_ignore_the_default_device(
     if processes == 1:
         assert trained("meta", schedule, str(tmp_path)) == expected
         return
-    for found in workers.run(
+    for actual in workers.run(
         "tests.gpu.test_default:trained", 2, 60.0,
         default="meta", schedule=schedule, folder=str(tmp_path),
     ):  # fmt: skip
-        assert tuple(found) == expected
+        assert tuple(actual) == expected

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock import Checkpoints, LossScaler, Pipeline
 from penstock.devices import use
-from penstock.testing import WorkerPool
+from penstock.testing import Case, WorkerPool, judge, plain_loop
 from tests import played
 from tests.device import DEVICE, HAS_DEVICE, device_of_rank
 
@@ -59,40 +59,37 @@ def batch(device: str) -> tuple[Tensor, Tensor]:
     return x.to(device), y.to(device)
 
 
-def made(net: nn.Module, schedule: str = "ZB-V", **options: Any) -> Pipeline:
+def pipeline(net: nn.Module, schedule: str = "ZB-V", **options: Any) -> Pipeline:
     options = {"device": DEVICE, "loss_fn": functional.mse_loss, **options}
     return Pipeline(net, schedule=schedule, ranks=2, microbatches=MICROBATCHES, **options)
 
 
-def plain_loss(net: nn.Module, x: Tensor, y: Tensor) -> float:
-    """The loss of a plain loop over the microbatches, which leaves gradients."""
-    total = 0.0
-    for part, goal in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
-        loss = functional.mse_loss(net(part).float(), goal) / MICROBATCHES
-        loss.backward()
-        total += loss.item()
-    return total
+def case(attend: Callable[..., Tensor] = causal, device: str = DEVICE) -> Case:
+    x, y = batch(device)
+    return Case(model(attend).to(device), [x], y, functional.mse_loss)
 
 
-def norm(weights: Any) -> float:
-    return float(nn.utils.get_total_norm([w.grad for w in weights if w.grad is not None]))
+def norm(gradients: Iterable[Tensor | None]) -> float:
+    return float(nn.utils.get_total_norm([grad for grad in gradients if grad is not None]))
 
 
 def compare(
     options: dict[str, Any], around: Callable[[], Any] = nullcontext, rtol: float = 1e-4
 ) -> None:
-    """A step beside the plain loop: the loss, and the norm of all gradients."""
+    """Steps beside the plain loop; later ones are like the second."""
     attend = options.pop("attend", causal)
-    x, y = batch(DEVICE)
-    alone = model(attend).to(DEVICE)
     with around():
-        wanted = plain_loss(alone, x, y)
-        pipe = made(model(attend), **options)
-        for _ in range(2):  # the second is the one that all later ones are like
-            pipe.zero_grad()
-            found = pipe.step(x, target=y).loss
-    assert found == pytest.approx(wanted, rel=rtol)
-    assert norm(pipe.parameters()) == pytest.approx(norm(alone.parameters()), rel=rtol)
+        verdict = judge(pipeline(model(attend), **options), case(attend), steps=2)
+    assert verdict.loss == pytest.approx(verdict.expected_loss, rel=rtol)
+    check_gradients(verdict.gradients, verdict.expected, rtol)
+
+
+def check_gradients(
+    actual: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], rtol: float
+) -> None:
+    """All of them together, as far as that is from the expected ones."""
+    gaps = [(actual[name] - grad) for name, grad in expected.items()]  # type: ignore[operator]
+    assert norm(gaps) <= rtol * norm(expected.values())
 
 
 def test_bfloat16_autocast() -> None:
@@ -102,15 +99,14 @@ def test_bfloat16_autocast() -> None:
 
 def test_float16_autocast_with_a_loss_scaler() -> None:
     kind = torch.device(DEVICE).type
-    x, y = batch(DEVICE)
-    alone = model().to(DEVICE)
-    plain_loss(alone, x, y)
-    pipe, scaler = made(model()), LossScaler(device=kind)
+    (x,), y = case().args, case().target
+    pipe, scaler = pipeline(model()), LossScaler(device=kind)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.0)
     with torch.autocast(kind, dtype=torch.float16):
         pipe.step(x, target=y, scaler=scaler)
     scaler.unscale_(optimizer)
-    assert norm(pipe.parameters()) == pytest.approx(norm(alone.parameters()), rel=2e-2)
+    actual = {name: weight.grad for name, weight in pipe.weights.here.named_parameters()}
+    check_gradients(actual, plain_loop(case())[1], rtol=2e-2)
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() > 0
@@ -145,7 +141,7 @@ def test_flex_attention() -> None:
 
 def test_a_save_in_the_background_holds_the_step_that_it_was_asked_for(tmp_path: Path) -> None:
     x, y = batch(DEVICE)
-    pipe = made(model())
+    pipe = pipeline(model())
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     pipe.step(x, target=y)
     optimizer.step()
@@ -155,10 +151,10 @@ def test_a_save_in_the_background_holds_the_step_that_it_was_asked_for(tmp_path:
         for _ in range(3):  # the weights change while the copies, in pinned memory, are written
             pipe.step(x, target=y)
             optimizer.step()
-    other = made(model())
+    other = pipeline(model())
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.load(pipe=other, optimizer=torch.optim.SGD(other.parameters(), lr=0.1))
-    for name, value in other.state_dict().items():
+    for name, value in other.weights.state_dict().items():
         assert torch.equal(value.cpu(), before[name]), name
 
 
@@ -178,8 +174,8 @@ def test_generation() -> None:
     pipe = Pipeline(net, ranks=2, microbatches=1, device=DEVICE)
     pipe.cut(input_ids=tokens)
     module: Any = PipelineModule(pipe)
-    found = module.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
-    assert found.tolist() == wanted
+    generated = module.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+    assert generated.tolist() == wanted
 
 
 def sharded(group: Any) -> list[float]:
@@ -214,11 +210,8 @@ def sharded(group: Any) -> list[float]:
     reason="needs two devices with collectives",
 )
 def test_fsdp_with_prefetch() -> None:
-    x, y = batch("cpu")
-    alone = model()
-    wanted = plain_loss(alone, x, y)
+    loss, gradients = plain_loop(case(device="cpu"))
     with WorkerPool(2) as workers:
         replies = workers.run(f"{__name__}:sharded", 2, timeout=100)
-    for loss, found in replies:
-        assert loss == pytest.approx(wanted, rel=1e-4)
-        assert found == pytest.approx(norm(alone.parameters()), rel=1e-4)
+    for reply in replies:
+        assert reply == pytest.approx([loss, norm(gradients.values())], rel=1e-4)

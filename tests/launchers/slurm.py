@@ -90,10 +90,10 @@ def wait_until_idle(environment: dict[str, str]) -> None:
     while state != "idle":
         assert time.monotonic() < deadline, f"SLURM's machine is {state!r}"
         time.sleep(0.2)
-        told = subprocess.run(
+        reply = subprocess.run(
             ["sinfo", "-h", "-o", "%T"], env=environment, capture_output=True, text=True
         )
-        state = told.stdout.strip()
+        state = reply.stdout.strip()
 
 
 def free_port() -> int:

@@ -23,7 +23,7 @@ PROGRAMS = {
     for block in CODE_OF[ROOT / "docs/machines-that-go.md"]
     if block.mark == "file"
 }
-TOLD = """
+SIGNALLED = """
 import os, signal, penstock
 inner, numbers = penstock.Pipeline.step, iter(range(1, 99))
 def step(self, *args, **kwargs):
@@ -75,7 +75,7 @@ def fail_in_step(monkeypatch: pytest.MonkeyPatch, number: int, how: str) -> None
 def test_a_recipe_goes_on_as_if_nothing_had_stopped_it(
     name: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
-    told = how == "SIGTERM"
+    signalled = how == "SIGTERM"
     for folder in ("whole", "stopped"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / name).write_text(PROGRAMS[name])
@@ -86,10 +86,10 @@ def test_a_recipe_goes_on_as_if_nothing_had_stopped_it(
         fail_in_step(patched, 7, how)
         first, error = run(name, capfd)
     second, _ = run(name, capfd)
-    assert type(error).__name__ in ({"SystemExit"} if told else {how})
+    assert type(error).__name__ in ({"SystemExit"} if signalled else {how})
     assert [*whole] == [*range(1, 13)]
-    assert [*first] == [*range(1, 8 if told else 7)]
-    assert [*second] == [*range(8 if told else 5 if name == "lit.py" else 6, 13)]
+    assert [*first] == [*range(1, 8 if signalled else 7)]
+    assert [*second] == [*range(8 if signalled else 5 if name == "lit.py" else 6, 13)]
     assert first | second == pytest.approx(whole, rel=1e-5)
 
 
@@ -103,7 +103,7 @@ def test_a_signal_to_one_rank_of_two_saves_on_both(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path(name).write_text(TOLD + PROGRAMS[name])
+    Path(name).write_text(SIGNALLED + PROGRAMS[name])
     ran = run_script(name, processes=2)
     assert all(rank.status for rank in ran), ran
     first = losses("".join(rank.out for rank in ran))

@@ -35,9 +35,9 @@ def read(variables: dict[str, str]) -> dict[str, str]:
     ],
 )
 def test_srun_tells_where_the_first_machine_is(hosts: str, first: str) -> None:
-    told = read({**SRUN, "SLURM_STEP_NODELIST": hosts})
-    port = int(told.pop("MASTER_PORT"))
-    assert told == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": first}
+    exported = read({**SRUN, "SLURM_STEP_NODELIST": hosts})
+    port = int(exported.pop("MASTER_PORT"))
+    assert exported == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": first}
     assert 20000 <= port < 32000
     # Another job on the same machine, or another step of it, meets elsewhere.
     assert read({**SRUN, "SLURM_STEP_ID": "1"})["MASTER_PORT"] != str(port)
@@ -49,12 +49,12 @@ def test_srun_tells_where_the_first_machine_is(hosts: str, first: str) -> None:
     ids=["srun", "mpirun", "mpiexec"],
 )
 def test_on_one_machine_nothing_has_to_be_set(variables: dict[str, str]) -> None:
-    told = read(variables)
-    assert told["MASTER_ADDR"] == "127.0.0.1"
-    assert told["LOCAL_WORLD_SIZE"] == told["WORLD_SIZE"]
-    given = {"MASTER_ADDR": "here", "MASTER_PORT": "7"}
-    told = read({**variables, **given})
-    assert not told.keys() & given.keys()
+    exported = read(variables)
+    assert exported["MASTER_ADDR"] == "127.0.0.1"
+    assert exported["LOCAL_WORLD_SIZE"] == exported["WORLD_SIZE"]
+    already_set = {"MASTER_ADDR": "here", "MASTER_PORT": "7"}
+    exported = read({**variables, **already_set})
+    assert not exported.keys() & already_set.keys()
 
 
 @pytest.mark.parametrize("variables", [MPIRUN, MPIEXEC], ids=["mpirun", "mpiexec"])
@@ -85,5 +85,5 @@ def test_what_is_no_process_among_several_is_left_alone(variables: dict[str, str
 
 
 def test_mpirun_inside_a_step_of_srun_tells_the_rank() -> None:
-    told = read({**SRUN, "SLURM_STEP_NUM_NODES": "1", **MPIRUN})
-    assert (told["RANK"], told["WORLD_SIZE"]) == ("1", "2")
+    exported = read({**SRUN, "SLURM_STEP_NUM_NODES": "1", **MPIRUN})
+    assert (exported["RANK"], exported["WORLD_SIZE"]) == ("1", "2")

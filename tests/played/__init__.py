@@ -67,8 +67,8 @@ def _compiled() -> Any:
     if not library.exists():
         folder.mkdir(exist_ok=True)
         # Several processes may compile at a time; each puts a whole file in place.
-        with tempfile.TemporaryDirectory(dir=folder) as own:
-            half = Path(own, library.name)
+        with tempfile.TemporaryDirectory(dir=folder) as private:
+            half = Path(private, library.name)
             includes = [*include_paths(), sysconfig.get_paths()["include"]]
             command = ["c++", "-std=c++20", "-O0", "-fPIC", "-shared", str(source), "-o", str(half)]
             command += [f"-I{path}" for path in includes] + [

@@ -174,11 +174,14 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::op
                                            c10::dtype_or_default(dtype));
 }
 
-// The same memory as a tensor of the CPU.
+// The same memory as a tensor of the CPU; a conjugated or negated view stays one.
 at::Tensor host(const at::Tensor& tensor) {
   if (tensor.device().is_cpu()) return tensor;
-  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(),
-                       at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU));
+  const auto same = at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(),
+                                  at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU));
+  same._set_conj(tensor.is_conj());
+  same._set_neg(tensor.is_neg());
+  return same;
 }
 
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool) {
@@ -249,6 +252,12 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
   m.impl("set_.source_Tensor", &at::native::set_tensor_);
 }
+
+// Torch makes a conjugated or negated view a plain tensor by a copy. A copy that asked for a plain tensor first
+// would never end.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 // What autocast does to the operations that models of the tests have.
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }

@@ -28,10 +28,11 @@ def make(**options: Any) -> Pipeline:
 
 def steps_until_told(pipe: Pipeline, count: int, tell: Callable[[int], object]) -> int:
     """The step after which a loop has stopped."""
+    x = X.to(pipe.device)
     for step in range(1, count + 1):
         tell(step)
-        pipe.step(X, target=X)
-        pipe.eval(X, target=X)
+        pipe.step(x, target=x)
+        pipe.eval(x, target=x)
         if pipe.stopping:
             return step
     return 0
@@ -117,7 +118,8 @@ def stops_in_worker(group: Any, way: str) -> list[Any]:
 def options_of(way: str, group: Any) -> dict[str, Any]:
     if way == "one pipeline":
         return {"group": group}
-    options = side_by_side("cpu", 4, 2)
+    # Replicas average over gloo, which has no memory but the CPU's.
+    options = side_by_side("cpu", 4, 2) | {"device": "cpu"}
     if way == "without replicas":
         del options["replicas"]
     return options | ({"loss_fn": None} if way == "outputs" else {})
@@ -127,7 +129,7 @@ def outputs_until_told(pipe: Pipeline, count: int, tell: Callable[[int], object]
     module = PipelineModule(pipe)
     for step in range(1, count + 1):
         tell(step)
-        module(X).sum().backward()
+        module(X.to(pipe.device)).sum().backward()
         if pipe.stopping:
             return step
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import Microbatches
+from penstock import Microbatches, Pipeline, PipelineStage
 from penstock.errors import UsageError
-from penstock.testing import Case, Verdict, compare, plain_loop
+from penstock.testing import Case, Verdict, compare, judge, plain_loop
 from tests.pipeline.models import X, Y, chain, gradients, mean_loss, sum_loss
 
 
@@ -47,8 +48,8 @@ def case(wrong: Callable[[Tensor], Tensor] | None = None, **options: Any) -> Cas
     return Case(nn.Sequential(*layers), (X,), Y, options.pop("loss_fn", mean_loss), **options)
 
 
-def run(made: Case, **options: Any) -> Verdict:
-    return compare(made, schedule="1F1B", ranks=2, microbatches=4, **options)
+def run(of: Case, **options: Any) -> Verdict:
+    return compare(of, schedule="1F1B", ranks=2, microbatches=4, **options)
 
 
 WRONG: dict[str, Callable[[Tensor], Tensor]] = {
@@ -79,26 +80,39 @@ def test_the_wrong_reduction_is_found() -> None:
     run(case(loss_fn=sum_loss, reduction="sum")).check(1e-12)
 
 
+def test_a_pipeline_is_judged_with_the_random_numbers_of_its_next_steps() -> None:
+    model = nn.Sequential(*chain(2), nn.Dropout(0.5))
+    noisy = Case(model, [Microbatches(X.split(2))], Y.split(2), mean_loss)
+    with Pipeline(copy.deepcopy(model), ranks=2, loss_fn=mean_loss, seed=3) as pipe:
+        pipe.step(*noisy.args, target=noisy.target)
+        pipe.zero_grad()
+        judge(pipe, noisy, steps=2).check(1e-12)
+    stages = [PipelineStage(part, index, 2) for index, part in enumerate(chain(2))]
+    by_hand = Pipeline.from_stages(stages, schedule="1F1B", loss_fn=mean_loss)
+    with pytest.raises(UsageError, match=r"no parameter 0\.bias, 0\.weight; let the pipeline"):
+        judge(by_hand, case())
+
+
 def test_the_model_is_left_alone() -> None:
-    made = case()
-    before = {name: t.clone() for name, t in made.model.state_dict().items()}
-    run(made, steps=2)
-    assert gradients(made.model) == {}
-    assert all(torch.equal(t, before[name]) for name, t in made.model.state_dict().items())
+    plain = case()
+    before = {name: t.clone() for name, t in plain.model.state_dict().items()}
+    run(plain, steps=2)
+    assert gradients(plain.model) == {}
+    assert all(torch.equal(t, before[name]) for name, t in plain.model.state_dict().items())
 
 
 # ---- verdicts
 
 
-def verdict(found: Tensor | None, expected: Tensor | None, loss: float = 1.0) -> Verdict:
-    return Verdict(loss, 1.0, {"w": found}, {"w": expected})
+def verdict(actual: Tensor | None, expected: Tensor | None, loss: float = 1.0) -> Verdict:
+    return Verdict(loss, 1.0, {"w": actual}, {"w": expected})
 
 
 A = torch.tensor([1.0, 2.0])
 
 
 @pytest.mark.parametrize(
-    ("found", "expected", "gap"),
+    ("actual", "expected", "gap"),
     [
         (A, A + 0.5, 0.5),
         (None, None, 0.0),
@@ -107,8 +121,8 @@ A = torch.tensor([1.0, 2.0])
         (torch.zeros(0), torch.zeros(0), 0.0),
     ],
 )
-def test_differences(found: Tensor | None, expected: Tensor | None, gap: float) -> None:
-    assert verdict(found, expected).differences() == {"loss": 0.0, "w": gap}
+def test_differences(actual: Tensor | None, expected: Tensor | None, gap: float) -> None:
+    assert verdict(actual, expected).differences() == {"loss": 0.0, "w": gap}
 
 
 def test_digests_are_equal_for_equal_bits_alone() -> None:

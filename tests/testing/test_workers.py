@@ -18,8 +18,8 @@ ENDLESS = 1000.0
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
     """One of its own: what these tests do to it is not for others."""
-    with WorkerPool(2) as made:
-        yield made
+    with WorkerPool(2) as workers:
+        yield workers
 
 
 # ---- results

@@ -174,7 +174,8 @@ KINDS: dict[str, Kind] = {
         lambda h: {"max": h.max(1, keepdim=True)}, lambda v: v["max"].values + v["max"].indices
     ),
     "packed": Kind(
-        lambda h: {"packed": PackedSequence(h, torch.tensor([len(h)]))}, lambda v: v["packed"].data
+        lambda h: {"packed": PackedSequence(h, torch.tensor([len(h)], device="cpu"))},
+        lambda v: v["packed"].data,
     ),
     "list and dict of classes of their own": Kind(
         lambda h: Rows([h, Table(h=h * 2)]), lambda v: v.total() + v[1]["h"] * (type(v) is Rows)
@@ -254,7 +255,7 @@ def run_by_hand(group: Any = None, *, schedule: str, names: list[str]) -> dict[s
             for _ in range(2):
                 pipe.step(X, target=X.flip(0))
         answers[name] = {
-            f"{index}.{key}": p.grad.numpy().tobytes().hex()
+            f"{index}.{key}": p.grad.cpu().numpy().tobytes().hex()
             for index, part in enumerate(parts)
             for key, p in part.named_parameters()
             if p.grad is not None

@@ -284,6 +284,7 @@ MASKS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.on_cpu("makes its masks on a CPU")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", sorted(MASKS))
 def test_a_block_mask_is_split_with_the_batch(name: str) -> None:
@@ -305,6 +306,7 @@ def test_a_block_mask_is_split_with_the_batch(name: str) -> None:
             torch.testing.assert_close(pipe.predict(x, mask=mask), plain(x, mask))
 
 
+@pytest.mark.on_cpu("makes its masks on a CPU")
 def test_a_block_mask_looks_alike_in_other_processes() -> None:
     """Its function is not sent: a rank that was not given the batch plans with another one."""
     mask = create_block_mask(MASKS["of each sample"][0], 4, None, 8, 8, device="cpu", BLOCK_SIZE=4)

@@ -11,6 +11,8 @@ from torch import nn
 from penstock import Pipeline, PipelineStage
 from penstock.errors import PartitionError, SpecError
 from penstock.testing import WorkerPool, compare
+from tests import played
+from tests.device import DEVICE
 from tests.values.kinds import (
     KINDS,
     ONLY_CUT,
@@ -29,6 +31,7 @@ from tests.values.kinds import (
 )
 
 BY_HAND = "tests.values.kinds:run_by_hand"
+SPARSE = pytest.mark.skipif(DEVICE == played.NAME, reason="a played device has no sparse tensors")
 
 
 @pytest.mark.parametrize("kind", [*sorted(KINDS), *ONLY_CUT])
@@ -86,7 +89,10 @@ def test_structure_and_strides_arrive_as_they_were() -> None:
 # ---- what cannot travel is refused by name and path
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=SPARSE if "sparse" in name else ()) for name in sorted(REFUSED)],
+)
 def test_what_cannot_travel_is_refused(name: str) -> None:
     kind, text = refusal(name=name)
     assert kind == "SpecError"
@@ -102,10 +108,11 @@ def test_so_it_is_on_every_rank_of_several_processes(workers: WorkerPool) -> Non
 @pytest.mark.parametrize(
     ("kind", "error", "says"),
     [
-        (
+        pytest.param(
             Kind(lambda h: [h.to_sparse()], lambda v: v[0].to_dense()),
             SpecError,
             "0 returned.*sparse",
+            marks=SPARSE,
         ),
         (
             Kind(lambda h: {h}, lambda v: v.pop()),

@@ -74,7 +74,7 @@ class Halves(NamedTuple):
     total: int
 
 
-def cut(
+def halved(
     backward: GraphModule, waiting: Collection[int], *, fused: bool, free: Collection[str] = ()
 ) -> Halves:
     """Cuts a backward graph.
@@ -354,7 +354,7 @@ def _compile(
     names.propagate(graph, inputs)
     # These are the names that AOT autograd gives to arguments of forward that it saves for backward.
     free = {f"primals_{place + 1}" for place in weights}
-    halves = cut(graph, list(weights), fused=backward.is_fused, free=free)
+    halves = halved(graph, list(weights), fused=backward.is_fused, free=free)
     if halves.weights.results:
         first, second = (
             names.boxed(compile_(half.graph, [n.meta["val"] for n in _arguments(half.graph)]))

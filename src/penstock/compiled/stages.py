@@ -69,7 +69,7 @@ class CompiledModule:
         self._module, self._name = module, name
         options = _options(module, settings)
         self._strict = bool(settings.get("fullgraph"))
-        self._has_own_backend = options["backend"] not in ("inductor", names.PLAIN)
+        self._has_other_backend = options["backend"] not in ("inductor", names.PLAIN)
         self._passed: set[tuple[bool, bool]] = set()
         units = getattr(module if units_of is None else units_of, "units", None)
         self._call: Callable[..., Any] = module
@@ -117,7 +117,7 @@ class CompiledModule:
         kinds = _kinds_behind(result)
         if "CompiledFunctionBackwardBackward" in kinds:
             return "it differentiates twice through compiled code"
-        if kinds and "CompiledFunctionBackward" not in kinds and not self._has_own_backend:
+        if kinds and "CompiledFunctionBackward" not in kinds and not self._has_other_backend:
             return "torch.compile cannot capture any of it"
         return None
 
@@ -165,12 +165,14 @@ def _compiled(module: nn.Module, options: Mapping[str, Any]) -> Callable[..., An
     compiled; different modules do not, as their shapes would seem to vary.
     """
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call_module(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
 
     key = _signature(module)
-    code = _codes.setdefault(key, call.__code__.replace(co_name=f"stage_kind_{len(_codes)}"))
-    function = FunctionType(code, call.__globals__, code.co_name, closure=call.__closure__)
+    code = _codes.setdefault(key, call_module.__code__.replace(co_name=f"stage_kind_{len(_codes)}"))
+    function = FunctionType(
+        code, call_module.__globals__, code.co_name, closure=call_module.__closure__
+    )
     compiled: Callable[..., Any] = torch.compile(function, **options)
     return compiled
 
@@ -198,15 +200,19 @@ def _signature(module: nn.Module) -> str:
 
 @contextmanager
 def _undone_on_error(module: nn.Module) -> Iterator[None]:
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    buffers = [
+        (part, name, buffer, buffer.detach().clone())
+        for part in module.modules()
+        for name, buffer in part.named_buffers(recurse=False)
+    ]
     devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
     states = generator_states(devices)
     try:
         yield
     except BaseException:
         with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            for part, name, buffer, value in buffers:
+                setattr(part, name, buffer.copy_(value))
         set_generator_states(states, devices)
         raise
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from penstock.checkpoint import Checkpoints
 from penstock.errors import PenstockError
 from penstock.pipeline import Pipeline
-from penstock.testing import Case, Verdict, plain_loop
+from penstock.testing import Case, judge
 
 TOLERANCE = 1e-9
 """The largest difference of numbers near 1 in float64."""
@@ -79,14 +79,12 @@ class SmallPipeline:
     def _difference(self) -> float:
         """The largest difference of loss, output and gradients from the plain loop, over all ranks."""
         case = self._case
-        loss, gradients = plain_loop(case)
-        result = self.pipe.step(*case.args, target=case.target, outputs=True)
-        ours = {name: p.grad for name, p in self.pipe.weights.here.named_parameters()}
-        verdict = Verdict(result.loss, loss, ours, {name: gradients[name] for name in ours})
+        verdict = judge(self.pipe, case)
+        self.pipe.zero_grad()
+        outputs = self.pipe.predict(*case.args)
         with torch.no_grad():
             expected = case.model(*case.args)
-        output = float((result.outputs.to(self._device) - expected).abs().max())
-        self.pipe.zero_grad()
+        output = float((outputs.to(self._device) - expected).abs().max())
         most: float = max(self.pipe.job.agree(max(output, *verdict.differences().values())))
         return most
 

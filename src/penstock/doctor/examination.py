@@ -115,8 +115,8 @@ class Examination:
             for number, rank in enumerate(self.ranks):
                 several.setdefault(rank.facts.versions.get(name, "none"), []).append(number)
             if len(several) > 1:
-                told = "; ".join(f"{what} on {_ranks(of)}" for what, of in several.items())
-                yield f"{name} differs: {told}"
+                where = "; ".join(f"{version} on {_ranks(of)}" for version, of in several.items())
+                yield f"{name} differs: {where}"
 
     def _slow(self) -> Iterator[str]:
         for number, rank in enumerate(self.ranks):
@@ -267,10 +267,10 @@ def examine(
         ]
         rows = pipe.job.agree(parts)
     rows = rows if transport is not None else rows[:1]
-    found = [LinkReport(**{**one, "link": Link(**one["link"])}) for row in rows for one in row[1]]
+    reports = [LinkReport(**{**one, "link": Link(**one["link"])}) for row in rows for one in row[1]]
     return Examination(
         tuple(RankReport(**{**row[0], "facts": Facts(**row[0]["facts"])}) for row in rows),
-        tuple(found),
+        tuple(reports),
         per_message(Handling(**one) for row in rows for one in row[2]),
         tuple(checks),
     )
@@ -278,14 +278,14 @@ def examine(
 
 def _transport_of(pipe: Pipeline) -> Transport | None:
     """The transport of this rank; None if all ranks share a process."""
-    seen: list[Transport] = []
+    transports: list[Transport] = []
 
-    def look(transport: Transport) -> Transport:
-        seen.append(transport)
+    def as_it_is(transport: Transport) -> Transport:
+        transports.append(transport)
         return transport
 
-    pipe.job.wrap_transport(look)
-    return seen[0] if seen else None
+    pipe.job.wrap_transport(as_it_is)
+    return transports[0] if transports else None
 
 
 def _dtypes(device: torch.device) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """The tools with which Penstock tests itself, also for its users' tests."""
 
 from penstock.testing.faults import Fault, InjectedError, fail_at
-from penstock.testing.oracle import Case, Verdict, compare, plain_loop
+from penstock.testing.oracle import Case, Verdict, compare, judge, plain_loop
 from penstock.testing.recording import Recorded, RecordingTransport, Traffic, record_messages
 from penstock.testing.workers import WorkerError, WorkerPool
 
@@ -17,6 +17,7 @@ __all__ = [
     "WorkerPool",
     "compare",
     "fail_at",
+    "judge",
     "plain_loop",
     "record_messages",
 ]

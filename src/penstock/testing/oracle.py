@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import UsageError
 from penstock.partition import randomness
 from penstock.pipeline import Pipeline
 from penstock.pipeline.plan import Stages
@@ -131,7 +132,6 @@ def compare(  # noqa: PLR0913 - what a user of Pipeline chooses, by name
         optimizer: makes the optimizer that trains between the steps, with clipped gradients. Without it,
             gradients add up.
     """
-    expected_loss, expected = plain_loop(case, steps, optimizer)
     pipe = Pipeline(
         copy.deepcopy(case.model),
         schedule=schedule,
@@ -148,20 +148,48 @@ def compare(  # noqa: PLR0913 - what a user of Pipeline chooses, by name
         nonfinite="warn",
     )
     with pipe:
-        trainer = optimizer(pipe.parameters()) if optimizer else None
-        for step in range(steps):
-            if step and optimizer:
-                pipe.clip_grad_norm_(LIMIT)
-                _train(trainer)
-            result = pipe.step(*case.args, target=case.target, **case.kwargs)
-        gradients = {name: p.grad for name, p in pipe.weights.here.named_parameters()}
-    return Verdict(result.loss, expected_loss, gradients, {n: expected[n] for n in gradients})
+        return judge(pipe, case, steps=steps, optimizer=optimizer)
 
 
-def _train(optimizer: torch.optim.Optimizer | None) -> None:
-    if optimizer is not None:
-        optimizer.step()
-        optimizer.zero_grad()
+def judge(
+    pipe: Pipeline, case: Case, *, steps: int = 1, optimizer: MakeOptimizer | None = None
+) -> Verdict:
+    """Run a case through a pipeline that you have made, and through a plain loop.
+
+    Where the case has microbatches, the loop draws the random numbers of the pipeline.
+
+    Args:
+        pipe: the pipeline, without gradients, that cuts a copy of the case's model and has its loss. Each of
+            its processes calls this, and gets a verdict on its own stages.
+        case: the case to run.
+        steps: how many steps to run; the verdict is on the last one.
+        optimizer: makes the optimizer that trains between the steps, with clipped gradients. Without it,
+            gradients add up.
+
+    Raises:
+        UsageError: the case's model has other parameters than the pipeline.
+    """
+    seed, first = pipe.randomness.seed, pipe.randomness.step
+    trainer = optimizer(pipe.parameters()) if optimizer else None
+    for step in range(steps):
+        if step and trainer:
+            pipe.clip_grad_norm_(LIMIT)
+            _train(trainer)
+        result = pipe.step(*case.args, target=case.target, **case.kwargs)
+    gradients = {name: p.grad for name, p in pipe.weights.here.named_parameters()}
+    # The pipeline knows its units when it is cut, as its first step does.
+    draws = None if seed == "off" else _RandomNumbers(seed, first, pipe.units)
+    loss, expected = _loop(case, steps, optimizer, draws)
+    if unknown := sorted(gradients.keys() - expected.keys()):
+        raise UsageError(
+            f"the case's model has no parameter {', '.join(unknown)}; let the pipeline cut a copy of it"
+        )
+    return Verdict(result.loss, loss, gradients, {name: expected[name] for name in gradients})
+
+
+def _train(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def plain_loop(
@@ -176,27 +204,45 @@ def plain_loop(
         steps: the number of steps.
         optimizer: makes the optimizer that trains between the steps.
     """
+    return _loop(case, steps, optimizer, _RandomNumbers(SEED, 0, None))
+
+
+class _RandomNumbers(NamedTuple):
+    """The random numbers of a pipeline: its seed, the number of its first step, and its units."""
+
+    seed: int
+    first: int
+    units: Sequence[str] | None
+
+    def of(self, model: nn.Module, step: int, microbatch: int) -> AbstractContextManager[None]:
+        step += self.first
+        return randomness(model, seed=self.seed, step=step, microbatch=microbatch, units=self.units)
+
+
+def _loop(
+    case: Case, steps: int, optimizer: MakeOptimizer | None, draws: _RandomNumbers | None
+) -> tuple[float, dict[str, Tensor | None]]:
     model = copy.deepcopy(case.model)
     trainer = optimizer(model.parameters()) if optimizer else None
+    # A batch of all samples draws numbers that no microbatch would.
+    draws = draws if _is_split(case) else None
     for step in range(steps):
         if step and trainer:
             nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
             _train(trainer)
-        loss = sum(
-            _train_on(case, model, step, index, part) for index, part in enumerate(_parts(case))
-        )
+        loss = 0.0
+        for index, part in enumerate(_parts(case)):
+            with draws.of(model, step, index) if draws else nullcontext():
+                loss += _train_on(case, model, part)
     return loss, {name: p.grad for name, p in model.named_parameters()}
 
 
-def _train_on(case: Case, model: nn.Module, step: int, index: int, part: _Part) -> float:
+def _train_on(case: Case, model: nn.Module, part: _Part) -> float:
     args, kwargs, target, share = part
-    drawn = randomness(model, seed=SEED, step=step, microbatch=index)
-    # A batch of all samples draws numbers that no microbatch would.
-    with drawn if _is_split(case) else nullcontext():
-        with collect_losses() as added:
-            output = model(*args, **kwargs)
-        loss = (case.loss_fn(output, target) + added.total()) * share
-        loss.backward()
+    with collect_losses() as added:
+        output = model(*args, **kwargs)
+    loss = (case.loss_fn(output, target) + added.total()) * share
+    loss.backward()
     return float(loss.detach())
 
 
