@@ -122,7 +122,7 @@ def test_a_loop_that_failed_leaves_nothing_for_the_next_step() -> None:
     seat = Seat("penstock", None, {0: [0]})
     calls = count()
 
-    def loss(output: Tensor, target: Tensor) -> Tensor:
+    def loss(output: Tensor, target: Tensor) -> Any:
         if next(calls) == 1:
             raise ZeroDivisionError
         return sum_loss(output, target)
