@@ -214,21 +214,26 @@ def body_single_schedules_have_an_order(p: Names) -> list[str]:
 
 
 def body_rows_of_schedules(p: Names) -> list[str]:
-    v, shown = p._schedule_visualizer, []
+    shown: list[str] = []
     for name in ("Interleaved1F1B", "InterleavedZeroBubble", "DualPipeV"):
-        rows = [[a for a in row if a] for row in v.get_schedule_ops(name, 2, 8)]
-        for late in (False, True):
-            full = v.get_schedule_ops(name, 2, 8, with_comms=True, defer_pp_recv=late)
-            assert [[a for a in row if a and a.is_compute_op] for row in full] == rows
+        rows = [[a for a in row if a] for row in p.get_schedule_ops(name, 2, 8)]
+        full = [
+            p.get_schedule_ops(name, 2, 8, with_comms=True, defer_pp_recv=late)
+            for late in (False, True)
+        ]
+        for one in full:
+            assert [[a for a in row if a and a.is_compute_op] for row in one] == rows
+        # torch 2.13 defers nothing around overlapped pairs.
+        assert name == "DualPipeV" or full[0] != full[1]
         # torch 2.13 finds no such rows for GPipe and 1F1B, and loses count of ranks that end first in a V.
-        shown += [*joined(rows), *joined(v.get_schedule_ops(name, 4, 8, add_spacing=True))]
-    rows = v.get_schedule_ops(p.ScheduleGPipe, 2, 4)
+        shown += [*joined(rows), *joined(p.get_schedule_ops(name, 4, 8, add_spacing=True))]
+    rows = p.get_schedule_ops(p.ScheduleGPipe, 2, 4)
     assert [str(a) for a in rows[1] if a][:4] == ["1F0", "1F1", "1F2", "1F3"]
-    refused(ValueError, lambda: v.get_schedule_ops("GPipe", 2, 4, None, True, True))
-    refused(AssertionError, lambda: v.get_schedule_ops("GPipe", 2, 4, 2))
-    refused(AssertionError, lambda: v.get_schedule_ops("LoopedBFS", 2, 4, 1))
+    refused(ValueError, lambda: p.get_schedule_ops("GPipe", 2, 4, None, True, True))
+    refused(AssertionError, lambda: p.get_schedule_ops("GPipe", 2, 4, 2))
+    refused(AssertionError, lambda: p.get_schedule_ops("LoopedBFS", 2, 4, 1))
     for pair in ("0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1"), ("0F0,0I0,0W0", "1F0,1I0,1W0"):
-        shown += joined(v.add_schedule_op_spacing(list(map(p.row, pair))))
+        shown += joined(p.add_schedule_op_spacing(list(map(p.row, pair))))
     return shown
 
 
@@ -443,7 +448,7 @@ def body_what_tensors_look_like(p: Names) -> list[Any]:
     again = sharded.to_dtensor("cpu", mesh)
     same = [again.shape, again.placements, again.to_local().shape]
     assert same == [spread.shape, spread.placements, x.shape]
-    assert sharded.mesh_cache_key == (("tp",), mesh._layout)
+    names, layout = sharded.mesh_cache_key
     assert plain.to_tensor("cpu").requires_grad
     wider = u.extract_tensor_meta(torch.ones(2, 5))
     check = functools.partial(u.validate_metadata, "the input", plain)
@@ -451,7 +456,8 @@ def body_what_tensors_look_like(p: Names) -> list[Any]:
     with pytest.warns(UserWarning, match="Metadata mismatch"):
         check(wider, warn_on_mismatch=True)
     kinds = [len(check(other)) > 0 for other in (sharded, x.double(), x.t(), x.detach())]
-    return [*kinds, check(wider), sharded.get_diff(u.extract_tensor_meta(spread))]
+    unlike = [check(wider), sharded.get_diff(u.extract_tensor_meta(spread))]
+    return [*kinds, *unlike, names, str(layout)]
 
 
 def body_several_tensors_at_once(p: Names) -> list[Any]:

@@ -24,7 +24,10 @@ WIDTH, CHUNKS = 4, 4
 CPU = torch.device("cpu")
 X = torch.linspace(-1, 1, 2 * CHUNKS * WIDTH).reshape(2 * CHUNKS, WIDTH)
 Y = X.flip(0)
-MODULES = ("_utils", "microbatch", "schedules", "stage", "_IR", "_backward")
+MODULES = (
+    *("_utils", "microbatch", "schedules", "stage", "_IR", "_backward"),
+    "_schedule_visualizer",
+)
 mean_loss, sum_loss = nn.MSELoss(), nn.MSELoss(reduction="sum")
 
 
@@ -37,7 +40,7 @@ class Names:
     def __init__(self, package: str) -> None:
         self.package = package
         self.top: Any = import_module(PACKAGES[package])
-        for name in (*MODULES, "_schedule_visualizer"):
+        for name in MODULES:
             setattr(self, name, import_module(f"{PACKAGES[package]}.{name}"))
 
     def __getattr__(self, name: str) -> Any:

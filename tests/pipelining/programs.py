@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from penstock.errors import PenstockError
 from tests.pipelining.either import (
     CHUNKS,
     IN_A_V,
@@ -145,6 +148,27 @@ def refused(group: Any, package: str) -> list[str]:
             errors.append(f"{type(error).__name__}: {error}")
         seat.check_steps(one, 1)
     return errors
+
+
+def stops_stepping(group: Any, package: str, flag: str) -> str:
+    """One rank runs two batches without a loss, the other a third one; what that one hears."""
+    seat = Seat(package, group, "GPipe")
+    forwards = seat.schedule("GPipe", loss_fn=None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PENSTOCK_TIMEOUT", "2")
+        for _ in range(2):
+            seat.step(forwards)
+    if seat.rank == 0:
+        while not Path(flag).exists():
+            time.sleep(0.05)
+        return ""
+    try:
+        seat.step(forwards)
+    except PenstockError as error:
+        return str(error)
+    finally:
+        Path(flag).touch()
+    return "went on"
 
 
 # ---- orders that people write down
@@ -487,13 +511,13 @@ WRAPS: dict[str, Callable[[nn.Module, Any], Any]] = {
 
 def spread(group: Any, package: str, schedule: str, how: str) -> list[float]:
     """Three steps and an evaluation of two replicas of two ranks, under a name, a loop or an order."""
-    own = schedule in LOOPS or schedule.endswith("order")
+    is_written = schedule in LOOPS or schedule.endswith("order")
     place = "GPipe" if schedule in LOOPS else "Interleaved1F1B"
-    seat = Replicas(package, place if own else schedule, WRAPS[how])
+    seat = Replicas(package, place if is_written else schedule, WRAPS[how])
     if schedule in LOOPS:
         one = seat.schedule(LOOPS[schedule](seat.names))
     else:
-        one = with_order(seat, schedule) if own else seat.schedule(schedule)
+        one = with_order(seat, schedule) if is_written else seat.schedule(schedule)
     optimizers = [torch.optim.AdamW(module.parameters(), 0.01) for module in seat.modules]
     plain = torch.optim.AdamW(seat.reference.parameters(), 0.01)
     shown: list[Tensor] = []
@@ -505,7 +529,7 @@ def spread(group: Any, package: str, schedule: str, how: str) -> list[float]:
             optimizer.step()
             optimizer.zero_grad()
         shown += losses
-    if not own and schedule not in IN_A_V:
+    if not is_written and schedule not in IN_A_V:
         with torch.no_grad():
             shown += seat.step(one, "eval")[1]
     dist.barrier(group=group)

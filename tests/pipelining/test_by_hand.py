@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import count
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from penstock.partition import Shared
 from penstock.pipelining import PipelineStage, ScheduleGPipe
 from penstock.pipelining.schedules import PipelineScheduleSingle
 from penstock.testing import WorkerPool
-from tests.pipelining.either import WIDTH, Layer, Seat, X
+from tests.pipelining.either import WIDTH, Layer, Seat, X, sum_loss
+from tests.pipelining.programs import LOOPS
 
 PART = X[:2]
 
@@ -58,6 +60,30 @@ def test_without_a_schedule(halves: bool, examples: dict[str, Any]) -> None:
     assert last.output_chunks == []
 
 
+class Masks(nn.Module):
+    """Takes a mask before the values that learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, mask: Tensor, hidden: Tensor, scale: Tensor) -> Tensor:
+        return self.linear(hidden.where(mask, 0.0)) * scale  # type: ignore[no-any-return]
+
+
+def test_gradients_by_hand_stand_at_the_places_of_the_values() -> None:
+    stage = PipelineStage(Masks(), 1, 2, "cpu")
+    stage._prepare_forward_infra(1, has_backward=True)
+    values = PART > 0, PART, torch.tensor(3.0)
+    stage.set_local_fwd_input(values, 0)
+    stage.backward_one_chunk(0, loss=stage.forward_one_chunk(0).sum())
+    mask, *leaves = [v.clone().requires_grad_(v.is_floating_point()) for v in values]
+    expected = torch.autograd.grad(stage.submod(mask, *leaves).sum(), leaves)
+    gradients = stage.get_local_bwd_output(0)
+    assert gradients[0] is None
+    torch.testing.assert_close(gradients[1:], expected)
+
+
 def test_what_comes_too_early_is_named() -> None:
     first, last = driven().stages
     with pytest.raises(RuntimeError, match="set_local_fwd_input comes first"):
@@ -78,7 +104,7 @@ def test_what_comes_too_early_is_named() -> None:
         fresh.get_fwd_send_ops(0)
     fresh.backward_one_chunk(0)  # without a backward they do nothing
     fresh.backward_weight_one_chunk(0)
-    fresh._has_backward = True
+    fresh.has_backward = True
     with pytest.raises(RuntimeError, match="no chunks yet"):
         fresh.backward_one_chunk(0)
 
@@ -90,6 +116,21 @@ def test_the_next_step_drops_what_was_left() -> None:
     ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss).step(PART, target=PART)
     assert stage.in_flight == 0
     assert stage.fwd_cache == {}
+
+
+def test_a_loop_that_failed_leaves_nothing_for_the_next_step() -> None:
+    seat = Seat("penstock", None, {0: [0]})
+    calls = count()
+
+    def loss(output: Tensor, target: Tensor) -> Any:
+        if next(calls) == 1:
+            raise ZeroDivisionError
+        return sum_loss(output, target)
+
+    loop = seat.schedule(LOOPS["fills"](seat.names), loss_fn=loss)
+    with pytest.raises(ZeroDivisionError):
+        seat.step(loop)
+    seat.check_steps(loop, 1)
 
 
 class Early(PipelineScheduleSingle):

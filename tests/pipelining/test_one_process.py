@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import UsageError
-from penstock.pipelining import _schedule_visualizer as visualizer
 from tests.pipelining.alike import BODIES, perform
 from tests.pipelining.differences import DIFFERENCES, answer
 from tests.pipelining.either import MODULES, Names
@@ -51,7 +50,7 @@ OTHERS = {
 """Classes that users do not call, and those of which torch says nothing."""
 
 
-@pytest.mark.parametrize("module", [*MODULES, "_schedule_visualizer"])
+@pytest.mark.parametrize("module", MODULES)
 def test_parameters_have_torchs_names_and_places(module: str) -> None:
     ours, theirs = (vars(getattr(Names(package), module)) for package in ("penstock", "torch"))
     for name in ours.keys() & theirs.keys() - OTHERS:
@@ -64,7 +63,15 @@ def test_parameters_have_torchs_names_and_places(module: str) -> None:
             assert all(p.default is not Parameter.empty for p in more), name
 
 
+def test_steps_of_a_stage_that_is_gathered_again() -> None:
+    p = Names("penstock")
+    rows = ["0UNSHARD,0F0,0RESHARD,0UNSHARD,0B0", "1F0,1B0"]
+    steps = [p.row(row) for row in ("0UNSHARD,0F0,0RESHARD,0UNSHARD,-,0B0", "-,-,1F0,1B0,-,-")]
+    assert p.add_schedule_op_spacing(list(map(p.row, rows))) == steps
+
+
 def test_drawings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    visualizer = Names("penstock")
     rows = visualizer.get_schedule_ops("DualPipeV", 2, 4, add_spacing=True)
     visualizer.visualize_schedule(rows)
     assert capsys.readouterr().out.startswith("rank 0 stage 0 |")

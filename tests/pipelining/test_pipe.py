@@ -251,6 +251,31 @@ def test_a_policy_puts_cuts_into_the_graph() -> None:
     torch.testing.assert_close(pipe.split_gm(x), model(x))
 
 
+class Tied(nn.Module):
+    """Two layers with one weight, and a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Linear(4, 4, bias=False) for _ in range(2))
+        self.last.weight = self.first.weight
+        self.register_buffer("shift", torch.ones(4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x) + self.get_buffer("shift"))  # type: ignore[no-any-return]
+
+
+def test_stages_hold_what_they_use_under_the_models_names() -> None:
+    model = Tied()
+    pipe = pipeline(model, (X,), split_spec=before("last"))
+    stages = [pipe.get_stage_module(index) for index in range(2)]
+    assert [list(stage.state_dict()) for stage in stages] == [["first.weight"], ["last.weight"]]
+    assert [[n for n, _ in stage.named_buffers()] for stage in stages] == [["shift"], []]
+    assert pipe.replicated_params == [{"submod_pp_0": "first.weight", "submod_pp_1": "last.weight"}]
+    torch.testing.assert_close(pipe.split_gm(X), model(X))
+    # In one stage it is no replica.
+    assert pipeline(model, (X,), split_spec={}).replicated_params == []
+
+
 def test_tracing_leaves_the_model_alone() -> None:
     model = EXAMPLES["resnet"].model()
     state, noise = copy.deepcopy(model.state_dict()), torch.get_rng_state()
@@ -303,9 +328,9 @@ def test_a_pipe_takes_what_the_model_takes(by: tuple[str, ...]) -> None:
     """However the trace was given its arguments, by place, by name or not; and other batch sizes."""
     model = Named().eval()
     x, y = torch.randn(2, 2, 3, 4)
-    given = {"x": x, "y": y, "scale": 2.0}
-    placed = tuple(given[name] for name in ("x", "y") if name not in by)
-    pipe = pipeline(model, placed, {name: given[name] for name in by})
+    values = {"x": x, "y": y, "scale": 2.0}
+    placed = tuple(values[name] for name in ("x", "y") if name not in by)
+    pipe = pipeline(model, placed, {name: values[name] for name in by})
     stages = stages_of(pipe)
     schedule = get_schedule_class("Interleaved1F1B")(stages, 2)
     for samples in (2, 4, 6):
@@ -318,6 +343,13 @@ def test_a_pipe_takes_what_the_model_takes(by: tuple[str, ...]) -> None:
     with torch.no_grad():
         torch.testing.assert_close(schedule.step(x, y), expected)
         torch.testing.assert_close(schedule.step(x, y=y), expected)
+
+
+def test_named_arguments_come_in_any_order() -> None:
+    model = Chained(lambda m, x, scale, shift: m.b(m.a(x) * scale) + shift)
+    pipe = pipeline(model, (X,), {"scale": 2 * X, "shift": 3 * X}, split_spec=before("b"))
+    expected = model(X, scale=4 * X, shift=5 * X)
+    torch.testing.assert_close(pipe.split_gm(X, shift=5 * X, scale=4 * X), expected)
 
 
 def test_sizes_are_no_skipped_values() -> None:
@@ -357,6 +389,19 @@ def views(model: Any, x: Tensor) -> Tensor:
     y = model.b(x.clone())
     view.add_(1.0)
     return y + x  # type: ignore[no-any-return]
+
+
+class Reused(nn.Module):
+    """Changes in the last stage what the one before used, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x)
+        out = self.c(self.b(hidden))
+        return out + hidden.mul_(2.0)  # type: ignore[no-any-return]
 
 
 def counted(model: Any, x: Tensor) -> Tensor:
@@ -402,6 +447,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "hook": (lambda: Chained(hooked), IN_B, r"a hook on the gradient of a tensor"),
     "in a region": (lambda: Chained(fenced), IN_B, r"a cut lies within a region .*no_grad"),
     "views": (lambda: Chained(views), IN_B, r"add_.* in stage 1 changes .* in place"),
+    "a value of two": (
+        Reused,
+        {"split_spec": before("b", "c")},
+        r"mul_.* in stage 2 changes a value of stage 0 in place",
+    ),
     "a buffer": (counts, IN_B, r"add_.* in stage 1 changes count in place, which stage 0 uses too"),
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,6 +128,15 @@ def test_values_between_stages(workers: WorkerPool, schedule: str, package: str)
         out = {*out, "a frozen stage"}
     kinds = [kind for kind in KINDS if kind not in out]
     run(workers, package, "handed", 3, schedule=schedule, kinds=kinds)
+
+
+@pytest.mark.slow
+def test_a_rank_that_stops_stepping_is_named_with_its_last_call(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    """Also where no step trains, which would be counted."""
+    _, says = run(workers, "penstock", "stops_stepping", flag=str(tmp_path / "flag"))
+    assert re.search("rank 0: .*between steps, after call 2, in its own code", says)
 
 
 def test_every_rank_hears_what_is_wrong_on_one(workers: WorkerPool) -> None:

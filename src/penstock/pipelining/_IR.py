@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +17,13 @@ from penstock.pipelining._utils import PipeInfo
 from penstock.pipelining.stage import PipelineStage, build_stage
 from penstock.pipelining.traced import (
     SplitPoint,
-    TracedModel,
+    TracedStage,
     aten_pipe_split_alias,
     cut_traced,
     pipe_split,
     points_of,
 )
+from penstock.schedule import Edge
 
 __all__ = ["Pipe", "PipeInfo", "SplitPoint", "aten_pipe_split_alias", "pipe_split", "pipeline"]
 
@@ -30,10 +31,10 @@ __all__ = ["Pipe", "PipeInfo", "SplitPoint", "aten_pipe_split_alias", "pipe_spli
 class SplitModel(nn.Module):
     """The stages ``submod_pp_0``, ``submod_pp_1``, …, called one after the other."""
 
-    def __init__(self, model: TracedModel) -> None:
+    def __init__(self, stages: Sequence[TracedStage], edges: Sequence[Edge] | None) -> None:
         super().__init__()
-        self._edges = model.edges
-        for index, module in enumerate(model.stages):
+        self._edges = edges
+        for index, module in enumerate(stages):
             self.add_module(f"submod_pp_{index}", module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -55,7 +56,8 @@ class Pipe(nn.Module):
     """A model cut into stages, called with the model's arguments.
 
     Args:
-        model: the traced and cut model.
+        stages: the stages.
+        info: the number of stages, and what travels between them and is shared.
         name: the model's name.
 
     Attributes:
@@ -68,14 +70,14 @@ class Pipe(nn.Module):
 
     has_loss_and_backward = False
 
-    def __init__(self, model: TracedModel, name: str) -> None:
+    def __init__(self, stages: Sequence[TracedStage], info: PipeInfo, name: str) -> None:
         super().__init__()
-        self._model, self._name = model, name
-        self.split_gm = SplitModel(model)
-        self.num_stages = len(model.stages)
+        self._stages, self._info, self._name = stages, info, name
+        self.split_gm = SplitModel(stages, info.edges)
+        self.num_stages = info.num_stages
         self.replicated_params = [
             {f"submod_pp_{stage}": path for stage, path in shared.holders}
-            for shared in model.shared
+            for shared in info.shared
             if len(shared.stages) > 1
         ]
 
@@ -87,8 +89,8 @@ class Pipe(nn.Module):
         split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
     ) -> Pipe:
         """Like :func:`pipeline` without ``split_spec``, and without a warning about a single stage."""
-        model = cut_traced(mod, example_args, example_kwargs, {}, split_policy)
-        return Pipe(model, type(mod).__name__)
+        traced = cut_traced(mod, example_args, example_kwargs, {}, split_policy)
+        return Pipe(*traced, type(mod).__name__)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Run all stages and return the model's output as a flat tuple.
@@ -105,12 +107,11 @@ class Pipe(nn.Module):
         """
         if not 0 <= stage_idx < self.num_stages:
             raise UsageError(f"stage {stage_idx} of {self.num_stages}: stages count from 0")
-        return self._model.stages[stage_idx]
+        return self._stages[stage_idx]
 
     def info(self) -> PipeInfo:
         """Return what :func:`build_stage` needs."""
-        model = self._model
-        return PipeInfo(model.graph, self.num_stages, shared=model.shared, edges=model.edges)
+        return self._info
 
     def build_stage(
         self, stage_index: int, device: torch.device | str, group: Any = None
@@ -122,13 +123,13 @@ class Pipe(nn.Module):
 
     def print_readable(self) -> None:
         """Print the code of each stage."""
-        for stage in self._model.stages:
+        for stage in self._stages:
             stage.print_readable()
 
     def __repr__(self) -> str:
-        sizes = [sum(p.numel() for p in stage.parameters()) for stage in self._model.stages]
+        sizes = [sum(p.numel() for p in stage.parameters()) for stage in self._stages]
         rows = [f"  stage {index}: {size} parameters" for index, size in enumerate(sizes)]
-        edges = self._model.edges or ()
+        edges = self._info.edges or ()
         skips = [f"  stage {e.source} gives {e.value} to {list(e.targets)}" for e in edges]
         return "\n".join([f"Pipe of {self._name}, {self.num_stages} stages", *rows, *skips])
 
@@ -162,7 +163,8 @@ def pipeline(
     if not isinstance(mb_args, tuple):
         raise UsageError(f"mb_args must be a tuple of arguments, not a {type(mb_args).__name__}")
     points = points_of(module, split_spec or {})
-    pipe = Pipe(cut_traced(module, mb_args, mb_kwargs, points, split_policy), type(module).__name__)
+    traced = cut_traced(module, mb_args, mb_kwargs, points, split_policy)
+    pipe = Pipe(*traced, type(module).__name__)
     if split_spec is None and pipe.num_stages == 1:
         warnings.warn(
             f"no split point in the {type(module).__name__}: it is one stage. Name modules in split_spec, "

@@ -7,18 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from penstock.errors import UsageError
-from penstock.pipeline.plan import AHEAD
+from penstock.pipeline.plan import prove
 from penstock.pipelining._utils import CallError
-from penstock.pipelining.rows import (
-    ActionTuple,
-    Row,
-    microbatches_of,
-    schedule_of,
-    spaced,
-    stages_of,
-    to_entry,
-    to_order,
-)
+from penstock.pipelining.rows import ActionTuple, Row, spaced, to_entry, to_order
 from penstock.pipelining.running import PipelineSchedule
 from penstock.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from penstock.schedule import (
@@ -35,8 +26,8 @@ from penstock.schedule.base import flat
 
 __all__ = ["add_schedule_op_spacing", "get_schedule_ops", "visualize_schedule"]
 
-WIDTHS = {"B": 2, "OVERLAP_F_B": 3}
-"""The number of steps that an operation takes; all others take one."""
+WIDTHS = {"B": 2}
+"""The number of steps that an operation takes; all others take one, and a pair what its parts take."""
 
 
 def get_schedule_ops(  # noqa: PLR0913 - torch's arguments
@@ -77,8 +68,8 @@ def get_schedule_ops(  # noqa: PLR0913 - torch's arguments
     sizes = {"ranks": pp_degree, "microbatches": num_microbatches, "stages_per_rank": each}
     built = build(chosen.recipe, **sizes)
     if with_comms:
-        ahead = 1 if defer_pp_recv else AHEAD
-        built = add_communication(reduce_gradients(prefetch(built)), ahead=ahead)
+        whole = reduce_gradients(prefetch(built))
+        built = add_communication(whole) if defer_pp_recv else prove(whole)
     rows = list(to_order(built.programs).values())
     return add_schedule_op_spacing(rows) if add_spacing else rows
 
@@ -94,9 +85,7 @@ def add_schedule_op_spacing(schedule: Sequence[Row]) -> list[list[ActionTuple | 
     Raises:
         ScheduleError: the schedule does not complete.
     """
-    order = dict(enumerate(schedule))
-    placed = schedule_of(order, stages_of(order), microbatches_of(order))
-    return list(spaced(order, placed.placement.rank_of, WIDTHS).values())
+    return list(spaced(dict(enumerate(schedule)), WIDTHS).values())
 
 
 def visualize_schedule(schedule: Sequence[Row], filename: str | None = None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import zip_longest
 from pathlib import Path
@@ -26,8 +26,7 @@ from penstock.schedule import (
     prefetch,
     reduce_gradients,
 )
-from penstock.schedule.action import OVERLAPPED, STAGE_OPS, Entry
-from penstock.schedule.base import flat
+from penstock.schedule.action import OVERLAPPED, Entry
 from penstock.schedule.files import read_text
 
 # ---- actions and their kinds
@@ -138,16 +137,38 @@ Order = Mapping[int, Row]
 """Each rank's actions, by rank; ``None`` stands for idle time and is ignored."""
 
 
-def schedule_of(order: Order, stages: int, microbatches: int) -> Schedule:
-    """Build the schedule of these actions, with each stage on the rank that computes it."""
-    rank_of = dict.fromkeys(range(stages), 0)
-    for rank, row in order.items():
-        rank_of |= {part.stage_index: rank for part in _parts(row) if part.is_compute_op}
-    return schedule_on(order, [rank_of[stage] for stage in range(stages)], microbatches)
+def schedule_of(
+    order: Order,
+    *,
+    rank_of: Sequence[int] | None = None,
+    stages: int | None = None,
+    microbatches: int | None = None,
+) -> Schedule:
+    """Build the schedule of these actions.
 
+    Args:
+        order: the actions.
+        rank_of: the rank of each stage; by default, the one that computes it.
+        stages: the number of stages; by default, as many as the actions name.
+        microbatches: the number of microbatches; by default, likewise.
 
-def schedule_on(order: Order, rank_of: Sequence[int], microbatches: int) -> Schedule:
-    """Build the schedule of these actions, with each stage on a given rank."""
+    Raises:
+        PlacementError: the actions form no schedule.
+    """
+    parts = [
+        (rank, part)
+        for rank, row in order.items()
+        for action in row
+        if action is not None
+        for part in action.sub_actions or (action,)
+    ]
+    if rank_of is None:
+        count = stages or 1 + max((part.stage_index for _, part in parts), default=0)
+        homes = dict.fromkeys(range(count), 0)
+        homes |= {part.stage_index: rank for rank, part in parts if part.is_compute_op}
+        rank_of = [homes[stage] for stage in range(count)]
+    if microbatches is None:
+        microbatches = 1 + max((part.microbatch_index or 0 for _, part in parts), default=0)
     programs = tuple(
         tuple(to_entry(action) for action in order[rank] if action is not None)
         for rank in sorted(order)
@@ -168,7 +189,7 @@ def check_order(
     """
     if len(actions) != pp_group_size:
         raise PlacementError(f"actions for {len(actions)} ranks, but there are {pp_group_size}")
-    schedule = proven(schedule_of(actions, num_stages, num_microbatches))
+    schedule = proven(schedule_of(actions, stages=num_stages, microbatches=num_microbatches))
     check_trains(schedule)
     return dict(enumerate(schedule.placement.rank_of))
 
@@ -250,45 +271,43 @@ def add_messages(
 ) -> dict[int, list[ActionTuple | None]]:
     """Add every send and receive, in an order that cannot deadlock."""
     rank_of = [stage_to_rank(stage) for stage in range(num_stages)]
-    schedule = schedule_on(compute_actions, rank_of, microbatches_of(compute_actions))
-    return to_order(with_messages(schedule).programs)
+    return to_order(with_messages(schedule_of(compute_actions, rank_of=rank_of)).programs)
 
 
 def steps_of(
     pipeline_order: Order, stage_to_rank: Callable[[int], int], num_stages: int
 ) -> dict[int, list[ActionTuple | None]]:
     """Return each rank's actions and messages, one per step, with ``None`` where it waits."""
-    return spaced(pipeline_order, [stage_to_rank(stage) for stage in range(num_stages)], {})
+    return spaced(pipeline_order, {}, [stage_to_rank(stage) for stage in range(num_stages)])
 
 
 def spaced(
-    order: Order, rank_of: Sequence[int], widths: Mapping[str, int]
+    order: Order, widths: Mapping[str, int], rank_of: Sequence[int] | None = None
 ) -> dict[int, list[ActionTuple | None]]:
     """Each rank's actions with ``None`` for each step in which it waits.
 
     Args:
         order: the actions.
-        rank_of: the rank of each stage.
         widths: the number of steps that an operation takes; by default one.
+        rank_of: the rank of each stage; by default, the one that computes it.
 
     Raises:
         ScheduleError: the actions do not complete.
     """
     rows = [[action for action in order[rank] if action] for rank in sorted(order)]
     halved = dict(enumerate(map(_halved, rows)))
-    schedule = schedule_on(halved, rank_of, microbatches_of(order))
-    ran = Simulation(schedule, Costs(), lambda action: widths.get(action.op.value, 1))
-    end = round(max((span.end for span in ran.spans), default=0))
+    schedule = schedule_of(halved, rank_of=rank_of)
+    spans = iter(Simulation(schedule, Costs(), lambda action: widths.get(action.op.value, 1)).spans)
     steps: dict[int, list[ActionTuple | None]] = {}
+    ends: dict[int, int] = {}
     for rank, row in enumerate(rows):
-        steps[rank], now = [], 0
-        for action, same in zip(row, halved[rank], strict=True):
-            starts = round(ran.span(next(flat((to_entry(same),)))).start)
-            if action.computation_type.value in STAGE_OPS:
-                starts = now  # they wait for nothing, and may recur
-            steps[rank] += [*([None] * (starts - now)), action]
-            now = starts + widths.get(action.computation_type.value, 1)
-        steps[rank] += [None] * (end - now)
+        steps[rank], ends[rank] = [], 0
+        for action in row:
+            parts = [next(spans) for _ in action.sub_actions or (action,)]
+            steps[rank] += [*([None] * (round(parts[0].start) - ends[rank])), action]
+            ends[rank] = round(parts[-1].end)
+    for rank, end in ends.items():
+        steps[rank] += [None] * (max(ends.values()) - end)
     return steps
 
 
@@ -304,28 +323,7 @@ def _halved(row: Sequence[ActionTuple]) -> list[ActionTuple]:
 
 def _passed(row: Row, change: Callable[[Schedule], Schedule]) -> list[ActionTuple | None]:
     """Apply a pass over schedules to one rank's actions."""
-    order = {0: row}
-    alone = schedule_on(order, [0] * stages_of(order), microbatches_of(order))
-    return to_order(change(alone).programs)[0]
-
-
-def stages_of(order: Order) -> int:
-    """The number of stages."""
-    stages = [action.stage_index for row in order.values() for action in _parts(row)]
-    return max(stages, default=0) + 1
-
-
-def _parts(row: Row) -> Iterator[ActionTuple]:
-    """Yield a row's actions, with overlapped pairs split."""
-    for action in row:
-        if action is not None:
-            yield from action.sub_actions or (action,)
-
-
-def microbatches_of(order: Order) -> int:
-    """The number of microbatches."""
-    indices = [action.microbatch_index or 0 for row in order.values() for action in _parts(row)]
-    return max(indices, default=0) + 1
+    return to_order(change(schedule_of({0: row})).programs)[0]
 
 
 def format_order(pipeline_order: Order, error_step_number: int | None = None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, Signature
@@ -21,7 +21,7 @@ from penstock.errors import MicrobatchError, PenstockError, ScheduleError, Usage
 from penstock.pipeline import Pipeline, carry_out, driven
 from penstock.pipeline.plan import prove
 from penstock.pipelining._utils import CallError, PlacementError
-from penstock.pipelining.by_hand import Drive, OwnLoop, any_order
+from penstock.pipelining.by_hand import FunctionDrive, LoopDrive, Perform, any_order, driving
 from penstock.pipelining.microbatch import (
     TensorChunkSpec,
     merge_chunks,
@@ -39,9 +39,10 @@ from penstock.pipelining.rows import (
     to_tuple,
 )
 from penstock.pipelining.stage import StageBase
-from penstock.runtime import Call, Loss, Reduction
+from penstock.runtime import Call, Loss, Reduction, StepState
 from penstock.schedule import (
     Action,
+    Dependencies,
     Op,
     Overlap,
     Schedule,
@@ -51,15 +52,12 @@ from penstock.schedule import (
     reduce_gradients,
     to_csv,
 )
-from penstock.schedule.action import OVERLAPPED, Entry
+from penstock.schedule.action import COMPUTE_OPS, OVERLAPPED, STAGE_OPS, Entry
 from penstock.schedule.base import Edges, flat
 from penstock.values import Batch, Microbatch, tensors_in
 
 Custom = Callable[[ActionTuple, Any], None]
-CUSTOM_OPS = frozenset(
-    {op.value for op in (Op.F, Op.B, Op.I, Op.W, Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)}
-    | {OVERLAPPED}
-)
+CUSTOM_OPS = frozenset({op.value for op in COMPUTE_OPS | STAGE_OPS} | {OVERLAPPED})
 """The operations that a custom function may replace."""
 
 
@@ -175,7 +173,7 @@ class PipelineSchedule:
         passed = self.__signature__.bind(*args, **options).arguments
         held, *_ = passed.values()
         chosen = DEFAULTS | passed
-        self._stages: list[StageBase] = list(held) if isinstance(held, Sequence) else [held]
+        self._stages: list[Any] = list(held) if isinstance(held, Sequence) else [held]
         self._num_stages = self._stages[0].num_stages
         self.pp_group_size = self._stages[0].group_size
         self.rank = self._stages[0].group_rank
@@ -190,9 +188,7 @@ class PipelineSchedule:
         self._requires_autograd: bool = chosen["backward_requires_autograd"]
         self._defer_pp_recv: bool = chosen["defer_pp_recv"]
         self._internal_losses: list[Tensor] = []
-        self._engine_runs = False
-        self._loop: OwnLoop | None = None
-        self._any_order: Schedule | None = None
+        self._loop: LoopDrive | None = None
         self._custom: dict[str, Custom] = {}
         self._schedule: Schedule | None = None
         self._pipe: Pipeline | None = None
@@ -227,15 +223,20 @@ class PipelineSchedule:
         return self._schedule
 
     @property
+    def _has_actions(self) -> bool:
+        return self._schedule is not None or bool(self._order)
+
+    @property
     def stage_index_to_group_rank(self) -> dict[int, int]:
         """The rank of each stage; it may be set until a schedule places the stages."""
-        if self._schedule is None and not self._order:
-            return self._stages[0].stage_index_to_group_rank
+        if not self._has_actions:
+            rank_of: dict[int, int] = self._stages[0].stage_index_to_group_rank
+            return rank_of
         return dict(enumerate(self.schedule.placement.rank_of))
 
     @stage_index_to_group_rank.setter
     def stage_index_to_group_rank(self, rank_of: dict[int, int]) -> None:
-        if self._schedule is None and not self._order:
+        if not self._has_actions:
             for stage in self._stages:
                 stage.stage_index_to_group_rank = dict(rank_of)
         elif rank_of != self.stage_index_to_group_rank:
@@ -269,7 +270,8 @@ class PipelineSchedule:
 
     def _use_order(self, order: dict[int, list[ActionTuple | None]]) -> None:
         """Use hand-written actions, after a proof that they complete."""
-        self._adopt(proven(schedule_of(order, self._num_stages, self._n_microbatches)))
+        sizes = {"stages": self._num_stages, "microbatches": self._n_microbatches}
+        self._adopt(proven(schedule_of(order, **sizes)))
 
     def _validate_and_set_stage_mapping(self, actions: dict[int, list[ActionTuple | None]]) -> None:
         self._use_order(actions)
@@ -361,8 +363,8 @@ class PipelineSchedule:
         if self._has_backward and self._requires_autograd and not torch.is_grad_enabled():
             raise CallError("step needs gradients; under torch.no_grad() call eval")
         self._follow_count()
-        stages: Sequence[Any] = self._stages
-        for stage in stages:
+        self._internal_losses.clear()  # a step by hand that failed leaves some
+        for stage in self._stages:
             stage.start(self._schedule, self._n_microbatches, trains=self._has_backward)
         try:
             if arg_mbs is kwarg_mbs is target_mbs is None:
@@ -384,40 +386,40 @@ class PipelineSchedule:
         self._in_a_loop(
             (arg_mbs, kwarg_mbs, target_mbs), losses, return_outputs, loss_kwargs=loss_kwargs
         )
-        last: Any = next((stage for stage in self._stages if stage.is_last), None)
+        last = self._last_stage
         if last is None or not return_outputs:
             return None
         return self._merge_outputs(last.output_chunks)
 
+    @property
+    def _last_stage(self) -> Any:
+        """The pipeline's last stage, if it is in this process."""
+        return next((stage for stage in self._stages if stage.is_last), None)
+
     def _in_a_loop(self, batch: Any, *args: Any, **options: Any) -> None:
         """Run a batch by ``_step_microbatches``, which may be a loop of the user's own."""
-        stages: Sequence[Any] = self._stages
         call = Call(batch_of(*batch), trains=self._has_backward)
-
-        def begin() -> AbstractContextManager[Any]:
-            return driven(self._pipeline(self._all_actions()), lambda: call, trains=call.trains)
-
         try:
-            with OwnLoop(begin, self._all_actions) as self._loop:
-                for stage in stages:
-                    stage.bind(self._loop)
-                self._step_microbatches(*batch, *args, **options)
-            for stage in stages:
-                stage.end()
+            with ExitStack() as stack:
+
+                def begin() -> tuple[Dependencies, StepState, Perform]:
+                    schedule = self._all_actions()
+                    step = driven(self._pipeline(schedule), lambda: call, trains=call.trains)
+                    return Dependencies(schedule), *stack.enter_context(step)
+
+                self._loop = LoopDrive(begin)
+                with driving(self._stages, self._loop):
+                    self._step_microbatches(*batch, *args, **options)
+            self._loop.end()
         finally:
             self._loop = None
-            for stage in stages:
-                stage.bind(None)
 
     def _all_actions(self) -> Schedule:
         """The schedule; if there is none, what a loop by hand may do."""
-        if self._schedule is not None or self._order:
+        if self._has_actions:
             return self.schedule
-        count = self._n_microbatches
-        if self._any_order is None or self._any_order.microbatches != count:
-            rank_of = [self.stage_index_to_group_rank[i] for i in range(self._num_stages)]
-            self._any_order = any_order(rank_of, count, self._edges)
-        return self._any_order
+        rank_of = tuple(self.stage_index_to_group_rank[i] for i in range(self._num_stages))
+        return any_order(rank_of, self._n_microbatches, self._edges)
 
     @property
     def _edges(self) -> Edges | None:
@@ -454,25 +456,18 @@ class PipelineSchedule:
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
         """Run a batch that is already split, as :meth:`step` takes it; subclasses may override this."""
-        stages: Sequence[Any] = self._stages
         if self._loop is not None and self._loop.has_begun:
             raise CallError(
                 "a step is run either by a loop over stages or by the schedule; this one is by hand already"
             )
-        for stage in stages:
-            stage.bind(None)
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         check_trains(self.schedule, wanted=self._has_backward)
         loss = self._loss(loss_kwargs) if self._has_backward else None
-        pipe, self._engine_runs = self._pipeline(self.schedule), True
         context = PipelineContext(self, arg_mbs, kwarg_mbs, target_mbs, losses)
         batch, custom = batch_of(arg_mbs, kwarg_mbs, target_mbs), self._custom_ops(context)
         call = Call(batch, loss, trains=self._has_backward, keep=True, custom=custom)
-        try:
-            done = carry_out(pipe, lambda: call, trains=call.trains)
-        finally:
-            self._engine_runs = False
-        last: Any = next((stage for stage in self._stages if stage.is_last), None)
+        done = carry_out(self._pipeline(self.schedule), lambda: call, trains=call.trains)
+        last = self._last_stage
         if last is None:
             return
         if return_outputs:
@@ -504,13 +499,17 @@ class PipelineSchedule:
 
     def _pipeline(self, schedule: Schedule) -> Pipeline:
         """Return the pipeline that runs the steps; a new one if the schedule was replaced."""
-        stages: Sequence[Any] = self._stages
         if self._runs is not schedule:
             if self._pipe is not None:
                 self._pipe.close()
-            shared = next((stage.shared for stage in stages if stage.shared), ())
-            more = {"edges": self._edges, "shared": shared, "group": stages[0].group, "seed": "off"}
-            self._pipe = Pipeline.from_stages(stages, schedule=schedule, **more)
+            self._pipe = Pipeline.from_stages(
+                self._stages,
+                schedule=schedule,
+                edges=self._edges,
+                shared=next((stage.shared for stage in self._stages if stage.shared), ()),
+                group=self._stages[0].group,
+                seed="off",
+            )
             self._runs = schedule
         assert self._pipe is not None
         return self._pipe
@@ -573,11 +572,10 @@ class PipelineSchedule:
         self, args: Any, kwargs: Any, target: Any = None, loss_kwargs: Any = None
     ) -> None:
         """Begin a step by hand, as the loop of every rank does; without one, prepare the stages."""
-        stages: Sequence[Any] = self._stages
         if self._loop is not None:
             self._loop.start()
         else:
-            for stage in stages:
+            for stage in self._stages:
                 stage._prepare_forward_infra(self._n_microbatches, args, kwargs, self._has_backward)
 
     _initialize_stages = _initialize_stage
@@ -591,7 +589,7 @@ class PipelineSchedule:
         loss_kwargs: Any = None,
     ) -> None:
         """On the last stage, compute and keep a microbatch's loss."""
-        if self._engine_runs or not stage.is_last or self._loss_fn is None:
+        if stage.leaves_results or not stage.is_last or self._loss_fn is None:
             return
         if target_mbs is None and not self._has_backward:
             return
@@ -602,7 +600,7 @@ class PipelineSchedule:
 
     def _maybe_get_loss(self, stage: StageBase, mb_index: int) -> Tensor | None:
         """On the last stage, return a microbatch's loss."""
-        if self._engine_runs or not stage.is_last or self._loss_fn is None:
+        if stage.leaves_results or not stage.is_last or self._loss_fn is None:
             return None
         if not 0 <= mb_index < len(self._internal_losses):
             raise CallError(
@@ -661,14 +659,8 @@ class PipelineSchedule:
         self, function: Custom, context: Any, perform: Callable[[Any], None], entry: Entry
     ) -> None:
         """Call a custom function, whose calls of stages the engine performs."""
-        stages: Sequence[Any] = self._stages
-        for stage in stages:
-            stage.bind(Drive(perform))
-        try:
+        with driving(self._stages, FunctionDrive(perform)):
             function(to_tuple(entry), context)
-        finally:
-            for stage in stages:
-                stage.bind(None)
 
     def _call_pair(
         self,

@@ -10,7 +10,7 @@ from penstock.pipelining._utils import (
     generate_rank_to_stage_mapping,
     generate_stage_to_rank_mapping,
 )
-from penstock.pipelining.by_hand import start, start_by_peer, wait_all
+from penstock.pipelining.by_hand import start_by_peer, start_messages, wait_all
 from penstock.pipelining.microbatch import (
     TensorChunkSpec,
     merge_chunks,
@@ -82,7 +82,7 @@ _merge_bw = merge_halves
 _simulate_comms_compute = steps_of
 _validate_schedule = check_order
 _wait_batch_p2p = wait_all
-_batch_p2p = start
+_batch_p2p = start_messages
 _sorted_batch_p2p = start_by_peer
 
 
@@ -95,7 +95,7 @@ class PipelineScheduleSingle(PipelineSchedule):
     __signature__ = arguments("stage", OF_SEVERAL)
 
     @property
-    def _stage(self) -> StageBase:
+    def _stage(self) -> Any:
         return self._stages[0]
 
 

@@ -31,7 +31,7 @@ from penstock.pipelining._utils import (
     validate_and_normalize_to_tuple,
     validate_tensors_metadata,
 )
-from penstock.pipelining.by_hand import Drive, nothing_for
+from penstock.pipelining.by_hand import FunctionDrive, nothing_for
 from penstock.schedule import Action, Op, Schedule
 from penstock.stage import Gradients
 from penstock.values import flatten, map_tensors, tensors_in
@@ -51,6 +51,7 @@ class StageBase:
         group_rank: this process's rank in the group.
         group_size: the number of processes in the group.
         chunks: the number of microbatches in the last step.
+        has_backward: whether the stage runs a backward.
         stage_index_to_group_rank: the rank of each stage; round-robin until a schedule places the stages.
         output_chunks: on the last stage, the output of each microbatch of the last step.
         log_prefix: the name of the stage in messages.
@@ -71,16 +72,13 @@ class StageBase:
     is_first: bool = True
     is_last: bool = True
     stage_index_to_group_rank: dict[int, int]
-    _has_backward: bool = False
+    has_backward: bool = False
+    _drive: FunctionDrive | None = None
 
     @property
-    def has_backward(self) -> bool:
-        """Whether the stage runs a backward."""
-        return self._has_backward
-
-    @has_backward.setter
-    def has_backward(self, wanted: bool) -> None:
-        self._has_backward = wanted
+    def leaves_results(self) -> bool:
+        """Whether the engine keeps the outputs and computes the losses, as while a custom function runs."""
+        return self._drive is not None and self._drive.leaves_results
 
 
 class PipelineStage(StageBase, engine.PipelineStage):
@@ -142,10 +140,7 @@ class PipelineStage(StageBase, engine.PipelineStage):
         self.fwd_cache: dict[int, tuple[Any, list[Any]]] = {}
         self.bwd_cache: dict[int, tuple[Tensor | None, ...]] = {}
         self._expected = {"input": input_args, "output": output_args}
-        self._weigh: dict[int, Callable[[], object]] = {}
-        self._drive: Drive | None = None
-        self._output: Any = None
-        self._scale = 1
+        self._noted: list[Any] | None = None
         self._values: dict[int, tuple[Any, ...]] = {}
         self._owed: dict[int, Gradients] = {}
         super().__init__(submodule, stage_index, num_stages, device)
@@ -168,9 +163,19 @@ class PipelineStage(StageBase, engine.PipelineStage):
         output = super().run(args, kwargs)
         if self._expected:
             self._compare(args, output)
-        if self._drive is not None:
-            self._output = output
+        if self._noted is not None:
+            self._noted.append(output)
         return output
+
+    def output_of(self, perform: Callable[[Action], None], action: Action) -> Any:
+        """Let the engine perform a forward of this stage, and return the module's output."""
+        outputs: list[Any] = []
+        self._noted = outputs
+        try:
+            perform(action)
+        finally:
+            self._noted = None
+        return outputs.pop()
 
     def _compare(self, inputs: Any, output: Any) -> None:
         """Compare the examples with the first microbatch's inputs and output."""
@@ -183,36 +188,29 @@ class PipelineStage(StageBase, engine.PipelineStage):
 
     def backward(self, microbatch: int, output_grads: Gradients | None) -> Gradients:
         """Run the full backward of a microbatch, and what ``dw_builder`` builds."""
-        gradients = super().backward(microbatch, self._none_for_a_loss(output_grads))
+        gradients = super().backward(microbatch, self._seeds(output_grads))
         if self.dw_builder is not None:
             self.dw_builder()()
         return gradients
 
     def backward_input(self, microbatch: int, output_grads: Gradients | None) -> Gradients:
         """Run the inputs' half; with ``dw_builder``, all of autograd's backward, and keep what it builds."""
-        output_grads = self._none_for_a_loss(output_grads)
         if self.dw_builder is None:
-            return super().backward_input(microbatch, output_grads)
-        gradients = super().backward(microbatch, output_grads)
-        self._weigh[microbatch] = self.dw_builder()
+            return super().backward_input(microbatch, self._seeds(output_grads))
+        gradients = super().backward(microbatch, self._seeds(output_grads))
+        self._pending[microbatch] = self.dw_builder()
         return gradients
 
-    def _none_for_a_loss(self, output_grads: Gradients | None) -> Gradients | None:
-        """The gradients of the outputs; ``None`` where backward starts from a loss of the user's loop."""
-        is_own = self._drive is not None and self._drive.is_loop
-        return None if is_own and self.is_last else output_grads
+    def _seeds(self, output_grads: Gradients | None) -> Gradients | None:
+        """The outputs' gradients; None on the last stage if it starts from the loss of a user's loop."""
+        return output_grads if output_grads or not self.is_last else None
 
     def backward_weight(self, microbatch: int) -> None:
         """Run the weights' half; with ``dw_builder``, what it built."""
-        if microbatch in self._weigh:
-            self._weigh.pop(microbatch)()
-        else:
+        if self.dw_builder is None:
             super().backward_weight(microbatch)
-
-    def clear(self) -> None:
-        """Drop whatever microbatches left here."""
-        super().clear()
-        self._weigh.clear()
+        else:
+            self._take(self._pending, microbatch, "backward_input")()
 
     def start(self, schedule: Schedule | None, chunks: int, *, trains: bool) -> None:
         """Begin a step: drop what a step by hand left, and record where a schedule places the stages."""
@@ -221,9 +219,10 @@ class PipelineStage(StageBase, engine.PipelineStage):
         if schedule is not None:
             self.stage_index_to_group_rank = dict(enumerate(schedule.placement.rank_of))
 
-    def bind(self, drive: Drive | None) -> None:
-        """Let the engine perform this stage's calls, while a custom function or a loop by hand runs."""
-        self._drive, self._output, self._scale = drive, None, 1
+    def hand_to(self, drive: FunctionDrive | None) -> FunctionDrive | None:
+        """Let the calls of this stage do what a drive says, and return the one before; None is none."""
+        before, self._drive = self._drive, drive
+        return before
 
     # ---- one microbatch by hand: in a step of a schedule, or without one
 
@@ -247,14 +246,13 @@ class PipelineStage(StageBase, engine.PipelineStage):
         kwargs = dict(kwargs or {})
         if self._drive is not None:
             action = Action(self.stage_index, Op.F, fwd_chunk_id)
-            self._drive.forward(action, args, kwargs)
-            output, is_kept = self._output, self._drive.is_loop
+            output = self._drive.forward(self, action, args, kwargs)
         else:
             if not self.is_first:
                 args = self._left(self._values, fwd_chunk_id, "set_local_fwd_input")
-            output, is_kept = self.forward(fwd_chunk_id, args, kwargs), True
+            output = self.forward(fwd_chunk_id, args, kwargs)
             self.fwd_cache[fwd_chunk_id] = (as_tuple(output), flatten((tuple(args), kwargs))[0])
-        if is_kept and save_forward_output and self.is_last:
+        if save_forward_output and self.is_last and not self.leaves_results:
             self.output_chunks.append(output)
         return output
 
@@ -292,7 +290,7 @@ class PipelineStage(StageBase, engine.PipelineStage):
         """Run the weights' half of a backward; the arguments are those of :meth:`backward_one_chunk`."""
         if not self._may_go_back(bwd_chunk_id):
             return
-        if bwd_chunk_id not in self._pending and bwd_chunk_id not in self._weigh:
+        if bwd_chunk_id not in self._pending:
             raise CallError(
                 f"stage {self.stage_index}: microbatch {bwd_chunk_id} has no half of a backward; "
                 "call backward_one_chunk(..., full_backward=False) first"
@@ -348,17 +346,11 @@ class PipelineStage(StageBase, engine.PipelineStage):
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide the gradients by a number; in a loop by hand once they are reduced, at the step's end."""
         if self._drive is not None:
-            self._scale *= grad_scale_factor
+            self._drive.divide(self, grad_scale_factor)
             return
         for parameter in self.submod.parameters() if grad_scale_factor != 1 else ():
             if parameter.grad is not None:
                 parameter.grad.div_(grad_scale_factor)
-
-    def end(self) -> None:
-        """End a step by hand."""
-        scale = self._scale
-        self.bind(None)
-        self.scale_grads(scale)
 
     # ---- messages by hand: in a step's loop the engine sends and receives, so there is nothing to wait for
 

@@ -22,9 +22,9 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from penstock.errors import PartitionError, UsageError
-from penstock.partition import Shared, find_shared
+from penstock.partition import find_shared
 from penstock.partition.base import check_paths
-from penstock.pipelining._utils import CutError, PathError
+from penstock.pipelining._utils import CutError, PathError, PipeInfo
 from penstock.schedule import Edge
 
 Policy = Callable[[fx.GraphModule], fx.GraphModule]
@@ -625,24 +625,14 @@ def _find(module: nn.Module, path: str) -> Any:
 # ---- a model in stages
 
 
-@dataclass
-class TracedModel:
-    """A traced and cut model: its stages, the edges between them, shared weights, and the whole graph."""
-
-    stages: list[TracedStage]
-    edges: tuple[Edge, ...] | None
-    shared: tuple[Shared, ...]
-    graph: fx.Graph
-
-
 def cut_traced(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None,
     points: Mapping[str, SplitPoint],
     policy: Policy | None,
-) -> TracedModel:
-    """Trace a model in both modes, and cut it where it is marked."""
+) -> tuple[list[TracedStage], PipeInfo]:
+    """Trace a model in both modes, and cut it where it is marked; its stages, and what they share."""
 
     def cut() -> Cut:
         return Cut(trace(model, args, kwargs or {}, points, policy))
@@ -657,7 +647,9 @@ def cut_traced(
         except CutError:
             pass
     stages = [TracedStage(cuts, index, model) for index in range(first.count)]
-    return TracedModel(stages, first.edges, find_shared(model, stages), first.trace.module.graph)
+    shared = find_shared(model, stages)
+    info = PipeInfo(first.trace.module.graph, first.count, shared=shared, edges=first.edges)
+    return stages, info
 
 
 @contextmanager
