@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -26,7 +26,7 @@ from penstock.partition.base import (
     named_tensors,
 )
 from penstock.partition.order import CallOrder
-from penstock.partition.plan import decides_early, first_uses
+from penstock.partition.owners import decides_early, first_uses
 from penstock.partition.run import WithoutData
 from penstock.partition.seen import Door
 from penstock.partition.stage import CutStage
@@ -216,7 +216,7 @@ class Cutting:
         loose = loose_parameters(self.model, list(homes))
         if not loose:
             return homes
-        uses: dict[str, int] = {}
+        uses: Mapping[str, int] = {}
         if self._trace is not None:
             uses = first_uses(self._trace, _with_weights(self.model, homes))
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
