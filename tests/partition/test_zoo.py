@@ -37,7 +37,7 @@ CASES = (
     "forwards called without their modules",
     "modules that look at numbers",
     "noise that is taken off at the end",
-    "one block again and again",
+    "one block with dropout again and again",
     "one layer inside all blocks",
     "parameters used again, beside a buffer",
     "results written into a tensor of the forward's",
@@ -68,7 +68,7 @@ RECOMPUTED = (
     "a chain that begins in place",
     "a state handed from one lstm to the next",
     "noise that is taken off at the end",
-    "one block again and again",
+    "one block with dropout again and again",
     "sums and parameters between modules",
 )
 
@@ -186,12 +186,14 @@ def test_a_loop_over_stages_shares_the_module() -> None:
     parts = check_equal(model, [["start", "block"], ["block"], ["block", "head"]], args)
     assert {one.stages for one in parts.shared} == {(0, 1, 2)}
     assert len(parts.shared) == len(list(model.get_submodule("block").parameters()))
+    # Each has two of the six calls.
+    assert min(parts.shares) > 0.3
 
 
 @pytest.mark.parametrize("stages", [2, 5])
 def test_a_loop_is_cut_by_count_between_its_calls(stages: int) -> None:
-    model, args, _ = make("one block again and again")
-    assert len(check_equal(model, stages, args).modules) == stages
+    model, args, _ = make("one block with dropout again and again")
+    assert len(check_equal(model, stages, args, draws=True).modules) == stages
 
 
 def test_a_loop_that_cannot_be_cut() -> None:
@@ -230,6 +232,49 @@ def test_a_call_shows_the_order_of_the_modules() -> None:
     check_equal(Backwards().double(), 2, (rows(),))
     order = ["layers.0", "layers.1", "layers.2", "head"]
     assert unit_paths(Backwards().double(), 2, ((rows(),), {})) == order
+
+
+class Chained(nn.Module):
+    """A chain that is heavier than a stage of two, between others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(D, D), nn.Linear(D, D)
+        self.body = nn.Sequential(*(nn.Linear(D, D) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.body(self.first(x)))  # type: ignore[no-any-return]
+
+
+def test_a_chain_in_the_way_of_even_stages_is_taken_apart() -> None:
+    paths = unit_paths(Chained().double(), 2, ((rows(),), {}))
+    assert paths == ["first", "body.0", "body.1", "body.2", "body.3", "last"]
+
+
+class Attends(nn.Linear):
+    """Attention over rows, which is far more work than its product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)[None, None]
+        return nn.functional.scaled_dot_product_attention(x, x, x)[0, 0]
+
+
+def test_attention_counts_as_work() -> None:
+    model = nn.Sequential(nn.Linear(D, D), Attends(D, D), nn.Linear(D, D)).double()
+    x = torch.randn(256, D).double()
+    parts = cut(model, [["0"], ["1"], ["2"]], (x,))
+    parts.plan((x,), {})
+    unit, share = parts.heaviest
+    assert unit == "1"
+    assert share > 0.8
+
+
+def test_a_call_without_gradients_gets_a_plan_of_its_own() -> None:
+    model, args, _ = make("modules that look at numbers")
+    parts = cut(model, 2, args)
+    with torch.no_grad():
+        assert not any(edge.gradient for edge in parts.plan(args, {}).edges)
+    assert all(edge.gradient for edge in parts.plan(args, {}).edges)
 
 
 def test_a_model_without_data_is_cut() -> None:

@@ -642,6 +642,18 @@ class Universal(nn.Module):
         return self.head(x)
 
 
+class DroppedLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.3, self.training)
+
+
+@add("one block with dropout again and again", rows())
+class Dropping(Universal):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = DroppedLinear(D, D)
+
+
 @add("blocks called again, nothing between", rows())
 class Rounds(nn.Module):
     def __init__(self) -> None:
@@ -1145,8 +1157,8 @@ class Raft(nn.Module):
         hidden, flow, out = self.context(a), torch.zeros_like(a[:, :2]), []
         for _ in range(3):
             flow = flow.detach()
-            found = self.correlation(flow).view(len(a), 2, 8, 8)
-            hidden = self.update(torch.cat([hidden, found, flow], 1)).tanh()
+            related = self.correlation(flow).view(len(a), 2, 8, 8)
+            hidden = self.update(torch.cat([hidden, related, flow], 1)).tanh()
             flow = flow + self.flow(hidden)
             out.append(flow)
         return out
@@ -1214,8 +1226,8 @@ class Gan(nn.Module):
         )
 
     def forward(self, noise: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-        made = self.generator(noise)
-        return self.critic(made), self.critic(real)
+        sample = self.generator(noise)
+        return self.critic(sample), self.critic(real)
 
 
 @add(
@@ -1224,8 +1236,8 @@ class Gan(nn.Module):
 )
 class GanDetached(Gan):
     def forward(self, noise: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
-        made = self.generator(noise)
-        return self.critic(made), self.critic(made.detach()), self.critic(real)
+        sample = self.generator(noise)
+        return self.critic(sample), self.critic(sample.detach()), self.critic(real)
 
 
 @add("diffusion with its loss inside", pictures)
@@ -1393,11 +1405,11 @@ class Complex(nn.Module):
 class GraphLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.own, self.other = nn.Linear(D, D), nn.Linear(D, D)
+        self.mine, self.other = nn.Linear(D, D), nn.Linear(D, D)
 
     def forward(self, x: Tensor, edges: Tensor) -> Tensor:
         there = torch.zeros_like(x).index_add(0, edges[1], self.other(x)[edges[0]])
-        return (self.own(x) + there).relu()
+        return (self.mine(x) + there).relu()
 
 
 def _graph() -> tuple[Tensor, ...]:
@@ -1889,10 +1901,11 @@ class MaskedSample(nn.Module):
 class TakesSamples(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.head = MaskedSample(), MaskedSample(), nn.Linear(D, 2)
+        self.layers, self.head = blocks(4, MaskedSample), nn.Linear(D, 2)
 
     def forward(self, sample: Sample) -> Tensor:
-        sample = self.second(self.first(sample))
+        for layer in self.layers:
+            sample = layer(sample)
         return self.head(sample.x) * sample.scale
 
 
@@ -1939,10 +1952,10 @@ class Directly(Deciding):
 class UsesCommon(nn.Module):
     def __init__(self, common: nn.Module) -> None:
         super().__init__()
-        self.common, self.own = common, nn.Linear(D, D)
+        self.common, self.mine = common, nn.Linear(D, D)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.own(x) + self.common(x))
+        return torch.tanh(self.mine(x) + self.common(x))
 
 
 @add("one layer inside all blocks", rows())

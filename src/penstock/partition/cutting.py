@@ -11,20 +11,9 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import PartitionError, PenstockError, StageError, UsageError
-from penstock.partition.author import (
-    Author,
-    check_not_compiled,
-    has_compiled_forward,
-    hooked_in,
-)
+from penstock.partition.author import Author, check_not_compiled, has_compiled_forward, hooked_in
 from penstock.partition.balance import Room, choose_cuts, use_up_to
-from penstock.partition.base import (
-    Example,
-    Partition,
-    count_parameters,
-    find_shared,
-    named_tensors,
-)
+from penstock.partition.base import Example, Partition, count_parameters, find_shared, named_tensors
 from penstock.partition.order import CallOrder
 from penstock.partition.owners import decides_early, first_uses
 from penstock.partition.run import WithoutData
@@ -322,7 +311,7 @@ class Cutting:
         items = order.once()
         weights = self._weights_of([item.path for item in items])
         if self._balance == "memory":
-            weights = [item.held + item.made for item in items]
+            weights = [item.held + item.activations for item in items]
         if weights:
             order.weigh({item.path: of for item, of in zip(items, weights, strict=True)})
 

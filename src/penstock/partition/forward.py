@@ -32,19 +32,8 @@ from penstock.partition.seen import (
     recomputed,
     uncheckpointed,
 )
-from penstock.partition.things import (
-    Things,
-    at,
-    change_to,
-    look_at_call,
-)
-from penstock.partition.trace import (
-    DIRECT,
-    OVERWRITTEN,
-    READ,
-    Event,
-    Value,
-)
+from penstock.partition.things import Things, at, change_to, look_at_call
+from penstock.partition.trace import DIRECT, OVERWRITTEN, READ, Event, Value
 from penstock.stage import StageCall
 from penstock.values import (
     PLAIN,
@@ -70,7 +59,7 @@ class StageForward(TorchFunctionMode):
     ) -> None:
         super().__init__()
         plan: CallPlan = call.plan
-        part = plan.stages[stage]
+        self._part = part = plan.stages[stage]
         self._stage, self._author, self._plan, self._values = stage, author, plan, values
         self._call, self._draws = call, call.draws
         self._at, self._last = -1, part.last
@@ -99,7 +88,7 @@ class StageForward(TorchFunctionMode):
             args, kwargs = self._arguments(args, kwargs)
         for name in plan.buffers:
             self._follow(_tensor(author.model, name))
-        for name, edge in plan.stages[self._stage].borrows.items():
+        for name, edge in self._part.borrows.items():
             self._lent[id(_tensor(author.model, name))] = self._values[edge]
         trace, output = plan.trace, None
         others = trace.has_custom or plan.regions
@@ -138,7 +127,7 @@ class StageForward(TorchFunctionMode):
         """
         copied = self._plan.copied
         sent = {}
-        for name, edge in self._plan.stages[self._stage].lends.items():
+        for name, edge in self._part.lends.items():
             tensor = _tensor(self._author.model, name)
             sent[edge] = tensor.clone() if name in copied else tensor.view_as(tensor)
         for number, edge in self._sends.items():

@@ -117,4 +117,5 @@ def rewritten(
     if len(args) == 2 and not is_followed(args[0]):
         # Only a shape is taken of what units made: every stage has the result, with its numbers.
         return Rewritten(Tensor.expand, (args[0], args[1].shape), lambda output: output)
+    # In the stage of the first, the second may have no shape yet but a made-up one.
     return None

@@ -31,14 +31,14 @@ class Item(NamedTuple):
         call: the number of its call there; None where only its weights are read, or nothing is.
         weight: how heavy it is.
         held: the bytes of the unit's weights, with their gradients and an optimizer's state.
-        made: the bytes that it makes for one microbatch.
+        activations: the bytes that it makes for one microbatch.
     """
 
     path: str
     call: int | None
     weight: float = 0.0
     held: float = 0.0
-    made: float = 0.0
+    activations: float = 0.0
 
 
 class CallOrder:
@@ -69,7 +69,7 @@ class CallOrder:
         """
         items: list[Item] = []
         met: set[str] = set()
-        work = made = 0.0
+        work = nbytes = 0.0
         for index, event in enumerate(self._trace.events):
             new = [self._item(path, None) for path in self._read_by(event, met)]
             new = [item for item in new if self._is_early(index, item.path)]
@@ -77,11 +77,13 @@ class CallOrder:
                 new.append(self._item(event.what, event.number))
             met.update(item.path for item in new)
             items += new
-            work, made = work + event.work, made + event.nbytes
+            work, nbytes = work + event.work, nbytes + event.nbytes
             if items:
                 last = items[-1]
-                items[-1] = last._replace(weight=last.weight + work, made=last.made + made)
-                work = made = 0.0
+                items[-1] = last._replace(
+                    weight=last.weight + work, activations=last.activations + nbytes
+                )
+                work = nbytes = 0.0
         return self._with_idle(items)
 
     def _item(self, path: str, call: int | None) -> Item:
@@ -101,16 +103,16 @@ class CallOrder:
         """Whether a unit, whose weights an event reads, is needed before it is called, if it ever is."""
         if self._trace.events[index].is_unit:
             return True
-        made = {index}
+        followers = {index}
         for later in range(index + 1, len(self._trace.events)):
             event = self._trace.events[later]
             if event.what == path:
                 return False
             values = self._trace.values
-            if any(values[number].event in made for _, number in event.inputs):
+            if any(values[number].event in followers for _, number in event.inputs):
                 if event.is_unit:
                     return True
-                made.add(later)
+                followers.add(later)
         return True
 
     def _with_idle(self, items: list[Item]) -> list[Item]:
@@ -146,7 +148,8 @@ class CallOrder:
             else:
                 first = merged[place]
                 merged[place] = first._replace(
-                    weight=first.weight + item.weight, made=first.made + item.made
+                    weight=first.weight + item.weight,
+                    activations=first.activations + item.activations,
                 )
         return merged
 
@@ -187,7 +190,7 @@ class CallOrder:
             if len(items) < stages:
                 continue
             weights = [item.weight for item in items]
-            memory = [(item.held, item.made) for item in items]
+            memory = [(item.held, item.activations) for item in items]
             homes, loads = self.homes(
                 items, choose_cuts(weights, stages, placement, memory=memory, room=room)
             )

@@ -18,10 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -52,24 +49,10 @@ from penstock.partition.seen import (
     uncheckpointed,
 )
 from penstock.partition.sizes import UnitSizes, without_data
-from penstock.partition.things import (
-    MISSING,
-    Things,
-    is_iterator,
-    put_back,
-    replaced,
-    swapped,
-)
+from penstock.partition.things import MISSING, Things, is_iterator, put_back, replaced, swapped
 from penstock.partition.trace import DIRECT, OVERWRITTEN, READ, Change, Event, Homes, Region, Trace
 from penstock.partition.work import Work
-from penstock.values import (
-    Place,
-    check_tensor,
-    located,
-    map_tensors,
-    opaque_in,
-    tensors_in,
-)
+from penstock.values import Place, check_tensor, located, map_tensors, opaque_in, tensors_in
 
 MOST_CACHED = 20_000
 """The operations without data that torch may remember; it forgets none by itself, as of torch 2.13."""
