@@ -175,6 +175,6 @@ def make(name: str, *, training: bool = True) -> tuple[nn.Module, dict[str, Any]
     usual = {size: value for size, value in SIZES.items() if size in known}
     model: nn.Module = kind(kind.config_class(**usual | family.sizes))
     dtype = torch.float32 if name in SINGLE else torch.float64
-    given = batch(family.takes).items()
-    kwargs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in given}
+    arguments = batch(family.takes).items()
+    kwargs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in arguments}
     return model.to(dtype).train(training), kwargs, 1e-5 if name in SINGLE else 1e-10

@@ -16,6 +16,7 @@ import penstock
 from penstock.errors import PartitionError, PlanError, StageError
 from penstock.partition import plan
 from penstock.testing import WorkerPool
+from tests.partition.driver import cut, forwards
 
 WIDTH, PARTS = 4, 4
 
@@ -142,7 +143,7 @@ def gives_scale(unit: Any, x: Tensor) -> Any:
 def keeps(unit: Any, x: Tensor) -> Any:
     h = unit.lin(x)
     unit.codes.mul_(0).add_(h.detach().mean())
-    return h, unit.codes[:2]
+    return h, unit.codes[None]
 
 
 def in_order(m: Any, h: Any) -> Any:
@@ -154,9 +155,7 @@ LATER: dict[str, Callable[[], Model]] = {
     "a view of it": lambda: make(lambda m, x: in_order(m, m.a(x)) * m.a.scale[None], a=scales),
     "an attribute": lambda: make(lambda m, x: in_order(m, m.a(x)) * m.a.codes.double(), a=codes),
     "given": lambda: make(lambda m, x: (lambda h, s: in_order(m, h) * s)(*m.a(x)), a=gives_scale),
-    "a part given": lambda: make(
-        lambda m, x: (lambda h, s: in_order(m, h) * s.sum())(*m.a(x)), a=keeps
-    ),
+    "a view given": lambda: make(lambda m, x: (lambda h, s: in_order(m, h) * s)(*m.a(x)), a=keeps),
     "a weight": lambda: make(lambda m, x: in_order(m, m.a(x)) @ m.a.lin.weight),
 }
 
@@ -165,6 +164,18 @@ LATER: dict[str, Callable[[], Model]] = {
 @pytest.mark.parametrize("name", LATER)
 def test_tensors_of_units_are_taken_as_made(name: str, schedule: str) -> None:
     compare(LATER[name], schedule=schedule)
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_what_a_stage_has_sent_stays_as_it_was(name: str) -> None:
+    model, (x, other) = LATER[name](), data()
+    parts = cut(model, [["a", "b"], ["c", "d"]], (x,))
+    plan = parts.plan((x,), {})
+    sent = forwards(parts, (x,), plan=plan).sent[0]
+    before = {edge: tensor.detach().clone() for edge, tensor in sent.items()}
+    assert len(before) > 1
+    forwards(parts, (other,), plan=plan)
+    assert all(torch.equal(sent[edge], tensor) for edge, tensor in before.items())
 
 
 def test_a_buffer_that_its_unit_changes_after_another_stage_has_used_it() -> None:
@@ -191,9 +202,21 @@ def in_place_later(unit: Any, x: Tensor) -> Any:
     return unit.lin(x.mul_(2) if unit.on else x * 2)
 
 
+def of_less_precision(unit: Any, x: Tensor) -> Any:
+    return unit.lin(x).float() if unit.on else unit.lin(x)
+
+
+def in_full_precision(m: Any, x: Tensor) -> Any:
+    return m.d(m.c(m.b(m.a(x)).double()))
+
+
 def passes_both(m: Any, x: Tensor) -> Any:
     h = m.a(x) * 1
     return m.d(m.c(m.b(h) + h))
+
+
+BODIES = {in_place_later: passes_both, of_less_precision: in_full_precision}
+"""What happens between units, where it is not the usual."""
 
 
 @pytest.mark.parametrize("act", [frozen_at_first, skipped_at_first, in_place_later])
@@ -202,8 +225,7 @@ def test_an_attribute_of_a_unit_may_change_between_steps(act: Any, place: str) -
     def change(model: Any, step: int) -> None:
         getattr(model, place).on = step > 0
 
-    body = passes_both if act is in_place_later else None
-    compare(lambda: make(body, **{place: act}), 3, change)
+    compare(lambda: make(BODIES.get(act), **{place: act}), 3, change)
 
 
 def depth(m: Any, x: Tensor) -> Any:
@@ -251,7 +273,9 @@ def test_a_unit_that_begins_to_give_a_view_of_what_somebody_writes_into() -> Non
         pipe.step(x, target=target)
 
 
-@pytest.mark.parametrize("act", [frozen_at_first, skipped_at_first, in_place_later])
+@pytest.mark.parametrize(
+    "act", [frozen_at_first, skipped_at_first, in_place_later, of_less_precision]
+)
 def test_what_nobody_could_foresee_is_an_error_and_the_next_step_is_right(act: Any) -> None:
     flag = {"on": False}
 
@@ -262,7 +286,7 @@ def test_what_nobody_could_foresee_is_an_error_and_the_next_step_is_right(act: A
             return flag["on"]
 
     def build() -> Model:
-        model = make(passes_both if act is in_place_later else None, b=act)
+        model = make(BODIES.get(act), b=act)
         vars(model.b)["on"] = Hidden()
         return model
 
@@ -576,17 +600,30 @@ def thaws_by_itself(unit: Any, x: Tensor) -> Any:
         return unit.lin(x)
 
 
+def frozen_in_evaluation(unit: Any, x: Tensor) -> Any:
+    with nullcontext() if unit.lin.training else torch.no_grad():
+        return unit.lin(x)
+
+
 def run_in_two(group: Any) -> list[str]:
     """Compare with a plain loop on each rank; what differs, by case."""
 
     def thaw(model: Any, step: int) -> None:
         model.a.on = model.c.on = step > 0
 
+    # Each rank sets the modes of its own stage alone; the plain loop's model, which comes next, has all.
+    turns = itertools.cycle([("ab", "cd")[group.rank()], "abcd"])
+
+    def evaluate(model: Model, step: int) -> None:
+        for name in next(turns):
+            model.get_submodule(name).train(step != 1)
+
     cases: dict[str, Callable[[], None]] = {
         "freezes": lambda: compare(
             lambda: make(a=frozen_at_first, c=skipped_at_first), 3, thaw, group=group
         ),
         "thaws": lambda: compare(lambda: make(b=thaws_by_itself), 4, group=group),
+        "modes": lambda: compare(lambda: make(b=frozen_in_evaluation), 3, evaluate, group=group),
     }
     for name in ("a buffer", "an attribute", "given"):
         cases[name] = lambda name=name: compare(LATER[name], schedule="ZB-H1", group=group)  # type: ignore[misc]
@@ -644,10 +681,10 @@ def test_a_forward_that_returns_an_object_of_its_own() -> None:
     pipe = penstock.Pipeline(
         mine, stages=["c"], ranks=2, schedule="1F1B", microbatches=1, loss_fn=loss
     )
-    found = pipe.step(x, target=target).loss
+    mine_loss = pipe.step(x, target=target).loss
     expected = loss(plain(x), target)
     expected.backward()
-    assert found == pytest.approx(expected.item(), abs=1e-12)
+    assert mine_loss == pytest.approx(expected.item(), abs=1e-12)
     for one, other in zip(mine.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
 
@@ -776,14 +813,14 @@ def test_a_setting_found_after_the_last_unit_counts_for_all_from_the_next_call_o
         return unit.lin(x) * (1 if unit.config.kind is None else 2)
 
     x, target = data()
-    made: list[Any] = [with_config(make(body, a=act, d=act)) for _ in range(2)]
-    plain, cut = made
+    both: list[Any] = [with_config(make(body, a=act, d=act)) for _ in range(2)]
+    plain, mine = both
     expected = [nn.functional.mse_loss(plain(x), target).item() for _ in range(3)]
     assert expected[0] != expected[1]
-    pipe = pipeline(cut)
+    pipe = pipeline(mine)
     losses = [float(pipe.step(x, target=target).loss) for _ in range(3)]
     assert losses == pytest.approx(expected, abs=1e-12)
-    assert cut.config.kind == "wide"
+    assert mine.config.kind == "wide"
 
 
 @pytest.mark.parametrize("between", [False, True])

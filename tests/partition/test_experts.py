@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock import Pipeline
+from penstock import Microbatches
+from penstock.testing import Case, compare
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 torch.set_num_threads(1)
@@ -31,7 +31,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
 TOKENS = torch.arange(48).view(6, 8) * 7 % 32
 
 
-def made(name: str, **options: Any) -> Any:
+def model_of(name: str, **options: Any) -> Any:
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**SIZES, **options)
     return getattr(transformers, f"{name}ForCausalLM")(config)
@@ -44,18 +44,10 @@ def own_loss(output: Any, _: Any) -> Tensor:
 
 def check(model: Any, loss_fn: Callable[[Any, Any], Tensor], schedule: str, **kwargs: Any) -> None:
     """One step has the loss and gradients of a plain loop over the same microbatches."""
-    plain = copy.deepcopy(model)
-    pipe = Pipeline(model, schedule=schedule, ranks=2, microbatches=3, loss_fn=loss_fn)
-    result = pipe.step(input_ids=TOKENS, labels=TOKENS, use_cache=False, **kwargs)
-    expected = 0.0
-    for part in TOKENS.split(2):
-        output = plain(input_ids=part, labels=part, use_cache=False, **kwargs)
-        loss = loss_fn(output, None) / 3
-        loss.backward()
-        expected += float(loss.detach())
-    assert result.loss == pytest.approx(expected, rel=1e-6)
-    for (path, mine), theirs in zip(pipe.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, msg=path)
+    parts = TOKENS.split(2)
+    calls = [{"input_ids": p, "labels": p, "use_cache": False, **kwargs} for p in parts]
+    case = Case(model, (Microbatches(calls, samples=[2, 2, 2]),), parts, loss_fn)
+    compare(case, schedule=schedule, ranks=2, microbatches=3).check(1e-5)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +55,7 @@ def check(model: Any, loss_fn: Callable[[Any, Any], Tensor], schedule: str, **kw
     [("Mixtral", "ZB-V"), ("Qwen2Moe", "1F1B"), ("GptOss", "ZB-V"), ("Jamba", "1F1B")],
 )
 def test_the_balance_loss_is_that_of_each_microbatch(name: str, schedule: str) -> None:
-    model = made(name, output_router_logits=True, **EXPERTS[name])
+    model = model_of(name, output_router_logits=True, **EXPERTS[name])
     model.router_aux_loss_coef = model.config.router_aux_loss_coef = 0.5
     check(model, own_loss, schedule)
 
@@ -76,5 +68,5 @@ def of_hidden_states(output: Any, _: Any) -> Tensor:
 
 
 def test_a_loss_of_what_layers_leave_for_the_output() -> None:
-    model = made("Llama", attn_implementation="eager")
+    model = model_of("Llama", attn_implementation="eager")
     check(model, of_hidden_states, "1F1B", output_hidden_states=True, output_attentions=True)

@@ -60,6 +60,17 @@ class Replaced(Running):
         return torch.tanh(x)
 
 
+class First(Linear):
+    """Keeps the scale of its first call, in which it does more."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.lin(x)
+        if not hasattr(self, "scale"):
+            self.scale = x.detach().abs().mean()
+            x = torch.sin(x)
+        return torch.tanh(x / self.scale)
+
+
 class Codebook(Linear):
     """Vector quantisation, whose codes follow what they stand for, written through ``.data``."""
 
@@ -94,6 +105,7 @@ UNITS: dict[str, Callable[[], nn.Module]] = {
     "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
     "a running mean that is used": Running,
     "attributes": Replaced,
+    "an attribute of the first call": First,
     "a codebook": Codebook,
     "a table of short rows": Table,
 }

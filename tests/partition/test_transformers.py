@@ -66,9 +66,9 @@ def test_a_new_length_and_a_mask_that_is_full() -> None:
         for full in (True, False):
             mask = torch.ones(2, length, dtype=torch.long)
             mask[0, 0] = int(full)
-            given = {"input_ids": kwargs["input_ids"][:, :length], "attention_mask": mask}
+            call = {"input_ids": kwargs["input_ids"][:, :length], "attention_mask": mask}
             with torch.no_grad():
-                assert torch.equal(forwards(parts, (), given).output.logits, plain(**given).logits)
+                assert torch.equal(forwards(parts, (), call).output.logits, plain(**call).logits)
 
 
 def test_a_cache_is_in_no_output() -> None:

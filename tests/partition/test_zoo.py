@@ -16,161 +16,84 @@ from penstock.errors import PartitionError, UsageError
 from penstock.partition import Partition, partition, unit_paths
 from penstock.schedule import Placement
 from penstock.stage import StageCall, StageModule
-from tests.partition import zoo
+from penstock.values import map_tensors
 from tests.partition.driver import check_equal, cut, forwards
-from tests.partition.zoo import WIDTH
+from tests.zoo.hand_models import MODELS, D, Deciding, Residual, Universal
 
 torch.set_num_threads(1)
 
 
-def image(size: int = 8) -> Tensor:
-    return torch.randn(2, 3, size, size, dtype=torch.float64)
-
-
 def rows() -> Tensor:
-    return torch.randn(3, WIDTH, dtype=torch.float64)
+    return torch.randn(3, D, dtype=torch.float64)
 
 
-def begins_in_place() -> nn.Module:
-    layers: list[nn.Module] = []
-    for _ in range(3):
-        layers += [nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)]
-    return nn.Sequential(*layers)
+CASES = (
+    "a chain that begins in place",
+    "a chain with one activation twice",
+    "a dataclass between modules",
+    "a state handed from one lstm to the next",
+    "a tensor detached between modules",
+    "encoder of torch with padding",
+    "forwards called without their modules",
+    "modules that look at numbers",
+    "noise that is taken off at the end",
+    "one block with dropout again and again",
+    "one layer inside all blocks",
+    "parameters used again, beside a buffer",
+    "results written into a tensor of the forward's",
+    "sums and parameters between modules",
+    "two towers with a scale",
+    "U-Net",
+)
 
 
-def shared_in_a_row() -> nn.Module:
-    act = nn.Tanh()
-    return nn.Sequential(
-        nn.Linear(WIDTH, WIDTH), act, nn.Linear(WIDTH, WIDTH), act, nn.Linear(WIDTH, 2)
+def make(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """A model of the zoo in double precision, and the arguments of a microbatch."""
+    example = MODELS[name]()
+    args, kwargs = map_tensors(
+        example.calls[0], lambda t: t.double() if t.is_floating_point() else t
     )
-
-
-def padded() -> Tensor:
-    mask = torch.zeros(2, 5, dtype=torch.bool)
-    mask[0, 3:] = True
-    return mask
-
-
-class Loose(nn.Module):
-    """Uses parameters of its own between its units, and again later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.pair = nn.ParameterDict({"a": torch.rand(WIDTH), "b": torch.rand(WIDTH)})
-        self.row = nn.ParameterList([torch.rand(WIDTH)])
-        self.register_buffer("shift", torch.rand(WIDTH))
-        self.shift: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layers[0](x) * self.pair["a"] + self.shift
-        x = torch.tanh(self.layers[1](x)) * self.pair["b"]
-        x = self.layers[3](torch.tanh(self.layers[2](x)) * self.row[0])
-        found: Tensor = x * self.pair["a"] @ self.layers[0].weight
-        return found
-
-
-class Directly(zoo.Deciding):
-    """Calls the forward of some modules itself, of those that draw too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropped = nn.Dropout()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[1](self.dropped.forward(self.blocks[0].forward(x)))
-        return self.blocks[3](self.blocks[2].forward(x))  # type: ignore[no-any-return]
-
-
-class Sharing(nn.Module):
-    """Its layers share what they make in a dictionary of another class, as some decoders share their keys."""
-
-    class Layer(nn.Linear):
-        def forward(self, x: Tensor, shared: Any = None, mask: Any = None) -> Tensor:
-            x = super().forward(x) * mask + shared.get("made", 0)
-            shared["made"] = x
-            return torch.tanh(x)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(self.Layer(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        shared, mask = UserDict[str, Tensor](), (x > 0).to(x.dtype)
-        for layer in self.layers:
-            x = layer(x, shared, mask=mask)
-        return x * shared["made"]
-
-
-Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
-CASES: dict[str, Callable[[], Call]] = {
-    "residual": lambda: (zoo.Residual(), (torch.randint(0, 10, (3, 5)),), {}),
-    "unet": lambda: (zoo.UNet(), (image(),), {}),
-    "lstm": lambda: (zoo.LanguageModel(), (torch.randint(0, 12, (2, 4)),), {}),
-    "records": lambda: (zoo.TakesRecords(), (zoo.Sample(rows(), rows().relu()),), {}),
-    "deciding": lambda: (zoo.Deciding(), (rows(),), {}),
-    "towers": lambda: (zoo.TwoTowers(), (rows(),), {"right": rows()}),
-    "shared": lambda: (zoo.SharedInside(), (rows(),), {}),
-    "loop": lambda: (zoo.Loop(), (rows(),), {}),
-    "fills": lambda: (zoo.Fills(), (rows(),), {}),
-    "noisy": lambda: (zoo.Noisy(), (rows(),), {}),
-    "begins in place": lambda: (begins_in_place(), (rows(),), {}),
-    "shared in a row": lambda: (shared_in_a_row(), (rows(),), {}),
-    "encoder": lambda: (zoo.Encoder(), (torch.randn(2, 5, 4).double(), padded()), {}),
-    "loose": lambda: (Loose(), (rows(),), {}),
-    "detaches": lambda: (Detaches(), (rows(),), {}),
-    "directly": lambda: (Directly(), (rows(),), {}),
-}
-
-
-def make(name: str) -> Call:
-    torch.manual_seed(0)
-    model, args, kwargs = CASES[name]()
-    return model.double(), args, kwargs
+    return example.model.double(), args, kwargs
 
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("stages", [1, 2, 3])
-@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_by_count(name: str, stages: int, training: bool) -> None:
     model, args, kwargs = make(name)
     check_equal(model.train(training), stages, args, kwargs, draws=True, repeat=2)
 
 
+RECOMPUTED = (
+    "a chain that begins in place",
+    "a state handed from one lstm to the next",
+    "noise that is taken off at the end",
+    "one block with dropout again and again",
+    "sums and parameters between modules",
+)
+
+
 @pytest.mark.parametrize("stages", [1, 3])
-@pytest.mark.parametrize("name", ["residual", "begins in place", "lstm", "loop", "noisy"])
+@pytest.mark.parametrize("name", RECOMPUTED)
 def test_units_that_are_recomputed(name: str, stages: int) -> None:
     model, args, kwargs = make(name)
     check_equal(model, stages, args, kwargs, draws=True, repeat=2, checkpoint=True)
 
 
-def test_what_layers_share_in_a_dictionary_of_another_class() -> None:
-    torch.manual_seed(0)
-    check_equal(Sharing().double(), 3, (rows(),))
-
-
-class Relative(nn.Module):
-    """Gives a module the weight of another, which is constructed last and never called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.norm, self.table = nn.LayerNorm(WIDTH), nn.Embedding(5, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        table = self.norm(self.table.weight)
-        for layer in self.layers:
-            x = torch.tanh(layer(x)) + table.mean(0)
-        return x
-
-
-def test_a_weight_that_a_unit_is_given_places_its_module() -> None:
-    torch.manual_seed(0)
-    check_equal(Relative().double(), 3, (rows(),))
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a dictionary of another class that layers share",
+        "a module that is given another's weight, which is never called",
+    ],
+)
+def test_what_is_cut_right_in_three(name: str) -> None:
+    model, args, kwargs = make(name)
+    check_equal(model, 3, args, kwargs)
 
 
 def test_recomputed_units_by_path() -> None:
-    model, args, kwargs = make("residual")
+    model, args, kwargs = make("sums and parameters between modules")
     check_equal(model, 2, args, kwargs, draws=True, checkpoint=["layers", "norm"])
     with pytest.raises(
         PartitionError, match="checkpoint='layer': must name a module that is placed"
@@ -199,11 +122,11 @@ def test_what_is_recomputed_is_not_held() -> None:
 
 
 POINTS = {
-    "residual": ["layers.1.1", "layers.2", "norm"],
-    "unet": ["down2", "middle", "up1"],
-    "towers": ["left.2", "right"],
-    "deciding": ["blocks.3"],
-    "begins in place": ["3", "5"],
+    "sums and parameters between modules": ["layers.1.1", "layers.2", "norm"],
+    "U-Net": ["down2", "middle", "up1"],
+    "two towers with a scale": ["words.2", "picture"],
+    "modules that look at numbers": ["blocks.3"],
+    "a chain that begins in place": ["3", "5"],
 }
 
 
@@ -214,16 +137,9 @@ def test_by_points(name: str) -> None:
     assert len(parts.modules) == len(POINTS[name]) + 1
 
 
-class Detaches(zoo.Deciding):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x)
-        mask = x > 0
-        return self.blocks[3](self.blocks[2](self.blocks[1](x.detach()))) * mask  # type: ignore[no-any-return]
-
-
 EDGES = {
     # A sum travels, not its summands; this model ends with the embedding's weight, and uses its scale late.
-    "residual": (
+    "sums and parameters between modules": (
         ["layers.2"],
         {
             ("add after layers.1.1", 0, (1,), True),
@@ -231,7 +147,7 @@ EDGES = {
         },
     ),
     # Skips go to all who use them. What is between units is in the latest stage among its arguments'.
-    "unet": (
+    "U-Net": (
         ["down2", "middle", "up2", "up1"],
         {
             ("down1", 0, (3,), True),
@@ -243,7 +159,7 @@ EDGES = {
         },
     ),
     # Gradients come back only where they can.
-    "detaches": (
+    "a tensor detached between modules": (
         ["blocks.1", "blocks.3"],
         {
             ("detach after blocks.0", 0, (1,), False),
@@ -265,32 +181,32 @@ def test_what_travels(name: str) -> None:
 # ---- loops
 
 
-LISTS = [["enter", "block"], ["block"], ["block", "leave"]]
-
-
 def test_a_loop_over_stages_shares_the_module() -> None:
-    parts = check_equal(zoo.Loop().double(), LISTS, (rows(),))
-    assert [one.stages for one in parts.shared] == [(0, 1, 2), (0, 1, 2)]
+    model, args, _ = make("one block again and again")
+    parts = check_equal(model, [["start", "block"], ["block"], ["block", "head"]], args)
+    assert {one.stages for one in parts.shared} == {(0, 1, 2)}
+    assert len(parts.shared) == len(list(model.get_submodule("block").parameters()))
+    # Each has two of the six calls.
+    assert min(parts.shares) > 0.3
 
 
 @pytest.mark.parametrize("stages", [2, 5])
 def test_a_loop_is_cut_by_count_between_its_calls(stages: int) -> None:
-    torch.manual_seed(0)
-    parts = check_equal(zoo.Loop().double(), stages, (rows(),))
-    assert len(parts.modules) == stages
+    model, args, _ = make("one block with dropout again and again")
+    assert len(check_equal(model, stages, args, draws=True).modules) == stages
 
 
 def test_a_loop_that_cannot_be_cut() -> None:
-    class Interleaved(zoo.Loop):
+    class Interleaved(Universal):
         def forward(self, x: Tensor) -> Tensor:
             for _ in range(3):
-                x = self.leave(self.block(x))
-            return self.enter(x)  # type: ignore[no-any-return]
+                x = self.start(self.block(x))
+            return self.head(x)  # type: ignore[no-any-return]
 
     with pytest.raises(
-        PartitionError, match=r"block in stage 0 uses leave of stage 1.*in both lists"
+        PartitionError, match=r"block in stage 0 uses start of stage 1.*in both lists"
     ):
-        partition(Interleaved().double(), [["block"], ["leave", "enter"]]).plan((rows(),), {})
+        partition(Interleaved().double(), [["block"], ["start", "head"]]).plan((rows(),), {})
 
 
 # ---- where units are
@@ -301,8 +217,8 @@ class Backwards(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.head = nn.Linear(WIDTH, 2)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(D, 2)
+        self.layers = nn.ModuleList(nn.Linear(D, D) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -318,17 +234,60 @@ def test_a_call_shows_the_order_of_the_modules() -> None:
     assert unit_paths(Backwards().double(), 2, ((rows(),), {})) == order
 
 
+class Chained(nn.Module):
+    """A chain that is heavier than a stage of two, between others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(D, D), nn.Linear(D, D)
+        self.body = nn.Sequential(*(nn.Linear(D, D) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.body(self.first(x)))  # type: ignore[no-any-return]
+
+
+def test_a_chain_in_the_way_of_even_stages_is_taken_apart() -> None:
+    paths = unit_paths(Chained().double(), 2, ((rows(),), {}))
+    assert paths == ["first", "body.0", "body.1", "body.2", "body.3", "last"]
+
+
+class Attends(nn.Linear):
+    """Attention over rows, which is far more work than its product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)[None, None]
+        return nn.functional.scaled_dot_product_attention(x, x, x)[0, 0]
+
+
+def test_attention_counts_as_work() -> None:
+    model = nn.Sequential(nn.Linear(D, D), Attends(D, D), nn.Linear(D, D)).double()
+    x = torch.randn(256, D).double()
+    parts = cut(model, [["0"], ["1"], ["2"]], (x,))
+    parts.plan((x,), {})
+    unit, share = parts.heaviest
+    assert unit == "1"
+    assert share > 0.8
+
+
+def test_a_call_without_gradients_gets_a_plan_of_its_own() -> None:
+    model, args, _ = make("modules that look at numbers")
+    parts = cut(model, 2, args)
+    with torch.no_grad():
+        assert not any(edge.gradient for edge in parts.plan(args, {}).edges)
+    assert all(edge.gradient for edge in parts.plan(args, {}).edges)
+
+
 def test_a_model_without_data_is_cut() -> None:
     with torch.device("meta"):
-        model = zoo.Residual()
-    parts = cut(model, 3, (torch.zeros(3, 5, dtype=torch.long),))
-    assert parts.plan((torch.zeros(3, 5, dtype=torch.long),), {}).edges
-    assert parts.plan((torch.zeros(3, 5, dtype=torch.long, device="meta"),), {}).edges
+        model = Residual()
+    parts = cut(model, 3, (torch.zeros(3, 6, dtype=torch.long),))
+    assert parts.plan((torch.zeros(3, 6, dtype=torch.long),), {}).edges
+    assert parts.plan((torch.zeros(3, 6, dtype=torch.long, device="meta"),), {}).edges
     assert all(parameter.is_meta for stage in parts.modules for parameter in stage.parameters())
 
 
 def test_a_process_lets_go_of_other_stages() -> None:
-    model, args, _ = make("residual")
+    model, args, _ = make("sums and parameters between modules")
     expected = copy.deepcopy(model)(*args)
     parts = cut(model, 2, args)
     values = forwards(parts, args)
@@ -347,7 +306,7 @@ def test_a_process_lets_go_of_other_stages() -> None:
 
 
 def test_arguments_that_are_missing_are_named() -> None:
-    class UsesAgain(zoo.Deciding):
+    class UsesAgain(Deciding):
         def forward(self, x: Tensor) -> Tensor:
             h = x
             for block in self.blocks:
@@ -373,7 +332,7 @@ def test_arguments_that_are_missing_are_named() -> None:
     ],
 )
 def test_refused_stages(stages: Any, text: str) -> None:
-    model, args, _ = make("residual")
+    model, args, _ = make("sums and parameters between modules")
     with pytest.raises(PartitionError, match=text):
         cut(model, stages, args)
 
@@ -391,8 +350,10 @@ def compile_forward(model: nn.Module) -> nn.Module:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("compiled", [torch.compile, compile_in_place, compile_forward])
 def test_a_model_that_was_compiled_as_a_whole(compiled: Callable[[nn.Module], nn.Module]) -> None:
-    with pytest.raises(PartitionError, match=r"the Loop was compiled as a whole.*block\.compile"):
-        partition(compiled(zoo.Loop()), 2)
+    with pytest.raises(
+        PartitionError, match=r"the Universal was compiled as a whole.*block\.compile"
+    ):
+        partition(compiled(Universal()), 2)
 
 
 # ---- nn.Sequential, and modules without a forward
@@ -469,45 +430,25 @@ def test_modules_without_a_forward_are_called_one_after_the_other() -> None:
         partition(model, 2)
 
 
-class Features(nn.ModuleDict):
-    """A dict of modules with a forward of its own, as backbones of vision models are."""
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for name, layer in self.items():
-            x = torch.relu(layer(x)) + 1
-            found[name] = x
-        return {name: found[name] for name in ("a", "c")}
+@pytest.mark.parametrize("stages", [2, 3, [["stem", "dense"], ["head"]], ["head"]])
+def test_a_dict_of_modules_with_a_forward_of_its_own_is_a_part(stages: Any) -> None:
+    model, args, _ = make("a dictionary of modules with a forward")
+    check_equal(model, stages, args)
 
 
-class OnFeatures(nn.Module):
-    """Uses such a dict as a part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers = {name: nn.Linear(WIDTH, WIDTH).double() for name in "abcd"}
-        self.body, self.head = Features(layers), nn.Linear(WIDTH, 2).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        features = self.body(x)
-        output: Tensor = self.head(features["a"] * features["c"])
-        return output
-
-
-@pytest.mark.parametrize("stages", [2, 3, [["body"], ["head"]], ["head"]])
-def test_a_dict_of_modules_with_a_forward_of_its_own_runs_it(stages: Any) -> None:
-    model, x = OnFeatures(), rows()
-    check_equal(model, stages, (x,))
-    inner = model.body
-    done = forwards(cut(copy.deepcopy(inner), 2, (x,)), (x,))
-    assert all(torch.equal(done.output[name], value) for name, value in inner(x).items())
+def test_a_dict_of_modules_with_a_forward_of_its_own_is_cut() -> None:
+    model, args, _ = make("the model is a dictionary with a forward")
+    expected = copy.deepcopy(model)(*args)
+    output = forwards(cut(model, 2, args), args).output
+    assert output.keys() == expected.keys()
+    assert all(torch.equal(output[name], value) for name, value in expected.items())
 
 
 # ---- what is left alone
 
 
 def test_a_plan_leaves_no_trace() -> None:
-    model, args, kwargs = make("unet")
+    model, args, kwargs = make("U-Net")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state, kinds = torch.get_rng_state(), [dict(vars(module)) for module in model.modules()]
     cut(model, 3, args, kwargs).plan(args, kwargs)
@@ -518,7 +459,7 @@ def test_a_plan_leaves_no_trace() -> None:
 
 
 def test_equal_calls_get_equal_plans_and_what_a_plan_depends_on_is_described() -> None:
-    model, args, _ = make("residual")
+    model, args, _ = make("sums and parameters between modules")
     parts = cut(model, 2, args)
     states = [stage.state() for stage in parts.modules if isinstance(stage, StageModule)]
     assert parts.plan(args, {}).edges == parts.plan((args[0][:2] + 1,), {}).edges
@@ -541,10 +482,10 @@ class Scaled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-        self.register_buffer("shift", torch.zeros(WIDTH))
-        self.register_buffer("lost", torch.zeros(WIDTH), persistent=False)
+        self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
+        self.weight = nn.Parameter(torch.ones(D))
+        self.register_buffer("shift", torch.zeros(D))
+        self.register_buffer("lost", torch.zeros(D), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x) * self.weight + self.shift + self.lost
@@ -554,22 +495,22 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("weight", lambda m: setattr(m, "weight", nn.Parameter(torch.zeros(WIDTH)))),
-        ("shift", lambda m: m.register_buffer("shift", torch.ones(WIDTH))),
-        ("lost", lambda m: setattr(m, "lost", torch.ones(WIDTH))),
+        ("weight", lambda m: setattr(m, "weight", nn.Parameter(torch.zeros(D)))),
+        ("shift", lambda m: m.register_buffer("shift", torch.ones(D))),
+        ("lost", lambda m: setattr(m, "lost", torch.ones(D))),
         ("weight", lambda m: m.load_state_dict(m.state_dict(), assign=True)),
         ("shift", lambda m: m.double()),
-        ("first", lambda m: setattr(m, "first", nn.Linear(WIDTH, WIDTH))),
+        ("first", lambda m: setattr(m, "first", nn.Linear(D, D))),
     ],
 )
 def test_what_was_replaced_after_the_cut_is_named(name: str, change: Callable[[Any], Any]) -> None:
     model = Scaled()
-    parts = cut(model, 2, (torch.ones(2, WIDTH),))
-    done = forwards(parts, (torch.ones(2, WIDTH),))
+    parts = cut(model, 2, (torch.ones(2, D),))
+    done = forwards(parts, (torch.ones(2, D),))
     model.get_buffer("lost").fill_(2)
     model.get_parameter("first.bias").requires_grad_(False)
-    assert torch.equal(forwards(parts, (torch.ones(2, WIDTH),)).output, model(torch.ones(2, WIDTH)))
-    assert not torch.equal(done.output, model(torch.ones(2, WIDTH)))
+    assert torch.equal(forwards(parts, (torch.ones(2, D),)).output, model(torch.ones(2, D)))
+    assert not torch.equal(done.output, model(torch.ones(2, D)))
     parts.check_unchanged()
     change(model)
     with pytest.raises(UsageError, match=rf"'{name}' was replaced.*in place.*new Pipeline"):
@@ -584,7 +525,7 @@ def test_a_mapping_as_an_argument() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
 
         def forward(self, batch: Batch) -> Tensor:
             hidden = self.first(batch["x"]) * batch.data["mask"]

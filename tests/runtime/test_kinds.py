@@ -181,7 +181,7 @@ def test_as_many_kinds_are_kept_as_were_said(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_torch_keeps_of_runs_without_data_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["penstock.partition.trace"], "MOST_CACHED", 10)
+    monkeypatch.setattr(sys.modules["penstock.partition.tracer"], "MOST_CACHED", 10)
     pipe = make(Asks(), stages=["middle", "last"], ranks=3)
     for rows in (4, 5, 6, 7):
         pipe.step(X[:rows], target=Y[:rows])

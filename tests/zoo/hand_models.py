@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -642,6 +642,18 @@ class Universal(nn.Module):
         return self.head(x)
 
 
+class DroppedLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.3, self.training)
+
+
+@add("one block with dropout again and again", rows())
+class Dropping(Universal):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = DroppedLinear(D, D)
+
+
 @add("blocks called again, nothing between", rows())
 class Rounds(nn.Module):
     def __init__(self) -> None:
@@ -884,25 +896,31 @@ class ListOf(nn.ModuleList):
         return out
 
 
+def convolution(inputs: int, outputs: int, stride: int = 1) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, 3, stride, padding=1),
+        nn.BatchNorm2d(outputs),
+        nn.ReLU(inplace=True),
+    )
+
+
 @add("U-Net", pictures)
 class UNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.ups = nn.ModuleList([Stem(48, 16), Stem(24, D), Stem(D, D)])
-        self.downs = nn.ModuleList([Stem(3, D), Stem(D, 16), Stem(16, 32)])
-        self.head = nn.Conv2d(D, 3, 1)
+        self.down1, self.down2 = convolution(3, 4), convolution(4, 8)
+        self.pool, self.up = nn.MaxPool2d(2), nn.Upsample(scale_factor=2)
+        self.middle = convolution(8, 8)
+        self.up2, self.up1 = convolution(16, 4), convolution(8, 4)
+        self.out = nn.Conv2d(4, 1, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = []
-        for place, down in enumerate(self.downs):
-            x = down(F.max_pool2d(x, 2) if place else x)
-            kept.append(x)
-        kept.pop()
-        for up in self.ups:
-            if kept:
-                x = torch.cat([F.interpolate(x, scale_factor=2), kept.pop()], 1)
-            x = up(x)
-        return self.head(x)
+        a = self.down1(x)
+        b = self.down2(self.pool(a))
+        y = self.middle(self.pool(b))
+        y = self.up2(torch.cat([self.up(y), b], 1))
+        y = self.up1(torch.cat([self.up(y), a], 1))
+        return self.out(y)
 
 
 @add(
@@ -1139,8 +1157,8 @@ class Raft(nn.Module):
         hidden, flow, out = self.context(a), torch.zeros_like(a[:, :2]), []
         for _ in range(3):
             flow = flow.detach()
-            found = self.correlation(flow).view(len(a), 2, 8, 8)
-            hidden = self.update(torch.cat([hidden, found, flow], 1)).tanh()
+            related = self.correlation(flow).view(len(a), 2, 8, 8)
+            hidden = self.update(torch.cat([hidden, related, flow], 1)).tanh()
             flow = flow + self.flow(hidden)
             out.append(flow)
         return out
@@ -1208,8 +1226,8 @@ class Gan(nn.Module):
         )
 
     def forward(self, noise: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-        made = self.generator(noise)
-        return self.critic(made), self.critic(real)
+        sample = self.generator(noise)
+        return self.critic(sample), self.critic(real)
 
 
 @add(
@@ -1218,8 +1236,8 @@ class Gan(nn.Module):
 )
 class GanDetached(Gan):
     def forward(self, noise: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
-        made = self.generator(noise)
-        return self.critic(made), self.critic(made.detach()), self.critic(real)
+        sample = self.generator(noise)
+        return self.critic(sample), self.critic(sample.detach()), self.critic(real)
 
 
 @add("diffusion with its loss inside", pictures)
@@ -1387,11 +1405,11 @@ class Complex(nn.Module):
 class GraphLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.own, self.other = nn.Linear(D, D), nn.Linear(D, D)
+        self.mine, self.other = nn.Linear(D, D), nn.Linear(D, D)
 
     def forward(self, x: Tensor, edges: Tensor) -> Tensor:
         there = torch.zeros_like(x).index_add(0, edges[1], self.other(x)[edges[0]])
-        return (self.own(x) + there).relu()
+        return (self.mine(x) + there).relu()
 
 
 def _graph() -> tuple[Tensor, ...]:
@@ -1793,3 +1811,220 @@ class RunningMean(nn.Module):
         with torch.no_grad():
             self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
         return self.head(x - self.mean)
+
+
+# ---- between modules
+
+
+@add("sums and parameters between modules", words)
+class Residual(nn.Module):
+    """Adds between its modules, has parameters of its own, and ends with the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Embedding(20, D), nn.Parameter(torch.randn(6, D))
+        self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(D, D), mlp()]) for _ in range(4))
+        self.scale = nn.Parameter(torch.randn(D))
+        self.norm, self.drop = nn.LayerNorm(D), nn.Dropout(0.0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.drop(self.embed(tokens) + self.position)
+        for layer in self.layers:
+            x = layer[0](x) + x
+            x = layer[1](x) + x
+        return F.linear(self.norm(x) * self.scale, self.embed.weight)
+
+
+@add("parameters used again, beside a buffer", rows())
+class Loose(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(D, D) for _ in range(4))
+        self.pair = nn.ParameterDict({"a": torch.rand(D), "b": torch.rand(D)})
+        self.row = nn.ParameterList([torch.rand(D)])
+        self.register_buffer("shift", torch.rand(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x) * self.pair["a"] + self.shift
+        x = torch.tanh(self.layers[1](x)) * self.pair["b"]
+        x = self.layers[3](torch.tanh(self.layers[2](x)) * self.row[0])
+        return x * self.pair["a"] @ self.layers[0].weight
+
+
+@add("a module that is given another's weight, which is never called", rows())
+class GivenWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(D, D) for _ in range(4))
+        self.norm, self.table = nn.LayerNorm(D), nn.Embedding(5, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.norm(self.table.weight)
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + table.mean(0)
+        return x
+
+
+@add("a state handed from one lstm to the next", words)
+class HandsOn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(20, D), nn.Linear(D, 12)
+        self.first, self.second = (nn.LSTM(D, D, batch_first=True) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden, state = self.first(self.embed(tokens))
+        hidden, (last, _) = self.second(hidden, state)
+        return self.head(hidden + last[-1].unsqueeze(1))
+
+
+@dataclass
+class Sample:
+    x: Tensor
+    mask: Tensor
+    scale: float = 2.0
+
+
+class MaskedSample(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(D, D)
+
+    def forward(self, sample: Sample) -> Sample:
+        return Sample(self.lin(sample.x) * sample.mask, sample.mask, sample.scale)
+
+
+@add(
+    "a dataclass between modules",
+    lambda: (Sample(torch.randn(SAMPLES, D), torch.randn(SAMPLES, D).relu()),),
+)
+class TakesSamples(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = blocks(4, MaskedSample), nn.Linear(D, 2)
+
+    def forward(self, sample: Sample) -> Tensor:
+        for layer in self.layers:
+            sample = layer(sample)
+        return self.head(sample.x) * sample.scale
+
+
+class Decides(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x).tanh() if x.sum() > 0 else self.down(x) - float(x.detach().max())
+
+
+@add("modules that look at numbers", rows())
+class Deciding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = blocks(4, Decides)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@add("a tensor detached between modules", rows())
+class Detaches(Deciding):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        mask = x > 0
+        return self.blocks[3](self.blocks[2](self.blocks[1](x.detach()))) * mask
+
+
+@add("forwards called without their modules", rows())
+class Directly(Deciding):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropped = nn.Dropout()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](self.dropped.forward(self.blocks[0].forward(x)))
+        return self.blocks[3](self.blocks[2].forward(x))
+
+
+class UsesCommon(nn.Module):
+    def __init__(self, common: nn.Module) -> None:
+        super().__init__()
+        self.common, self.mine = common, nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.mine(x) + self.common(x))
+
+
+@add("one layer inside all blocks", rows())
+class SharedInside(Deciding):
+    def __init__(self) -> None:
+        super().__init__()
+        common = nn.Linear(D, D)
+        self.blocks = nn.ModuleList(UsesCommon(common) for _ in range(4))
+
+
+@add("results written into a tensor of the forward's", rows())
+class Fills(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(D, D) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.zeros(6, *x.shape, dtype=x.dtype)
+        for index, layer in enumerate(self.layers):
+            x = layer(x)
+            x += 1
+            kept[index] = x
+        kept.mul_(2)
+        return kept.sum(0) + x
+
+
+@add("noise that is taken off at the end", rows())
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(D, D) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn_like(x)
+        x = x + noise
+        for layer in self.layers:
+            x = layer(x)
+        return x - noise
+
+
+class SharingLinear(nn.Linear):
+    def forward(self, x: Tensor, shared: Any = None, mask: Any = None) -> Tensor:
+        x = super().forward(x) * mask + shared.get("latest", 0)
+        shared["latest"] = x
+        return torch.tanh(x)
+
+
+@add("a dictionary of another class that layers share", rows())
+class Sharing(nn.Module):
+    """As some decoders share their keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(SharingLinear(D, D) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared, mask = UserDict(), (x > 0).to(x.dtype)
+        for layer in self.layers:
+            x = layer(x, shared, mask=mask)
+        return x * shared["latest"]
+
+
+@add("a chain that begins in place", rows())
+def begins_in_place() -> nn.Module:
+    parts = [(nn.ReLU(inplace=True), nn.Linear(D, D), nn.Dropout(0.3)) for _ in range(3)]
+    return nn.Sequential(*(module for three in parts for module in three))
+
+
+@add("a chain with one activation twice", rows())
+def shared_in_a_row() -> nn.Module:
+    act = nn.Tanh()
+    return nn.Sequential(nn.Linear(D, D), act, nn.Linear(D, D), act, nn.Linear(D, 2))

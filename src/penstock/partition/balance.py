@@ -87,7 +87,9 @@ def choose_cuts(
 
 def _taken(memory: Sequence[tuple[float, float]], in_flight: int) -> Array:
     """The bytes of a stage from one block (row) up to just before another (column)."""
-    sums = np.array([0.0, *accumulate(held + in_flight * made for held, made in memory)])
+    sums = np.array(
+        [0.0, *accumulate(held + in_flight * activations for held, activations in memory)]
+    )
     later = ~np.tri(len(sums), dtype=bool)
     return np.where(later, sums - sums[:, None], math.inf)
 

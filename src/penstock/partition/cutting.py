@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -11,22 +11,11 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import PartitionError, PenstockError, StageError, UsageError
-from penstock.partition.author import (
-    Author,
-    check_not_compiled,
-    has_compiled_forward,
-    hooked_in,
-)
+from penstock.partition.author import Author, check_not_compiled, has_compiled_forward, hooked_in
 from penstock.partition.balance import Room, choose_cuts, use_up_to
-from penstock.partition.base import (
-    Example,
-    Partition,
-    count_parameters,
-    find_shared,
-    named_tensors,
-)
+from penstock.partition.base import Example, Partition, count_parameters, find_shared, named_tensors
 from penstock.partition.order import CallOrder
-from penstock.partition.plan import decides_early, first_uses
+from penstock.partition.owners import decides_early, first_uses
 from penstock.partition.run import WithoutData
 from penstock.partition.seen import Door
 from penstock.partition.stage import CutStage
@@ -216,7 +205,7 @@ class Cutting:
         loose = loose_parameters(self.model, list(homes))
         if not loose:
             return homes
-        uses: dict[str, int] = {}
+        uses: Mapping[str, int] = {}
         if self._trace is not None:
             uses = first_uses(self._trace, _with_weights(self.model, homes))
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
@@ -322,7 +311,7 @@ class Cutting:
         items = order.once()
         weights = self._weights_of([item.path for item in items])
         if self._balance == "memory":
-            weights = [item.held + item.made for item in items]
+            weights = [item.held + item.activations for item in items]
         if weights:
             order.weigh({item.path: of for item, of in zip(items, weights, strict=True)})
 

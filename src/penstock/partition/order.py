@@ -11,7 +11,8 @@ from torch import nn
 
 from penstock.partition.balance import Room, choose_cuts
 from penstock.partition.base import named_tensors
-from penstock.partition.trace import Event, Trace
+from penstock.partition.owners import Owners
+from penstock.partition.trace import Event, Trace, Value
 from penstock.schedule import Placement
 
 _LIGHT = 0.02
@@ -30,14 +31,14 @@ class Item(NamedTuple):
         call: the number of its call there; None where only its weights are read, or nothing is.
         weight: how heavy it is.
         held: the bytes of the unit's weights, with their gradients and an optimizer's state.
-        made: the bytes that it makes for one microbatch.
+        activations: the bytes that it makes for one microbatch.
     """
 
     path: str
     call: int | None
     weight: float = 0.0
     held: float = 0.0
-    made: float = 0.0
+    activations: float = 0.0
 
 
 class CallOrder:
@@ -68,7 +69,7 @@ class CallOrder:
         """
         items: list[Item] = []
         met: set[str] = set()
-        work = made = 0.0
+        work = nbytes = 0.0
         for index, event in enumerate(self._trace.events):
             new = [self._item(path, None) for path in self._read_by(event, met)]
             new = [item for item in new if self._is_early(index, item.path)]
@@ -76,11 +77,13 @@ class CallOrder:
                 new.append(self._item(event.what, event.number))
             met.update(item.path for item in new)
             items += new
-            work, made = work + event.work, made + event.nbytes
+            work, nbytes = work + event.work, nbytes + event.nbytes
             if items:
                 last = items[-1]
-                items[-1] = last._replace(weight=last.weight + work, made=last.made + made)
-                work = made = 0.0
+                items[-1] = last._replace(
+                    weight=last.weight + work, activations=last.activations + nbytes
+                )
+                work = nbytes = 0.0
         return self._with_idle(items)
 
     def _item(self, path: str, call: int | None) -> Item:
@@ -100,16 +103,16 @@ class CallOrder:
         """Whether a unit, whose weights an event reads, is needed before it is called, if it ever is."""
         if self._trace.events[index].is_unit:
             return True
-        made = {index}
+        followers = {index}
         for later in range(index + 1, len(self._trace.events)):
             event = self._trace.events[later]
             if event.what == path:
                 return False
             values = self._trace.values
-            if any(values[number].event in made for _, number in event.inputs):
+            if any(values[number].event in followers for _, number in event.inputs):
                 if event.is_unit:
                     return True
-                made.add(later)
+                followers.add(later)
         return True
 
     def _with_idle(self, items: list[Item]) -> list[Item]:
@@ -145,7 +148,8 @@ class CallOrder:
             else:
                 first = merged[place]
                 merged[place] = first._replace(
-                    weight=first.weight + item.weight, made=first.made + item.made
+                    weight=first.weight + item.weight,
+                    activations=first.activations + item.activations,
                 )
         return merged
 
@@ -167,30 +171,12 @@ class CallOrder:
         for item, stage in zip(items, stage_of, strict=True):
             if item.call is None:
                 homes[item.path].append(stage)
+        owners = _TriedOwners(self._trace, homes, wanted, self._readers).find()
         loads = [0.0] * len(starts)
-        owners: list[int] = []
-        for event in self._trace.events:
-            makers = [self._trace.values[number].event for _, number in event.inputs]
-            needed = max((owners[maker] for maker in makers if maker is not None), default=0)
-            if event.is_unit:
-                owner = wanted.get((event.what, event.number))
-                known = [stage for stage in homes[event.what] if stage >= needed]
-                if owner is None:
-                    owner = known[0] if known else needed
-                homes[event.what].append(owner)
-            else:
-                owner = max(needed, self._held_at(event, homes))
-            owners.append(owner)
+        for event, owner in zip(self._trace.events, owners.stages, strict=True):
             loads[owner] += event.work
         one = {path for path, stages in homes.items() if len({*stages}) == 1}
         return {p: s[:1] if p in one else sorted(s) for p, s in homes.items()}, loads
-
-    def _held_at(self, event: Event, homes: Mapping[str, Sequence[int]]) -> int:
-        """The first stage that has all weights of units that an event reads."""
-        names = (self._trace.values[number].parameter for _, number in event.inputs)
-        having = [self._readers.get(name or "", []) for name in names]
-        stages = [[s for path in paths for s in homes[path]] for paths in having]
-        return max((min(of) for of in stages if of), default=0)
 
     def even(
         self, stages: int, placement: Placement | None = None, room: Room | None = None
@@ -204,7 +190,7 @@ class CallOrder:
             if len(items) < stages:
                 continue
             weights = [item.weight for item in items]
-            memory = [(item.held, item.made) for item in items]
+            memory = [(item.held, item.activations) for item in items]
             homes, loads = self.homes(
                 items, choose_cuts(weights, stages, placement, memory=memory, room=room)
             )
@@ -218,3 +204,38 @@ class CallOrder:
         count = Counter(item.path for item in self.items)
         self.items = [i._replace(weight=weights[i.path] / count[i.path]) for i in self.items]
         self.total = sum(item.weight for item in self.items)
+
+
+class _TriedOwners(Owners):
+    """The stage of each event under a cut, which decides where calls of units are; notes their stages.
+
+    Args:
+        trace: the events.
+        homes: gets the stage of each call of a unit, by path.
+        wanted: the stages of the calls before which the model can be cut, by path and number.
+        readers: the units that hold a parameter, by its name.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        homes: dict[str, list[int]],
+        wanted: Mapping[tuple[str, int | None], int],
+        readers: Mapping[str, Sequence[str]],
+    ) -> None:
+        super().__init__(trace, homes)
+        self._homes, self._wanted, self._readers = homes, wanted, readers
+
+    def home(self, event: Event, earliest: int) -> int | None:
+        if not event.is_unit:
+            return None
+        stage = self._wanted.get((event.what, event.number))
+        if stage is None:
+            known = (known for known in self._homes[event.what] if known >= earliest)
+            stage = next(known, earliest)
+        self._homes[event.what].append(stage)
+        return stage
+
+    def holders(self, value: Value) -> Sequence[int]:
+        paths = self._readers.get(value.parameter or "", ())
+        return [s for path in paths for s in self._homes[path]] or super().holders(value)

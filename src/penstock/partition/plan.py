@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from penstock.errors import PartitionError
-from penstock.partition.held import hidden, restored
-from penstock.partition.seen import may_draw
-from penstock.partition.trace import Event, Homes, Trace, Value, is_ours
+from penstock.partition.functions import is_ours, may_draw
+from penstock.partition.owners import Owners, check_owners
+from penstock.partition.private import hidden
+from penstock.partition.things import restored
+from penstock.partition.trace import Event, Homes, Trace, Value
 from penstock.schedule import Edge
 from penstock.values import Place, opaque_in, tensors_in
 
@@ -60,6 +62,25 @@ class Quick(NamedTuple):
 
 
 @dataclass(eq=False)
+class StagePlan:
+    """What one stage does in one kind of call.
+
+    Attributes:
+        last: the index of its last event.
+        arrives: the edges of the tensors that it gets, by their roots.
+        sends: the edges of the tensors that it sends, by their roots.
+        borrows: the edges of the parameters and buffers that it gets, by their names.
+        lends: the edges of the parameters and buffers that it sends, by their names.
+    """
+
+    last: int = -1
+    arrives: dict[int, str] = field(default_factory=dict)
+    sends: dict[int, str] = field(default_factory=dict)
+    borrows: dict[str, str] = field(default_factory=dict)
+    lends: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
 class CallPlan:
     """What the stages do in one kind of call.
 
@@ -67,11 +88,7 @@ class CallPlan:
         edges: the values that travel.
         steps: the events in order.
         trace: the run that showed the events.
-        last: for each stage, the index of its last event.
-        arrives: for each stage, the edges of the tensors that it gets, by their roots.
-        sends: for each stage, the edges of the tensors that it sends, by their roots.
-        borrows: for each stage, the edges of the parameters and buffers that it gets, by their names.
-        lends: for each stage, the edges of the parameters and buffers that it sends, by their names.
+        stages: what each stage does.
         lost: the names in the output of objects that no stage has in full, such as caches.
         regions: for each of the author's checkpoints, the stages of its events.
         buffers: the names of the units' buffers that are used between units.
@@ -83,11 +100,7 @@ class CallPlan:
     edges: tuple[Edge, ...]
     steps: list[Step]
     trace: Trace
-    last: list[int]
-    arrives: list[dict[int, str]]
-    sends: list[dict[int, str]]
-    borrows: list[dict[str, str]]
-    lends: list[dict[str, str]]
+    stages: list[StagePlan]
     lost: set[Any] = field(default_factory=set)
     regions: list[set[int]] = field(default_factory=list)
     buffers: list[str] = field(default_factory=list)
@@ -105,8 +118,9 @@ class CallPlan:
         if stage not in self._quick:
             # A stage that must check again which values an event has does nothing quickly.
             checked = self.trace.decides or any(step.claims for step in self.steps)
-            steps = [] if checked else self.steps[: self.last[stage] + 1]
-            kept = {*self.sends[stage], *self.arrives[stage], *self.trace.returned}
+            part = self.stages[stage]
+            steps = [] if checked else self.steps[: part.last + 1]
+            kept = {*part.sends, *part.arrives, *self.trace.returned}
             self._quick[stage] = [self._quick_step(step, stage, kept) for step in steps]
         return self._quick[stage]
 
@@ -132,17 +146,11 @@ class CallPlan:
     @functools.cached_property
     def beyond(self) -> CallPlan:
         """The plan with a stage after the last one, in which there is nothing to do."""
-        arrives, sends, borrows, lends = (
-            [*of, {}] for of in (self.arrives, self.sends, self.borrows, self.lends)
-        )
-        last = [*self.last, len(self.steps)]
-        return replace(
-            self, last=last, arrives=arrives, sends=sends, borrows=borrows, lends=lends, _quick={}
-        )
+        return replace(self, stages=[*self.stages, StagePlan(len(self.steps))], _quick={})
 
     def shares(self) -> tuple[tuple[float, ...], tuple[str, float]]:
         """The part of the work that each stage has; the unit that has the most, and its part."""
-        stages, units = [0.0] * len(self.last), Counter[str]()
+        stages, units = [0.0] * len(self.stages), Counter[str]()
         for step in self.steps:
             stages[step.owner] += step.event.work
             units[step.what if step.event.is_unit else ""] += step.event.work  # type: ignore[assignment]
@@ -174,27 +182,7 @@ class CallPlan:
 def empty_plan() -> CallPlan:
     """A plan in which nothing travels."""
     trace = Trace(FakeTensorMode(), torch.device("cpu"), [])
-    return CallPlan((), [], trace, [0], [{}], [{}], [{}], [{}])
-
-
-def first_uses(trace: Trace, homes: Homes) -> dict[str, int]:
-    """The first stage that uses each of the parameters that no unit holds."""
-    return _owners_of(trace, homes, loose=True).loose_homes
-
-
-def decides_early(trace: Trace, homes: Homes, stages: int) -> set[str]:
-    """The paths of the modules whose code needs numbers between units that not all later stages have."""
-    if not any(event.needs_data and not event.is_unit for event in trace.events):
-        return set()
-    owners = _owners_of(trace, homes, loose=True)
-    return {event.module for event, _ in owners.early(stages)}
-
-
-def _owners_of(trace: Trace, homes: Homes, *, loose: bool = False) -> _Owners:
-    owners = _Owners(trace, dict(homes), loose=loose)
-    for event in trace.events:
-        owners.add(event)
-    return owners
+    return CallPlan((), [], trace, [StagePlan(0)])
 
 
 def assign(trace: Trace, homes: Homes, stages: int) -> CallPlan:
@@ -203,141 +191,9 @@ def assign(trace: Trace, homes: Homes, stages: int) -> CallPlan:
     Raises:
         PartitionError: the model cannot be cut this way; the message names the module and the line.
     """
-    for changed in trace.state if stages > 1 else ():
-        if not changed.units:
-            raise PartitionError(
-                f"the model's forward changes {changed.what} outside of its units, in code that every stage "
-                "runs; move it into a module that is in one stage, with the code that changes it"
-            )
-        if len({stage for path in changed.units for stage in homes[path]}) > 1:
-            raise PartitionError(
-                f"the model's forward changes {changed.what}, which are in several stages, and each has "
-                "its own; return what the later one needs and pass it on (a loss: penstock.add_loss), or put "
-                "both into one stage"
-            )
-    owners = _owners_of(trace, homes)
-    _check_generators(trace, owners.stages)
+    owners = Owners(trace, homes).find()
+    check_owners(owners, stages)
     return _Planner(trace, owners, stages).plan()
-
-
-def _check_generators(trace: Trace, stages: Sequence[int]) -> None:
-    """Refuse a generator of the model from which several stages draw."""
-    drawn: dict[int, tuple[Event, int]] = {}
-    for event, stage in zip(trace.events, stages, strict=True):
-        for generator in event.generators:
-            other, known = drawn.setdefault(id(generator), (event, stage))
-            if known != stage:
-                raise PartitionError(
-                    f"{event.name} in stage {stage} draws from a torch.Generator from which {other.name} in "
-                    f"stage {known} draws too, so that the numbers would depend on the schedule; draw from "
-                    "torch's own, which is seeded for each call"
-                )
-
-
-class _Owners:
-    """Finds the stage of each event, one after the other."""
-
-    def __init__(self, trace: Trace, homes: Homes, *, loose: bool = False) -> None:
-        self.trace, self.homes, self._loose = trace, homes, loose
-        self.stages: list[int] = []
-        self.loose_homes: dict[str, int] = {}
-        self._calls = Counter(trace.calls())
-        self._stale: dict[int, tuple[Event, int]] = {}
-
-    def holders(self, value: Value) -> Sequence[int]:
-        """The stages that hold a parameter or buffer, or the one that makes a value."""
-        if value.event is not None:
-            return (self.stages[value.event],)
-        assert value.parameter is not None
-        known = self.homes.get(value.parameter, self.homes.get(value.unit))
-        if known is None and value.parameter in self.loose_homes:
-            return (self.loose_homes[value.parameter],)
-        return () if known is None else known
-
-    def add(self, event: Event) -> None:
-        values = [self.trace.values[number] for _, number in event.inputs]
-        makers = [self.stages[v.event] for v in values if v.event is not None]
-        held = [min(h) for v in values if v.event is None and (h := self.holders(v))]
-        latest = max([*makers, *held], default=None)
-        if event.what in self.homes:
-            owner = self._home(event, max(makers, default=0))
-        elif latest is not None:
-            owner = latest
-        else:
-            owner = self.stages[-1] if self.stages and not is_ours(event.what) else 0
-        for value in values:
-            if value.event is None and not self.holders(value) and value.parameter:
-                self.loose_homes[value.parameter] = owner
-        self.stages.append(owner)
-        if not self._loose:
-            self._check(event, owner)
-
-    def early(self, stages: int) -> Iterator[tuple[Event, int]]:
-        """The events between units that need numbers which not all later stages have, and their stages."""
-        last = stages - 1
-        for index, event in enumerate(self.trace.events):
-            if event.is_unit or not event.needs_data or stages == 1:
-                continue
-            if set(self.stages[index:]) != {last}:
-                yield event, self.stages[index]
-
-    def _home(self, event: Event, earliest: int) -> int:
-        stages = self.homes[event.what]
-        mine = stages[min(event.number * len(stages) // self._calls[event.what], len(stages) - 1)]
-        return max(mine, next((stage for stage in stages if stage >= earliest), mine))
-
-    def _check_shared(self, event: Event, owner: int, weight: Value) -> None:
-        """Refuse a change of a weight that several stages hold."""
-        holders = self.holders(weight) if weight.parameter and not weight.is_buffer else ()
-        if len(holders) > 1:
-            raise PartitionError(
-                f"{event.where}: {event.name} in stage {owner} changes {weight.parameter} in place, which "
-                f"stages {', '.join(map(str, holders))} share, each with its own copy; put all of its "
-                "modules into one stage"
-            )
-
-    def _check(self, event: Event, owner: int) -> None:
-        for _, number in event.inputs:
-            value = self.trace.values[number]
-            source = min(self.holders(value), default=owner)
-            if owner not in self.holders(value) and source > owner:
-                raise PartitionError(_backwards(event, owner, value, source))
-            if number in self._stale:
-                culprit, stage = self._stale[number]
-                raise PartitionError(
-                    f"{culprit.where}: {culprit.name} in stage {stage} writes into memory that "
-                    f"{value.name.rstrip('!')} of another stage shares, and {event.where} reads that; write "
-                    "into a clone, or put both into one stage"
-                )
-        for change in event.changes:
-            if change.old is not None:
-                holders = self.holders(self.trace.values[change.old])
-                old = self.trace.values[change.old]
-                self._check_shared(event, owner, self.trace.values[old.root])
-                if old.parameter is not None and owner not in holders:
-                    raise PartitionError(
-                        f"{event.where}: {event.name} in stage {owner} changes {old.parameter} of stage "
-                        f"{min(holders, default=0)}; put both into one module that is placed as a whole"
-                    )
-                if change.argument is None and owner not in holders:
-                    self._stale[change.new] = event, owner
-        for read in event.reads:
-            if self.stages[read] != owner:
-                left = self.trace.events[read]
-                raise PartitionError(
-                    f"{event.where}: {event.name} in stage {owner} reads a value that {left.name} in stage "
-                    f"{self.stages[read]} left somewhere, as in an attribute, a hook's list or an object "
-                    "that both are given; return it and pass it on as an argument (a loss: penstock."
-                    "add_loss), or put both into one stage"
-                )
-
-
-def _backwards(event: Event, owner: int, value: Value, source: int) -> str:
-    return (
-        f"{event.where}: {event.name} in stage {owner} uses {value.name.rstrip('!')} of stage {source}, but "
-        "values go to later stages only; list the modules in the order of their calls, or name the one that "
-        "is called again in both lists of stages="
-    )
 
 
 def _check_region(steps: Sequence[Step]) -> None:
@@ -352,50 +208,25 @@ def _check_region(steps: Sequence[Step]) -> None:
 
 
 class _Planner:
-    def __init__(self, trace: Trace, owners: _Owners, stages: int) -> None:
+    def __init__(self, trace: Trace, owners: Owners, stages: int) -> None:
         self._trace, self._owners, self._stages = trace, owners, stages
         self._users: dict[int, set[int]] = {}
 
     def plan(self) -> CallPlan:
-        trace, owner_of, stages = self._trace, self._owners.stages, self._stages
-        last = [-1] * stages
-        for index, owner in enumerate(owner_of):
-            last[owner] = index
-        # The last stage returns the output. A stage that sets a hook may remove it at any later point.
-        hooked = {owner_of[i] for i, event in enumerate(trace.events) if event.sets_hook}
-        for stage in (*hooked, stages - 1):
-            last[stage] = len(owner_of)
+        trace, owner_of = self._trace, self._owners.stages
         self._find_users()
-        self._check_numbers()
         self._check_versions()
-        arrives, sends = ([dict[int, str]() for _ in range(stages)] for _ in range(2))
-        borrows, lends = ([dict[str, str]() for _ in range(stages)] for _ in range(2))
-        edges = []
-        reached = self._reached()
-        for number, users in sorted(self._users.items()):
-            value = trace.values[number]
-            source = min(self._owners.holders(value))
-            gradient = value.requires_grad and number in reached
-            edges.append(Edge(value.name, source, tuple(sorted(users)), gradient))
-            parameter = trace.values[value.root].parameter
-            for of_stage in [sends[source], *(arrives[stage] for stage in users)]:
-                if parameter is None:
-                    of_stage[value.root] = value.name
-            for by_name in [lends[source], *(borrows[stage] for stage in users)]:
-                if parameter is not None:
-                    by_name[parameter] = value.name
-        steps = [self._step(event, owner_of[i], borrows) for i, event in enumerate(trace.events)]
+        parts = self._stage_plans()
+        edges = tuple(self._edges(parts))
+        events = zip(trace.events, owner_of, strict=True)
+        steps = [self._step(event, owner, parts[owner].borrows) for event, owner in events]
         for region in trace.regions:
             _check_region(steps[region.first : region.stop])
         return CallPlan(
-            tuple(edges),
+            edges,
             steps,
             trace,
-            last,
-            arrives,
-            sends,
-            borrows,
-            lends,
+            parts,
             self._lost(),
             [set(owner_of[r.first : r.stop]) for r in trace.regions],
             self._buffers(),
@@ -403,9 +234,38 @@ class _Planner:
             [
                 (one.module, one.name, trace.events[one.event].name)
                 for one in trace.kept
-                if owner_of[one.event] < stages - 1
+                if owner_of[one.event] < self._stages - 1
             ],
         )
+
+    def _stage_plans(self) -> list[StagePlan]:
+        """What each stage does, with its last event."""
+        parts = [StagePlan() for _ in range(self._stages)]
+        hooked = {self._stages - 1}
+        for index, owner in enumerate(self._owners.stages):
+            parts[owner].last = index
+            if self._trace.events[index].sets_hook:
+                hooked.add(owner)
+        # The last stage returns the output. A stage that sets a hook may remove it at any later point.
+        for stage in hooked:
+            parts[stage].last = len(self._trace.events)
+        return parts
+
+    def _edges(self, parts: Sequence[StagePlan]) -> Iterator[Edge]:
+        """The values that travel; notes for each stage what it gets and sends."""
+        values, reached = self._trace.values, self._reached()
+        for number, users in sorted(self._users.items()):
+            value = values[number]
+            source = min(self._owners.holders(value))
+            parameter = values[value.root].parameter
+            if parameter is None:
+                for by_root in [parts[source].sends, *(parts[stage].arrives for stage in users)]:
+                    by_root[value.root] = value.name
+            else:
+                for by_name in [parts[source].lends, *(parts[stage].borrows for stage in users)]:
+                    by_name[parameter] = value.name
+            gradient = value.requires_grad and number in reached
+            yield Edge(value.name, source, tuple(sorted(users)), gradient)
 
     def _find_users(self) -> None:
         for index, event in enumerate(self._trace.events):
@@ -419,15 +279,6 @@ class _Planner:
         holders = self._owners.holders(self._trace.values[number])
         if holders and stage not in holders:
             self._users.setdefault(number, set()).add(stage)
-
-    def _check_numbers(self) -> None:
-        """Refuse a tensor's numbers where they decide what other stages do."""
-        for event, owner in self._owners.early(self._stages):
-            raise PartitionError(
-                f"{event.where}: the model's code needs numbers of a tensor of stage {owner} "
-                f"({event.name}), which the other stages do not have; put that code into a module that is "
-                "placed as a whole, by naming the module that contains it in stages="
-            )
 
     def _check_versions(self) -> None:
         """Refuse in-place writes between uses of a tensor: each stage gets it once, in its final state."""
@@ -460,7 +311,7 @@ class _Planner:
             "not in place, or write into a clone"
         )
 
-    def _step(self, event: Event, owner: int, borrows: Sequence[Mapping[str, str]]) -> Step:
+    def _step(self, event: Event, owner: int, borrowed: Mapping[str, str]) -> Step:
         values = self._trace.values
         roots = {place: values[number].root for place, number in event.inputs}
         parameters = {values[root].parameter for root in roots.values()}
@@ -476,7 +327,7 @@ class _Planner:
             event,
             inputs,
             claims,
-            not parameters.isdisjoint(borrows[owner]),
+            not parameters.isdisjoint(borrowed),
             tuple(lasting),
             bool(event.left) and not self._used.isdisjoint(self._left_by(event)),
         )

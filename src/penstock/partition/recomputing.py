@@ -17,12 +17,11 @@ from torch.utils import checkpoint as checkpointing
 
 from penstock.errors import PartitionError, StageError
 from penstock.partition.settings import REGISTRIES
+from penstock.partition.things import MISSING, replaced
 from penstock.values import leaves_in, map_tensors
 
 Run = Callable[..., Any]
 _Holder = dict[str, Any]
-_NOTHING = object()
-"""Stands for an attribute that is not there."""
 
 
 def checkpointed(
@@ -68,14 +67,11 @@ class _Repeatable:
             return self._first(args, kwargs)
         if not self._before:
             return self._run(*args, **kwargs)
-        after = [(holder, name, holder.get(name, _NOTHING)) for holder, name, _ in self._before]
         copies = _Copies()
-        _put([(holder, name, _copy_of(value, copies)) for holder, name, value in self._before])
-        try:
+        # Other objects than those that are there, whose version counters do not move.
+        again = [(holder, name, _copy_of(value, copies)) for holder, name, value in self._before]
+        with replaced(again):
             return self._run(*args, **kwargs)
-        finally:
-            # Other objects than those of the recomputation, so that no version counter moves.
-            _put(after)
 
     def _first(self, args: Any, kwargs: Any) -> Any:
         copies = _Copies()
@@ -95,11 +91,11 @@ class _Repeatable:
         for holder, name, value, copy, versions in state:
             if _is_changed(value, copy, versions):
                 self._before.append((holder, name, copy))
-            elif holder.get(name, _NOTHING) is not value:
+            elif holder.get(name, MISSING) is not value:
                 self._before.append((holder, name, value))
         there = {(id(holder), name) for holder, name, *_ in state}
         self._before += [
-            (holder, name, _NOTHING)
+            (holder, name, MISSING)
             for holder, name, _ in _state(self._unit)
             if (id(holder), name) not in there
         ]
@@ -166,11 +162,3 @@ def _is_changed(value: Any, copy: Any, versions: list[tuple[Any, int]]) -> bool:
         if leaf.device.type != "cpu" or not torch.equal(leaf, copied):
             return True
     return False
-
-
-def _put(entries: list[tuple[_Holder, str, Any]]) -> None:
-    for holder, name, value in entries:
-        if value is _NOTHING:
-            holder.pop(name, None)
-        else:
-            holder[name] = value

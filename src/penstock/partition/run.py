@@ -11,7 +11,8 @@ from torch import nn
 from penstock.partition.base import Example
 from penstock.partition.seen import Door
 from penstock.partition.sizes import UnitSizes
-from penstock.partition.trace import Homes, Trace, record
+from penstock.partition.trace import Homes, Trace
+from penstock.partition.tracer import record
 from penstock.values import tensors_in
 
 

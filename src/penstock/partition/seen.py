@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as checkpointing
 
 from penstock.errors import PartitionError
+from penstock.partition.functions import may_draw
 from penstock.partition.recomputing import checkpointed
 from penstock.rng import Draws
 
@@ -145,41 +146,6 @@ def _try_hook(hook: Run, *args: Any, **kwargs: Any) -> Any:
     except Exception:
         # It only looks at numbers, such as one that writes them to a file.
         return None
-
-
-# ---- functions that draw random numbers
-
-
-@functools.cache
-def _drawing_names() -> frozenset[str]:
-    names = {
-        packet
-        for packet in dir(torch._C._VariableFunctions) + dir(Tensor)
-        if isinstance(
-            operator := getattr(torch.ops.aten, packet, None), torch._ops.OpOverloadPacket
-        )
-        and any(
-            torch.Tag.nondeterministic_seeded in getattr(operator, overload).tags
-            for overload in operator.overloads()
-        )
-    }
-    more = "gumbel_softmax multi_head_attention_forward scaled_dot_product_attention rrelu rrelu_ "
-    more += "dropout1d dropout2d dropout3d feature_alpha_dropout alpha_dropout "
-    more += "fractional_max_pool2d fractional_max_pool3d uniform_ normal_ trunc_normal_ kaiming_uniform_ "
-    more += "kaiming_normal_ xavier_uniform_ xavier_normal_"
-    return frozenset(names | set(more.split()))
-
-
-_DRAWS: dict[Any, bool] = {}
-
-
-def may_draw(function: Any) -> bool:
-    """Whether a function of PyTorch may draw random numbers."""
-    answer = _DRAWS.get(function)
-    if answer is None:
-        name = getattr(function, "__name__", "")
-        answer = _DRAWS[function] = name in _drawing_names()
-    return answer
 
 
 BETWEEN = ":between"

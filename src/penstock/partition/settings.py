@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
 """The attributes in which a module keeps its parts and hooks, and not the author's values."""
+_NO_SETTINGS = REGISTRIES | {"training"}
+"""The mode has a place of its own in a row."""
 _ATOMS = frozenset({bool, int, float, str, type(None)})
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MANY = 3
 """An attribute that has had more values than these is a counter."""
 _LONG = 64
@@ -74,7 +75,7 @@ class Settings:
         row: list[Any] = []
         for name, value in state.items():
             kind = type(value)
-            if name in REGISTRIES:
+            if name in _NO_SETTINGS:
                 continue
             if (number, name) in self._counters:
                 row.append((name, *self._counted((number, name), value)))

@@ -156,7 +156,7 @@ class UnitSizes:
         def make() -> Any:
             rest = iter(sizes)
             tree: Structure = facts[0]
-            return unflatten([_made(fact, rest, mode) for fact in facts[1:]], tree)
+            return unflatten([_leaf_of(fact, rest, mode) for fact in facts[1:]], tree)
 
         return make, calls.needs_data
 
@@ -175,7 +175,8 @@ class UnitSizes:
             now.needs_data |= needs_data
 
 
-def _made(fact: Any, sizes: Iterator[int], mode: FakeTensorMode) -> Any:
+def _leaf_of(fact: Any, sizes: Iterator[int], mode: FakeTensorMode) -> Any:
+    """The leaf of a result that looks like this; takes its sizes."""
     if fact is int:
         return next(sizes)
     if len(fact) == 2:

@@ -57,8 +57,8 @@ class Work:
             self.flops += formula(*args, **kwargs, out_val=output)
         elif getattr(operation, "is_view", False):
             return
-        made = [output] if isinstance(output, Tensor) else output
-        for tensor in made if isinstance(made, list | tuple) else ():
+        results = [output] if isinstance(output, Tensor) else output
+        for tensor in results if isinstance(results, list | tuple) else ():
             if isinstance(tensor, Tensor):
                 self.elements += 0.0 if formula else tensor.numel()
                 # What a sparse tensor holds is not asked for: an upper bound serves.

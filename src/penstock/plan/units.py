@@ -34,7 +34,7 @@ from penstock.partition import Door
 from penstock.partition.base import count_parameters
 from penstock.partition.held import Held
 from penstock.partition.seen import left, opened
-from penstock.partition.trace import as_written, home_of
+from penstock.partition.tracer import as_written, home_of
 from penstock.plan.costs import UnitCost, Units, ValueCost, Work
 from penstock.plan.meter import FusedAttention, Meter, Operation, storage_key
 from penstock.rng import generators_kept

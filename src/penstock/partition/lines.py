@@ -1,0 +1,57 @@
+"""Where in the author's code something happens, for messages: the module and the line."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import sys
+from collections.abc import Mapping
+
+from torch import nn
+
+_LIBRARIES = ("/torch/", "/penstock/")
+
+
+def where(paths: Mapping[int, str], unit: str = "") -> str:
+    """The module and the line of the author's code that runs now; or a unit, and the line that calls it."""
+    return place_of(paths, *running(paths), unit)
+
+
+def place_of(paths: Mapping[int, str], module: nn.Module | None, line: str, unit: str = "") -> str:
+    """Words for a module, whose code calls a unit if one is given, and a line."""
+    if module is not None:
+        path = unit or paths[id(module)] or f"the {type(module).__name__}"
+        return f"in {path} ({line})" if line else f"in {path}"
+    if unit:
+        return f"in {unit}"
+    return f"in the model ({line})" if line else "in the model"
+
+
+def running(paths: Mapping[int, str]) -> tuple[nn.Module | None, str]:
+    """The module whose code runs now, and the line of the author's code."""
+    frame = sys._getframe(1)
+    line = ""
+    while frame is not None:
+        name = frame.f_code.co_filename.replace("\\", "/")
+        if not any(part in name for part in _LIBRARIES):
+            # Code that was typed in or generated is the author's if its lines can be shown.
+            if not name.startswith("<") or linecache.getline(name, frame.f_lineno):
+                line = line or f"{name.rpartition('/')[2]}:{frame.f_lineno}"
+            module = frame.f_locals.get("self")
+            if id(module) in paths and isinstance(module, nn.Module):
+                return module, line
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return None, line
+
+
+def line_of(module: nn.Module) -> str:
+    """The file and line of a module's forward, in brackets; nothing for a module of PyTorch."""
+    if type(module).__module__.startswith("torch."):
+        return ""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if code is None:
+        return ""
+    file = code.co_filename.replace("\\", "/").rpartition("/")[2]
+    return f" (its forward: {file}:{code.co_firstlineno})"
