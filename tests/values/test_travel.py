@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from penstock import Pipeline, PipelineStage
 from penstock.errors import PartitionError, SpecError
 from penstock.testing import WorkerPool, compare
+from penstock.values import Structure
 from tests.values.kinds import (
     KINDS,
     ONLY_CUT,
@@ -86,6 +88,7 @@ def test_structure_and_strides_arrive_as_they_were() -> None:
 # ---- what cannot travel is refused by name and path
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_cannot_travel_is_refused(name: str) -> None:
     kind, text = refusal(name=name)
@@ -125,6 +128,14 @@ def test_nor_can_a_model_be_cut_there(kind: Kind, error: type[Exception], says: 
     pipe = Pipeline(model, ranks=2, microbatches=2, loss_fn=loss)
     with pytest.raises(error, match=says):
         pipe.step(X, target=X)
+
+
+@pytest.mark.parametrize("name", ["os:system", "builtins:set", "no_such_module:Kind", "nothing"])
+def test_a_description_names_containers_that_this_process_knows(name: str) -> None:
+    """What another rank sends never makes anything else of a class, and imports nothing."""
+    with pytest.raises(SpecError, match=f"does not know .{name}.; define it at the top level"):
+        Structure.read([name, None, [None]])
+    assert "no_such_module" not in sys.modules
 
 
 def changing(group: Any) -> str:
