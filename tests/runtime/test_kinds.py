@@ -166,11 +166,11 @@ def test_as_many_kinds_are_kept_as_were_said(monkeypatch: pytest.MonkeyPatch) ->
     model = Asks()
     pipe = make(model, stages=["middle", "last"], ranks=3, example=((X[:4],), {}))
     kind: Any = type(pipe.stages[0].code)
-    made = kind.plan
+    plan_anew = kind.plan
 
     def plan(self: Any, args: Any, *rest: Any) -> Any:
         planned.append(len(args[0]))
-        return made(self, args, *rest)
+        return plan_anew(self, args, *rest)
 
     monkeypatch.setattr(kind, "plan", plan)
     for rows in (4, 8, 4, 12, 16, 4, 8, 8):
