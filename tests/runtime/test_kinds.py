@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from penstock import Pipeline, PipelineStage
+from penstock import Microbatches, Pipeline, PipelineStage
 from penstock.errors import StageError, UsageError
 from penstock.testing import WorkerPool
 from tests.pipeline.models import X, Y, assert_same, chain, gradients, make, mean_loss
@@ -221,6 +221,49 @@ def test_a_rank_brings_all_arguments_or_the_target_alone(workers: WorkerPool) ->
             "rank 0 was given the arguments [0] of the model, and rank 1 ['scale']; give a rank all of them, "
             "or the target alone, or nothing"
         )
+
+
+# ---- microbatches of several kinds in one step
+
+
+class Joins(nn.Linear):
+    """A layer of a value, or of the sum of two."""
+
+    def forward(self, x: Tensor, more: Tensor | None = None) -> Tensor:
+        return super().forward(x if more is None else x + more)
+
+
+class Skips(nn.Module):
+    """Its first layer's value goes also to the last layer, if the call says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = (Joins(4, 4).double() for _ in range(3))
+
+    def forward(self, x: Tensor, skips: int) -> Tensor:
+        first = self.first(x)
+        second = self.second(first)
+        result: Tensor = self.third(second, first) if skips else self.third(second)
+        return result
+
+
+def mix(group: Any) -> list[float]:
+    """A worker's task: losses where a value goes to other stages in each microbatch, in either order."""
+    losses = []
+    with make(Skips(), stages=["second", "third"], ranks=3, group=group) as pipe:
+        for ways in ((0, 1), (1, 0), (0, 1)):
+            calls = [(X[4 * part : 4 * part + 4], skips) for part, skips in enumerate(ways)]
+            losses.append(pipe.step(Microbatches(calls), target=Y.split(4)).loss)
+    return losses
+
+
+def test_a_value_goes_to_other_stages_in_each_microbatch(workers: WorkerPool) -> None:
+    model = Skips()
+    outputs = [torch.cat([model(X[:4], a), model(X[4:], b)]) for a, b in ((0, 1), (1, 0), (0, 1))]
+    expected = [float(mean_loss(output, Y).detach()) for output in outputs]
+    for losses in workers.run(f"{__name__}:mix", 3, 60.0):
+        assert losses == pytest.approx(expected, rel=1e-12)
 
 
 # ---- what travels
