@@ -482,8 +482,7 @@ def restrided(tensor: Tensor, strides: Sequence[int] | None) -> Tensor:
     """A contiguous tensor laid out in memory with other strides, as its sender had it.
 
     Code may ask for ``contiguous()`` and then write in place: whether that writes into a copy depends on the
-    strides, so they arrive as they were sent. A tensor whose elements overlap otherwise than by expansion
-    stays contiguous.
+    strides, so they arrive as they were sent. Elements that overlap hold one number, whichever comes last.
     """
     if strides is None or tuple(tensor.stride()) == tuple(strides):
         return tensor
@@ -493,8 +492,6 @@ def restrided(tensor: Tensor, strides: Sequence[int] | None) -> Tensor:
         if repeats:
             compact = compact.narrow(dim, 0, 1)
     laid = torch.empty_strided(compact.shape, strides, dtype=tensor.dtype, device=tensor.device)
-    if torch._debug_has_internal_overlap(laid) == 1:  # there is no public name for it
-        return tensor
     return laid.copy_(compact).expand(tensor.shape) if any(expanded) else laid.copy_(compact)
 
 
