@@ -330,6 +330,22 @@ def test_activations_are_freed_with_their_last_use(backward: Backward) -> None:
         gc.enable()
 
 
+class FSDPModule(nn.Linear):
+    """Is taken for one of FSDP2, which reduces gradients as soon as it has them."""
+
+
+def test_weights_of_a_sharded_stage_wait_if_their_gradients_are_reduced_later() -> None:
+    for later in (False, True):
+        stage = PipelineStage(FSDPModule(3, 3), 0, 1)
+        if later:
+            stage.reduce_later()
+        stage.forward(0, (learning(),))
+        stage.backward_input(0, [ONES])
+        assert (weight(stage).grad is None) == later
+        stage.backward_weight(0)
+        assert weight(stage).grad is not None
+
+
 def test_each_backward_comes_once_after_its_forward() -> None:
     stage = linear_stage()
     for call in (stage.backward, stage.backward_input):
