@@ -160,11 +160,8 @@ class Elsewhere(Tensor):
         return id(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Elsewhere:
-        copied: Elsewhere | None = memo.get(id(self))
-        if copied is None:
-            copied = Elsewhere.of(self, self.place, parameter=isinstance(self, nn.Parameter))
-            memo[id(self)] = copied
-        return copied
+        # What calls this keeps the copy in ``memo``.
+        return Elsewhere.of(self, self.place, parameter=isinstance(self, nn.Parameter))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise self.refusal("saving or copying this", _FILES)

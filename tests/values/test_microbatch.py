@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import MicrobatchError
+from penstock.images import ByImages
 from penstock.values import (
     MISSING,
     REPLICATE,
@@ -351,6 +352,14 @@ def test_a_function_splits_an_argument_and_the_target() -> None:
     assert [len(target) for target in batch.targets] == [3, 2, 1]
     # They are not alike, though they hold as many samples.
     assert [part.kind for part in batch.parts] == [None] * 3
+
+
+def test_samples_without_images_get_none() -> None:
+    """Models take it for a text without any, where an empty tensor would be a batch of none."""
+    rule = ByImages([2, 0, 0, 1])
+    first, second, third = rule(PATCHES[:3], [1, 2, 1])
+    assert second is None
+    assert (first.tolist(), third.tolist()) == (PATCHES[:2].tolist(), PATCHES[2:3].tolist())
 
 
 def test_functions_alone_learn_the_sizes() -> None:
