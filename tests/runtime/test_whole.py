@@ -280,13 +280,14 @@ def test_a_mean_that_is_called_a_sum_is_refused() -> None:
 
 
 def test_it_is_asked_again_when_what_it_is_may_show() -> None:
-    """In the tenth step targets to ignore come for the first time."""
+    """In the tenth training step targets to ignore come for the first time."""
     pipe = Pipeline(
         chain(), ranks=2, microbatches=2,
         loss_fn=lambda output, target: functional.cross_entropy(output, target, ignore_index=3),
     )  # fmt: skip
     for step in range(1, 10):
         pipe.step(X, target=CLASSES if step == 5 else CLASSES % 3)
+        pipe.eval(X, target=CLASSES % 3)
         pipe.zero_grad()
     with pytest.raises(UsageError, match="loss_weight="):
         pipe.step(X, target=CLASSES)
@@ -303,6 +304,7 @@ class Counts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.calls, self.seen = 0, list[float]()
+        self.numbers: dict[float, int] = {}
         self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
         self.norm = nn.BatchNorm1d(4, dtype=torch.float64)
 
@@ -312,6 +314,7 @@ class Counts(nn.Module):
         SEEN.append(1)
         self.calls += 1
         self.seen.append(float(loss.detach()))
+        self.numbers[self.seen[-1]] = self.calls
         self.mean.lerp_(loss.detach(), 0.5)
         return loss
 
@@ -333,6 +336,7 @@ def test_asking_leaves_no_trace(as_method: bool) -> None:
     result = pipe.step(X, target=Y)
     assert torch.equal(before, torch.get_rng_state())
     assert counts.calls == len(counts.seen) == len(SEEN) == counts.norm.num_batches_tracked == 4
+    assert counts.numbers == {loss: call for call, loss in enumerate(counts.seen, start=1)}
     means = copy.deepcopy(counts.norm).train()
     means.reset_running_stats()
     for part in chain()(X).split(2):
