@@ -157,6 +157,19 @@ def test_a_target_with_a_graph_of_its_own_gets_its_gradient() -> None:
     assert torch.allclose(here, base.grad)
 
 
+def test_a_batch_that_requires_grad_later_gets_its_gradient() -> None:
+    """Before, nothing in the first stage learns, so that no gradient comes back to it."""
+    model = chain()
+    model[0].requires_grad_(False)
+    pipe = make(model, stages=[["0"], ["1", "2"]])
+    pipe.step(X, target=Y)
+    batch, alone = (X.clone().requires_grad_() for _ in range(2))
+    pipe.step(batch, target=Y)
+    mean_loss(chain()(alone), Y).backward()
+    assert batch.grad is not None
+    torch.testing.assert_close(batch.grad, alone.grad)
+
+
 # ---- what is kept
 
 

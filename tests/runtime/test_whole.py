@@ -350,6 +350,27 @@ def test_asking_leaves_no_trace(as_method: bool) -> None:
     assert result.loss == pytest.approx(sum(counts.seen) / 4)
 
 
+class Scales(nn.Linear):
+    """Keeps a number of its last call, which a loss reads."""
+
+    kept: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = x.detach().abs().mean()
+        return super().forward(x)
+
+
+def test_a_loss_that_reads_what_a_module_kept_of_the_last_call_is_let_be() -> None:
+    """Of two microbatches together it says nothing: what was kept is that of the second one by then."""
+    last = Scales(4, 4).double()
+    model = nn.Sequential(nn.Linear(4, 4).double(), last)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return mean_loss(output, target) * last.kept
+
+    assert Pipeline(model, ranks=2, microbatches=2, loss_fn=loss_fn).step(X, target=Y).loss > 0
+
+
 def test_what_cannot_be_asked_is_let_be() -> None:
     """A loss with random numbers, and outputs that cannot be put together."""
     pipe = Pipeline(
