@@ -61,6 +61,18 @@ def test_on_gloo_with_the_same_bits(workers: WorkerPool, schedule: str) -> None:
     assert {name: answers[0][name] | answers[1][name] for name in names} == here
 
 
+def test_a_stage_may_change_what_the_one_before_still_needs_for_its_backward() -> None:
+    """Which saves its output, as tanh does."""
+    doubles = [Kind(lambda h: h, lambda v: v * 2), Kind(lambda h: h, lambda v: v.mul_(2))]
+    weights: list[Any] = []
+    for kind in doubles:
+        stages = [PipelineStage(p, i, 4) for i, p in enumerate(layers(kind))]
+        pipe = Pipeline.from_stages(stages, schedule="1F1B", microbatches=2, loss_fn=loss)
+        pipe.step(X, target=X.flip(0))
+        weights.append([p.grad for stage in stages for p in stage.module.parameters()])
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
 class Watching(Layer):
     """Notes what has arrived."""
 
