@@ -236,6 +236,21 @@ def test_a_rank_brings_all_arguments_or_the_target_alone(workers: WorkerPool) ->
         )
 
 
+class Scaled(nn.Linear):
+    """A last stage that takes a keyword argument."""
+
+    def forward(self, x: Tensor, *, scale: Tensor | None = None) -> Tensor:
+        return super().forward(x) if scale is None else super().forward(x * scale)
+
+
+def test_a_keyword_goes_to_the_stages_by_hand_that_take_it_and_no_others() -> None:
+    first, last = nn.Linear(4, 4).double(), Scaled(4, 4).double()
+    stages = [PipelineStage(first, 0, 2), PipelineStage(last, 1, 2)]
+    pipe = Pipeline.from_stages(stages, schedule="1F1B", microbatches=2, loss_fn=mean_loss)
+    expected = float(mean_loss(last(first(X), scale=Y), Y).detach())
+    assert pipe.step(X, scale=Y, target=Y).loss == pytest.approx(expected)
+
+
 # ---- microbatches of several kinds in one step
 
 
