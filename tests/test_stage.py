@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from penstock import PipelineStage
 from penstock.errors import UsageError
+from penstock.stage import is_compiled, without_compilation
 
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
 ONES = torch.ones(2, 3)
@@ -68,6 +69,37 @@ def test_it_lives_where_its_module_does_or_moves_it() -> None:
     assert PipelineStage(nn.Linear(2, 2, device="meta"), 0, 1).device == torch.device("meta")
     stage = PipelineStage(nn.Linear(2, 2), 0, 1, device="meta")
     assert stage.module.weight.device == stage.device == torch.device("meta")
+    # A module that has no memory yet stays as it is, until it is given some.
+    partly = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    stage = PipelineStage(partly, 0, 1, device="cpu")
+    assert [parameter.is_meta for parameter in stage.module.parameters()] == [False] * 2 + [
+        True
+    ] * 2
+    stage = PipelineStage(nn.Linear(2, 2, device="meta"), 0, 1)
+    stage.module.to_empty(device="cpu")
+    stage.follow_memory()
+    assert stage.device == torch.device("cpu")
+
+
+def test_it_loads_as_much_of_a_state_as_there_is() -> None:
+    stage = linear_stage()
+    bias = weight(stage, "bias").detach().clone()
+    stage.load_state_dict({"weight": torch.ones(3, 3), "of another stage": ONES})
+    assert_equal(stage.state_dict(), {"weight": torch.ones(3, 3), "bias": bias})
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_model_that_is_compiled_whole_is_given_back_plain(in_place: bool) -> None:
+    model: Any = nn.Linear(3, 3)
+    compiled: Any = model if in_place else torch.compile(model, fullgraph=True)
+    if in_place:
+        model.compile(fullgraph=True)
+    assert is_compiled(compiled)
+    plain, settings = without_compilation(compiled, None)
+    assert plain is model
+    assert not is_compiled(plain)
+    assert isinstance(settings, dict)
+    assert settings["fullgraph"]
 
 
 # ---- gradients
@@ -108,6 +140,18 @@ def test_a_loss_is_where_backward_starts(backward: Backward) -> None:
     (gradient,) = backward(stage, 0, None)
     assert output.shape == (2, 3)
     assert torch.allclose(gradient, weight(stage).sum(0).expand(2, 3))
+
+
+def test_backward_may_start_from_what_was_computed_of_the_output(backward: Backward) -> None:
+    stage, x = linear_stage(), learning()
+    stage.start_from(0, stage_output(stage, x).square().sum())
+    (gradient,) = backward(stage, 0, None)
+    torch.testing.assert_close(gradient, 2 * stage.module(X) @ weight(stage))
+
+
+def stage_output(stage: PipelineStage, x: Tensor) -> Tensor:
+    output: Tensor = stage.forward(0, (x,))
+    return output
 
 
 def test_microbatches_are_apart_and_weights_may_come_in_another_order(backward: Backward) -> None:
@@ -256,6 +300,22 @@ def test_clear_drops_everything() -> None:
     assert stage.in_flight == 0
 
 
+def test_gradients_of_weights_that_others_share_are_collected_apart_until_taken_or_dropped() -> (
+    None
+):
+    stage = linear_stage()
+    stage.share_gradients([weight(stage)])
+    for drop in (False, True):
+        stage.forward(0, (X,))
+        stage.backward(0, [ONES])
+        if drop:
+            stage.clear()
+        (share,) = stage.take_shares()
+        assert (share is None) == drop
+    assert weight(stage).grad is None
+    assert weight(stage, "bias").grad is not None
+
+
 def test_activations_are_freed_with_their_last_use(backward: Backward) -> None:
     stage, alive = linear_stage(), []
     stage.module.register_forward_hook(lambda *call: alive.append(weakref.ref(call[2])))
@@ -268,6 +328,22 @@ def test_activations_are_freed_with_their_last_use(backward: Backward) -> None:
         assert alive[0]() is None
     finally:
         gc.enable()
+
+
+class FSDPModule(nn.Linear):
+    """Is taken for one of FSDP2, which reduces gradients as soon as it has them."""
+
+
+def test_weights_of_a_sharded_stage_wait_if_their_gradients_are_reduced_later() -> None:
+    for later in (False, True):
+        stage = PipelineStage(FSDPModule(3, 3), 0, 1)
+        if later:
+            stage.reduce_later()
+        stage.forward(0, (learning(),))
+        stage.backward_input(0, [ONES])
+        assert (weight(stage).grad is None) == later
+        stage.backward_weight(0)
+        assert weight(stage).grad is not None
 
 
 def test_each_backward_comes_once_after_its_forward() -> None:

@@ -7,7 +7,7 @@ present, is an error that says where the weight lies and which call does this fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeGuard, cast
 
 import torch
@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
 
 from penstock.devices import kinds, numbered
 from penstock.errors import StateDictError, UsageError
+from penstock.values import map_tensors, tensors_in
 
 _WEIGHTS = (
     "pipe.weights.state_dict(full=True) gives rank 0 the weights of the whole model; a term of the loss that "
@@ -159,11 +160,8 @@ class Elsewhere(Tensor):
         return id(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Elsewhere:
-        copied: Elsewhere | None = memo.get(id(self))
-        if copied is None:
-            copied = Elsewhere.of(self, self.place, parameter=isinstance(self, nn.Parameter))
-            memo[id(self)] = copied
-        return copied
+        # What calls this keeps the copy in ``memo``.
+        return Elsewhere.of(self, self.place, parameter=isinstance(self, nn.Parameter))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise self.refusal("saving or copying this", _FILES)
@@ -182,7 +180,7 @@ class Elsewhere(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 value = func(*args, **kwargs)
             return _stand_in(args[0], value) if isinstance(value, Tensor) else value
-        tensors = [*_tensors(args), *_tensors(kwargs.values())]
+        tensors = tensors_in((args, kwargs))
         absent = [tensor for tensor in tensors if isinstance(tensor, Elsewhere)]
         if name in _NUMBERS or name in _BYTES:
             raise absent[0].refusal(f"{name}()", _remedy(name, absent[0]))
@@ -211,16 +209,6 @@ def is_elsewhere(tensor: Any) -> TypeGuard[Elsewhere]:
 # ---- what a function of stand-ins gives
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
-        elif isinstance(value, dict):
-            yield from _tensors(value.values())
-
-
 def _remedy(name: str, absent: Elsewhere) -> str:
     if name in _BYTES:
         return _FILES
@@ -231,9 +219,9 @@ def _remedy(name: str, absent: Elsewhere) -> str:
 
 def _ran(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """The result of a function on the meta device, with stand-ins for its tensors."""
-    absent = next(one for one in _tensors((args, *kwargs.values())) if isinstance(one, Elsewhere))
+    absent = next(one for one in tensors_in((args, kwargs)) if isinstance(one, Elsewhere))
     # Functions of torch that are written in Python read the device, so they get plain tensors.
-    args, kwargs = _replaced((args, kwargs), _bare)
+    args, kwargs = map_tensors((args, kwargs), _bare)
     with torch._C.DisableTorchFunctionSubclass():
         output = func(*args, **kwargs)
     name = getattr(func, "__name__", "?")
@@ -283,19 +271,11 @@ def _on_meta(
     if any(tensor.dim() for tensor in present) or not any(_dims(tensor) for tensor in absent):
         raise absent[0].refusal(f"{name}() of values that are present here", _INPUTS)
     bare = {id(tensor): tensor.detach().to("meta") for tensor in present}
-    args, kwargs = _replaced((args, kwargs), lambda value: bare.get(id(value), value))
+    args, kwargs = map_tensors((args, kwargs), lambda tensor: bare.get(id(tensor), tensor))
     return args, kwargs
 
 
-def _replaced(values: Any, put: Callable[[Any], Any]) -> Any:
-    if type(values) in (list, tuple):
-        return type(values)(_replaced(value, put) for value in values)
-    if type(values) is dict:
-        return {key: _replaced(value, put) for key, value in values.items()}
-    return put(values)
-
-
-def _bare(value: Any) -> Any:
+def _bare(value: Tensor) -> Tensor:
     if not isinstance(value, Elsewhere):
         return value
     with torch._C.DisableTorchFunctionSubclass():
@@ -376,7 +356,7 @@ def _one_by_one(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> A
     results: dict[int, Any] = {}
     if there:
         here = picked(there)
-        mixed = [one for one in _tensors(here) if isinstance(one, Elsewhere)]
+        mixed = [one for one in tensors_in(here) if isinstance(one, Elsewhere)]
         if mixed:
             raise mixed[0].refusal(f"{name}() of values that are present here", _INPUTS)
         results |= zip(there, func(*here, **kwargs) or [None] * len(there), strict=True)
@@ -384,15 +364,14 @@ def _one_by_one(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> A
         return None if None in results.values() or not results else first
     for place in absent:
         mine = picked([place])
-        tensors = [*_tensors(mine)]
-        output = _ran(func, *_on_meta(name, mine, dict(kwargs), tensors))
+        output = _ran(func, *_on_meta(name, mine, dict(kwargs), tensors_in(mine)))
         results[place] = output[0]
     return type(first)(results[place] for place in range(len(first)))
 
 
-def _all_norms(given: Sequence[Tensor], absent: Sequence[Elsewhere]) -> Tensor:
+def _all_norms(norms_here: Sequence[Tensor], absent: Sequence[Elsewhere]) -> Tensor:
     """The norms of all gradients of the model, of which some lie elsewhere."""
-    first, present = absent[0], [one for one in given if not isinstance(one, Elsewhere)]
+    first, present = absent[0], [one for one in norms_here if not isinstance(one, Elsewhere)]
     orders = {one._order for one in absent}
     norms = None
     if first.norms is not None and len(orders) == 1 and None not in orders:

@@ -57,14 +57,14 @@ _PIXELS = frozenset(medium.pixels for medium in _MEDIA)
 
 def image_tokens(model: nn.Module | None) -> dict[str, int]:
     """The tokens that stand in the places of images and videos, as the model's configuration says."""
-    found: dict[str, int] = {}
+    tokens: dict[str, int] = {}
     for part in () if model is None else model.modules():
         config = getattr(part, "config", None)
         for medium in _MEDIA:
             token = getattr(config, medium.token, None)
             if type(token) is int:
-                found.setdefault(medium.token, token)
-    return found
+                tokens.setdefault(medium.token, token)
+    return tokens
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,8 @@ def _rules(
     rows = [sum(patches[a:b]) for a, b in pairwise([0, *accumulate(images)])]
     lengths = {sum(patches): ByImages(rows), len(patches): ByImages(images)}
     names = (medium.pixels, medium.grid, *medium.others)
-    found = {name: named[name] for name in names if isinstance(named.get(name), Tensor | list)}
-    return {name: lengths[len(value)] for name, value in found.items() if len(value) in lengths}
+    present = {name: named[name] for name in names if isinstance(named.get(name), Tensor | list)}
+    return {name: lengths[len(value)] for name, value in present.items() if len(value) in lengths}
 
 
 def _by_lengths(patches: Sequence[int], tokens: Sequence[int]) -> list[int] | None:

@@ -170,7 +170,7 @@ def _checked(seed: object) -> int | Literal["off"]:
     return seed
 
 
-def own_seed(seed: Seed) -> int | Literal["off"]:
+def checked_seed(seed: Seed) -> int | Literal["off"]:
     """Check a seed; None becomes torch's own."""
     return torch.initial_seed() if seed is None else _checked(seed)
 
@@ -180,7 +180,7 @@ __all__ = [
     "Draws",
     "Randomness",
     "Seed",
+    "checked_seed",
     "generators_kept",
-    "own_seed",
     "seed_of",
 ]

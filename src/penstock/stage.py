@@ -492,11 +492,10 @@ def is_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile`` is around a module, or was applied to it or to a function of it."""
     if isinstance(module, torch.jit.ScriptModule):
         return False
+    # What compiles in place keeps what it calls on the module, too.
     functions = (type(module).forward, *vars(module).values())
-    return (
-        hasattr(module, "_orig_mod")
-        or module._compiled_call_impl is not None
-        or any(callable(f) and hasattr(f, "_torchdynamo_orig_callable") for f in functions)
+    return hasattr(module, "_orig_mod") or any(
+        callable(f) and hasattr(f, "_torchdynamo_orig_callable") for f in functions
     )
 
 

@@ -122,15 +122,15 @@ def find_row(named: Iterable[tuple[str, Any]]) -> Row | None:
     """
     tensors = [(name, value) for name, value in named if isinstance(value, Tensor)]
     first = dict(reversed(tensors))
-    given = next((first[n] for n in BOUNDS & first.keys() if first[n].dim() == 1), None)
-    bounds = _restarts(first) if given is None else given.tolist()
+    stated = next((first[n] for n in BOUNDS & first.keys() if first[n].dim() == 1), None)
+    bounds = _restarts(first) if stated is None else stated.tolist()
     if len(bounds) < 2 or bounds[0]:
         return None
     shapes = [value.shape for name, value in tensors if name not in BOUNDS]
     if any(shape[:2] == (1, bounds[-1]) for shape in shapes):
         return Row(tuple(bounds), 1)
     rows = any(len(s) > 1 and s[0] > 1 and s[0] * s[1] == bounds[-1] for s in shapes)
-    return Row(tuple(bounds), 0) if not rows and given is not None else None
+    return Row(tuple(bounds), 0) if not rows and stated is not None else None
 
 
 def _restarts(named: dict[str, Tensor]) -> list[int]:

@@ -50,83 +50,12 @@ from penstock.tokens import (
 
 # ---- the walker: one level of a value
 
-PLAIN = frozenset({bool, int, float, str, type(None)})
+PLAIN: frozenset[type] = frozenset({bool, int, float, str, type(None)})
 """The types of leaves that can travel beside tensors."""
-_ATOMS = PLAIN | {complex, bytes, torch.dtype, torch.device, slice}
+_ATOMS: frozenset[type] = PLAIN | {complex, bytes, torch.dtype, torch.device, slice}
 Leaves = list[Any]
 Place: TypeAlias = tuple[Any, ...]
 """The path to a leaf inside a value: indices of sequences, keys of mappings, names of attributes."""
-
-
-def _apart(value: Any, kind: type) -> tuple[Any, Any] | None:
-    """What a container holds besides its children, and the children; None for a leaf.
-
-    Sequences, mappings, dataclasses and what is registered with ``torch.utils._pytree`` are containers.
-    """
-    if kind is tuple or kind is list:
-        return None, value
-    if kind is dict:
-        return tuple(value), value.values()
-    if kind in _ATOMS:
-        return None
-    if kind is BlockMask:
-        children, context = take_apart(value)
-        return context, children
-    if kind in pytree.SUPPORTED_NODES:
-        children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(value)
-        return context, children
-    if isinstance(value, tuple | list):
-        return None, value
-    if isinstance(value, Mapping):
-        return tuple(value.keys()), list(value.values())
-    if is_dataclass(kind):
-        attributes = vars(value) if hasattr(value, "__dict__") else ()
-        names = tuple(dict.fromkeys([*(f.name for f in fields(kind)), *attributes]))
-        return names, [getattr(value, name, None) for name in names]
-    return None
-
-
-def _together(kind: Any, context: Any, children: list[Any]) -> Any:
-    """A container of a class with these children."""
-    if kind is list:
-        return children
-    if kind is tuple:
-        return tuple(children)
-    if kind is dict:
-        return dict(zip(context, children, strict=True))
-    if kind is BlockMask:
-        return put_together(children, context)
-    if kind in pytree.SUPPORTED_NODES:
-        return pytree.SUPPORTED_NODES[kind].unflatten_fn(children, context)
-    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        # This way also for a subclass such as PackedSequence, whose constructor does other things.
-        return tuple.__new__(kind, children)
-    if issubclass(kind, tuple | list):
-        return kind(children)
-    if issubclass(kind, Mapping):
-        make: Any = kind
-        return make(dict(zip(context, children, strict=True)))
-    # Its ``__init__`` does not run, as the fields may be set otherwise.
-    filled: Any = object.__new__(kind)
-    for name, child in zip(context, children, strict=True):
-        object.__setattr__(filled, name, child)
-    return filled
-
-
-def _like(value: Any, kind: Any, context: Any, children: list[Any]) -> Any:
-    """A container like ``value`` with other children; what else the object holds is the same."""
-    if kind is tuple or kind is list or kind is dict:
-        return _together(kind, context, children)
-    is_mapping = isinstance(value, MutableMapping)
-    if not is_mapping and not isinstance(value, list):
-        return _together(kind, context, children)
-    twin: Any = copy.copy(value)
-    if is_mapping:
-        for key, child in zip(tuple(value.keys()), children, strict=True):
-            twin[key] = child
-    else:
-        twin[:] = children
-    return twin
 
 
 class _Name(str):
@@ -135,21 +64,143 @@ class _Name(str):
     __slots__ = ()
 
 
-def _keys(value: Any, kind: Any, context: Any) -> Iterable[Any]:
-    """The keys of a container's children."""
-    if kind is tuple or kind is list:
-        return count()
-    if isinstance(value, Mapping):
-        return tuple(value.keys())
-    if not hasattr(kind, "_fields"):
-        if isinstance(value, tuple | list | BlockMask) or kind in pytree.SUPPORTED_NODES:
-            return count()
-        return map(_Name, context)
-    return map(_Name, kind._fields)
-
-
 def _at(key: Any) -> str:
     return f".{key}" if type(key) is _Name else f"[{key!r}]"
+
+
+def _path(place: Place) -> str:
+    """A place as text."""
+    return "".join(map(_at, place))
+
+
+class _Container(NamedTuple):
+    """How containers of some classes come apart, one level, and together again.
+
+    What a container holds besides its children, such as the keys of a dict, is its *context*.
+
+    Attributes:
+        apart: (container) -> its context, and its children.
+        together: (class, context, children) -> a container.
+        keys: (container, context) -> the keys of its children.
+        to_json: (class, context) -> the context as JSON data.
+        of_json: (class, JSON data) -> the context.
+    """
+
+    apart: Callable[[Any], tuple[Any, Iterable[Any]]]
+    together: Callable[[Any, Any, list[Any]], Any]
+    keys: Callable[[Any, Any], Iterable[Any]] = lambda value, context: count()
+    to_json: Callable[[Any, Any], Any] = lambda kind, context: context
+    of_json: Callable[[Any, Any], Any] = lambda kind, data: None if data is None else tuple(data)
+
+
+def _mapping_of(kind: Any, keys: Any, children: list[Any]) -> Any:
+    items = dict(zip(keys, children, strict=True))
+    return items if kind is dict else kind(items)
+
+
+def _attributes(value: Any) -> tuple[Any, Iterable[Any]]:
+    others = vars(value) if hasattr(value, "__dict__") else ()
+    names = tuple(dict.fromkeys([*(f.name for f in fields(value)), *others]))
+    return names, [getattr(value, name, None) for name in names]
+
+
+def _dataclass_of(kind: Any, names: Any, children: list[Any]) -> Any:
+    # Its ``__init__`` does not run, as the fields may be set otherwise.
+    filled: Any = object.__new__(kind)
+    for name, child in zip(names, children, strict=True):
+        object.__setattr__(filled, name, child)
+    return filled
+
+
+def _keys_of_registered(value: Any, context: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return tuple(value.keys())
+    return map(_Name, value._fields) if hasattr(value, "_fields") else count()
+
+
+def _registered_to_json(kind: Any, context: Any) -> Any:
+    entry = pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
+    write = None if entry is None else entry.to_dumpable_context
+    return context if write is None else write(context)
+
+
+def _registered_of_json(kind: Any, data: Any) -> Any:
+    entry = pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
+    read = None if entry is None else entry.from_dumpable_context
+    return data if read is None else read(data)
+
+
+_SEQUENCE = _Container(lambda value: (None, value), lambda kind, _, children: kind(children))
+_NAMED_TUPLE = _SEQUENCE._replace(
+    # This way also for a subclass such as PackedSequence, whose constructor does other things.
+    together=lambda kind, _, children: tuple.__new__(kind, children),
+    keys=lambda value, _: map(_Name, value._fields),
+)
+_MAPPING = _Container(
+    lambda value: (tuple(value.keys()), value.values()), _mapping_of, lambda _, keys: keys
+)
+_DATACLASS = _Container(_attributes, _dataclass_of, lambda _, names: map(_Name, names))
+_MASK = _Container(
+    lambda mask: take_apart(mask)[::-1],
+    lambda _, context, children: put_together(children, context),
+    to_json=lambda _, context: context.facts,
+    of_json=lambda _, facts: MaskContext(facts),
+)
+_REGISTERED = _Container(
+    lambda value: pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[::-1],
+    lambda kind, context, children: pytree.SUPPORTED_NODES[kind].unflatten_fn(children, context),
+    _keys_of_registered,
+    _registered_to_json,
+    _registered_of_json,
+)
+"""For classes that are registered with ``torch.utils._pytree``."""
+
+
+def _unregistered(kind: type) -> _Container | None:
+    """How containers of a class come apart that nobody has registered; None if they are leaves."""
+    if issubclass(kind, tuple | list):
+        return _NAMED_TUPLE if hasattr(kind, "_fields") else _SEQUENCE
+    if issubclass(kind, Mapping):
+        return _MAPPING
+    if issubclass(kind, BlockMask):
+        return _MASK
+    return _DATACLASS if is_dataclass(kind) else None
+
+
+class _Containers(dict[type, _Container | None]):
+    """How the containers of each class come apart; None for the classes of leaves.
+
+    Only the commonest classes are kept, since others may be registered later.
+    """
+
+    def __missing__(self, kind: type) -> _Container | None:
+        if issubclass(kind, Tensor):
+            return None
+        return _REGISTERED if kind in pytree.SUPPORTED_NODES else _unregistered(kind)
+
+
+_COMMON: tuple[type, ...] = (
+    Tensor, torch.nn.Parameter, *_ATOMS, tuple, list, dict, BlockMask
+)  # fmt: skip
+_CONTAINERS = _Containers({kind: _unregistered(kind) for kind in _COMMON})
+_WITH_WHOLE_MASKS = _Containers({**_CONTAINERS, BlockMask: None})
+
+
+def _like(value: Any, rule: _Container, context: Any, children: list[Any]) -> Any:
+    """A container like ``value`` with other children; what else the object holds is the same."""
+    kind = type(value)
+    if kind in (tuple, list, dict):
+        return rule.together(kind, context, children)
+    is_mapping = isinstance(value, MutableMapping)
+    if not is_mapping and not isinstance(value, list):
+        return rule.together(kind, context, children)
+    twin: Any = copy.copy(value)
+    if is_mapping:
+        for key, child in zip(tuple(value.keys()), children, strict=True):
+            twin[key] = child
+    else:
+        twin[:] = children
+    return twin
 
 
 # ---- whole values
@@ -212,18 +263,17 @@ LEAF = Structure(None, None, ())
 def flatten(value: Any) -> tuple[Leaves, Structure]:
     """The leaves of a value, and its structure."""
     leaves: Leaves = []
-    return leaves, _flatten(value, leaves.append)
+    return leaves, _flatten(value, leaves.append, _CONTAINERS)
 
 
-def _flatten(value: Any, add: Callable[[Any], None]) -> Structure:
-    if not isinstance(value, Tensor):
-        kind = type(value)
-        apart = _apart(value, kind)
-        if apart is not None:
-            context, children = apart
-            return Structure(kind, context, tuple([_flatten(child, add) for child in children]))
-    add(value)
-    return LEAF
+def _flatten(value: Any, add: Callable[[Any], None], containers: _Containers) -> Structure:
+    kind = type(value)
+    rule = containers[kind]
+    if rule is None:
+        add(value)
+        return LEAF
+    context, children = rule.apart(value)
+    return Structure(kind, context, tuple([_flatten(x, add, containers) for x in children]))
 
 
 def unflatten(leaves: Leaves, structure: Structure) -> Any:
@@ -233,21 +283,19 @@ def unflatten(leaves: Leaves, structure: Structure) -> Any:
 
 def _unflatten(leaves: Iterator[Any], structure: Structure) -> Any:
     kind, context, children = structure
-    if kind is None:
+    rule = None if kind is None else _CONTAINERS[kind]
+    if rule is None:
         return next(leaves)
-    return _together(kind, context, [_unflatten(leaves, child) for child in children])
+    return rule.together(kind, context, [_unflatten(leaves, child) for child in children])
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
     """The value with ``function`` applied to each tensor: new containers, all else is the same object."""
-    if isinstance(value, Tensor):
-        return function(value)
-    kind = type(value)
-    apart = _apart(value, kind)
-    if apart is None:
-        return value
-    context, children = apart
-    return _like(value, kind, context, [map_tensors(child, function) for child in children])
+    rule = _CONTAINERS[type(value)]
+    if rule is None:
+        return function(value) if isinstance(value, Tensor) else value
+    context, children = rule.apart(value)
+    return _like(value, rule, context, [map_tensors(child, function) for child in children])
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -262,27 +310,28 @@ def tensors_in(value: Any) -> list[Tensor]:
 def _collect(value: Any, add: Callable[[Tensor], None]) -> None:
     if isinstance(value, Tensor):
         add(value)
-    elif (apart := _apart(value, type(value))) is not None:
-        for child in apart[1]:
+    elif (rule := _CONTAINERS[type(value)]) is not None:
+        for child in rule.apart(value)[1]:
             _collect(child, add)
 
 
-def leaves_in(value: Any) -> list[tuple[Place, Any]]:
-    """The leaves of a value with their places, in order."""
+def leaves_in(value: Any, *, with_whole_masks: bool = False) -> list[tuple[Place, Any]]:
+    """The leaves of a value with their places, in order; block masks may count as leaves."""
     leaves: list[tuple[Place, Any]] = []
-    _place(value, (), leaves.append)
+    _place(value, (), leaves.append, _WITH_WHOLE_MASKS if with_whole_masks else _CONTAINERS)
     return leaves
 
 
-def _place(value: Any, at: Place, add: Callable[[tuple[Place, Any]], None]) -> None:
-    if not isinstance(value, Tensor):
-        kind = type(value)
-        apart = _apart(value, kind)
-        if apart is not None:
-            for key, child in zip(_keys(value, kind, apart[0]), apart[1], strict=False):
-                _place(child, (*at, key), add)
-            return
-    add((at, value))
+def _place(
+    value: Any, at: Place, add: Callable[[tuple[Place, Any]], None], containers: _Containers
+) -> None:
+    rule = containers[type(value)]
+    if rule is None:
+        add((at, value))
+        return
+    context, children = rule.apart(value)
+    for key, child in zip(rule.keys(value, context), children, strict=False):
+        _place(child, (*at, key), add, containers)
 
 
 def located(value: Any) -> dict[Place, Tensor]:
@@ -306,18 +355,17 @@ def opaque_in(value: Any) -> dict[Place, Any]:
 
 def without(value: Any, keys: set[Any]) -> Any:
     """A mapping or sequence with ``None`` under some keys."""
-    kind = type(value)
-    apart = _apart(value, kind)
-    if apart is None or not isinstance(value, Mapping | tuple | list):
+    rule = _CONTAINERS[type(value)]
+    if rule is None or not isinstance(value, Mapping | tuple | list):
         return value
-    context, children = apart
-    pairs = zip(_keys(value, kind, context), children, strict=False)
-    return _like(value, kind, context, [None if key in keys else child for key, child in pairs])
+    context, children = rule.apart(value)
+    pairs = zip(rule.keys(value, context), children, strict=False)
+    return _like(value, rule, context, [None if key in keys else child for key, child in pairs])
 
 
 def named_leaves(value: Any, name: str = "") -> list[tuple[str, Any]]:
     """The leaves of a value, each with its path as text, which begins with ``name``."""
-    return [(name + "".join(map(_at, place)), leaf) for place, leaf in leaves_in(value)]
+    return [(name + _path(place), leaf) for place, leaf in leaves_in(value)]
 
 
 # ---- structures as JSON
@@ -338,9 +386,7 @@ def _class_name(kind: type, what: str) -> str:
 
 def _is_container(kind: Any) -> bool:
     """Whether objects of a class are taken apart although nobody has registered it."""
-    return isinstance(kind, type) and (
-        issubclass(kind, tuple | list | Mapping | BlockMask) or is_dataclass(kind)
-    )
+    return isinstance(kind, type) and _unregistered(kind) is not None
 
 
 def _find_class(name: str) -> type:
@@ -359,40 +405,31 @@ def _find_class(name: str) -> type:
             f"a value of another rank has a class that this one does not know ({name}); define it at "
             "the top level of a module that every rank imports"
         )
-    found: type = kind
-    return found
+    container: type = kind
+    return container
 
 
 def _context_as_json(kind: type, context: Any, what: str) -> Any:
-    if isinstance(context, MaskContext):
-        return context.facts
-    entry = pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
-    if entry is not None and entry.to_dumpable_context is not None:
-        return entry.to_dumpable_context(context)
+    rule = _CONTAINERS[kind]
+    assert rule is not None
+    data = rule.to_json(kind, context)
     try:
-        text = json.dumps(context)
+        data = json.loads(json.dumps(data))
+        travels = rule is _REGISTERED or rule.of_json(kind, data) == context
     except (TypeError, ValueError):
-        text = ""
-    if not text or (_is_ours(kind) and _context_of(kind, json.loads(text)) != context):
+        travels = False
+    if not travels:
         raise SpecError(
             f"in {what} is a {kind.__qualname__} with {context!r}, which cannot travel between stages; use "
             "texts and numbers as keys"
         )
-    return json.loads(text)
+    return data
 
 
-def _context_of(kind: type, context: Any) -> Any:
-    if kind is BlockMask:
-        return MaskContext(context)
-    entry = pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
-    if entry is not None and entry.from_dumpable_context is not None:
-        return entry.from_dumpable_context(context)
-    return tuple(context) if context is not None and _is_ours(kind) else context
-
-
-def _is_ours(kind: type) -> bool:
-    """Whether what containers of a class hold besides their children are keys or names."""
-    return kind is dict or kind not in pytree.SUPPORTED_NODES
+def _context_of(kind: type, data: Any) -> Any:
+    rule = _CONTAINERS[kind]
+    assert rule is not None
+    return rule.of_json(kind, data)
 
 
 # ---- what a value looks like
@@ -445,8 +482,7 @@ def restrided(tensor: Tensor, strides: Sequence[int] | None) -> Tensor:
     """A contiguous tensor laid out in memory with other strides, as its sender had it.
 
     Code may ask for ``contiguous()`` and then write in place: whether that writes into a copy depends on the
-    strides, so they arrive as they were sent. A tensor whose elements overlap otherwise than by expansion
-    stays contiguous.
+    strides, so they arrive as they were sent. Elements that overlap hold one number, whichever comes last.
     """
     if strides is None or tuple(tensor.stride()) == tuple(strides):
         return tensor
@@ -456,8 +492,6 @@ def restrided(tensor: Tensor, strides: Sequence[int] | None) -> Tensor:
         if repeats:
             compact = compact.narrow(dim, 0, 1)
     laid = torch.empty_strided(compact.shape, strides, dtype=tensor.dtype, device=tensor.device)
-    if torch._debug_has_internal_overlap(laid) == 1:  # there is no public name for it
-        return tensor
     return laid.copy_(compact).expand(tensor.shape) if any(expanded) else laid.copy_(compact)
 
 
@@ -523,11 +557,18 @@ def check_tensor(tensor: Tensor, path: str) -> None:
     Raises:
         SpecError: it is sparse, nested or quantized.
     """
-    if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized:
-        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+    kind = _kind_of(tensor)
+    if kind != "strided":
         raise SpecError(
             f"{path} is a {kind} tensor, which cannot travel between stages; give its parts as plain tensors"
         )
+
+
+def _kind_of(tensor: Tensor) -> str:
+    """How a tensor holds its data, in a word: ``strided`` if it is an ordinary one."""
+    if tensor.is_nested or tensor.is_quantized:
+        return "nested" if tensor.is_nested else "quantized"
+    return str(tensor.layout).removeprefix("torch.")
 
 
 # ---- a batch that is split
@@ -767,59 +808,6 @@ _Arguments: TypeAlias = "dict[int | str, tuple[Any, Rule | None]]"
 """The value and the rule of each argument; the rule may be None."""
 
 
-class _SplitPart:
-    """A piece of an argument that is split in one way: a leaf, or what a rule is for.
-
-    Args:
-        path: where it is, for messages.
-        value: the piece.
-        rule: how it is split.
-        by_rule: whether the user said so.
-    """
-
-    def __init__(
-        self, path: str, value: Any, rule: Split | Replicate | Splitter, by_rule: bool
-    ) -> None:
-        self.path, self.value, self.rule, self.by_rule = path, value, rule, by_rule
-
-    @property
-    def samples(self) -> int | None:
-        """How many samples it has, if it is split along a dimension."""
-        if not isinstance(self.rule, Split):
-            return None
-        if isinstance(self.value, BlockMask):
-            return samples_of(self.value)
-        return len(self.value) if self.rule.dim is None else self.value.shape[self.rule.dim]
-
-    def cut(self, sizes: list[int]) -> Sequence[Any]:
-        """Its part in each microbatch."""
-        if isinstance(self.rule, Replicate):
-            return [self.value] * len(sizes)
-        if isinstance(self.value, BlockMask) and isinstance(self.rule, Split):
-            return (
-                [self.value] * len(sizes) if self.samples is None else split_mask(self.value, sizes)
-            )
-        if isinstance(self.rule, Split) and self.rule.dim is None:
-            ends = [*accumulate(sizes)]
-            return [self.value[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-        if isinstance(self.rule, Split):
-            return _cut_tensor(self.value, self.rule.dim or 0, sizes, self.path)
-        parts = self.rule(self.value, sizes)
-        if len(parts) != len(sizes):
-            raise MicrobatchError(
-                f"the function that splits {self.path} gave {len(parts)} parts for {len(sizes)} microbatches"
-            )
-        return parts
-
-    def __str__(self) -> str:
-        dim = self.rule.dim if isinstance(self.rule, Split) else None
-        if dim is None:
-            return f"{self.path} has {self.samples} entries"
-        return (
-            f"{self.path} of shape {list(self.value.shape)} has {self.samples} in dimension {dim}"
-        )
-
-
 def split_batch(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -861,7 +849,7 @@ def split_batch(
     for key in BOUNDS & arguments.keys():
         value, rule = arguments[key]
         arguments[key] = value, rule or (bounds_by_rows if isinstance(value, Tensor) else None)
-    return _split_arguments(len(args), arguments, count, fewer)
+    return _split_samples(len(args), arguments, count, fewer)
 
 
 def _presplit(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> Batch:
@@ -899,52 +887,167 @@ def _ruled(
     return arguments
 
 
-def _split_arguments(positional: int, arguments: _Arguments, count: int, fewer: bool) -> Batch:
-    pieces = {
-        key: _parts_of(*argument, _shown(key)) for key, argument in _settled(arguments).items()
-    }
-    every = [piece for of_one, _ in pieces.values() for piece in of_one]
-    samples = _agreed_samples(every)
-    rules = [piece.rule for piece in every]
-    by_function = any(map(callable, rules))
-    # Parts with as many samples differ only in their data, unless each entry has a shape of its own.
-    has_kind = not by_function and _BY_ENTRY not in rules
-    if samples == 0:
-        raise MicrobatchError("the batch is empty; give it at least one sample per microbatch")
-    if fewer:
-        # If nothing is split there is one microbatch, unless a function of the user's may split something.
-        count = min(count, samples or (count if by_function else 1))
-    if samples is not None and samples < count:
+def _shown(key: int | str) -> str:
+    return "the target" if key == _TARGET_KEY else f"argument {key!r}"
+
+
+# ---- the pieces of arguments, and how each is cut
+
+
+class _SplitPiece(NamedTuple):
+    """A piece of an argument that is split in one way: a leaf, or what a rule is for.
+
+    Attributes:
+        path: where it is, for messages.
+        value: the piece.
+        rule: how it is split; None if nobody said so.
+        cut: returns its part in each microbatch, from the samples of each.
+        samples: how many samples it has, if it is split by its entries or along a dimension.
+    """
+
+    path: str
+    value: Any
+    rule: ItemRule | None
+    cut: Callable[[Sequence[int]], Sequence[Any]]
+    samples: int | None = None
+
+    @property
+    def dim(self) -> int:
+        """The dimension along which a tensor is split."""
+        return (self.rule.dim or 0) if isinstance(self.rule, Split) else 0
+
+    def __str__(self) -> str:
+        shape = getattr(self.value, "shape", None)
+        if shape is None:
+            return f"{self.path} has {self.samples} entries"
+        return f"{self.path} of shape {list(shape)} has {self.samples} in dimension {self.dim}"
+
+
+def _piece(path: str, value: Any, rule: ItemRule | None, *, alone: bool = True) -> _SplitPiece:
+    """How a piece is cut.
+
+    Args:
+        path: where it is.
+        value: the piece.
+        rule: how it is to be split.
+        alone: whether the rule is for this piece, and not for all that an argument holds.
+    """
+    if isinstance(rule, Replicate):
+        return _SplitPiece(path, value, rule, partial(_repeated, value))
+    if not isinstance(rule, Split | None):
+        return _SplitPiece(path, value, rule, partial(_cut_by_function, rule, value, path))
+    if rule is not None and rule.dim is None:
+        return _SplitPiece(path, value, rule, partial(_cut_entries, value), len(value))
+    if isinstance(value, BlockMask):
+        samples = samples_of(value)
+        cut = partial(_repeated if samples is None else split_mask, value)
+        return _SplitPiece(path, value, rule, cut, samples)
+    if isinstance(value, np.ndarray):
         raise MicrobatchError(
-            f"{samples} samples cannot be split into {count} microbatches; "
-            f"use at most {samples} microbatches or a larger batch"
+            f"{path} is a numpy array, which cannot be split; make it a tensor with torch.as_tensor"
         )
-    if samples is None and by_function:
-        # Nothing but functions split the batch: what they split says how much there is.
-        ruled = [piece.value for piece in reversed(every) if callable(piece.rule)]
-        samples = next(filter(None, map(_length, ruled)), None)
-    sizes, tokens, masks = _sizes(every, arguments, samples or 0, count)
-    has_kind = has_kind and not tokens
-    columns = {
-        key: [
-            build(iter(parts))
-            for parts in zip(
-                *(_trim(one, one.cut(sizes), masks) if masks else one.cut(sizes) for one in of_one),
-                strict=True,
-            )
-        ]
-        for key, (of_one, build) in pieces.items()
-    }
-    targets = columns.pop(_TARGET_KEY, None)
-    weights = _weights(targets, columns, tokens) if tokens else None
-    counted = by_function and all(piece.samples is None for piece in every)
-    if counted:
-        of_parts = [_count_samples(of_one) for of_one in zip(*columns.values(), strict=True)]
-        sizes = _counted(targets or (), of_parts or [0] * count)
-    parts = _microbatches(positional, columns, sizes, has_kind=has_kind)
-    return Batch(
-        parts if columns else None, targets, sizes, count, counted=counted, weights=weights
+    if not isinstance(value, Tensor) or not (value.dim() or (rule is not None and alone)):
+        return _SplitPiece(path, value, REPLICATE, partial(_repeated, value))
+    dim = 0 if rule is None or rule.dim is None else rule.dim
+    if not -value.dim() <= dim < value.dim():
+        raise MicrobatchError(
+            f"{path} of shape {list(value.shape)} has no dimension {dim} to split; "
+            "keep it whole with REPLICATE"
+        )
+    return _SplitPiece(path, value, rule, partial(_cut_tensor, value, dim, path), value.shape[dim])
+
+
+def _repeated(value: Any, sizes: Sequence[int]) -> Sequence[Any]:
+    return [value] * len(sizes)
+
+
+def _cut_entries(value: Any, sizes: Sequence[int]) -> Sequence[Any]:
+    return [value[begin:end] for begin, end in pairwise([0, *accumulate(sizes)])]
+
+
+def _cut_by_function(
+    function: Splitter, value: Any, path: str, sizes: Sequence[int]
+) -> Sequence[Any]:
+    parts = function(value, sizes)
+    if len(parts) != len(sizes):
+        raise MicrobatchError(
+            f"the function that splits {path} gave {len(parts)} parts for {len(sizes)} microbatches"
+        )
+    return parts
+
+
+def _cut_tensor(value: Tensor, dim: int, path: str, sizes: Sequence[int]) -> Sequence[Tensor]:
+    try:
+        parts: Sequence[Tensor] = value.split([*sizes], dim)
+    except (RuntimeError, NotImplementedError) as error:
+        raise MicrobatchError(
+            f"{path} is a {_kind_of(value)} tensor, which torch does not split along dimension {dim}; use "
+            "rules= to split it by a function (value, sizes) -> parts, or to keep it whole, REPLICATE"
+        ) from error
+    # Views share one version counter, but an in-place change to one microbatch does not change the
+    # others. Through .data each part has a counter of its own.
+    return parts if value.requires_grad else [part.data for part in parts]
+
+
+class _SplitPieces(NamedTuple):
+    """The pieces of an argument, and what builds it again from a part of each."""
+
+    pieces: Sequence[_SplitPiece]
+    build: Callable[[Iterator[Any]], Any]
+
+
+def _pieces_of(value: Any, rule: Rule | None, path: str) -> _SplitPieces:
+    """The pieces of an argument, whose rule may be a mapping with one for each item."""
+    if not isinstance(rule, Mapping):
+        return _pieces_of_item(value, rule, path)
+    kind = type(value)
+    container = _CONTAINERS[kind]
+    if container is None:
+        raise MicrobatchError(
+            f"{path} is a {kind.__name__} without items, but its rule is {dict(rule)}"
+        )
+    context, children = container.apart(value)
+    items = dict(zip(container.keys(value, context), children, strict=False))
+    unknown = [key for key in rule if key not in items]
+    if unknown:
+        raise MicrobatchError(f"rules for {unknown} of {path}, which has {[*items]}")
+    inner = [_pieces_of_item(x, rule.get(key), path + _at(key)) for key, x in items.items()]
+    return _SplitPieces(
+        [piece for item in inner for piece in item.pieces],
+        lambda parts: container.together(kind, context, [item.build(parts) for item in inner]),
     )
+
+
+def _pieces_of_item(value: Any, rule: ItemRule | None, path: str) -> _SplitPieces:
+    by_entry = isinstance(rule, Split) and rule.dim is None
+    if by_entry and not isinstance(value, list | tuple):
+        raise MicrobatchError(
+            f"{path} is a {type(value).__name__}, but its rule Split(None) is for a list or tuple"
+        )
+    if by_entry or not isinstance(rule, Split | None) or isinstance(value, Tensor):
+        return _SplitPieces([_piece(path, value, rule)], next)
+    if not any(isinstance(leaf, Tensor | np.ndarray) for leaf in flatten(value)[0]):
+        return _SplitPieces([_piece(path, value, REPLICATE)], next)
+    return _pieces_of_leaves(
+        value, lambda place, leaf: _piece(path + _path(place), leaf, rule, alone=False)
+    )
+
+
+def _pieces_of_leaves(value: Any, piece: Callable[[Place, Any], _SplitPiece]) -> _SplitPieces:
+    """A piece for each leaf of a value; a block mask is one."""
+    pieces = [piece(place, leaf) for place, leaf in leaves_in(value, with_whole_masks=True)]
+    structure = _flatten(value, lambda leaf: None, _WITH_WHOLE_MASKS)
+    return _SplitPieces(pieces, lambda parts: unflatten([next(parts) for _ in pieces], structure))
+
+
+def _columns(
+    arguments: Mapping[int | str, _SplitPieces], cut: Callable[[_SplitPiece], Sequence[Any]]
+) -> dict[int | str, list[Any]]:
+    """Each argument in each microbatch."""
+    return {
+        key: [build(iter(parts)) for parts in zip(*map(cut, pieces), strict=True)]
+        for key, (pieces, build) in arguments.items()
+    }
 
 
 def _microbatches(
@@ -966,7 +1069,115 @@ def _microbatches(
     ]
 
 
-# ---- microbatches by tokens
+# ---- microbatches of about as many samples
+
+
+def _split_samples(positional: int, arguments: _Arguments, count: int, fewer: bool) -> Batch:
+    pieces = _pieces_of_all(arguments)
+    every = [piece for of_one in pieces.values() for piece in of_one.pieces]
+    samples = _agreed_samples(every)
+    rules = [piece.rule for piece in every]
+    by_function = any(map(callable, rules))
+    if samples == 0:
+        raise MicrobatchError("the batch is empty; give it at least one sample per microbatch")
+    if fewer:
+        # If nothing is split there is one microbatch, unless a function of the user's may split something.
+        count = min(count, samples or (count if by_function else 1))
+    if samples is not None and samples < count:
+        raise MicrobatchError(
+            f"{samples} samples cannot be split into {count} microbatches; "
+            f"use at most {samples} microbatches or a larger batch"
+        )
+    if samples is None and by_function:
+        # Nothing but functions split the batch: what they split says how much there is.
+        ruled = [piece.value for piece in reversed(every) if callable(piece.rule)]
+        samples = next(filter(None, map(_length, ruled)), None)
+    sizes, tokens, masks = _sizes(every, arguments, samples or 0, count)
+    columns = _columns(
+        pieces,
+        lambda piece: _trimmed(piece, piece.cut(sizes), masks) if masks else piece.cut(sizes),
+    )
+    targets = columns.pop(_TARGET_KEY, None)
+    weights = _weights(targets, columns, tokens) if tokens else None
+    counted = by_function and all(piece.samples is None for piece in every)
+    if counted:
+        of_parts = [_count_samples(of_one) for of_one in zip(*columns.values(), strict=True)]
+        sizes = _counted(targets or (), of_parts or [0] * count)
+    # Parts with as many samples differ only in their data, unless each entry has a shape of its own.
+    has_kind = not (by_function or tokens or _BY_ENTRY in rules)
+    parts = _microbatches(positional, columns, sizes, has_kind=has_kind)
+    return Batch(
+        parts if columns else None, targets, sizes, count, counted=counted, weights=weights
+    )
+
+
+def _pieces_of_all(arguments: _Arguments) -> dict[int | str, _SplitPieces]:
+    """The pieces of all arguments. The others tell whether a list without a rule holds samples."""
+    lists = [
+        key
+        for key, (value, rule) in arguments.items()
+        if rule is None and type(value) is list and tensors_in(value)
+    ]
+    pieces = {
+        key: _pieces_of(*argument, _shown(key))
+        for key, argument in arguments.items()
+        if key not in lists
+    }
+    if not lists:
+        return pieces
+    samples = _agreed_samples([piece for of_one in pieces.values() for piece in of_one.pieces])
+    for key in lists:
+        value, _ = arguments[key]
+        pieces[key] = _pieces_of(value, _rule_of_list(key, value, samples), _shown(key))
+    return {key: pieces[key] for key in arguments}
+
+
+def _rule_of_list(key: int | str, value: Sequence[Any], samples: int | None) -> Split | None:
+    """How a list with tensors is split: by its entries if it is one of samples, or else each tensor."""
+    sizes = {tensor.shape[0] for tensor in tensors_in(value) if tensor.dim()}
+    may_be = _are_alike(value) if samples is None else len(value) == samples
+    if may_be and sizes and (samples is None or sizes == {samples}):
+        name = TARGET if key == _TARGET_KEY else key
+        raise MicrobatchError(
+            f"{_shown(key)} is a list of {len(value)}, which may be as many samples, or tensors that "
+            f"hold all samples in dimension 0; say which: rules={{{name!r}: Split(None)}} splits the "
+            f"list by its entries, rules={{{name!r}: Split(0)}} each tensor in it"
+        )
+    return _BY_ENTRY if may_be and samples is not None else None
+
+
+def _are_alike(values: Sequence[Any]) -> bool:
+    """Whether values may be samples of one kind."""
+    return (
+        len({(v.dim(), v.dtype) if isinstance(v, Tensor) else (type(v), None) for v in values}) == 1
+    )
+
+
+def _agreed_samples(pieces: Sequence[_SplitPiece]) -> int | None:
+    """The size that all split pieces share, or ``None`` if none is split."""
+    split = [piece for piece in pieces if piece.samples is not None]
+    if len({piece.samples for piece in split}) < 2:
+        return split[0].samples if split else None
+    # Pieces with a rule are right; without rules, the size of most pieces, or of the first one.
+    trusted = [piece for piece in split if piece.rule is not None] or split
+    samples = Counter([piece.samples for piece in trusted]).most_common(1)[0][0]
+    unlike = [piece for piece in split if piece.samples != samples]
+    example = next(piece for piece in trusted if piece.samples == samples)
+    raise MicrobatchError(
+        f"the batch has {samples} samples ({example}), but {'; '.join(map(str, unlike))}; use rules= to "
+        "split it along another dimension, Split(dim), to keep it whole, REPLICATE, or to split it by a "
+        "function (value, sizes) -> parts"
+    )
+
+
+def _length(value: Any) -> int:
+    """How many samples a value holds that a function splits."""
+    if isinstance(value, list | tuple) and not all(isinstance(item, Tensor) for item in value):
+        return len(value)
+    return _count_samples(value)
+
+
+# ---- microbatches of about as many tokens
 
 
 def _is_by_tokens(rule: Any) -> bool:
@@ -974,20 +1185,20 @@ def _is_by_tokens(rule: Any) -> bool:
 
 
 def _sizes(
-    pieces: Sequence[_SplitPart], arguments: _Arguments, samples: int, count: int
+    pieces: Sequence[_SplitPiece], arguments: _Arguments, samples: int, count: int
 ) -> tuple[list[int], list[int], list[Tensor]]:
     """The samples of each microbatch; and, if they are split by tokens, its tokens and its mask."""
-    found = [one for one in pieces if isinstance(one.rule, Split) and one.rule.by == "tokens"]
-    if not found:
+    by_tokens = [piece for piece in pieces if _is_by_tokens(piece.rule)]
+    if not by_tokens:
         size, rest = divmod(samples, count)
         return [size + (index < rest) for index in range(count)], [], []
-    lengths, mask = _tokens_of(found[0], arguments)
+    lengths, mask = _tokens_of(by_tokens[0], arguments)
     sizes = even_sizes(lengths, count)
     tokens = [sum(lengths[a:b]) for a, b in pairwise([0, *accumulate(sizes)])]
     return sizes, tokens, [] if mask is None else [*mask.split(sizes)]
 
 
-def _tokens_of(piece: _SplitPart, arguments: _Arguments) -> tuple[list[int], Tensor | None]:
+def _tokens_of(piece: _SplitPiece, arguments: _Arguments) -> tuple[list[int], Tensor | None]:
     """The tokens of each sample, and the mask of those that are not padding, if there is one."""
     if isinstance(piece.value, list | tuple):
         return [max(1, _length(entry)) for entry in piece.value], None
@@ -1002,17 +1213,14 @@ def _tokens_of(piece: _SplitPart, arguments: _Arguments) -> tuple[list[int], Ten
     return mask.sum(1).clamp(min=1).tolist(), mask
 
 
-def _trim(piece: _SplitPart, parts: Sequence[Any], masks: Sequence[Tensor]) -> Sequence[Any]:
+def _trimmed(piece: _SplitPiece, parts: Sequence[Any], masks: Sequence[Tensor]) -> Sequence[Any]:
     """The parts of a padded piece without what is padding in a whole microbatch."""
-    dim = piece.rule.dim if isinstance(piece.rule, Split) else None
-    if not masks or dim is None or not isinstance(piece.value, Tensor):
+    if not isinstance(piece.value, Tensor) or piece.samples is None:
         return parts
-    dim %= piece.value.dim()
-    if piece.value.shape[dim + 1 : dim + 2] != masks[0].shape[1:]:
+    dim = piece.dim % piece.value.dim() + 1
+    if piece.value.shape[dim : dim + 1] != masks[0].shape[1:]:
         return parts
-    return [
-        narrowed(part, dim + 1, *trimmed(mask)) for part, mask in zip(parts, masks, strict=True)
-    ]
+    return [narrowed(part, dim, *trimmed(mask)) for part, mask in zip(parts, masks, strict=True)]
 
 
 def _weights(targets: Sequence[Any] | None, columns: Any, tokens: Sequence[int]) -> Sequence[int]:
@@ -1023,42 +1231,30 @@ def _weights(targets: Sequence[Any] | None, columns: Any, tokens: Sequence[int])
     return known if len(known) == len(tokens) else tokens
 
 
+# ---- microbatches of sequences that are packed into one row
+
 _TELLING = {POSITIONS, ORDINALS, *BOUNDS}
 """The arguments that tell how a row is packed."""
 
 
 def _row_in(arguments: _Arguments) -> Row | None:
     """The packed row that a batch is, unless a rule says how what tells that is split."""
-    for key, (value, _) in arguments.items():
-        if key in _TELLING or not isinstance(value, Tensor):
-            break
-    else:
+    if not any([key in _TELLING or type(x) is not Tensor for key, (x, _) in arguments.items()]):
         return None
-    told = {
-        key for key, (_, rule) in arguments.items() if rule is not None and not _is_by_tokens(rule)
-    }
-    if told & _TELLING:
+    rules = {key: rule for key, (_, rule) in arguments.items() if rule is not None}
+    if any(key in _TELLING and not _is_by_tokens(rule) for key, rule in rules.items()):
         return None
-    named: list[tuple[str, Any]] = []
-    for key, (value, _) in arguments.items():
-        if key != _TARGET_KEY:
-            _with_names(value, str(key), lambda name, leaf: named.append((name, leaf)))
-    return find_row(named)
+    return find_row(
+        (_last_name(key, place), leaf)
+        for key, (value, _) in arguments.items()
+        if key != _TARGET_KEY
+        for place, leaf in leaves_in(value, with_whole_masks=True)
+    )
 
 
-def _with_names(value: Any, name: str, function: Callable[[str, Any], Any]) -> Any:
-    """A value with ``function`` applied to its leaves, each with the last of the keys that lead to it."""
-    kind = type(value)
-    apart = None if isinstance(value, Tensor | BlockMask) else _apart(value, kind)
-    if apart is None:
-        return function(name, value)
-    context, children = apart
-    keys = zip(_keys(value, kind, context), children, strict=False)
-    inner = [
-        _with_names(child, str(key) if isinstance(key, str) else name, function)
-        for key, child in keys
-    ]
-    return _like(value, kind, context, inner)
+def _last_name(key: int | str, place: Place) -> str:
+    """The last of the names that lead to a leaf of an argument."""
+    return str(next((name for name in reversed(place) if isinstance(name, str)), key))
 
 
 def _split_row(positional: int, arguments: _Arguments, row: Row, count: int, fewer: bool) -> Batch:
@@ -1069,177 +1265,31 @@ def _split_row(positional: int, arguments: _Arguments, row: Row, count: int, few
             f"{row.sequences} microbatches or more sequences"
         )
     shares = row.shares(count)
-    columns = {
-        key: _columns_of_row(row, shares, value, rule, key)
+    tokens = [share.end - share.begin for share in shares]
+    sequences = [share.after - share.first for share in shares]
+    pieces = {
+        key: _pieces_of(value, rule, _shown(key))
+        if rule is not None and not _is_by_tokens(rule)
+        else _pieces_of_leaves(value, partial(_piece_of_row, row, shares, key))
         for key, (value, rule) in arguments.items()
     }
+    columns = _columns(
+        pieces, lambda piece: piece.cut(tokens if piece.samples == row.length else sequences)
+    )
     targets = columns.pop(_TARGET_KEY, None)
-    tokens = [share.end - share.begin for share in shares]
     parts = _microbatches(positional, columns, tokens, has_kind=False)
     weights = _weights(targets, columns, tokens)
     return Batch(parts, targets, tokens, len(shares), weights=weights, dim=row.dim)
 
 
-def _columns_of_row(
-    row: Row, shares: Sequence[Share], value: Any, rule: Rule | None, key: int | str
-) -> list[Any]:
-    """An argument of a packed row in each microbatch."""
-    if rule is None or _is_by_tokens(rule):
-        name = str(key)
-        part = partial(row.part, _shown(key))
-        return [_with_names(value, name, partial(part, share)) for share in shares]
-    pieces, build = _parts_of(value, rule, _shown(key))
-    sequences = [share.after - share.first for share in shares]
-    tokens = [share.end - share.begin for share in shares]
-    of_pieces = [
-        piece.cut(tokens if piece.samples == row.length else sequences) for piece in pieces
-    ]
-    return [build(iter(parts)) for parts in zip(*of_pieces, strict=True)]
-
-
-def _length(value: Any) -> int:
-    """How many samples a value holds that a function splits."""
-    if isinstance(value, list | tuple) and not all(isinstance(item, Tensor) for item in value):
-        return len(value)
-    return _count_samples(value)
-
-
-def _shown(key: int | str) -> str:
-    return "the target" if key == _TARGET_KEY else f"argument {key!r}"
-
-
-def _settled(arguments: _Arguments) -> _Arguments:
-    """The arguments, with a rule for each list of samples."""
-    lists = {}
-    for key, (value, rule) in arguments.items():
-        if rule is None and type(value) is list and tensors_in(value):
-            lists[key] = value
-    if not lists:
-        return arguments
-    others = [
-        piece
-        for key, argument in arguments.items()
-        if key not in lists
-        for piece in _parts_of(*argument, _shown(key))[0]
-    ]
-    samples = _agreed_samples(others)
-    settled = dict(arguments)
-    for key, value in lists.items():
-        sizes = {tensor.shape[0] for tensor in tensors_in(value) if tensor.dim()}
-        may_be = _are_alike(value) if samples is None else len(value) == samples
-        if may_be and sizes and (samples is None or sizes == {samples}):
-            name = TARGET if key == _TARGET_KEY else key
-            raise MicrobatchError(
-                f"{_shown(key)} is a list of {len(value)}, which may be as many samples, or tensors that "
-                f"hold all samples in dimension 0; say which: rules={{{name!r}: Split(None)}} splits the "
-                f"list by its entries, rules={{{name!r}: Split(0)}} each tensor in it"
-            )
-        if may_be and samples is not None:
-            settled[key] = value, _BY_ENTRY
-    return settled
-
-
-def _are_alike(values: Sequence[Any]) -> bool:
-    """Whether values may be samples of one kind."""
-    return (
-        len({(v.dim(), v.dtype) if isinstance(v, Tensor) else (type(v), None) for v in values}) == 1
+def _piece_of_row(
+    row: Row, shares: Sequence[Share], key: int | str, place: Place, leaf: Any
+) -> _SplitPiece:
+    """A leaf of an argument without a rule, of which the row knows each share's part."""
+    path, name = _shown(key) + _path(place), _last_name(key, place)
+    return _SplitPiece(
+        path, leaf, None, lambda _: [row.part(path, share, name, leaf) for share in shares]
     )
-
-
-def _agreed_samples(pieces: Sequence[_SplitPart]) -> int | None:
-    """The size that all split tensors share, or ``None`` if none is split."""
-    tensors = [piece for piece in pieces if piece.samples is not None]
-    if not tensors:
-        return None
-    sizes = {tensor.samples for tensor in tensors}
-    if len(sizes) == 1:
-        return sizes.pop()
-    # Tensors with a rule are right; without rules, the size of most tensors, or of the first one.
-    trusted = [tensor for tensor in tensors if tensor.by_rule] or tensors
-    samples = Counter([tensor.samples for tensor in trusted]).most_common(1)[0][0]
-    unlike = [tensor for tensor in tensors if tensor.samples != samples]
-    example = next(tensor for tensor in trusted if tensor.samples == samples)
-    raise MicrobatchError(
-        f"the batch has {samples} samples ({example}), but {'; '.join(map(str, unlike))}; use rules= to "
-        "split it along another dimension, Split(dim), to keep it whole, REPLICATE, or to split it by a "
-        "function (value, sizes) -> parts"
-    )
-
-
-_Build: TypeAlias = Callable[[Iterator[Any]], Any]
-"""Builds an argument of a microbatch from the parts of the whole argument's pieces."""
-
-
-def _parts_of(value: Any, rule: Rule | None, path: str) -> tuple[list[_SplitPart], _Build]:
-    """The pieces of an argument, and what builds it again from their parts."""
-    if not isinstance(rule, Mapping):
-        return _pieces_of(value, rule, path)
-    kind = type(value)
-    apart = None if isinstance(value, Tensor) else _apart(value, kind)
-    if apart is None:
-        raise MicrobatchError(
-            f"{path} is a {kind.__name__} without items, but its rule is {dict(rule)}"
-        )
-    context, children = apart
-    items = dict(zip(_keys(value, kind, context), children, strict=False))
-    unknown = [key for key in rule if key not in items]
-    if unknown:
-        raise MicrobatchError(f"rules for {unknown} of {path}, which has {[*items]}")
-    inner = [_pieces_of(item, rule.get(key), path + _at(key)) for key, item in items.items()]
-    return [piece for of_item, _ in inner for piece in of_item], lambda parts: _together(
-        kind, context, [build(parts) for _, build in inner]
-    )
-
-
-def _pieces_of(value: Any, rule: ItemRule | None, path: str) -> tuple[list[_SplitPart], _Build]:
-    if not isinstance(rule, Split | None):
-        return [_SplitPart(path, value, rule, by_rule=True)], next
-    if rule is not None and rule.dim is None:
-        if not isinstance(value, list | tuple):
-            raise MicrobatchError(
-                f"{path} is a {type(value).__name__}, but its rule Split(None) is for a list or tuple"
-            )
-        return [_SplitPart(path, value, rule, by_rule=True)], next
-    if isinstance(value, BlockMask):
-        return [_SplitPart(path, value, rule or Split(), by_rule=rule is not None)], next
-    if isinstance(value, Tensor):
-        return [_part_of(value, rule, path, alone=True)], next
-    leaves, tree = flatten(value)
-    if not any(isinstance(leaf, Tensor | np.ndarray) for leaf in leaves):
-        return [_SplitPart(path, value, REPLICATE, rule is not None)], next
-    pieces = [_part_of(leaf, rule, at) for at, leaf in named_leaves(value, path)]
-    return pieces, lambda parts: unflatten([next(parts) for _ in leaves], tree)
-
-
-def _part_of(leaf: Any, rule: Split | None, path: str, *, alone: bool = False) -> _SplitPart:
-    by_rule = rule is not None
-    if isinstance(leaf, np.ndarray):
-        raise MicrobatchError(
-            f"{path} is a numpy array, which cannot be split; make it a tensor with torch.as_tensor"
-        )
-    if not isinstance(leaf, Tensor) or not (leaf.dim() or (by_rule and alone)):
-        return _SplitPart(path, leaf, REPLICATE, by_rule)
-    rule = rule or Split()
-    if rule.dim is None or not -leaf.dim() <= rule.dim < leaf.dim():
-        raise MicrobatchError(
-            f"{path} of shape {list(leaf.shape)} has no dimension {rule.dim} to split; "
-            "keep it whole with REPLICATE"
-        )
-    return _SplitPart(path, leaf, rule, by_rule)
-
-
-def _cut_tensor(value: Tensor, dim: int, sizes: list[int], path: str) -> Sequence[Tensor]:
-    try:
-        parts: Sequence[Tensor] = value.split(sizes, dim)
-    except (RuntimeError, NotImplementedError) as error:
-        kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
-        raise MicrobatchError(
-            f"{path} is a {kind} tensor, which torch does not split along dimension {dim}; use rules= to "
-            "split it by a function (value, sizes) -> parts, or to keep it whole, REPLICATE"
-        ) from error
-    # Views share one version counter, but an in-place change to one microbatch does not change the
-    # others. Through .data each part has a counter of its own.
-    return parts if value.requires_grad else [part.data for part in parts]
 
 
 # ---- merge outputs

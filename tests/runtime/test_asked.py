@@ -1,4 +1,4 @@
-"""Losses that people write: those that are means or sums over samples are right, and others are told."""
+"""Losses that people write: those that are means or sums over samples are right, and others are refused."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def inputs(kind: torch.dtype) -> Tensor:
 
 def labels(ragged: bool = False) -> Any:
     """Of each token; with ``ragged``, other numbers of them count in each row."""
-    given = torch.randint(3, (ROWS, LENGTH), generator=torch.Generator().manual_seed(2))
-    given = (given + torch.arange(ROWS)[:, None] // 3) % CLASSES
+    numbers = torch.randint(3, (ROWS, LENGTH), generator=torch.Generator().manual_seed(2))
+    numbers = (numbers + torch.arange(ROWS)[:, None] // 3) % CLASSES
     counts = torch.tensor([6, 1, 3, 5, 2, 6, 4, 1])
-    return given.masked_fill(torch.arange(LENGTH) >= counts[:, None], -100) if ragged else given
+    return numbers.masked_fill(torch.arange(LENGTH) >= counts[:, None], -100) if ragged else numbers
 
 
 def valid(target: Tensor) -> Any:
@@ -178,7 +178,7 @@ class Case:
     target: Tensor = LABELS
     options: dict[str, Any] = field(default_factory=dict)
     types: str = "float32 float64 bfloat16"
-    # Whether it is told, and the remedy that it is told with.
+    # What the refusal of an unfit one says to do.
     remedy: str = ""
 
 
@@ -231,7 +231,7 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 OVER_BATCH = 'loss_over="batch"'
-TOLD: dict[str, Case] = {
+UNFIT: dict[str, Case] = {
     "ignore_index": Case(entropy, RAGGED, remedy="loss_weight="),
     "a microbatch without labels": Case(entropy, HALF, remedy="loss_weight="),
     "label smoothing, ignore_index": Case(
@@ -293,14 +293,14 @@ NOT_COMPARED = ("a module with a state", "with random numbers", "terms that canc
 @pytest.mark.whole
 @pytest.mark.parametrize(("case", "kind"), each(CASES))
 def test_a_mean_or_a_sum_is_never_refused(case: Case, kind: str) -> None:
-    found, expected = run(case, kind)
+    loss, expected = run(case, kind)
     if all(case is not CASES[name] for name in NOT_COMPARED):
-        assert found == pytest.approx(expected, rel=GAPS[kind], abs=1e-14)
+        assert loss == pytest.approx(expected, rel=GAPS[kind], abs=1e-14)
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("case", "kind"), each(TOLD))
-def test_any_other_loss_is_told_with_what_to_do(case: Case, kind: str) -> None:
-    with pytest.raises(UsageError, match="microbatches 0 and 1 together is") as told:
+@pytest.mark.parametrize(("case", "kind"), each(UNFIT))
+def test_any_other_loss_is_refused_with_what_to_do(case: Case, kind: str) -> None:
+    with pytest.raises(UsageError, match="microbatches 0 and 1 together is") as caught:
         run(case, kind)
-    assert case.remedy in str(told.value)
+    assert case.remedy in str(caught.value)

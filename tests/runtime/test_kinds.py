@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from penstock import Pipeline, PipelineStage
+from penstock import Microbatches, Pipeline, PipelineStage
 from penstock.errors import StageError, UsageError
 from penstock.testing import WorkerPool
 from tests.pipeline.models import X, Y, assert_same, chain, gradients, make, mean_loss
@@ -157,6 +157,19 @@ def test_a_target_with_a_graph_of_its_own_gets_its_gradient() -> None:
     assert torch.allclose(here, base.grad)
 
 
+def test_a_batch_that_requires_grad_later_gets_its_gradient() -> None:
+    """Before, nothing in the first stage learns, so that no gradient comes back to it."""
+    model = chain()
+    model[0].requires_grad_(False)
+    pipe = make(model, stages=[["0"], ["1", "2"]])
+    pipe.step(X, target=Y)
+    batch, alone = (X.clone().requires_grad_() for _ in range(2))
+    pipe.step(batch, target=Y)
+    mean_loss(chain()(alone), Y).backward()
+    assert batch.grad is not None
+    torch.testing.assert_close(batch.grad, alone.grad)
+
+
 # ---- what is kept
 
 
@@ -166,11 +179,11 @@ def test_as_many_kinds_are_kept_as_were_said(monkeypatch: pytest.MonkeyPatch) ->
     model = Asks()
     pipe = make(model, stages=["middle", "last"], ranks=3, example=((X[:4],), {}))
     kind: Any = type(pipe.stages[0].code)
-    made = kind.plan
+    plan_anew = kind.plan
 
     def plan(self: Any, args: Any, *rest: Any) -> Any:
         planned.append(len(args[0]))
-        return made(self, args, *rest)
+        return plan_anew(self, args, *rest)
 
     monkeypatch.setattr(kind, "plan", plan)
     for rows in (4, 8, 4, 12, 16, 4, 8, 8):
@@ -221,6 +234,64 @@ def test_a_rank_brings_all_arguments_or_the_target_alone(workers: WorkerPool) ->
             "rank 0 was given the arguments [0] of the model, and rank 1 ['scale']; give a rank all of them, "
             "or the target alone, or nothing"
         )
+
+
+class Scaled(nn.Linear):
+    """A last stage that takes a keyword argument."""
+
+    def forward(self, x: Tensor, *, scale: Tensor | None = None) -> Tensor:
+        return super().forward(x) if scale is None else super().forward(x * scale)
+
+
+def test_a_keyword_goes_to_the_stages_by_hand_that_take_it_and_no_others() -> None:
+    first, last = nn.Linear(4, 4).double(), Scaled(4, 4).double()
+    stages = [PipelineStage(first, 0, 2), PipelineStage(last, 1, 2)]
+    pipe = Pipeline.from_stages(stages, schedule="1F1B", microbatches=2, loss_fn=mean_loss)
+    expected = float(mean_loss(last(first(X), scale=Y), Y).detach())
+    assert pipe.step(X, scale=Y, target=Y).loss == pytest.approx(expected)
+
+
+# ---- microbatches of several kinds in one step
+
+
+class Joins(nn.Linear):
+    """A layer of a value, or of the sum of two."""
+
+    def forward(self, x: Tensor, more: Tensor | None = None) -> Tensor:
+        return super().forward(x if more is None else x + more)
+
+
+class Skips(nn.Module):
+    """Its first layer's value goes also to the last layer, if the call says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = (Joins(4, 4).double() for _ in range(3))
+
+    def forward(self, x: Tensor, skips: int) -> Tensor:
+        first = self.first(x)
+        second = self.second(first)
+        result: Tensor = self.third(second, first) if skips else self.third(second)
+        return result
+
+
+def mix(group: Any) -> list[float]:
+    """A worker's task: losses where a value goes to other stages in each microbatch, in either order."""
+    losses = []
+    with make(Skips(), stages=["second", "third"], ranks=3, group=group) as pipe:
+        for ways in ((0, 1), (1, 0), (0, 1)):
+            calls = [(X[4 * part : 4 * part + 4], skips) for part, skips in enumerate(ways)]
+            losses.append(pipe.step(Microbatches(calls), target=Y.split(4)).loss)
+    return losses
+
+
+def test_a_value_goes_to_other_stages_in_each_microbatch(workers: WorkerPool) -> None:
+    model = Skips()
+    outputs = [torch.cat([model(X[:4], a), model(X[4:], b)]) for a, b in ((0, 1), (1, 0), (0, 1))]
+    expected = [float(mean_loss(output, Y).detach()) for output in outputs]
+    for losses in workers.run(f"{__name__}:mix", 3, 60.0):
+        assert losses == pytest.approx(expected, rel=1e-12)
 
 
 # ---- what travels

@@ -26,7 +26,7 @@ def make(**options: Any) -> Pipeline:
     return Pipeline(model, **{"ranks": 2, "microbatches": 2, "loss_fn": mse_loss, **options})
 
 
-def steps_until_told(pipe: Pipeline, count: int, tell: Callable[[int], object]) -> int:
+def steps_until_stopped(pipe: Pipeline, count: int, tell: Callable[[int], object]) -> int:
     """The step after which a loop has stopped."""
     x = X.to(pipe.device)
     for step in range(1, count + 1):
@@ -46,9 +46,9 @@ def send(number: int, at: int) -> Callable[[int], object]:
     return tell
 
 
-def run_told(tell: Callable[[int], object], stops: list[Any]) -> None:
+def run_until_stopped(tell: Callable[[int], object], stops: list[Any]) -> None:
     with GracefulStop() as stop, make() as pipe:
-        stops += [steps_until_told(pipe, 9, tell), stop.reason]
+        stops += [steps_until_stopped(pipe, 9, tell), stop.reason]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_signal_is_noted_until_the_step_has_ended(
     before = signal.getsignal(number)
     stops: list[Any] = []
     with pytest.raises(leaves) as left:
-        run_told(send(number, at=3), stops)
+        run_until_stopped(send(number, at=3), stops)
     assert stops == [3, signal.Signals(number).name]
     assert f"{stops[1]}: the run stops after this step" in caplog.text
     assert left.value.args == ((143,) if leaves is SystemExit else ())
@@ -81,13 +81,13 @@ def test_a_first_signal_before_any_step_and_a_later_second_one_act_at_once(
         with GracefulStop(), make() as pipe:
             os.kill(os.getpid(), signal.SIGTERM)
             assert came == [signal.SIGTERM]
-            assert steps_until_told(pipe, 1, lambda _: None) == 0
+            assert steps_until_stopped(pipe, 1, lambda _: None) == 0
         with pytest.raises(SystemExit):
-            run_told(twice, [])
+            run_until_stopped(twice, [])
         assert len(came) == 1
         monkeypatch.setattr("penstock.runtime.stopping.TOGETHER", 0.0)
         with pytest.raises(SystemExit):
-            run_told(twice, [])
+            run_until_stopped(twice, [])
         assert len(came) == 2
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -96,10 +96,10 @@ def test_a_first_signal_before_any_step_and_a_later_second_one_act_at_once(
 def test_a_time_limit_leaves_the_status_to_the_program() -> None:
     with GracefulStop(time_limit=0.0) as stop, make() as pipe:
         assert not pipe.stopping
-        assert steps_until_told(pipe, 9, lambda _: None) == 1
+        assert steps_until_stopped(pipe, 9, lambda _: None) == 1
         assert stop.reason == "time limit"
     with GracefulStop(time_limit=1e9), make() as pipe:
-        assert steps_until_told(pipe, 2, lambda _: None) == 0
+        assert steps_until_stopped(pipe, 2, lambda _: None) == 0
 
 
 def stops_in_worker(group: Any, way: str) -> list[Any]:
@@ -108,8 +108,8 @@ def stops_in_worker(group: Any, way: str) -> list[Any]:
     tell = send(signal.SIGUSR1, at=2) if torch.distributed.get_rank() == 1 else lambda _: None
     try:
         with GracefulStop(signals=[signal.SIGUSR1]), make(**options_of(way, group)) as pipe:
-            until_told = outputs_until_told if way == "outputs" else steps_until_told
-            stopped = until_told(pipe, 4, tell)
+            until_stopped = outputs_until_stopped if way == "outputs" else steps_until_stopped
+            stopped = until_stopped(pipe, 4, tell)
     except SystemExit as left:
         return [stopped, left.code]
     return [stopped, None]
@@ -125,7 +125,7 @@ def options_of(way: str, group: Any) -> dict[str, Any]:
     return options | ({"loss_fn": None} if way == "outputs" else {})
 
 
-def outputs_until_told(pipe: Pipeline, count: int, tell: Callable[[int], object]) -> int:
+def outputs_until_stopped(pipe: Pipeline, count: int, tell: Callable[[int], object]) -> int:
     module = PipelineModule(pipe)
     for step in range(1, count + 1):
         tell(step)
@@ -150,25 +150,27 @@ def test_all_ranks_of_the_job_stop_after_the_same_step(
 def fails_in_worker(group: Any, folder: str) -> list[str]:
     """What the log says when rank 1 fails in the fourth step, two steps after a save."""
     handler = logging.Handler()
-    told: list[str] = []
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    messages: list[str] = []
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("penstock").addHandler(handler)
     try:
         with make(group=group) as pipe, Checkpoints(folder) as checkpoints:
-            steps_until_told(pipe, 2, lambda _: None)
+            steps_until_stopped(pipe, 2, lambda _: None)
             checkpoints.save(2, pipe=pipe)
             with fail_at(rank=1, step=4, action="1F0"):
-                steps_until_told(pipe, 2, lambda _: None)
+                steps_until_stopped(pipe, 2, lambda _: None)
     except Exception as error:
-        told.append(type(error).__name__)
+        messages.append(type(error).__name__)
     finally:
         logging.getLogger("penstock").removeHandler(handler)
-    return told
+    return messages
 
 
 def test_a_failure_says_how_many_steps_are_lost(tmp_path: Path, workers: WorkerPool) -> None:
-    told, _ = workers.run("tests.runtime.test_stopping:fails_in_worker", 2, folder=str(tmp_path))
-    assert told == [
+    messages, _ = workers.run(
+        "tests.runtime.test_stopping:fails_in_worker", 2, folder=str(tmp_path)
+    )
+    assert messages == [
         "penstock: at most 2 steps since the last complete checkpoint are lost",
         "PeerFailed",
     ]

@@ -81,11 +81,13 @@ def contrasts(group: Any, schedule: str) -> Any:
 
 def test_a_loss_over_the_batch_between_processes(workers: WorkerPool) -> None:
     loss, expected = plain(Towers().double(), contrastive, None, X, Y)
-    found: dict[str, Any] = {}
+    of_all: dict[str, Any] = {}
     for value, grads in workers.run(f"{__name__}:contrasts", 2, schedule="GPipe"):
         assert value == pytest.approx(loss, rel=1e-12)
-        found |= grads
-    assert_same({n: torch.tensor(grad, dtype=torch.float64) for n, grad in found.items()}, expected)
+        of_all |= grads
+    assert_same(
+        {n: torch.tensor(grad, dtype=torch.float64) for n, grad in of_all.items()}, expected
+    )
 
 
 def test_a_loss_over_the_batch_has_the_options_of_others() -> None:
@@ -132,45 +134,35 @@ def test_a_schedule_that_begins_backward_early_is_refused() -> None:
 # ---- a loss is asked
 
 
-def weighted(output: Tensor, target: Tensor) -> Tensor:
-    weight = torch.tensor([0.1, 1.0, 2.0, 9.0], dtype=output.dtype)
-    return functional.cross_entropy(output, target, weight)
-
-
 def negatives(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output @ target.T, torch.arange(len(output)))
 
 
-NO_MEANS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor, str]] = {
-    "sum": (sum_loss, Y, 'It looks like a sum: reduction="sum"'),
-    "root": (lambda output, target: mean_loss(output, target).sqrt(), Y, 'loss_over="batch"'),
-    "class weights": (weighted, CLASSES, "loss_weight="),
-    "in-batch negatives": (negatives, Y, 'loss_over="batch"'),
-    "ignored": (
-        lambda output, target: functional.cross_entropy(output, target, ignore_index=3),
-        CLASSES,
-        "loss_weight=",
-    ),
-}  # fmt: skip
+NO_MEANS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
+    "sum": (sum_loss, 'It looks like a sum: reduction="sum"'),
+    "root": (lambda output, target: mean_loss(output, target).sqrt(), 'loss_over="batch"'),
+    "in-batch negatives": (negatives, 'loss_over="batch"'),
+}
+"""For more kinds see test_asked.py."""
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("kind", NO_MEANS)
-def test_a_loss_that_is_no_mean_is_told(kind: str) -> None:
-    function, target, remedy = NO_MEANS[kind]
+def test_a_loss_that_is_no_mean_is_refused(kind: str) -> None:
+    function, remedy = NO_MEANS[kind]
     pipe = Pipeline(chain(), ranks=2, microbatches=2, loss_fn=function)
     for call in (pipe.step, pipe.eval):
-        with pytest.raises(UsageError, match="microbatches 0 and 1 together") as told:
-            call(X, target=target)
-        assert remedy in str(told.value)
+        with pytest.raises(UsageError, match="microbatches 0 and 1 together") as caught:
+            call(X, target=Y)
+        assert remedy in str(caught.value)
         with pytest.raises(UsageError, match="together"):
-            Pipeline(chain(), ranks=2, microbatches=2, loss_fn=function).step(X, target=target)
+            Pipeline(chain(), ranks=2, microbatches=2, loss_fn=function).step(X, target=Y)
         pipe = Pipeline(chain(), ranks=2, microbatches=2, loss_fn=function)
     alone = Pipeline(chain(), ranks=2, microbatches=2, loss_fn=function, loss_over="microbatch")
-    assert alone.step(X, target=target).loss > 0
+    assert alone.step(X, target=Y).loss > 0
     whole = Pipeline(chain(), schedule="GPipe", ranks=2, loss_fn=function, loss_over="batch")
-    expected = float(function(chain()(X), target).detach())
-    assert whole.step(X, target=target).loss == pytest.approx(expected)
+    expected = float(function(chain()(X), Y).detach())
+    assert whole.step(X, target=Y).loss == pytest.approx(expected)
 
 
 def by_halves(value: Tensor, sizes: Any) -> list[Tensor]:
@@ -239,12 +231,12 @@ def inside(function: Any, **options: Any) -> Pipeline:
 @pytest.mark.whole
 @pytest.mark.parametrize("kind", ["sum", "root", "in-batch negatives"])
 def test_a_loss_that_the_forward_computes_is_asked_too(kind: str) -> None:
-    function, _, remedy = NO_MEANS[kind]
+    function, remedy = NO_MEANS[kind]
     for microbatches in (2, 4):
         pipe = inside(function, microbatches=microbatches)
-        with pytest.raises(UsageError, match=f"in {microbatches} microbatches and") as told:
+        with pytest.raises(UsageError, match=f"in {microbatches} microbatches and") as caught:
             pipe.step(X, Y, target=None)
-        assert remedy in str(told.value)
+        assert remedy in str(caught.value)
     # Some forwards compute their loss in float32, whatever comes in.
     single = inside(lambda output, target: mean_loss(output.float(), target.float()))
     assert single.step(X, Y, target=None).loss
@@ -281,20 +273,21 @@ def test_a_forward_is_asked_between_processes(workers: WorkerPool) -> None:
     assert "in 4 microbatches and" in first[0]
 
 
-def test_a_mean_that_is_called_a_sum_is_told() -> None:
+def test_a_mean_that_is_called_a_sum_is_refused() -> None:
     pipe = Pipeline(chain(), ranks=2, microbatches=2, loss_fn=mean_loss, reduction="sum")
     with pytest.raises(UsageError, match=r'looks like a mean: reduction="mean"'):
         pipe.step(X, target=Y)
 
 
 def test_it_is_asked_again_when_what_it_is_may_show() -> None:
-    """In the tenth step targets to ignore come for the first time."""
+    """In the tenth training step targets to ignore come for the first time."""
     pipe = Pipeline(
         chain(), ranks=2, microbatches=2,
         loss_fn=lambda output, target: functional.cross_entropy(output, target, ignore_index=3),
     )  # fmt: skip
     for step in range(1, 10):
         pipe.step(X, target=CLASSES if step == 5 else CLASSES % 3)
+        pipe.eval(X, target=CLASSES % 3)
         pipe.zero_grad()
     with pytest.raises(UsageError, match="loss_weight="):
         pipe.step(X, target=CLASSES)
@@ -311,6 +304,7 @@ class Counts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.calls, self.seen = 0, list[float]()
+        self.numbers: dict[float, int] = {}
         self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
         self.norm = nn.BatchNorm1d(4, dtype=torch.float64)
 
@@ -320,6 +314,7 @@ class Counts(nn.Module):
         SEEN.append(1)
         self.calls += 1
         self.seen.append(float(loss.detach()))
+        self.numbers[self.seen[-1]] = self.calls
         self.mean.lerp_(loss.detach(), 0.5)
         return loss
 
@@ -341,6 +336,7 @@ def test_asking_leaves_no_trace(as_method: bool) -> None:
     result = pipe.step(X, target=Y)
     assert torch.equal(before, torch.get_rng_state())
     assert counts.calls == len(counts.seen) == len(SEEN) == counts.norm.num_batches_tracked == 4
+    assert counts.numbers == {loss: call for call, loss in enumerate(counts.seen, start=1)}
     means = copy.deepcopy(counts.norm).train()
     means.reset_running_stats()
     for part in chain()(X).split(2):
@@ -352,6 +348,27 @@ def test_asking_leaves_no_trace(as_method: bool) -> None:
         expected.lerp_(torch.tensor(loss, dtype=torch.float64), 0.5)
     assert torch.equal(counts.mean, expected)
     assert result.loss == pytest.approx(sum(counts.seen) / 4)
+
+
+class Scales(nn.Linear):
+    """Keeps a number of its last call, which a loss reads."""
+
+    kept: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = x.detach().abs().mean()
+        return super().forward(x)
+
+
+def test_a_loss_that_reads_what_a_module_kept_of_the_last_call_is_let_be() -> None:
+    """Of two microbatches together it says nothing: what was kept is that of the second one by then."""
+    last = Scales(4, 4).double()
+    model = nn.Sequential(nn.Linear(4, 4).double(), last)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return mean_loss(output, target) * last.kept
+
+    assert Pipeline(model, ranks=2, microbatches=2, loss_fn=loss_fn).step(X, target=Y).loss > 0
 
 
 def test_what_cannot_be_asked_is_let_be() -> None:
@@ -402,9 +419,9 @@ def test_a_derivative_through_other_stages_is_refused() -> None:
     expected = plain(Bounded().double(), residual, None, x)[0]
     whole = Pipeline(Bounded().double(), ranks=1, microbatches=2, loss_fn=residual)
     assert whole.step(x, target=None).loss == pytest.approx(expected)
-    made_here = Pipeline(Bounded().double(), ranks=2, microbatches=2, loss_fn=slope_of_output)
+    local = Pipeline(Bounded().double(), ranks=2, microbatches=2, loss_fn=slope_of_output)
     expected = plain(Bounded().double(), slope_of_output, None, x)[0]
-    assert made_here.step(x, target=None).loss == pytest.approx(expected)
+    assert local.step(x, target=None).loss == pytest.approx(expected)
 
 
 def test_a_batch_norm_in_training_is_a_warning_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -415,9 +432,9 @@ def test_a_batch_norm_in_training_is_a_warning_once(caplog: pytest.LogCaptureFix
         caplog.clear()
         for _ in range(2):
             pipe.step(X, target=Y)
-        told = [record.getMessage() for record in caplog.records]
+        texts = [record.getMessage() for record in caplog.records]
         assert [
-            text.startswith("penstock: 1 normalises each of the 2 microbatches") for text in told
+            text.startswith("penstock: 1 normalises each of the 2 microbatches") for text in texts
         ] == ([] if evaluates else [True])
 
 

@@ -205,6 +205,10 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "complex number": (lambda h: [h, 1j], "[1] is a complex"),
     "constant": (lambda h: {"h": h, "dtype": torch.float32}, "['dtype'] is a dtype"),
     "sparse tensor": (lambda h: [h.to_sparse()], "[0] is a sparse_coo tensor"),
+    "quantized tensor": (
+        lambda h: [h, torch.quantize_per_tensor(h.detach().float(), 0.1, 0, torch.quint8)],
+        "[1] is a quantized tensor",
+    ),
     "class without a name": (lambda h: {"h": Nameless(h)}, " is a tests.values.kinds.Nameless"),
     "key": (lambda h: {(1, 2): h}, " is a dict with ((1, 2),)"),
     "bytes": (lambda h: {"h": h, "bytes": b"a"}, "['bytes'] is a bytes"),

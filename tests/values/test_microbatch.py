@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import MicrobatchError
+from penstock.images import ByImages
 from penstock.values import (
     MISSING,
     REPLICATE,
@@ -73,6 +74,16 @@ def test_what_is_split_and_what_goes_whole_to_every_microbatch() -> None:
     assert [(part.args, part.samples) for part in split((3, "text"), {}, 3)] == [
         ((3, "text"), 0)
     ] * 3
+
+
+def test_a_change_in_place_to_one_microbatch_lets_backward_of_another_be() -> None:
+    weight = torch.ones(4, requires_grad=True)
+    first, second = split((torch.ones(4, 4),), {}, 2)
+    loss = (second.args[0] * weight).sum()
+    first.args[0].mul_(5)
+    loss.backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [2.0] * 4
 
 
 def gives_a_list(*_: Any) -> Any:
@@ -156,6 +167,26 @@ def test_outputs_are_merged() -> None:
     assert merge([{"loss": None, "kind": "a"}] * 3) == {"loss": None, "kind": "a"}
 
 
+def test_what_is_no_sample_is_the_same_in_all_outputs_or_refused() -> None:
+    """Such as a temperature beside the logits."""
+    table = torch.ones(3)
+    both = merge([table, table], samples=(2, 3))
+    both.mul_(2)
+    assert table.tolist() == [1, 1, 1]
+    assert merge([torch.ones(4, 2), torch.ones(6, 2)], samples=(2, 3)).shape == (10, 2)
+    for sizes, exact in (((3, 5), False), ((4, 6), True)):
+        with pytest.raises(MicrobatchError, match="not one entry for each sample"):
+            merge([torch.zeros(sizes[0]), torch.ones(sizes[1])], samples=(2, 3), exact=exact)
+
+
+def test_outputs_of_tokens_are_merged_along_them() -> None:
+    """Those without the first token of a row too; and what each sequence has, in dimension 0."""
+    for lacking in (0, 1):
+        rows = [torch.zeros(1, 6 - lacking), torch.zeros(1, 9 - lacking)]
+        assert merge(rows, 1, tokens=(6, 9)).shape == (1, 15 - 2 * lacking)
+    assert merge([torch.zeros(2, 3), torch.zeros(1, 3)], 1, tokens=(6, 9)).shape == (3, 3)
+
+
 UNLIKE: dict[str, tuple[list[Any], str]] = {
     "types": ([TOKENS, (TOKENS,)], "different structures"),
     "lengths": ([(1,), (1, 2)], "different structures"),
@@ -178,8 +209,10 @@ def test_outputs_that_differ_are_refused(name: str) -> None:
 def test_fewer_samples_than_microbatches() -> None:
     batch = split_batch((TOKENS[:3],), {}, TOKENS[:3], None, 4, fewer=True)
     assert (batch.count, batch.samples) == (3, [1, 1, 1])
-    # What is not split is one microbatch.
+    # What is not split is one microbatch, unless a function splits it.
     assert split_batch((5,), {"text": "a"}, MISSING, None, 4, fewer=True).count == 1
+    halves: Rules = {"text": lambda value, sizes: list(value)}
+    assert split_batch((5,), {"text": "abcd"}, MISSING, halves, 4, fewer=True).count == 4
 
 
 def test_a_target_alone_tells_the_sizes_and_nothing_tells_nothing() -> None:
@@ -216,9 +249,9 @@ class Encoding(UserDict[str, Any]):
 
 
 def with_default() -> defaultdict[str, Any]:
-    made: defaultdict[str, Any] = defaultdict(list)
-    made["tokens"] = TOKENS
-    return made
+    filled: defaultdict[str, Any] = defaultdict(list)
+    filled["tokens"] = TOKENS
+    return filled
 
 
 KINDS: dict[str, Callable[[], Any]] = {
@@ -321,6 +354,14 @@ def test_a_function_splits_an_argument_and_the_target() -> None:
     assert [part.kind for part in batch.parts] == [None] * 3
 
 
+def test_samples_without_images_get_none() -> None:
+    """Models take it for a text without any, where an empty tensor would be a batch of none."""
+    rule = ByImages([2, 0, 0, 1])
+    first, second, third = rule(PATCHES[:3], [1, 2, 1])
+    assert second is None
+    assert (first.tolist(), third.tolist()) == (PATCHES[:2].tolist(), PATCHES[2:3].tolist())
+
+
 def test_functions_alone_learn_the_sizes() -> None:
     """Of the target's samples, or those of the first argument that is split; parts weigh their targets."""
     asked: list[Sequence[int]] = []
@@ -365,6 +406,12 @@ def test_ready_microbatches() -> None:
     assert (batch.count, batch.samples, batch.targets) == (3, [2, 1, 2], [1, 2, 3])
     assert batch.parts is not None
     assert [part.args[0] for part in batch.parts] == RAGGED
+
+
+def test_ready_microbatches_count_their_targets_if_all_have_some() -> None:
+    rows = Microbatches([torch.zeros(3, 2), torch.zeros(2, 2)])
+    assert rows.batch([torch.zeros(1), torch.zeros(4)]).samples == [1, 4]
+    assert rows.batch([torch.zeros(1), "none"]).samples == [3, 2]
 
 
 def test_arguments_of_ready_microbatches() -> None:

@@ -51,27 +51,27 @@ def split(
     return batch, [part.kwargs for part in batch.parts]
 
 
-@pytest.mark.parametrize("told", ["positions", "bounds", "ordinals"])
-def test_a_packed_row_is_split_between_sequences_by_tokens(told: str) -> None:
-    way: dict[str, dict[str, Any]] = {
+@pytest.mark.parametrize("says", ["positions", "bounds", "ordinals"])
+def test_a_packed_row_is_split_between_sequences_by_tokens(says: str) -> None:
+    ways: dict[str, dict[str, Any]] = {
         "positions": {"position_ids": POSITIONS},
         "bounds": BOUNDED,
         "ordinals": {"seq_idx": ORDINALS, "position_ids": None},
     }
-    batch, calls = split(3, input_ids=TOKENS, labels=LABELS, **way[told])
+    batch, calls = split(3, input_ids=TOKENS, labels=LABELS, **ways[says])
     rows = [call["input_ids"] for call in calls]
     assert [row.shape[1] for row in rows] == [6, 12, 12] == batch.samples  # the least largest
     assert torch.equal(torch.cat(rows, 1), TOKENS)
     assert batch.weights == [4, 10, 9]  # labels that count
     for call, lengths in zip(calls, [(5, 1), (9, 3), (4, 6, 2)], strict=True):
         bounds = torch.tensor([0, *lengths]).cumsum(0)
-        if told == "bounds":
+        if says == "bounds":
             assert torch.equal(call["cu_seq_lens_q"], bounds)
             assert call["cu_seq_lens_k"].dtype == torch.int32
             assert call["max_length_q"] >= max(lengths)
-        if told == "positions":
+        if says == "positions":
             assert (call["position_ids"][0, bounds[:-1]] == 0).all()
-        if told == "ordinals":
+        if says == "ordinals":
             counts = call["seq_idx"][0].bincount().tolist()
             assert counts == list(lengths)
 
@@ -100,10 +100,12 @@ def test_rows_of_other_shapes() -> None:
     ):
         split(2, input_ids=TOKENS, position_ids=POSITIONS, x=torch.zeros(2, 3))
     batch, calls = split(
-        2, {"x": REPLICATE, "y": lambda value, sizes: [sizes] * 2},
-        input_ids=TOKENS, position_ids=POSITIONS, x=torch.zeros(2, 3), y=0,
+        2, {"x": REPLICATE, "y": lambda value, sizes: [sizes] * 2, "z": Split(1), "each": Split(0)},
+        input_ids=TOKENS, position_ids=POSITIONS, x=torch.zeros(2, 3), y=0, z=torch.zeros(2, TOTAL),
+        each=torch.arange(7),
     )  # fmt: skip
     assert [(len(call["x"]), call["y"]) for call in calls] == [(2, [3, 4])] * 2
+    assert [(call["z"].shape, len(call["each"])) for call in calls] == [((2, 15), 3), ((2, 15), 4)]
 
 
 def test_what_is_no_packed_row() -> None:
@@ -154,10 +156,20 @@ def test_padded_sequences_by_tokens() -> None:
     assert [call["input_ids"].shape for call in calls] == [(1, 20), (5, 8)]
     assert [t.shape for t in batch.targets] == [(1, 20), (5, 8)]
     assert int(calls[1]["attention_mask"].sum()) == 20
+    from_the_end: Rules = {"input_ids": Split(-2, by="tokens")}
+    _, alike = split(2, from_the_end, input_ids=ids, attention_mask=MASK)
+    assert [call["input_ids"].shape for call in alike] == [(1, 20), (5, 8)]
+    # A sequence of padding alone counts as a token, so that its microbatch has some weight.
+    batch, _ = split(
+        2, rules, input_ids=ids[:2], attention_mask=MASK[:2] * torch.tensor([[1], [0]])
+    )
+    assert batch.weights == [20, 1]
     with pytest.raises(MicrobatchError, match="nothing says which of its entries are padding"):
         split(2, rules, input_ids=ids)
-    with pytest.raises(MicrobatchError, match="by= must be"):
-        Pipeline(Attends(), rules={0: Split(by="words")})  # type: ignore[arg-type]
+    wrong: Any = {"by= must be": Split(by="words"), "must be Split.dim., REPLICATE, a": Split}  # type: ignore[arg-type]
+    for says, rule in wrong.items():
+        with pytest.raises(MicrobatchError, match=says):
+            Pipeline(Attends(), rules={0: rule})
 
 
 def test_a_list_of_sequences_by_tokens() -> None:
@@ -307,6 +319,21 @@ def test_a_block_mask_is_split_with_the_batch(name: str) -> None:
 
 
 @pytest.mark.on_cpu("makes its masks on a CPU")
+def test_block_masks_inside_an_argument_are_split_with_the_batch() -> None:
+    """As transformers passes one for each kind of layer."""
+    own, same = (
+        create_block_mask(function, batch, None, 8, 8, device="cpu", BLOCK_SIZE=4)
+        for function, batch in ((from_start(START), 4), (in_one_document(torch.ones(8)), None))
+    )
+    _, calls = split(2, x=torch.zeros(4, 8), masks={"full": own, "sliding": same})
+    for call, begin in zip(calls, (0, 2), strict=True):
+        dense = create_mask(call["masks"]["full"].mask_mod, 2, None, 8, 8, device="cpu")
+        whole = create_mask(own.mask_mod, 4, None, 8, 8, device="cpu")
+        assert torch.equal(dense, whole[begin : begin + 2])
+        assert call["masks"]["sliding"] is same
+
+
+@pytest.mark.on_cpu("makes its masks on a CPU")
 def test_a_block_mask_looks_alike_in_other_processes() -> None:
     """Its function is not sent: a rank that was not given the batch plans with another one."""
     mask = create_block_mask(MASKS["of each sample"][0], 4, None, 8, 8, device="cpu", BLOCK_SIZE=4)
@@ -319,7 +346,7 @@ def test_a_block_mask_looks_alike_in_other_processes() -> None:
     assert twin.kv_indices.is_meta
 
 
-def test_a_loss_that_counts_otherwise_is_told() -> None:
+def test_a_loss_that_counts_otherwise_is_refused() -> None:
     def of_all(logits: Tensor, labels: Tensor) -> Tensor:
         return (
             cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum") / labels.numel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from penstock import Pipeline, PipelineStage
 from penstock.errors import PartitionError, SpecError
 from penstock.testing import WorkerPool, compare
+from penstock.values import Structure
 from tests import played
 from tests.device import DEVICE
 from tests.values.kinds import (
@@ -62,6 +64,18 @@ def test_on_gloo_with_the_same_bits(workers: WorkerPool, schedule: str) -> None:
     assert {name: answers[0][name] | answers[1][name] for name in names} == here
 
 
+def test_a_stage_may_change_what_the_one_before_still_needs_for_its_backward() -> None:
+    """Which saves its output, as tanh does."""
+    doubles = [Kind(lambda h: h, lambda v: v * 2), Kind(lambda h: h, lambda v: v.mul_(2))]
+    weights: list[Any] = []
+    for kind in doubles:
+        stages = [PipelineStage(p, i, 4) for i, p in enumerate(layers(kind))]
+        pipe = Pipeline.from_stages(stages, schedule="1F1B", microbatches=2, loss_fn=loss)
+        pipe.step(X, target=X.flip(0))
+        weights.append([p.grad for stage in stages for p in stage.module.parameters()])
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
 class Watching(Layer):
     """Notes what has arrived."""
 
@@ -89,6 +103,7 @@ def test_structure_and_strides_arrive_as_they_were() -> None:
 # ---- what cannot travel is refused by name and path
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=SPARSE if "sparse" in name else ()) for name in sorted(REFUSED)],
@@ -132,6 +147,14 @@ def test_nor_can_a_model_be_cut_there(kind: Kind, error: type[Exception], says: 
     pipe = Pipeline(model, ranks=2, microbatches=2, loss_fn=loss)
     with pytest.raises(error, match=says):
         pipe.step(X, target=X)
+
+
+@pytest.mark.parametrize("name", ["os:system", "builtins:set", "no_such_module:Kind", "nothing"])
+def test_a_description_names_containers_that_this_process_knows(name: str) -> None:
+    """What another rank sends never makes anything else of a class, and imports nothing."""
+    with pytest.raises(SpecError, match=f"does not know .{name}.; define it at the top level"):
+        Structure.read([name, None, [None]])
+    assert "no_such_module" not in sys.modules
 
 
 def changing(group: Any) -> str:

@@ -214,9 +214,19 @@ def _foreach(model: Any) -> None:
     torch._foreach_lerp_(weights, weights, 0.5)
 
 
+def _copies(model: Any) -> None:
+    """A copy is another tensor, and one that shares a weight shares its copy."""
+    for weight in model.parameters():
+        assert weight.to("cpu") is weight
+        assert weight.to("cpu", copy=True) is not weight
+        first, second = copy.deepcopy([weight, weight])
+        assert first is second is not weight
+
+
 HARMLESS: dict[str, Callable[[Any, Any], Any]] = {
     "values clipped": lambda model, pipe: nn.utils.clip_grad_value_(model.parameters(), 1.0),
     "a whole state dict loaded": lambda model, pipe: model.load_state_dict(rooms().state_dict()),
+    "copied": lambda model, pipe: _copies(model),
     "copied and converted": lambda model, pipe: copy.deepcopy(model).to("cpu").float(),
     "gradients emptied": lambda model, pipe: model.zero_grad(set_to_none=False),
     "frozen": lambda model, pipe: model.requires_grad_(False).requires_grad_(True),

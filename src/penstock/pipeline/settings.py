@@ -28,7 +28,7 @@ from penstock.pipeline.plan import (
     WithTarget,
     build_by,
 )
-from penstock.rng import Seed, own_seed
+from penstock.rng import Seed, checked_seed
 from penstock.runtime import Loss, LossFunction, LossOptions, Replicas, check_function
 from penstock.schedule import Schedule, build, load
 from penstock.schedule.base import Edges, whole_number
@@ -149,7 +149,7 @@ class PipelineSettings:
     @property
     def seed_here(self) -> Any:
         """The seed of this process: the user's, ``"off"``, or that of torch."""
-        return own_seed(self.seed)
+        return checked_seed(self.seed)
 
     # ---- the schedule
 

@@ -275,7 +275,9 @@ def connect_process(settings: PipelineSettings) -> Connection:
     if group is None and not launched():
         return Connection(None, replicas, loss)
     use(device)
-    meeting = meet(group, patience, device, members_of(settings.group, settings.mesh, replicas.group))
+    meeting = meet(
+        group, patience, device, members_of(settings.group, settings.mesh, replicas.group)
+    )
     job = meeting.job
     activity = Activity(job.rank, job.pipeline, job.replica)
     watch = Watch(activity, meeting, patience)

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.errors import MicrobatchError, UsageError
 from penstock.rng import generator_states, generators_kept
+from penstock.runtime.kinds import Agreement
 from penstock.runtime.loss import MAIN, Loss, Reduction, Weights
 from penstock.runtime.whole import Evaluate, Joins
 from penstock.values import map_tensors, tensors_in
@@ -62,14 +63,13 @@ class Inquiry:
 
     def __init__(self) -> None:
         self.is_inside = False
-        self._kinds = set[Any]()
-        self._steps = 0
+        self._asked = self._steps = 0
 
     def question(
         self,
         loss: Loss | None,
         weights: Weights,
-        kinds: Any,
+        agreement: Agreement,
         joins: Callable[[], Joins],
         *,
         trains: bool,
@@ -79,16 +79,17 @@ class Inquiry:
         Args:
             loss: the loss of the call.
             weights: how much its microbatches count.
-            kinds: how the microbatches look.
+            agreement: what the ranks agreed on for it.
             joins: makes what puts microbatches together.
             trains: whether the call is a training step.
         """
         self._steps += trains
-        new = (kinds, trains) not in self._kinds and len(self._kinds) < _MOST
+        new = not agreement.asked and self._asked < _MOST
         asks = loss is not None and loss.loss_over == "samples" and len(weights.shares) > 1
         if loss is None or not asks or not (new or (trains and self._steps in _AGAIN)):
             return None
-        self._kinds.add((kinds, trains))
+        self._asked += not agreement.asked
+        agreement.asked = True
         try:
             return Question(loss, weights, joins(), self)
         except MicrobatchError:
@@ -108,14 +109,14 @@ class Question:
     def __init__(self, loss: Loss, weights: Weights, joins: Joins, inquiry: Inquiry) -> None:
         self._loss, self._weights, self._joins = loss, weights, joins
         self._inquiry = inquiry
-        self._given: dict[int, tuple[Any, Any]] = {}
+        self._calls: dict[int, tuple[Any, Any]] = {}
         self._losses: dict[int, Tensor] = {}
 
     def look(self, microbatch: int, output: Any, target: Any) -> None:
         """Note what the loss gets, before it may change it in place."""
-        if len(self._given) < 2:
+        if len(self._calls) < 2:
             self._inquiry.is_inside |= _holds_a_loss(output)
-            self._given[microbatch] = map_tensors((output, target), lambda t: t.detach().clone())
+            self._calls[microbatch] = map_tensors((output, target), lambda t: t.detach().clone())
 
     def check(
         self, microbatch: int, loss: Tensor, evaluate: Evaluate, device: torch.device
@@ -125,14 +126,14 @@ class Question:
         Raises:
             UsageError: the loss is not what ``reduction`` and ``loss_weight`` say.
         """
-        if microbatch not in self._given or len(self._losses) > 1:
+        if microbatch not in self._calls or len(self._losses) > 1:
             return
         self._losses[microbatch] = loss.detach().clone()
         if len(self._losses) == 2:
             try:
                 self._ask(partial(self._again, evaluate, device))
             finally:
-                self._given.clear()
+                self._calls.clear()
 
     def _ask(self, again: Callable[..., Tensor | None]) -> None:
         first, second = self._losses
@@ -149,7 +150,7 @@ class Question:
         alone = again((first,))
         if alone is None or abs(float(alone) - values[1]) > rounding * abs(values[1]):
             return
-        kinds = {together.dtype, *(t.dtype for t in tensors_in(self._given[first][0]))}
+        kinds = {together.dtype, *(t.dtype for t in tensors_in(self._calls[first][0]))}
         allowed = _allowed(*kinds, *_autocast_types(together.device))
         floor = allowed / 100
         # More precise types tell a loss of another kind from roundings.
@@ -174,11 +175,11 @@ class Question:
         before = generator_states([device])
         with torch.no_grad(), generators_kept([device]), left_alone(self._loss.function):
             try:
-                outputs, targets = ({m: self._given[m][at] for m in microbatches} for at in (0, 1))
-                given = self._joins.outputs(outputs), self._joins.targets(targets)
+                outputs, targets = ({m: self._calls[m][at] for m in microbatches} for at in (0, 1))
+                pair = self._joins.outputs(outputs), self._joins.targets(targets)
                 if kind is not None:
-                    given = map_tensors(given, partial(_converted, kind))
-                value = evaluate(*given)
+                    pair = map_tensors(pair, partial(_converted, kind))
+                value = evaluate(*pair)
             except Exception:
                 return None
             drawn = generator_states([device])

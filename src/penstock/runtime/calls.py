@@ -27,12 +27,12 @@ from penstock.faults import versions
 from penstock.parallel import Adapters
 from penstock.rng import Draws
 from penstock.runtime.hooks import Hooks, Recorder
-from penstock.runtime.kinds import Agreement
+from penstock.runtime.kinds import Agreement, contents_of
 from penstock.runtime.loss import Loss, Weights
 from penstock.runtime.result import StepResult, StepTally
 from penstock.schedule import Action, Op, Schedule
 from penstock.transport import Transport
-from penstock.values import Batch, Microbatch, flatten
+from penstock.values import Batch, Microbatch
 
 
 @dataclass(frozen=True)
@@ -92,18 +92,7 @@ _LOOKED_AT = 4096
 
 def mark_of(batch: Any) -> int:
     """A hash of a batch, at least 1; large tensors are sampled."""
-    digest = hashlib.sha256()
-    for leaf in flatten(batch)[0]:
-        if isinstance(leaf, Tensor):
-            digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
-            if leaf.layout is torch.strided and not leaf.is_meta and not leaf.is_nested:
-                # An odd stride reaches all columns in turn.
-                stride = leaf.numel() // _LOOKED_AT | 1
-                sample = leaf.detach().reshape(-1)[::stride].contiguous().cpu()
-                digest.update(sample.view(torch.uint8).numpy().tobytes())
-        else:
-            digest.update(repr(leaf).encode())
-    return (int.from_bytes(digest.digest()[:8]) >> 2) + 1
+    return (int.from_bytes(contents_of(batch, _LOOKED_AT)[:8]) >> 2) + 1
 
 
 def check_marks(marks: Sequence[int]) -> None:
@@ -139,7 +128,7 @@ def exchange_or_refuse(
         raise refusal
     first = next((rank for rank, reason in enumerate(reasons) if reason is not None), None)
     if first is None:
-        return [told for told, _ in rows]
+        return [theirs for theirs, _ in rows]
     name, text = reasons[first]
     here = refusal if first == transport.rank else None
     error = (error_named(name) if here is None else type(here))(f"rank {first}: {text}")

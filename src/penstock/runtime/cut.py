@@ -10,7 +10,7 @@ from penstock.runtime.calls import exchange_or_refuse
 from penstock.runtime.job import refusal_in_job
 from penstock.transport import DifferentCalls, Transport
 
-Made = TypeVar("Made")
+Product = TypeVar("Product")
 Example = tuple[Sequence[Any], Mapping[str, Any]]
 BROKEN = (MessageError, PeerFailed, DifferentCalls)
 """Errors of an exchange itself: they refuse nothing, but end the pipeline."""
@@ -33,16 +33,18 @@ class LateCut(Protocol):
         """Take the stages of this process, and free the others."""
 
 
-def together(
-    transport: Transport | None, make: Callable[[], Made], tell: Callable[[Made], Any]
-) -> tuple[Made, list[Any]]:
-    """What this rank makes, and what each rank tells of it; if one cannot, all raise its error."""
+def make_together(
+    transport: Transport | None,
+    make: Callable[[], Product],
+    describe: Callable[[Product], Any] = lambda product: product,
+) -> tuple[Product, list[Any]]:
+    """What this rank makes, and how each rank describes its own; if one cannot, all raise its error."""
     try:
-        made = make()
+        product = make()
     except PenstockError as error:
         exchange_or_refuse(transport, None, error)
         raise
-    return made, exchange_or_refuse(transport, tell(made), None)
+    return product, exchange_or_refuse(transport, describe(product), None)
 
 
 def agree_on_cut(
@@ -65,23 +67,23 @@ def agree_on_cut(
 
     def decide() -> Any:
         first, call = bring()
-        _, of_ranks = together(transport, lambda: cut.decide(call), lambda where: where)
+        _, of_ranks = make_together(transport, lambda: cut.decide(call))
         return adopted(of_ranks, of_ranks[first])
 
     def adopted(decisions: Sequence[Any], where: Any) -> Any:
         if any(one != where for one in decisions):
-            together(transport, lambda: cut.adopt(where), lambda _: None)
+            make_together(transport, lambda: cut.adopt(where))
         return where
 
     def refused(make: Callable[[], Any]) -> tuple[Any, PenstockError | None]:
-        made = refusal = None
+        product = refusal = None
         try:
-            made = make()
+            product = make()
         except BROKEN:
             raise
         except PenstockError as error:
             refusal = error
-        return made, refusal_in_job(transport, refusal, step, whole=True)
+        return product, refusal_in_job(transport, refusal, step, whole=True)
 
     where, refusal = refused(decide)
     if refusal is None and transport is not None and transport.beside.size > 1:

@@ -22,21 +22,16 @@ from torch.profiler import record_function
 
 from penstock.errors import (
     MessageError,
-    MicrobatchError,
     PenstockError,
     SpecError,
     StageError,
-    UsageError,
 )
 from penstock.faults import Activity, failing_module, has_probes
-from penstock.parallel import arrived, gathered, put_together, replicated, take_apart
-from penstock.rng import LOSS
-from penstock.runtime.asking import Differentiations, Inquiry, Question
+from penstock.parallel import arrived, put_together, take_apart
 from penstock.runtime.calls import StepState
 from penstock.runtime.hooks import ActionEvent
 from penstock.runtime.kinds import Kind
-from penstock.runtime.loss import Loss, Losses, zero_loss
-from penstock.runtime.whole import BatchOutputs, Evaluate, Joins
+from penstock.runtime.stage_losses import StageLosses
 from penstock.schedule import Action, Dependencies, Edge, Op, Schedule, merged
 from penstock.schedule.action import MESSAGE_OPS, RECV_OPS, SEND_OPS
 from penstock.schedule.dependencies import counterpart
@@ -208,11 +203,7 @@ class Interpreter:
         self.stages = stages
         self.activity = activity
         self._transport: Transport | None = None
-        self._added = Losses()
-        self._inquiry = Inquiry()
-        self._question: Question | None = None
-        self._batch: BatchOutputs | None = None
-        self._inputs: Any = None
+        self._losses = StageLosses(stages)
         self._usual: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -241,7 +232,6 @@ class Interpreter:
         self._values: dict[tuple[str, int], list[Any]] = {}
         """Each value, with the number of times that it is still read."""
         self._gradients: defaultdict[tuple[str, int], dict[int, Grads]] = defaultdict(dict)
-        self._seeds: dict[tuple[int, int], list[Tensor | None]] = {}
         self._learners: dict[tuple[str, int], int] = {}
         self._entered: dict[tuple[int, int], list[list[Tensor]]] = {}
         self._arriving: dict[Action, Arrival | None] = {}
@@ -264,7 +254,7 @@ class Interpreter:
         watched = self._begin(program, step, transport, program.proves)
         # In one process, only fault injection needs to know which action runs.
         noted = transport is not None or has_probes()
-        with self._errors_named(), self._added:
+        with self._errors_named(), self._losses.added:
             for action, needs in program.instructions:
                 self._action = action
                 if noted:
@@ -302,7 +292,7 @@ class Interpreter:
             self._run_watched(method, action) if watched else method(action)
             self._action = None
 
-        with self._errors_named(), self._added:
+        with self._errors_named(), self._losses.added:
             yield perform
             self._end(transport)
         self.clear()
@@ -323,7 +313,7 @@ class Interpreter:
         self._methods = self._usual | {
             op: partial(function, self._perform) for op, function in custom.items()
         }
-        self._prepare_loss(step)
+        self._losses.take_up(step, has_last=max(self.stages) + 1 == program.schedule.stages)
         profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # it has no public name
         return profiled or step.recorder is not None or self._hooks is not None
 
@@ -415,9 +405,9 @@ class Interpreter:
     def _forward(self, action: Action) -> None:
         index, microbatch = action.stage, action.microbatch or 0
         step, stage = self._step, self.stages[index]
-        if self._added.terms:
+        if self._losses.added.terms:
             # Losses that a checkpoint added again when backward recomputed it.
-            self._added.clear()
+            self._losses.added.clear()
         leaves: list[Tensor] = []
         args, kwargs = self._arguments(stage, microbatch, leaves)
         draws = step.draws(microbatch, stage.device)
@@ -431,7 +421,8 @@ class Interpreter:
         output = stage.run(args if call is None else (call, *args), kwargs)
         if self._hooks is not None:
             self._seen = (self._seen[0], output)
-        roots = self._finish_forward(stage, microbatch, leaves, output)
+        inputs = args[0] if call is not None else (args, kwargs)
+        roots = self._finish_forward(stage, microbatch, inputs, leaves, output)
         if step.call.trains:
             stage.keep(microbatch, roots, leaves)
 
@@ -447,8 +438,6 @@ class Interpreter:
             entered.append(leaves[first:])
             first = len(leaves)
         self._entered[stage.index, microbatch] = entered
-        if self._question is not None:
-            self._inputs = values
         part = self._step.parts[microbatch]
         kwargs: dict[str, Any] = {}
         if stage.planned:
@@ -484,7 +473,7 @@ class Interpreter:
             self._values[name, microbatch] = [value, uses]
 
     def _finish_forward(
-        self, stage: PipelineStage, microbatch: int, leaves: list[Tensor], output: Any
+        self, stage: PipelineStage, microbatch: int, inputs: Any, leaves: list[Tensor], output: Any
     ) -> list[Tensor]:
         """Put a stage's values into the store, and return the roots of its backward."""
         index, call = stage.index, self._step.call
@@ -508,145 +497,17 @@ class Interpreter:
                 elif value.requires_grad:
                     roots.append(value)
                 self._learners[name, microbatch] = len(roots) - before
-        if stage.is_last:
-            if call.outputs or call.keep:
-                self._step.outputs[microbatch] = map_tensors(output, Tensor.detach)
-            roots += self._loss_of(index, microbatch, output, leaves)
-        elif self._added.terms and call.loss is not None:
-            roots += self._seeded(index, microbatch, self._take_added(index, microbatch))
+        if stage.is_last and (call.outputs or call.keep):
+            self._step.outputs[microbatch] = map_tensors(output, Tensor.detach)
+        if stage.is_last or self._losses.added.terms:
+            arrived = self._entered[index, microbatch]
+            roots += self._losses.roots(stage, microbatch, output, inputs, leaves, arrived)
         return roots
-
-    def _prepare_loss(self, step: StepState) -> None:
-        """Find out whether to ask the loss what it is, or to compute it once for the batch."""
-        loss, call = step.call.loss, step.agreement.model_call
-        self._question, self._batch, self._inputs = None, None, None
-        if loss is None or max(self.stages) + 1 < self._program.schedule.stages:
-            return
-        if loss.loss_over == "batch":
-            try:
-                self._batch = BatchOutputs(call.count, Joins(loss, call))
-            except MicrobatchError as error:
-                raise UsageError(
-                    f'loss_over="batch" puts the outputs of microbatches together, and {error}; let the '
-                    "pipeline split the batch, along one dimension of each tensor"
-                ) from None
-            return
-        self._question = self._inquiry.question(
-            loss,
-            step.weights,
-            tuple(kind.text for kind in self._kinds),
-            partial(Joins, loss, call, guesses=True),
-            trains=step.call.trains,
-        )
 
     @property
     def has_loss_inside(self) -> bool:
         """Whether the model's forward seems to compute the loss; known where the last stage is."""
-        return self._inquiry.is_inside
-
-    def _loss_of(
-        self, stage: int, microbatch: int, output: Any, leaves: list[Tensor]
-    ) -> list[Tensor]:
-        """The loss of a microbatch; its backward starts from the microbatch's weight."""
-        step, function = self._step, self._step.call.loss
-        if function is None:
-            self._added.clear()
-            return []
-        if self._batch is not None:
-            return self._add_to_batch(self._batch, function, stage, microbatch, output)
-        if step.weights.shares[microbatch]:
-            target = step.targets[microbatch]
-            if step.call.trains:
-                target = _entered(target, leaves)
-            if self._question is None:
-                loss = replicated(self._evaluate(function, stage, microbatch, output, target))
-            else:
-                loss = self._ask(self._question, function, stage, microbatch, output, target)
-            if function.metrics:
-                step.tally.measure(microbatch, stage, output, target)
-        else:
-            # A microbatch of weight 0: a mean over nothing is NaN, and so is its gradient.
-            loss = replicated(zero_loss(output))
-        step.tally.add_main(microbatch, stage, loss)
-        # Backward starts from the whole loss as a plain tensor, with a plain seed.
-        loss = gathered(loss)
-        if self._added.terms:
-            loss = loss + self._take_added(stage, microbatch)
-        return self._seeded(stage, microbatch, loss)
-
-    def _ask(
-        self,
-        question: Question,
-        function: Loss,
-        stage: int,
-        microbatch: int,
-        output: Any,
-        target: Any,
-    ) -> Tensor:
-        """The loss of a microbatch, of which the question notes what the function got and gave."""
-        question.look(microbatch, output, target)
-        arrived = [leaf for of in self._entered[stage, microbatch] for leaf in of]
-        with Differentiations(output, self._inputs, arrived):
-            loss = replicated(self._evaluate(function, stage, microbatch, output, target))
-        again = partial(self._call_loss, function, microbatch)
-        question.check(microbatch, loss, again, self.stages[stage].device)
-        return loss
-
-    def _evaluate(
-        self, function: Loss, stage: int, microbatch: int, output: Any, target: Any
-    ) -> Tensor:
-        """The loss of an output, with the random numbers of a microbatch."""
-        draws = self._step.draws(microbatch, self.stages[stage].device)
-        if draws is not None:
-            draws.enter(LOSS, 0)
-        try:
-            return self._call_loss(function, microbatch, output, target)
-        except Exception as error:
-            if target is None:
-                error.add_note("loss_fn was called without a target; pass target= to the step")
-            raise
-
-    def _call_loss(self, function: Loss, microbatch: int, output: Any, target: Any) -> Tensor:
-        plan = self._kinds[microbatch].plan
-        compute = function.of_microbatch
-        return compute(output, target) if plan is None else plan.apart(compute, output, target)
-
-    def _add_to_batch(
-        self, batch: BatchOutputs, function: Loss, stage: int, microbatch: int, output: Any
-    ) -> list[Tensor]:
-        """Add an output to those of the batch; with the last one, compute the loss and its gradients."""
-        step, roots = self._step, list[Tensor]()
-        if self._added.terms:
-            roots = self._seeded(stage, microbatch, self._take_added(stage, microbatch))
-        if function.metrics:
-            step.tally.measure(microbatch, stage, output, step.targets[microbatch])
-        share, seed = step.weights.whole
-        if batch.add(microbatch, output):
-            evaluate: Evaluate = partial(self._evaluate, function, stage, microbatch)
-            if not share:
-                evaluate = zero_loss
-            targets = [_without_gradient(target) for target in step.targets]
-            # The loss may use weights of this stage, also those that other stages share.
-            with self.stages[stage].shared_context:
-                loss, gradients = batch.differentiate(targets, evaluate, seed)
-            step.tally.add_main(0, stage, replicated(loss), share)
-            for index, of in gradients.items():
-                self._seeds.setdefault((stage, index), []).extend(of)
-        return roots + [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-
-    def _take_added(self, stage: int, microbatch: int) -> Tensor:
-        """Tally the losses that a stage has added, and return their sum."""
-        self._step.tally.add_losses(microbatch, stage, self._added)
-        total = self._added.total()
-        self._added.clear()
-        return total
-
-    def _seeded(self, stage: int, microbatch: int, loss: Tensor) -> list[Tensor]:
-        if not loss.requires_grad:
-            return []
-        seed = torch.full_like(loss, self._step.weights.seeds[microbatch])
-        self._seeds[stage, microbatch] = [seed]
-        return [loss]
+        return self._losses.is_inside
 
     # ---- backward
 
@@ -666,7 +527,7 @@ class Interpreter:
                 gradients += [
                     _sum(column) for column in zip(*[by_user[u] for u in users], strict=True)
                 ]
-        return [*gradients, *self._seeds.pop((stage, microbatch), ())]
+        return [*gradients, *self._losses.seeds.pop((stage, microbatch), ())]
 
     def _backward(self, action: Action) -> None:
         self._run_backward(action, self.stages[action.stage].backward)
@@ -967,28 +828,3 @@ def _rebuilt(tensor: Tensor, layout: TensorLayout) -> Tensor:
     elif layout.strides is not None:
         tensor = restrided(tensor, layout.strides)
     return tensor.requires_grad_() if layout.learns and torch.is_grad_enabled() else tensor
-
-
-def _without_gradient(target: Any) -> Any:
-    """A target for a loss over the batch.
-
-    Raises:
-        UsageError: a tensor in it requires grad.
-    """
-    if any(tensor.requires_grad for tensor in tensors_in(target)):
-        raise UsageError(
-            'loss_over="batch" gives no gradients to targets; detach the target, or pass what requires grad '
-            "to the model"
-        )
-    return _entered(target, [])
-
-
-def _entered(target: Any, leaves: list[Tensor]) -> Any:
-    """A target for a loss with gradients; of tensors that require grad, ``leaves`` gets a leaf each."""
-    learns = False
-    for tensor in (target,) if isinstance(target, Tensor) else tensors_in(target):
-        learns |= tensor.requires_grad
-        if tensor.is_inference():
-            # Autograd cannot save such tensors for backward.
-            return map_tensors(target, torch.clone)
-    return enter(target, leaves, copies=True) if learns else target

@@ -27,7 +27,6 @@ from penstock.values import (
     flatten,
     layout_of,
     restrided,
-    tensors_in,
     unflatten,
 )
 
@@ -127,12 +126,25 @@ def look_of(part: Microbatch) -> Any:
     return tuple(looks)
 
 
-def contents_of(part: Microbatch) -> str:
-    """A hash of the numbers in a microbatch's arguments."""
-    mark = hashlib.sha256()
-    for tensor in tensors_in((part.args, part.kwargs)):
-        mark.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return mark.hexdigest()
+def contents_of(value: Any, most: int = 0) -> bytes:
+    """A hash of the numbers and plain values in a value.
+
+    Args:
+        value: any value; tensors without data count by their shapes.
+        most: how many elements of a large tensor are sampled, about; 0 for all.
+    """
+    digest = hashlib.sha256()
+    for leaf in flatten(value)[0]:
+        if not isinstance(leaf, Tensor):
+            digest.update(repr(leaf).encode())
+            continue
+        digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
+        if leaf.layout is torch.strided and not leaf.is_meta and not leaf.is_nested:
+            # An odd stride reaches all columns in turn.
+            stride = leaf.numel() // most | 1 if most else 1
+            sample = leaf.detach().reshape(-1)[::stride].contiguous().cpu()
+            digest.update(sample.view(torch.uint8).numpy().data)
+    return digest.digest()
 
 
 def _look_of_leaf(leaf: Any) -> Any:
@@ -346,12 +358,14 @@ class Agreement:
         kinds: each microbatch's kind.
         program: the program of this process.
         flows: for each microbatch, the flow of its values in the program.
+        asked: whether the loss of such a call has been asked what it is, see :mod:`penstock.runtime.asking`.
     """
 
     model_call: ModelCall
     kinds: tuple[Kind, ...]
     program: Any
     flows: tuple[Any, ...]
+    asked: bool = False
 
 
 class KnownCalls:

@@ -254,7 +254,7 @@ class Numbers:
             there = count.sign()
             columns = torch.cat([value, there, there * _share(loss, weights), total[-6:-2]])
             summed = replicas.added(columns) if replicas.number > 1 else columns
-            *numbers, ill, unknown, told, late = summed.tolist()
+            *numbers, ill, unknown, signalled, late = summed.tolist()
             if unknown:
                 self._learn(transport, replicas, new)
         values = self._means(numbers, replicas.number)
@@ -266,7 +266,7 @@ class Numbers:
             for name in metrics
         }
         is_finite = not ill and math.isfinite(main + added)
-        self.wishes = told, late
+        self.wishes = signalled, late
         return StepResult(main + added, {MAIN: main, **losses}, ratios, weights.total, is_finite)
 
     def _means(self, numbers: Sequence[float], replicas: int) -> dict[_Row, float]:

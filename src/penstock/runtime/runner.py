@@ -38,7 +38,7 @@ from penstock.parallel import (
 )
 from penstock.rng import generators_kept
 from penstock.runtime.calls import REFUSED, Call, StepState, check_marks, exchange_or_refuse
-from penstock.runtime.cut import BROKEN, Example, LateCut, agree_on_cut, together
+from penstock.runtime.cut import BROKEN, Example, LateCut, agree_on_cut, make_together
 from penstock.runtime.interpreter import Interpreter, Program
 from penstock.runtime.job import refusal_in_job
 from penstock.runtime.kinds import (
@@ -60,10 +60,8 @@ from penstock.schedule import Action, Edge, Op, Schedule
 from penstock.stage import PipelineStage, StageModule
 from penstock.transport import (
     WEIGHTS,
+    Circle,
     Transport,
-    check_called,
-    is_marked,
-    name_in_numbers,
 )
 from penstock.values import (
     Batch,
@@ -80,6 +78,8 @@ logger = logging.getLogger("penstock")
 Schedules: TypeAlias = Callable[..., Schedule]
 """Returns the proven schedule for a number of microbatches, the edges if they depend on the call, and whether
 it trains."""
+_ALONE = Circle(members=[0])
+"""The circle of a process that holds all ranks."""
 _WEIGHTS_TAG = 8
 """The tag of messages that carry weights."""
 
@@ -168,31 +168,28 @@ class Runner:
 
     def gather(self, value: Any) -> list[Any]:
         """The JSON values of all processes, in rank order; all of them call this."""
-        if self.transport is None:
-            return [value]
-        self.check_usable()
-        try:
-            return self.transport.exchange(value)
-        except BaseException as error:
-            raise self.fail(error) from None
+        with self._circle() as circle:
+            return circle.exchange(value)
 
     def to_first(self, value: Any) -> list[Any] | None:
         """Send a JSON value to rank 0, which gets those of all processes; all of them call this."""
-        if self.transport is None:
-            return [value]
-        self.check_usable()
-        try:
-            return self.transport.along.to_first(value)
-        except BaseException as error:
-            raise self.fail(error) from None
+        with self._circle() as circle:
+            return circle.to_first(value)
 
     def from_first(self, values: Sequence[Any] | None) -> Any:
         """Get this process's JSON value from rank 0, which has those of all; all of them call this."""
+        with self._circle() as circle:
+            return circle.from_first(values)
+
+    @contextmanager
+    def _circle(self) -> Iterator[Circle]:
+        """The processes of the pipeline, which end with an error in this context."""
         if self.transport is None:
-            assert values is not None
-            return values[0]
+            yield _ALONE
+            return
+        self.check_usable()
         try:
-            return self.transport.along.from_first(values)
+            yield self.transport
         except BaseException as error:
             raise self.fail(error) from None
 
@@ -207,7 +204,7 @@ class Runner:
         """Send tensors to ranks, and fill others with what ranks send; both ends pass the same shapes."""
         transport = self.transport
         assert transport is not None
-        try:
+        with self._circle():
             leaving = [
                 (peer, transport.send(peer, _WEIGHTS_TAG, tensors, WEIGHTS))
                 for peer, tensors in sends.items()
@@ -222,8 +219,6 @@ class Runner:
                 transport.activity.wait("weights to leave", peer)
                 sending.wait()
             transport.settle()
-        except BaseException as error:
-            raise self.fail(error) from None
 
     # ---- a call
 
@@ -253,37 +248,24 @@ class Runner:
     @contextmanager
     def _carrying_out(self, call: Call) -> Iterator[StepState]:
         """A context between the agreement on a call and the sum over its results."""
-        self.check_usable()
-        self._steps += call.trains
-        self.interpreter.activity.begin(self._steps)
-        try:
-            with torch.set_grad_enabled(call.trains):
-                step = self._agree(call)
-                # Without a seed of its own, a call draws from torch's generators, and moves them on.
-                kept = nullcontext() if call.seed is None else generators_kept(self._devices)
-                with kept, self._planned_anew_after_errors(step), self._adapted(step):
-                    yield step
-                self._finish(step)
-        except _Refused as refused:
-            self._steps -= call.trains
-            raise refused.error.with_traceback(None) from refused.error.__cause__
-        except BaseException as error:
-            raise self.fail(error) from None if error.__cause__ is None else error.__cause__
-        finally:
-            self.interpreter.activity.rest()
+        with self._begun(call):
+            step = self._agree(call)
+            self._steps += call.trains
+            # Without a seed of its own, a call draws from torch's generators, and moves them on.
+            kept = nullcontext() if call.seed is None else generators_kept(self._devices)
+            with kept, self._planned_anew_after_errors(step), self._adapted(step):
+                yield step
+            self._finish(step)
 
-    def cut_by(self, cut: LateCut, call: Call) -> None:
-        """Cut a model by what the first call brings; all processes of the job call this.
-
-        Raises:
-            PenstockError: the call was refused, or the model cannot be cut, and nothing was changed.
-        """
+    @contextmanager
+    def _begun(self, call: Call) -> Iterator[None]:
+        """A context from the beginning of a call to its end, or to its refusal."""
         self.check_usable()
         activity = self.interpreter.activity
         activity.begin(self._steps + call.trains)
         try:
             with torch.set_grad_enabled(call.trains):
-                self._cut_by(cut, call)
+                yield
         except _Refused as refused:
             raise refused.error.with_traceback(None) from refused.error.__cause__
         except BaseException as error:
@@ -349,16 +331,16 @@ class Runner:
 
     def _agree_to_stop(self, call: Call) -> None:
         """Learn from the sum after a training step whether the whole job stops."""
-        told, late = self._numbers.wishes
+        signalled, late = self._numbers.wishes
         beside = None if self.transport is None else self.transport.beside
         summed = call.loss is not None and call.loss.replicas.number > 1
         if beside is not None and beside.size > 1 and not summed:
             # Pipelines of one mesh that are no replicas= of each other have no sum in common.
             rows = beside.gather(
-                torch.tensor([told, late], device="cpu"), "whether to stop after the step"
+                torch.tensor([signalled, late], device="cpu"), "whether to stop after the step"
             )
-            told, late = rows.sum(0).tolist()
-        self.stopping = bool(GracefulStop.agree(told, late)) or self.stopping
+            signalled, late = rows.sum(0).tolist()
+        self.stopping = bool(GracefulStop.agree(signalled, late)) or self.stopping
 
     def _count_flops(self, kinds: Sequence[Kind], times: int) -> float | None:
         """The model's floating-point operations in a call: ``times`` those of its forward."""
@@ -378,8 +360,12 @@ class Runner:
 
     # ---- before a step
 
-    def _cut_by(self, cut: LateCut, call: Call) -> None:
-        """Cut the model by what the first call brings; if it is wrong, all ranks raise ``_Refused``."""
+    def cut_by(self, cut: LateCut, call: Call) -> None:
+        """Cut a model by what the first call brings; all processes of the job call this.
+
+        Raises:
+            PenstockError: the call was refused, or the model cannot be cut, and nothing was changed.
+        """
 
         def describe() -> dict[str, Any]:
             if call.refusal is not None:
@@ -387,23 +373,24 @@ class Runner:
             return Brought(call.mode, [], call.batch).describe()
 
         def bring() -> tuple[int, Example]:
-            _, rows = together(self.transport, describe, lambda row: row)
+            _, rows = make_together(self.transport, describe)
             model_call = merge(rows)
             part = model_call.complete(self.rank, call.batch.parts)[0]
             return min(model_call.holders, default=0), (part.args, part.kwargs)
 
-        self._exchange_digests(REFUSED if call.refusal is not None else 0, call)
         activity = self.interpreter.activity
-        activity.prepare("cuts the model")
-        try:
-            error = agree_on_cut(self.transport, cut, bring, self._steps)
-            if error is not None:
-                raise _Refused(error)
-            activity.prepare("makes its stages")
-            with torch.inference_mode(mode=False), torch.enable_grad():
-                cut.carry_out()
-        finally:
-            activity.prepared()
+        with self._begun(call):
+            self._exchange_digests(REFUSED if call.refusal is not None else 0, call)
+            activity.prepare("cuts the model")
+            try:
+                error = agree_on_cut(self.transport, cut, bring, activity.step)
+                if error is not None:
+                    raise _Refused(error)
+                activity.prepare("makes its stages")
+                with torch.inference_mode(mode=False), torch.enable_grad():
+                    cut.carry_out()
+            finally:
+                activity.prepared()
 
     def _agree(self, call: Call) -> StepState:
         """Learn what all ranks bring. If it is wrong, all of them raise ``_Refused`` before they begin."""
@@ -411,7 +398,7 @@ class Runner:
         brought, refusal = None, call.refusal
         counts: Sequence[float] | None = None
         try:
-            counts = _own_counts(call.loss, call.batch)
+            counts = _counts_here(call.loss, call.batch)
             state = self._state()
             numbers = partial(self._numbers_in, call.mode, state) if self._reads_numbers else None
             brought = Brought(call.mode, state, call.batch, numbers)
@@ -436,7 +423,8 @@ class Runner:
             refusal_here = error
         # A training step, or a sum over replicas, is the job's; another evaluation is this pipeline's.
         whole = call.trains or (call.loss is not None and call.loss.replicas.number > 1)
-        error_of_job = refusal_in_job(self.transport, refusal_here, self._steps, whole=whole)
+        step = self.interpreter.activity.step
+        error_of_job = refusal_in_job(self.transport, refusal_here, step, whole=whole)
         if error_of_job is not None:
             raise _Refused(error_of_job)
         assert agreement is not None
@@ -447,14 +435,11 @@ class Runner:
         """The digests and the marks of all ranks: all that is exchanged before a step that is known."""
         if self.transport is None:
             return (digest,), (call.mark,)
-        name = name_in_numbers(self.transport.activity.call or call.method)
-        row = torch.tensor([digest, call.mark, *name], device="cpu")
-        rows = [
-            row.tolist()
-            for row in self.transport.gather(row, f"the digest before step {self._steps}")
-        ]
-        check_called(rows, lambda one: not is_marked(one))
-        return tuple(row[0] for row in rows), tuple(row[1] for row in rows)
+        what = f"the digest before step {self.transport.activity.step}"
+        digests, marks = zip(
+            *self.transport.gather_pairs(digest, call.mark, what, call.method), strict=True
+        )
+        return digests, marks
 
     def _state(self) -> list[Any]:
         """What plans and layouts depend on in the stages of this process, as JSON data."""
@@ -469,7 +454,7 @@ class Runner:
         Raises:
             PenstockError: it is refused, the same on all ranks.
         """
-        _, rows = together(self.transport, brought.describe, lambda row: row)
+        _, rows = make_together(self.transport, brought.describe)
         model_call = merge(rows)
         states = {
             index: state
@@ -477,10 +462,8 @@ class Runner:
             for index, state in row["state"]
             if index not in self.stages
         }
-        agreement, plans = together(
-            self.transport,
-            lambda: self._plan_call(call, model_call, states),
-            _told_of,
+        agreement, plans = make_together(
+            self.transport, lambda: self._plan_call(call, model_call, states), _compared
         )
         unlike = next((rank for rank, plan in enumerate(plans) if plan != plans[0]), None)
         if unlike is not None:
@@ -504,14 +487,14 @@ class Runner:
                 kind = Kind(text, next(numbers), arguments, (call.mode, state, look_of(part)))
                 kind.plan = self._plan((part.args, part.kwargs), states, trains=call.trains)
                 self._reads_numbers |= self._planned is not None and self._planned.reads_numbers
-                kind.numbers = contents_of(part) if self._reads_numbers else ""
+                kind.numbers = _numbers_of(part) if self._reads_numbers else ""
                 new.append(kind)
             of_parts.append(kind)
         edges = _all_edges([kind.plan for kind in of_parts]) if self._planned else None
         schedule = self.schedules(model_call.count, edges, trains=call.trains)
         for kind in new:
             kind.keywords = self._keywords(kind.arguments, schedule)
-        self._check_given(model_call, of_parts[0], schedule)
+        self._check_holders(model_call, of_parts[0], schedule)
         self._check_target(call, model_call, schedule, of_parts[0])
         programs = (known.program for known in self._known)
         program = next((p for p in programs if p.schedule is schedule), None)
@@ -525,7 +508,7 @@ class Runner:
         """What tells a microbatch from those that look like it, if plans depend on numbers."""
         look = mode, state, look_of(part)
         kind = self._fitting((kind for kind in self._known.kinds if kind.look == look), part)
-        return contents_of(part) if kind is None else kind.numbers
+        return _numbers_of(part) if kind is None else kind.numbers
 
     def _fitting(self, alike: Iterable[Kind], part: Microbatch) -> Kind | None:
         """The kind of a microbatch, among those of microbatches that look like it."""
@@ -560,7 +543,7 @@ class Runner:
             for stage, names in takes.items()
         }
 
-    def _check_given(self, model_call: ModelCall, kind: Kind, schedule: Schedule) -> None:
+    def _check_holders(self, model_call: ModelCall, kind: Kind, schedule: Schedule) -> None:
         """Check that every rank has the arguments that stages take which were placed there by hand."""
         users = {stage for edge in schedule.edges for stage in edge.targets}
         for stage, keywords in kind.keywords.items():
@@ -729,14 +712,19 @@ class _Refused(Exception):
 
 def has_finite_gradients(stages: Any) -> bool:
     """Whether the norm of the weights' gradients is finite; of a DTensor, that of the part here."""
-    found: list[Tensor | None] = []
+    of_weights: list[Tensor | None] = []
     for stage in stages:
         # Gradients of shared weights are collected apart from .grad; this context puts them there.
         with stage.shared_context:
-            found += map(attrgetter("grad"), stage.module.parameters())
-    parts = [g if type(g) is Tensor else local_part(g) for g in found if g is not None]
+            of_weights += map(attrgetter("grad"), stage.module.parameters())
+    parts = [g if type(g) is Tensor else local_part(g) for g in of_weights if g is not None]
     gradients = [part._values() if part.is_sparse else part for part in parts]
     return not gradients or bool(nn.utils.get_total_norm(gradients).isfinite())
+
+
+def _numbers_of(part: Microbatch) -> str:
+    """A hash of the numbers in a microbatch's arguments."""
+    return contents_of((part.args, part.kwargs)).hex()
 
 
 def _state_of(stage: PipelineStage) -> str:
@@ -762,7 +750,7 @@ def argument_names(module: nn.Module) -> list[str]:
     return [parameter.name for parameter in parameters if parameter.kind in named]
 
 
-def _own_counts(loss: Loss | None, batch: Batch) -> list[float] | None:
+def _counts_here(loss: Loss | None, batch: Batch) -> list[float] | None:
     """The weight of each microbatch, if this process can compute it from what it was passed."""
     known = batch.targets if loss is not None and callable(loss.loss_weight) else batch.samples
     if loss is None or known is None:
@@ -779,9 +767,10 @@ def _own_counts(loss: Loss | None, batch: Batch) -> list[float] | None:
         ) from error
 
 
-def _told_of(made: Agreement) -> str:
+def _compared(agreement: Agreement) -> str:
     """What must be equal on all ranks in what they have planned."""
-    return repr((list(dict.fromkeys(f.edges for f in made.flows)), [k.number for k in made.kinds]))
+    edges = list(dict.fromkeys(flow.edges for flow in agreement.flows))
+    return repr((edges, [kind.number for kind in agreement.kinds]))
 
 
 def _all_edges(plans: Sequence[Any]) -> tuple[Edge, ...]:

@@ -122,14 +122,14 @@ class GracefulStop:
     def wishes(cls) -> list[float]:
         """Whether this process was told to stop, and whether it is late: what the ranks add up."""
         now = time.monotonic()
-        told = any(one._received for one in cls._open)
+        signalled = any(one._received for one in cls._open)
         late = any(one._end is not None and now >= one._end for one in cls._open)
-        return [float(told), float(late)]
+        return [float(signalled), float(late)]
 
     @classmethod
-    def agree(cls, told: float, late: float) -> str:
+    def agree(cls, signalled: float, late: float) -> str:
         """Why all ranks stop after this step, from the sum of their wishes; empty if they go on."""
-        reason = SIGNAL if told else TIME_LIMIT if late else ""
+        reason = SIGNAL if signalled else TIME_LIMIT if late else ""
         for one in cls._open:
             one._stepped = True
             one._agreed = one._agreed or reason

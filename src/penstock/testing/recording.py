@@ -16,7 +16,6 @@ from penstock.transport import (
     WORDS,
     Arrival,
     Channel,
-    Circle,
     Sending,
     Transport,
 )
@@ -89,7 +88,7 @@ class RecordingTransport(Transport):
 
     def __init__(self, transport: Transport, *, keeps: bool = False) -> None:
         super().__init__(
-            transport.rank, transport.global_ranks, transport.watch, transport.activity
+            transport.group, transport.global_ranks, transport.watch, transport.activity
         )
         self.beside = transport.beside
         self._transport, self._keeps = transport, keeps
@@ -112,11 +111,6 @@ class RecordingTransport(Transport):
         """Record an event."""
         if self._keeps:
             self.events.append(Recorded(what, channel, tag, size, tuple(tensors)))
-
-    @property
-    def along(self) -> Circle:
-        """The ranks of this pipeline, for exchanges with the first of them, which are not recorded."""
-        return self._transport.along
 
     def connect(self, channels: Iterable[tuple[int, int, int]]) -> None:
         """Connect channels."""
@@ -149,7 +143,7 @@ class RecordingTransport(Transport):
         arrival = self._transport.post(peer, tag, layouts, direction)
         return _RecordedArrival(self, arrival, Recorded("take", channel, tag, size))
 
-    def gather(self, values: Tensor, what: str = "an exchange") -> list[Tensor]:
+    def gather(self, values: Tensor, what: str = "an exchange") -> Tensor:
         """Gather, and record it."""
         self.control["gather"] += 1
         self.note("gather", None, 0, values.nbytes, (values,))

@@ -20,10 +20,7 @@ from penstock.transport.base import (
 from penstock.transport.circle import (
     Circle,
     DifferentCalls,
-    check_called,
-    is_marked,
     launched,
-    name_in_numbers,
 )
 from penstock.transport.gloo import GlooTransport
 from penstock.transport.nccl import NcclTransport
@@ -40,11 +37,8 @@ __all__ = [
     "DifferentCalls",
     "Sending",
     "Transport",
-    "check_called",
-    "is_marked",
     "join",
     "launched",
-    "name_in_numbers",
 ]
 
 

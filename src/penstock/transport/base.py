@@ -1,14 +1,14 @@
 """What a transport is: six methods, and what all transports build on them.
 
-A transport is one rank's end of the pipeline's connections. It can connect channels, send, post a receive,
-gather and add up small tensors of all ranks, and abort. Nothing outside this room asks which one it is.
+A transport is one rank's end of the pipeline's connections: a circle of its ranks, which gathers and adds up
+small tensors of all of them, that can also connect channels, send, post a receive, and abort. Nothing outside
+this room asks which one it is.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +16,7 @@ from torch import Tensor
 
 from penstock.errors import MessageError
 from penstock.faults import Activity, Watch
-from penstock.transport.circle import (
-    Circle,
-    as_text,
-    exchange_json,
-    value_of,
-)
+from penstock.transport.circle import Circle, as_text, value_of
 from penstock.values import TensorLayout, layout_of
 
 VALUES = 0
@@ -127,11 +122,11 @@ class GroupArrival(Arrival):
         return moved(self._tensors, self._device)
 
 
-class Transport(ABC):
+class Transport(Circle, ABC):
     """One rank's end of the connections. All ranks make theirs together.
 
     Args:
-        rank: this rank's position in the pipeline.
+        group: the process group of the pipeline's ranks.
         global_ranks: the ranks of all positions among all processes.
         watch: the watch over all ranks.
         activity: where this rank notes what it is doing, for the watch.
@@ -143,10 +138,10 @@ class Transport(ABC):
     beside: Circle
 
     def __init__(
-        self, rank: int, global_ranks: Sequence[int], watch: Watch, activity: Activity
+        self, group: Any, global_ranks: Sequence[int], watch: Watch, activity: Activity
     ) -> None:
-        self.rank = rank
-        self.ranks = len(global_ranks)
+        super().__init__(group, watch, global_ranks)
+        self.ranks = self.size
         self.global_ranks = global_ranks
         self.watch = watch
         self.activity = activity
@@ -171,43 +166,14 @@ class Transport(ABC):
         """Start to receive tensors of known layouts."""
 
     @abstractmethod
-    def gather(self, values: Tensor, what: str = "an exchange") -> list[Tensor]:
-        """The CPU tensors of all ranks, in rank order; all have one shape and type.
-
-        Args:
-            values: the tensor of this rank.
-            what: what it is for, in words, for messages about who does not come.
-
-        Raises:
-            AgreementError: another rank gathers a tensor of another size.
-        """
-
-    def sum(self, values: Tensor, what: str = "a sum") -> Tensor:
-        """The sum of CPU tensors over all ranks, added in rank order: the same bits on each."""
-        return reduce(torch.add, self.gather(values, what))
-
-    @abstractmethod
-    def abort(self) -> None:
-        """Break all connections, from any thread; waits on them end at once, at both ends."""
-
-    @abstractmethod
     def close(self) -> None:
         """End the connections, and the process group if this pipeline started it."""
-
-    @property
-    @abstractmethod
-    def along(self) -> Circle:
-        """The ranks of this pipeline, for exchanges with the first of them."""
 
     # ---- what follows from these, for all transports
 
     def settle(self) -> None:
         """At the end of a step, wait for what holds only the device: here nothing does."""
         self.activity.go_on()
-
-    def exchange(self, value: Any) -> list[Any]:
-        """The JSON values of all ranks, in rank order."""
-        return exchange_json(value, self.gather, self.activity.call)
 
     def describe(self, peer: int, tag: int, description: Any) -> Sequence[Sending]:
         """Send the description of a kind's first message, as JSON."""

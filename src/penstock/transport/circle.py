@@ -1,12 +1,12 @@
-"""Processes that exchange values outside of a pipeline's own connections."""
+"""Processes that exchange values: the ranks of a pipeline, its replicas, or any others."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import torch
@@ -30,12 +30,9 @@ def launched() -> bool:
 # ---- exchanges
 
 
-_JSON = 0x4A534F4E
 WITH_FIRST = "an exchange with the leader"
-TO_FIRST, FROM_FIRST = _JSON + 1, _JSON + 2
-"""These mark the length of JSON bytes, to tell it from another collective's data."""
-
-
+_ALL, _TO_FIRST, _FROM_FIRST = _MARKS = 0x4A534F4E, 0x4A534F4F, 0x4A534F50
+"""These mark the length of JSON bytes, to tell exchanges from each other and from what goes before a step."""
 _NAMED = 4
 """How many numbers hold the name of a call, eight letters in each."""
 
@@ -62,32 +59,16 @@ class DifferentCalls(AgreementError):
 
 
 @cache
-def name_in_numbers(call: str) -> list[int]:
+def _name_in_numbers(call: str) -> list[int]:
     """The name of a call, cut to 32 letters, as numbers that are gathered with what marks an exchange."""
     text = call.encode("ascii", "replace")[: 8 * _NAMED].ljust(8 * _NAMED)
     numbers: list[int] = torch.frombuffer(bytearray(text), dtype=torch.int64).tolist()
     return numbers
 
 
-def check_called(rows: Iterable[Sequence[int]], alike: Callable[[int], bool]) -> None:
-    """Check that all processes have come to the same exchange.
-
-    Args:
-        rows: what each has gathered: a mark, a number, and the name of the call that it is in.
-        alike: whether a mark is that of this process's exchange.
-
-    Raises:
-        DifferentCalls: some process calls something else.
-    """
-    rows = list(rows)
-    if not all(alike(row[0]) for row in rows):
-        texts = [torch.tensor(name, device="cpu").numpy().tobytes() for _, _, *name in rows]
-        raise DifferentCalls([text.decode("ascii", "replace").strip() for text in texts])
-
-
-def is_marked(mark: int) -> bool:
-    """Whether a number marks an exchange of JSON bytes."""
-    return mark in (_JSON, TO_FIRST, FROM_FIRST)
+def _name_of_numbers(numbers: Sequence[int]) -> str:
+    text: bytes = torch.tensor(numbers, device="cpu").numpy().tobytes()
+    return text.decode("ascii", "replace").strip()
 
 
 def as_text(value: Any) -> Tensor:
@@ -100,46 +81,18 @@ def value_of(text: Tensor) -> Any:
     return json.loads(text.numpy().tobytes())
 
 
-def sizes_of(
-    size: int, mark: int, gather: Callable[[Tensor], Iterable[Tensor]], call: str = ""
-) -> list[int]:
-    """Exchange how many bytes each process will send, and check that all call the same.
-
-    Args:
-        size: the number of this process.
-        mark: what is called.
-        gather: gathers a tensor of each process.
-        call: the call of the user's that this process is in.
-
-    Raises:
-        DifferentCalls: some process calls something else.
-    """
-    row = torch.tensor([mark, size, *name_in_numbers(call)], device="cpu")
-    rows = [row.tolist() for row in gather(row)]
-    check_called(rows, lambda one: one == mark)
-    return [row[1] for row in rows]
-
-
-def exchange_json(
-    value: Any, gather: Callable[[Tensor], Iterable[Tensor]], call: str = ""
-) -> list[Any]:
-    """Exchange JSON values by a function that gathers tensors: first lengths, then bytes."""
-    text = as_text(value)
-    lengths = sizes_of(text.numel(), _JSON, gather, call)
-    padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
-    padded[: text.numel()] = text
-    rows = zip(gather(padded), lengths, strict=True)
-    return [value_of(row[:length]) for row, length in rows]
-
-
 class Circle:
-    """Processes that exchange values outside of a pipeline's own connections, such as its replicas.
+    """Processes that exchange values, such as a pipeline's replicas.
 
     Args:
         group: their process group, also a bare ``ProcessGroupGloo``; None for all processes.
         watch: the watch over the job, which learns what this process waits for, and why a wait broke.
         members: their global ranks, if the group is a bare one; a single one needs no group.
-        gather: gathers small tensors in exchanges; by default :meth:`gather`.
+
+    Attributes:
+        group: their process group; None if this process is the only one.
+        rank: this process's position among them.
+        size: how many they are.
     """
 
     def __init__(
@@ -147,40 +100,88 @@ class Circle:
         group: Any = None,
         watch: Watch | None = None,
         members: Sequence[int] = (),
-        gather: Callable[[Tensor], Iterable[Tensor]] | None = None,
     ) -> None:
         is_launched = dist.is_available() and dist.is_initialized()
         alone = len(members) == 1 or (group is None and not is_launched)
         world: Any = dist.group.WORLD if is_launched else None
-        self._group: Any = None if alone else group or world
+        self.group: Any = None if alone else group or world
         self._watch = watch
         self._activity = Activity(0) if watch is None else watch.activity
         self._device: Any = torch.device("cpu")
-        self.rank = 0 if self._group is None else self._group.rank()
-        self.size = 1 if self._group is None else self._group.size()
+        self.rank = 0 if self.group is None else self.group.rank()
+        self.size = 1 if self.group is None else self.group.size()
         self._members = tuple(members)
-        self._gather = gather
-        if self._group is not None and not members:
-            self._members = tuple(dist.get_process_group_ranks(self._group))
-            kinds = [pair.split(":")[0] for pair in dist.get_backend_config(self._group).split(",")]
+        if self.group is not None and not members:
+            self._members = tuple(dist.get_process_group_ranks(self.group))
+            kinds = [pair.split(":")[0] for pair in dist.get_backend_config(self.group).split(",")]
             if "cpu" not in kinds:
-                self._device = self._group.bound_device_id or numbered(torch.device(kinds[0]))
+                self._device = self.group.bound_device_id or numbered(torch.device(kinds[0]))
 
-    def _small(self, values: Tensor) -> Iterable[Tensor]:
-        return (self._gather or self.gather)(values)
+    def gather(self, values: Tensor, what: str = "an exchange") -> Tensor:
+        """All processes' CPU tensors in one, in rank order; all have one shape and type.
+
+        Args:
+            values: the tensor of this process.
+            what: what it is for, in words, for messages about who does not come.
+
+        Raises:
+            AgreementError: another process gathers a tensor of another size, where that can be seen.
+        """
+        if self.group is None:
+            return values[None]
+        mine = values.to(self._device).contiguous()
+        rows = torch.empty((self.size, *mine.shape), dtype=mine.dtype, device=self._device)
+        self._wait(what, lambda: self.group.allgather([list(rows.unbind())], [mine]))
+        return rows.cpu()
+
+    def sum(self, values: Tensor, what: str = "a sum") -> Tensor:
+        """The sum of all processes' CPU tensors, added in rank order: the same bits on each."""
+        total: Tensor = reduce(torch.add, self.gather(values, what))
+        return total
 
     def exchange(self, value: Any) -> list[Any]:
         """The JSON values of all processes, in rank order; all of them call this."""
-        return exchange_json(value, self._small, self._activity.call)
+        if self.group is None:
+            return [value]
+        text = as_text(value)
+        sizes = self._sizes(_ALL, text.numel())
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
+        padded[: text.numel()] = text
+        rows = zip(self.gather(padded), sizes, strict=True)
+        return [value_of(row[:size]) for row, size in rows]
+
+    def gather_pairs(
+        self, first: int, second: int, what: str = "an exchange", call: str = ""
+    ) -> list[tuple[int, int]]:
+        """Two numbers of each process, in rank order, if all have come to the same exchange.
+
+        Args:
+            first: a number that marks the exchange; all that mark none are of one.
+            second: any number.
+            what: what it is for, in words.
+            call: the user's call that this process is in, if the watch knows of none.
+
+        Raises:
+            DifferentCalls: some process calls something else.
+        """
+        name = _name_in_numbers(self._activity.call or call)
+        row = torch.tensor([first, second, *name], device="cpu")
+        rows = self.gather(row, what).tolist()
+        marks = {mark if mark in _MARKS else None for mark, *_ in rows}
+        if len(marks) > 1:
+            raise DifferentCalls([_name_of_numbers(numbers) for _, _, *numbers in rows])
+        return [(mark, number) for mark, number, *_ in rows]
+
+    def _sizes(self, mark: int, size: int) -> list[int]:
+        """How many bytes each process will send in a kind of exchange."""
+        return [number for _, number in self.gather_pairs(mark, size)]
 
     def to_first(self, value: Any) -> list[Any] | None:
         """Send a JSON value to the first process, which gets those of all; all of them call this."""
-        if self._group is None:
+        if self.group is None:
             return [value]
         text = as_text(value)
-        sizes = sizes_of(
-            text.numel() if self.rank else 0, TO_FIRST, self._small, self._activity.call
-        )
+        sizes = self._sizes(_TO_FIRST, text.numel() if self.rank else 0)
         longest = max(sizes)
         # All texts travel padded to one length; the first process's own stays where it is.
         mine = self._padded(text if self.rank else text[:0], longest)
@@ -189,7 +190,7 @@ class Circle:
             options: Any = dist.GatherOptions()
             options.rootRank = 0
             outputs = [rows] if rows else []
-            self._wait(WITH_FIRST, lambda: self._group.gather(outputs, [mine], options))
+            self._wait(WITH_FIRST, lambda: self.group.gather(outputs, [mine], options))
         if self.rank:
             return None
         others = zip(rows[1:], sizes[1:], strict=True)
@@ -197,12 +198,12 @@ class Circle:
 
     def from_first(self, values: Sequence[Any] | None) -> Any:
         """Get this process's JSON value from the first one, which passes those of all; all call this."""
-        if self._group is None:
+        if self.group is None:
             assert values is not None
             return values[0]
         texts = [as_text(None)] + [as_text(value) for value in (values or ())[1:]]
         most = max(text.numel() for text in texts)
-        longest = sizes_of(most, FROM_FIRST, self._small, self._activity.call)[0] + 8
+        longest = self._sizes(_FROM_FIRST, most)[0] + 8
         mine = self._padded(texts[0], longest)
         # Each text follows its length.
         lengths = [torch.tensor([text.numel()], device="cpu").view(torch.uint8) for text in texts]
@@ -211,7 +212,7 @@ class Circle:
         options: Any = dist.ScatterOptions()
         options.rootRank = 0
         inputs = [rows] if rows else []
-        self._wait(WITH_FIRST, lambda: self._group.scatter([mine], inputs, options))
+        self._wait(WITH_FIRST, lambda: self.group.scatter([mine], inputs, options))
         if values is not None:
             return values[0]
         data = mine.cpu()
@@ -234,28 +235,10 @@ class Circle:
             raise (broken if self._watch is None else self._watch.failed(broken)) from error
         self._activity.go_on()
 
-    def sum(self, values: Tensor, what: str = "a sum") -> Tensor:
-        """The sum of all processes' CPU tensors, the same bits on each; all of them call this."""
-        return self.gather(values, what).sum(0)
-
-    def gather(self, values: Tensor, what: str = "an exchange") -> Tensor:
-        """All processes' CPU tensors in one, in rank order; all have one shape and type.
-
-        Args:
-            values: the tensor of this process.
-            what: what it is for, in words, for messages about who does not come.
-        """
-        if self._group is None:
-            return values[None]
-        mine = values.to(self._device).contiguous()
-        rows = torch.empty((self.size, *mine.shape), dtype=mine.dtype, device=self._device)
-        self._wait(what, lambda: self._group.allgather([list(rows.unbind())], [mine]))
-        return rows.cpu()
-
     def abort(self) -> None:
-        """End all waits on this circle, here and elsewhere; its connections are broken for good."""
-        if self._group is not None:
-            end_waits(self._group)
+        """Break all connections, from any thread; waits on them end at once, at both ends."""
+        if self.group is not None:
+            end_waits(self.group)
 
 
 def circle_beside(meeting: Meeting, watch: Watch, wait: float) -> Circle:

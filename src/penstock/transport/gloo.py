@@ -8,7 +8,7 @@ from there.
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from penstock.errors import MessageError
-from penstock.faults import DAY, Activity, Meeting, Watch, end_waits
+from penstock.faults import DAY, Activity, Meeting, Watch
 from penstock.transport.base import (
     LEFT,
     VALUES,
@@ -32,9 +32,8 @@ from penstock.transport.base import (
     packed,
     parcels_for,
     unpack,
-    wait_for,
 )
-from penstock.transport.circle import Circle, DifferentCalls, circle_beside
+from penstock.transport.circle import DifferentCalls, circle_beside
 from penstock.transport.sockets import SMALL, Line, connect_lines
 from penstock.values import TensorLayout
 
@@ -57,35 +56,31 @@ class GlooTransport(Transport):
     def __init__(
         self, meeting: Meeting, watch: Watch, activity: Activity, device: torch.device, wait: float
     ) -> None:
-        super().__init__(meeting.job.rank, meeting.job.pipeline, watch, activity)
+        job = meeting.job
         self._meeting = meeting
-        self._device = device
+        self._stages_on = device
         self._lines: dict[int, Line] = {}
-        self._lanes: dict[tuple[int, int], Lane] = {}
+        self._posted: defaultdict[tuple[int, int], deque[LineArrival]] = defaultdict(deque)
         self._closed = False
         # Not new_group: for a part of the world it reuses the name of an earlier, ended group, and its
         # members then find that group's addresses.
         store = PrefixStore("gloo", meeting.store)
         activity.wait("all ranks to connect", None)
         try:
-            self._group: Any = dist.ProcessGroupGloo(
-                store, self.rank, self.ranks, timedelta(seconds=wait)
+            group: Any = dist.ProcessGroupGloo(
+                store, job.rank, len(job.pipeline), timedelta(seconds=wait)
             )
         except RuntimeError as error:
             raise MessageError(
-                f"rank {self.rank} waits for all {self.ranks} ranks to make their pipeline: {error}"
+                f"rank {job.rank} waits for all {len(job.pipeline)} ranks to make their pipeline: {error}"
             ) from error
-        self._group.set_timeout(DAY)
+        group.set_timeout(DAY)
+        super().__init__(group, job.pipeline, watch, activity)
         watch.protect(self.abort)
         self.beside = circle_beside(meeting, watch, wait)
         # Not at exit, when the watch itself reports whether an error was the reason.
         weakref.finalize(self, watch.close).atexit = False
         self._lines = connect_lines(self.rank, self.ranks, self.exchange)
-
-    @property
-    def along(self) -> Circle:
-        """The ranks of this pipeline, for exchanges with the first of them."""
-        return Circle(self._group, self.watch, self.global_ranks, self.gather)
 
     def connect(self, channels: Iterable[tuple[int, int, int]]) -> None:
         """Do nothing: all ranks are connected."""
@@ -95,14 +90,14 @@ class GlooTransport(Transport):
     ) -> Sending:
         """Start to send tensors."""
         buffers = [as_bytes(tensor) for tensor in tensors]
-        if self._device.type != "cpu":
+        if self._stages_on.type != "cpu":
             buffers = [buffer.cpu() for buffer in buffers]
         size = sum([buffer.numel() for buffer in buffers])
         if size <= SMALL and peer in self._lines:
             self._lines[peer].send(tag, [buffer.numpy() for buffer in buffers], size)
             return LEFT
         parcels = packed(buffers)
-        return Sending([self._group.send([parcel], peer, tag) for parcel in parcels], parcels)
+        return Sending([self.group.send([parcel], peer, tag) for parcel in parcels], parcels)
 
     def post(
         self, peer: int, tag: int, layouts: Sequence[TensorLayout], direction: int = VALUES
@@ -110,29 +105,22 @@ class GlooTransport(Transport):
         """Start to receive tensors."""
         tensors = [layout.empty(_CPU) for layout in layouts]
         if peer in self._lines and sum([layout.nbytes for layout in layouts]) <= SMALL:
-            lane = self._lanes.get((peer, tag))
-            if lane is None:
-                lane = self._lanes[peer, tag] = Lane(self._lines[peer], tag)
-            return LineArrival(lane, tensors, self._device)
+            posted = self._posted[peer, tag]
+            return LineArrival(self._lines[peer], tag, posted, tensors, self._stages_on)
         parcels, is_packed = parcels_for(tensors)
-        works = [self._group.recv([parcel], peer, tag) for parcel in parcels]
-        return GroupArrival(works, tensors, parcels if is_packed else (), self._device)
+        works = [self.group.recv([parcel], peer, tag) for parcel in parcels]
+        return GroupArrival(works, tensors, parcels if is_packed else (), self._stages_on)
 
-    def gather(self, values: Tensor, what: str = "an exchange") -> list[Tensor]:
+    def gather(self, values: Tensor, what: str = "an exchange") -> Tensor:
         """The CPU tensors of all ranks, in rank order."""
-        rows = [
-            torch.empty_like(values, memory_format=torch.contiguous_format)
-            for _ in range(self.ranks)
-        ]
-        self.activity.come(what)
         if not self._lines or values.nbytes > SMALL or not values.numel():
-            wait_for([self._group.allgather([rows], [values])])
-            self.activity.go_on()
-            return rows
+            return super().gather(values, what)
+        self.activity.come(what)
         data = as_bytes(values)
         for line in self._lines.values():
             line.send(_CONTROL, [data.numpy()], data.numel())
-        rows[self.rank].copy_(values)
+        rows = torch.empty((self.ranks, *values.shape), dtype=values.dtype, device=_CPU)
+        rows[self.rank] = values
         for peer, line in self._lines.items():
             row = torch.frombuffer(line.receive(_CONTROL), dtype=torch.uint8)
             if row.numel() != data.numel():
@@ -145,7 +133,7 @@ class GlooTransport(Transport):
         """Break all connections."""
         for line in list(self._lines.values()):
             line.abort()
-        end_waits(self._group)
+        super().abort()
 
     def close(self) -> None:
         """End the connections, and the process group if this pipeline started it."""
@@ -157,53 +145,46 @@ class GlooTransport(Transport):
         for line in self._lines.values():
             line.close()
         # After an error, operations that still wait would keep the group from ending.
-        end_waits(self._group)
+        super().abort()
         self.beside.abort()
-        del self._group, self.beside
+        del self.group, self.beside
         self._meeting.close()
-
-
-class Lane:
-    """The messages of one tag from one peer over its line.
-
-    Args:
-        line: the line to the peer.
-        tag: the tag.
-
-    Attributes:
-        posted: the messages that are posted and not yet read, in order.
-    """
-
-    def __init__(self, line: Line, tag: int) -> None:
-        self.line, self.tag = line, tag
-        self.posted: deque[LineArrival] = deque()
 
 
 class LineArrival(Arrival):
     """A message that arrives over a line.
 
     Args:
-        lane: its lane.
+        line: the line.
+        tag: the tag of the message.
+        posted: the messages of that tag which are posted and not yet read, in order; this one is added.
         tensors: the tensors that it fills.
         device: where the tensors are wanted.
     """
 
-    __slots__ = ("_device", "_is_here", "_lane", "_tensors")
+    __slots__ = ("_device", "_is_here", "_line", "_posted", "_tag", "_tensors")
 
-    def __init__(self, lane: Lane, tensors: list[Tensor], device: torch.device) -> None:
-        self._lane, self._tensors, self._device = lane, tensors, device
-        self._is_here = False
-        lane.posted.append(self)
+    def __init__(
+        self,
+        line: Line,
+        tag: int,
+        posted: deque[LineArrival],
+        tensors: list[Tensor],
+        device: torch.device,
+    ) -> None:
+        self._line, self._tag, self._posted = line, tag, posted
+        self._tensors, self._device, self._is_here = tensors, device, False
+        posted.append(self)
 
     def take(self) -> list[Tensor]:
         """Wait for the message, and return its tensors."""
         # Messages are taken in any order, but arrive in the order in which they were posted.
         while not self._is_here:
-            self._lane.posted.popleft()._read()
+            self._posted.popleft()._read()
         return moved(self._tensors, self._device)
 
     def _read(self) -> None:
-        message = bytearray(self._lane.line.receive(self._lane.tag))
+        message = bytearray(self._line.receive(self._tag))
         if message:
             unpack(torch.frombuffer(message, dtype=torch.uint8), self._tensors)
         self._is_here = True

@@ -30,7 +30,6 @@ from penstock.transport.base import (
     packed,
     parcels_for,
 )
-from penstock.transport.circle import Circle
 from penstock.transport.gloo import GlooTransport
 from penstock.values import TensorLayout
 
@@ -48,19 +47,14 @@ class NcclTransport(Transport):
     """
 
     def __init__(self, gloo: GlooTransport, meeting: Meeting, device: torch.device) -> None:
-        super().__init__(gloo.rank, gloo.global_ranks, gloo.watch, gloo.activity)
+        super().__init__(gloo.group, gloo.global_ranks, gloo.watch, gloo.activity)
         self._gloo = gloo
         self.beside = gloo.beside
         self._store = meeting.store
-        self._device = device
+        self._stages_on = device
         self._groups: dict[Channel, Any] = {}
         self._under_way: dict[Channel, deque[tuple[Any, Sequence[Tensor]]]] = {}
         self.watch.protect(self.abort)
-
-    @property
-    def along(self) -> Circle:
-        """The ranks of this pipeline, for exchanges with the first of them."""
-        return self._gloo.along
 
     def connect(self, channels: Iterable[tuple[int, int, int]]) -> None:
         """Connect channels."""
@@ -84,12 +78,12 @@ class NcclTransport(Transport):
             # As for gloo: groups of new_group would share names with groups of replicas.
             store = PrefixStore(f"nccl/{name}", self._store)
             group: Any = dist.ProcessGroupNCCL(store, 1 - place, 2, options)
-            byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+            byte = torch.zeros(1, dtype=torch.uint8, device=self._stages_on)
             move = group.send if channel.source == self.rank else group.recv
             move([byte], place, 0).wait()
         except RuntimeError as error:
             raise MessageError(
-                f"rank {self.rank} on {self._device} cannot connect to rank {peer} by NCCL: {error}; "
+                f"rank {self.rank} on {self._stages_on} cannot connect to rank {peer} by NCCL: {error}; "
                 "each process needs a GPU of its own, or give the pipeline a gloo group by group="
             ) from error
         return group
@@ -107,7 +101,7 @@ class NcclTransport(Transport):
         if channel not in self._groups:
             return self._gloo.send(peer, tag, tensors, direction)
         # To the GPU: a stage on a GPU may send a tensor that is on the CPU.
-        parcels = packed([as_bytes(tensor).to(self._device) for tensor in tensors])
+        parcels = packed([as_bytes(tensor).to(self._stages_on) for tensor in tensors])
         works = [self._groups[channel].send([p], int(peer > self.rank), tag) for p in parcels]
         self._keep(channel, works, parcels)
         return NcclSending(works, parcels)
@@ -119,11 +113,11 @@ class NcclTransport(Transport):
         channel = Channel(peer, self.rank, direction)
         if channel not in self._groups:
             return self._gloo.post(peer, tag, layouts, direction)
-        tensors = [layout.empty(self._device) for layout in layouts]
+        tensors = [layout.empty(self._stages_on) for layout in layouts]
         parcels, is_packed = parcels_for(tensors)
         works = [self._groups[channel].recv([p], int(peer > self.rank), tag) for p in parcels]
         self._keep(channel, works, ())
-        return GroupArrival(works, tensors, parcels if is_packed else (), self._device)
+        return GroupArrival(works, tensors, parcels if is_packed else (), self._stages_on)
 
     def _keep(self, channel: Channel, works: Sequence[Any], parcels: Sequence[Tensor]) -> None:
         """Keep what is under way; a channel's messages complete in order."""
@@ -146,7 +140,7 @@ class NcclTransport(Transport):
             queue.clear()
         self.activity.go_on()
 
-    def gather(self, values: Tensor, what: str = "an exchange") -> list[Tensor]:
+    def gather(self, values: Tensor, what: str = "an exchange") -> Tensor:
         """The CPU tensors of all ranks, in rank order."""
         return self._gloo.gather(values, what)
 
