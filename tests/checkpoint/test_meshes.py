@@ -22,7 +22,7 @@ from penstock.checkpoint import describe
 from penstock.errors import PenstockError
 from penstock.testing import WorkerPool
 from penstock.transport import Circle
-from tests.checkpoint.runs import AFTER, BEFORE, Keeps, Run, linear, resumed, saved
+from tests.checkpoint.runs import AFTER, BEFORE, Keeps, Run, linear, resumed, saved, stepped
 
 LIMIT = 2e-6
 
@@ -149,6 +149,30 @@ def test_a_failure_beside_the_training_is_an_error_on_all(
     assert "rank 1 cannot save: " in first[1]
     assert all("No space left on device" in one[1] for one in (first, second))
     assert {*os.listdir(tmp_path)} == {"step-00000001", "step-00000003"}
+
+
+class AnotherAdamW(torch.optim.AdamW):
+    """An optimizer of another class that keeps the same."""
+
+
+def corrected(group: Any, folder: str) -> list[str]:
+    """A worker's task: the ranks save optimizers of two classes, and then of one."""
+    model, checkpoints = linear(), Checkpoints(folder, group=group)
+    optimizer, other = stepped(model), stepped(model)
+    if group.rank():
+        other.__class__ = AnotherAdamW
+    states = [{"model": model, "optimizer": one} for one in (other, optimizer)]
+    return [outcome(checkpoints.save, step, **of) for step, of in enumerate(states)]
+
+
+def test_a_save_after_one_that_was_refused_is_whole(workers: WorkerPool, tmp_path: Path) -> None:
+    for refused, saved_one in workers.run(f"{__name__}:corrected", 2, folder=str(tmp_path)):
+        assert "optimizer= is of the classes AdamW, AnotherAdamW on different ranks" in refused
+        assert saved_one == ""
+    model = linear()
+    optimizer = stepped(model, steps=0)
+    assert Checkpoints(tmp_path).load(model=model, optimizer=optimizer) == 1
+    assert all(state["step"] == 2 for state in optimizer.state.values())
 
 
 def slow_beside(group: Any, folder: str) -> str:

@@ -19,7 +19,7 @@ SLOW = Device("slow", {"float32": 1e9}, 1e6, 1e12, compute_efficiency=1.0, launc
 
 def unimproved() -> Any:
     """A context in which ``schedule="auto"`` takes the best plan that it lists, and searches no further."""
-    return patch("penstock.pipeline.plan.search", partial(search, seconds=0))
+    return patch("penstock.plan.search", partial(search, seconds=0))
 
 
 class Block(nn.Module):

@@ -18,6 +18,7 @@ from penstock.checkpoint import export
 from penstock.cli.main import main
 from penstock.errors import UsageError
 from penstock.integrations.transformers import PipelineTrainer
+from tests.checkpoint.runs import Keeps
 from tests.integrations.trainers import FAMILIES, SIZES, TOKENS, make, make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -89,6 +90,7 @@ def test_families_are_loaded_from_what_was_saved(tmp_path: Path, family: str) ->
     kind, pipe = type(model), Pipeline(model, ranks=2)
     pipe.weights.save(tmp_path / "saved")
     with Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(0, loader=Keeps(1))  # the next one knows of the model nevertheless
         checkpoints.save(1, pipe=pipe)
     export(tmp_path / "run", tmp_path / "exported")
     state = pipe.weights.state_dict()

@@ -21,12 +21,20 @@ def tied(seed: int) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
 def shared(group: Any, odd: int) -> tuple[list[str], list[float]]:
     """A worker's task: what the log says where one rank has made another model, and its first weights."""
-    lines = list[str]()
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("penstock")
+    handler, logger = Lines(), logging.getLogger("penstock")
     logger.addHandler(handler)
     try:
         with Pipeline(
@@ -34,7 +42,8 @@ def shared(group: Any, odd: int) -> tuple[list[str], list[float]]:
         ) as pipe:
             (stage,) = pipe.stages
             weight = next(p for p in stage.module.parameters() if p.dim() == 2)
-            return [line for line in lines if "differed" in line], weight.flatten().tolist()
+            lines = [line for line in handler.lines if "differed" in line]
+            return lines, weight.flatten().tolist()
     finally:
         logger.removeHandler(handler)
 

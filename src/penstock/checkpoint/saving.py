@@ -112,33 +112,33 @@ class Preparing:
         self._known = Known()
         self._leader = Leader()
         self._share: list[int] = []
-        self._beside: dict[str, str] | None = None
 
     def job(self, team: Team, targets: Targets, step: int, extra: Any, writer: Writer) -> Job:
         """Agree with the other processes on who writes what."""
-        flat, place = Flat(), ["", ""]
+        flat, beside, folder, save = Flat(), dict[str, bytes](), "", ""
 
         def bring() -> tuple[Any, dict[str, Any]]:
-            nonlocal flat
+            nonlocal flat, beside
             flat = Flat.of(targets)
             encode(extra, "extra=", None)  # an error here is one before anything is written
-            if team.leads and self._beside is None:
-                files = files_beside(targets.model)
-                self._beside = {name: content.decode() for name, content in files.items()}
+            if team.leads:
+                beside = files_beside(targets.model)
             return step, flat.described()
 
         def begin(steps: list[Any]) -> list[str]:
+            nonlocal folder, save
             if len({*steps}) > 1:
                 raise CheckpointError(
                     f"the ranks save different steps: {steps}, by rank; save the same"
                 )
             save = os.urandom(6).hex()
-            place[:] = str(writer.begin(step, save)), save
-            return place
+            folder = str(writer.begin(step, save))
+            return [folder, save]
 
-        def look(of_leader: list[str]) -> None:
-            place[:] = of_leader
-            check_arrived(Path(place[0]))
+        def look(begun: list[str]) -> None:
+            nonlocal folder, save
+            folder, save = begun
+            check_arrived(Path(folder))
 
         try:
             share = team.tell(
@@ -147,13 +147,14 @@ class Preparing:
             )  # fmt: skip
             if share is not None:
                 self._share = share
-            contents = {"beside": self._beside, **self._leader.contents}
+            contents = dict(self._leader.contents)
             if team.leads:
                 contents |= _about(team, targets, extra)
-            return Job(step, Path(place[0]), place[1], contents, self._written(flat))
+                contents["beside"] = {name: content.decode() for name, content in beside.items()}
+            return Job(step, Path(folder), save, contents, self._written(flat))
         except BaseException:
-            if place[0] and team.leads:
-                shutil.rmtree(place[0], ignore_errors=True)
+            if folder and team.leads:
+                shutil.rmtree(folder, ignore_errors=True)
             raise
 
     def _written(self, flat: Flat) -> dict[str, Tensor]:
@@ -191,22 +192,22 @@ class Leader:
         """
         _check_states(parts, team)
         planned = [of[name] for of in parts for name in ("parts", "tensors")]
-        shares: list[Any] = [None] * len(parts)
-        if list(map(id, planned)) != list(map(id, self._planned)):
-            held = [HeldTensors(of["parts"], of["tensors"]) for of in parts]
-            self._plan = plan_writes(held, team.name)
-            shares, self._planned = self._plan.shares, planned
+        is_new = list(map(id, planned)) != list(map(id, self._planned))
+        held = [HeldTensors(of["parts"], of["tensors"]) for of in parts]
+        plan = plan_writes(held, team.name) if is_new else self._plan
         of_names = distinct(parts, "names")
-        self.contents = {
+        contents = {
             "torch": str(torch.__version__),
             "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "kinds": {label: kind for one in of_names for label, kind in one["kinds"].items()},
-            **self._plan.table,
+            **plan.table,
             "alike": _values(parts),
             "tied": {key: first for one in of_names for key, first in one["tied"].items()},
             "groups": _merge_optimizers(distinct(parts, "names", "settings")),
         }
-        return shares
+        # Only now: a plan that nobody learns of, as something does not fit, is none of the last save.
+        self._planned, self._plan, self.contents = planned, plan, contents
+        return [*plan.shares] if is_new else [None] * len(parts)
 
 
 def _check_states(parts: Sequence[Mapping[str, Any]], team: Team) -> None:
