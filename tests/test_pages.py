@@ -124,7 +124,7 @@ def test_programs_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     # No page is about how long a plan is improved.
-    monkeypatch.setattr("penstock.pipeline.plan.search", partial(search, seconds=0))
+    monkeypatch.setattr("penstock.plan.search", partial(search, seconds=0))
     # What a page registers or imports is forgotten after it.
     monkeypatch.setattr(library, "RECIPES", dict(library.RECIPES))
     before = set(sys.modules)

@@ -174,7 +174,7 @@ class PipelineModule(nn.Module):
     ) -> dict[str, tuple[float, float]]:
         """In some of the calls of ``what``: check that a loss is the same in fewer microbatches.
 
-        For arguments and result see :meth:`penstock.pipeline.PipelineCalls.check_in_fewer`.
+        For arguments and result see :func:`penstock.pipeline.check_in_fewer`.
         """
         self._calls[what] += 1
         if count == 1 or self._calls[what] not in ASKING:
