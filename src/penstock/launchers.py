@@ -120,5 +120,5 @@ def _variables(launcher: Launcher, environment: Mapping[str, str]) -> dict[str, 
 
 def _first_host(hosts: str) -> str:
     """The first of SLURM's hosts: ``node07`` of ``node[07-09,12],login1``."""
-    found = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\]([^,]*))?", hosts)
-    return "" if found is None else "".join(part or "" for part in found.groups())
+    match = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\]([^,]*))?", hosts)
+    return "" if match is None else "".join(part or "" for part in match.groups())

@@ -53,10 +53,10 @@ def doctor(
         if first:
             typer.echo(f"{text} ...", err=True)
 
-    found = examining.examine(device, folder=folder, dtypes=dtype or (), window=window, say=say)
+    report = examining.examine(device, folder=folder, dtypes=dtype or (), window=window, say=say)
     if not first:
         # If one process ends with an error, torchrun ends the others, and the first one is to report.
         return OK
-    typer.echo(str(found))
-    write_text(out, lambda: found.to_json() + "\n")
-    return ODD if found.odd() else OK
+    typer.echo(str(report))
+    write_text(out, lambda: report.to_json() + "\n")
+    return ODD if report.odd() else OK

@@ -31,7 +31,7 @@ POLICIES = ("none", "needed", "all")
 LARGEST = 2**20
 """The most ranks, microbatches and forwards of a plan: with more, simulating a single step takes minutes."""
 Count = Annotated[int, Field(ge=1)]
-OwnSchedule = Annotated[
+CustomSchedule = Annotated[
     Schedule | None,
     PlainSerializer(lambda order: None if order is None else json.loads(to_json(order))),
     PlainValidator(lambda data: None if data is None else from_json(json.dumps(data))),
@@ -84,7 +84,7 @@ class Plan:
         limit: The most that a rank may hold, in bytes; 0 if there is no limit.
         tokens: The tokens of a step, or its samples if the profile does not give the tokens of a sample.
         stage_costs: The costs that were simulated.
-        own: The schedule itself, if it is not one of the library.
+        custom: The schedule itself, if it is not one of the library.
         pipelines: The ranks of a cluster that form each pipeline, ascending; empty without a cluster.
         shares: The microbatches of each pipeline, where they are not equal; the simulated one is the slowest.
     """
@@ -98,7 +98,7 @@ class Plan:
     limit: Number
     tokens: Count
     stage_costs: StageCosts = field(repr=False, compare=False)
-    own: OwnSchedule = field(repr=False, default=None)
+    custom: CustomSchedule = field(repr=False, default=None)
     pipelines: tuple[tuple[int, ...], ...] = ()
     shares: tuple[Count, ...] = ()
 
@@ -107,7 +107,7 @@ class Plan:
     def __post_init__(self) -> None:
         shape = self.shape
         check_size("a plan of", shape)
-        stages = self.own.stages if self.own else shape.ranks * shape.stages_per_rank
+        stages = self.custom.stages if self.custom else shape.ranks * shape.stages_per_rank
         if not len(self.stages) == stages == len(self.stage_costs.forward) or not all(self.stages):
             raise UsageError(
                 f"the schedule has {stages} stages, but the plan names modules for {len(self.stages)} and "
@@ -132,14 +132,14 @@ class Plan:
     @cached_property
     def schedule(self) -> Schedule:
         """The schedule without messages, with the edges of this cut."""
-        if self.own is not None:
-            return self.own
+        if self.custom is not None:
+            return self.custom
         return scheduled(self.shape).with_edges(self.stage_costs.edges)
 
     @property
     def source(self) -> str | Schedule:
         """What to give to a Pipeline: a name, which works for any number of microbatches, or a schedule."""
-        return self.shape.schedule if self.own is None else self.own
+        return self.shape.schedule if self.custom is None else self.custom
 
     @cached_property
     def simulation(self) -> Simulation:

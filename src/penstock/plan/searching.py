@@ -231,7 +231,7 @@ def plan_for(
         limit=0.0,
         tokens=batch * (profile.tokens or 1),
         stage_costs=costs,
-        own=wired,
+        custom=wired,
     )
 
 
@@ -319,7 +319,7 @@ class _PlanSearch:
             limit=limits.pop() if len(limits) == 1 else 0.0,
             tokens=self._wanted.batch * (self._profile.tokens or 1),
             stage_costs=costs,
-            own=schedule,
+            custom=schedule,
             pipelines=arrangement.pipelines if self._wanted.cluster else (),
             shares=candidate.shares,
         )
