@@ -60,6 +60,23 @@ def test_between_processes(tmp_path: Path) -> None:
     assert_equal(run(load=tmp_path / "two", schedule="1F1B", ranks=4), plain()["rows"][4:])
 
 
+@pytest.mark.slow
+def test_two_pipelines_of_two_ranks_count_as_two_processes(tmp_path: Path) -> None:
+    """A scheduler steps for each, and what is gathered or added up has each pipeline's numbers once."""
+    command = ("-m", "tests.integrations.accelerated", str(tmp_path), "pipelines")
+    ran = run_script(*command, processes=4)
+    assert [one.status for one in ran] == [0] * 4, ran
+    expected = {
+        "rate": 0.25,
+        "gathered": [0, 10, 1, 11],
+        "objects": ["of 0", "of 1"],
+        "sum": 3.0,
+        "mean": 1.5,
+    }
+    for rank in range(4):
+        assert json.loads((tmp_path / f"report-{rank}.json").read_text()) == expected
+
+
 def tied() -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))

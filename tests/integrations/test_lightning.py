@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader
 
 pytest.importorskip("lightning")
 
@@ -30,6 +31,7 @@ from tests.integrations.lightnings import (
     Classifier,
     LanguageModel,
     Thaw,
+    Tokens,
     classify,
     count_labels,
     images,
@@ -317,6 +319,76 @@ def test_metrics_lists_and_hooks_see_the_whole_batch() -> None:
     """A step that does something else in odd batches and later epochs is planned anew for these."""
     found = measure(PipelineStrategy(schedule="ZB-V", ranks=2, microbatches=4))
     assert found == pytest.approx(measure(), abs=1e-5)
+
+
+class OddBatches(Classifier):
+    """Only its odd batches keep something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        pixels, labels = batch
+        logits = self(pixels)
+        if batch_idx % 2:
+            self.kept.append(logits.detach())
+        return nn.functional.cross_entropy(logits, labels)
+
+
+def test_batches_that_keep_nothing_do_not_decide_for_those_that_do() -> None:
+    kept = []
+    for strategy in ("auto", PipelineStrategy(ranks=2, microbatches=4)):
+        torch.manual_seed(0)
+        module = OddBatches()
+        trainer_of(strategy, max_steps=5).fit(module, images())
+        kept.append([float(one.square().sum()) for one in module.kept])
+    assert len(kept[0]) == 2
+    assert kept[1] == pytest.approx(kept[0], rel=1e-4)
+
+
+class Labelled(LanguageModel):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.training_step(batch, batch_idx)["loss"])
+
+
+def test_an_epoch_s_value_is_a_mean_over_what_the_loss_counts() -> None:
+    torch.manual_seed(0)
+    module, batches = Labelled(), DataLoader(Tokens(), batch_size=8)
+    with torch.no_grad():
+        losses = [float(module.training_step(batch, 0)["loss"]) for batch in batches]
+    weights = [int(count_labels(batch)) for batch in batches]
+    of_labels = sum(loss * weight for loss, weight in zip(losses, weights, strict=True))
+    strategy = PipelineStrategy(ranks=2, microbatches=4, loss_weight=count_labels)
+    (logged,) = trainer_of(strategy).validate(module, batches, verbose=False)
+    assert len({*weights}) > 1
+    assert logged["loss"] == pytest.approx(of_labels / sum(weights), rel=1e-6)
+
+
+class HeadFirst(LanguageModel):
+    """The name that comes first is that of the stage that comes last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        head, blocks, embed = self.head, self.blocks, self.embed
+        del self.head, self.blocks, self.embed
+        self.head, self.blocks, self.embed = head, blocks, embed
+
+
+def test_a_tied_weight_s_state_is_where_the_plain_trainer_looks(tmp_path: Path) -> None:
+    files = []
+    for strategy in (
+        "auto",
+        PipelineStrategy(ranks=2, microbatches=4, loss_weight=count_labels, **FILE),
+    ):
+        torch.manual_seed(0)
+        trainer = trainer_of(strategy, max_steps=1)
+        trainer.fit(HeadFirst(), DataLoader(Tokens(), batch_size=8))
+        trainer.save_checkpoint(tmp_path / "file")
+        files.append(torch.load(tmp_path / "file", weights_only=False)["optimizer_states"][0])
+    plain, cut = files
+    assert cut["param_groups"] == plain["param_groups"]
+    torch.testing.assert_close(cut["state"], plain["state"], atol=1e-5, rtol=1e-4)
 
 
 def test_groups_that_an_optimizer_gets_later_are_saved(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -147,6 +148,22 @@ def test_what_a_step_corrects() -> None:
         measured.correct_both(costs, ranks, 1, (0, 4, 8))
     assert isinstance(slower, Cluster)
     assert profile([1.0]).factors == ()
+
+
+def test_one_slow_step_among_four_is_not_named() -> None:
+    """The latest four are looked at together, without the slowest and the fastest quarter."""
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(2)])
+    x, pause = torch.randn(8, 8), [0.01, 0.01]
+    for stage, module in enumerate(model):
+        module.register_forward_hook(lambda *_, stage=stage: time.sleep(pause[stage]))
+    with Pipeline(model, ranks=2, microbatches=4, loss_fn=nn.functional.mse_loss) as pipe:
+        for _ in range(6):
+            assert pipe.step(x, target=x, record=True).slow == ()
+        pause[1] = 0.04
+        assert pipe.step(x, target=x, record=True).slow == ()
+        for _ in range(3):
+            slow = pipe.step(x, target=x, record=True).slow
+    assert [one.stages for one in slow] == [(1,)]
 
 
 def test_a_pipeline_tells_what_became_slow(caplog: pytest.LogCaptureFixture) -> None:
