@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from penstock.devices import autocast_types
 from penstock.errors import PartitionError, UsageError
 from penstock.partition.base import Example
+from penstock.partition.mutables import put
 from penstock.partition.plan import CallPlan, assign, empty_plan
 from penstock.partition.run import WithoutData, kind_of
 from penstock.partition.seen import Door
 from penstock.partition.settings import Settings
 from penstock.partition.sizes import UnitSizes
-from penstock.partition.things import put
 from penstock.partition.trace import Homes, Trace
 
 _NOTHING = empty_plan()

@@ -18,6 +18,7 @@ from penstock.partition.author import Author
 from penstock.partition.functions import REWRITTEN, is_ours, may_draw, rewritten
 from penstock.partition.lines import where
 from penstock.partition.memory import storage_of, takes_gradient
+from penstock.partition.mutables import Mutables, at, change_to, look_at_call
 from penstock.partition.plan import CallPlan, Quick, Step
 from penstock.partition.recomputing import checkpointed
 from penstock.partition.seen import (
@@ -32,7 +33,6 @@ from penstock.partition.seen import (
     recomputed,
     uncheckpointed,
 )
-from penstock.partition.things import Things, at, change_to, look_at_call
 from penstock.partition.trace import DIRECT, OVERWRITTEN, READ, Event, Value
 from penstock.stage import StageCall
 from penstock.values import (
@@ -351,14 +351,14 @@ class StageForward(TorchFunctionMode):
         # Tensors of inference mode have no versions.
         has_versions = not torch.is_inference_mode_enabled()
         versions = [tensor._version for tensor in mine] if has_versions else []
-        things = None
+        mutables = None
         if event.mutable and (self._stage < self._author.stages - 1 or step.tells):
-            things = look_at_call(args, kwargs)
+            mutables = look_at_call(args, kwargs)
         output = run(*args, **kwargs)
         if has_versions and (event.changes or [t._version for t in mine] != versions):
             self._check_changes(step, mine, versions, args, kwargs)
         self._check_is_new(step, output, mine)
-        return output, () if things is None else self._left_in(step, things)
+        return output, () if mutables is None else self._left_in(step, mutables)
 
     def _check_changes(
         self, step: Step, mine: Sequence[Tensor], versions: Sequence[int], args: Any, kwargs: Any
@@ -394,9 +394,9 @@ class StageForward(TorchFunctionMode):
                 did = "gave a tensor that shares memory with an argument"
                 raise _different(step, self._stage, did, "gave one with memory of its own")
 
-    def _left_in(self, step: Step, things: Things) -> list[Any]:
+    def _left_in(self, step: Step, mutables: Mutables) -> list[Any]:
         """What a unit has left in its arguments, in the order of the plan."""
-        changes = {thing.place: thing.change() for thing in things.changed()}
+        changes = {mutable.place: mutable.change() for mutable in mutables.changed()}
         planned = {
             place: change
             for place, change in step.event.left.items()

@@ -9,18 +9,18 @@ from typing import Any, NamedTuple
 from torch import Generator, Tensor, nn
 from torch._subclasses import FakeTensor
 
-from penstock.partition.settings import REGISTRIES
-from penstock.partition.things import (
+from penstock.partition.mutables import (
     CONTAINERS,
     MISSING,
-    Thing,
-    Things,
+    Mutable,
+    Mutables,
     Words,
     is_equal,
     is_iterator,
     read,
     same,
 )
+from penstock.partition.settings import REGISTRIES
 
 
 class Changed(NamedTuple):
@@ -48,8 +48,8 @@ class Held:
 
     def __init__(self, model: nn.Module, units: Mapping[str, nn.Module]) -> None:
         inside = {id(part): path for path, unit in units.items() for part in unit.modules()}
-        self._things = Things()
-        self._common: list[Thing] | None = None
+        self._mutables = Mutables()
+        self._common: list[Mutable] | None = None
         self._early: set[int] = set()
         self.outside: list[tuple[nn.Module, str]] = []
         for path, module in model.named_modules():
@@ -61,64 +61,64 @@ class Held:
         self._modules = [(m, attributes_of(m), _registries(m)) for m in model.modules()]
 
     def _look_at(self, module: nn.Module, unit: str, name: str) -> None:
-        things = self._things
+        mutables = self._mutables
         for attribute, value in attributes_of(module).items():
             if is_iterator(value):
-                value = things.replay(module, attribute, value)
+                value = mutables.replay(module, attribute, value)
             if unit == "" or not isinstance(value, Tensor):
                 words = f"what the attribute {attribute!r} of {name} holds"
-                things.look(value, unit, Words(words, module))
+                mutables.look(value, unit, Words(words, module))
         for kind in _classes(module):
             words = f"an attribute of the class {kind.__name__} of {name}"
-            things.look(kind, unit, Words(words, module), ("",))
+            mutables.look(kind, unit, Words(words, module), ("",))
             for method in filter(inspect.isfunction, vars(kind).values()):
                 if method.__name__ != "__init__":
-                    things.look(method, unit, Words(f"the code of {name}"), ("", ""))
+                    mutables.look(method, unit, Words(f"the code of {name}"), ("", ""))
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             # What only hooks have is put back, and is nobody's.
-            things.look(hook, _HOOKS, Words(f"a hook of {name}"), ("",))
+            mutables.look(hook, _HOOKS, Words(f"a hook of {name}"), ("",))
 
     def changes(self) -> list[Changed]:
-        """The changes of things that code around the units has, or that several units have."""
-        changed, once = [], {id(thing) for thing, _, _ in self.set_once()}
-        for thing in self._things.changed():
-            units = thing.owners.keys() - {"", _HOOKS}
-            if id(thing.value) in once:
+        """The changes of mutables that code around the units has, or that several units have."""
+        changed, once = [], {id(mutable) for mutable, _, _ in self.set_once()}
+        for mutable in self._mutables.changed():
+            units = mutable.owners.keys() - {"", _HOOKS}
+            if id(mutable.value) in once:
                 continue
-            if isinstance(thing.value, Generator):
+            if isinstance(mutable.value, Generator):
                 changed.append(
                     Changed("the state of a torch.Generator of the model, from which it draws")
                 )
-            elif "" in thing.owners and not _is_set_once(thing.before, read(thing.value)):
-                changed.append(Changed(str(thing.owners[""])))
+            elif "" in mutable.owners and not _is_set_once(mutable.before, read(mutable.value)):
+                changed.append(Changed(str(mutable.owners[""])))
             elif len(units) > 1:
-                kind, paths = type(thing.value).__name__, " and ".join(sorted(units)[:2])
+                kind, paths = type(mutable.value).__name__, " and ".join(sorted(units)[:2])
                 changed.append(Changed(f"an object (a {kind}) that {paths} have", frozenset(units)))
         return changed
 
     def set_once(self) -> list[tuple[Any, str, Any]]:
         """The attributes that code around the units sets once in objects: object, name and value."""
-        things = [thing for thing in self._things.changed() if "" in thing.owners]
+        mutables = [mutable for mutable in self._mutables.changed() if "" in mutable.owners]
         return [
-            (thing.value, *one)
-            for thing in things
-            if id(thing.value) not in self._early
-            for one in thing.set_once().items()
+            (mutable.value, *one)
+            for mutable in mutables
+            if id(mutable.value) not in self._early
+            for one in mutable.set_once().items()
         ]
 
     def after_unit(self) -> bool:
         """Note which objects that a unit and the code around have are others before the last unit's end."""
         if self._common is None:
-            self._common = self._things.common()
-        self._early.update(id(thing.value) for thing in self._common if thing.is_changed)
+            self._common = self._mutables.common()
+        self._early.update(id(mutable.value) for mutable in self._common if mutable.is_changed)
         return bool(self._early)
 
     def outer(self) -> set[str]:
         """The units whose code changes global or enclosing containers."""
         return {
             unit
-            for thing in self._things.changed()
-            for unit, words in thing.owners.items()
+            for mutable in self._mutables.changed()
+            for unit, words in mutable.owners.items()
             if words.module is None and unit not in ("", _HOOKS)
         }
 
@@ -145,7 +145,7 @@ class Held:
                 if len(table) != len(held) or any(table[n] is not v for n, v in held.items()):
                     table.clear()
                     table.update(held)
-        self._things.restore()
+        self._mutables.restore()
 
 
 _HOOKS = ":hooks"

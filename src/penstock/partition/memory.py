@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from penstock.partition.things import CONTAINERS
+from penstock.partition.mutables import CONTAINERS
 from penstock.partition.trace import Trace, Value
 
 MODEL = -1

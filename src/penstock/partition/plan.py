@@ -14,9 +14,9 @@ from torch._subclasses import FakeTensorMode
 
 from penstock.errors import PartitionError
 from penstock.partition.functions import is_ours, may_draw
+from penstock.partition.mutables import restored
 from penstock.partition.owners import Owners, check_owners
 from penstock.partition.private import hidden
-from penstock.partition.things import restored
 from penstock.partition.trace import Event, Homes, Trace, Value
 from penstock.schedule import Edge
 from penstock.values import Place, opaque_in, tensors_in

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from penstock.errors import PartitionError
 from penstock.partition.held import Changed, attributes_of
 from penstock.partition.lines import line_of
-from penstock.partition.things import CONTAINERS, MISSING, is_equal, read, replaced, same
+from penstock.partition.mutables import CONTAINERS, MISSING, is_equal, read, replaced, same
 
 Refuse = Callable[[], Exception]
 _ACTS = (

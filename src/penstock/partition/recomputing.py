@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 
 from penstock.errors import PartitionError, StageError
+from penstock.partition.mutables import MISSING, replaced
 from penstock.partition.settings import REGISTRIES
-from penstock.partition.things import MISSING, replaced
 from penstock.values import leaves_in, map_tensors
 
 Run = Callable[..., Any]

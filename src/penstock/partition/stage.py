@@ -23,11 +23,11 @@ from penstock.partition.forward import (
     to_send,
 )
 from penstock.partition.lines import where
+from penstock.partition.mutables import MISSING, is_equal, put
 from penstock.partition.plan import CallPlan, Step
 from penstock.partition.private import NotHere
 from penstock.partition.run import has_data
 from penstock.partition.seen import Seeded
-from penstock.partition.things import MISSING, is_equal, put
 from penstock.partition.trace import Trace, Value
 from penstock.rng import Draws
 from penstock.stage import StageCall, StageModule

@@ -16,9 +16,9 @@ from torch._subclasses import FakeTensorMode
 
 from penstock.partition.functions import METADATA, SET_HOOKS
 from penstock.partition.held import Changed
+from penstock.partition.mutables import Mutables
 from penstock.partition.private import Attribute
 from penstock.partition.seen import Door
-from penstock.partition.things import Things
 from penstock.values import Place
 
 OVERWRITTEN = (
@@ -113,7 +113,7 @@ class Event:
     varies: bool = False
     module: str = ""
     call: tuple[Any, Any] = ((), {})
-    objects: Things | None = None
+    objects: Mutables | None = None
     mutable: bool = False
     left: dict[Place, Any] = field(default_factory=dict)
     shares: bool = False

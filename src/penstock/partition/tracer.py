@@ -36,6 +36,7 @@ from penstock.partition.functions import (
 from penstock.partition.held import Changed, Held, may_be_set
 from penstock.partition.lines import line_of, place_of, running, where
 from penstock.partition.memory import MODEL, Memory, storage_of, takes_gradient
+from penstock.partition.mutables import MISSING, Mutables, is_iterator, put_back, replaced, swapped
 from penstock.partition.private import Attribute, NotHere, Private, reads_noted
 from penstock.partition.seen import (
     Context,
@@ -49,7 +50,6 @@ from penstock.partition.seen import (
     uncheckpointed,
 )
 from penstock.partition.sizes import UnitSizes, without_data
-from penstock.partition.things import MISSING, Things, is_iterator, put_back, replaced, swapped
 from penstock.partition.trace import DIRECT, OVERWRITTEN, READ, Change, Event, Homes, Region, Trace
 from penstock.partition.work import Work
 from penstock.values import Place, check_tensor, located, map_tensors, opaque_in, tensors_in
@@ -139,7 +139,7 @@ class _Running:
     near: Collection[int] = ()
     arguments: Collection[int] = ()
     originals: Mapping[int, Tensor] = field(default_factory=dict)
-    filled: Things = field(default_factory=Things)
+    filled: Mutables = field(default_factory=Mutables)
 
 
 class _Tables:
@@ -435,9 +435,9 @@ class _Tracer(TorchFunctionMode):
                     "would run after the stages have ended; return a tuple or list of what it gives"
                 )
             if not place:
-                things = Things()
-                things.look(thing)
-                numbers = map(self._memory.number_of, things.tensors())
+                mutables = Mutables()
+                mutables.look(thing)
+                numbers = map(self._memory.number_of, mutables.tensors())
                 self.trace.inner = [number for number in numbers if number is not None]
 
     def check_nothing_left(self) -> None:
@@ -654,15 +654,15 @@ class _Tracer(TorchFunctionMode):
     def _look_at_objects(self, now: _Running, args: Any, kwargs: Any) -> Any:
         """Note the lists, dictionaries and objects among a unit's arguments; watch how far iterators come."""
         call = [[*args], {**kwargs}]
-        things = Things()
+        mutables = Mutables()
         for part in call:
             for key, value in list(part.items() if isinstance(part, dict) else enumerate(part)):
                 if is_iterator(value):
-                    value = things.replay(part, key, value)
-                things.look(value, place=(int(part is call[1]), key))
-        now.event.objects, now.event.mutable = things, bool(things)
-        now.filled = Things(depth=_DEEP, numbers=False)
-        if things:
+                    value = mutables.replay(part, key, value)
+                mutables.look(value, place=(int(part is call[1]), key))
+        now.event.objects, now.event.mutable = mutables, bool(mutables)
+        now.filled = Mutables(depth=_DEEP, numbers=False)
+        if mutables:
             now.filled.look((tuple(args), tuple(kwargs.values())))
         return call
 
@@ -670,25 +670,25 @@ class _Tracer(TorchFunctionMode):
         """Note what a unit has changed in its arguments: lists, dictionaries, objects, iterators."""
         self._changed_arguments = False
         event, originals = now.event, now.originals
-        things = event.objects
-        if things is None:
+        mutables = event.objects
+        if mutables is None:
             return
-        for thing in things.changed():
+        for mutable in mutables.changed():
             self._changed_arguments = True
-            change = map_tensors(thing.change(), lambda t: originals.get(id(t), t))
+            change = map_tensors(mutable.change(), lambda t: originals.get(id(t), t))
             if change is not None:
-                event.left[thing.place] = change
+                event.left[mutable.place] = change
             elif not self._homes:
                 self.trace.for_any_homes = False
             elif len({stage for stages in self._homes.values() for stage in stages}) > 1:
                 raise PartitionError(
                     f"{event.where}: {event.name} changes numbers in an object (of type "
-                    f"{type(thing.value).__name__}) among its arguments, which other stages would not see; "
+                    f"{type(mutable.value).__name__}) among its arguments, which other stages would not see; "
                     "return what it makes of them"
                 )
-        things.give_back()
+        mutables.give_back()
         # All others are new objects in the event's call.
-        event.objects = things.within(opaque_in(event.call).values())
+        event.objects = mutables.within(opaque_in(event.call).values())
 
     def _note_inputs(self, event: Event, placed: Mapping[Place, Tensor]) -> None:
         for place, tensor in placed.items():
@@ -837,7 +837,7 @@ class _Tracer(TorchFunctionMode):
         except Exception as error:
             return self._run_with_data(now, run, (args, kwargs), error)
         finally:
-            self._running, now.filled = None, Things()
+            self._running, now.filled = None, Mutables()
             event.work, event.nbytes = self._work.total - work, self._work.nbytes - nbytes
             # A weight that two units share is cast in each, since each may be in a stage of its own.
             torch.clear_autocast_cache()

@@ -1,6 +1,6 @@
 """What code may change besides tensors: containers, objects, arrays, generators and iterators.
 
-A *thing* is one of them, with what it held when it was looked at.
+A *mutable* is one of them, with what it held when it was looked at.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ _UNNAMED = Words("")
 
 
 @dataclass
-class Thing:
+class Mutable:
     """A container, object, tensor, array, generator or iterator that may change.
 
     Attributes:
-        value: the thing.
+        value: the container, object, or whatever it is.
         place: a path to it.
         before: what it held.
         owners: for each unit that has it, words for messages; ``""`` stands for the code around the units.
@@ -116,7 +116,7 @@ class Thing:
 
 
 def change_to(value: Any, change: Any) -> None:
-    """Change something as :meth:`Thing.change` says that it was changed elsewhere."""
+    """Change something as :meth:`Mutable.change` says that it was changed elsewhere."""
     if isinstance(change, int):
         for _ in range(change):
             next(value, None)
@@ -156,8 +156,8 @@ class Replayed:
         return self.taken[-1]
 
 
-class Things:
-    """Things that may change, with what they hold.
+class Mutables:
+    """Several of them, each found once, with what it holds.
 
     Args:
         depth: how deep to look.
@@ -166,7 +166,7 @@ class Things:
 
     def __init__(self, depth: int = _DEPTH, *, numbers: bool = True) -> None:
         self._depth, self._numbers = depth, numbers
-        self._things: dict[int, Thing] = {}
+        self._mutables: dict[int, Mutable] = {}
         self._iterators: list[tuple[Any, Any, Replayed]] = []
         self._functions: set[tuple[str, int]] = set()
 
@@ -188,18 +188,18 @@ class Things:
             return
         children: Iterable[tuple[Any, Any]] = enumerate(value) if isinstance(value, tuple) else ()
         if not isinstance(value, tuple):
-            thing = self._things.get(id(value))
-            if thing is None:
+            mutable = self._mutables.get(id(value))
+            if mutable is None:
                 if any(kind.__module__.startswith(_LOOPS) for kind in type(value).__mro__):
                     return
                 before = read(value) if self._numbers or not isinstance(value, _NUMBERS) else None
                 if before is None:
                     return
-                thing = self._things[id(value)] = Thing(value, place, before)
-            elif owner in thing.owners:
+                mutable = self._mutables[id(value)] = Mutable(value, place, before)
+            elif owner in mutable.owners:
                 return
-            thing.owners[owner] = words
-            children = _members(thing.before)
+            mutable.owners[owner] = words
+            children = _members(mutable.before)
         for key, child in list(children)[:_MOST]:
             if self._numbers and is_iterator(child) and not isinstance(value, tuple | set):
                 child = self.replay(value, key, child)
@@ -210,8 +210,8 @@ class Things:
         twin = Replayed(iterator)
         put(holder, key, twin)
         self._iterators.append((holder, key, twin))
-        if id(holder) in self._things:
-            self._things[id(holder)].before = read(holder)
+        if id(holder) in self._mutables:
+            self._mutables[id(holder)].before = read(holder)
         return twin
 
     def _look_at_code(self, function: Any, owner: str, place: Place) -> None:
@@ -230,54 +230,54 @@ class Things:
             ):
                 self.look(value, owner, words, (*place, name))
 
-    def changed(self) -> list[Thing]:
-        """The things that hold something else than before."""
-        return [thing for thing in self._things.values() if thing.is_changed]
+    def changed(self) -> list[Mutable]:
+        """Those that hold something else than before."""
+        return [mutable for mutable in self._mutables.values() if mutable.is_changed]
 
-    def common(self) -> list[Thing]:
+    def common(self) -> list[Mutable]:
         """The objects that several have, the code around the units among them."""
-        things = [t for t in self._things.values() if "" in t.owners and len(t.owners) > 1]
-        return [t for t in things if t.is_object]
+        mutables = [t for t in self._mutables.values() if "" in t.owners and len(t.owners) > 1]
+        return [t for t in mutables if t.is_object]
 
     def __bool__(self) -> bool:
-        return bool(self._things)
+        return bool(self._mutables)
 
     def tensors(self) -> list[Tensor]:
-        """The tensors that the things hold."""
-        held = [v for thing in self._things.values() for _, v in _members(thing.before)]
+        """The tensors in them."""
+        held = [v for mutable in self._mutables.values() for _, v in _members(mutable.before)]
         return [value for value in held if isinstance(value, Tensor)]
 
-    def within(self, objects: Iterable[Any]) -> Things | None:
+    def within(self, objects: Iterable[Any]) -> Mutables | None:
         """Those that are among these objects, or inside them."""
         ids = {id(one) for one in objects if not isinstance(one, (*CONTAINERS, *_NUMBERS))}
-        roots = [thing.place for key, thing in self._things.items() if key in ids]
-        things = Things()
-        things._things = {
-            key: thing
-            for key, thing in self._things.items()
-            if any(thing.place[: len(root)] == root for root in roots)
+        roots = [mutable.place for key, mutable in self._mutables.items() if key in ids]
+        mutables = Mutables()
+        mutables._mutables = {
+            key: mutable
+            for key, mutable in self._mutables.items()
+            if any(mutable.place[: len(root)] == root for root in roots)
         }
-        return things if roots else None
+        return mutables if roots else None
 
     def rewind(self) -> None:
         """Put back what containers and objects held."""
-        for thing in self.changed():
-            write(thing.value, thing.before)
+        for mutable in self.changed():
+            write(mutable.value, mutable.before)
 
     def exchange(self, twin_of: Callable[[Tensor], Tensor]) -> None:
-        """Put other tensors into the places of those with data that the things have come to hold."""
+        """Put other tensors into the places of those with data that they have come to hold."""
         known = {id(tensor) for tensor in self.tensors()}
-        now = Things(self._depth, numbers=False)
-        for thing in self.changed():
-            now.look(thing.value)
-        for thing in now._things.values():
-            for key, member in [] if isinstance(thing.value, set) else _members(thing.before):
+        now = Mutables(self._depth, numbers=False)
+        for mutable in self.changed():
+            now.look(mutable.value)
+        for mutable in now._mutables.values():
+            for key, member in [] if isinstance(mutable.value, set) else _members(mutable.before):
                 if (
                     isinstance(member, Tensor)
                     and not isinstance(member, FakeTensor)
                     and id(member) not in known
                 ):
-                    put(thing.value, key, twin_of(member))
+                    put(mutable.value, key, twin_of(member))
 
     def give_back(self) -> None:
         """Put the iterators back into their places, advanced."""
@@ -286,9 +286,8 @@ class Things:
                 put(holder, key, twin.rest)
 
     def restore(self) -> None:
-        """Put back what the things held."""
-        for thing in self.changed():
-            write(thing.value, thing.before)
+        """Put back what they held, and the iterators."""
+        self.rewind()
         for holder, key, twin in self._iterators:
             put(holder, key, chain(twin.taken, twin.rest) if twin.taken else twin.rest)
 
@@ -325,12 +324,12 @@ def _put_entry(table: dict[str, Any], name: str, value: Any) -> None:
 @contextmanager
 def restored(value: Any) -> Iterator[None]:
     """A context that puts back what an object holds."""
-    things = Things()
-    things.look(value)
+    mutables = Mutables()
+    mutables.look(value)
     try:
         yield
     finally:
-        things.restore()
+        mutables.restore()
 
 
 # ---- what functions name
@@ -353,7 +352,7 @@ def _enclosed_by(function: FunctionType) -> dict[str, Any]:
     return enclosed
 
 
-# ---- one level of a thing
+# ---- one level of what is held
 
 
 def is_iterator(value: Any) -> bool:
@@ -469,14 +468,14 @@ def same(before: Any, after: Any) -> bool:
     return all(map(is_equal, before, after))
 
 
-def look_at_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Things:
+def look_at_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mutables:
     """The lists, dictionaries and objects in a unit's arguments."""
-    things = Things(numbers=False)
+    mutables = Mutables(numbers=False)
     for key, value in enumerate(args):
-        things.look(value, place=(0, key))
+        mutables.look(value, place=(0, key))
     for name, value in kwargs.items():
-        things.look(value, place=(1, name))
-    return things
+        mutables.look(value, place=(1, name))
+    return mutables
 
 
 # ---- other tensors in a call's arguments, for a while
