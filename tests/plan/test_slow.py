@@ -150,16 +150,21 @@ def test_what_a_step_corrects() -> None:
     assert profile([1.0]).factors == ()
 
 
-def test_one_slow_step_among_four_is_not_named() -> None:
-    """The latest four are looked at together, without the slowest and the fastest quarter."""
-    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(2)])
-    x, pause = torch.randn(8, 8), [0.01, 0.01]
+def resting(stages: int) -> tuple[nn.Sequential, torch.Tensor, list[float]]:
+    """A model whose stages sleep in their forwards, its batch, and for how many seconds each sleeps."""
+    model, pause = nn.Sequential(*[nn.Linear(8, 8) for _ in range(stages)]), [0.01] * stages
     for stage, module in enumerate(model):
         module.register_forward_hook(lambda *_, stage=stage: time.sleep(pause[stage]))
+    return model, torch.randn(8, 8), pause
+
+
+def test_one_slow_step_among_four_is_not_named() -> None:
+    """The latest four are looked at together, without the slowest and the fastest quarter."""
+    model, x, pause = resting(2)
     with Pipeline(model, ranks=2, microbatches=4, loss_fn=nn.functional.mse_loss) as pipe:
         for _ in range(6):
-            assert pipe.step(x, target=x, record=True).slow == ()
-        pause[1] = 0.04
+            pipe.step(x, target=x, record=True)
+        pause[1] = 0.05
         assert pipe.step(x, target=x, record=True).slow == ()
         for _ in range(3):
             slow = pipe.step(x, target=x, record=True).slow
@@ -167,18 +172,12 @@ def test_one_slow_step_among_four_is_not_named() -> None:
 
 
 def test_a_pipeline_tells_what_became_slow(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
-    x = torch.randn(64, 256)
+    model, x, pause = resting(4)
     loss = nn.functional.mse_loss
     with Pipeline(model, ranks=4, microbatches=2, loss_fn=loss, watch_every=4) as pipe:
         for _ in range(2):
             assert pipe.step(x, target=x, record=True).slow == ()
-
-        def drag(*args: Any) -> None:
-            for _ in range(300):
-                torch.mm(x, x.T)
-
-        model[2].register_forward_hook(drag)
+        pause[2] = 0.05
         with caplog.at_level(logging.WARNING, "penstock"):
             slow = pipe.step(x, target=x, record=True).slow
             assert any(one.stages == (2,) and one.share > 0.5 for one in slow)
