@@ -10,7 +10,8 @@ import pytest
 
 from penstock.testing import WorkerPool
 from tests.pipelining.either import IN_A_V, MULTI, SINGLE
-from tests.pipelining.programs import KINDS, ORDERS, WAYS
+from tests.pipelining.programs import KINDS, ORDERS, WAYS, stops_stepping
+from tests.scripts import forked
 
 
 def run(
@@ -131,12 +132,13 @@ def test_values_between_stages(workers: WorkerPool, schedule: str, package: str)
 
 
 @pytest.mark.slow
-def test_a_rank_that_stops_stepping_is_named_with_its_last_call(
-    workers: WorkerPool, tmp_path: Path
-) -> None:
+def test_a_rank_that_stops_stepping_is_named_with_its_last_call(tmp_path: Path) -> None:
     """Also where no step trains, which would be counted."""
-    _, says = run(workers, "penstock", "stops_stepping", flag=str(tmp_path / "flag"))
-    assert re.search("rank 0: .*between steps, after call 2, in its own code", says)
+    store, heard = str(tmp_path / "store"), tmp_path / "heard"
+    rows = [(rank, store, str(heard)) for rank in range(2)]
+    with forked(stops_stepping, rows) as (_, waits):
+        waits.join(100)
+    assert re.search("rank 0: .*between steps, after call 2, in its own code", heard.read_text())
 
 
 def test_every_rank_hears_what_is_wrong_on_one(workers: WorkerPool) -> None:
