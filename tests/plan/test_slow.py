@@ -177,7 +177,7 @@ def test_a_pipeline_tells_what_became_slow(caplog: pytest.LogCaptureFixture) -> 
     with Pipeline(model, ranks=4, microbatches=2, loss_fn=loss, watch_every=4) as pipe:
         for _ in range(2):
             assert pipe.step(x, target=x, record=True).slow == ()
-        pause[2] = 0.05
+        pause[2] = 0.2
         with caplog.at_level(logging.WARNING, "penstock"):
             slow = pipe.step(x, target=x, record=True).slow
             assert any(one.stages == (2,) and one.share > 0.5 for one in slow)
