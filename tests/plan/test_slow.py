@@ -158,19 +158,6 @@ def resting(stages: int) -> tuple[nn.Sequential, torch.Tensor, list[float]]:
     return model, torch.randn(8, 8), pause
 
 
-def test_one_slow_step_among_four_is_not_named() -> None:
-    """The latest four are looked at together, without the slowest and the fastest quarter."""
-    model, x, pause = resting(2)
-    with Pipeline(model, ranks=2, microbatches=4, loss_fn=nn.functional.mse_loss) as pipe:
-        for _ in range(6):
-            pipe.step(x, target=x, record=True)
-        pause[1] = 0.05
-        assert pipe.step(x, target=x, record=True).slow == ()
-        for _ in range(3):
-            slow = pipe.step(x, target=x, record=True).slow
-    assert [one.stages for one in slow] == [(1,)]
-
-
 def test_a_pipeline_tells_what_became_slow(caplog: pytest.LogCaptureFixture) -> None:
     model, x, pause = resting(4)
     loss = nn.functional.mse_loss
