@@ -19,6 +19,7 @@ PARTS = {
     "penstock": "The front door",
     "penstock.schedule": "Schedules",
     "penstock.partition": "Cutting a model",
+    "penstock.microbatches": "Batches and microbatches",
     "penstock.values": "What travels",
     "penstock.weights": "Weights",
     "penstock.plan": "Planning a run",

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from penstock import elsewhere as elsewhere
     from penstock import errors as errors
     from penstock import faults as faults
-    from penstock import images as images
     from penstock import integrations as integrations
     from penstock import launchers as launchers
     from penstock import masks as masks
+    from penstock import microbatches as microbatches
     from penstock import parallel as parallel
     from penstock import partition as partition
     from penstock import pipeline as pipeline
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from penstock import schedule as schedule
     from penstock import stage as stage
     from penstock import testing as testing
-    from penstock import tokens as tokens
     from penstock import train as train
     from penstock import transport as transport
     from penstock import values as values
@@ -41,6 +40,9 @@ if TYPE_CHECKING:
     from penstock.checkpoint import Checkpoints as Checkpoints
     from penstock.integrations import PipelineModule as PipelineModule
     from penstock.launchers import read_launcher as read_launcher
+    from penstock.microbatches import REPLICATE as REPLICATE
+    from penstock.microbatches import Microbatches as Microbatches
+    from penstock.microbatches import Split as Split
     from penstock.partition import Partition as Partition
     from penstock.partition import randomness as randomness
     from penstock.pipeline import ModelWeights as ModelWeights
@@ -56,9 +58,6 @@ if TYPE_CHECKING:
     from penstock.runtime import add_loss as add_loss
     from penstock.runtime import collect_losses as collect_losses
     from penstock.stage import PipelineStage as PipelineStage
-    from penstock.values import REPLICATE as REPLICATE
-    from penstock.values import Microbatches as Microbatches
-    from penstock.values import Split as Split
     from penstock.weights import init_weights as init_weights
     from penstock.weights import read_weights as read_weights
 

@@ -14,9 +14,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from penstock import REPLICATE, Microbatches, Pipeline, Split, add_loss
+from penstock.microbatches import Rules
 from penstock.schedule import Edge
 from penstock.testing import Case
-from penstock.values import Rules
 from tests.pipeline.draws import BETWEEN, noisy
 from tests.pipeline.models import (
     WIDTH,

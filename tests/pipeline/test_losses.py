@@ -23,9 +23,9 @@ from penstock import (
     collect_losses,
 )
 from penstock.errors import UsageError
+from penstock.microbatches import MISSING
 from penstock.schedule import Placement, Schedule, parse_action
 from penstock.testing import Case, WorkerPool, plain_loop
-from penstock.values import MISSING
 from tests.pipeline.cases import (
     IGNORED,
     WORDS,

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import penstock
 from penstock import Microbatches, Pipeline, PipelineStage
 from penstock.errors import PeerFailed, ScheduleError, StageError
+from penstock.microbatches import MISSING
 from penstock.partition import partition
 from penstock.schedule import (
     Action,
@@ -33,7 +34,6 @@ from penstock.schedule import (
     save,
 )
 from penstock.testing import Case, WorkerPool, compare, plain_loop
-from penstock.values import MISSING
 from tests.pipeline.cases import NEXT, RAGGED, TOKENS, language, pipeline, ragged
 from tests.pipeline.models import (
     STAGES,

@@ -150,26 +150,77 @@ def test_what_a_step_corrects() -> None:
     assert profile([1.0]).factors == ()
 
 
-def resting(stages: int) -> tuple[nn.Sequential, torch.Tensor, list[float]]:
-    """A model whose stages sleep in their forwards, its batch, and for how many seconds each sleeps."""
-    model, pause = nn.Sequential(*[nn.Linear(8, 8) for _ in range(stages)]), [0.01] * stages
-    for stage, module in enumerate(model):
-        module.register_forward_hook(lambda *_, stage=stage: time.sleep(pause[stage]))
-    return model, torch.randn(8, 8), pause
+class Clock:
+    """A clock that only the model moves on.
+
+    Attributes:
+        now: its time, in seconds.
+        pause: for how many seconds the forward of each stage takes.
+    """
+
+    def __init__(self, stages: int) -> None:
+        self.now, self.pause = 0.0, [0.01] * stages
+
+    def __call__(self) -> float:
+        return self.now
+
+    def model(self) -> nn.Sequential:
+        """A model of as many stages, whose forwards move the clock on."""
+        model = nn.Sequential(*[nn.Linear(8, 8) for _ in self.pause])
+        for stage, module in enumerate(model):
+            module.register_forward_hook(lambda *_, stage=stage: self.wait(self.pause[stage]))
+        return model
+
+    def wait(self, seconds: float) -> None:
+        """Move the clock on."""
+        self.now += seconds
 
 
-def test_a_pipeline_tells_what_became_slow(caplog: pytest.LogCaptureFixture) -> None:
-    model, x, pause = resting(4)
-    loss = nn.functional.mse_loss
-    with Pipeline(model, ranks=4, microbatches=2, loss_fn=loss, watch_every=4) as pipe:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock that steps of four stages are measured with."""
+    clock = Clock(4)
+    monkeypatch.setattr(time, "perf_counter", clock)
+    return clock
+
+
+def watched(clock: Clock, **more: Any) -> Pipeline:
+    """A pipeline of four stages, whose steps the clock measures."""
+    return Pipeline(clock.model(), ranks=4, microbatches=2, loss_fn=nn.functional.mse_loss, **more)
+
+
+def slow_in(pipe: Pipeline) -> dict[tuple[int, ...], float]:
+    """How many times as long the slow ranks of a recorded step take, by their stages."""
+    x = torch.ones(8, 8)
+    return {one.stages: one.factor for one in pipe.step(x, target=x, record=True).slow}
+
+
+def test_a_pipeline_tells_what_became_slow(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.ones(8, 8)
+    with watched(clock, watch_every=4) as pipe:
         for _ in range(2):
-            assert pipe.step(x, target=x, record=True).slow == ()
-        pause[2] = 0.2
+            assert slow_in(pipe) == {}
+        clock.pause[2] = 0.2
         with caplog.at_level(logging.WARNING, "penstock"):
-            slow = pipe.step(x, target=x, record=True).slow
-            assert any(one.stages == (2,) and one.share > 0.5 for one in slow)
+            assert slow_in(pipe) == {(2,): pytest.approx(20.0)}
             assert not caplog.records
             pipe.step(x, target=x)
         assert "rank 2 (stage 2) takes" in caplog.text
     with pytest.raises(UsageError, match="watch_every=0: must be at least 1"):
-        Pipeline(model, ranks=2, watch_every=0)
+        watched(clock, watch_every=0)
+
+
+def test_a_pause_of_the_machine_makes_no_rank_slow(clock: Clock) -> None:
+    """A rank is slow that is so in the latest four recorded steps together."""
+    with watched(clock) as pipe:
+        for _ in range(8):
+            assert slow_in(pipe) == {}
+        clock.pause[1] = 1.0
+        assert slow_in(pipe) == {}
+        clock.pause[1] = 0.01
+        for _ in range(4):
+            assert slow_in(pipe) == {}
+        clock.pause[1] = 0.03
+        assert slow_in(pipe) == {}
+        assert slow_in(pipe) == {(1,): pytest.approx(2.0)}
+        assert slow_in(pipe) == {(1,): pytest.approx(3.0)}

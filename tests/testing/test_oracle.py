@@ -158,6 +158,10 @@ def test_microbatches_are_run_one_by_one_and_weighed() -> None:
     run(split).check(1e-12)
     one_counts = replace(split, loss_weight=lambda target: float(len(target) == 3))
     assert plain_loop(one_counts)[0] == plain_loop(replace(whole, args=[X[:3]], target=Y[:3]))[0]
+    added: dict[str, Any] = {"loss_fn": sum_loss, "reduction": "sum"}
+    (summed, _), (of_all, _) = plain_loop(replace(split, **added)), plain_loop(case(**added))
+    assert summed == pytest.approx(of_all)
+    run(replace(split, **added)).check(1e-12)
     # Weights that are not those of the loss: the pipeline sees that, whoever splits the batch.
     for wrong in (whole, split):
         with pytest.raises(UsageError, match="as a mean weighted by 1 and 2"):

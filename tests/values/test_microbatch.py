@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from penstock.errors import MicrobatchError
-from penstock.images import ByImages
-from penstock.values import (
+from penstock.microbatches import (
     MISSING,
     REPLICATE,
+    ByImages,
     Microbatch,
     Microbatches,
     Rules,
     Split,
     merge,
     split_batch,
-    tensors_in,
-)  # fmt: skip
+)
+from penstock.values import tensors_in
 
 
 def split(

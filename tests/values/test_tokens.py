@@ -20,17 +20,8 @@ from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_atte
 
 from penstock import Pipeline
 from penstock.errors import MicrobatchError, UsageError
-from penstock.values import (
-    MISSING,
-    REPLICATE,
-    Batch,
-    Rules,
-    Split,
-    Structure,
-    flatten,
-    split_batch,
-    unflatten,
-)
+from penstock.microbatches import MISSING, REPLICATE, Batch, Rules, Split, split_batch
+from penstock.values import Structure, flatten, unflatten
 
 torch.set_num_threads(1)
 LENGTHS = (5, 1, 9, 3, 4, 6, 2)

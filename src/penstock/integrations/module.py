@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from penstock.errors import UsageError
 from penstock.integrations.generation import generate
 from penstock.integrations.passes import Pass
+from penstock.microbatches import MISSING, split_batch
 from penstock.pipeline import CallArguments, Pipeline, check_in_fewer
 from penstock.runtime import ASKING, Loss, LossFunction, LossScaler, LossWeight, StepResult
-from penstock.values import MISSING, split_batch
 
 _OF_STEP = {"target", "microbatches", "loss_weight", "record"}
 """Arguments of a step that are not the model's."""

@@ -14,7 +14,16 @@ import torch
 
 from penstock.errors import PenstockError, StageError
 from penstock.faults import without_library_frames
-from penstock.images import image_tokens, rules_with_images
+from penstock.microbatches import (
+    MISSING,
+    Batch,
+    Rules,
+    image_tokens,
+    merge,
+    output_dim,
+    rules_with_images,
+    split_batch,
+)
 from penstock.pipeline.holding import HeldModel
 from penstock.pipeline.plan import ProvenSchedules
 from penstock.pipeline.slowness import Slowness
@@ -32,7 +41,6 @@ from penstock.runtime import (
 )
 from penstock.schedule import Action
 from penstock.schedule.base import whole_number
-from penstock.values import MISSING, Batch, Rules, merge, output_dim, split_batch
 
 
 class CallArguments(NamedTuple):

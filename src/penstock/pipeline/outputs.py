@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import UsageError
-from penstock.values import Batch, tensors_in
+from penstock.microbatches import Batch
+from penstock.values import tensors_in
 
 
 def gradients_by_part(

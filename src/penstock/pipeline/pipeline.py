@@ -19,6 +19,7 @@ from torch import nn
 from penstock import plan as planning
 from penstock.errors import NonFiniteError, UsageError
 from penstock.faults import Timeout
+from penstock.microbatches import MISSING, Batch, Rules, output_dim
 from penstock.parallel import siblings_of
 from penstock.partition import Example, Partition, Shared, find_shared_between
 from penstock.pipeline.calls import CallArguments, PipelineCalls, flowed_back
@@ -63,7 +64,6 @@ from penstock.runtime import (
 )
 from penstock.schedule import Action, Edge, Schedule
 from penstock.stage import Compilation, PipelineStage
-from penstock.values import MISSING, Batch, Rules, output_dim
 from penstock.weights.states import LoadResult
 
 logger = logging.getLogger("penstock")

@@ -18,6 +18,7 @@ from penstock import plan as planning
 from penstock.devices import placed_on
 from penstock.errors import PartitionError, UsageError, check_known
 from penstock.faults import Patience, Timeout
+from penstock.microbatches import MISSING, Rules, check_rules, split_batch
 from penstock.parallel import group_across, spread_parts
 from penstock.partition import Example, Partition
 from penstock.pipeline.plan import (
@@ -40,7 +41,6 @@ from penstock.stage import (
     without_compilation,
 )
 from penstock.transport import Circle, Transport
-from penstock.values import MISSING, Rules, check_rules, split_batch
 
 _CUT = "cut the model first: stages=penstock.partition.partition(model, stages, {}=...)"
 _INSTEAD = {

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import MicrobatchError, PenstockError, ScheduleError, UsageError
+from penstock.microbatches import Batch, Microbatch
 from penstock.pipeline import Pipeline, carry_out, driven
 from penstock.pipeline.plan import prove
 from penstock.pipelining._utils import CallError, PlacementError
@@ -54,7 +55,7 @@ from penstock.schedule import (
 )
 from penstock.schedule.action import COMPUTE_OPS, OVERLAPPED, STAGE_OPS, Entry
 from penstock.schedule.base import Edges, flat
-from penstock.values import Batch, Microbatch, tensors_in
+from penstock.values import tensors_in
 
 Custom = Callable[[ActionTuple, Any], None]
 CUSTOM_OPS = frozenset({op.value for op in COMPUTE_OPS | STAGE_OPS} | {OVERLAPPED})

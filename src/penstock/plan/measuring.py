@@ -14,12 +14,12 @@ from torch.nn import functional
 
 from penstock.devices import is_accelerator, memory_of, name_of
 from penstock.errors import InputFileError, UsageError
+from penstock.microbatches import MISSING, Rules, split_batch
 from penstock.partition import unit_paths
 from penstock.plan.candidates import whole
 from penstock.plan.costs import Profile, UnitCosts, Units
 from penstock.plan.devices import Device, device_named
 from penstock.plan.units import measure_units, random_states_kept
-from penstock.values import MISSING, Rules, split_batch
 
 REPEATS = 5
 """The number of timed runs by default, after a first run that does not count."""

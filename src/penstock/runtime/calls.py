@@ -24,6 +24,7 @@ from penstock.errors import (
     public_name,
 )
 from penstock.faults import versions
+from penstock.microbatches import Batch, Microbatch
 from penstock.parallel import Adapters
 from penstock.rng import Draws
 from penstock.runtime.hooks import Hooks, Recorder
@@ -32,7 +33,6 @@ from penstock.runtime.loss import Loss, Weights
 from penstock.runtime.result import StepResult, StepTally
 from penstock.schedule import Action, Op, Schedule
 from penstock.transport import Transport
-from penstock.values import Batch, Microbatch
 
 
 @dataclass(frozen=True)

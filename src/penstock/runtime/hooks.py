@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -157,4 +157,4 @@ class Recorder:
 
     def _now(self) -> float:
         wait_for(self._device)
-        return perf_counter()
+        return time.perf_counter()

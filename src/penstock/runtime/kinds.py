@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from penstock.errors import AgreementError, UsageError
+from penstock.microbatches import Batch, Microbatch
 from penstock.values import (
     PLAIN,
-    Batch,
     Layout,
-    Microbatch,
     TensorLayout,
     check_plain,
     flatten,

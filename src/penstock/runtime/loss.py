@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from penstock.errors import UsageError
+from penstock.microbatches import Rules
 from penstock.parallel import gathered
 from penstock.schedule.base import whole_number
-from penstock.values import Rules, tensors_in
+from penstock.values import tensors_in
 
 # ---- losses that a model adds in its forward
 

@@ -27,6 +27,7 @@ from penstock.errors import (
     UsageError,
 )
 from penstock.faults import Activity, failing_module, without_library_frames
+from penstock.microbatches import Batch, Microbatch
 from penstock.parallel import (
     Adapter,
     Adapters,
@@ -63,16 +64,7 @@ from penstock.transport import (
     Circle,
     Transport,
 )
-from penstock.values import (
-    Batch,
-    Layout,
-    Microbatch,
-    TensorLayout,
-    check_plain,
-    layout_of,
-    tensors_in,
-    unflatten,
-)
+from penstock.values import Layout, TensorLayout, check_plain, layout_of, tensors_in, unflatten
 
 logger = logging.getLogger("penstock")
 Schedules: TypeAlias = Callable[..., Schedule]

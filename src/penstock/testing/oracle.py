@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import UsageError
+from penstock.microbatches import Microbatches, Rules
 from penstock.partition import randomness
 from penstock.pipeline import Pipeline
 from penstock.pipeline.plan import Stages
 from penstock.runtime import LossFunction, LossWeight, Reduction, collect_losses
 from penstock.schedule import Schedule
-from penstock.values import Microbatches, Rules
 
 SEED = 11
 """The seed of the random numbers, in the pipeline and in a plain loop over microbatches."""

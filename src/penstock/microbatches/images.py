@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import MicrobatchError
-from penstock.values import Rule, Rules
+from penstock.microbatches.rules import Rule, Rules
 
 _TOKENS, _TYPES = "input_ids", "mm_token_type_ids"
 _IN_ROWS = 5

@@ -1,0 +1,44 @@
+"""Batches that are split into microbatches by rules, and outputs that are merged."""
+
+from penstock.microbatches.batch import MISSING, Batch, Microbatch, Microbatches
+from penstock.microbatches.images import ByImages, image_tokens, rules_with_images
+from penstock.microbatches.merging import merge
+from penstock.microbatches.rules import (
+    OUTPUT,
+    REPLICATE,
+    TARGET,
+    CallSplitter,
+    ItemRule,
+    Replicate,
+    Rule,
+    Rules,
+    Split,
+    Splitter,
+    check_rules,
+    output_dim,
+)
+from penstock.microbatches.splitting import split_batch
+
+__all__ = [
+    "MISSING",
+    "OUTPUT",
+    "REPLICATE",
+    "TARGET",
+    "Batch",
+    "ByImages",
+    "CallSplitter",
+    "ItemRule",
+    "Microbatch",
+    "Microbatches",
+    "Replicate",
+    "Rule",
+    "Rules",
+    "Split",
+    "Splitter",
+    "check_rules",
+    "image_tokens",
+    "merge",
+    "output_dim",
+    "rules_with_images",
+    "split_batch",
+]

@@ -1,0 +1,113 @@
+"""Rules: how each argument is split, and along which dimension outputs are merged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from penstock.errors import MicrobatchError
+from penstock.microbatches.batch import Microbatches
+
+
+@dataclass(frozen=True)
+class Split:
+    """Split every tensor of an argument along a dimension.
+
+    Args:
+        dim: the dimension; None splits a list or tuple by its entries, each of which is one sample.
+        by: what microbatches have about the same number of: ``"samples"`` or ``"tokens"``. The tokens of
+            padded sequences are those in ``attention_mask``, or in the argument if it is such a mask;
+            what is padding in all sequences of a microbatch is left out. The tokens of entries of a list are
+            their lengths. Sequences that are packed into one row are always split by tokens.
+    """
+
+    dim: int | None = 0
+    by: Literal["samples", "tokens"] = "samples"
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Give every microbatch the whole argument."""
+
+
+BY_ENTRY = Split(None)
+REPLICATE = Replicate()
+"""Give every microbatch the whole argument: a rule for ``Pipeline(rules=...)``."""
+Splitter = Callable[[Any, Sequence[int]], Sequence[Any]]
+"""``(value, sizes)`` -> the value's part in each microbatch, from the number of samples of each."""
+ItemRule: TypeAlias = Split | Replicate | Splitter
+Rule: TypeAlias = ItemRule | Mapping[Any, ItemRule]
+"""How an argument is split. A mapping gives the rules of its items, fields or positions one by one."""
+CallSplitter = Callable[[tuple[Any, ...], dict[str, Any], Any, int], Microbatches]
+"""``(args, kwargs, target, count)`` -> that number of microbatches, or fewer."""
+Rules: TypeAlias = Mapping[int | str, Rule] | CallSplitter
+"""How each argument, by position or name, is split; or a function that splits the whole call.
+
+Without a rule a tensor is split along dimension 0, and a tensor without dimensions goes to every microbatch.
+The rule for ``"target"`` splits the target, and the one for ``"output"`` says along which dimension outputs
+are merged.
+"""
+TARGET = "target"
+"""The name of ``target=`` in rules."""
+OUTPUT = "output"
+"""The name in rules of the dimension along which outputs are merged."""
+
+
+def check_rules(rules: Any) -> None:
+    """Check that rules are valid.
+
+    Raises:
+        MicrobatchError: something is not a rule; the message names the argument that it is for.
+    """
+    if rules is None or callable(rules):
+        return
+    if not isinstance(rules, Mapping):
+        raise MicrobatchError(
+            f"rules={rules!r}: must be a mapping from arguments, by position or name, to how each is split, "
+            "or a function that splits the whole call"
+        )
+    for name, rule in rules.items():
+        for item in rule.values() if isinstance(rule, Mapping) else (rule,):
+            if isinstance(item, type) or not (
+                isinstance(item, Split | Replicate) or callable(item)
+            ):
+                raise MicrobatchError(
+                    f"rules={{{name!r}: {rule!r}}}: must be Split(dim), REPLICATE, a function "
+                    "(value, sizes) -> parts, or a mapping of these by item"
+                )
+            if isinstance(item, Split) and item.by not in ("samples", "tokens"):
+                raise MicrobatchError(
+                    f"rules={{{name!r}: {rule!r}}}: by= must be 'samples' or 'tokens'"
+                )
+
+
+def output_dim(rules: Rules | None, of_tokens: int | None = None) -> int:
+    """The dimension along which outputs are merged.
+
+    Args:
+        rules: the rules by which batches are split.
+        of_tokens: the dimension of the tokens in a packed row, which is used where no rule says another one.
+
+    Raises:
+        MicrobatchError: an argument is split along another dimension than 0, and there is no rule for
+            outputs.
+    """
+    if not isinstance(rules, Mapping):
+        return of_tokens or 0
+    rule = rules.get(OUTPUT)
+    if isinstance(rule, Split) and rule.dim is not None:
+        return rule.dim
+    if rule is not None:
+        raise MicrobatchError(
+            f"rules={{'output': {rule!r}}}: the rule for outputs must be Split(dim)"
+        )
+    if of_tokens is not None:
+        return of_tokens
+    dims = sorted({entry.dim or 0 for entry in rules.values() if isinstance(entry, Split)} - {0})
+    if dims:
+        raise MicrobatchError(
+            f"arguments are split along dimension {dims[0]}; say along which dimension to merge outputs: "
+            f"rules={{'output': Split({dims[0]})}} or Split(0)"
+        )
+    return 0
