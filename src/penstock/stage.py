@@ -500,7 +500,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def without_compilation(model: nn.Module, asked: Compilation) -> tuple[nn.Module, Compilation]:
-    """A model without `torch.compile` around it, and how to compile its stages.
+    """A model without ``torch.compile`` around it, and how to compile its stages.
 
     Args:
         model: the model, which may be compiled as a whole. If it was compiled in place, that is undone,

@@ -16,7 +16,7 @@ from torch.utils import checkpoint
 
 
 def node_type(name: str) -> Any:
-    """Returns the type of the nodes of a name, or None if this version of torch has none."""
+    """The type of the nodes of a name, or None if this version of torch has none."""
     # The types have no public name; seen in torch 2.13.
     return getattr(torch._C._functions, name, None)
 
@@ -29,7 +29,7 @@ edge_to: Callable[[tuple[Node, int, None]], GradientEdge] = partial(tuple.__new_
 
 
 def node_of(t: Tensor) -> Node | None:
-    """Returns the node that receives a tensor's gradient; None for a tensor that requires none.
+    """The node that receives a tensor's gradient; None for a tensor that requires none.
 
     It is the function that computed the tensor, or the accumulator of a leaf. Autograd makes accumulators
     lazily, so those are found through a view.
@@ -42,7 +42,7 @@ def node_of(t: Tensor) -> Node | None:
 
 
 def has_hooks(node: Node) -> bool:
-    """Says whether hooks handle what ``node`` saved, as they do in a checkpointed region."""
+    """Whether hooks handle what ``node`` saved, as they do in a checkpointed region."""
     for name in saved_names(type(node)):
         saved: Any = getattr(node, name)
         for one in saved if isinstance(saved, tuple) else (saved,):
@@ -52,14 +52,14 @@ def has_hooks(node: Node) -> bool:
 
 
 def is_recomputed(saved: Any) -> bool:
-    """Says whether reading a saved tensor recomputes a region of non-reentrant checkpointing."""
+    """Whether reading a saved tensor recomputes a region of non-reentrant checkpointing."""
     if saved.unpack_hook is None or type(saved.data).__module__ != checkpoint.__name__:
         return False
     return hasattr(saved.data, "handles")
 
 
 def read_early(node: Any, name: str) -> Tensor:
-    """Returns a saved tensor that a checkpoint recomputes, so that the node can still read it afterwards.
+    """A saved tensor that a checkpoint recomputes, so that the node can still read it afterwards.
 
     A checkpoint hands out each tensor once in a backward pass, and records that in the tensor's holder. Here
     nothing is recorded. Seen in torch 2.13.
@@ -82,5 +82,5 @@ class _WithoutNotes(dict[Any, Any]):
 # Bounded, since a Python function may have a new type for each call.
 @lru_cache(1024)
 def saved_names(kind: type) -> tuple[str, ...]:
-    """Returns the attributes under which nodes of a kind show what they saved."""
+    """The attributes under which nodes of a kind show what they saved."""
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))

@@ -27,20 +27,20 @@ class Operation:
     """What a kind of node does with a weight; its output is linear in the weight.
 
     Args:
-        weights: The positions of the edges whose gradients wait, either all or none of them.
-        value: The name of the saved tensor that they are computed from.
-        gradient: Computes them: ``(grad, value, *others, *options)``.
-        others: The names of further saved tensors.
-        form: The name of a saved tensor of which only shape and strides matter, passed as
+        weights: the positions of the edges whose gradients wait, either all or none of them.
+        value: the name of the saved tensor that they are computed from.
+        gradient: computes them: ``(grad, value, *others, *options)``.
+        others: the names of further saved tensors.
+        form: the name of a saved tensor of which only shape and strides matter, passed as
             ``(shape, strides)`` after ``others``.
-        options: The names of other saved attributes.
-        applies: Whether all this holds for a particular node; by default it does for all of the kind.
-        cost: The multiplications that it takes: ``(value, *others, *options)``; by default many.
+        options: the names of other saved attributes.
+        applies: whether all this holds for a particular node; by default it does for all of the kind.
+        cost: the multiplications that it takes: ``(value, *others, *options)``; by default many.
 
     Attributes:
-        raw: The name of the attribute that shows hooks on ``value``.
-        rest: The names of all attributes that are read besides ``value``.
-        read: Reads those of a node.
+        raw: the name of the attribute that shows hooks on ``value``.
+        rest: the names of all attributes that are read besides ``value``.
+        read: reads those of a node.
     """
 
     weights: tuple[int, ...]
@@ -210,7 +210,7 @@ _OTHERS = {
 
 
 def _by_type(table: Mapping[str, tuple[Operation, ...]]) -> dict[type, tuple[Operation, ...]]:
-    """Returns the part of a table that this version of torch has."""
+    """The part of a table that this version of torch has."""
     kinds = {node_type(name): operations for name, operations in table.items()}
     return {
         kind: tuple(

@@ -17,11 +17,11 @@ Gradients: TypeAlias = tuple[Tensor | None, ...]
 
 
 def seeds_of(outputs: Any, grads: Any) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Returns the outputs that have a gradient, and their gradients; None for one stands for 1.
+    """The outputs that have a gradient, and their gradients; None for one stands for 1.
 
     Args:
-        outputs: A tensor, or a list or tuple of tensors. Those that need no gradient are skipped.
-        grads: A gradient or None for each of them; None in place of it all says that every output is a
+        outputs: a tensor, or a list or tuple of tensors. Those that need no gradient are skipped.
+        grads: a gradient or None for each of them; None in place of it all says that every output is a
             scalar, whose gradient is one.
     """
     if isinstance(outputs, Tensor):
@@ -38,7 +38,7 @@ def seeds_of(outputs: Any, grads: Any) -> tuple[list[Tensor], list[Tensor | None
 
 
 def _one(output: Tensor) -> Tensor | None:
-    """Returns the gradient of a loss by itself; None for what autograd refuses as a loss."""
+    """The gradient of a loss by itself; None for what autograd refuses as a loss."""
     is_loss = output.numel() == 1 and not output.is_complex()
     return torch.ones_like(output) if is_loss else None
 
@@ -49,13 +49,13 @@ def backward_to(
     input_values: Sequence[Any],
     ends: Sequence[GradientEdge] = (),
 ) -> Gradients:
-    """Runs backward once, and adds to the ``.grad`` of the weights on the way.
+    """Run backward once, and add to the ``.grad`` of the weights on the way.
 
     Args:
-        roots: The outputs that have a gradient.
-        seeds: Their gradients.
-        input_values: The inputs of the stage; they need not be leaves, nor tensors.
-        ends: The only edges to go to; everywhere by default.
+        roots: the outputs that have a gradient.
+        seeds: their gradients.
+        input_values: the inputs of the stage; they need not be leaves, nor tensors.
+        ends: the only edges to go to; everywhere by default.
 
     Returns:
         One gradient of each input's shape, or None if the input needs or gets none. They do not include what
@@ -86,12 +86,12 @@ def backward_to(
 def run_backward(
     roots: Sequence[Any], seeds: Sequence[Tensor | None], ends: Sequence[GradientEdge] = ()
 ) -> None:
-    """Runs one pass of autograd that adds to ``.grad``.
+    """Run one pass of autograd that adds to ``.grad``.
 
     Args:
-        roots: Tensors or edges.
-        seeds: Their gradients; None stands for 1, for a scalar.
-        ends: The only edges to go to; everywhere by default.
+        roots: tensors or edges.
+        seeds: their gradients; None stands for 1, for a scalar.
+        ends: the only edges to go to; everywhere by default.
     """
     if not roots:
         return
@@ -117,14 +117,14 @@ def run_backward(
 def raise_from(
     error: Exception, call: str, module: nn.Module, outputs: Any = None, grads: Any = None
 ) -> NoReturn:
-    """Raises an error that says what autograd's error means, and shows the values that the call was given.
+    """Raise an error that says what autograd's error means, and shows the values that the call was given.
 
     Args:
-        error: Autograd's error; one of ours is raised as it is.
-        call: What failed.
-        module: The stage's module. If it changed a tensor in place that backward needs, the message names it.
-        outputs: What backward started from.
-        grads: Their gradients.
+        error: autograd's error; one of ours is raised as it is.
+        call: what failed.
+        module: the stage's module. If it changed a tensor in place that backward needs, the message names it.
+        outputs: what backward started from.
+        grads: their gradients.
     """
     if not isinstance(error, PenstockError) and outputs is not None:
         _check_seeds(outputs, grads)
@@ -145,10 +145,10 @@ def raise_from(
 
 
 def _check_seeds(outputs: Any, grads: Any) -> None:
-    """Checks that outputs are flat, and that the gradients are one for each of them.
+    """Check that outputs are flat, and that the gradients are one for each of them.
 
     Raises:
-        UsageError: They are not.
+        UsageError: they are not.
     """
     values = {"outputs": outputs} if grads is None else {"outputs": outputs, "gradients": grads}
     if isinstance(outputs, Tensor):
@@ -177,7 +177,7 @@ _CHANGED = (
 
 
 def _changed_in_place(module: nn.Module, message: str) -> list[str]:
-    """Returns what of a module may be the tensor that autograd says was changed: its type, shape and version.
+    """What of a module may be the tensor that autograd says was changed: its type, shape and version.
 
     If none has its shape, a view of any of the same type and version may be it.
     """
@@ -198,7 +198,7 @@ def _changed_in_place(module: nn.Module, message: str) -> list[str]:
 
 
 def shapes_text(value: Any) -> str:
-    """Returns a short text for a value that shows shapes instead of numbers."""
+    """A short text for a value that shows shapes instead of numbers."""
     if isinstance(value, Tensor):
         grad = ", requires_grad" if value.requires_grad else ""
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{grad}"

@@ -23,10 +23,10 @@ class UsePlace(NamedTuple):
     """Where in a graph weights are used.
 
     Args:
-        position: The position of the node.
-        operation: What the node does; None for a compiled function.
-        edges: The positions of the edges whose gradients wait.
-        batch: Uses of one batch get their gradients in one backward pass.
+        position: the position of the node.
+        operation: what the node does; None for a compiled function.
+        edges: the positions of the edges whose gradients wait.
+        batch: uses of one batch get their gradients in one backward pass.
     """
 
     position: int
@@ -39,18 +39,18 @@ class WeightUse:
     """A use of weights in one microbatch.
 
     Args:
-        node: The autograd node that uses the weights.
-        place: Where it is, and what it does.
-        edges: All edges of the node.
+        node: the autograd node that uses the weights.
+        place: where it is, and what it does.
+        edges: all edges of the node.
 
     Attributes:
-        position: The position of the node in its graph.
-        edges: Where the gradients of the weights go.
-        value: What the gradients are computed from, with ``arguments``. None until the node is about to run,
+        position: the position of the node in its graph.
+        edges: where the gradients of the weights go.
+        value: what the gradients are computed from, with ``arguments``. None until the node is about to run,
             if a checkpoint has yet to recompute it.
-        can_wait: Whether that can be kept.
-        grad: The output's gradient.
-        compute: For a compiled function: computes the gradients.
+        can_wait: whether that can be kept.
+        grad: the output's gradient.
+        compute: for a compiled function: computes the gradients.
     """
 
     can_wait = True
@@ -93,7 +93,7 @@ class WeightUse:
         self.arguments = (*self.arguments[:before], form, *self.arguments[before + 1 :])
 
     def read(self, grads: Gradients) -> None:
-        """Reads what a checkpoint recomputes; autograd calls it just before it runs the node."""
+        """Read what a checkpoint recomputes; autograd calls it just before it runs the node."""
         if grads[0] is not None:
             node, operation = self.node, cast("Operation", self.operation)
             tensors = {operation.form, *operation.others}
@@ -107,10 +107,10 @@ class WeightUse:
                 self._keep_form(operation)
 
     def gradients(self) -> Sequence[Tensor | None]:
-        """Computes a gradient or None for each edge, and drops what it was computed from.
+        """Compute a gradient or None for each edge, and drop what it was computed from.
 
         Raises:
-            StageError: An input has changed since the inputs' half.
+            StageError: an input has changed since the inputs' half.
         """
         if self.operation is None:
             compute, self.compute = self.compute, None
@@ -135,8 +135,8 @@ class PendingGradients:
     """What one microbatch's inputs' half leaves for its weights' half; its length is the uses that wait.
 
     Attributes:
-        uses: What waits, in the order in which backward has reached it.
-        owners: Keep nodes of Python functions alive, for which a reference to the node is not enough.
+        uses: what waits, in the order in which backward has reached it.
+        owners: keep nodes of Python functions alive, for which a reference to the node is not enough.
     """
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ class PendingGradients:
         return len(self.uses)
 
     def watch(self, uses: Iterable[WeightUse]) -> None:
-        """Notes what arrives at the nodes of some uses in the next backward pass."""
+        """Note what arrives at the nodes of some uses in the next backward pass."""
         arrive = self._arrived.setdefault
         for use in uses:
             if use.operation is None:
@@ -165,7 +165,7 @@ class PendingGradients:
                 use.node = None
 
     def collect(self) -> None:
-        """Takes what has arrived, and drops what would keep the graph alive."""
+        """Take what has arrived, and drop what would keep the graph alive."""
         for use, arrived in self._arrived.items():
             if use.operation is None:
                 use.compute = arrived
@@ -180,7 +180,7 @@ class PendingGradients:
         self._reading.clear()
 
     def deliver(self) -> None:
-        """Adds the gradients to the weights' ``.grad``; nothing waits then."""
+        """Add the gradients to the weights' ``.grad``; nothing waits then."""
         batches: dict[int, list[WeightUse]] = {}
         for use in self.uses:
             batches.setdefault(use.batch, []).append(use)
@@ -191,7 +191,7 @@ class PendingGradients:
 
 
 def _deliver(uses: Iterable[WeightUse]) -> None:
-    """Runs one backward pass for some uses, whose gradients are summed in their order."""
+    """Run one backward pass for some uses, whose gradients are summed in their order."""
     sums: dict[Any, Tensor] = {}
     for use in uses:
         for edge, gradient in zip(use.edges, use.gradients(), strict=True):

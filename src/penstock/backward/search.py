@@ -35,11 +35,11 @@ class MicrobatchGraph:
     """The nodes below some outputs.
 
     Attributes:
-        nodes: The outputs' nodes first, then in a fixed order.
-        edges: For each node, its edges: the node below, or None, and which of its inputs.
-        roots: How many of them are outputs' nodes.
-        others: Where those of inputs are that might pass for weights.
-        shape: The kinds of the nodes and where their edges lead, as one flat tuple; equal for equal graphs
+        nodes: the outputs' nodes first, then in a fixed order.
+        edges: for each node, its edges: the node below, or None, and which of its inputs.
+        roots: how many of them are outputs' nodes.
+        others: where those of inputs are that might pass for weights.
+        shape: the kinds of the nodes and where their edges lead, as one flat tuple; equal for equal graphs
             whose ends have about as many elements.
     """
 
@@ -85,11 +85,11 @@ class SplitPlan(NamedTuple):
     """What waits in graphs of one shape.
 
     Args:
-        places: The uses that wait.
-        ends: The positions of the nodes to which the inputs' half goes.
-        hooked: The positions of nodes below the uses that have saved tensors, which hooks might handle.
-        keeps_outputs: Whether nodes of Python functions are among those below the uses.
-        refusal: Why nothing may wait, if that is so.
+        places: the uses that wait.
+        ends: the positions of the nodes to which the inputs' half goes.
+        hooked: the positions of nodes below the uses that have saved tensors, which hooks might handle.
+        keeps_outputs: whether nodes of Python functions are among those below the uses.
+        refusal: why nothing may wait, if that is so.
     """
 
     places: Sequence[UsePlace] = ()
@@ -99,7 +99,7 @@ class SplitPlan(NamedTuple):
     refusal: str | None = None
 
     def uses_in(self, graph: MicrobatchGraph) -> list[WeightUse] | None:
-        """Returns the uses in a graph; None if some of them cannot wait there."""
+        """The uses in a graph; None if some of them cannot wait there."""
         uses, nodes = [], graph.nodes
         for place in self.places:
             use = WeightUse(nodes[place[0]], place, graph.edges[place[0]])
@@ -122,7 +122,7 @@ class UseSearch:
     """A walk over the nodes that the inputs' half will run. It continues below edges found not to wait.
 
     Attributes:
-        met_hooks: Whether something does not wait because of what nodes have saved, such as hooks. Then the
+        met_hooks: whether something does not wait because of what nodes have saved, such as hooks. Then the
             plan does not hold for other graphs of this shape.
     """
 
@@ -139,7 +139,7 @@ class UseSearch:
         self.met_hooks = False
 
     def plan(self) -> SplitPlan:
-        """Walks until all is found."""
+        """Walk until all is found."""
         while self._ahead:
             if refusing := self._walk():
                 return SplitPlan(refusal=f"{refusing} runs in whole backward passes only")
@@ -158,7 +158,7 @@ class UseSearch:
         )
 
     def _walk(self) -> str | None:
-        """Walks on, or returns the name of a function that allows no half of a backward pass."""
+        """Walk on, or return the name of a function that allows no half of a backward pass."""
         ahead, reached = self._ahead, self._reached
         while ahead:
             node: Any = ahead.pop()
@@ -176,7 +176,7 @@ class UseSearch:
         return None
 
     def _waiting(self, node: Any) -> Collection[int]:
-        """Returns the positions of a node's edges that wait."""
+        """The positions of a node's edges that wait."""
         candidates: Iterable[_Candidate] = [
             (node, operation, operation.weights) for operation in OPERATIONS.get(type(node), ())
         ]
@@ -199,7 +199,7 @@ class UseSearch:
     # ---- weights
 
     def _all_below(self, nodes: Iterable[Node | None]) -> Sequence[Node]:
-        """Returns the nodes that computed some weights; nothing if one of them is no weight."""
+        """The nodes that computed some weights; nothing if one of them is no weight."""
         below: list[Node] = []
         for node in nodes:
             self._left = MOST_NODES
@@ -210,7 +210,7 @@ class UseSearch:
         return tuple(below)
 
     def _nodes_below(self, node: Node | None) -> Sequence[Node]:
-        """Returns the nodes that computed a tensor from parameters alone; nothing for other tensors."""
+        """The nodes that computed a tensor from parameters alone; nothing for other tensors."""
         if node is None:
             return ()
         below = self._weights.get(node)
@@ -242,7 +242,7 @@ class UseSearch:
     # ---- weights that are used in more than one way
 
     def _give_up_shared(self) -> None:
-        """Drops the uses that cannot wait after all, so that the walk continues below them."""
+        """Drop the uses that cannot wait after all, so that the walk continues below them."""
         reached = self._reached
         lost = {use for use, below in self._below.items() if not reached.isdisjoint(below)}
         for use in lost.union(self._in_other_order()):
@@ -252,7 +252,7 @@ class UseSearch:
             self._ahead += new
 
     def _in_other_order(self) -> Iterator[_Candidate]:
-        """Yields uses below which some node would add up gradients in another order than a full backward.
+        """Uses below which some node would add up gradients in another order than a full backward.
 
         Gradients that reach a node directly arrive before all others. The sum of two numbers does not
         depend on their order; but for two tensors the order may decide the layout of the sum, and so the
@@ -275,14 +275,14 @@ _COMPILED = "CompiledFunctionBackward"
 
 
 def _next(use: _Candidate) -> list[Node]:
-    """Returns the nodes to which a use's gradients go."""
+    """The nodes to which a use's gradients go."""
     node, _, positions = use
     edges = node.next_functions
     return [cast("Node", edges[position][0]) for position in positions]
 
 
 def _refuses(kind: Any) -> bool:
-    """Says whether a function runs in whole backward passes only, as reentrant checkpoints do."""
+    """Whether a function runs in whole backward passes only, as reentrant checkpoints do."""
     if not issubclass(kind, BackwardCFunction):
         return False
     code = getattr(kind._forward_cls.backward, "__code__", None)
@@ -290,7 +290,7 @@ def _refuses(kind: Any) -> bool:
 
 
 def _batches(uses: dict[_Candidate, Sequence[Node]]) -> dict[Node, int]:
-    """Returns for each use's node the batch in which its weights get their gradients.
+    """For each use's node the batch in which its weights get their gradients.
 
     Uses that share a node below them are in one batch, since that must run once.
     """

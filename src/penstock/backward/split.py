@@ -48,8 +48,8 @@ class SplitBackward:
         split.weight_half(pending)
 
     Args:
-        module: The stage's module.
-        reduced_later: Whether the caller reduces sharded gradients after the weights' half, instead of FSDP2
+        module: the stage's module.
+        reduced_later: whether the caller reduces sharded gradients after the weights' half, instead of FSDP2
             in the inputs' half.
     """
 
@@ -61,7 +61,7 @@ class SplitBackward:
         self._logged = ""
 
     def full(self, outputs: Any, output_grads: Any, inputs: Sequence[Any]) -> Gradients:
-        """Runs both halves as one backward pass; arguments, result and errors as of `input_half`."""
+        """Run both halves as one backward pass; arguments, result and errors as of ``input_half``."""
         try:
             return backward_to(*seeds_of(outputs, output_grads), inputs)
         except Exception as error:
@@ -70,22 +70,22 @@ class SplitBackward:
     def input_half(
         self, outputs: Any, output_grads: Any, inputs: Sequence[Any]
     ) -> tuple[Gradients, PendingGradients]:
-        """Computes the inputs' gradients, and those of the weights that cannot wait.
+        """Compute the inputs' gradients, and those of the weights that cannot wait.
 
         Args:
-            outputs: What forward returned, or its loss: a tensor, or a flat list of tensors.
-            output_grads: A gradient or None for each. They must stay as they are until the other half. None
+            outputs: what forward returned, or its loss: a tensor, or a flat list of tensors.
+            output_grads: a gradient or None for each. They must stay as they are until the other half. None
                 in place of it all says that each output is a loss.
-            inputs: The inputs of the stage. They need not be leaves, nor tensors.
+            inputs: the inputs of the stage. They need not be leaves, nor tensors.
 
         Returns:
-            One gradient of each input's shape, or None where it needs or gets none; and what `weight_half`
+            One gradient of each input's shape, or None where it needs or gets none; and what ``weight_half``
             needs.
 
         Raises:
-            UsageError: The outputs are nested, or the gradients are not one for each of them.
-            UsageError: A tensor of the module was changed in place that backward needs.
-            StageError: Autograd failed; the cause is chained.
+            UsageError: the outputs are nested, or the gradients are not one for each of them.
+            UsageError: a tensor of the module was changed in place that backward needs.
+            StageError: autograd failed; the cause is chained.
         """
         pending = PendingGradients()
         try:
@@ -99,10 +99,10 @@ class SplitBackward:
         return grads, pending
 
     def weight_half(self, pending: PendingGradients) -> None:
-        """Computes the gradients that `input_half` has left, and adds them to the weights' ``.grad``.
+        """Compute the gradients that ``input_half`` has left, and add them to the weights' ``.grad``.
 
         Raises:
-            StageError: Autograd failed, or an input has changed since the inputs' half.
+            StageError: autograd failed, or an input has changed since the inputs' half.
         """
         try:
             with torch.no_grad():
@@ -113,7 +113,7 @@ class SplitBackward:
     def _prepare(
         self, roots: Sequence[Tensor], inputs: Sequence[Any], pending: PendingGradients
     ) -> list[GradientEdge]:
-        """Lets ``pending`` watch the uses that wait; returns where the inputs' half goes.
+        """Let ``pending`` watch the uses that wait; return where the inputs' half goes.
 
         No ends stand for a full pass, where nothing waits.
         """
@@ -160,7 +160,7 @@ _REASONS = {
 
 
 def _reason_in(root: nn.Module, *, reduced_later: bool) -> str | None:
-    """Says why no backward pass of a module may be cut in two, if there is a reason."""
+    """Why no backward pass of a module may be cut in two, if there is a reason."""
     for name, module in root.named_modules():
         kinds = [kind.__name__ for kind in type(module).__mro__]
         reason = next((_REASONS[kind] for kind in kinds if kind in _REASONS), None)
@@ -190,7 +190,7 @@ class SharedGradients:
     When the context ends, also after an error, ``.grad`` holds again what it held before.
 
     Args:
-        parameters: Whose gradients.
+        parameters: whose gradients.
     """
 
     def __init__(self, parameters: Sequence[Tensor] = ()) -> None:
@@ -205,12 +205,12 @@ class SharedGradients:
         self._shares = self._swap(self._outside)
 
     def take(self) -> list[Tensor | None]:
-        """Returns what was collected for each parameter since the last call, None where nothing was."""
+        """What was collected for each parameter since the last call, None where nothing was."""
         shares, self._shares = self._shares, [None] * len(self._parameters)
         return shares
 
     def _swap(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Puts other gradients into ``.grad``, and returns those that were there."""
+        """Put other gradients into ``.grad``, and return those that were there."""
         before = []
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             before.append(parameter.grad)

@@ -48,9 +48,9 @@ class HalfGraph(NamedTuple):
     """One of two graphs in place of a backward graph.
 
     Args:
-        graph: Computes it.
-        arguments: Which arguments of the backward graph it takes.
-        results: Which of its gradients it computes.
+        graph: computes it.
+        arguments: which arguments of the backward graph it takes.
+        results: which of its gradients it computes.
     """
 
     graph: GraphModule
@@ -62,10 +62,10 @@ class Halves(NamedTuple):
     """Two graphs in place of one.
 
     Args:
-        inputs: The inputs' half. After its gradients it returns values that are kept for the weights' half.
-        weights: The weights' half. It takes those values too.
-        saved: How many of its other arguments come before them: inductor expects gradients to come last.
-        total: How many results the backward has, None among them.
+        inputs: the inputs' half. After its gradients it returns values that are kept for the weights' half.
+        weights: the weights' half. It takes those values too.
+        saved: how many of its other arguments come before them: inductor expects gradients to come last.
+        total: how many results the backward has, None among them.
     """
 
     inputs: HalfGraph
@@ -77,16 +77,16 @@ class Halves(NamedTuple):
 def halved(
     backward: GraphModule, waiting: Collection[int], *, fused: bool, free: Collection[str] = ()
 ) -> Halves:
-    """Cuts a backward graph.
+    """Cut a backward graph.
 
     Args:
-        backward: Computes one gradient or None for each argument of forward. It is changed.
-        waiting: Which of these are the gradients of weights.
-        fused: Whether the compiler fuses elementwise operations, so that they may be computed in both halves.
-        free: The names of arguments that cost nothing to keep, since they are kept in any case.
+        backward: computes one gradient or None for each argument of forward. It is changed.
+        waiting: which of these are the gradients of weights.
+        fused: whether the compiler fuses elementwise operations, so that they may be computed in both halves.
+        free: the names of arguments that cost nothing to keep, since they are kept in any case.
 
     Raises:
-        HalvesError: The graph cannot be cut.
+        HalvesError: the graph cannot be cut.
     """
     graph = backward.graph
     _separate_convolutions(graph)
@@ -128,7 +128,7 @@ def halved(
 def _reached(
     nodes: Iterable[Any], onward: Callable[[Node], Iterable[Node]], stop: Collection[Node] = ()
 ) -> dict[Node, None]:
-    """Returns the nodes and all that can be reached from them without passing those at which to stop."""
+    """The nodes and all that can be reached from them without passing those at which to stop."""
     reached: dict[Node, None] = {}
     ahead = list(nodes)
     while ahead:
@@ -140,12 +140,12 @@ def _reached(
 
 
 def _above(nodes: Iterable[Any], stop: Collection[Node] = ()) -> dict[Node, None]:
-    """Returns the nodes and all that they depend on."""
+    """The nodes and all that they depend on."""
     return _reached(nodes, lambda node: node.all_input_nodes, stop)
 
 
 def _separate_convolutions(graph: Graph) -> None:
-    """Splits each node that computes the gradients of input and weight, which share no work."""
+    """Split each node that computes the gradients of input and weight, which share no work."""
     both = torch.ops.aten.convolution_backward.default
     for node in list(graph.nodes):
         if node.target is not both or not (node.args[-1][0] and any(node.args[-1][1:])):
@@ -171,15 +171,15 @@ def _smallest_cut(
     fused: bool,
     free: Collection[str],
 ) -> list[Node]:
-    """Returns the nodes to keep for the weights' half, in the order of the graph.
+    """The nodes to keep for the weights' half, in the order of the graph.
 
     Args:
-        graph: The backward graph.
-        of_inputs: The nodes that the inputs' half needs.
-        of_weights: The nodes that the weights' half needs.
-        results: The weights' gradients.
-        fused: Whether elementwise operations cost little.
-        free: The names of nodes that cost nothing to keep.
+        graph: the backward graph.
+        of_inputs: the nodes that the inputs' half needs.
+        of_weights: the nodes that the weights' half needs.
+        results: the weights' gradients.
+        fused: whether elementwise operations cost little.
+        free: the names of nodes that cost nothing to keep.
     """
     waits: set[Node] = set()
     net = networkx.DiGraph()
@@ -208,7 +208,7 @@ def _smallest_cut(
 
 
 def _price(node: Node) -> float | None:
-    """Returns what it costs to keep a node, or None for one that cannot be kept."""
+    """What it costs to keep a node, or None for one that cannot be kept."""
     value = node.meta.get("val")
     if isinstance(value, torch.SymInt | int):
         return 1.0
@@ -218,7 +218,7 @@ def _price(node: Node) -> float | None:
 
 
 def _may_repeat(node: Node, fused: bool) -> bool:
-    """Says whether the weights' half may compute a node once more."""
+    """Whether the weights' half may compute a node once more."""
     is_number = not isinstance(node.meta.get("val"), Tensor | list | tuple)
     if node.op == "get_attr" or _is_view(node) or is_number:
         return True
@@ -227,14 +227,14 @@ def _may_repeat(node: Node, fused: bool) -> bool:
 
 
 def _needed(kept: Iterable[Node], results: Iterable[Node]) -> list[Node]:
-    """Returns those of the kept nodes from which results are computed."""
+    """Those of the kept nodes from which results are computed."""
     computed = _above(results, stop=dict.fromkeys(kept))
     sources = {source for node in computed for source in node.all_input_nodes}
     return [node for node in kept if node in sources]
 
 
 def _with_views(graph: Graph, kept: Iterable[Node], now: Collection[Node]) -> list[Node]:
-    """Returns what is kept, and the views of it that the inputs' half makes.
+    """What is kept, and the views of it that the inputs' half makes.
 
     These share its memory, and the weights' half need not make them again.
     """
@@ -247,7 +247,7 @@ def _with_views(graph: Graph, kept: Iterable[Node], now: Collection[Node]) -> li
 
 
 def _is_view(node: Node) -> bool:
-    """Says whether a node makes a view of a tensor."""
+    """Whether a node makes a view of a tensor."""
     schema = getattr(node.target, "_schema", None)
     infos = [] if schema is None else [one.alias_info for one in schema.returns]
     return any(info is not None and not info.is_write for info in infos)
@@ -259,7 +259,7 @@ def _is_view(node: Node) -> bool:
 def _graph_of(
     whole: GraphModule, arguments: list[Node], results: list[Node], besides: Iterable[Node] = ()
 ) -> GraphModule:
-    """Returns the part of a graph that computes results from arguments, and has certain effects besides."""
+    """The part of a graph that computes results from arguments, and has certain effects besides."""
     graph, copies = Graph(), dict[Node, Node]()
     for node in arguments:
         copies[node] = graph.placeholder(node.name)
@@ -284,7 +284,7 @@ WeightsHalf = Callable[[], Sequence[Tensor | None]]
 
 
 def places_in(node: Any) -> Sequence[int]:
-    """Returns which edges of a compiled node lead to weights that can wait; none if it is not cut."""
+    """Which edges of a compiled node lead to weights that can wait; none if it is not cut."""
     kind = type(node)
     if not hasattr(kind, _PLACES):
         setattr(kind, _PLACES, _cut_kind(node))
@@ -293,7 +293,7 @@ def places_in(node: Any) -> Sequence[int]:
 
 
 def leave_weights(node: Any, keep: Callable[[WeightsHalf], Any]) -> None:
-    """Makes a compiled node pass its weights' half to ``keep`` when it runs, and not run that too."""
+    """Make a compiled node pass its weights' half to ``keep`` when it runs, and not run that too."""
     node.keep_weights_half = keep
 
 
@@ -301,7 +301,7 @@ _PLACES = "places_cut_by_penstock"
 
 
 def _cut_kind(node: Any) -> Sequence[int]:
-    """Cuts the backward of a kind of nodes; logs it if that is not possible."""
+    """Cut the backward of a kind of nodes; log it if that is not possible."""
     weights = dict(_weights_of(node))
     if not weights:
         return ()
@@ -325,7 +325,7 @@ def _cut_kind(node: Any) -> Sequence[int]:
 
 
 def _weights_of(node: Any) -> Iterator[tuple[int, int]]:
-    """Yields for each weight its place among the arguments of forward, and among the node's edges."""
+    """For each weight its place among the arguments of forward, and among the node's edges."""
     learning = (place for place, needed in enumerate(node.needs_input_grad) if needed)
     # Only tensors have edges, and the edges of those that need no gradient lead nowhere.
     edges = [(edge, below) for edge, (below, _) in enumerate(node.next_functions) if below]
@@ -342,14 +342,14 @@ def _compile(
     weights: Mapping[int, int],
     backward: names.Backward,
 ) -> Halves:
-    """Cuts a backward graph, and compiles and installs its halves if any weights can wait.
+    """Cut a backward graph, and compile and install its halves if any weights can wait.
 
     Args:
-        graph: The graph.
-        inputs: Its inputs, without data.
-        compile_: Compiles a graph.
-        weights: What `_weights_of` yields.
-        backward: The backward whose graph it is.
+        graph: the graph.
+        inputs: its inputs, without data.
+        compile_: compiles a graph.
+        weights: what ``_weights_of`` yields.
+        backward: the backward whose graph it is.
     """
     names.propagate(graph, inputs)
     # These are the names that AOT autograd gives to arguments of forward that it saves for backward.
@@ -369,18 +369,18 @@ def _arguments(graph: GraphModule) -> Iterator[Node]:
 
 
 def _in_halves(halves: Halves, inputs: Function, weights: Function, whole: Function) -> Function:
-    """Returns the backward pass of a kind of compiled nodes, as AOT autograd calls it.
+    """The backward pass of a kind of compiled nodes, as AOT autograd calls it.
 
     Args:
-        halves: How it is cut.
-        inputs: The inputs' half, compiled.
-        weights: The weights' half, compiled.
-        whole: Both as one.
+        halves: how it is cut.
+        inputs: the inputs' half, compiled.
+        weights: the weights' half, compiled.
+        whole: both as one.
     """
     places = halves.inputs.results
 
     def backward(args: list[Any]) -> Any:
-        """Returns a gradient or None for each argument of forward; those of weights may be left for later."""
+        """A gradient or None for each argument of forward; those of weights may be left for later."""
         keep = getattr(names.running_node(), "keep_weights_half", None)
         if keep is None:
             return whole(args)

@@ -33,7 +33,7 @@ Options = dict[str, Any]
 
 
 def bytes_of(node: Node) -> int:
-    """Returns the bytes of a graph node's value; 0 if that is not a tensor."""
+    """The bytes of a graph node's value; 0 if that is not a tensor."""
     value = node.meta.get("val")
     values = value if isinstance(value, list | tuple) else [value]
     tensors = [each for each in values if isinstance(each, Tensor)]
@@ -46,14 +46,14 @@ def _light() -> frozenset[Any]:
 
 
 def is_light(node: Node) -> bool:
-    """Says whether a node costs little: a view, an elementwise operation, a reduction."""
+    """Whether a node costs little: a view, an elementwise operation, a reduction."""
     target = getattr(node.target, "overloadpacket", node.target)
     is_number = isinstance(node.meta.get("val"), torch.SymInt)
     return node.op != "call_function" or is_number or target in _light()
 
 
 def propagate(graph: GraphModule, inputs: Sequence[Any]) -> None:
-    """Notes at each node its value for these inputs, whose strides a compiler may have changed."""
+    """Note at each node its value for these inputs, whose strides a compiler may have changed."""
     mode = detect_fake_mode(inputs)
     FakeTensorProp(graph, mode).propagate_dont_convert_inputs(*inputs)
 
@@ -65,7 +65,7 @@ class Backward:
     """The backward graph of a kind of compiled nodes, which torch compiles when it is first run.
 
     Args:
-        compiler: What compiles it.
+        compiler: what compiles it.
     """
 
     def __init__(self, compiler: Any) -> None:
@@ -85,7 +85,7 @@ class Backward:
         return any("_inductor" in str(getattr(one, "__module__", "")) for one in functions)
 
     def compiled(self, make: Compile) -> Any:
-        """Calls ``make`` with a copy of the graph, its inputs, and what compiles a graph."""
+        """Call ``make`` with a copy of the graph, its inputs, and what compiles a graph."""
         how = self._compiler.bw_compiler
         with torch.no_grad():
             return replace(
@@ -96,18 +96,18 @@ class Backward:
             ).get_or_compile(saved_tensors_use_once=False)
 
     def whole(self) -> Compile:
-        """Returns the whole backward, which torch has compiled, or compiles when it is first called."""
+        """The whole backward, which torch has compiled, or compiles when it is first called."""
         before = replace(self._compiler)
         return lambda args: boxed(before.get_or_compile(saved_tensors_use_once=False))(args)
 
     def run_instead(self, function: Compile) -> None:
-        """Makes nodes of the kind call this function, which empties its list of arguments."""
+        """Make nodes of the kind call this function, which empties its list of arguments."""
         vars(function)["_boxed_call"] = True
         self._compiler.compiled_bw = function
 
 
 def boxed(function: Any) -> Compile:
-    """Returns a compiled function as one that takes a list of arguments, which it may empty."""
+    """A compiled function as one that takes a list of arguments, which it may empty."""
     is_boxed = hasattr(function, "_boxed_call")
     return cast("Compile", function) if is_boxed else lambda args: function(*args)
 
@@ -117,10 +117,10 @@ class UnknownError(Exception):
 
 
 def backward_of(node: Any) -> Backward:
-    """Returns the backward graph of a compiled node.
+    """The backward graph of a compiled node.
 
     Raises:
-        UnknownError: It cannot be had.
+        UnknownError: it cannot be had.
     """
     function = type(node)._forward_cls
     run = function._backward_impl
@@ -147,17 +147,17 @@ def backward_of(node: Any) -> Backward:
 
 
 def running_node() -> Any:
-    """Returns the node of the autograd graph whose backward runs in this thread."""
+    """The node of the autograd graph whose backward runs in this thread."""
     return torch._C._current_autograd_node()
 
 
 def autocast_disabled() -> Any:
-    """Returns a context in which autocast is off."""
+    """A context in which autocast is off."""
     return torch._C._DisableAutocast()
 
 
 def runs_as_written() -> bool:
-    """Says whether compiled functions run without compilation now."""
+    """Whether compiled functions run without compilation now."""
     return eval_frame._stance.stance == "force_eager"
 
 
@@ -169,7 +169,7 @@ PLAIN = "aot_eager_default_partitioner"
 
 
 def graphs_compiled() -> int:
-    """Returns how many graphs were compiled so far."""
+    """How many graphs were compiled so far."""
     return int(counters["stats"]["unique_graphs"])
 
 
@@ -190,7 +190,7 @@ def graphs_kept() -> AbstractContextManager[Any]:
 
 @cache
 def has_compiler(device: str) -> bool:
-    """Says whether inductor can compile for a type of device here."""
+    """Whether inductor can compile for a type of device here."""
     try:
         import_module("torch._inductor.cpp_builder").get_cpp_compiler()
     except Exception:
@@ -199,13 +199,13 @@ def has_compiler(device: str) -> bool:
 
 
 def inductor_options(settings: Mapping[str, Any]) -> Options:
-    """Returns the options of inductor that `torch.compile` derives from its own options."""
+    """The options of inductor that ``torch.compile`` derives from its own options."""
     mode, options = settings.get("mode"), settings.get("options")
     return dict(torch._TorchCompileInductorWrapper(mode, options, settings.get("dynamic")).config)
 
 
 def settings_of(function: Any) -> Options:
-    """Returns the settings with which a function was compiled, as options of `torch.compile`."""
+    """The settings with which a function was compiled, as options of ``torch.compile``."""
     cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
     context = cells["self"].cell_contents
     settings = {

@@ -50,13 +50,13 @@ class CompiledModule:
     place, as by their own ``compile()``, except for those that are compiled already.
 
     Args:
-        module: The module.
-        settings: Options of `torch.compile`; a backend of ``"plain"`` runs graphs as they are.
-        name: The name for messages.
-        units_of: The module with the units, if ``module`` is wrapped around it.
+        module: the module.
+        settings: options of ``torch.compile``; a backend of ``"plain"`` runs graphs as they are.
+        name: the name for messages.
+        units_of: the module with the units, if ``module`` is wrapped around it.
 
     Raises:
-        UsageError: There is no such option.
+        UsageError: there is no such option.
     """
 
     def __init__(
@@ -80,15 +80,15 @@ class CompiledModule:
             unit._compiled_call_impl = _compiled(unit, options)
 
     def undo(self) -> None:
-        """Undoes the compilation of units in place."""
+        """Undo the compilation of units in place."""
         for unit in self._units:
             unit._compiled_call_impl = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module; the first call of each kind is undone if it fails.
+        """Call the module; the first call of each kind is undone if it fails.
 
         Raises:
-            RefusedError: The call failed, or its result cannot be used; it has left no traces.
+            RefusedError: the call failed, or its result cannot be used; it has left no traces.
         """
         kind = self._module.training, torch.is_grad_enabled()
         if kind in self._passed or names.runs_as_written():
@@ -113,7 +113,7 @@ class CompiledModule:
         return result
 
     def _reason_against(self, result: Any) -> str | None:
-        """Says why a result cannot be used, if there is a reason."""
+        """Why a result cannot be used, if there is a reason."""
         kinds = _kinds_behind(result)
         if "CompiledFunctionBackwardBackward" in kinds:
             return "it differentiates twice through compiled code"
@@ -123,13 +123,13 @@ class CompiledModule:
 
 
 def _is_worth_it(unit: nn.Module) -> bool:
-    """Says whether to compile a unit: not a single operation, nor one that is compiled already."""
+    """Whether to compile a unit: not a single operation, nor one that is compiled already."""
     is_single = type(unit).__module__.startswith("torch.nn.") and not any(unit.children())
     return unit._compiled_call_impl is None and not is_single
 
 
 def _options(module: nn.Module, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of `torch.compile`."""
+    """The arguments of ``torch.compile``."""
     if unknown := settings.keys() - _OPTIONS:
         raise UsageError(
             f"compile= has no option {', '.join(sorted(unknown))}; there are {sorted(_OPTIONS)}"
@@ -159,7 +159,7 @@ def _default_backend(module: nn.Module) -> str:
 
 
 def _compiled(module: nn.Module, options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Returns a compiled function that calls a module.
+    """A compiled function that calls a module.
 
     Dynamo keeps what it has compiled by code object. Equal modules share one, so that they share what is
     compiled; different modules do not, as their shapes would seem to vary.
@@ -181,7 +181,7 @@ _codes: dict[str, CodeType] = {}
 
 
 def _signature(module: nn.Module) -> str:
-    """Returns a text that is the same for modules for which Dynamo may use the same code."""
+    """A text that is the same for modules for which Dynamo may use the same code."""
     plain = (int, float, bool, str)
     lines = [
         f"{path}: {type(inner)} "
@@ -218,7 +218,7 @@ def _undone_on_error(module: nn.Module) -> Iterator[None]:
 
 
 def _kinds_behind(result: Any) -> set[str]:
-    """Returns the names of the kinds of nodes in a result's autograd graph."""
+    """The names of the kinds of nodes in a result's autograd graph."""
     leaves = tree_leaves(result)
     ahead: list[Any] = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)]
     seen: set[Any] = {None}

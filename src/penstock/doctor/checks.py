@@ -32,7 +32,7 @@ class SkipBlock(nn.Module):
         self.linear = nn.Linear(width, width, dtype=dtype)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Computes the block."""
+        """Compute the block."""
         changed: Tensor = self.linear(self.norm(hidden)).tanh()
         return hidden + changed
 
@@ -49,8 +49,8 @@ class Check:
     """Something that was tried.
 
     Args:
-        name: What, in words.
-        problem: What is wrong; empty if it is right.
+        name: what, in words.
+        problem: what is wrong; empty if it is right.
     """
 
     name: str
@@ -61,9 +61,9 @@ class SmallPipeline:
     """A small pipeline in float64, and the plain loop.
 
     Args:
-        ranks: The ranks of the pipeline.
-        device: Where its stages are.
-        group: The process group of the ranks, if it is not that of all processes.
+        ranks: the ranks of the pipeline.
+        device: where its stages are.
+        group: the process group of the ranks, if it is not that of all processes.
     """
 
     def __init__(self, ranks: int, device: torch.device, group: Any) -> None:

@@ -41,12 +41,12 @@ class RankReport:
     """What was found out about a rank.
 
     Args:
-        facts: What it is.
-        flops: Floating-point operations per second in matrix products, by type.
-        bandwidth: Bytes per second of its memory.
-        launch: The least time of an operation.
-        pace: The time of a piece of work while all ranks do it.
-        alone: Its time while the other ranks of the machine wait.
+        facts: what it is.
+        flops: floating-point operations per second in matrix products, by type.
+        bandwidth: bytes per second of its memory.
+        launch: the least time of an operation.
+        pace: the time of a piece of work while all ranks do it.
+        alone: its time while the other ranks of the machine wait.
     """
 
     facts: Facts
@@ -83,10 +83,10 @@ class Examination:
     """What was found out about the ranks of a job.
 
     Args:
-        ranks: The ranks.
-        links: The links between neighbours.
-        handling: How long a rank is busy with a message, whatever its size, and with each byte of it.
-        checks: What was tried.
+        ranks: the ranks.
+        links: the links between neighbours.
+        handling: how long a rank is busy with a message, whatever its size, and with each byte of it.
+        checks: what was tried.
     """
 
     ranks: tuple[RankReport, ...]
@@ -236,15 +236,15 @@ def examine(
     """Examine the ranks of a job: all its processes call this together.
 
     Args:
-        device: Where ranks compute; ``"cuda"`` is the device of ``LOCAL_RANK``.
-        folder: The folder of the run, which all ranks are to see.
-        dtypes: The types of matrix products; by default those that a device of this kind is used with.
-        group: The process group of the ranks; by default all processes.
-        window: The seconds of each of the windows in which a rate is measured.
-        say: Told what is measured next.
+        device: where ranks compute; ``"cuda"`` is the device of ``LOCAL_RANK``.
+        folder: the folder of the run, which all ranks are to see.
+        dtypes: the types of matrix products; by default those that a device of this kind is used with.
+        group: the process group of the ranks; by default all processes.
+        window: the seconds of each of the windows in which a rate is measured.
+        say: told what is measured next.
 
     Raises:
-        UsageError: There is no such device.
+        UsageError: there is no such device.
         PeerFailed: A rank has died or does not come.
     """
     ranks = group.size() if group is not None else world_size() or 2

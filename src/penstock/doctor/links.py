@@ -29,10 +29,10 @@ class LinkReport:
     """What was found out about the way from a rank to its neighbour.
 
     Args:
-        link: Its latency and bandwidth, as the planner takes them.
-        tiny: The seconds after which a message of a few bytes has arrived.
-        back: The bytes per second of the other direction alone.
-        ahead: The seconds by which the neighbour's clock is ahead.
+        link: its latency and bandwidth, as the planner takes them.
+        tiny: the seconds after which a message of a few bytes has arrived.
+        back: the bytes per second of the other direction alone.
+        ahead: the seconds by which the neighbour's clock is ahead.
     """
 
     link: Link
@@ -66,10 +66,10 @@ class Ends:
     """One end of a link to a peer: both ends call the same methods, in the same order.
 
     Args:
-        transport: This rank's transport.
-        device: Where messages lie.
-        peer: The other rank.
-        first: Whether this end begins.
+        transport: this rank's transport.
+        device: where messages lie.
+        peer: the other rank.
+        first: whether this end begins.
     """
 
     def __init__(
@@ -173,10 +173,10 @@ def examine_links(
     """What this rank finds out about its links, each seen by its first end; all ranks call this together.
 
     Args:
-        transport: This rank's transport.
-        device: Where messages lie.
-        window: The seconds for which a link is kept busy each time.
-        say: Told what is measured next.
+        transport: this rank's transport.
+        device: where messages lie.
+        window: the seconds for which a link is kept busy each time.
+        say: told what is measured next.
     """
     reports, handlings = list[LinkReport](), list[Handling]()
     transport.connect(channels(transport.ranks))

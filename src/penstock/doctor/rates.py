@@ -29,11 +29,11 @@ class Facts:
     """What a rank is.
 
     Args:
-        host: The name of its machine.
-        device: The name of its device, as the driver or the system gives it.
-        memory: The bytes of its device.
-        threads: The threads with which torch computes, of a CPU.
-        versions: What it runs, by name.
+        host: the name of its machine.
+        device: the name of its device, as the driver or the system gives it.
+        memory: the bytes of its device.
+        threads: the threads with which torch computes, of a CPU.
+        versions: what it runs, by name.
     """
 
     host: str
@@ -78,8 +78,8 @@ class Rates:
     """Measures how fast a device is.
 
     Args:
-        device: The device.
-        window: The seconds of each window.
+        device: the device.
+        window: the seconds of each window.
     """
 
     def __init__(self, device: torch.device, window: float = WINDOW) -> None:

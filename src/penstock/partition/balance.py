@@ -45,17 +45,17 @@ def choose_cuts(
     """The first block of each stage, beginning with block 0.
 
     Args:
-        costs: The cost of each block, in the order in which they run.
-        stages: How many stages to make.
-        placement: Which rank holds which stage; by default each rank holds one.
-        paces: How many times as much a cost is on each rank; by default, alike.
-        memory: The bytes that each block holds, and those that it makes for each microbatch.
-        room: The memory of the stages, which no stage exceeds if there is such a cut; if there is none, the
+        costs: the cost of each block, in the order in which they run.
+        stages: how many stages to make.
+        placement: which rank holds which stage; by default each rank holds one.
+        paces: how many times as much a cost is on each rank; by default, alike.
+        memory: the bytes that each block holds, and those that it makes for each microbatch.
+        room: the memory of the stages, which no stage exceeds if there is such a cut; if there is none, the
             stages hold equally much.
 
     Raises:
-        PartitionError: There are more stages than blocks.
-        UsageError: A cost is negative or not finite, or the placement is for another number of stages.
+        PartitionError: there are more stages than blocks.
+        UsageError: a cost is negative or not finite, or the placement is for another number of stages.
     """
     if not 1 <= stages <= len(costs):
         raise PartitionError(
@@ -127,9 +127,9 @@ def _even_stages(sums: Sequence[float], paces: Sequence[float], fits: Sequence[A
     """The most even of the cuts whose heaviest stage is lightest.
 
     Args:
-        sums: The cost of all blocks before each one.
-        paces: How many times as much a cost is in each stage.
-        fits: For each stage, whether it may go from one block (row) up to just before another (column).
+        sums: the cost of all blocks before each one.
+        paces: how many times as much a cost is in each stage.
+        fits: for each stage, whether it may go from one block (row) up to just before another (column).
     """
     prefix = np.array(sums)
     later = ~np.tri(len(prefix), dtype=bool)
@@ -153,8 +153,8 @@ def _best(prices: Sequence[Array], join: Callable[[Array, Array], Array]) -> tup
     """The lowest joint price of all stages, and its cut.
 
     Args:
-        prices: For each stage, its price from one block (row) up to just before another (column).
-        join: Combines two prices into one.
+        prices: for each stage, its price from one block (row) up to just before another (column).
+        join: combines two prices into one.
     """
     blocks = len(prices[0]) - 1
     best: Array = np.full(blocks + 1, math.inf)
@@ -179,7 +179,7 @@ def _back(starts: Sequence[Array], stop: int) -> Iterator[int]:
 def _even_ranks(
     sums: Sequence[float], cut: Cut, rank_of: Sequence[int], paces: Sequence[float]
 ) -> Cut:
-    """Moves neighbouring boundaries by one block for as long as the ranks get more even."""
+    """Move neighbouring boundaries by one block for as long as the ranks get more even."""
     tiny = sums[-1] * 1e-12
 
     def unevenness(cut: Cut) -> tuple[float, float]:

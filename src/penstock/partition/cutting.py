@@ -410,7 +410,7 @@ def doors_of(model: nn.Module, units: Sequence[str]) -> list[Door]:
 
 
 def _work_in(trace: Trace) -> Callable[[nn.Module], float]:
-    """Says how much work each module has, of those that are units or inside one."""
+    """How much work each module has, of those that are units or inside one."""
     work = dict(trace.work)
     modules = {door.path: id(door.module) for door in trace.doors}
     for event in trace.events:

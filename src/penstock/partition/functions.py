@@ -108,7 +108,7 @@ def rewritten(
     """The call that every run makes in place of another, of what units made; None for that one itself.
 
     Args:
-        function: one of `REWRITTEN`.
+        function: one of ``REWRITTEN``.
         args: its arguments.
         is_followed: whether an argument comes from units or parameters.
     """

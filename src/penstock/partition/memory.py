@@ -140,7 +140,7 @@ class Memory:
         self._alive.append(tensor)
 
     def maker_of(self, storage: int) -> int | None:
-        """The event that made some memory, or `MODEL`; None for that of tensors with data."""
+        """The event that made some memory, or ``MODEL``; None for that of tensors with data."""
         return self._makers.get(storage)
 
     def latest_in(self, storages: Iterable[int]) -> Iterator[tuple[Tensor, int]]:

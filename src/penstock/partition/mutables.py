@@ -103,7 +103,7 @@ class Mutable:
         return {name: new for name, (_, new) in changed.items()}
 
     def change(self) -> Any:
-        """What it holds now: its members, with `Old` for those that it had before."""
+        """What it holds now: its members, with ``Old`` for those that it had before."""
         now = read(self.value)
         if isinstance(self.value, Replayed):
             return len(now)
@@ -301,7 +301,7 @@ def replaced(entries: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[Non
     """Put other values into tables, such as a module's attributes, for a while.
 
     Args:
-        entries: tables, names and values; `MISSING` takes an entry out.
+        entries: tables, names and values; ``MISSING`` takes an entry out.
     """
     before: list[tuple[dict[str, Any], str, Any]] = []
     try:
@@ -482,12 +482,12 @@ def look_at_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mutables:
 
 
 def swapped(value: Any, put: Callable[[Tensor], Tensor], undo: list[tuple[Any, Any, Any]]) -> Any:
-    """Like `map_tensors`, but lists and dictionaries, of any class, stay the same objects.
+    """Like ``map_tensors``, but lists and dictionaries, of any class, stay the same objects.
 
     Args:
         value: the value.
         put: what to put in the place of a tensor.
-        undo: gets what `put_back` needs.
+        undo: gets what ``put_back`` needs.
     """
     kind = type(value)
     if kind is tuple:
@@ -503,7 +503,7 @@ def swapped(value: Any, put: Callable[[Tensor], Tensor], undo: list[tuple[Any, A
 
 
 def put_back(undo: list[tuple[Any, Any, Any]]) -> None:
-    """Put what `swapped` has replaced back into lists and dictionaries, wherever it is there now."""
+    """Put what ``swapped`` has replaced back into lists and dictionaries, wherever it is there now."""
     for container, twin, child in undo:
         for name, value in _members(container):
             if value is twin:

@@ -29,7 +29,8 @@ class Settings:
 
     An attribute that changes again and again, such as a count of steps, would ask for a new plan at every
     step. It counts with the value that it had when it was found out, until it has doubled or halved, or
-    until `refresh`. Where it changes what a module gives before, the check of what the module gave finds out.
+    until ``refresh``. Where it changes what a module gives before that, the check of what the module gave
+    finds out.
 
     Args:
         modules: the modules, whose order is the same in all processes.

@@ -21,7 +21,7 @@ _R = TypeVar("_R")
 
 
 def collective(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Marks a method that every rank must call, so that messages can say who is in it."""
+    """Mark a method that every rank must call, so that messages can say who is in it."""
 
     @wraps(method)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:

@@ -258,7 +258,7 @@ class ModelSettings(PipelineSettings):
 
     @cached_property
     def uncompiled(self) -> tuple[nn.Module, Compilation]:
-        """The model without `torch.compile` around it, which is undone, and how to compile its stages."""
+        """The model without ``torch.compile`` around it, which is undone, and how to compile its stages."""
         return without_compilation(self.model, self.compile)
 
     @cached_property

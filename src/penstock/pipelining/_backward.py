@@ -38,14 +38,14 @@ def stage_backward(
     input_values: Sequence[Any],
     outputs_with_grads_idxs: Sequence[int] | None = None,
 ) -> Gradients:
-    """Runs backward through a whole stage for one microbatch, as `SplitBackward.full` does.
+    """Run backward through a whole stage for one microbatch, as ``SplitBackward.full`` does.
 
     Args:
-        stage_output: What the stage returned, or its loss: a tensor, or a nested value.
-        output_grads: The gradients, in the same structure; None for an output or a container says that it has
+        stage_output: what the stage returned, or its loss: a tensor, or a nested value.
+        output_grads: the gradients, in the same structure; None for an output or a container says that it has
             no gradient, and None in place of it all that each output is a loss.
-        input_values: The inputs of the stage.
-        outputs_with_grads_idxs: Positions in ``stage_output`` and ``output_grads`` to use alone.
+        input_values: the inputs of the stage.
+        outputs_with_grads_idxs: positions in ``stage_output`` and ``output_grads`` to use alone.
     """
     if outputs_with_grads_idxs is not None:
         stage_output = [stage_output[i] for i in outputs_with_grads_idxs]
@@ -60,17 +60,17 @@ def stage_backward_input(
     input_values: Sequence[Any],
     weights: Iterable[Tensor],
 ) -> tuple[Gradients, list[ParamGroup]]:
-    """Computes the gradients of a stage's inputs for one microbatch, and adds none to its weights.
+    """Compute the gradients of a stage's inputs for one microbatch, and add none to its weights.
 
     The gradients are added to the ``.grad`` of inputs that are leaves. The outputs are detached in place, so
     that their graph is freed although the caller keeps them.
 
     Args:
-        stage_outputs_or_loss: A tensor, or a nested value.
-        output_grads: The gradients, in the same structure; None for an output or a container says that it has
+        stage_outputs_or_loss: a tensor, or a nested value.
+        output_grads: the gradients, in the same structure; None for an output or a container says that it has
             no gradient, and None in place of it all means ones everywhere.
-        input_values: The inputs of the stage; those that are no tensors are allowed.
-        weights: The parameters whose gradients `stage_backward_weight` will add.
+        input_values: the inputs of the stage; those that are no tensors are allowed.
+        weights: the parameters whose gradients ``stage_backward_weight`` will add.
 
     Returns:
         One gradient of each input's shape, or None if the input needs or gets none; and the param groups,
@@ -80,7 +80,7 @@ def stage_backward_input(
 
     Raises:
         UsageError: ``output_grads`` has another structure than the outputs.
-        StageError: Autograd failed; the cause is chained.
+        StageError: autograd failed; the cause is chained.
     """
     outputs, grads = _flat(stage_outputs_or_loss, output_grads)
     if grads is None:
@@ -117,21 +117,21 @@ def stage_backward_input(
 def stage_backward_weight(
     weights: Iterable[Tensor], param_groups: Sequence[ParamGroup], retain_graph: bool = False
 ) -> Gradients:
-    """Adds the weights' gradients to their ``.grad``, from what `stage_backward_input` has left.
+    """Add the weights' gradients to their ``.grad``, from what ``stage_backward_input`` has left.
 
     Args:
-        weights: The parameters to add gradients to; others are left alone.
-        param_groups: The groups of one microbatch.
-        retain_graph: Keep the gradients in the groups, so that another call adds them once more. Otherwise
+        weights: the parameters to add gradients to; others are left alone.
+        param_groups: the groups of one microbatch.
+        retain_graph: keep the gradients in the groups, so that another call adds them once more. Otherwise
             the groups are emptied, but for ``params``.
 
     Returns:
         What this call added to each weight's ``.grad``, in the order of ``weights``; None where nothing was.
 
     Raises:
-        UsageError: A group was used before, did not come from `stage_backward_input`, or holds something else
-            than gradients in ``grads``; it is a RuntimeError too.
-        StageError: Autograd or a hook failed; the cause is chained.
+        UsageError: a group was used before, did not come from ``stage_backward_input``, or holds something
+            else than gradients in ``grads``; it is a RuntimeError too.
+        StageError: autograd or a hook failed; the cause is chained.
     """
     flows = [
         (node, gradient, group.get("use"))
@@ -198,7 +198,7 @@ class _GroupError(UsageError, RuntimeError):
 
 
 def _gradients_in(group: ParamGroup, place: int) -> dict[Any, Tensor | None]:
-    """Returns the gradient of each node of a group."""
+    """The gradient of each node of a group."""
     nodes, rows = group.get("intermediates"), group.get("grads")
     if nodes is None:
         raise _GroupError(
@@ -226,17 +226,17 @@ _get_grad_fn_or_grad_acc = node_of
 
 
 def _null_coalesce_accumulate(lhs: Tensor | None, rhs: Tensor | None) -> Tensor | None:
-    """Returns the sum of two gradients of one shape, either of which may be missing."""
+    """The sum of two gradients of one shape, either of which may be missing."""
     if lhs is None or rhs is None:
         return rhs if lhs is None else lhs
     return lhs + rhs
 
 
 def construct_reverse_graph(roots: Iterable[Node | None]) -> ReverseGraph:
-    """Reverses the edges of the graph below ``roots``.
+    """Reverse the edges of the graph below ``roots``.
 
     Args:
-        roots: Nodes to start from, usually those of a stage's outputs. None is skipped.
+        roots: nodes to start from, usually those of a stage's outputs. None is skipped.
 
     Returns:
         For each node that can be reached, one entry per edge into it: the node the edge comes from.
@@ -261,12 +261,12 @@ def reverse_closure(
     target_nodes: Collection[Node],
     reverse_edges_dict: Mapping[Node, list[Node]],
 ) -> tuple[set[Node], set[Node]]:
-    """Walks the reversed edges from ``roots`` and stops at ``target_nodes``.
+    """Walk the reversed edges from ``roots`` and stop at ``target_nodes``.
 
     Args:
-        roots: Nodes to start from; they are always part of the closure. None is skipped.
-        target_nodes: Nodes at which the walk stops.
-        reverse_edges_dict: What `construct_reverse_graph` returned.
+        roots: nodes to start from; they are always part of the closure. None is skipped.
+        target_nodes: nodes at which the walk stops.
+        reverse_edges_dict: what ``construct_reverse_graph`` returned.
 
     Returns:
         The nodes walked through (no targets among them but roots), and the targets that were met.
@@ -287,13 +287,13 @@ def reverse_closure(
 def get_param_groups(
     inputs: Iterable[Node], params: Iterable[Node], reverse_edges_dict: Mapping[Node, list[Node]]
 ) -> list[ParamGroup]:
-    """Groups the weights by the nodes at which their gradients leave the path to the inputs.
+    """Group the weights by the nodes at which their gradients leave the path to the inputs.
 
     Args:
-        inputs: Nodes of the inputs.
-        params: Nodes of the weights. One that is an input too counts as an input; one that no
+        inputs: nodes of the inputs.
+        params: nodes of the weights. One that is an input too counts as an input; one that no
             gradient reaches is left out.
-        reverse_edges_dict: What `construct_reverse_graph` returned.
+        reverse_edges_dict: what ``construct_reverse_graph`` returned.
 
     Returns:
         Dicts with two sets of nodes: ``params``, and ``intermediates``, which have edges towards params and

@@ -679,7 +679,7 @@ class PipelineSchedule:
             self._call_custom(self._custom[OVERLAPPED], context, perform, pair)
 
     def _assert_unsharded(self, stage: StageBase) -> None:
-        """Does nothing: a stage's parameters are always gathered before its action runs."""
+        """Do nothing: a stage's parameters are always gathered before its action runs."""
 
     # ---- files
 

@@ -382,7 +382,7 @@ class PipelineStage(StageBase, engine.PipelineStage):
         return ()
 
     def _prepare_backward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> None:
-        """Does nothing: the gradients' layouts follow from those of the values."""
+        """Do nothing: the gradients' layouts follow from those of the values."""
 
     def _message(self, op: Op, microbatch: int, peer: int, *, sends: bool) -> list[P2POp]:
         """Send or receive what belongs to a microbatch's forward or backward."""

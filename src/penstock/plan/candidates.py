@@ -29,8 +29,8 @@ class Arrangement:
     """The ranks of a cluster that form the pipelines, and who does what in each.
 
     Args:
-        pipelines: The ranks of each pipeline, ascending.
-        order: Which rank of a pipeline does the work of each rank of the schedule.
+        pipelines: the ranks of each pipeline, ascending.
+        order: which rank of a pipeline does the work of each rank of the schedule.
     """
 
     pipelines: tuple[tuple[int, ...], ...]
@@ -49,13 +49,13 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The run to plan, and what the user has fixed; names as in `search`.
+    """The run to plan, and what the user has fixed; names as in ``search``.
 
     Args:
-        devices: The number of devices.
-        memory: The bytes that each rank may hold; None if each device of the cluster may hold what it has.
-        ranks: The numbers of ranks in a pipeline to try; None for all.
-        cluster: The devices, if they may differ.
+        devices: the number of devices.
+        memory: the bytes that each rank may hold; None if each device of the cluster may hold what it has.
+        ranks: the numbers of ranks in a pipeline to try; None for all.
+        cluster: the devices, if they may differ.
     """
 
     devices: int
@@ -82,7 +82,7 @@ class Wanted:
         """Refuse what has too many microbatches to be planned, whatever is chosen.
 
         Raises:
-            UsageError: All candidates have too many.
+            UsageError: all candidates have too many.
         """
         shapes = list(self._all(self.devices, math.inf))
         if shapes and not any(map(_is_small, shapes)):
@@ -215,17 +215,17 @@ class Candidate:
     """A shape on some devices, with a cut.
 
     Args:
-        arrangement: The devices that form its pipelines, and who does what.
-        again: The units that are recomputed.
-        costs: What the stages of each pipeline cost.
-        memory: The most that each rank of a pipeline holds, in bytes.
-        lacks: How many bytes each of these ranks lacks; empty if it fits.
-        reduce: The seconds in which replicas sum their gradients.
-        bound: Seconds that no order of the actions beats.
-        searched: Its schedule, if it is not one of the library.
-        seconds: The simulated time of a step.
-        slowest: The pipeline that takes so long.
-        shares: The microbatches of each pipeline, where they are not equal.
+        arrangement: the devices that form its pipelines, and who does what.
+        again: the units that are recomputed.
+        costs: what the stages of each pipeline cost.
+        memory: the most that each rank of a pipeline holds, in bytes.
+        lacks: how many bytes each of these ranks lacks; empty if it fits.
+        reduce: the seconds in which replicas sum their gradients.
+        bound: seconds that no order of the actions beats.
+        searched: its schedule, if it is not one of the library.
+        seconds: the simulated time of a step.
+        slowest: the pipeline that takes so long.
+        shares: the microbatches of each pipeline, where they are not equal.
     """
 
     shape: PlanShape

@@ -43,12 +43,12 @@ class PlanShape:
     """What a plan decides, apart from the cut.
 
     Args:
-        schedule: The name of the schedule.
-        ranks: The number of ranks of a pipeline.
-        replicas: The number of pipelines that share the batch.
-        stages_per_rank: The number of stages on each rank.
-        microbatches: The number of parts of a pipeline's share of the batch.
-        samples: The number of samples in a microbatch.
+        schedule: the name of the schedule.
+        ranks: the number of ranks of a pipeline.
+        replicas: the number of pipelines that share the batch.
+        stages_per_rank: the number of stages on each rank.
+        microbatches: the number of parts of a pipeline's share of the batch.
+        samples: the number of samples in a microbatch.
         checkpoint: ``"none"``, ``"needed"`` or ``"all"``: which units keep only their inputs.
     """
 
@@ -75,18 +75,18 @@ class Plan:
     ``Pipeline(model, plan=plan)`` runs it.
 
     Args:
-        shape: What was decided, apart from the cut.
-        stages: The paths of each stage's modules.
-        checkpoint: The paths of the modules that backward recomputes.
-        seconds: The time of a step, with its messages and the sum of gradients over the replicas.
-        reduce: The part of this time in which gradients are summed.
-        memory: The most that each rank holds, in bytes.
-        limit: The most that a rank may hold, in bytes; 0 if there is no limit.
-        tokens: The tokens of a step, or its samples if the profile does not give the tokens of a sample.
-        stage_costs: The costs that were simulated.
-        custom: The schedule itself, if it is not one of the library.
-        pipelines: The ranks of a cluster that form each pipeline, ascending; empty without a cluster.
-        shares: The microbatches of each pipeline, where they are not equal; the simulated one is the slowest.
+        shape: what was decided, apart from the cut.
+        stages: the paths of each stage's modules.
+        checkpoint: the paths of the modules that backward recomputes.
+        seconds: the time of a step, with its messages and the sum of gradients over the replicas.
+        reduce: the part of this time in which gradients are summed.
+        memory: the most that each rank holds, in bytes.
+        limit: the most that a rank may hold, in bytes; 0 if there is no limit.
+        tokens: the tokens of a step, or its samples if the profile does not give the tokens of a sample.
+        stage_costs: the costs that were simulated.
+        custom: the schedule itself, if it is not one of the library.
+        pipelines: the ranks of a cluster that form each pipeline, ascending; empty without a cluster.
+        shares: the microbatches of each pipeline, where they are not equal; the simulated one is the slowest.
     """
 
     shape: PlanShape
@@ -184,10 +184,10 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Read what `to_json` wrote.
+        """Read what ``to_json`` wrote.
 
         Raises:
-            InputFileError: The text is not a plan.
+            InputFileError: the text is not a plan.
         """
         return read_json(_PlanFile, text, "a plan", "Plan.to_json").plan
 
@@ -220,7 +220,7 @@ def check_size(what: str, shape: PlanShape) -> None:
     """Refuse a plan that would take minutes to build, before it is built.
 
     Raises:
-        UsageError: A number is too large.
+        UsageError: a number is too large.
     """
     for name in ("ranks", "replicas", "microbatches"):
         number = getattr(shape, name)
@@ -240,7 +240,7 @@ class Order:
     """The order in which a schedule's ranks compute, in arrays that make counting memory fast.
 
     Args:
-        schedule: The schedule, with any edges.
+        schedule: the schedule, with any edges.
     """
 
     def __init__(self, schedule: Schedule) -> None:

@@ -21,11 +21,11 @@ class Link:
     """How messages travel from one rank to another; the same in the other direction, if that is not given.
 
     Args:
-        source: The rank that sends.
-        target: The rank that receives.
-        latency: The seconds after which an empty message has arrived.
-        bandwidth: The bytes per second in one direction.
-        both: The bytes per second in each direction while both carry messages; 0 if unknown.
+        source: the rank that sends.
+        target: the rank that receives.
+        latency: the seconds after which an empty message has arrived.
+        bandwidth: the bytes per second in one direction.
+        both: the bytes per second in each direction while both carry messages; 0 if unknown.
     """
 
     source: Annotated[int, Field(ge=0)]
@@ -42,12 +42,12 @@ class Cluster:
     """The devices that ranks can have, and their links.
 
     Args:
-        devices: The device of each rank.
-        machines: The machine of each rank; by default devices of one kind fill machines of `Device.node`.
-        links: What is known of links. An unknown one is like the median of those that are as near, or as
+        devices: the device of each rank.
+        machines: the machine of each rank; by default devices of one kind fill machines of ``Device.node``.
+        links: what is known of links. An unknown one is like the median of those that are as near, or as
             the devices say.
-        handling: How long a rank is busy with a message that it sends or receives, whatever its size.
-        copying: How long it is busy with each byte of it.
+        handling: how long a rank is busy with a message that it sends or receives, whatever its size.
+        copying: how long it is busy with each byte of it.
     """
 
     devices: tuple[Device, ...]
@@ -134,10 +134,10 @@ class Cluster:
 
     @staticmethod
     def from_json(text: str) -> Cluster:
-        """Read what `to_json` or ``penstock doctor`` wrote.
+        """Read what ``to_json`` or ``penstock doctor`` wrote.
 
         Raises:
-            InputFileError: The text is not a cluster.
+            InputFileError: the text is not a cluster.
         """
         return read_json(_ClusterFile, text, "a cluster", "penstock doctor --out").cluster
 
@@ -146,13 +146,13 @@ class Cluster:
         """Read a cluster from words.
 
         Args:
-            ranks: Devices of the table, such as ``4xh100-80GB,4xa100-40GB``; without a size, a device has
+            ranks: devices of the table, such as ``4xh100-80GB,4xa100-40GB``; without a size, a device has
                 the memory of the table.
-            links: Links that differ from what the devices say, such as ``3-4=10GB/s@50us``, or
+            links: links that differ from what the devices say, such as ``3-4=10GB/s@50us``, or
                 ``0..3-4..7=1GB/s`` for all links between two groups.
 
         Raises:
-            UsageError: A word cannot be read, or a device is not in the table.
+            UsageError: a word cannot be read, or a device is not in the table.
         """
         devices = [device for word in _words(ranks) for device in _devices(word)]
         plain = Cluster(tuple(devices))

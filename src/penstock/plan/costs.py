@@ -41,7 +41,7 @@ def cut_of(units: Sequence[str], stages: Sequence[Sequence[str]]) -> Cut:
     """The units that the stages of a partition start with.
 
     Raises:
-        UsageError: The stages do not hold the units in their order.
+        UsageError: the stages do not hold the units in their order.
     """
     if [path for paths in stages for path in paths] != list(units):
         raise UsageError("these stages do not hold the units of the costs, in their order")
@@ -65,26 +65,26 @@ class UnitCost:
     """What one unit costs for one microbatch, in seconds and bytes.
 
     Args:
-        path: The path of its module.
-        forward: The time of F.
-        input: The time of I, which computes the gradients of its inputs.
-        weight: The time of W, which computes the gradients of its weights.
-        backward: The time of B, which computes both.
-        input_once: The part of I that a stage spends once, however many units it has.
-        weight_once: The same for W.
-        backward_once: The same for B.
-        spread: Half the interquartile range of its times, as a share of their median; 0 if predicted.
-        held: The bytes that F leaves until I or B, apart from the values that units pass on.
-        around: The part of `held` from operations around its module, which checkpointing does not free.
-        stash: The bytes that I leaves until W.
-        forward_extra: The bytes that F needs while it runs, beyond those held before or after it.
-        input_extra: The same for I.
-        weight_extra: The same for W.
-        backward_extra: The same for B.
-        parameters: The bytes of its weights and buffers.
-        trained: How many of these bytes get gradients.
-        numbers: The number of elements in its weights.
-        flops: The floating-point operations of its forward.
+        path: the path of its module.
+        forward: the time of F.
+        input: the time of I, which computes the gradients of its inputs.
+        weight: the time of W, which computes the gradients of its weights.
+        backward: the time of B, which computes both.
+        input_once: the part of I that a stage spends once, however many units it has.
+        weight_once: the same for W.
+        backward_once: the same for B.
+        spread: half the interquartile range of its times, as a share of their median; 0 if predicted.
+        held: the bytes that F leaves until I or B, apart from the values that units pass on.
+        around: the part of ``held`` from operations around its module, which checkpointing does not free.
+        stash: the bytes that I leaves until W.
+        forward_extra: the bytes that F needs while it runs, beyond those held before or after it.
+        input_extra: the same for I.
+        weight_extra: the same for W.
+        backward_extra: the same for B.
+        parameters: the bytes of its weights and buffers.
+        trained: how many of these bytes get gradients.
+        numbers: the number of elements in its weights.
+        flops: the floating-point operations of its forward.
     """
 
     path: str
@@ -128,12 +128,12 @@ class ValueCost:
     """Tensors that one unit makes, and that the same later units use.
 
     Args:
-        name: Its name, unique among the values.
-        source: The unit that makes it.
-        targets: The units that use it, in ascending order.
-        bytes: Its size in bytes.
-        gradient: Whether a gradient comes back.
-        kept: The units whose graphs keep it until backward.
+        name: its name, unique among the values.
+        source: the unit that makes it.
+        targets: the units that use it, in ascending order.
+        bytes: its size in bytes.
+        gradient: whether a gradient comes back.
+        kept: the units whose graphs keep it until backward.
     """
 
     name: str
@@ -152,9 +152,9 @@ class Units(NamedTuple):
     """What the units of a model do for a microbatch.
 
     Attributes:
-        costs: The costs of each unit; all times are 0 if none were measured.
-        values: The values between units.
-        works: How often each operation runs in the actions of each unit.
+        costs: the costs of each unit; all times are 0 if none were measured.
+        values: the values between units.
+        works: how often each operation runs in the actions of each unit.
     """
 
     costs: tuple[UnitCost, ...]
@@ -182,24 +182,24 @@ class StageCosts:
     """What the stages of a cut cost for a microbatch, in seconds and bytes; one number per stage.
 
     Args:
-        forward: The time of F.
-        input: The time of I.
-        weight: The time of W.
-        backward: The time of B.
-        activation: The bytes that F leaves until I or B.
-        stash: The bytes that I leaves until W.
-        extra: The further bytes that an action needs while it runs, by op.
-        kinds: The bytes of ``weights``, ``gradients`` and ``optimizer`` states, by these names.
-        taken: The bytes of the values that arrive from other ranks.
-        returned: The bytes of the gradients that arrive from other ranks.
-        sent: The bytes of the gradients that it sends to other ranks.
-        left: The bytes of the gradients that its backward leaves on its rank for other stages there, less
+        forward: the time of F.
+        input: the time of I.
+        weight: the time of W.
+        backward: the time of B.
+        activation: the bytes that F leaves until I or B.
+        stash: the bytes that I leaves until W.
+        extra: the further bytes that an action needs while it runs, by op.
+        kinds: the bytes of ``weights``, ``gradients`` and ``optimizer`` states, by these names.
+        taken: the bytes of the values that arrive from other ranks.
+        returned: the bytes of the gradients that arrive from other ranks.
+        sent: the bytes of the gradients that it sends to other ranks.
+        left: the bytes of the gradients that its backward leaves on its rank for other stages there, less
             those that it uses up.
-        edges: The values that travel between stages.
-        message: The bytes of each of these values.
-        latency: The latency of a message.
-        bandwidth: The bytes per second of a channel.
-        links: Where they differ from these, from rank to rank: two ranks, and the latency and bandwidth.
+        edges: the values that travel between stages.
+        message: the bytes of each of these values.
+        latency: the latency of a message.
+        bandwidth: the bytes per second of a channel.
+        links: where they differ from these, from rank to rank: two ranks, and the latency and bandwidth.
     """
 
     forward: Numbers
@@ -258,9 +258,9 @@ class UnitCosts:
     """The units of a model, in order, and the values between them, for microbatches of one size.
 
     Args:
-        samples: The number of samples in a microbatch.
-        units: The costs of each unit.
-        values: The values that units hand on.
+        samples: the number of samples in a microbatch.
+        units: the costs of each unit.
+        values: the values that units hand on.
     """
 
     samples: Annotated[int, Field(ge=1)]
@@ -275,14 +275,14 @@ class UnitCosts:
         """The most even stages, as ``stages=`` of a Pipeline takes them.
 
         Args:
-            stages: How many stages to make.
-            by: What to make equal: ``"time"`` of forward and backward, ``"flops"``, ``"parameters"`` or
-                ``"memory"``, see `UnitCost.by`.
-            placement: Which rank holds which stage; then ranks are made equal, not stages.
+            stages: how many stages to make.
+            by: what to make equal: ``"time"`` of forward and backward, ``"flops"``, ``"parameters"`` or
+                ``"memory"``, see ``UnitCost.by``.
+            placement: which rank holds which stage; then ranks are made equal, not stages.
 
         Raises:
-            PartitionError: There are more stages than units.
-            UsageError: There is no such measure.
+            PartitionError: there are more stages than units.
+            UsageError: there is no such measure.
         """
         if by not in get_args(Measure):
             raise UsageError(f"by={by!r}: must be one of {', '.join(get_args(Measure))}")
@@ -307,16 +307,16 @@ class UnitCosts:
         """What the stages of a cut cost.
 
         Args:
-            cut: The units that stages start with.
-            placement: Which rank holds which stage; nothing travels between stages of one rank.
-            checkpoint: The units that keep only their inputs, and recompute the rest.
-            states: Bytes of optimizer state for each byte of trained weights; 2 for AdamW.
-            latency: The latency of a message.
-            bandwidth: The bytes per second of a channel.
-            handling: How long a rank is busy with a message that it sends or receives, whatever its size.
-            copying: How long it is busy with each byte of it.
-            on: What the units cost on each rank, where ranks differ; only their times count.
-            links: The links that differ, as in `StageCosts`.
+            cut: the units that stages start with.
+            placement: which rank holds which stage; nothing travels between stages of one rank.
+            checkpoint: the units that keep only their inputs, and recompute the rest.
+            states: bytes of optimizer state for each byte of trained weights; 2 for AdamW.
+            latency: the latency of a message.
+            bandwidth: the bytes per second of a channel.
+            handling: how long a rank is busy with a message that it sends or receives, whatever its size.
+            copying: how long it is busy with each byte of it.
+            on: what the units cost on each rank, where ranks differ; only their times count.
+            links: the links that differ, as in ``StageCosts``.
         """
         again = frozenset(checkpoint)
         runs = runs_of(cut, len(self.units))
@@ -370,7 +370,7 @@ class UnitCosts:
         """The same costs with other times.
 
         Args:
-            factors: For each unit, what to multiply the times of its actions with, by their names; if empty,
+            factors: for each unit, what to multiply the times of its actions with, by their names; if empty,
                 nothing changes.
         """
 
@@ -425,15 +425,15 @@ class _Travel:
     """Which stages hold the values between units, and which values travel between stages.
 
     Attributes:
-        inside: The bytes of values that each stage's own graphs keep.
-        entering: The bytes of values that each stage gets from other ranks.
-        leaving: The bytes of values that each stage sends, and keeps to start backward from.
-        returned, sent, left: As in `StageCosts`.
-        pending: The bytes of gradients that wait, while a unit runs, for earlier units of its stage.
-        handled: In forward and in backward, the bytes of each stage's messages, by the stage at the other
+        inside: the bytes of values that each stage's own graphs keep.
+        entering: the bytes of values that each stage gets from other ranks.
+        leaving: the bytes of values that each stage sends, and keeps to start backward from.
+        returned, sent, left: As in ``StageCosts``.
+        pending: the bytes of gradients that wait, while a unit runs, for earlier units of its stage.
+        handled: in forward and in backward, the bytes of each stage's messages, by the stage at the other
             end and whether it sends.
-        edges: The values that travel.
-        bytes: Their sizes.
+        edges: the values that travel.
+        bytes: their sizes.
     """
 
     def __init__(
@@ -515,20 +515,20 @@ class Profile:
     """What the units of a model cost, found for each size of microbatch on its first use.
 
     Args:
-        device: The device: a name in the table of devices, or the device of the measurement.
-        known: The known costs, by the number of samples in a microbatch.
-        memory: Bytes of the device; 0 if unknown.
-        latency: The latency of a message between ranks.
-        bandwidth: Bytes per second of a channel between ranks.
-        handling: How long a rank is busy with a message that it sends or receives.
-        node: The most devices for which ``latency`` and ``bandwidth`` hold; 0 for any number.
-        network: The latency and bandwidth for more devices.
-        tokens: Tokens in a sample; 0 to count samples instead of tokens.
-        measured: Whether the times were measured.
-        model: The name of the model.
-        factors: How many times as long the actions of each unit take as was measured or predicted, by the
+        device: the device: a name in the table of devices, or the device of the measurement.
+        known: the known costs, by the number of samples in a microbatch.
+        memory: bytes of the device; 0 if unknown.
+        latency: the latency of a message between ranks.
+        bandwidth: bytes per second of a channel between ranks.
+        handling: how long a rank is busy with a message that it sends or receives.
+        node: the most devices for which ``latency`` and ``bandwidth`` hold; 0 for any number.
+        network: the latency and bandwidth for more devices.
+        tokens: tokens in a sample; 0 to count samples instead of tokens.
+        measured: whether the times were measured.
+        model: the name of the model.
+        factors: how many times as long the actions of each unit take as was measured or predicted, by the
             names of the actions; empty if that is not known.
-        coster: A function that finds unknown costs.
+        coster: a function that finds unknown costs.
     """
 
     device: str
@@ -551,7 +551,7 @@ class Profile:
         """What a microbatch of so many samples costs.
 
         Raises:
-            UsageError: The costs are unknown, and there is no model to find them with.
+            UsageError: the costs are unknown, and there is no model to find them with.
         """
         if samples not in self.known:
             if self.coster is None:
@@ -566,12 +566,12 @@ class Profile:
         """What a microbatch of so many samples costs on a device.
 
         Args:
-            samples: The number of samples.
-            device: The device.
-            alone: How long the device of the profile took, by itself, for the work of `Device.pace`.
+            samples: the number of samples.
+            device: the device.
+            alone: how long the device of the profile took, by itself, for the work of ``Device.pace``.
 
         Raises:
-            UsageError: Nobody knows how fast the device is, beside that of the profile.
+            UsageError: nobody knows how fast the device is, beside that of the profile.
         """
         if self.coster is not None and not self.measured:
             return self.coster(samples, device).scaled(self.factors)
@@ -590,8 +590,8 @@ class Profile:
         """What a microbatch costs on each of several devices; those that are alike share their costs.
 
         Args:
-            samples: The number of samples.
-            devices: The devices. If the profile was measured, then on the first, while the others waited.
+            samples: the number of samples.
+            devices: the devices. If the profile was measured, then on the first, while the others waited.
         """
         firsts = [devices.index(device) for device in devices]
         costs = {first: self.on(samples, devices[first], devices[0].alone) for first in {*firsts}}
@@ -609,10 +609,10 @@ class Profile:
 
     @staticmethod
     def from_json(text: str) -> Profile:
-        """Read what `to_json` wrote.
+        """Read what ``to_json`` wrote.
 
         Raises:
-            InputFileError: The text is not a profile.
+            InputFileError: the text is not a profile.
         """
         return read_json(_ProfileFile, text, "costs", "Profile.to_json").profile
 
@@ -636,10 +636,10 @@ def write_json(value: Any) -> str:
 
 
 def read_json(kind: type[T], text: str, what: str, writer: str) -> T:
-    """Read what `write_json` wrote.
+    """Read what ``write_json`` wrote.
 
     Raises:
-        InputFileError: The text is not of that kind; the message names the first error.
+        InputFileError: the text is not of that kind; the message names the first error.
     """
     try:
         return TypeAdapter(kind).validate_json(text)

@@ -156,11 +156,11 @@ def device_named(device: Device | str, **changes: float) -> Device:
     """A device of the table, or the given one, with some of its numbers changed.
 
     Args:
-        device: A name, such as ``"h100"``, or a device.
-        changes: Numbers by their names, such as ``memory`` or ``compute_efficiency``; 0 changes nothing.
+        device: a name, such as ``"h100"``, or a device.
+        changes: numbers by their names, such as ``memory`` or ``compute_efficiency``; 0 changes nothing.
 
     Raises:
-        UsageError: No device has that name, or a number is not valid.
+        UsageError: no device has that name, or a number is not valid.
     """
     if isinstance(device, str):
         known = DEVICES.get(device.lower().replace(" ", ""))

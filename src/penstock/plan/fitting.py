@@ -21,11 +21,11 @@ class Fitting:
     """Makes candidates for a run.
 
     Args:
-        profile: The costs of units.
-        wanted: What to plan.
+        profile: the costs of units.
+        wanted: what to plan.
 
     Attributes:
-        least: Of all that does not fit, what the fullest rank of the smallest would hold, and its shape.
+        least: of all that does not fit, what the fullest rank of the smallest would hold, and its shape.
     """
 
     def __init__(self, profile: Profile, wanted: Wanted) -> None:

@@ -24,9 +24,9 @@ class MeasuredStages:
     """How long the actions and messages of a recorded step took.
 
     Args:
-        seconds: The median times of each stage, by ``forward``, ``input``, ``weight`` and ``backward``.
-        messages: What messages took, if the schedule of the step is known.
-        placement: Which rank held which stage, likewise.
+        seconds: the median times of each stage, by ``forward``, ``input``, ``weight`` and ``backward``.
+        messages: what messages took, if the schedule of the step is known.
+        placement: which rank held which stage, likewise.
     """
 
     seconds: tuple[Mapping[str, float], ...]
@@ -40,12 +40,12 @@ class MeasuredStages:
         take what they took.
 
         Args:
-            profile: The costs so far.
-            samples: The number of samples in a microbatch of the step.
-            cut: The units that the step's stages started with.
+            profile: the costs so far.
+            samples: the number of samples in a microbatch of the step.
+            cut: the units that the step's stages started with.
 
         Raises:
-            UsageError: The cut has another number of stages than the step.
+            UsageError: the cut has another number of stages than the step.
         """
         return self._corrected(profile, self._ratios(profile, samples, cut), cut, {})
 
@@ -58,13 +58,13 @@ class MeasuredStages:
         units'.
 
         Args:
-            profile: The costs so far.
-            cluster: The ranks so far.
-            samples: The number of samples in a microbatch of the step.
-            cut: The units that the step's stages started with.
+            profile: the costs so far.
+            cluster: the ranks so far.
+            samples: the number of samples in a microbatch of the step.
+            cut: the units that the step's stages started with.
 
         Raises:
-            UsageError: The step was read without its schedule, or had other stages or ranks.
+            UsageError: the step was read without its schedule, or had other stages or ranks.
         """
         if self.messages is None or self.placement is None or len(cluster) < self.placement.ranks:
             raise UsageError(
@@ -156,9 +156,9 @@ class Replanned:
     """A plan that ran, by the costs that its step showed, and what is planned by them now.
 
     Args:
-        old: The plan that ran.
-        plans: The plans now, the fastest first.
-        cluster: The ranks, as the step showed them.
+        old: the plan that ran.
+        plans: the plans now, the fastest first.
+        cluster: the ranks, as the step showed them.
     """
 
     old: Plan
@@ -195,14 +195,14 @@ def plan_again(
     """Plan again, by what a recorded step of a plan has shown of its units, ranks and links.
 
     Args:
-        profile: The costs of the units.
-        old: The plan that ran.
-        timeline: The recorded step: ``result.timeline``.
-        cluster: The ranks that it ran on; by default ranks that are alike.
-        asked: As for `search`; by default for as many ranks and microbatches as before.
+        profile: the costs of the units.
+        old: the plan that ran.
+        timeline: the recorded step: ``result.timeline``.
+        cluster: the ranks that it ran on; by default ranks that are alike.
+        asked: as for ``search``; by default for as many ranks and microbatches as before.
 
     Raises:
-        UsageError: The plan is not for this model, or for more ranks than there are.
+        UsageError: the plan is not for this model, or for more ranks than there are.
     """
     if cluster is None:
         alike = Device(profile.device, {"float32": 1.0}, profile.memory, 1.0, pace=1.0, alone=1.0)
@@ -224,12 +224,12 @@ def costs_from(result: Any, schedule: Schedule | None = None) -> MeasuredStages:
     """Read costs from a recorded step.
 
     Args:
-        result: The result of ``pipe.step(..., record=True)``, or its timeline.
-        schedule: The schedule of the step, such as ``pipe.schedule``, to read what messages took too, if
+        result: the result of ``pipe.step(..., record=True)``, or its timeline.
+        schedule: the schedule of the step, such as ``pipe.schedule``, to read what messages took too, if
             each rank was a process.
 
     Raises:
-        UsageError: The step was not recorded.
+        UsageError: the step was not recorded.
     """
     timeline = result if isinstance(result, Timeline) else result.timeline
     if timeline is None:

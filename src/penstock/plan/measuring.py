@@ -49,22 +49,22 @@ def measure(  # noqa: PLR0913 - the arguments of a step, by name
     and random states are left unchanged.
 
     Args:
-        model: Any module, with data.
-        args: The model's arguments for a batch, from which microbatches are taken.
-        target: The target of the loss.
+        model: any module, with data.
+        args: the model's arguments for a batch, from which microbatches are taken.
+        target: the target of the loss.
         loss_fn: ``(output, target) -> scalar``, as for a Pipeline.
-        rules: How arguments are split, as for a Pipeline.
-        stages: The most stages into which the model may be cut, which decides how small its units are.
-        repeats: How often each unit runs, after a first run that does not count.
-        memory: Bytes of the device; by default those of the GPU, and unknown for a CPU.
-        latency: The latency of a message between ranks, in seconds.
-        bandwidth: The bandwidth of a channel between ranks, in bytes per second.
-        handling: How long a rank is busy around an action that sends or receives, in seconds.
-        tokens: Tokens in a sample; 0 to count samples instead of tokens.
-        kwargs: The model's arguments by name.
+        rules: how arguments are split, as for a Pipeline.
+        stages: the most stages into which the model may be cut, which decides how small its units are.
+        repeats: how often each unit runs, after a first run that does not count.
+        memory: bytes of the device; by default those of the GPU, and unknown for a CPU.
+        latency: the latency of a message between ranks, in seconds.
+        bandwidth: the bandwidth of a channel between ranks, in bytes per second.
+        handling: how long a rank is busy around an action that sends or receives, in seconds.
+        tokens: tokens in a sample; 0 to count samples instead of tokens.
+        kwargs: the model's arguments by name.
 
     Raises:
-        UsageError: The model has no data, the batch cannot be split so, or a number is not valid.
+        UsageError: the model has no data, the batch cannot be split so, or a number is not valid.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UsageError(
@@ -101,18 +101,18 @@ def predict(  # noqa: PLR0913 - the arguments of a step, by name
     """Predict what the units of a model cost on a device that need not be present.
 
     Args:
-        model: Any module; on the meta device it takes no memory.
-        args: The model's arguments for a batch; only shapes and types count, so meta tensors will do.
-        device: A name in `penstock.plan.DEVICES`, or a `penstock.plan.Device`.
-        target: The target of the loss.
+        model: any module; on the meta device it takes no memory.
+        args: the model's arguments for a batch; only shapes and types count, so meta tensors will do.
+        device: a name in ``penstock.plan.DEVICES``, or a ``penstock.plan.Device``.
+        target: the target of the loss.
         loss_fn: ``(output, target) -> scalar``, as for a Pipeline.
-        rules: How arguments are split, as for a Pipeline.
-        stages: The most stages into which the model may be cut.
-        tokens: Tokens in a sample; 0 to count samples instead of tokens.
-        kwargs: The model's arguments by name.
+        rules: how arguments are split, as for a Pipeline.
+        stages: the most stages into which the model may be cut.
+        tokens: tokens in a sample; 0 to count samples instead of tokens.
+        kwargs: the model's arguments by name.
 
     Raises:
-        UsageError: The device is unknown, or the batch cannot be split so.
+        UsageError: the device is unknown, or the batch cannot be split so.
     """
     on = device_named(device)
     latency, bandwidth = on.wire(1)
@@ -133,13 +133,13 @@ class _UnitCoster:
     """Finds what the units of a model cost, by the samples of a microbatch.
 
     Args:
-        model: The model.
-        call: Its arguments by position and by name, and the target.
-        loss_fn: As for a Pipeline.
-        rules: As for a Pipeline.
-        stages: The most stages into which the model may be cut.
-        device: Predicts times for this device; by default they are measured.
-        repeats: How often times are measured.
+        model: the model.
+        call: its arguments by position and by name, and the target.
+        loss_fn: as for a Pipeline.
+        rules: as for a Pipeline.
+        stages: the most stages into which the model may be cut.
+        device: predicts times for this device; by default they are measured.
+        repeats: how often times are measured.
     """
 
     def __init__(  # noqa: PLR0913 - what `measure` and `predict` are given
@@ -214,16 +214,16 @@ def predict_hf(
     """Predict what the units of a causal language model cost.
 
     Args:
-        config: A file such as ``config.json``, or its folder.
-        batch: Samples in a step.
-        device: A name in `penstock.plan.DEVICES`, or a `penstock.plan.Device`.
-        sequence: Tokens in a sample; by default as many as the model takes, at most 4096.
-        dtype: The type of the weights: ``bfloat16``, ``float16`` or ``float32``.
-        stages: The most stages into which the model may be cut.
+        config: a file such as ``config.json``, or its folder.
+        batch: samples in a step.
+        device: a name in ``penstock.plan.DEVICES``, or a ``penstock.plan.Device``.
+        sequence: tokens in a sample; by default as many as the model takes, at most 4096.
+        dtype: the type of the weights: ``bfloat16``, ``float16`` or ``float32``.
+        stages: the most stages into which the model may be cut.
 
     Raises:
-        UsageError: There is no such file or dtype, a number is not valid, or transformers is not installed.
-        InputFileError: The file is not a config of a causal language model.
+        UsageError: there is no such file or dtype, a number is not valid, or transformers is not installed.
+        InputFileError: the file is not a config of a causal language model.
     """
     if dtype not in DTYPES:
         raise UsageError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")

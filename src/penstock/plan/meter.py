@@ -38,10 +38,10 @@ class Meter(TorchDispatchMode):
     """A mode that counts the work of all operations and the bytes of all memory they allocate.
 
     Attributes:
-        work: How often each operation has run.
-        flops: The floating-point operations of products, convolutions and attention.
-        live: The bytes that were allocated in the mode and not freed yet.
-        peak: The largest `live` since `reset_peak`.
+        work: how often each operation has run.
+        flops: the floating-point operations of products, convolutions and attention.
+        live: the bytes that were allocated in the mode and not freed yet.
+        peak: the largest ``live`` since ``reset_peak``.
     """
 
     def __init__(self) -> None:
@@ -53,17 +53,17 @@ class Meter(TorchDispatchMode):
         self.peak = 0
 
     def reset_peak(self) -> None:
-        """Restarts `peak` from `live`."""
+        """Restart ``peak`` from ``live``."""
         self.peak = self.live
 
     def allocated(self, key: int) -> bool:
-        """Whether memory, by its `storage_key`, was allocated in the mode and is not freed."""
+        """Whether memory, by its ``storage_key``, was allocated in the mode and is not freed."""
         return key in self._storages
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Runs an operation and notes what it did."""
+        """Run an operation and note what it did."""
         result = func(*args, **(kwargs or {}))
         if func.namespace == "prim":
             return result
@@ -122,7 +122,7 @@ class FusedAttention(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Changes calls of attention, and passes on all others."""
+        """Change calls of attention, and pass on all others."""
         kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention:
             args, kwargs = (*args[:4], 0.0, *args[5:])[: len(args)], {**kwargs, "dropout_p": 0.0}

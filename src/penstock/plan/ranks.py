@@ -17,10 +17,10 @@ class PipelineRanks:
     """The ranks of a pipeline, as the costs of its stages depend on them.
 
     Args:
-        units: What the units cost on each rank.
-        wire: The latency and bandwidth of messages between ranks.
-        links: Where they differ from these.
-        handling: How long a rank is busy with a message, whatever its size, and with each byte of it.
+        units: what the units cost on each rank.
+        wire: the latency and bandwidth of messages between ranks.
+        links: where they differ from these.
+        handling: how long a rank is busy with a message, whatever its size, and with each byte of it.
     """
 
     units: tuple[UnitCosts, ...]
@@ -38,7 +38,7 @@ class PipelineRanks:
     def stages(
         self, cut: Cut, placement: Placement, again: Collection[int] = (), states: float = 2.0
     ) -> StageCosts:
-        """What the stages of a cut cost; names as in `UnitCosts.stages`."""
+        """What the stages of a cut cost; names as in ``UnitCosts.stages``."""
         return self.units[0].stages(
             cut,
             placement,
@@ -68,10 +68,10 @@ def ranks_of(
     """The ranks of a pipeline that some of the devices form.
 
     Args:
-        profile: The profile of the model.
-        units: What the units cost on each device, as from `units_on`.
-        ranks: The devices that form the pipeline.
-        cluster: The devices, if they may differ.
+        profile: the profile of the model.
+        units: what the units cost on each device, as from ``units_on``.
+        ranks: the devices that form the pipeline.
+        cluster: the devices, if they may differ.
     """
     on, wire = tuple(units[rank] for rank in ranks), profile.wire(len(units))
     if cluster is None:

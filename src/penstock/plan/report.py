@@ -31,11 +31,11 @@ def report_of(
     """The report as the text of an HTML file that needs no other file and no network.
 
     Args:
-        plans: The plans, the fastest first.
-        profile: The profile that they were made from, to show the costs of each unit.
-        title: The heading.
-        note: A sentence below the heading.
-        measured: A step that ran the first plan, to show next to its simulation.
+        plans: the plans, the fastest first.
+        profile: the profile that they were made from, to show the costs of each unit.
+        title: the heading.
+        note: a sentence below the heading.
+        measured: a step that ran the first plan, to show next to its simulation.
     """
     data = {
         "title": title,

@@ -51,11 +51,11 @@ class Plans:
     """Plans, the fastest first; as text, a table.
 
     Args:
-        plans: The plans.
-        profile: The profile that the plans were made from.
-        looked_at: The number of candidates.
-        simulated: The number of simulated candidates; the others have a larger bound, or do not fit.
-        why: What the best plan for a cluster gains by its choices, in sentences.
+        plans: the plans.
+        profile: the profile that the plans were made from.
+        looked_at: the number of candidates.
+        simulated: the number of simulated candidates; the others have a larger bound, or do not fit.
+        why: what the best plan for a cluster gains by its choices, in sentences.
     """
 
     plans: tuple[Plan, ...]
@@ -93,8 +93,8 @@ class Plans:
         """Write the report: one HTML file that needs no other.
 
         Args:
-            path: The file.
-            title: The heading; by default it names the model.
+            path: the file.
+            title: the heading; by default it names the model.
         """
         title = title or f"Plans for {self.profile.model or 'a model'}"
         page = report_of(self.plans, profile=self.profile, title=title, note=self._basis())
@@ -121,33 +121,33 @@ def search(  # noqa: PLR0913 - the whole question, by name
     """Find the fastest ways to run a model.
 
     Args:
-        profile: The profile of the model, from `measure` or `predict`; or a function that makes it, which is
-            called after all other arguments are checked.
-        batch: The samples of a step.
-        ranks: The number of devices; with ``cluster=``, all of that.
-        cluster: The devices, if they differ, with their links. Stages then take equally long, not equally
+        profile: the profile of the model, from ``measure`` or ``predict``; or a function that makes it, which
+            is called after all other arguments are checked.
+        batch: the samples of a step.
+        ranks: the number of devices; with ``cluster=``, all of that.
+        cluster: the devices, if they differ, with their links. Stages then take equally long, not equally
             much; ranks may work in another order than their own, and some may be left out. A profile that
             was measured is taken to be of the first one, while the others waited.
-        memory: The bytes that a rank may hold; by default those of the device, if known; 0 for no limit.
-        schedules: The names to choose from; by default every schedule of the library that trains.
-        pipeline: The numbers of ranks in a pipeline to try; the other ranks form replicas, each with its
+        memory: the bytes that a rank may hold; by default those of the device, if known; 0 for no limit.
+        schedules: the names to choose from; by default every schedule of the library that trains.
+        pipeline: the numbers of ranks in a pipeline to try; the other ranks form replicas, each with its
             share of the batch. By default every number that divides the number of devices.
-        stages_per_rank: Numbers to try for schedules that take any; by default 2, 3 and 4.
-        microbatches: Numbers to try for each pipeline; by default several that divide its share of the batch.
+        stages_per_rank: numbers to try for schedules that take any; by default 2, 3 and 4.
+        microbatches: numbers to try for each pipeline; by default several that divide its share of the batch.
         checkpoint: ``"none"``, ``"needed"`` (as few units as fit the memory) or ``"all"``; by default all
             three are tried, or without a limit only ``"none"``.
-        states: Bytes of optimizer state for each byte of trained weights: 2 for AdamW, 1 for SGD with
+        states: bytes of optimizer state for each byte of trained weights: 2 for AdamW, 1 for SGD with
             momentum.
-        keep: The number of plans to return.
-        seconds: How long to improve the best plan at the end, by moving cuts and searching schedules.
-        even: Whether to treat the ranks of a cluster as if they were alike: all of them, in their order, with
+        keep: the number of plans to return.
+        seconds: how long to improve the best plan at the end, by moving cuts and searching schedules.
+        even: whether to treat the ranks of a cluster as if they were alike: all of them, in their order, with
             even cuts.
 
     Returns:
         The plans, the fastest first.
 
     Raises:
-        UsageError: Nothing fits (the message says what would), or a number or name is not valid.
+        UsageError: nothing fits (the message says what would), or a number or name is not valid.
     """
     if cluster is not None and not isinstance(cluster, Cluster):
         cluster = Cluster(tuple(cluster))
@@ -203,15 +203,15 @@ def plan_for(
     """Make the plan of a schedule and a cut that were chosen by hand, to see what it costs.
 
     Args:
-        profile: The costs of the units.
-        schedule: The schedule; its messages are made anew.
-        stages: The paths of each stage's units.
-        batch: The samples of a step.
-        states: Bytes of optimizer state for each byte of trained weights.
-        cluster: The devices of the ranks, if they differ.
+        profile: the costs of the units.
+        schedule: the schedule; its messages are made anew.
+        stages: the paths of each stage's units.
+        batch: the samples of a step.
+        states: bytes of optimizer state for each byte of trained weights.
+        cluster: the devices of the ranks, if they differ.
 
     Raises:
-        UsageError: The stages do not hold the units in their order.
+        UsageError: the stages do not hold the units in their order.
     """
     plain = compute_only(schedule)
     samples = whole("batch", batch) // plain.microbatches
@@ -239,8 +239,8 @@ class _PlanSearch:
     """One search.
 
     Args:
-        profile: The costs of units.
-        wanted: What to plan.
+        profile: the costs of units.
+        wanted: what to plan.
     """
 
     def __init__(self, profile: Profile, wanted: Wanted) -> None:

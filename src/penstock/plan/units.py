@@ -2,7 +2,7 @@
 
 A *section* is a call of a unit, with the author's functions on what it has made. What a section uses of
 earlier ones enters as a leaf, as it enters a stage. So after one forward of the model, each section's
-backward can run by itself, whole or in halves, like that of a stage. A `Meter` counts operations and bytes
+backward can run by itself, whole or in halves, like that of a stage. A ``Meter`` counts operations and bytes
 of such runs, on fake tensors or with data; without it, runs with data are timed.
 """
 
@@ -59,25 +59,25 @@ def measure_units(  # noqa: PLR0913 - the arguments of a step, by name
     loss: Loss | None = None,
     repeats: int = 0,
 ) -> Units:
-    """Finds what the units of a model do for one microbatch, and with data how long that takes.
+    """Find what the units of a model do for one microbatch, and with data how long that takes.
 
     The model's gradients, buffers, attributes and hooks stay as they are, and so do the states of random
     generators.
 
     Args:
-        model: Any module. It needs data only if time is measured.
-        paths: The units in the order of their calls.
-        args: The model's positional arguments for one microbatch; if they are on the meta device, ones stand
+        model: any module. It needs data only if time is measured.
+        paths: the units in the order of their calls.
+        args: the model's positional arguments for one microbatch; if they are on the meta device, ones stand
             for their numbers.
-        kwargs: Its arguments by name.
-        target: The second argument of `loss`.
-        loss: Computes the scalar that backward starts from; its cost counts for the last unit. By default
+        kwargs: its arguments by name.
+        target: the second argument of ``loss``.
+        loss: computes the scalar that backward starts from; its cost counts for the last unit. By default
             the sum of the output.
-        repeats: How often times are measured on the model's device, after a run that does not count. If 0,
+        repeats: how often times are measured on the model's device, after a run that does not count. If 0,
             nothing runs with data, and all times are 0.
 
     Raises:
-        UsageError: A unit is not called with these arguments, or cannot be measured.
+        UsageError: a unit is not called with these arguments, or cannot be measured.
     """
     _check_not_scripted(model)
     home = home_of(model)
@@ -115,7 +115,7 @@ def _step(model: nn.Module, call: tuple[Any, Any], loss: Loss, target: Any) -> A
 
 @contextmanager
 def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Removes the model's hooks; afterwards restores everything."""
+    """Remove the model's hooks; afterwards restore everything."""
     snapshot = Held(model, {})
     try:
         tables = [entry for module in model.modules() for entry in vars(module).items()]
@@ -128,7 +128,7 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 def _put_in(model: nn.Module, stand_in: Callable[[Tensor], Tensor]) -> None:
-    """Puts other tensors in place of the model's own; weights have gradients, as after the first step."""
+    """Put other tensors in place of the model's own; weights have gradients, as after the first step."""
     known: dict[int, Tensor] = {}
 
     def put(tensor: Tensor) -> Tensor:
@@ -205,19 +205,19 @@ class Section:
     """A call of a unit, and the functions on what it has made.
 
     Attributes:
-        unit: The unit's place in the order of the units.
-        leaves: What it uses of earlier sections and requires gradients.
-        entered: What stands in it for tensors of earlier sections, by their identity.
-        roots: What later sections use of it, by identity.
-        took: The times of its actions, if they were measured.
-        work: How often each operation runs in its actions.
-        extra: The bytes that actions need beyond those held before or after.
-        saved: What its graph keeps, by the key of the memory: the bytes, and whether a function around the
+        unit: the unit's place in the order of the units.
+        leaves: what it uses of earlier sections and requires gradients.
+        entered: what stands in it for tensors of earlier sections, by their identity.
+        roots: what later sections use of it, by identity.
+        took: the times of its actions, if they were measured.
+        work: how often each operation runs in its actions.
+        extra: the bytes that actions need beyond those held before or after.
+        saved: what its graph keeps, by the key of the memory: the bytes, and whether a function around the
             unit's module keeps it.
-        stash: The bytes that its I leaves until W.
-        flops: The floating-point operations of its forward.
-        before: The bytes that were there when its forward began.
-        peak: The most bytes that were there in its forward.
+        stash: the bytes that its I leaves until W.
+        flops: the floating-point operations of its forward.
+        before: the bytes that were there when its forward began.
+        peak: the most bytes that were there in its forward.
     """
 
     unit: int
@@ -234,7 +234,7 @@ class Section:
     peak: int = 0
 
     def count_extra(self) -> None:
-        """Finds out what F needs beyond what it leaves, once `saved` is without values between units."""
+        """Find out what F needs beyond what it leaves, once ``saved`` is without values between units."""
         sizes = storages(self.roots.values())
         held = sum(size for size, _ in self.saved.values())
         used_later = sum(size for key, size in sizes.items() if key not in self.saved)
@@ -264,9 +264,9 @@ class Gauge(Protocol):
         """A context for an action of a section.
 
         Args:
-            section: The section.
-            kind: The name of the action.
-            module: Whether the unit's module runs it, or a function around that.
+            section: the section.
+            kind: the name of the action.
+            module: whether the unit's module runs it, or a function around that.
         """
 
     def enter(self, tensor: Tensor, leaves: list[Tensor]) -> Tensor:
@@ -277,13 +277,13 @@ class Forward(TorchFunctionMode):
     """A forward of a model, from which each section's backward can run alone.
 
     Args:
-        units: The modules of the units in their order, with their paths; one that stands in several places
+        units: the modules of the units in their order, with their paths; one that stands in several places
             makes its first calls in the first of them.
-        gauge: Notes what sections do.
+        gauge: notes what sections do.
 
     Attributes:
-        sections: In the order in which they began.
-        uses: What sections use of earlier ones, by identity.
+        sections: in the order in which they began.
+        uses: what sections use of earlier ones, by identity.
     """
 
     def __init__(self, units: Sequence[tuple[str, nn.Module]], gauge: Gauge) -> None:
@@ -300,7 +300,7 @@ class Forward(TorchFunctionMode):
         self._busy = False
 
     def run(self, step: Callable[[], Any]) -> None:
-        """Runs the forward with its loss."""
+        """Run the forward with its loss."""
         with opened(self._doors, self._called, {door.path for door in self._doors}), self:
             result = step()
         for tensor in tensors_in(result):
@@ -309,7 +309,7 @@ class Forward(TorchFunctionMode):
             self.sections[-1].roots[id(root)] = root
 
     def _called(self, door: Door, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Answers for a call of a unit."""
+        """Answer for a call of a unit."""
         if self._busy:
             return run(*args, **kwargs)
         places = self._places[id(door.module)]
@@ -323,7 +323,7 @@ class Forward(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Runs a function of the author's in the latest section among those of its arguments."""
+        """Run a function of the author's in the latest section among those of its arguments."""
         tensors = tensors_in((args, kwargs))
         known = [self._section_of[tensor] for tensor in tensors if tensor in self._section_of]
         if not known and not any(isinstance(tensor, nn.Parameter) for tensor in tensors):
@@ -376,7 +376,7 @@ class Forward(TorchFunctionMode):
 def run_backward(
     split: SplitBackward, section: Section, gauge: Gauge, kinds: Sequence[str]
 ) -> None:
-    """Runs a section's backward, whole or in halves."""
+    """Run a section's backward, whole or in halves."""
     roots = [root for root in section.roots.values() if root.requires_grad]
     seeds = [torch.ones_like(root) for root in roots]
     if not roots:
@@ -403,14 +403,14 @@ class Stopwatch:
     """Times actions.
 
     Args:
-        now: Waits until the device has finished its work, and returns the time.
+        now: waits until the device has finished its work, and returns the time.
     """
 
     now: Callable[[], float]
 
     @contextmanager
     def __call__(self, section: Section, kind: str, *, module: bool) -> Iterator[None]:
-        """Adds the time of the body."""
+        """Add the time of the body."""
         start = self.now()
         yield
         section.took[kind] = section.took.get(kind, 0.0) + self.now() - start
@@ -438,12 +438,12 @@ class Count:
     """Counts the operations and bytes of actions.
 
     Args:
-        fake: The mode of the run without data, if it has none.
+        fake: the mode of the run without data, if it has none.
 
     Attributes:
-        saves: Whether it notes what autograd saves, which forbids a backward in halves.
-        unseen: The units in which nobody may look at that.
-        unit: The unit that acts.
+        saves: whether it notes what autograd saves, which forbids a backward in halves.
+        unseen: the units in which nobody may look at that.
+        unit: the unit that acts.
     """
 
     def __init__(self, fake: FakeTensorMode | None) -> None:
@@ -454,7 +454,7 @@ class Count:
 
     @contextmanager
     def __call__(self, section: Section, kind: str, *, module: bool) -> Iterator[None]:
-        """Adds what the body does."""
+        """Add what the body does."""
         meter, self.unit = self._meter, section.unit
         before, flops, meter.work = meter.live, meter.flops, section.work[kind]
         meter.reset_peak()
@@ -534,9 +534,9 @@ class _Runs:
     """Runs of a model, each a forward and the backward of its sections.
 
     Args:
-        model: The model.
-        paths: Its units.
-        step: Makes the forward, and the loss.
+        model: the model.
+        paths: its units.
+        step: makes the forward, and the loss.
     """
 
     def __init__(self, model: nn.Module, paths: Sequence[str], step: Callable[[], Any]) -> None:
@@ -662,10 +662,10 @@ class _Runs:
         """What a unit costs.
 
         Args:
-            unit: The place of the unit.
-            counts: What was counted.
-            runs: The sections of runs that were timed.
-            once: The times that actions take with hardly any work, which a stage spends once.
+            unit: the place of the unit.
+            counts: what was counted.
+            runs: the sections of runs that were timed.
+            once: the times that actions take with hardly any work, which a stage spends once.
         """
         path, module = self._units[unit]
         mine, ran = counts.sections_of(unit), counts.which_ran(unit)
@@ -692,9 +692,9 @@ class Counts(NamedTuple):
     """What was counted.
 
     Attributes:
-        sections: The sections of a forward.
-        alike: For each, the first that is like it, which has had a backward.
-        values: The values between units.
+        sections: the sections of a forward.
+        alike: for each, the first that is like it, which has had a backward.
+        values: the values between units.
     """
 
     sections: list[Section]

@@ -40,12 +40,12 @@ class Slow:
     """A rank, stage or link that takes longer than its costs say.
 
     Args:
-        kind: What it is.
-        ranks: The rank; of a link both.
-        stages: The stages concerned.
-        factor: How many times as long as its costs say it takes, beside the rest of the step.
-        seconds: What it costs the step.
-        share: The same as a share of the step.
+        kind: what it is.
+        ranks: the rank; of a link both.
+        stages: the stages concerned.
+        factor: how many times as long as its costs say it takes, beside the rest of the step.
+        seconds: what it costs the step.
+        share: the same as a share of the step.
     """
 
     kind: Kind
@@ -75,8 +75,8 @@ class MessageTimes:
     """What messages took in a step.
 
     Args:
-        handling: How long a rank is busy with a message that it sends or receives.
-        delays: How long messages travel beyond that, from rank to rank.
+        handling: how long a rank is busy with a message that it sends or receives.
+        delays: how long messages travel beyond that, from rank to rank.
     """
 
     handling: float
@@ -87,8 +87,8 @@ def message_times(schedule: Schedule, timeline: Timeline) -> MessageTimes:
     """Find out what messages took, from when actions began.
 
     Args:
-        schedule: The schedule of the step.
-        timeline: The step, with its messages as spans; the ranks' clocks may differ by constants.
+        schedule: the schedule of the step.
+        timeline: the step, with its messages as spans; the ranks' clocks may differ by constants.
     """
     sources = _sources(schedule, timeline)
     ahead = _clocks(timeline.ranks, sources)
@@ -164,8 +164,8 @@ def costs_of(schedule: Schedule, timeline: Timeline) -> Costs:
     """What actions and messages took in a step: the costs of another one, if nothing changes.
 
     Args:
-        schedule: The schedule of the step, with its messages.
-        timeline: The step as it was measured.
+        schedule: the schedule of the step, with its messages.
+        timeline: the step as it was measured.
     """
     took = _durations_in(timeline)
     costs: dict[str, Any] = {
@@ -184,9 +184,9 @@ def find_slow(schedule: Schedule, costs: Costs, *timelines: Timeline) -> tuple[S
     against the others.
 
     Args:
-        schedule: The schedule of the step, with its messages.
-        costs: What its actions and messages should take.
-        timelines: The step as it was measured, once or several times: what is slow is so in all of them.
+        schedule: the schedule of the step, with its messages.
+        costs: what its actions and messages should take.
+        timelines: the step as it was measured, once or several times: what is slow is so in all of them.
     """
     expected = durations(costs, schedule.stages)
     took, should = [0.0] * schedule.stages, [0.0] * schedule.stages
@@ -218,12 +218,12 @@ class _MeasuredStep:
     """A step as it was, in simulation: what it takes, and would take.
 
     Args:
-        schedule: Its schedule.
-        costs: What its actions should take.
-        ratios: How many times as long each stage took.
+        schedule: its schedule.
+        costs: what its actions should take.
+        ratios: how many times as long each stage took.
 
     Attributes:
-        usual: The ratio that most ranks have.
+        usual: the ratio that most ranks have.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs, ratios: Mapping[int, float]) -> None:

@@ -115,7 +115,7 @@ class Timeline:
 
     @staticmethod
     def from_chrome_trace(text: str) -> Timeline:
-        """Read what `to_chrome_trace` wrote; times are in seconds.
+        """Read what ``to_chrome_trace`` wrote; times are in seconds.
 
         Raises:
             InputFileError: the text is not such a trace.

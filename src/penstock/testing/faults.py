@@ -175,7 +175,7 @@ def _nothing() -> None:
 
 
 def _beginning(text: str) -> Callable[[str], bool]:
-    """Matches what a rank does while its Pipeline is made, by the beginning of the text."""
+    """Match what a rank does while its Pipeline is made, by the beginning of the text."""
     return lambda doing: doing.startswith(text.rstrip("*"))
 
 
