@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from penstock.schedule import add_communication, build
-from penstock.testing import WorkerPool, record_messages
+from penstock.testing import Case, WorkerPool, compare, record_messages
 from penstock.transport.nccl import in_rounds
-from tests.pipeline.models import X, Y, chain, make
+from tests.pipeline.models import X, Y, chain, make, mean_loss
 
 
 def depth(ranks: int) -> int:
@@ -53,6 +54,38 @@ def copies(group: Any) -> list[float]:
 def test_one_ranks_value_reaches_all(workers: WorkerPool) -> None:
     for sums in workers.run(f"{__name__}:copies", 4, 60.0):
         assert sums == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+class Pair(nn.Module):
+    """Two tensors, and nothing, from one."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x * 2, x.flip(1), x[:0]
+
+
+class Sum(nn.Module):
+    """What is made of them."""
+
+    def forward(self, of: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        return of[0] - of[1] + len(of[2])
+
+
+def differences(group: Any, width: int) -> dict[str, float]:
+    """A worker's task: what a message of two tensors of a size changes beside a plain loop."""
+    torch.manual_seed(0)
+    layers = nn.Linear(2, width), Pair(), Sum(), nn.Linear(width, 2)
+    case = Case(nn.Sequential(*layers).double(), (X[:, :2],), Y[:, :2], mean_loss)
+    verdict = compare(case, schedule="1F1B", stages=["2"], microbatches=2, group=group)
+    return verdict.differences()
+
+
+@pytest.mark.parametrize("width", [8, 2_500, 10_000])
+def test_a_message_of_several_tensors_arrives_whatever_its_size(
+    width: int, workers: WorkerPool
+) -> None:
+    for gaps in workers.run(f"{__name__}:differences", 2, 60.0, width=width):
+        assert len(gaps) > 1
+        assert max(gaps.values()) < 1e-10
 
 
 def record(group: Any) -> list[Any]:

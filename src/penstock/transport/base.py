@@ -241,18 +241,21 @@ def moved(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
 def packed(buffers: list[Tensor]) -> list[Tensor]:
     """Pack several small tensors into one parcel; large ones travel one by one."""
     full = [buffer for buffer in buffers if buffer.numel()]
-    if len(full) > 1 and sum([buffer.numel() for buffer in full]) <= PACKED:
-        return [torch.cat(full)]
-    return full
+    return [torch.cat(full)] if _is_one_parcel(full) else full
 
 
 def parcels_for(tensors: list[Tensor]) -> tuple[list[Tensor], bool]:
     """The buffers that a message of tensors arrives in, and whether it must be unpacked from them."""
     full = [t.reshape(-1).view(torch.uint8) for t in tensors if t.numel()]
+    if not _is_one_parcel(full):
+        return full, False
     size = sum([buffer.numel() for buffer in full])
-    if len(full) > 1 and size <= PACKED:
-        return [torch.empty(size, dtype=torch.uint8, device=full[0].device)], True
-    return full, False
+    return [torch.empty(size, dtype=torch.uint8, device=full[0].device)], True
+
+
+def _is_one_parcel(buffers: list[Tensor]) -> bool:
+    """Whether buffers travel together: both ends must answer alike."""
+    return len(buffers) > 1 and sum([buffer.numel() for buffer in buffers]) <= PACKED
 
 
 def unpack(data: Tensor, tensors: list[Tensor]) -> None:
