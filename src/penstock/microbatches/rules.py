@@ -37,6 +37,7 @@ REPLICATE = Replicate()
 Splitter = Callable[[Any, Sequence[int]], Sequence[Any]]
 """``(value, sizes)`` -> the value's part in each microbatch, from the number of samples of each."""
 ItemRule: TypeAlias = Split | Replicate | Splitter
+"""How an argument, or one of its items, is split."""
 Rule: TypeAlias = ItemRule | Mapping[Any, ItemRule]
 """How an argument is split. A mapping gives the rules of its items, fields or positions one by one."""
 CallSplitter = Callable[[tuple[Any, ...], dict[str, Any], Any, int], Microbatches]

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from penstock.errors import MicrobatchError
-from penstock.microbatches import Split, merge, output_dim
+from penstock.microbatches import TARGET, Split, merge, output_dim
 from penstock.runtime.kinds import ModelCall
 from penstock.runtime.loss import Loss
 from penstock.schedule import Op, Schedule
 from penstock.values import map_tensors
 
-TARGET = "target"
 Evaluate = Callable[[Any, Any], Tensor]
 """``(output, target)`` -> the loss."""
 
