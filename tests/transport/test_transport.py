@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from penstock import Microbatches
 from penstock.schedule import add_communication, build
 from penstock.testing import Case, WorkerPool, compare, record_messages
 from penstock.transport.nccl import in_rounds
@@ -106,3 +107,19 @@ def test_a_recording_has_every_send_receive_and_sum(workers: WorkerPool) -> None
     assert [last.count(what) for what in of_messages] == [2, 2, 2]
     assert (first[0], first[-1], last[0], last[-1]) == ("gather", "sum", "gather", "sum")
     assert sorted(sent) == sorted(taken)
+
+
+def most_pending(group: Any) -> int:
+    """A worker's task: the most bytes that a rank had posted receives for, in microbatches of all sizes."""
+    sizes = [4, 2, 1, 1]
+    with make(chain(4), ranks=2, microbatches=4, group=group) as pipe:
+        recording = record_messages(pipe)
+        pipe.step(Microbatches(X.split(sizes)), target=Y.split(sizes))
+        assert recording.received.pending == 0
+        return recording.received.most
+
+
+def test_a_recording_has_the_most_that_was_posted_at_once(workers: WorkerPool) -> None:
+    largest = X[:4].nbytes
+    for most in workers.run(f"{__name__}:most_pending", 2, 60.0):
+        assert largest <= most <= X.nbytes
