@@ -36,6 +36,8 @@ def test_ranks_are_examined_with_the_links_between_neighbours(
     for device in cluster.devices:
         numbers = device.flops["float32"], device.bandwidth, device.pace, device.alone
         assert min(numbers) > 0
+        # Measured again, while the others rest.
+        assert device.alone != device.pace
     assert {(link.source, link.target) for link in cluster.links} == {(0, 1), (1, 2), (2, 0)}
     for link in cluster.links:
         assert 0 <= link.latency < 1 < link.both

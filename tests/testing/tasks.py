@@ -43,7 +43,7 @@ def fail(group: Any, rank: int) -> None:
 
 def die(group: Any, rank: int) -> None:
     if dist.get_rank() == rank:
-        sys.stderr.write("last words\n")
+        sys.stderr.write("first words" + 20_000 * "." + "last words\n")
         sys.stderr.flush()
         os._exit(3)
     together(group)
