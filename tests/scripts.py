@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import runpy
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +26,19 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, b
 
 LIMIT = 110.0
 """Seconds until the processes are killed and the test fails."""
+
+
+PORTS = 10_000, 32_000
+"""Below those that Linux gives to connections, which would take a free one before a job listens there."""
+_free = iter(random.Random(os.getpid()).sample(range(*PORTS), 2_000))
+
+
+def free_port() -> int:
+    """A port at which nothing listens; this process gets no port twice."""
+    for port in _free:
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise OSError(f"no port of {PORTS} is free")
 
 
 class Ran(NamedTuple):

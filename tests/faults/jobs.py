@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -34,7 +33,7 @@ from penstock import Checkpoints, Pipeline
 from penstock.errors import AgreementError, UsageError
 from penstock.faults import status_of
 from penstock.testing import Fault, fail_at
-from tests.scripts import forked
+from tests.scripts import forked, free_port
 
 RANKS = 3
 LIMIT = 90.0
@@ -141,11 +140,6 @@ def started(folder: Path, **case: Any) -> Iterator[list[Any]]:
     count = math.prod(case.get("shape", (1, RANKS)))
     with forked(run_rank, ((rank, port, str(folder), case) for rank in range(count))) as processes:
         yield processes
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def _ended(folder: Path, rank: int, status: int | None) -> Ended:

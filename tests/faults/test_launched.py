@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.faults.jobs import SLACK, free_port, run_rank
-from tests.scripts import forked, run_script
+from tests.faults.jobs import SLACK, run_rank
+from tests.scripts import forked, free_port, run_script
 
 pytestmark = [
     pytest.mark.slow,

@@ -19,7 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, b
 
 from penstock.errors import AgreementError, UsageError
 from penstock.faults import Patience, meet
-from tests.scripts import forked
+from tests.scripts import forked, free_port
 
 GOOD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
 
@@ -88,8 +88,7 @@ Said = tuple[list[str], list[str]]
 
 def run(folder: Path, *turns: tuple[float, float], port: int = 0, **case: Any) -> Said:
     """What both say of each turn in which they came."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = port or server.getsockname()[1]
+    port = port or free_port()
     case["turns"] = turns or [(60.0, 60.0)]
     with forked(work, ((number, port, str(folder), case) for number in (0, 1))) as processes:
         for process in processes:
@@ -108,7 +107,7 @@ def contradicted(folder: Path, change: dict[str, str]) -> Said:
     """A launcher, which has the store, tells the second process something else than the first."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    return run(folder, (1.5, 1.5), port=store.port, environment=[agent, agent | change])
+    return run(folder, (3.0, 3.0), port=store.port, environment=[agent, agent | change])
 
 
 def restarted(folder: Path) -> Said:
@@ -180,7 +179,7 @@ def test_who_comes_alone_says_so(who: str, says: str, said: Of) -> None:
         ("another size", {"ranks differ in WORLD_SIZE: rank "}),
         (
             "the same rank",
-            {"two processes have come with RANK=0", "after 1.5 s ranks [1] of 2"},
+            {"two processes have come with RANK=0", "after 3 s ranks [1] of 2"},
         ),
     ],
 )

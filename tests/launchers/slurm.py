@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from tests.scripts import free_port
 
 COMMANDS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sinfo")
 SETTINGS = """
@@ -94,9 +95,3 @@ def wait_until_idle(environment: dict[str, str]) -> None:
             ["sinfo", "-h", "-o", "%T"], env=environment, capture_output=True, text=True
         )
         state = reply.stdout.strip()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from tests.launchers import slurm
+from tests.scripts import free_port
 from tests.test_pages import CODE_OF, ROOT, Block
 
 PAGE = CODE_OF[ROOT / "docs/launchers.md"]
@@ -72,7 +73,7 @@ WAYS = {
 def test_mp_spawn(way: str, tmp_path: Path) -> None:
     text = block_with("mp.spawn").text
     assert WAYS["file"] in text
-    text = text.replace(WAYS["file"], WAYS[way].replace("{port}", str(slurm.free_port())))
+    text = text.replace(WAYS["file"], WAYS[way].replace("{port}", str(free_port())))
     (tmp_path / "spawned.py").write_text(text)
     check(run(tmp_path, sys.executable, "spawned.py"))
 
@@ -140,7 +141,7 @@ def test_sbatch(text: str, slurm_commands: dict[str, str], tmp_path: Path) -> No
     for of_page, here in (
         ("--nodes=2", "--nodes=1"), (" --gpus-per-node=8", ""),
         ("--ntasks-per-node=8", "--ntasks-per-node=2"), ("--nproc-per-node 8", "--nproc-per-node 2"),
-        (":29500", f":{slurm.free_port()}"),
+        (":29500", f":{free_port()}"),
     ):  # fmt: skip
         script = script.replace(of_page, here)
     (tmp_path / "job.sh").write_text(script)
