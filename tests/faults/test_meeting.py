@@ -58,7 +58,10 @@ def work(number: int, port: int, folder: str, case: dict[str, Any]) -> None:
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
     if "group" in case:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        dist.init_process_group("gloo", timeout=timedelta(seconds=100))
+        where = f"file://{folder}/store" if case["group"] == "file" else None
+        rank, ranks = (number, 2) if where else (-1, -1)
+        limit = timedelta(seconds=100)
+        dist.init_process_group("gloo", where, limit, world_size=ranks, rank=rank)
     group = dist.new_group([0, 1]) if case.get("group") == "new" else None
     lines = []
     # In a turn of one rank, the other is still doing something else.
@@ -125,6 +128,7 @@ CASES: dict[str, Callable[[Path], Said]] = {
     "used": partial(run, group="new"),
     "restarted": restarted,
     "late": lambda folder: run(folder, (1.0, 0.0), (60.0, 60.0), (1.0, 0.0), group="world"),
+    "late, in a file": lambda folder: run(folder, (1.0, 0.0), (60.0, 60.0), group="file"),
     "first alone": lambda folder: run(folder, (1.0, 0.0)),
     "second alone": lambda folder: run(folder, (0.0, 1.0)),
     "another size": partial(contradicted, change={"WORLD_SIZE": "3"}),
@@ -159,6 +163,12 @@ def test_who_does_not_come_is_named_and_may_come_later(said: Of) -> None:
     assert first[0].startswith(f"{text}start them, or wait longer with rendezvous_timeout=")
     assert [first[1], *second] == [f"{rank} of 2 is (0, 1), True lo" for rank in (0, 1)]
     assert first[2].startswith(f"{text}rank 1 was here before, as process ")
+
+
+def test_ranks_meet_in_a_file_too(said: Of) -> None:
+    first, second = said("late, in a file")
+    assert first[0].startswith("AgreementError: after 1 s ranks [1] of 2 have not come to make")
+    assert [first[1], *second] == [f"{rank} of 2 is (0, 1), True lo" for rank in (0, 1)]
 
 
 @pytest.mark.parametrize(

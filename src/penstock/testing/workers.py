@@ -102,12 +102,11 @@ class WorkerPool:
                 replies[rank] = self._reply(rank)
                 if "error" in replies[rank]:
                     deadline = min(deadline, time.monotonic() + AFTER)
-        if errors := [reply["error"] for reply in replies.values() if "error" in reply]:
-            raise WorkerError("\n".join(errors))
+        errors = [reply["error"] for reply in replies.values() if "error" in reply]
         if late := sorted(set(range(ranks)) - set(replies)):
-            raise WorkerError(
-                "\n".join([f"workers {late} did not end in time", *self._stacks(late)])
-            )
+            errors += [f"workers {late} did not end in time", *self._stacks(late)]
+        if errors:
+            raise WorkerError("\n".join(errors))
         return [replies[rank]["result"] for rank in range(ranks)]
 
     def _reply(self, rank: int) -> dict[str, Any]:
