@@ -166,7 +166,9 @@ def _like(value: Any, rule: _Container, context: Any, children: list[Any]) -> An
     if kind in (tuple, list, dict):
         return rule.together(kind, context, children)
     is_mapping = isinstance(value, MutableMapping)
-    if not is_mapping and not isinstance(value, list):
+    # The copy of another mapping may share what it keeps its items in.
+    is_copied = isinstance(value, dict | list) or (is_mapping and hasattr(kind, "__copy__"))
+    if not is_copied:
         return rule.together(kind, context, children)
     twin: Any = copy.copy(value)
     if is_mapping:

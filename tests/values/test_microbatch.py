@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.errors import MicrobatchError
 from penstock.microbatches import (
@@ -25,6 +25,7 @@ from penstock.microbatches import (
     merge,
     split_batch,
 )
+from penstock.testing import Case, compare
 from penstock.values import tensors_in
 
 
@@ -248,6 +249,28 @@ class Encoding(UserDict[str, Any]):
     """As the batches of tokenizers are."""
 
 
+class Inputs(MutableMapping[str, Any]):
+    """Keeps its items in a dict of its own, which a copy shares."""
+
+    def __init__(self, items: Any) -> None:
+        self.inner = dict(items)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.inner[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.inner[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.inner[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.inner)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+
 def with_default() -> defaultdict[str, Any]:
     filled: defaultdict[str, Any] = defaultdict(list)
     filled["tokens"] = TOKENS
@@ -263,15 +286,19 @@ KINDS: dict[str, Callable[[], Any]] = {
     "named tuple": lambda: Point(TOKENS, 3.0),
     "ordered dict": lambda: OrderedDict(tokens=TOKENS, more=[TOKENS]),
     "dict of the user's": lambda: Encoding(tokens=TOKENS),
+    "mapping of the user's": lambda: Inputs({"tokens": TOKENS}),
     "dict with a default": with_default,
     "dict that cannot be changed": lambda: MappingProxyType({"tokens": TOKENS}),
 }
 
 
+@pytest.mark.whole
+@pytest.mark.parametrize("by_item", [False, True])
 @pytest.mark.parametrize("name", sorted(KINDS))
-def test_a_batch_keeps_its_kind_and_is_merged_again(name: str) -> None:
+def test_a_batch_keeps_its_kind_and_is_merged_again(name: str, by_item: bool) -> None:
     value = KINDS[name]()
-    parts = [part.args[0] for part in split((value,), {}, 2)]
+    by_items: Rules = {0: {key: Split(0) for key in value} if isinstance(value, Mapping) else {}}
+    parts = [part.args[0] for part in split((value,), {}, 2, by_items if by_item else None)]
     merged = merge(parts)
     assert all(type(part) is type(value) for part in (*parts, merged))
     flat = [tensors_in(one) for one in (value, merged, *parts)]
@@ -279,6 +306,29 @@ def test_a_batch_keeps_its_kind_and_is_merged_again(name: str) -> None:
         assert [len(half) for half in halves] == [3, 2]
         assert torch.equal(torch.cat(halves), whole)
         assert torch.equal(again, whole)
+
+
+class Reads(nn.Module):
+    """Takes a mapping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        output: Tensor = self.last(self.first(batch["x"]) * batch["scale"])
+        return output
+
+
+def test_a_batch_of_the_users_class_stays_as_it_is() -> None:
+    x, scale = torch.rand(4, 4, dtype=torch.float64), torch.rand(4, 1, dtype=torch.float64)
+    batch = Inputs({"x": x, "scale": scale})
+    case = Case(Reads().double(), (batch,), x.flip(0), nn.functional.mse_loss)
+    by_items: Rules = {0: {"x": Split(0)}}
+    for ruled in (case, replace(case, rules=by_items)):
+        compare(ruled, schedule="1F1B", ranks=2, microbatches=2, steps=2).check(1e-12)
+    assert batch["x"] is x
+    assert batch["scale"] is scale
 
 
 # ---- rules
