@@ -30,7 +30,7 @@ def cost(group: Any, rounds: int, layers: int, width: int, folder: str) -> dict[
     """A worker's task: seconds that a call held the training up, and until all was on the disk."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
-    pipe = Pipeline(model, schedule="1F1B", microbatches=2, loss_fn=_loss, group=group)
+    pipe = Pipeline(model, schedule="1F1B", microbatches=2, loss_fn=_loss, mesh=group)
     optimizer = torch.optim.AdamW(pipe.parameters())
     x = torch.randn(4, width)
     pipe.step(x, target=x)
@@ -75,10 +75,10 @@ def cost(group: Any, rounds: int, layers: int, width: int, folder: str) -> dict[
                 pending.wait() if isinstance(pending, Checkpoints) else pending.result()
             pipe.job.agree(None)
             found[name].append([stall, time.perf_counter() - started])
-            if pipe.leads and not name.startswith("ours"):
+            if pipe.is_main_process and not name.startswith("ours"):
                 found["bytes, torch"] = sum(p.stat().st_size for p in Path(place()).iterdir())
                 shutil.rmtree(place())
-    if pipe.leads:
+    if pipe.is_main_process:
         files = Path(folder, "a").glob("step-*/*")
         found["bytes, ours"] = sum(path.stat().st_size for path in files)
     for checkpoints in (ours, beside):

@@ -173,7 +173,7 @@ def steps(group: Any, name: str, plans: list[str], rounds: int, share: int | Non
     with _core(group, share=share):
         for text in plans:
             model, batch, target, loss = task(name)
-            pipe = Pipeline(model, plan=Plan.from_json(text), loss_fn=loss, group=group)
+            pipe = Pipeline(model, schedule=Plan.from_json(text), loss_fn=loss, mesh=group)
             runs.append((pipe, batch, target))
         seconds: list[list[float]] = [[] for _ in runs]
         for _ in range(rounds + 2):

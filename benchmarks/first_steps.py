@@ -164,7 +164,7 @@ def memory_of(group: Any, meta: bool, width: int) -> list[int]:
         schedule="1F1B",
         microbatches=MICROBATCHES,
         loss_fn=nn.functional.mse_loss,
-        group=group,
+        mesh=group,
         device="cpu",
     )
     if meta:

@@ -144,7 +144,7 @@ def _handling(group: Any) -> float:
     torch.manual_seed(0)
     model, tokens = GPT(layers=2, width=192, heads=4, sequence=128), torch.zeros(BATCH, 129)
     batch, target = tokens[:, :-1].long(), tokens[:, 1:].long()
-    pipe = Pipeline(model, microbatches=SPACE, loss_fn=next_byte_loss, group=group)
+    pipe = Pipeline(model, microbatches=SPACE, loss_fn=next_byte_loss, mesh=group)
     times = _no_times()
     for number in range(CALIBRATION + 1):
         _step(pipe, batch, target, times if number else _no_times())
@@ -161,7 +161,7 @@ def measure(group: Any, name: str, plans: list[str], rounds: int) -> dict[str, A
     runs = []
     for text in plans:
         model, batch, target, loss = task(name)
-        pipe = Pipeline(model, plan=Plan.from_json(text), loss_fn=loss, group=group)
+        pipe = Pipeline(model, schedule=Plan.from_json(text), loss_fn=loss, mesh=group)
         runs.append((pipe, batch, target))
     times = [_no_times() for _ in runs]
     profiles = []

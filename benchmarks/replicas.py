@@ -119,7 +119,7 @@ def measure(group: Any, case: str, rounds: int) -> dict[str, Any]:
     hand, torchs = ByHand(plain, mesh, batch), peer_step(third, mesh, batch)
     pipe = Pipeline.from_stages(
         [PipelineStage(mine, rank, 2)], schedule="1F1B", microbatches=MICROBATCHES, mesh=mesh,
-        replicas=mesh["dp"], loss_fn=mse_loss,
+        replicas="dp", loss_fn=mse_loss,
     )  # fmt: skip
 
     def cleared(module: nn.Module, step: Any) -> None:

@@ -112,7 +112,7 @@ def ours(work: Work, schedule: str, group: Any) -> Pipeline:
         schedule=schedule,
         microbatches=work.microbatches,
         loss_fn=work.loss,
-        group=group,
+        mesh=group,
     )
 
 

@@ -53,5 +53,5 @@ with penstock.Pipeline.from_stages(
         result = pipe.step(x, target=x.sum(1, keepdim=True))
         optimizer.step()
         pipe.zero_grad()
-        if pipe.leads:
+        if pipe.is_main_process:
             print(f"step {step + 1:2}  loss {result.loss:.5f}")

@@ -35,5 +35,5 @@ with penstock.Pipeline(model, schedule="ZB-V", ranks=2, loss_fn=next_token_loss)
         norm = pipe.clip_grad_norm_(1.0)
         optimizer.step()
         pipe.zero_grad()
-        if pipe.leads:
+        if pipe.is_main_process:
             print(f"step {step + 1:2}  loss {result.loss:.4f}  gradient norm {norm:.3f}")

@@ -40,12 +40,12 @@ with penstock.Pipeline(model, schedule="ZB-V", ranks=2, microbatches=4, **own_lo
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if pipe.leads:
+        if pipe.is_main_process:
             print(f"step {step:2}  loss {loss:.4f}")
 
     with TemporaryDirectory() as folder:
         module.save_pretrained(folder)  # every rank calls it, and one writes
-        if pipe.leads:
+        if pipe.is_main_process:
             files = sorted(file.name for file in Path(folder).iterdir())
             PeftModel.from_pretrained(base(), folder)
             print("saved and loaded by PEFT:", *files)

@@ -53,10 +53,10 @@ with penstock.Pipeline(
         norm = pipe.clip_grad_norm_(1.0)
         optimizer.step()
         pipe.zero_grad()
-        if pipe.leads:
+        if pipe.is_main_process:
             print(f"step {step + 1:2}  loss {result.loss:.5f}  gradient norm {norm:.4f}")
     weights = pipe.weights.state_dict(full=True)
-    if pipe.leads:
+    if pipe.is_main_process:
         # Under the names of the model as it was before it was cut and sharded, and whole.
         print(
             f"{len(weights)} tensors, such as 3.down.weight {list(weights['3.down.weight'].shape)}"

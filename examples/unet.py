@@ -58,5 +58,5 @@ with penstock.Pipeline(
         result = pipe.step(noisy, target=clean)
         optimizer.step()
         pipe.zero_grad()
-        if pipe.leads:
+        if pipe.is_main_process:
             print(f"step {step + 1:2}  loss {result.loss:.5f}")

@@ -52,7 +52,7 @@ USE = """
         optimizer.step()
         optimizer.zero_grad()
         checkpoints.save(step + 1, pipe=pipe, optimizer=optimizer)
-    after = pipe.eval(x, target=y).loss
+    after = pipe.evaluate(x, target=y).loss
     pipe.weights.save("weights")
     model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)])
     other = penstock.Pipeline(model, ranks=4, microbatches=4, loss_fn=loss_fn)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from penstock import values as values
     from penstock import weights as weights
     from penstock.checkpoint import Checkpoints as Checkpoints
+    from penstock.faults import Timeouts as Timeouts
     from penstock.integrations import PipelineModule as PipelineModule
     from penstock.launchers import read_launcher as read_launcher
     from penstock.microbatches import REPLICATE as REPLICATE
@@ -48,10 +49,12 @@ if TYPE_CHECKING:
     from penstock.pipeline import ModelWeights as ModelWeights
     from penstock.pipeline import Pipeline as Pipeline
     from penstock.pipeline import PipelineJob as PipelineJob
+    from penstock.pipeline import SlowWarning as SlowWarning
     from penstock.pipeline import StepEvent as StepEvent
     from penstock.pipeline import TensorBoard as TensorBoard
     from penstock.runtime import ActionEvent as ActionEvent
     from penstock.runtime import GracefulStop as GracefulStop
+    from penstock.runtime import Loss as Loss
     from penstock.runtime import LossScaler as LossScaler
     from penstock.runtime import Replicas as Replicas
     from penstock.runtime import StepResult as StepResult

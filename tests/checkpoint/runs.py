@@ -105,7 +105,7 @@ class Run:
                 microbatches=MICROBATCHES,
                 loss_fn=loss_fn,
                 seed=7,
-                group=group,
+                mesh=group,
                 mesh=mesh,
                 replicas=None if mesh is None else mesh["dp"],
             )

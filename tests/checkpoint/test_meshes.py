@@ -187,7 +187,7 @@ def slow_beside(group: Any, folder: str) -> str:
         pytest.MonkeyPatch.context() as patch,
         Checkpoints(folder, asynchronous=True) as checkpoints,
         Pipeline(
-            model, ranks=2, group=group, timeout=2.0, example=((torch.ones(2, 3),), {})
+            model, ranks=2, mesh=group, timeout=2.0, example=((torch.ones(2, 3),), {})
         ) as pipe,
     ):
         if pipe.rank == 1:
@@ -208,7 +208,7 @@ def on_one_alone(group: Any, folder: str) -> str:
     run = Run("1F1B", 2, group)
     assert run.pipe is not None
     run.train(1)
-    text = outcome(run.save, Path(folder)) if run.pipe.leads else outcome(run.train, 1)
+    text = outcome(run.save, Path(folder)) if run.pipe.is_main_process else outcome(run.train, 1)
     run.close()
     return text
 
@@ -225,7 +225,7 @@ def test_a_call_on_one_rank_alone(workers: WorkerPool, tmp_path: Path) -> None:
 def by_hand(group: Any, folder: str, saved_one: str) -> list[str]:
     """A worker's task: two ranks whose stages call their weights alike, which are not the same ones."""
     stage = PipelineStage(nn.Sequential(nn.Linear(3, 3)), group.rank(), 2)
-    with Pipeline.from_stages([stage], schedule="GPipe", group=group) as pipe:
+    with Pipeline.from_stages([stage], schedule="GPipe", mesh=group) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters())
         return [
             outcome(Checkpoints(folder).save, 1, pipe=pipe),

@@ -62,7 +62,7 @@ def whole_between_processes(group: Any, path: str) -> list[Any]:
     assert run.pipe is not None
     run.train(BEFORE)
     state = run.pipe.weights.optimizer_state_dict(run.optimizer, full=True)
-    if run.pipe.leads:
+    if run.pipe.is_main_process:
         torch.save(state, path)
     after = run.train(AFTER)
     run.pipe.job.agree(None)
@@ -99,7 +99,7 @@ def one_for_all(group: Any, path: str) -> str:
     run = Run("1F1B", 2, group)
     assert run.pipe is not None
     run.train(BEFORE)
-    if run.pipe.leads:
+    if run.pipe.is_main_process:
         torch.save(run.optimizer.state_dict(), path)
     run.pipe.job.agree(None)
     other = Run("1F1B", 2, group)

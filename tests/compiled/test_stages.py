@@ -119,7 +119,7 @@ def test_equal_stages_are_compiled_once_and_never_again(
     assert counts[2] == counts[1]
     with torch.no_grad():
         expected = loss_fn(sequence()(value), target)
-    assert pipe.eval(value, target=target).loss == pytest.approx(expected.item(), abs=1e-12)
+    assert pipe.evaluate(value, target=target).loss == pytest.approx(expected.item(), abs=1e-12)
 
 
 def test_shapes_may_change_and_are_compiled_twice_at_most(waiting: list[int]) -> None:

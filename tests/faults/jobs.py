@@ -235,7 +235,7 @@ def make_pipeline(case: dict[str, Any]) -> Pipeline:
         microbatches=4,
         loss_fn=loss_fn,
         timeout=(case.get("first", 60.0), case.get("timeout", 60.0)),
-        rendezvous_timeout=case.get("meeting", 60.0),
+        timeout=Timeouts(rendezvous=case.get("meeting", 60.0)),
         **options,
     )
 

@@ -62,7 +62,7 @@ def differences(
     case = case_on(device)
     with Pipeline(
         copy.deepcopy(case.model), schedule=schedule, ranks=2, loss_fn=loss_fn, device=device, seed=5,
-        group=group,
+        mesh=group,
     ) as pipe:  # fmt: skip
         gaps = judge(pipe, case, steps=2).differences()
     if backend is not None:

@@ -44,7 +44,7 @@ def trained(
     with torch.device(default):
         # Replaced by the loads below, if these leave anything out.
         return losses(Pipeline(
-            model, schedule=schedule, ranks=2, microbatches=4, group=group, seed=3,
+            model, schedule=schedule, ranks=2, microbatches=4, mesh=group, seed=3,
             loss_fn=nn.functional.mse_loss,
         ), x, y, Path(folder))  # fmt: skip
 
@@ -63,12 +63,12 @@ def losses(pipe: Pipeline, x: Tensor, y: Tensor, folder: Path) -> tuple[list[flo
             opt.zero_grad()
             if step == 1:
                 checkpoints.save(step, pipe=pipe, optimizer=opt)
-            evaluated.append(pipe.eval(x, target=y).loss)
+            evaluated.append(pipe.evaluate(x, target=y).loss)
         assert checkpoints.load(pipe=pipe, optimizer=opt) == 1
-        evaluated.append(pipe.eval(x, target=y).loss)
+        evaluated.append(pipe.evaluate(x, target=y).loss)
         pipe.weights.save(folder / "weights")
         pipe.weights.load(folder / "weights")
-        evaluated.append(pipe.eval(x, target=y).loss)
+        evaluated.append(pipe.evaluate(x, target=y).loss)
     return seen, evaluated
 
 

@@ -197,7 +197,7 @@ def sharded(group: Any) -> list[float]:
     x, y = batch(device)
     mine = slice(0, BATCH // 2) if rank == 0 else slice(BATCH // 2, BATCH)
     with Pipeline(
-        model(), schedule="1F1B", mesh=mesh, replicas=mesh["dp"], microbatches=2, device=device,
+        model(), schedule="1F1B", mesh=mesh, replicas="dp", microbatches=2, device=device,
         wrap=wrap, loss_fn=functional.mse_loss, example=((x[:1],), {}),
     ) as pipe:  # fmt: skip
         loss = pipe.step(x[mine], target=y[mine]).loss

@@ -106,7 +106,7 @@ def run(group: Any, case: str, schedule: str, fault: str = "", fails: bool = Fal
             stack.enter_context(fail_at(1, 3, how="exception"))
         with suppress(PenstockError) if fails or fault else nullcontext():
             pipe.step(*of.args, target=of.target, **of.kwargs)
-            pipe.eval(*of.args, target=of.target, **of.kwargs)
+            pipe.evaluate(*of.args, target=of.target, **of.kwargs)
             pipe.step(*of.args, target=of.target, **of.kwargs)
         return device.races
 

@@ -81,7 +81,7 @@ def count() -> dict[str, Any]:
     """What a rank of two pipelines of two ranks sees of a step with other numbers in each pipeline."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     replica = mesh.get_local_rank("dp")
-    pipe = Pipeline(make(), mesh=mesh, replicas=mesh["dp"], microbatches=2, loss_fn=cross_entropy)
+    pipe = Pipeline(make(), mesh=mesh, replicas="dp", microbatches=2, loss_fn=cross_entropy)
     accelerator: Any = PipelineAccelerator(pipe, cpu=True)
     optimizer: Any = torch.optim.SGD(pipe.parameters(), lr=1.0)
     schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)

@@ -384,7 +384,7 @@ def test_gradients_emptied_before_backward_are_clipped_whole(
 
 def alone(group: Any, then: str) -> str:
     """Rank 0 makes a call alone; the other goes on, or is in its own code."""
-    pipe = make(group=group, ranks=2, timeout=1.5)
+    pipe = make(mesh=group, ranks=2, timeout=1.5)
     pipe.step(X, target=Y)
     try:
         with pipe.job.calling("save_model") if not group.rank() else nullcontext():
@@ -459,7 +459,7 @@ def overflowing(output: tuple[Tensor, Tensor], target: Any) -> Tensor:
 
 def overflow(group: Any) -> Any:
     options: Any = {"microbatches": 1, "loss_fn": overflowing, "example": ((torch.ones(2, 8),), {})}
-    model = PipelineModule(make(Two(), group=group, **options))
+    model = PipelineModule(make(Two(), mesh=group, **options))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     held = [p for p in model.parameters() if not is_elsewhere(p)]
@@ -491,12 +491,12 @@ def replicate(group: Any, views: bool) -> Any:
             module, process_group=replicas, gradient_as_bucket_view=views
         )
 
-    pipe = make(chain(4), mesh=mesh, replicas=mesh["dp"], wrap=wrap)
+    pipe = make(chain(4), mesh=mesh, replicas="dp", wrap=wrap)
     half = slice(mesh.get_local_rank("dp") * 4, None if mesh.get_local_rank("dp") else 4)
     model = PipelineModule(pipe)
     losses = [model((X * k)[half], target=Y[half]) for k in (1, 2)]
     (losses[0].exp() + losses[1] ** 2).backward()
-    by_output = PipelineModule(make(chain(4), mesh=mesh, replicas=mesh["dp"], loss_fn=None))
+    by_output = PipelineModule(make(chain(4), mesh=mesh, replicas="dp", loss_fn=None))
     mean_loss(by_output(X[half]), Y[half]).backward()
     listed = [
         {name: grad.tolist() for name, grad in gradients(one).items()} for one in (model, by_output)

@@ -324,7 +324,7 @@ def _(setting: Setting) -> Outcome:
 @program("own loop", "torch.save(model.state_dict()) on rank 0")
 def _(setting: Setting) -> Outcome:
     def after(net: Any, made: Any, pipe: Any) -> None:
-        if pipe is None or pipe.leads:
+        if pipe is None or pipe.is_main_process:
             torch.save(net.state_dict(), io.BytesIO())
 
     return loop(setting, entropy, after=after)

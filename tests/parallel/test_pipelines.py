@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock import ActionEvent, Pipeline
+from penstock import ActionEvent, Loss, Pipeline
 from penstock.errors import PeerFailed, UsageError
 from penstock.testing import WorkerPool
 from tests.parallel.bodies import Collectives, Mlp, X, Y, chain, gap_of, half_of, mesh_of, wrap
@@ -71,8 +71,7 @@ def run(group: Any, schedule: str, how: str) -> dict[str, Any]:  # noqa: PLR0915
         model,
         schedule=schedule,
         microbatches=MICROBATCHES,
-        loss_fn=mse_loss,
-        metrics={"largest": lambda output, target: output.amax()},
+        loss_fn=Loss(mse_loss, metrics={"largest": lambda output, target: output.amax()}),
         mesh=mesh,
         wrap=lambda module, stage: wrap(module, how, mesh),
         replicas=None if how == "tp" else mesh["dp"],
@@ -122,7 +121,7 @@ def run(group: Any, schedule: str, how: str) -> dict[str, Any]:  # noqa: PLR0915
             {name: value + 1 for name, value in whole.state_dict().items()}
         )
         moved = pipe.weights.state_dict(full=True)
-        leads = sum(pipe.job.agree(pipe.leads))
+        leads = sum(pipe.job.agree(pipe.is_main_process))
     for name, value in whole.state_dict().items() if full else ():
         gaps["weights"] = max(gaps["weights"], float((full[name] - value).abs().max()))
         assert torch.equal(moved[name], value + 1)
@@ -197,7 +196,7 @@ def run_tied(group: Any, schedule: str, how: str) -> float | str:
             schedule=schedule,
             microbatches=4,
             mesh=mesh,
-            replicas=mesh["dp"],
+            replicas="dp",
             wrap=lambda module, stage: wrap(module, how, mesh),
             example=(of.args, {}),
         )
@@ -328,11 +327,11 @@ def run_wrapped_too_far(group: Any) -> str:
 
     example: Any = ((X,), {})
     with pytest.raises(UsageError) as refusal:
-        Pipeline(chain(), mesh=mesh, replicas=mesh["dp"], wrap=wrapped, example=example)
+        Pipeline(chain(), mesh=mesh, replicas="dp", wrap=wrapped, example=example)
     return str(refusal.value)
 
 
 def test_wrapping_over_others_than_the_replicas_is_refused(workers: WorkerPool) -> None:
     for said in workers.run(f"{__name__}:run_wrapped_too_far", 4, 60.0):
         assert "over the processes [0, 1, 2, 3], but replicas= holds" in said
-        assert 'replicas=mesh["dp"]' in said
+        assert 'replicas="dp"' in said

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock import Pipeline, PipelineStage, Replicas, add_loss, collect_losses
+from penstock import Loss, Pipeline, PipelineStage, Replicas, add_loss, collect_losses
 from penstock.errors import NonFiniteError, PenstockError
 from penstock.testing import WorkerPool
 from penstock.transport import Circle
@@ -82,7 +82,7 @@ def run_case(case: str, schedule: str, mesh: DeviceMesh) -> dict[str, Any]:
     )
     pipe = Pipeline(
         model_of(case, seed=replica), schedule=schedule, microbatches=4, mesh=mesh,
-        replicas=mesh["dp"], loss_fn=loss_fn, reduction=reduction, **options,
+        replicas="dp", loss_fn=Loss(loss_fn, reduction=reduction), **options,
     )  # fmt: skip
     accumulate = 2 if case == "accumulated" else 1
     gap, missing = 0.0, []
@@ -154,7 +154,7 @@ def run_early(group: Any) -> list[int]:
     mesh, counts = mesh_of("dp", "pp"), list[int]()
     pipe = Pipeline(
         model_of("plain"), schedule="Interleaved1F1B", microbatches=2, loss_fn=mse_loss, mesh=mesh,
-        replicas=mesh["dp"],
+        replicas="dp",
     )  # fmt: skip
     with pipe, Collectives() as collectives:
 
@@ -178,7 +178,7 @@ def run_uneven(group: Any, schedule: str) -> float:
     part = slice(0, 14) if mesh.get_local_rank("dp") == 0 else slice(14, 16)
     whole = model_of("plain")
     pipe = Pipeline(
-        copy.deepcopy(whole), schedule=schedule, microbatches=4, mesh=mesh, replicas=mesh["dp"],
+        copy.deepcopy(whole), schedule=schedule, microbatches=4, mesh=mesh, replicas="dp",
         loss_fn=mse_loss,
     )  # fmt: skip
     with pipe:
@@ -222,7 +222,11 @@ def run_named(group: Any) -> list[Any]:
     model = nn.Sequential(Adds(names), Mlp(), Adds(names), Mlp()).double()
     metrics = {"mean": lambda o, t: o.mean(), mine: lambda o, t: ((o > 0).sum(), o.numel())}
     pipe = Pipeline(
-        model, microbatches=2, mesh=mesh, replicas=mesh["dp"], loss_fn=mse_loss, metrics=metrics
+        model,
+        microbatches=2,
+        mesh=mesh,
+        replicas="dp",
+        loss_fn=Loss(mse_loss, metrics=metrics),
     )
     part = slice(0, 12) if replica == 0 else slice(12, 16)
     seen = []
@@ -324,7 +328,7 @@ def run_sparse(group: Any) -> list[Any]:
     half = half_of(mesh)
     torch.manual_seed(half.start)
     pipe = Pipeline(
-        Words().double(), microbatches=2, mesh=mesh, replicas=mesh["dp"], loss_fn=mse_loss
+        Words().double(), microbatches=2, mesh=mesh, replicas="dp", loss_fn=mse_loss
     )
     with pipe:
         pipe.step(torch.arange(16)[half], target=Y[half])
@@ -365,7 +369,7 @@ def run_wrapped(group: Any, how: str) -> float:
     mesh = init_device_mesh("cpu", (*sizes.values(),), mesh_dim_names=(*sizes,))
     half, whole = half_of(mesh), model_of("plain")
     pipe = Pipeline(
-        copy.deepcopy(whole), microbatches=4, mesh=mesh, replicas=mesh["dp"], loss_fn=mse_loss,
+        copy.deepcopy(whole), microbatches=4, mesh=mesh, replicas="dp", loss_fn=mse_loss,
         wrap=lambda module, stage: wrap_some(module, stage, how, mesh),
     )  # fmt: skip
     with pipe:
@@ -386,7 +390,7 @@ def run_nonfinite(group: Any, sharded: bool) -> str:
     factor = 1.0 - mesh.get_local_rank("dp")
     loss_fn: Callable[..., Tensor] = lambda o, t: (o * t).abs().sqrt().mean()  # noqa: E731
     pipe = Pipeline(
-        model_of("plain"), mesh=mesh, microbatches=2, replicas=mesh["dp"], loss_fn=loss_fn,
+        model_of("plain"), mesh=mesh, microbatches=2, replicas="dp", loss_fn=loss_fn,
         wrap=(lambda module, _: wrap(module, "fsdp", mesh)) if sharded else None,
     )  # fmt: skip
     with pipe, pytest.raises(NonFiniteError) as caught:
@@ -491,7 +495,7 @@ def run_by_hand(group: Any) -> list[float]:
     stages = [PipelineStage(mine[index], index, 4) for index in (rank, rank + 2)]
     half = half_of(mesh)
     pipe = Pipeline.from_stages(
-        stages, schedule="Interleaved1F1B", microbatches=4, mesh=mesh, replicas=mesh["dp"],
+        stages, schedule="Interleaved1F1B", microbatches=4, mesh=mesh, replicas="dp",
         loss_fn=mse_loss,
     )  # fmt: skip
     with pipe:

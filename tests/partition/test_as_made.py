@@ -620,17 +620,17 @@ def run_in_two(group: Any) -> list[str]:
 
     cases: dict[str, Callable[[], None]] = {
         "freezes": lambda: compare(
-            lambda: make(a=frozen_at_first, c=skipped_at_first), 3, thaw, group=group
+            lambda: make(a=frozen_at_first, c=skipped_at_first), 3, thaw, mesh=group
         ),
-        "thaws": lambda: compare(lambda: make(b=thaws_by_itself), 4, group=group),
-        "modes": lambda: compare(lambda: make(b=frozen_in_evaluation), 3, evaluate, group=group),
+        "thaws": lambda: compare(lambda: make(b=thaws_by_itself), 4, mesh=group),
+        "modes": lambda: compare(lambda: make(b=frozen_in_evaluation), 3, evaluate, mesh=group),
     }
     for name in ("a buffer", "an attribute", "given"):
-        cases[name] = lambda name=name: compare(LATER[name], schedule="ZB-H1", group=group)  # type: ignore[misc]
+        cases[name] = lambda name=name: compare(LATER[name], schedule="ZB-H1", mesh=group)  # type: ignore[misc]
     for name in ("a tensor under a key", "a key", "count"):
         start, act = OBJECTS[name]
         cases[name] = lambda start=start, act=act: compare(  # type: ignore[misc]
-            lambda: make(with_object(start), **dict.fromkeys("abcd", act)), group=group
+            lambda: make(with_object(start), **dict.fromkeys("abcd", act)), mesh=group
         )
     differences = []
     for name, case in cases.items():

@@ -1080,7 +1080,10 @@ def test_rows_that_the_numbers_of_an_argument_choose() -> None:
     parts = zip(rows().chunk(2), labels.chunk(2), strict=True)
     expected = sum(model(*part).item() / 2 for part in parts)
     pipe = penstock.Pipeline(
-        model, ranks=2, microbatches=2, loss_fn=lambda loss, _: loss, loss_over="microbatch"
+        model,
+        ranks=2,
+        microbatches=2,
+        loss_fn=penstock.Loss(lambda loss, _: loss, over="microbatch"),
     )
     with pipe:
         assert pipe.step(rows(), labels, target=labels).loss == pytest.approx(expected, rel=1e-12)

@@ -118,7 +118,7 @@ def trained(name: str, checkpoint: bool) -> dict[str, Tensor]:
         nn.Linear(WIDTH, WIDTH), UNITS[name](), nn.Linear(WIDTH, WIDTH), UNITS[name]()
     )
     pipe = Pipeline(
-        model, schedule="ZB-H1", ranks=2, microbatches=3, checkpoint=checkpoint,
+        model, schedule="ZB-H1", ranks=2, microbatches=3, recompute=checkpoint,
         loss_fn=lambda output, target: (output - target).square().mean(),
     )  # fmt: skip
     for _ in range(2):
@@ -145,7 +145,7 @@ class Moving(Linear):
 
 def test_a_parameter_that_moves_is_refused_by_name() -> None:
     pipe = Pipeline(
-        nn.Sequential(Moving(), nn.Linear(WIDTH, WIDTH)), ranks=2, microbatches=1, checkpoint=["0"],
+        nn.Sequential(Moving(), nn.Linear(WIDTH, WIDTH)), ranks=2, microbatches=1, recompute=["0"],
         loss_fn=lambda output, target: (output - target).square().mean(),
     )  # fmt: skip
     with pytest.raises(StageError, match=r"Moving changes its parameter lin\.weight in place"):

@@ -168,7 +168,7 @@ def by_length(args: Any, kwargs: Any, target: Any, count: int) -> Microbatches:
 
 def placed(places: Tensor, rule: Any) -> Case:
     kwargs = {"places": places, "scale": torch.tensor(2.0)}
-    return language(kwargs=kwargs, rules={"places": rule}, placed=True)
+    return language(kwargs=kwargs, split={"places": rule}, placed=True)
 
 
 LANGUAGE: dict[str, Callable[[], Case]] = {
@@ -190,7 +190,7 @@ LANGUAGE: dict[str, Callable[[], Case]] = {
     "a rule for positions": partial(placed, PLACES, Split(1)),
     "a function for positions": partial(placed, PLACES, columns),
     "a table for all": partial(placed, PLACES[:, :1], REPLICATE),
-    "a function for the call": partial(language, rules=by_length),
+    "a function for the call": partial(language, split=by_length),
 }
 
 # ---- an encoder and a decoder: what the encoder makes is used by every stage of the decoder
@@ -495,7 +495,7 @@ MASK = (X > 0).double()
 
 
 def arguments(*args: Any, rules: Rules | None = None, **kwargs: Any) -> Case:
-    return Case(named(), args, Y, mean_loss, kwargs=kwargs, rules=rules)
+    return Case(named(), args, Y, mean_loss, kwargs=kwargs, split=rules)
 
 
 def nested_loss(output: Tensor, target: dict[str, Any]) -> Tensor:
@@ -516,8 +516,8 @@ BATCHES: dict[str, Callable[[], Case]] = {
     "seven samples": partial(uneven, 7, mean_loss, "mean"),
     "five, a sum": partial(uneven, 5, sum_loss, "sum"),
     "by name": partial(arguments, x=X),
-    "a split mask": partial(arguments, X, mask=MASK, rules={"mask": Split()}),
-    "a whole mask": partial(arguments, X, mask=MASK[0], rules={"mask": REPLICATE}),
+    "a split mask": partial(arguments, X, mask=MASK, split={"mask": Split()}),
+    "a whole mask": partial(arguments, X, mask=MASK[0], split={"mask": REPLICATE}),
     "a plain value": partial(arguments, X, scale=3.0),
     "nothing in its place": partial(arguments, X, mask=None),
     "another dimension": lambda: Case(
@@ -525,7 +525,7 @@ BATCHES: dict[str, Callable[[], Case]] = {
         (X.t(),),
         Y,
         mean_loss,
-        rules={0: Split(1)},
+        split={0: Split(1)},
     ),
     "a nested target": lambda: Case(chain(4), (X,), {"values": (Y,), "scale": 2.0}, nested_loss),
     "no target": lambda: Case(chain(4), (X,), None, square_loss),

@@ -77,7 +77,7 @@ def plain() -> dict[str, Any]:
 
 FIRST: dict[str, Callable[[Pipeline], Any]] = {
     "step": lambda pipe: None,
-    "eval": lambda pipe: pipe.eval(X, target=Y),
+    "eval": lambda pipe: pipe.evaluate(X, target=Y),
     "predict": lambda pipe: pipe.predict(X),
     "run_forward": lambda pipe: pipe.run_forward(X),
     "cut": lambda pipe: pipe.cut(X),
@@ -263,14 +263,14 @@ def run(group: Any, schedule: str, first: str) -> Any:
     """A worker's task: only the first rank has the arguments, and only the last one the target."""
     rank = group.rank()
     last = rank == build(schedule, ranks=2, microbatches=4).placement.rank_of[-1]
-    pipe = make(model(), ranks=None, schedule=schedule, group=group)
+    pipe = make(model(), ranks=None, schedule=schedule, mesh=group)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
     everywhere = len(list(pipe.parameters()))
     held = sum(not is_elsewhere(p) for p in pipe.parameters())
     options: dict[str, Any] = {"target": Y} if last else {}
     call = (X,) if rank == 0 else ()
     if first == "eval":
-        pipe.eval(*call, **options)
+        pipe.evaluate(*call, **options)
     weights = trained(pipe, lambda: pipe.step(*call, **options), optimizer)
     assert_same(weights, {name: plain()[name] for name in weights})
     assert len(list(pipe.parameters())) == everywhere
@@ -291,7 +291,7 @@ def test_ranks_cut_by_one_description(workers: WorkerPool, schedule: str, first:
 def refuse(group: Any, folder: str) -> list[str]:
     """A worker's task: refusals before the cut, states before the cut, and the same pipeline goes on."""
     whole, said = model(), []
-    pipe = make(whole, ranks=None, group=group)
+    pipe = make(whole, ranks=None, mesh=group)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
     whole.fails = True
     calls: list[Callable[[], Any]] = [
@@ -338,7 +338,7 @@ def test_a_refused_cut_is_raised_on_all_ranks(workers: WorkerPool, tmp_path: Pat
 
 def resume(group: Any, folder: str, writes: bool) -> list[str]:
     """A worker's task: train two steps and save; or resume before the first batch, and train the second."""
-    pipe = make(model(), ranks=None, schedule="ZB-V" if writes else "1F1B", group=group)
+    pipe = make(model(), ranks=None, schedule="ZB-V" if writes else "1F1B", mesh=group)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
     with Checkpoints(folder) as checkpoints:
         if writes:
@@ -367,7 +367,7 @@ def beside(group: Any) -> list[Any]:
     """A worker's task: two pipelines of two ranks, whose first batches have other sizes."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     replica = mesh.get_local_rank("dp")
-    pipe = make(model(), ranks=None, mesh=mesh, replicas=mesh["dp"], microbatches=2)
+    pipe = make(model(), ranks=None, mesh=mesh, replicas="dp", microbatches=2)
     part = slice(0, 6) if replica == 0 else slice(6, 8)
     pipe.step(X[part], target=Y[part])
     gaps = gradients(pipe)
@@ -375,7 +375,7 @@ def beside(group: Any) -> list[Any]:
     mean_loss(whole(X), Y).backward()
     expected = {name: p.grad for name, p in whole.named_parameters() if name in gaps}
     assert_same(gaps, expected)
-    names, leads = sorted(gaps), pipe.leads
+    names, leads = sorted(gaps), pipe.is_main_process
     pipe.close()
     return [names, leads]
 

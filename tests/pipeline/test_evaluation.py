@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import Pipeline
+from penstock import Loss, Pipeline
 from penstock.testing import WorkerPool
 from tests.pipeline.models import X, Y, chain, make, mean_loss, restless
 
 CALLS: dict[str, Callable[[Pipeline], Any]] = {
-    "eval": lambda pipe: pipe.eval(X, target=Y).loss,
-    "eval with outputs": lambda pipe: pipe.eval(X, target=Y, outputs=True).outputs,
+    "eval": lambda pipe: pipe.evaluate(X, target=Y).loss,
+    "eval with outputs": lambda pipe: pipe.evaluate(X, target=Y, outputs=True).outputs,
     "predict": lambda pipe: pipe.predict(X),
 }
 
@@ -39,7 +39,7 @@ def state(pipe: Pipeline) -> dict[str, Any]:
 
 def evaluate(group: Any = None) -> list[Any]:
     """What the calls give, and whether they leave a trace; also a worker's task."""
-    pipe = make(restless(), group=group)
+    pipe = make(restless(), mesh=group)
     pipe.stages[-1].module.eval()
     before = state(pipe)
     found = [call(pipe) for call in CALLS.values()]
@@ -70,16 +70,16 @@ def test_it_does_not_disturb_training(name: str | None) -> None:
 
 
 def test_batches_may_be_smaller_than_in_training() -> None:
-    pipe = make(loss_fn=lambda output, target: output.sum(), reduction="sum")
+    pipe = make(loss_fn=Loss(lambda output, target: output.sum(), reduction="sum"))
     for samples in (1, 2, 3, 8):
         whole = chain()(X[:samples]).detach()
         torch.testing.assert_close(pipe.predict(X[:samples]), whole)
-        assert pipe.eval(X[:samples], target=Y[:samples]).loss == pytest.approx(float(whole.sum()))
+        assert pipe.evaluate(X[:samples], target=Y[:samples]).loss == pytest.approx(float(whole.sum()))
 
 
 def test_a_result_without_outputs_has_none_and_a_prediction_needs_no_loss_and_no_gradient() -> None:
     pipe = make()
-    assert pipe.eval(X, target=Y).outputs is pipe.step(X, target=Y).outputs is None
+    assert pipe.evaluate(X, target=Y).outputs is pipe.step(X, target=Y).outputs is None
     assert not make(loss_fn=None).predict(X).requires_grad
 
 

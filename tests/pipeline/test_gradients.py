@@ -34,7 +34,7 @@ def run(name: str, schedule: str, group: Any = None) -> Verdict:
     torch.manual_seed(0)
     adam = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
     verdict = compare(
-        make(), schedule=schedule, ranks=RANKS[schedule], stages=stages, microbatches=4, steps=2, group=group,
+        make(), schedule=schedule, ranks=RANKS[schedule], stages=stages, microbatches=4, steps=2, mesh=group,
         optimizer=adam if trains else None,
     )  # fmt: skip
     gaps = verdict.differences()
@@ -241,7 +241,7 @@ def train_with_two_uses(group: Any) -> float:
 
     with Pipeline(
         model, stages=["b", "c", "d", "e"], schedule=schedule, microbatches=1, loss_fn=loss_fn,
-        group=group,
+        mesh=group,
     ) as pipe:  # fmt: skip
         pipe.step(x)
         loss_fn(plain(x)).backward()

@@ -138,7 +138,7 @@ def test_a_step_shows_its_number_result_and_cost() -> None:
         result = pipe.step(X, target=Y)
     before, after = events
     assert (before.step, before.result, before.seconds) == (41, None, 0)
-    assert (after.step, after.leads) == (41, True)
+    assert (after.step, after.is_main_process) == (41, True)
     assert after.result is result
     assert after.seconds > 0
     assert after.memory > 1 << 20
@@ -146,7 +146,7 @@ def test_a_step_shows_its_number_result_and_cost() -> None:
 
 def seen_on_rank(group: Any) -> list[str]:
     """A worker's task: what a rank sees."""
-    with make(ranks=None, group=group) as pipe:
+    with make(ranks=None, mesh=group) as pipe:
         seen = seen_by(pipe, "**0")
         pipe.step(X, target=Y)
         return list(seen)

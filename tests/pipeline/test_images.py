@@ -98,7 +98,7 @@ def train(schedule: str, *, has_grid: bool, group: Any = None) -> None:
         ranks=None if group else 2,
         microbatches=2,
         loss_fn=loss_of,
-        group=group,
+        mesh=group,
     )
     for images in BATCHES + BATCHES[::-1]:
         batch = batch_of(images, has_grid=has_grid)
@@ -148,7 +148,7 @@ def test_images_differ_in_number_and_size(schedule: str, has_grid: bool) -> None
 def run(group: Any, schedule: str, has_grid: bool) -> None:
     """A worker's task: every rank is given the batch; then only one is."""
     train(schedule, has_grid=has_grid, group=group)
-    pipe = Pipeline(Describes().double(), microbatches=2, loss_fn=loss_of, group=group)
+    pipe = Pipeline(Describes().double(), microbatches=2, loss_fn=loss_of, mesh=group)
     batch = batch_of(BATCHES[0], has_grid=has_grid)
     target = torch.zeros(4, LENGTH, SIZE).double()
     with pytest.raises(PenstockError, match="give every rank the batch"):

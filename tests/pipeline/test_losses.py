@@ -86,7 +86,7 @@ def test_unequal_counts_of_tokens(schedule: str, reduction: str, weight: str) ->
     assert result.loss == pytest.approx(loss, abs=1e-14)
     assert result.weight == 13
     assert_same(gradients(pipe), grads)
-    assert pipe.eval(X, target=RAGGED_Y).loss == pytest.approx(loss, abs=1e-14)
+    assert pipe.evaluate(X, target=RAGGED_Y).loss == pytest.approx(loss, abs=1e-14)
     pipe.step(X, target=RAGGED_Y)
     assert_same(gradients(pipe), whole_batch(RAGGED_Y, steps=2)[1])
 
@@ -143,7 +143,10 @@ def test_replicas_weigh_by_what_all_have(averaged: bool, loss: Any, factor: floa
     """As if another pipeline had the same batch: its share of the gradient is added by nobody here."""
     others = Replicas(2, lambda values: values * 2, averaged=averaged)
     reduction = "mean" if loss is token_loss else "sum"
-    pipe, (mean, grads) = make(replicas=others, loss_fn=loss, reduction=reduction), whole_batch(Y)
+    pipe, (mean, grads) = (
+        make(replicas=others, loss_fn=Loss(loss, reduction=reduction)),
+        whole_batch(Y),
+    )
     result = pipe.step(X, target=Y)
     assert result.loss == pytest.approx(mean * (1 if reduction == "mean" else factor))
     assert result.weight == 14
@@ -170,7 +173,7 @@ def test_losses_of_all_stages_are_named() -> None:
         for name, value in {"main": main, **losses.named()}.items():
             named[name] += float(value.detach()) * len(x) / len(X)
     loss, grads = plain_loop(case)
-    for result in (pipe.eval(X, target=Y), pipe.step(X, target=Y)):
+    for result in (pipe.evaluate(X, target=Y), pipe.step(X, target=Y)):
         assert dict(result.losses) == pytest.approx(named, abs=1e-14)
         assert result.loss == pytest.approx(loss, abs=1e-14)
         assert result.loss == pytest.approx(named["main"] + 0.25 * named["balance"], abs=1e-14)
@@ -319,7 +322,7 @@ def everything(group: Any, schedule: str, everywhere: bool) -> list[Any]:
     target = RAGGED_Y if everywhere or last else MISSING
     result = pipe.step(X, target=target, outputs=True)
     grads = gradients(pipe)
-    evaluated = pipe.eval(X[:3], target=target[:3] if target is not MISSING else MISSING)
+    evaluated = pipe.evaluate(X[:3], target=target[:3] if target is not MISSING else MISSING)
     expected: Any = plain_loop(split(case, [2, 1, 1, 1, 1, 1]))[1]
     numbers = [[r.loss, dict(r.losses), dict(r.metrics), r.weight] for r in (result, evaluated)]
     gap = max(float((grads[name] - expected[name]).abs().max()) for name in grads)

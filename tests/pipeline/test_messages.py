@@ -67,7 +67,7 @@ def by_hand(group: Any, schedule: str, edges: tuple[Edge, ...]) -> Pipeline:
     here = (1, 2) if (schedule, ranks, rank) == ("ZB-V", 2, 1) else here
     stages = [PipelineStage(Part(*gives[stage]), stage, 4) for stage in here]
     return Pipeline.from_stages(
-        stages, schedule=schedule, microbatches=4, loss_fn=mean_loss, edges=edges, group=group
+        stages, schedule=schedule, microbatches=4, loss_fn=mean_loss, edges=edges, mesh=group
     )
 
 
@@ -79,7 +79,7 @@ def count(group: Any, what: str, schedule: str) -> list[list[int]]:
         model = chain()
         if what == "frozen":
             model[0].requires_grad_(requires_grad=False)
-        pipe, batch, target = make(model, schedule=schedule, ranks=3, group=group), X, Y
+        pipe, batch, target = make(model, schedule=schedule, ranks=3, mesh=group), X, Y
     with pipe:
         counter = record_messages(pipe)
         pipe.predict(batch) if what == "predict" else pipe.step(batch, target=target)
@@ -144,13 +144,13 @@ def test_in_one_process_nothing_travels() -> None:
 def calls(group: Any, schedule: str) -> list[dict[str, Any]]:
     """A worker's task: of four rounds of a step and an evaluation, what this rank counted in each."""
     rounds = []
-    with make(chain(4), schedule=schedule, ranks=2, microbatches=4, group=group) as pipe:
+    with make(chain(4), schedule=schedule, ranks=2, microbatches=4, mesh=group) as pipe:
         counter = record_messages(pipe)
         for _ in range(4):
             counter.reset()
             pipe.step(X, target=Y)
             control = dict(counter.control)
-            pipe.eval(X[:3], target=Y[:3])
+            pipe.evaluate(X[:3], target=Y[:3])
             rounds.append(
                 {
                     "step": control,
@@ -251,7 +251,7 @@ def wait_for_one(group: Any) -> float:
     here = schedule.placement.stages_on(group.rank())
     stages = [PipelineStage(chain(4)[index], index, 4) for index in here]
     pipe = Pipeline.from_stages(
-        stages, schedule=schedule, microbatches=2, loss_fn=mean_loss, group=group, timeout=20.0
+        stages, schedule=schedule, microbatches=2, loss_fn=mean_loss, mesh=group, timeout=20.0
     )
     with pipe:
         for _ in range(2):
@@ -274,7 +274,7 @@ def threads_left(group: Any) -> list[int]:
     counts, before = [], set(threading.enumerate())
     for _ in range(3):
         part = dist.new_group(dist.get_process_group_ranks(group))
-        with make(chain(4), ranks=4, microbatches=2, loss_fn=mean_loss, group=part) as pipe:
+        with make(chain(4), ranks=4, microbatches=2, loss_fn=mean_loss, mesh=part) as pipe:
             pipe.step(X, target=Y)
         dist.destroy_process_group(part)
         del part, pipe
@@ -302,7 +302,7 @@ def run_shared(group: Any, uses: list[int], frozen: bool) -> list[list[int]]:
     torch.manual_seed(0)
     one = nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64).requires_grad_(not frozen)
     layers = [one if i in uses else nn.Linear(WIDTH, WIDTH).double() for i in range(3)]
-    with make(nn.Sequential(*layers), ranks=3, group=group) as pipe:
+    with make(nn.Sequential(*layers), ranks=3, mesh=group) as pipe:
         counter = record_messages(pipe)
         pipe.step(X, target=Y)
         sent = counter.sent
@@ -326,7 +326,7 @@ def test_each_pair_that_shares_exchanges_one_gradient(
 def work_between_calls(group: Any) -> float:
     """A worker's task: after an exchange outside of a step, longer on its own than a rank may be silent."""
     pipe = Pipeline(
-        chain(4), ranks=2, microbatches=2, loss_fn=mean_loss, group=group, timeout=(60.0, 3.0)
+        chain(4), ranks=2, microbatches=2, loss_fn=mean_loss, mesh=group, timeout=(60.0, 3.0)
     )
     pipe.step(X, target=Y)
     pipe.clip_grad_norm_(1.0)

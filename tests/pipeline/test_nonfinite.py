@@ -69,7 +69,7 @@ def test_a_loss_that_is_not_finite_stops_and_a_good_batch_goes_on() -> None:
         made.step(X, target=X)
     made.zero_grad()
     assert made.step(GOOD, target=X).finite
-    assert made.eval(X, target=X).loss == float("inf"), "an evaluation may be"
+    assert made.evaluate(X, target=X).loss == float("inf"), "an evaluation may be"
 
 
 @pytest.mark.parametrize("what", ["skip", "warn"])

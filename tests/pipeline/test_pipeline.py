@@ -147,7 +147,7 @@ def test_what_was_made_in_inference_mode_is_a_batch(schedule: str) -> None:
     pipe.step(x, target={"y": wanted})
     expected.step(X, target={"y": Y})
     assert_same(gradients(pipe), gradients(expected))
-    assert pipe.eval(x, target={"y": wanted}).loss == expected.eval(X, target={"y": Y}).loss
+    assert pipe.evaluate(x, target={"y": wanted}).loss == expected.evaluate(X, target={"y": Y}).loss
 
 
 def test_a_model_without_parameters_has_a_loss_and_nothing_to_learn() -> None:
@@ -254,7 +254,7 @@ def test_a_first_step_is_like_one_whose_shapes_are_known(schedule: str, looks: b
     versions = [parameter._version for parameter in first.parameters()]
     # This one has found all shapes before.
     pipes[1].predict(X)
-    pipes[1].eval(X, target=X)
+    pipes[1].evaluate(X, target=X)
     model: Any
     for model, pipe in zip(models, pipes, strict=True):
         before = [module.calls for module in model]
@@ -305,16 +305,16 @@ def test_several_pipelines_live_side_by_side_and_one_model_may_be_cut_anew() -> 
         losses = [pipe.step(X, target=Y).loss for _ in range(2) for pipe in pipes]
     first.close()
     assert losses == [pytest.approx(losses[0], abs=1e-15)] * 6
-    assert pipes[1].leads
+    assert pipes[1].is_main_process
     assert list(dict(pipes[1].named_parameters())) == list(dict(model.named_parameters()))
     assert pipes[1].job.agree({"same": True}) == [{"same": True}] * 3
 
 
 def live(group: Any) -> dict[str, Any]:
     """A worker's task: pipelines after others, one of which failed; then the user's group is used."""
-    first = make(ranks=3, group=group)
+    first = make(ranks=3, mesh=group)
     loss = first.step(X, target=Y).loss
-    norm, values = first.clip_grad_norm_(1e-3), first.job.agree(first.leads)
+    norm, values = first.clip_grad_norm_(1e-3), first.job.agree(first.is_main_process)
     # What is raised after a close, in a context that closes again, passes through.
     with suppress(KeyError), first:
         first.close()
@@ -324,14 +324,14 @@ def live(group: Any) -> dict[str, Any]:
         raise ValueError("this loss is broken")
 
     error = ""
-    with make(ranks=3, loss_fn=broken, group=group) as pipe:
+    with make(ranks=3, loss_fn=broken, mesh=group) as pipe:
         try:
             pipe.step(X, target=Y)
         except (ValueError, PeerFailed, StageError) as caught:
             error = str(caught)
     total = torch.ones(1)
     dist.all_reduce(total, group=group)
-    with make(ranks=3, group=group) as one, make(ranks=3, schedule="ZB-H1", group=group) as other:
+    with make(ranks=3, mesh=group) as one, make(ranks=3, schedule="ZB-H1", mesh=group) as other:
         losses = [pipe.step(X, target=Y).loss for pipe in (one, other, one)]
     names = sorted(gradients(first))
     return {"losses": [loss, *losses], "norm": norm, "names": names, "values": values,

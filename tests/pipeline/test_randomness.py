@@ -46,7 +46,7 @@ def seed_by_rank(group: Any) -> Any:
     """A worker's task: the seed that a pipeline takes where each rank's torch has another."""
     with torch.random.fork_rng():
         torch.manual_seed(100 + torch.distributed.get_rank(group))
-        with Pipeline(chain(), schedule="GPipe", loss_fn=mean, group=group) as pipe:
+        with Pipeline(chain(), schedule="GPipe", loss_fn=mean, mesh=group) as pipe:
             return pipe.randomness.seed
 
 

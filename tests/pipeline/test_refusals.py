@@ -138,8 +138,8 @@ CALLING: list[Refusal] = [
     (lambda: make(schedule="DualPipeV", stages=4, model=chain(4)).step(X[:3], target=Y[:3]), ScheduleError,
         "this step has 3 microbatches instead of 4: DualPipeV on ranks=2 needs microbatches=4"),
     (lambda: make(loss_fn=None).step(X, target=Y), UsageError, "needs a loss; make the Pipeline with"),
-    (lambda: make(loss_fn=None).eval(X, target=Y), UsageError, "eval needs a loss; .* or use predict"),
-    (lambda: make(rules={"mask": REPLICATE}).step(X, target=Y), MicrobatchError,
+    (lambda: make(loss_fn=None).evaluate(X, target=Y), UsageError, "eval needs a loss; .* or use predict"),
+    (lambda: make(split={"mask": REPLICATE}).step(X, target=Y), MicrobatchError,
         r"rules for \['mask'\], but the arguments are \[0\]"),
     (lambda: make(named(), stages=STAGES).predict(X, mask={1, 2}), SpecError,
         "argument 'mask' is a set, which cannot travel"),
@@ -199,7 +199,7 @@ SLIPS: dict[str, Slip] = {
         r"module '0.0' \(Linear\), before the first microbatch: RuntimeError: mat1 and"),
     "a wrong type": (lambda pipe: pipe.step(X.float(), target=Y), StageError,
         r"module '0.0' \(Linear\).* must have the same dtype"),
-    "too few targets": (lambda pipe: pipe.eval(X, target=Y[:3]), MicrobatchError,
+    "too few targets": (lambda pipe: pipe.evaluate(X, target=Y[:3]), MicrobatchError,
         r"8 samples \(argument 0 of .* but the target of shape \[3, 4\] has 3 in dimension 0"),
     "no number of microbatches": (lambda pipe: pipe.step(X, target=Y, microbatches="4"), UsageError,
         "microbatches='4': must be a whole number"),
@@ -260,7 +260,7 @@ def test_an_output_that_cannot_travel_is_refused_where_it_is_asked_for() -> None
     model = nn.Sequential(chain(), Does(lambda x: {x}))
     pipe = make(model, loss_fn=lambda output, target: mean_loss(next(iter(output)), target))
     expected = pipe.step(X, target=Y).loss
-    for call in (lambda: pipe.predict(X), lambda: pipe.eval(X, target=Y, outputs=True)):
+    for call in (lambda: pipe.predict(X), lambda: pipe.evaluate(X, target=Y, outputs=True)):
         with pytest.raises(MicrobatchError, match="outputs that are not tensors and differ"):
             call()
     assert pipe.step(X, target=Y).loss == expected
@@ -270,7 +270,7 @@ def test_a_function_that_splits_and_fails_refuses_the_call() -> None:
     def split(args: Any, kwargs: Any, target: Any, count: int) -> Microbatches:
         return Microbatches([(part,) for part in args[0].split(2)], targets=target["y"].split(2))
 
-    pipe = make(rules=split)
+    pipe = make(split=split)
     with pytest.raises(StageError, match="before the first microbatch: KeyError: 'y'") as caught:
         pipe.step(X, target={"labels": Y})
     assert isinstance(caught.value.__cause__, KeyError)
@@ -317,7 +317,7 @@ def test_a_loss_that_needs_no_target_is_given_none(target: dict[str, Any]) -> No
     pipe = make(model, loss_fn=lambda output, _: output["loss"])
     expected = float(model(X)["loss"].detach())
     assert pipe.step(X, **target).loss == pytest.approx(expected)
-    assert pipe.eval(X, **target).loss == pytest.approx(expected)
+    assert pipe.evaluate(X, **target).loss == pytest.approx(expected)
 
 
 # ---- over processes
@@ -330,7 +330,7 @@ WITH_DATA = {"a wrong type"}
 
 def slip(group: Any, culprit: int | None, names: list[str]) -> list[Any]:
     """What this process is told of slips of one rank, or all, and the losses of the steps between them."""
-    pipe, rank = make(group=group), torch.distributed.get_rank()
+    pipe, rank = make(mesh=group), torch.distributed.get_rank()
     found: list[Any] = []
     for name in names:
         call, kind, says = SLIPS[name]
@@ -369,8 +369,8 @@ def set_up(group: Any) -> list[Any]:
     """A worker's task: what it is told of too many ranks and another process's stages; what it moves."""
     rank, texts = torch.distributed.get_rank(), []
     wrong: list[Callable[[], Any]] = [
-        lambda: make(ranks=3, group=group),
-        lambda: Pipeline.from_stages(stages(1 - rank), schedule="1F1B", group=group),
+        lambda: make(ranks=3, mesh=group),
+        lambda: Pipeline.from_stages(stages(1 - rank), schedule="1F1B", mesh=group),
     ]
     for call in wrong:
         with pytest.raises(UsageError) as caught:
@@ -379,7 +379,7 @@ def set_up(group: Any) -> list[Any]:
     # No stage has data to move but this one, so a move of the other is an error.
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1 - rank].to("meta")
-    make(model, device="cpu", group=group).close()
+    make(model, device="cpu", mesh=group).close()
     return [*texts, *(parameter.is_meta for parameter in model.parameters())][::1]
 
 

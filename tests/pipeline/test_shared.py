@@ -164,7 +164,7 @@ def test_a_shared_buffer_that_a_step_changes_is_refused() -> None:
     block = nn.BatchNorm1d(4)
     model = nn.Sequential(block, nn.Linear(4, 4), block).double()
     pipe = Pipeline(model, stages=3, loss_fn=mean_loss, microbatches=2)
-    pipe.eval(X, target=Y)
+    pipe.evaluate(X, target=Y)
     with pytest.raises(UsageError, match=r"share: '0.running_mean' \(stages \[0, 2\]\)"):
         pipe.step(X, target=Y)
     block.eval()
@@ -206,7 +206,7 @@ def run_by_hand(group: Any, told: list[int], width: int) -> str:
     table = [Shared(("weight",), ((0, "weight"), (1, "weight")))] if rank in told else []
     try:
         Pipeline.from_stages(
-            [PipelineStage(module, rank, 2)], schedule="1F1B", shared=table, group=group
+            [PipelineStage(module, rank, 2)], schedule="1F1B", shared=table, mesh=group
         ).close()
     except AgreementError as error:
         return str(error)

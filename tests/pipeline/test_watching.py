@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from penstock import Pipeline, PipelineStage, StepEvent, StepResult, TensorBoard
+from penstock import Loss, Pipeline, PipelineStage, StepEvent, StepResult, TensorBoard
 from penstock.errors import UsageError
 from penstock.pipeline import peak_flops
 from penstock.runtime import StepCost
@@ -112,7 +112,7 @@ def test_in_one_process_the_ranks_are_replayed(schedule: str) -> None:
 
 def record_on_ranks(group: Any) -> list[Any]:
     """A worker's task."""
-    with make(group=group) as pipe:
+    with make(mesh=group) as pipe:
         return record(pipe)
 
 
@@ -145,8 +145,8 @@ def test_a_result_tells_how_fast_the_step_was(stages: int) -> None:
     model, x = nn.Sequential(*[Attends() for _ in range(3)]), torch.randn(8, 12, 16)
     plain = copy.deepcopy(model)
     pipe = Pipeline(
-        model, stages=stages, microbatches=4, loss_fn=mse_loss,
-        loss_weight=lambda target: target.shape[0] * target.shape[1], checkpoint=True,
+        model, stages=stages, microbatches=4, loss_fn=Loss(mse_loss, weight=lambda target: target.shape[0] * target.shape[1]),
+        recompute=True,
     )  # fmt: skip
     result = pipe.step(x, target=x)
     assert result.seconds > 0
@@ -157,7 +157,7 @@ def test_a_result_tells_how_fast_the_step_was(stages: int) -> None:
     forward = counter.get_total_flops()
     assert result.tflops is not None
     assert result.tflops * result.seconds * 1e12 == pytest.approx(3 * forward)
-    evaluated = pipe.eval(x, target=x)
+    evaluated = pipe.evaluate(x, target=x)
     assert evaluated.tflops is not None
     assert evaluated.tflops * evaluated.seconds * 1e12 == pytest.approx(forward)
     # Nobody knows what a CPU can do at most.

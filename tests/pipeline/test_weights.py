@@ -342,7 +342,7 @@ def clip_by_torch(group: Any) -> str:
     """A worker's task: all that learns is on rank 1, which need not ask rank 0 for the norm."""
     model = chain(2)
     model[0].requires_grad_(False)
-    pipe = make(model, group=group, ranks=None)
+    pipe = make(model, mesh=group, ranks=None)
     pipe.step(X, target=Y)
     text = ""
     try:

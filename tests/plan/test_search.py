@@ -186,6 +186,6 @@ def test_a_pipeline_runs_a_plan() -> None:
     for plan in plans:
         assert stepped(model, plan=plan).schedule.microbatches == plan.microbatches
     with pytest.raises(UsageError, match="already decides schedule=, ranks="):
-        Pipeline(model, plan=plans[0], schedule="1F1B", ranks=2, loss_fn=mse)
+        Pipeline(model, schedule=plans[0], schedule="1F1B", ranks=2, loss_fn=mse)
     with pytest.raises(UsageError, match=r"must be a penstock\.plan\.Plan"):
-        Pipeline(model, plan="best", loss_fn=mse)  # type: ignore[arg-type]
+        Pipeline(model, schedule="best", loss_fn=mse)  # type: ignore[arg-type]

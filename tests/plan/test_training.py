@@ -174,7 +174,7 @@ def test_modules_that_are_computed_again_give_the_same_gradients() -> None:
         )
         x = torch.randn(8, 8)
         with Pipeline(
-            model, schedule=schedule, ranks=2, microbatches=4, loss_fn=mse, checkpoint=again, seed=1
+            model, schedule=schedule, ranks=2, microbatches=4, loss_fn=mse, recompute=again, seed=1
         ) as pipe:
             pipe.step(x, target=x)
         assert not any("forward" in vars(module) for module in model.modules())

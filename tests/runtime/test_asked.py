@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock import Pipeline, Split
+from penstock import Loss, Pipeline, Split
 from penstock.errors import UsageError
 
 ROWS, LENGTH, CLASSES = 8, 6, 5
@@ -266,8 +266,8 @@ def run(case: Case, kind: str, microbatches: int = 2) -> tuple[float, float]:
         if "loss_weight" in case.options and "reduction" in case.options:
             expected /= float(case.options["loss_weight"](target))
     pipe = Pipeline(
-        net, ranks=2, microbatches=microbatches, loss_fn=case.function, nonfinite="warn",
-        rules={"output": Split(0)}, **case.options,
+        net, ranks=2, microbatches=microbatches, loss_fn=Loss(case.function, nonfinite="warn"), 
+        split={"output": Split(0)}, **case.options,
     )  # fmt: skip
     return pipe.step(x, target=target).loss, expected
 

@@ -42,7 +42,7 @@ def through_pipe(model: Any, pipe: Any, learns: bool) -> None:
 def unfreeze(group: Any, through: str) -> float:
     """A worker's task: the largest gap between the gradients here and the plain loop's."""
     model = chain()
-    pipe = make(model, stages=[["0", "1"], ["2"]], group=group)
+    pipe = make(model, stages=[["0", "1"], ["2"]], mesh=group)
     states, gap = ["frozen", "learns", "frozen"], 0.0
     for state, expected in zip(states, plain(chain(), states), strict=True):
         globals()[through](model, pipe, state == "learns")
@@ -123,9 +123,9 @@ def test_a_kind_may_first_be_met_in_inference_mode(call: str) -> None:
         if call == "predict":
             assert torch.allclose(pipe.predict(X), model(X))
         else:
-            assert pipe.eval(X, target=Y).loss == pytest.approx(float(mean_loss(model(X), Y)))
+            assert pipe.evaluate(X, target=Y).loss == pytest.approx(float(mean_loss(model(X), Y)))
     # What it has found out serves a call with gradients as well.
-    assert pipe.eval(X, target=Y).loss == pytest.approx(float(mean_loss(model(X), Y).detach()))
+    assert pipe.evaluate(X, target=Y).loss == pytest.approx(float(mean_loss(model(X), Y).detach()))
     pipe.step(X, target=Y)
 
 
@@ -217,7 +217,7 @@ class Two(nn.Module):
 
 def bring(group: Any) -> list[Any]:
     """A worker's task: rank 0 brings all, rank 1 the target; then each brings some of the arguments."""
-    pipe, rank = make(Two(), stages=["two"], group=group), group.rank()
+    pipe, rank = make(Two(), stages=["two"], mesh=group), group.rank()
     alone = pipe.step(X, scale=Y) if rank == 0 else pipe.step(target=Y)
     with pytest.raises(UsageError) as caught:
         pipe.step(X, target=Y) if rank == 0 else pipe.step(scale=Y, target=Y)
@@ -279,7 +279,7 @@ class Skips(nn.Module):
 def mix(group: Any) -> list[float]:
     """A worker's task: losses where a value goes to other stages in each microbatch, in either order."""
     losses = []
-    with make(Skips(), stages=["second", "third"], ranks=3, group=group) as pipe:
+    with make(Skips(), stages=["second", "third"], ranks=3, mesh=group) as pipe:
         for ways in ((0, 1), (1, 0), (0, 1)):
             calls = [(X[4 * part : 4 * part + 4], skips) for part, skips in enumerate(ways)]
             losses.append(pipe.step(Microbatches(calls), target=Y.split(4)).loss)
@@ -326,7 +326,7 @@ def lose(group: Any) -> str:
     module = Sometimes() if group.rank() == 0 else Sums()
     stage = PipelineStage(module, group.rank(), 2)
     pipe = Pipeline.from_stages(
-        [stage], schedule="GPipe", microbatches=4, loss_fn=mean_loss, group=group
+        [stage], schedule="GPipe", microbatches=4, loss_fn=mean_loss, mesh=group
     )
     with pytest.raises(Exception) as caught:  # noqa: PT011 - which error is another test's
         pipe.step(X, target=Y)

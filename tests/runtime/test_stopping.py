@@ -32,7 +32,7 @@ def steps_until_stopped(pipe: Pipeline, count: int, tell: Callable[[int], object
     for step in range(1, count + 1):
         tell(step)
         pipe.step(x, target=x)
-        pipe.eval(x, target=x)
+        pipe.evaluate(x, target=x)
         if pipe.stopping:
             return step
     return 0
@@ -154,7 +154,7 @@ def fails_in_worker(group: Any, folder: str) -> list[str]:
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("penstock").addHandler(handler)
     try:
-        with make(group=group) as pipe, Checkpoints(folder) as checkpoints:
+        with make(mesh=group) as pipe, Checkpoints(folder) as checkpoints:
             steps_until_stopped(pipe, 2, lambda _: None)
             checkpoints.save(2, pipe=pipe)
             with fail_at(rank=1, step=4, action="1F0"):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock import Microbatches, Pipeline, Replicas, Split
+from penstock import Loss, Microbatches, Pipeline, Replicas, Split
 from penstock.errors import ScheduleError, UsageError
 from penstock.testing import WorkerPool
 from tests.pipeline.models import X, Y, assert_same, chain, gradients, mean_loss, sum_loss
@@ -55,14 +55,13 @@ def test_a_loss_over_the_batch_does_not_depend_on_microbatches(
     model = Towers().double()
     loss, expected = plain(copy.deepcopy(model), contrastive, None, X, Y)
     pipe = Pipeline(
-        model, schedule="GPipe", ranks=ranks, microbatches=microbatches, loss_fn=contrastive,
-        loss_over="batch",
-    )  # fmt: skip
+        model, schedule="GPipe", ranks=ranks, microbatches=microbatches, loss_fn=Loss(contrastive, over="batch"),
+            )  # fmt: skip
     for count in (1, 2):
         result = pipe.step(X, Y, target=None)
         assert result.loss == pytest.approx(loss, rel=1e-12)
         assert_same(gradients(pipe), {name: grad * count for name, grad in expected.items()})
-    assert pipe.eval(X, Y, target=None).loss == pytest.approx(loss, rel=1e-12)
+    assert pipe.evaluate(X, Y, target=None).loss == pytest.approx(loss, rel=1e-12)
 
 
 def contrasts(group: Any, schedule: str) -> Any:
@@ -71,9 +70,8 @@ def contrasts(group: Any, schedule: str) -> Any:
         model,
         schedule=schedule,
         microbatches=4,
-        loss_fn=contrastive,
-        loss_over="batch",
-        group=group,
+        loss_fn=Loss(contrastive, over="batch"),
+        mesh=group,
     ) as pipe:
         result = pipe.step(X, Y, target=None)
         return result.loss, {name: grad.tolist() for name, grad in gradients(pipe).items()}
@@ -112,14 +110,13 @@ def test_a_loss_over_the_batch_has_the_options_of_others() -> None:
         assert_same(gradients(halves), expected)
     two = Replicas(2, lambda numbers: numbers * 2)
     pipe = Pipeline(
-        chain(), schedule="GPipe", ranks=2, loss_fn=mean_loss, loss_over="batch", replicas=two,
-        metrics={"largest": lambda output, target: output.max()},
-    )  # fmt: skip
+        chain(), schedule="GPipe", ranks=2, loss_fn=Loss(mean_loss, over="batch", metrics={"largest": lambda output, target: output.max()}), replicas=two,
+            )  # fmt: skip
     assert pipe.step(X, target=Y).loss == pytest.approx(plain(chain(), mean_loss, Y, X)[0])
     turned = Pipeline(
-        chain(), schedule="GPipe", ranks=2, microbatches=2, loss_over="batch",
-        loss_fn=lambda output, target: mean_loss(output, target.T),
-        rules={"target": Split(1), "output": Split(0)},
+        chain(), schedule="GPipe", ranks=2, microbatches=2, 
+        loss_fn=Loss(lambda output, target: mean_loss(output, target.T), over="batch"),
+        split={"target": Split(1), "output": Split(0)},
     )  # fmt: skip
     assert turned.step(X, target=Y.T).loss == pytest.approx(plain(chain(), mean_loss, Y, X)[0])
 
@@ -127,7 +124,7 @@ def test_a_loss_over_the_batch_has_the_options_of_others() -> None:
 def test_a_schedule_that_begins_backward_early_is_refused() -> None:
     with pytest.raises(ScheduleError, match=r"use .*GPipe"):
         Pipeline(
-            chain(), schedule="1F1B", ranks=2, microbatches=4, loss_fn=mean_loss, loss_over="batch"
+            chain(), schedule="1F1B", ranks=2, microbatches=4, loss_fn=Loss(mean_loss, over="batch")
         )
 
 
@@ -158,9 +155,9 @@ def test_a_loss_that_is_no_mean_is_refused(kind: str) -> None:
         with pytest.raises(UsageError, match="together"):
             Pipeline(chain(), ranks=2, microbatches=2, loss_fn=function).step(X, target=Y)
         pipe = Pipeline(chain(), ranks=2, microbatches=2, loss_fn=function)
-    alone = Pipeline(chain(), ranks=2, microbatches=2, loss_fn=function, loss_over="microbatch")
+    alone = Pipeline(chain(), ranks=2, microbatches=2, loss_fn=Loss(function, over="microbatch"))
     assert alone.step(X, target=Y).loss > 0
-    whole = Pipeline(chain(), schedule="GPipe", ranks=2, loss_fn=function, loss_over="batch")
+    whole = Pipeline(chain(), schedule="GPipe", ranks=2, loss_fn=Loss(function, over="batch"))
     expected = float(function(chain()(X), Y).detach())
     assert whole.step(X, target=Y).loss == pytest.approx(expected)
 
@@ -181,7 +178,7 @@ def test_a_batch_that_the_user_splits_is_asked_too(way: str, kind: str) -> None:
     }
 
     def run(function: Any) -> float:
-        pipe = Pipeline(chain(), ranks=2, microbatches=2, loss_fn=function, rules=rules[way])
+        pipe = Pipeline(chain(), ranks=2, microbatches=2, loss_fn=function, split=rules[way])
         if way == "Microbatches":
             return pipe.step(Microbatches(X.split(4)), target=Y.split(4)).loss
         return pipe.step(X, target=Y).loss
@@ -263,7 +260,7 @@ def asked_inside(group: Any) -> list[str]:
             pipe.step(X, Y, target=None)
         except UsageError as error:
             pipe.zero_grad()
-            return [str(error), str(pipe.eval(X, Y, target=None).loss > 0)]
+            return [str(error), str(pipe.evaluate(X, Y, target=None).loss > 0)]
     return []
 
 
@@ -274,7 +271,7 @@ def test_a_forward_is_asked_between_processes(workers: WorkerPool) -> None:
 
 
 def test_a_mean_that_is_called_a_sum_is_refused() -> None:
-    pipe = Pipeline(chain(), ranks=2, microbatches=2, loss_fn=mean_loss, reduction="sum")
+    pipe = Pipeline(chain(), ranks=2, microbatches=2, loss_fn=Loss(mean_loss, reduction="sum"))
     with pytest.raises(UsageError, match=r'looks like a mean: reduction="mean"'):
         pipe.step(X, target=Y)
 
@@ -287,7 +284,7 @@ def test_it_is_asked_again_when_what_it_is_may_show() -> None:
     )  # fmt: skip
     for step in range(1, 10):
         pipe.step(X, target=CLASSES if step == 5 else CLASSES % 3)
-        pipe.eval(X, target=CLASSES % 3)
+        pipe.evaluate(X, target=CLASSES % 3)
         pipe.zero_grad()
     with pytest.raises(UsageError, match="loss_weight="):
         pipe.step(X, target=CLASSES)

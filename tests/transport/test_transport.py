@@ -44,7 +44,7 @@ def test_every_channel_of_a_schedule_connects_once(name: str) -> None:
 def copies(group: Any) -> list[float]:
     """A worker's task: the sum of each rank's tensor, small and large, as all ranks get it."""
     sums = []
-    with make(chain(4), ranks=4, group=group) as pipe:
+    with make(chain(4), ranks=4, mesh=group) as pipe:
         for source in range(4):
             for size in (8, 50_000):
                 value = torch.full((size,), float(pipe.rank), dtype=torch.float64)
@@ -76,7 +76,7 @@ def differences(group: Any, width: int) -> dict[str, float]:
     torch.manual_seed(0)
     layers = nn.Linear(2, width), Pair(), Sum(), nn.Linear(width, 2)
     case = Case(nn.Sequential(*layers).double(), (X[:, :2],), Y[:, :2], mean_loss)
-    verdict = compare(case, schedule="1F1B", stages=["2"], microbatches=2, group=group)
+    verdict = compare(case, schedule="1F1B", stages=["2"], microbatches=2, mesh=group)
     return verdict.differences()
 
 
@@ -91,7 +91,7 @@ def test_a_message_of_several_tensors_arrives_whatever_its_size(
 
 def record(group: Any) -> list[Any]:
     """A worker's task: what each rank did in a step, and the values that travelled."""
-    with make(chain(4), ranks=2, microbatches=2, group=group) as pipe:
+    with make(chain(4), ranks=2, microbatches=2, mesh=group) as pipe:
         pipe.step(X, target=Y)
         recording = record_messages(pipe, keeps=True)
         pipe.step(X, target=Y)
@@ -112,7 +112,7 @@ def test_a_recording_has_every_send_receive_and_sum(workers: WorkerPool) -> None
 def most_pending(group: Any) -> int:
     """A worker's task: the most bytes that a rank had posted receives for, in microbatches of all sizes."""
     sizes = [4, 2, 1, 1]
-    with make(chain(4), ranks=2, microbatches=4, group=group) as pipe:
+    with make(chain(4), ranks=2, microbatches=4, mesh=group) as pipe:
         recording = record_messages(pipe)
         pipe.step(Microbatches(X.split(sizes)), target=Y.split(sizes))
         assert recording.received.pending == 0

@@ -254,7 +254,7 @@ def run_by_hand(group: Any = None, *, schedule: str, names: list[str]) -> dict[s
         stages = [PipelineStage(part, index, 4) for index, part in enumerate(parts)]
         with Pipeline.from_stages(
             stages if group is None else [s for s in stages if rank_of(schedule, s.index) == group.rank()],
-            schedule=schedule, microbatches=4, loss_fn=loss, group=group,
+            schedule=schedule, microbatches=4, loss_fn=loss, mesh=group,
         ) as pipe:  # fmt: skip
             for _ in range(2):
                 pipe.step(X, target=X.flip(0))
@@ -287,7 +287,7 @@ def refusal(group: Any = None, *, name: str) -> list[str]:
     try:
         with Pipeline.from_stages(
             stages if group is None else [stages[group.rank()]],
-            schedule="1F1B", microbatches=2, loss_fn=loss, group=group,
+            schedule="1F1B", microbatches=2, loss_fn=loss, mesh=group,
         ) as pipe:  # fmt: skip
             pipe.step(X, target=X)
     except Exception as error:

@@ -160,7 +160,7 @@ def test_padded_sequences_by_tokens() -> None:
     wrong: Any = {"by= must be": Split(by="words"), "must be Split.dim., REPLICATE, a": Split}  # type: ignore[arg-type]
     for says, rule in wrong.items():
         with pytest.raises(MicrobatchError, match=says):
-            Pipeline(Attends(), rules={0: rule})
+            Pipeline(Attends(), split={0: rule})
 
 
 def test_a_list_of_sequences_by_tokens() -> None:
@@ -228,7 +228,7 @@ def test_the_loss_and_gradients_are_those_of_the_whole_batch(name: str, schedule
     kwargs, labels, rules = BATCHES[name]
     model = Attends().double()
     plain = copy.deepcopy(model)
-    pipe = Pipeline(model, schedule=schedule, ranks=2, microbatches=3, loss_fn=loss_fn, rules=rules)
+    pipe = Pipeline(model, schedule=schedule, ranks=2, microbatches=3, loss_fn=loss_fn, split=rules)
     result = pipe.step(**kwargs, target=labels, outputs=name != "padded")
     logits = plain(**kwargs)
     expected = loss_fn(logits, labels)

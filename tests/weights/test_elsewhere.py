@@ -42,7 +42,7 @@ def trained(clips: str, group: Any) -> list[Any]:
     """Three steps with an optimizer made before the cut; the norms, the losses, and what is here."""
     model, optimizer = plain()
     before = list(model.parameters())
-    pipe = Pipeline(model, ranks=2, microbatches=2, loss_fn=mean_loss, group=group)
+    pipe = Pipeline(model, ranks=2, microbatches=2, loss_fn=mean_loss, mesh=group)
     names = [name for name, _ in pipe.named_parameters()]
     assert [id(p) for p in before] == [id(p) for p in pipe.parameters()]
     assert sum(p.numel() for p in pipe.parameters()) == sum(p.numel() for p in rooms().parameters())
@@ -89,7 +89,7 @@ def still_used(group: Any) -> list[Any]:
     model = rooms()
     output = model(X).sum()
     before, weak = list(model.parameters()), [weakref.ref(p) for p in model.parameters()]
-    with Pipeline(model, ranks=2, microbatches=2, loss_fn=mean_loss, group=group) as pipe:
+    with Pipeline(model, ranks=2, microbatches=2, loss_fn=mean_loss, mesh=group) as pipe:
         pipe.step(X, target=Y)
         assert [id(p) for p in pipe.parameters()] == [id(p) for p in before]
         assert all(ref() is p for ref, p in zip(weak, before, strict=True))
@@ -110,7 +110,7 @@ def test_weights_that_something_else_refers_to_become_stand_ins_too(workers: Wor
 
 def averaged(group: Any) -> list[Any]:
     model = rooms()
-    with Pipeline(model, ranks=2, microbatches=2, loss_fn=mean_loss, group=group) as pipe:
+    with Pipeline(model, ranks=2, microbatches=2, loss_fn=mean_loss, mesh=group) as pipe:
         ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
         by_hand = [p.detach().clone() for p in model.parameters()]
         optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
@@ -180,7 +180,7 @@ NEEDS_ALL: dict[str, Callable[[Any], Any]] = {
 def refused(group: Any) -> dict[str, str]:
     model = rooms()
     answers = {}
-    with Pipeline(model, ranks=2, microbatches=2, loss_fn=mean_loss, group=group) as pipe:
+    with Pipeline(model, ranks=2, microbatches=2, loss_fn=mean_loss, mesh=group) as pipe:
         pipe.step(X, target=Y)
         for name, line in NEEDS_ALL.items():
             try:
@@ -251,7 +251,7 @@ HARMLESS: dict[str, Callable[[Any, Any], Any]] = {
 def harmless(group: Any) -> dict[str, str]:
     model = rooms()
     answers = {}
-    with Pipeline(model, ranks=2, microbatches=2, loss_fn=mean_loss, group=group) as pipe:
+    with Pipeline(model, ranks=2, microbatches=2, loss_fn=mean_loss, mesh=group) as pipe:
         for name, line in HARMLESS.items():
             pipe.step(X, target=Y)
             try:

@@ -113,7 +113,7 @@ def test_it_depends_on_the_seed_and_leaves_the_callers_generator() -> None:
 
 def tied_weights(group: Any) -> dict[str, Any]:
     """A worker's task: the weights of a pipeline whose first and last stage share one."""
-    with Pipeline(tied("meta"), schedule="GPipe", device="cpu", group=group) as pipe:
+    with Pipeline(tied("meta"), schedule="GPipe", device="cpu", mesh=group) as pipe:
         penstock.init_weights(pipe, 1)
         held = [stage.module for stage in pipe.stages]
         return {name: tensor.tolist() for name, tensor in state(*held).items()}

@@ -38,7 +38,7 @@ def shared(group: Any, odd: int) -> tuple[list[str], list[float]]:
     logger.addHandler(handler)
     try:
         with Pipeline(
-            tied(group.rank() == odd), ranks=3, group=group, example=((torch.ones(2, 3),), {})
+            tied(group.rank() == odd), ranks=3, mesh=group, example=((torch.ones(2, 3),), {})
         ) as pipe:
             (stage,) = pipe.stages
             weight = next(p for p in stage.module.parameters() if p.dim() == 2)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from penstock import Microbatches, Pipeline, collect_losses, randomness
+from penstock import Loss, Microbatches, Pipeline, collect_losses, randomness
 from penstock.errors import PenstockError
 
 Call = tuple[Sequence[Any], Mapping[str, Any]]
@@ -238,10 +238,8 @@ def piped(example: Example, schedule: str, shown: Call | None) -> Outcome:
         schedule=schedule,
         ranks=RANKS,
         microbatches=len(calls),
-        loss_fn=loss_of,
-        loss_over="microbatch",
+        loss_fn=Loss(loss_of, over="microbatch", nonfinite="warn"),
         seed=SEED,
-        nonfinite="warn",
         example=None if shown is None else mapped(shown, torch.clone),
     )
     with pipe:

@@ -73,7 +73,7 @@ class SmallPipeline:
         self._device = device
         self.pipe = Pipeline(
             small_model(2 * ranks, 32, torch.float64), schedule="ZB-H1", ranks=ranks, microbatches=4,
-            loss_fn=nn.functional.mse_loss, device=device, group=group,
+            loss_fn=nn.functional.mse_loss, device=device, mesh=group,
         )  # fmt: skip
 
     def _difference(self) -> float:
@@ -124,7 +124,7 @@ class SmallPipeline:
     def _within(self, folder: Path) -> Iterator[Path]:
         """A folder of its own inside another, the same for all ranks, which is removed at the end."""
         inside = folder / self.pipe.job.agree(f"penstock-doctor-{uuid4().hex[:8]}")[0]
-        if self.pipe.leads:
+        if self.pipe.is_main_process:
             with suppress(OSError):
                 inside.mkdir(parents=True)
         self.pipe.job.agree(None)

@@ -309,7 +309,7 @@ def _examine_rank(
     bandwidth, launch = rates.copies(), rates.least()
     pipe.job.agree(None)
     pace = alone = rates.block()
-    if len(pipe.ranks) == 1:
+    if len(pipe.local_ranks) == 1:
         say("measures the ranks of each machine in turn")
         beside = [rank for rank, host in enumerate(hosts) if host == facts.host]
         for turn in range(max(map(hosts.count, hosts))):

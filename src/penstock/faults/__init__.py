@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from penstock.faults.activity import Collective as Collective
     from penstock.faults.activity import Patience as Patience
     from penstock.faults.activity import Timeout as Timeout
+    from penstock.faults.activity import Timeouts as Timeouts
     from penstock.faults.activity import add_probe as add_probe
     from penstock.faults.activity import has_probes as has_probes
     from penstock.faults.failure import Failure as Failure

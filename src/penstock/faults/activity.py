@@ -12,6 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from threading import get_ident
@@ -272,37 +273,57 @@ SLOW = 30.0
 FACTOR = 10.0
 _VARIABLES = "PENSTOCK_TIMEOUT", "PENSTOCK_RENDEZVOUS_TIMEOUT"
 
-Timeout = float | tuple[float | None, float | None] | None
-"""Seconds; or a pair for the first step and for later ones; or ``None`` for the default."""
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """Limits in seconds on the time without progress; ``Pipeline(timeout=)`` takes them.
+
+    Args:
+        step: in a step or between steps, after which a rank is reported as silent and all ranks stop. By
+            default the environment variable ``PENSTOCK_TIMEOUT``, or 600.
+        first_step: in the first step, which may compile and set things up; by default ``step``.
+        rendezvous: within which all processes must arrive, and for which one rank may hold up the others
+            while the Pipeline is made. By default ``PENSTOCK_RENDEZVOUS_TIMEOUT``, or 300.
+
+    Raises:
+        UsageError: a limit is not above 0.
+    """
+
+    step: float | None = None
+    first_step: float | None = None
+    rendezvous: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, seconds in vars(self).items():
+            if seconds is not None and not _is_positive(seconds):
+                raise UsageError(f"Timeouts({name}={seconds!r}): must be more than 0 seconds")
+
+
+Timeout = float | Timeouts | None
+"""Seconds for each step, or :class:`Timeouts`; ``None`` stands for the defaults."""
 
 
 class Patience:
     """How long a rank may make no progress while others wait for it.
 
     Args:
-        timeout: seconds; or a pair for the first step and for later ones. ``None`` stands for the environment
-            variable ``PENSTOCK_TIMEOUT``, or else for 600 s.
-        rendezvous_timeout: seconds within which all processes must arrive, and for each part of the set-up.
-            ``None`` stands for ``PENSTOCK_RENDEZVOUS_TIMEOUT``, or else for 300 s.
+        timeout: see :class:`Timeouts`; a number is that of each step.
 
     Raises:
         UsageError: a timeout is not above 0.
     """
 
-    def __init__(self, timeout: Timeout = None, rendezvous_timeout: float | None = None) -> None:
-        pair = timeout if isinstance(timeout, tuple) else (timeout, timeout)
-        if len(pair) != 2 or not all(seconds is None or _is_positive(seconds) for seconds in pair):
+    def __init__(self, timeout: Timeout = None) -> None:
+        if not (timeout is None or isinstance(timeout, Timeouts) or _is_positive(timeout)):
             raise UsageError(
-                f"timeout={timeout!r}: must be more than 0 seconds, None, or a pair of these for the first "
-                "step and the later ones"
+                f"timeout={timeout!r}: must be more than 0 seconds, or penstock.Timeouts(step=, "
+                "first_step=, rendezvous=)"
             )
-        if rendezvous_timeout is not None and not _is_positive(rendezvous_timeout):
-            raise UsageError(
-                f"rendezvous_timeout={rendezvous_timeout!r}: must be more than 0 seconds"
-            )
+        limits = timeout if isinstance(timeout, Timeouts) else Timeouts(step=timeout)
         default, meeting = map(_from_environment, _VARIABLES, (STEP, MEETING))
-        self.rendezvous = float(rendezvous_timeout or meeting)
-        self._first, self._later = (float(seconds or default) for seconds in pair)
+        self.rendezvous = float(limits.rendezvous or meeting)
+        self._later = float(limits.step or default)
+        self._first = float(limits.first_step or self._later)
 
     def limit(self, durations: Sequence[float]) -> float:
         """The limit in seconds.

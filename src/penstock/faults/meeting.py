@@ -114,7 +114,7 @@ def meet(
 
     Args:
         group: the ranks of the pipeline, in order; by default all processes.
-        patience: its ``rendezvous_timeout`` is the time within which all must arrive.
+        patience: its ``rendezvous`` is the time within which all must arrive.
         device: where this rank's stages live.
         job: the processes of the job; by default those of the group.
 

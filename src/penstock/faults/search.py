@@ -125,7 +125,7 @@ class Search:
 def _remedy(place: Place) -> str:
     """What helps a rank that is only slow."""
     if place.setup is not None:
-        return "; if it needs that long, raise rendezvous_timeout="
+        return "; if it needs that long, raise timeout=penstock.Timeouts(rendezvous=)"
     return (
         "" if place.inside else "; if it needs that long, say so by pipe.job.patient() or timeout="
     )

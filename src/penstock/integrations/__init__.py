@@ -12,6 +12,6 @@ if TYPE_CHECKING:
     from penstock.integrations import transformers as transformers
     from penstock.integrations.module import PipelineModel as PipelineModel
     from penstock.integrations.module import PipelineModule as PipelineModule
-    from penstock.integrations.module import own_loss as own_loss
+    from penstock.pipeline import own_loss as own_loss
 
 __all__, __getattr__, __dir__ = lazily(__name__)

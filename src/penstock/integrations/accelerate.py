@@ -46,7 +46,7 @@ def share_batches(accelerator: Any, pipe: Pipeline) -> None:
     Raises:
         UsageError: batches are read by one process for all, or replicas may get different numbers of them.
     """
-    replicas, ranks = pipe.replicas.number, pipe.schedule.ranks
+    replicas, ranks = pipe.replicas.number, pipe.job.ranks
     loaders = accelerator.dataloader_config
     if loaders.dispatch_batches and replicas > 1:
         raise UsageError(
@@ -128,7 +128,7 @@ class PipelineAccelerator(CountsPipelines):
         super().__init__(**options)
         self.pipe = pipe
         if self.state.num_processes > 1:
-            self.ranks = pipe.schedule.ranks
+            self.ranks = pipe.job.ranks
             share_batches(self, pipe)
 
     def prepare_model(

@@ -40,7 +40,7 @@ def generate(pipe: Pipeline, args: Any, kwargs: Mapping[str, Any]) -> Any:
             "generate with the model that from_pretrained makes of them"
         )
     with torch.no_grad(), pipe.evaluating():
-        if len(pipe.ranks) == pipe.schedule.ranks:
+        if len(pipe.local_ranks) == pipe.job.ranks:
             return model.generate(*args, **kwargs)
         if len({*pipe.job.agree(mark_of((args, dict(kwargs))))}) > 1:
             raise AgreementError("generate was called with different arguments on different ranks")

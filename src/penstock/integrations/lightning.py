@@ -25,7 +25,7 @@ from penstock.errors import PartitionError, UsageError
 from penstock.integrations.module import PipelineModule, clip_whole
 from penstock.parallel import meeting_in_time, pipelines_in, side_by_side
 from penstock.pipeline import Pipeline
-from penstock.runtime import GracefulStop
+from penstock.runtime import GracefulStop, Loss, LossOver, LossWeight
 
 try:
     from lightning.fabric.strategies.ddp import DDPStrategy as FabricProcesses
@@ -89,7 +89,13 @@ class _OnPipeline(nn.Module):
     _inner: PipelineModule
 
     def __init__(
-        self, module: nn.Module, optimizers: Sequence[Optimizer] = (), **options: Any
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer] = (),
+        *,
+        loss_weight: LossWeight | None = None,
+        loss_over: LossOver = "samples",
+        **options: Any,
     ) -> None:
         super().__init__()
         first: dict[int, str] = {}
@@ -99,15 +105,16 @@ class _OnPipeline(nn.Module):
         # Not as submodules: the plain module lists the parameters.
         vars(self)["module"] = module
         names = [self.names_in(optimizer) for optimizer in optimizers]
-        self._weighs = callable(options.get("loss_weight"))
+        self._weighs = callable(loss_weight)
         self._log = StepLog(module)
         self._quiet: set[Any] = set()
         # The loss is asked here, together with what is logged.
-        self._asks = options.get("loss_over", "samples") == "samples"
+        self._asks = loss_over == "samples"
         self._warned_of = set[str]()
-        options = {**options, "loss_over": "microbatch"} if self._asks else options
+        over: LossOver = "microbatch" if self._asks else loss_over
+        loss = Loss(loss_in, weight=loss_weight, over=over)
         with self._log.without_metrics():
-            self.pipe = Pipeline(LightningStep(module, self._log), loss_fn=loss_in, **options)
+            self.pipe = Pipeline(LightningStep(module, self._log), loss_fn=loss, **options)
             vars(self)["_inner"] = PipelineModule(self.pipe)
         self._log.place(self.pipe)
         # The cut has put stand-ins into the place of weights that other ranks hold.
@@ -174,7 +181,7 @@ class _OnPipeline(nn.Module):
             return
         count, step_name = self.pipe.schedule.microbatches, kwargs["step_name"]
         apart = self._inner.ask_now_and_then(step_name, None, count, *args, **kwargs)
-        for name in apart.keys() - self._warned_of if self.pipe.leads else ():
+        for name in apart.keys() - self._warned_of if self.pipe.is_main_process else ():
             many, few = apart[name]
             logger.warning(
                 "penstock: %s of %s is %.6g for a batch in %d microbatches, and %.6g in %d: the mean over "
@@ -312,7 +319,7 @@ class _Cuts:
             strategy.accelerator.setup_device(strategy.root_device)
             return
         limit = strategy._timeout
-        with meeting_in_time(self._options.get("rendezvous_timeout"), limit) as strategy._timeout:
+        with meeting_in_time(self._options.get("timeout"), limit) as strategy._timeout:
             super().setup_environment()  # type: ignore[misc] # of Lightning's strategy
         strategy._timeout = limit
 
@@ -393,8 +400,9 @@ class PipelineStrategy(_Cuts, TrainerProcesses):
             several pipelines side by side, each with its share of the data.
         save_distributed_checkpoint: whether a checkpoint is a folder into which each process writes its part,
             for any layout. Otherwise it is the plain Trainer's file, for which rank 0 collects everything.
-        options: of :class:`penstock.Pipeline`: ``schedule``, ``microbatches``, ``stages``, ``loss_weight`` as
-            a function of the batch, and others. The step and Lightning set the loss, devices and groups.
+        options: of :class:`penstock.Pipeline`: ``schedule``, ``microbatches``, ``stages`` and others; and
+            ``loss_weight``, a function of the batch, and ``loss_over``, which are the ``weight`` and ``over``
+            of a :class:`penstock.Loss`. The step and Lightning set the loss, devices and groups.
 
     Raises:
         UsageError: an argument is one that the step or Lightning sets.

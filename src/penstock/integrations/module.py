@@ -13,7 +13,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from typing import Any, NoReturn, TypedDict, cast, get_args, get_type_hints
+from typing import Any, NoReturn, cast, get_args, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,18 @@ from penstock.errors import UsageError
 from penstock.integrations.generation import generate
 from penstock.integrations.passes import Pass
 from penstock.microbatches import MISSING, split_batch
-from penstock.pipeline import CallArguments, Pipeline, check_in_fewer
-from penstock.runtime import ASKING, Loss, LossFunction, LossScaler, LossWeight, StepResult
+from penstock.pipeline import (
+    CallArguments,
+    Pipeline,
+    author_of,
+    check_in_fewer,
+    cut_before,
+    is_named,
+    label_names,
+    own_loss,
+    run_forward,
+)
+from penstock.runtime import ASKING, LossScaler, StepLoss, StepResult
 
 _OF_STEP = {"target", "microbatches", "loss_weight", "record"}
 """Arguments of a step that are not the model's."""
@@ -68,11 +78,11 @@ class PipelineModule(nn.Module):
     def __new__(cls, pipe: Pipeline) -> PipelineModule:
         """A module of the class that suits the pipeline's model."""
         kind = type(pipe.model)
-        if cls is PipelineModule and _is_named(kind, "PeftModel"):
+        if cls is PipelineModule and is_named(kind, "PeftModel"):
             # Others ask isinstance(model, PeftModel), and then switch adapters on and off.
             inner = {"base_model": property(lambda self: self.pipe.model.base_model)}
             return super().__new__(type("PipelinePeftModel", (PipelineModel, kind), inner))
-        known = cls is PipelineModule and _is_named(kind, "PreTrainedModel")
+        known = cls is PipelineModule and is_named(kind, "PreTrainedModel")
         return super().__new__(PipelineModel if known else cls)
 
     def __init__(self, pipe: Pipeline) -> None:
@@ -121,12 +131,12 @@ class PipelineModule(nn.Module):
         """
         options: dict[str, Any] = {"same_batch": True, "outputs": outputs}
         if not trains:
-            result = self.pipe.eval(*args, **options, **kwargs)
+            result = self.pipe.evaluate(*args, **options, **kwargs)
             return result, self._loss_of(result, total_weight), result.outputs
         for name in kwargs.keys() & {"accumulate", "scaler"}:
             raise UsageError(f"{name}= belongs to Pipeline.step; here, divide or scale the loss")
         of_model = {name: value for name, value in kwargs.items() if name not in _OF_STEP}
-        self.pipe.cut(*args, **of_model)
+        cut_before(self.pipe, CallArguments(args, of_model))
         run = self._pass(args, of_model, again=outputs)
         args, kwargs = run.args, {**kwargs, **run.kwargs}
         scale = self._factor if self._computes_in_half else 1.0
@@ -150,10 +160,10 @@ class PipelineModule(nn.Module):
         """
         if not self.training and not torch.is_grad_enabled():
             return self.pipe.predict(*args, same_batch=True, **kwargs)
-        self.pipe.cut(*args, **kwargs)
+        cut_before(self.pipe, CallArguments(args, kwargs))
         run = self._pass(args, kwargs, again=torch.is_grad_enabled())
         with torch.no_grad():
-            output = self.pipe.run_forward(*run.args, same_batch=True, **run.kwargs)
+            output = run_forward(self.pipe, *run.args, same_batch=True, **run.kwargs)
         if self.training:
             self.pipe.randomness.advance()
         return run.applied(None, output)[1]
@@ -170,7 +180,7 @@ class PipelineModule(nn.Module):
         return torch.tensor(value, dtype=self._dtype, device=self.pipe.device)
 
     def ask_now_and_then(
-        self, what: str, loss: Loss | None, count: int, *args: Any, **kwargs: Any
+        self, what: str, loss: StepLoss | None, count: int, *args: Any, **kwargs: Any
     ) -> dict[str, tuple[float, float]]:
         """In some of the calls of ``what``: check that a loss is the same in fewer microbatches.
 
@@ -294,70 +304,11 @@ def clip_whole(
 # ---- transformers models
 
 
-class OwnLoss(TypedDict):
-    """The options that :func:`own_loss` returns."""
-
-    loss_fn: LossFunction
-    loss_weight: LossWeight
-
-
-def own_loss(model: nn.Module) -> OwnLoss:
-    """Options for a Pipeline that trains with the loss that a transformers model computes from labels.
-
-    ::
-
-        pipe = penstock.Pipeline(model, schedule="ZB-V", **own_loss(model))
-        loss = penstock.PipelineModule(pipe)(input_ids=tokens, labels=labels).loss
-
-    That loss is a mean over the labels that count, so each microbatch is weighted by their number: the loss
-    of the batch is the mean over all its labels, as without a pipeline.
-
-    Args:
-        model: the model.
-    """
-    shifts = _shifts_labels(model)
-
-    def weight(labels: Any) -> Any:
-        """The number of labels that the loss averages over."""
-        if isinstance(labels, Mapping):
-            labels = labels.get("labels", next(iter(labels.values())))
-        if not isinstance(labels, Tensor) or labels.is_floating_point():
-            return len(labels)
-        return ((labels[..., 1:] if shifts and labels.dim() > 1 else labels) != -100).sum()
-
-    return {"loss_fn": lambda output, labels: output.loss, "loss_weight": weight}
-
-
-def _shifts_labels(model: Any) -> bool:
-    """Whether the model predicts each label from the tokens before it, and so never the first."""
-    base = author_of(model)
-    function = getattr(base, "loss_function", None)
-    causal = getattr(function, "__name__", "") == "ForCausalLMLoss"
-    # Virtual tokens in front of a prompt predict its first token.
-    configs = getattr(model, "peft_config", None) or {}
-    prompts = {"PROMPT_TUNING", "P_TUNING"}
-    virtual = any(getattr(c, "peft_type", "") in prompts for c in configs.values())
-    return causal and not virtual and not getattr(base.config, "is_encoder_decoder", False)
-
-
-def author_of(model: Any) -> Any:
-    """The transformers model, which may be inside a model of PEFT."""
-    return model.get_base_model() if _is_named(type(model), "PeftModel") else model
-
-
-def _is_named(kind: type, name: str) -> bool:
-    """Whether a class is or extends transformers' or PEFT's class of this name; this imports neither."""
-    return any(
-        base.__name__ == name and base.__module__.partition(".")[0] in ("transformers", "peft")
-        for base in kind.__mro__
-    )
-
-
 class PipelineModel(PipelineModule):
     """A pipeline of a transformers model; :class:`~penstock.PipelineModule` makes it.
 
-    It takes the model's arguments and returns the model's output class, with the loss of the whole batch; see
-    :func:`own_loss` for the options that the Pipeline needs for this. The labels go to the model and, as the
+    It takes the model's arguments and returns the model's output class, with the loss of the whole batch; by
+    the loss that it computes itself, see :func:`own_loss`. The labels go to the model and, as the
     target, to ``loss_fn``. A training forward returns the loss alone, with ``outputs=True`` also the logits,
     through which no gradient flows; in evaluation mode ``outputs=False`` leaves them out. Attributes other
     than methods, such as ``config``, are the model's.
@@ -373,17 +324,13 @@ class PipelineModel(PipelineModule):
         self.__dict__["_author"] = pipe.model
         forward = type(author).forward
         self._takes_cache = "use_cache" in inspect.signature(forward).parameters
-        self._labels = [
-            name
-            for name in inspect.signature(forward).parameters
-            if "label" in name or name in ("start_positions", "end_positions")
-        ]
+        self._labels = label_names(pipe.model)
         # Some models take num_items_in_batch and ignore it.
         self.divides = "loss_function" in inspect.unwrap(forward).__code__.co_names
         self.follows = False
         hint = get_type_hints(forward).get("return")
         kinds = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type)]
-        outputs = [kind for kind in kinds if _is_named(kind, "ModelOutput")]
+        outputs = [kind for kind in kinds if is_named(kind, "ModelOutput")]
         self._output_class = outputs[0] if outputs else dict
 
     def __getattr__(self, name: str) -> Any:
@@ -459,7 +406,7 @@ class PipelineModel(PipelineModule):
         known = labels is not None and len(labels) > 0
         if known or not computes or output.get("aux_loss") is not None or not self.training:
             return
-        loss = Loss(lambda output, _: output["loss"], replicas=self.pipe.replicas)
+        loss = StepLoss(lambda output, _: output["loss"], replicas=self.pipe.replicas)
         self.ask_now_and_then("forward", loss, len(cast("Tensor", value)), *args, **kwargs)
 
     def _shares(self, args: Any, kwargs: Any, labels: Any, losses: Tensor) -> Tensor:
@@ -467,7 +414,7 @@ class PipelineModel(PipelineModule):
         count = len(losses)
         if labels is None or len(labels) == 0:
             return losses.new_full((count,), 1 / count)
-        weight = cast("Any", own_loss(self._author)["loss_weight"])
+        weight = cast("Any", own_loss(self._author).weight)
         parts = split_batch(args, kwargs, labels, None, count, fewer=True).targets or ()
         counts = [float(weight(part)) for part in parts]
         return losses.new_tensor(counts) / max(sum(counts), 1.0)
@@ -486,7 +433,7 @@ class PipelineModel(PipelineModule):
         """
         with self.pipe.job.calling("save_pretrained"):
             state = self.pipe.weights.state_dict(full=True)
-        if self.pipe.leads:
+        if self.pipe.is_main_process:
             for name in ("is_main_process", "state_dict", "save_function"):
                 kwargs.pop(name, None)
             self._author.save_pretrained(save_directory, state_dict=state, **kwargs)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from penstock.errors import UsageError
 from penstock.parallel import local_part
-from penstock.pipeline import Pipeline
+from penstock.pipeline import Pipeline, run_backward
 from penstock.rng import generator_states, generators_kept, set_generator_states
 from penstock.values import map_tensors, tensors_in
 
@@ -142,7 +142,8 @@ class Pass:
         for copy in self._copies.values():
             copy.grad = None
         with self._state.restored(), self.collecting():
-            self._pipe.run_backward(gradients, *self.args, number=self._state.number, **self.kwargs)
+            number = self._state.number
+            run_backward(self._pipe, gradients, *self.args, number=number, **self.kwargs)
             finite = not self._in_half or math.isfinite(self._pipe.weights.grad_norm())
         for gradient in () if finite else self._gradients:
             if gradient is not None:
@@ -174,7 +175,7 @@ def learns(pipe: Pipeline) -> bool:
     if pipe.model is not None:
         return any(parameter.requires_grad for parameter in pipe.model.parameters())
     # Of stages that were made by hand, only the other ranks know.
-    few = len(pipe.ranks) < pipe.schedule.ranks
+    few = len(pipe.local_ranks) < pipe.job.ranks
     return few or any(weight.requires_grad for _, weight in pipe.weights.here.named_parameters())
 
 

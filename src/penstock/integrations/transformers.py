@@ -6,9 +6,10 @@ import inspect
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +32,11 @@ from penstock.integrations.accelerate import (
     by_number,
     share_batches,
 )
-from penstock.integrations.module import PipelineModel, PipelineModule, own_loss
+from penstock.integrations.module import PipelineModel, PipelineModule
 from penstock.launchers import read_launcher
 from penstock.parallel import side_by_side
-from penstock.pipeline import Pipeline
+from penstock.pipeline import Pipeline, own_loss
+from penstock.runtime import Loss
 from penstock.values import tensors_in
 
 
@@ -103,13 +105,13 @@ class PipelineTrainer(Trainer):
         if self.args.world_size > 1:
             # The Trainer has made its accelerator itself.
             self.accelerator.__class__ = CountsPipelines
-            self.accelerator.ranks = self.pipe.schedule.ranks
+            self.accelerator.ranks = self.pipe.job.ranks
             share_batches(self.accelerator, self.pipe)
             _check_groups(self.args, self.accelerator.num_processes)
 
     def _options(self, model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
         """Options of the Pipeline: its loss, and its place among the processes."""
-        options = {**self._loss_options(model), "device": self.args.device, **options}
+        options = {"loss_fn": self._loss_of(model), "device": self.args.device, **options}
         world = self.args.world_size
         read_launcher()
         if world == 1 and os.environ.get("WORLD_SIZE", "1") != "1":
@@ -117,26 +119,33 @@ class PipelineTrainer(Trainer):
                 "TrainingArguments was made before this process knew of the others: call "
                 "penstock.read_launcher() at the top of the program"
             )
-        if world == 1 or "mesh" in options or "group" in options:
+        if world == 1 or "mesh" in options:
             return options
         ranks = options.setdefault("ranks", world)
         return options | side_by_side(self.args.device, world, ranks)
 
-    def _loss_options(self, model: nn.Module) -> dict[str, Any]:
+    def _loss_of(self, model: nn.Module) -> Loss:
         """The model's own loss, or the one that the Trainer was given."""
-        options: dict[str, Any] = dict(own_loss(model))
-        weight = options["loss_weight"]
+        own = own_loss(model)
         if self.compute_loss_func is not None:
-            function = self.compute_loss_func
-            options["loss_fn"] = _outside(
-                lambda output, labels: function(output, labels, num_items_in_batch=weight(labels))
+            function, weight = self.compute_loss_func, cast("Any", own.weight)
+            return replace(
+                own,
+                function=_outside(
+                    lambda output, labels: function(
+                        output, labels, num_items_in_batch=weight(labels)
+                    )
+                ),
             )
-        elif self.label_smoother is not None:
+        if self.label_smoother is not None:
             smoother, shifts = self.label_smoother, self._loss_shifts_labels
-            options["loss_fn"] = _outside(
-                lambda output, labels: smoother(output, labels, shift_labels=shifts)
+            return replace(
+                own,
+                function=_outside(
+                    lambda output, labels: smoother(output, labels, shift_labels=shifts)
+                ),
             )
-        return options
+        return own
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
@@ -240,7 +249,7 @@ class PipelineTrainer(Trainer):
         main = inputs.get(model.main_input_name) if isinstance(inputs, Mapping) else None
         if main is None:
             return 0
-        here = len(self.pipe.ranks) / self.pipe.schedule.ranks
+        here = len(self.pipe.local_ranks) / self.pipe.job.ranks
         return int(6 * main.numel() * self._weights * here)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:

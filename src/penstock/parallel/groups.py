@@ -13,70 +13,85 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.devices import use
 from penstock.errors import UsageError
-from penstock.faults import Members, Patience
+from penstock.faults import Members, Patience, Timeout
 
 DIMENSION = "pp"
 """The mesh dimension along which a pipeline runs."""
 
 
-def group_of(group: Any, mesh: Any = None) -> Any:
-    """The process group that ``group=`` or ``mesh=`` means; for a mesh, the group of its pipeline dimension.
+def group_of(mesh: Any) -> Any:
+    """The process group that ``mesh=`` means; for a mesh, the group of its pipeline dimension.
 
     Args:
-        group: a process group, or a mesh; a mesh of a single dimension may have any name.
-        mesh: a mesh with a dimension for the pipeline, in place of a group.
+        mesh: a mesh with a dimension for the pipeline, or of a single dimension of any name; or a process
+            group, or None for all processes.
 
     Raises:
-        UsageError: the mesh has no pipeline dimension or is not a mesh, or both arguments were given.
+        UsageError: the mesh has no pipeline dimension, or is neither a mesh nor a group.
     """
-    if mesh is not None:
-        if group is not None:
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim == 1:
+            return mesh.get_group()
+        names = mesh.mesh_dim_names or ()
+        if DIMENSION not in names:
             raise UsageError(
-                "give group= or mesh=, not both: each says which processes run the pipeline"
+                f"the mesh has the dimensions {names or mesh.ndim}; the one along which the pipeline runs "
+                f"must be named {DIMENSION!r}, or pass mesh=mesh[name]"
             )
-        if not isinstance(mesh, DeviceMesh):
-            raise UsageError(f"mesh={mesh!r}: must be a DeviceMesh with a dimension {DIMENSION!r}")
-        return _along_pipeline(mesh)
-    if not isinstance(group, DeviceMesh):
-        return group
-    return group.get_group() if group.ndim == 1 else _along_pipeline(group)
-
-
-def _along_pipeline(mesh: DeviceMesh) -> Any:
-    names = mesh.mesh_dim_names or ()
-    if DIMENSION not in names:
+        return mesh.get_group(DIMENSION)
+    if mesh is not None and not _is_group(mesh):
         raise UsageError(
-            f"the mesh has the dimensions {names or mesh.ndim}; the one along which the pipeline runs must "
-            f"be named {DIMENSION!r}, or pass group=mesh[name]"
+            f"mesh={mesh!r}: must be a DeviceMesh with a dimension {DIMENSION!r}, or a process group"
         )
-    return mesh.get_group(DIMENSION)
+    return mesh
 
 
-def group_across(mesh: Any) -> Any:
-    """The process group of a one-dimensional mesh, such as that of replicas; anything else unchanged.
+def _is_group(group: Any) -> bool:
+    outside = dist.is_available() and group == dist.GroupMember.NON_GROUP_MEMBER
+    return outside or callable(getattr(group, "allgather", None))
+
+
+def group_across(replicas: Any, mesh: Any) -> Any:
+    """The process group that ``replicas=`` means: of a mesh's dimension, by itself or by its name.
+
+    Args:
+        replicas: a mesh of one dimension, the name of a dimension of ``mesh``, or a process group.
+        mesh: the mesh of the pipeline.
 
     Raises:
-        UsageError: the mesh has several dimensions.
+        UsageError: it is none of these.
     """
-    if not isinstance(mesh, DeviceMesh):
-        return mesh
-    if mesh.ndim != 1:
+    if isinstance(replicas, str):
+        names = (isinstance(mesh, DeviceMesh) and mesh.mesh_dim_names) or ()
+        if replicas not in names or replicas == DIMENSION:
+            raise UsageError(
+                f"replicas={replicas!r}: must name a dimension of mesh= that lies across the pipeline; "
+                + (f"the mesh has {', '.join(names)}" if names else "there is no mesh with names")
+            )
+        return mesh.get_group(replicas)
+    if isinstance(replicas, DeviceMesh):
+        if replicas.ndim != 1:
+            raise UsageError(
+                f"replicas= has the dimensions {replicas.mesh_dim_names or replicas.ndim}; give the "
+                "dimension of the replicas alone, by its name"
+            )
+        return replicas.get_group()
+    if not _is_group(replicas):
         raise UsageError(
-            f"the mesh has the dimensions {mesh.mesh_dim_names or mesh.ndim}; give the dimension of the "
-            "replicas alone, as mesh[name]"
+            f"replicas={replicas!r}: must be the name of a dimension of mesh=, a process group of the ranks "
+            "at this place in each pipeline, or penstock.Replicas"
         )
-    return mesh.get_group()
+    return replicas
 
 
-def members_of(group: Any, mesh: Any, replicas: Any) -> Members | None:
+def members_of(mesh: Any, replicas: Any) -> Members | None:
     """The processes of the job.
 
-    Those of the whole mesh that ``group=``, ``mesh=`` or ``replicas=`` is a part of. Without a mesh, those of
-    the group, or the default group if there are replicas.
+    Those of the whole mesh that ``mesh=`` or ``replicas=`` is a part of. Without a mesh, those of the group,
+    or the default group if there are replicas.
 
     Args:
-        group: a process group, or a mesh, as for :func:`group_of`.
-        mesh: a mesh with a dimension for the pipeline, in place of a group.
+        mesh: a mesh or a process group, as for :func:`group_of`.
         replicas: the process group of the ranks at this place in each pipeline, if any.
 
     Returns:
@@ -84,16 +99,15 @@ def members_of(group: Any, mesh: Any, replicas: Any) -> Members | None:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    along = mesh if isinstance(mesh, DeviceMesh) else group
-    chosen = group_of(group, mesh)
+    chosen = group_of(mesh)
     if chosen == dist.GroupMember.NON_GROUP_MEMBER:
         return None
     pipeline = tuple(dist.get_process_group_ranks(chosen))
-    if isinstance(along, DeviceMesh):
+    if isinstance(mesh, DeviceMesh):
         # Only this private name leads from a part to the mesh that it was taken from (torch 2.13).
-        whole = along._get_root_mesh()
+        whole = mesh._get_root_mesh()
         names = whole.mesh_dim_names or ()
-        name = DIMENSION if along.ndim > 1 else (along.mesh_dim_names or ("",))[0]
+        name = DIMENSION if mesh.ndim > 1 else (mesh.mesh_dim_names or ("",))[0]
         if name in names:
             rows = whole.mesh.movedim(names.index(name), -1).flatten(0, -2).tolist()
             place = pipeline.index(dist.get_rank())
@@ -140,7 +154,7 @@ def siblings_of(mesh: Any, replicas: Any) -> Siblings:
         replicas: the ``penstock.Replicas`` of this pipeline.
     """
     groups = []
-    if isinstance(mesh, DeviceMesh):
+    if isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
         names = mesh.mesh_dim_names or ()
         groups += [mesh.get_group(name) for name in names if name != DIMENSION]
     if replicas.group is not None:
@@ -187,23 +201,21 @@ def side_by_side(device: torch.device | str, processes: int, ranks: int) -> dict
         UsageError: the number of pipelines is not whole.
     """
     mesh = replicated_mesh(device, pipelines_in(processes, ranks), ranks)
-    return {"mesh": mesh, "replicas": mesh["dp"] if processes > ranks else None}
+    return {"mesh": mesh, "replicas": "dp" if processes > ranks else None}
 
 
 @contextmanager
-def meeting_in_time(
-    rendezvous_timeout: float | None, later: timedelta | None
-) -> Iterator[timedelta]:
+def meeting_in_time(timeout: Timeout, later: timedelta | None) -> Iterator[timedelta]:
     """A context in which a library starts the default process group; gives the time to come together.
 
     torch has one limit for coming together and for each operation. Without this, the others would wait half
     an hour for a process that has died on its way.
 
     Args:
-        rendezvous_timeout: the seconds within which all must come, as for a Pipeline.
+        timeout: as for a Pipeline.
         later: the library's limit for an operation of the group.
     """
-    yield timedelta(seconds=Patience(None, rendezvous_timeout).rendezvous)
+    yield timedelta(seconds=Patience(timeout).rendezvous)
     world: Any = dist.group.WORLD
     if world is not None and later is not None:
         world.set_timeout(later)

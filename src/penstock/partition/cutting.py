@@ -51,7 +51,7 @@ class Cutting:
         example: arguments whose numbers the runs without data use.
         balance: as for :func:`partition`.
         placement: as for :func:`partition`.
-        checkpoint: as for :func:`partition`.
+        recompute: as for :func:`partition`.
         room: the memory of the stages.
 
     Raises:
@@ -67,11 +67,11 @@ class Cutting:
         example: Example | None = None,
         balance: str | Sequence[float] | None = None,
         placement: Placement | None = None,
-        checkpoint: bool | Sequence[str] = False,
+        recompute: bool | Sequence[str] = False,
         room: Room | None = None,
     ) -> None:
         self.model, self._stages = model, stages
-        self._balance, self._placement, self._checkpoint = balance, placement, checkpoint
+        self._balance, self._placement, self._recompute = balance, placement, recompute
         self._room = room
         if not isinstance(stages, int) and (balance is not None or placement is not None):
             raise UsageError(
@@ -332,7 +332,7 @@ class Cutting:
         modules = dict(model.named_modules(remove_duplicate=False))
         units = [path for path in homes if path in modules]
         doors = [Door(modules[path], path) for path in units]
-        recomputes = _recomputed(units, self._checkpoint)
+        recomputes = _recomputed(units, self._recompute)
         author = Author(
             model, doors, self._run, recomputes, _with_weights(model, homes), self.count
         )
@@ -358,7 +358,7 @@ def partition(
     example: Example | None = None,
     balance: str | Sequence[float] | None = None,
     placement: Placement | None = None,
-    checkpoint: bool | Sequence[str] = False,
+    recompute: bool | Sequence[str] = False,
 ) -> Partition:
     """Cut a model into stages that together compute what it computes.
 
@@ -375,14 +375,14 @@ def partition(
             ``"memory"``; or a weight for each module that is placed, in the order of their calls. By default
             the work of the forward; in an ``nn.Sequential`` without example, the number of children.
         placement: which rank holds which stage, if you give the number: balances ranks instead of stages.
-        checkpoint: recompute units in the backward instead of keeping their activations: all units, or
+        recompute: recompute units in the backward instead of keeping their activations: all units, or
             those at or inside these paths.
 
     Raises:
         PartitionError: the model cannot be cut this way; the message says why, and what to do.
     """
     cutting = Cutting(
-        model, stages, example=example, balance=balance, placement=placement, checkpoint=checkpoint
+        model, stages, example=example, balance=balance, placement=placement, recompute=recompute
     )
     with explained(model):
         return cutting.make(cutting.decide(example), example)
@@ -454,15 +454,15 @@ def _check_compiled(model: nn.Module) -> None:
         )
 
 
-def _recomputed(units: Sequence[str], checkpoint: bool | Sequence[str]) -> list[str]:
-    if isinstance(checkpoint, bool):
-        return list(units) if checkpoint else []
+def _recomputed(units: Sequence[str], recompute: bool | Sequence[str]) -> list[str]:
+    if isinstance(recompute, bool):
+        return list(units) if recompute else []
     recomputes = []
-    for path in checkpoint:
+    for path in recompute:
         inside = [u for u in units if u == path or u.startswith(f"{path}.")]
         if not inside:
             raise PartitionError(
-                f"checkpoint={path!r}: must name a module that is placed as a whole, or one that holds such: "
+                f"recompute={path!r}: must name a module that is placed as a whole, or one that holds such: "
                 f"{', '.join(units[:5])}{' and more' if len(units) > 5 else ''}"
             )
         recomputes += inside

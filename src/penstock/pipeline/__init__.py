@@ -3,20 +3,44 @@
 from penstock.pipeline.calls import CallArguments
 from penstock.pipeline.job import PipelineJob
 from penstock.pipeline.model_weights import ModelWeights
-from penstock.pipeline.pipeline import Pipeline, carry_out, check_in_fewer, driven
-from penstock.pipeline.watching import StepEvent, StepHook, TensorBoard, peak_flops, peak_memory
+from penstock.pipeline.own_loss import author_of, is_named, label_names, own_loss
+from penstock.pipeline.pipeline import (
+    Pipeline,
+    carry_out,
+    check_in_fewer,
+    cut_before,
+    driven,
+    run_backward,
+    run_forward,
+)
+from penstock.pipeline.watching import (
+    SlowWarning,
+    StepEvent,
+    StepHook,
+    TensorBoard,
+    peak_flops,
+    peak_memory,
+)
 
 __all__ = [
     "CallArguments",
     "ModelWeights",
     "Pipeline",
     "PipelineJob",
+    "SlowWarning",
     "StepEvent",
     "StepHook",
     "TensorBoard",
+    "author_of",
     "carry_out",
     "check_in_fewer",
+    "cut_before",
     "driven",
+    "is_named",
+    "label_names",
+    "own_loss",
     "peak_flops",
     "peak_memory",
+    "run_backward",
+    "run_forward",
 ]

@@ -31,9 +31,9 @@ from penstock.pipeline.watching import peak_flops, peak_memory
 from penstock.runtime import (
     ASKING,
     Call,
-    Loss,
     Runner,
     StepCost,
+    StepLoss,
     StepResult,
     StepState,
     ask_inside,
@@ -90,7 +90,7 @@ class PipelineCalls:
     ) -> None:
         self._runner, self._schedules, self._held = runner, schedules, held
         self._rules, self._slowness = rules, slowness
-        self._step_names, self._watched = tuple(step_names), False
+        self._step_names = tuple(step_names)
         self._image_tokens = {} if held.model is None else image_tokens(held.model)
 
     # ---- before a call
@@ -136,11 +136,6 @@ class PipelineCalls:
         return replace(call, batch=batch, mark=mark_of(batch.values) if same_batch else 0)
 
     # ---- a call
-
-    def watched(self, call: Call) -> Call:
-        """A training call, which is recorded if it is its turn; each is counted here."""
-        self._watched = self._slowness.count_step()
-        return replace(call, record=True) if self._watched else call
 
     def run(self, call: Call, arguments: CallArguments = NO_ARGUMENTS) -> StepState:
         """Carry out a call that was described by all ranks.
@@ -218,7 +213,7 @@ class PipelineCalls:
         result = replace(step.result, outputs=outputs, cost=cost)
         if not step.call.record:
             return result
-        timeline, kind, slow = self._slowness.note(step, warn=self._watched)
+        timeline, kind, slow = self._slowness.note(step)
         return replace(
             result, timeline=timeline, timeline_kind=kind, bubble=timeline.bubble, slow=slow
         )
@@ -234,15 +229,15 @@ class PipelineCalls:
         """After a step: ask a loss that the model's forward computes whether microbatches make it up."""
         loss, model_call = step.call.loss, step.agreement.model_call
         asks = model_call.count > 1 and self._runner.steps in ASKING and not model_call.presplit
-        if loss is None or loss.loss_over != "samples" or not asks:
+        if loss is None or not loss.asks or not asks:
             return
-        if isinstance(loss.loss_weight, Sequence):
+        if isinstance(loss.weight, Sequence):
             return
         if any(self._runner.gather(self._runner.interpreter.has_loss_inside)):
             self.check_in_fewer(loss, model_call.count, arguments)
 
     def check_in_fewer(
-        self, loss: Loss | None, count: int, arguments: CallArguments
+        self, loss: StepLoss | None, count: int, arguments: CallArguments
     ) -> dict[str, tuple[float, float]]:
         """Check that a loss is the same in fewer microbatches than ``count``.
 

@@ -10,11 +10,11 @@ from torch import nn
 
 from penstock.errors import UsageError
 from penstock.partition import Partition, Shared
+from penstock.pipeline.plan import ProvenSchedules
 from penstock.pipeline.setup import check_shared, check_spread, described_stages, modules_in
 from penstock.pipeline.uncut import UncutModel
 from penstock.pipeline.weights import CUT_NOW, HeldWeights, ListedWeights, WholeWeights
 from penstock.runtime import Replicas, Runner
-from penstock.schedule import Schedule
 from penstock.stage import PipelineStage
 
 
@@ -23,10 +23,10 @@ class HeldModel:
 
     Args:
         runner: gets the stages, and reaches the other ranks.
-        schedule: the schedule of a training step.
+        schedules: the schedules of the pipeline.
         replicas: the pipelines that train the same weights on other data.
         model: the model; None for stages placed by hand.
-        weighted: whether losses are weighted by ``loss_weight``.
+        weighted: whether the loss has weights.
 
     Attributes:
         model: the model, of which this process has the stages alone once it is cut.
@@ -43,13 +43,13 @@ class HeldModel:
     def __init__(
         self,
         runner: Runner,
-        schedule: Schedule,
+        schedules: ProvenSchedules,
         replicas: Replicas,
         model: nn.Module | None,
         *,
         weighted: bool,
     ) -> None:
-        self._runner, self._schedule, self._replicas = runner, schedule, replicas
+        self._runner, self._schedules, self._replicas = runner, schedules, replicas
         self._weighted = weighted
         self.model = model
         self.uncut: UncutModel | None = None
@@ -92,7 +92,7 @@ class HeldModel:
         self._shown = {index: modules_in(module) for index, module in modules.items()}
         self.check_spread(weighted=self._weighted)
         check_shared(self.stages, shared, self._replicas, runner.gather)
-        rank_of = self._schedule.placement.rank_of
+        rank_of = self._schedules.training.placement.rank_of
         self.stage_weights = HeldWeights(self.stages, runner, shared, rank_of, named)
         self.weights = self.stage_weights
         self.uncut = None
@@ -119,7 +119,7 @@ class HeldModel:
         """What there is, in lines for the user."""
         if self.uncut is not None:
             return [f"  not cut yet: the first batch cuts the {type(self.uncut.model).__name__}"]
-        return described_stages(self._schedule, self._shown, self.partition)
+        return described_stages(self._schedules.training, self._shown, self.partition)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

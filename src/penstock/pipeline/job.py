@@ -41,12 +41,13 @@ class PipelineJob:
         replicas: the pipelines that train the same weights on other data.
 
     Attributes:
+        ranks: the number of ranks of the pipeline.
         siblings: the pipelines side by side with this one, given by ``mesh=`` or ``replicas=``.
     """
 
     def __init__(self, runner: Runner, ranks: int, replicas: Replicas) -> None:
         self._runner, self._transport = runner, runner.transport
-        self._ranks, self._replicas = ranks, replicas
+        self.ranks, self._replicas = ranks, replicas
         self.siblings = Siblings()
 
     @property
@@ -61,8 +62,8 @@ class PipelineJob:
             self._transport.watch.protect_groups(siblings.groups)
 
     @property
-    def leads(self) -> bool:
-        """Whether this process prints and writes for all; see :attr:`Pipeline.leads`."""
+    def is_main_process(self) -> bool:
+        """Whether this process prints and writes for all; see :attr:`Pipeline.is_main_process`."""
         return self.siblings.first and self._runner.rank == 0
 
     def circles(self) -> list[Circle]:
@@ -114,7 +115,7 @@ class PipelineJob:
     def agree(self, value: Any) -> list[Any]:
         """Exchange JSON values: every rank gets the values of all ranks, in rank order."""
         values = self._runner.gather(value)
-        return values * self._ranks if self._transport is None else values
+        return values * self.ranks if self._transport is None else values
 
     @collective
     def share(self, value: Any, rank: int) -> Any:

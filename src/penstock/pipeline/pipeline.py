@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from inspect import signature
-from operator import attrgetter
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,14 +18,14 @@ from penstock.errors import NonFiniteError, UsageError
 from penstock.faults import Timeout
 from penstock.microbatches import MISSING, Batch, Rules, output_dim
 from penstock.parallel import siblings_of
-from penstock.partition import Example, Partition, Shared, find_shared_between
+from penstock.partition import Partition, Shared, find_shared_between
 from penstock.pipeline.calls import CallArguments, PipelineCalls, flowed_back
 from penstock.pipeline.holding import HeldModel
 from penstock.pipeline.job import PipelineJob, collective
 from penstock.pipeline.model_weights import ModelWeights
 from penstock.pipeline.nonfinite import NonFiniteFinding, find_nonfinite
 from penstock.pipeline.outputs import gradients_by_part, product
-from penstock.pipeline.plan import ProvenSchedules, Source, Stages, WithTarget
+from penstock.pipeline.plan import ProvenSchedules, Source, Stages
 from penstock.pipeline.settings import ModelSettings, PipelineSettings, StageSettings, Wrap
 from penstock.pipeline.setup import (
     Connection,
@@ -42,6 +39,7 @@ from penstock.pipeline.setup import (
 from penstock.pipeline.slowness import Slowness
 from penstock.pipeline.uncut import UncutModel
 from penstock.pipeline.watching import StepEvent, StepHook
+from penstock.pipeline.weights import CUT_NOW
 from penstock.rng import Randomness, Seed
 from penstock.runtime import (
     ActionEvent,
@@ -51,11 +49,11 @@ from penstock.runtime import (
     Hooks,
     Loss,
     LossFunction,
-    LossOptions,
     LossScaler,
     LossWeight,
     Replicas,
     Runner,
+    StepLoss,
     StepResult,
     StepState,
     Which,
@@ -64,12 +62,12 @@ from penstock.runtime import (
 )
 from penstock.schedule import Action, Edge, Schedule
 from penstock.stage import Compilation, PipelineStage
-from penstock.weights.states import LoadResult
 
 logger = logging.getLogger("penstock")
 _HABITS = {
-    "train": "step trains, in each module's own mode; eval and predict evaluate and leave the modes",
-    "forward": "step trains, eval gives the loss, predict the output",
+    "eval": "evaluate gives the loss of a batch, predict its output; both run in evaluation mode",
+    "train": "step trains, in each module's own mode; evaluate and predict leave the modes",
+    "forward": "step trains, evaluate gives the loss, predict the output",
     "backward": "step runs forward and backward",
     "to": "Pipeline(device=) says where the stages live",
     "cuda": "Pipeline(device=) says where the stages live",
@@ -79,18 +77,6 @@ _HABITS = {
     "states",
 }
 """Attributes of nn.Module or an earlier Pipeline that this one lacks, and what to use instead."""
-_MOVED = {
-    "held_weights": "weights.here",
-    **{
-        name: f"weights.{name}"
-        for name in (
-            *("grad_norm", "init_weights", "state_dict", "load_state_dict"),
-            *("optimizer_state_dict", "load_optimizer_state_dict", "save", "load"),
-        )
-    },
-    **{name: f"job.{name}" for name in ("patient", "report_failures_to", "wrap_transport")},
-}
-"""Attributes of earlier versions, and where they are now; the old names go with the next release."""
 
 
 class Pipeline:
@@ -102,26 +88,28 @@ class Pipeline:
     Args:
         model: any module; see docs/partition.md for how it is cut.
         schedule: a name (see :func:`penstock.schedule.names`), a ``.csv`` or ``.json`` file, a
-            :class:`~penstock.schedule.Schedule`, or a function of ranks and microbatches that returns one; by
-            default 1F1B. ``"auto"`` measures the model with ``example=`` and uses the fastest plan.
-        ranks: the number of ranks; by default the world size under torchrun, otherwise what the stages need.
+            :class:`~penstock.schedule.Schedule`, a function of ranks and microbatches that returns one, or a
+            :class:`penstock.plan.Plan`, which also decides microbatches, stages and recompute; by default
+            1F1B. ``"auto"`` measures the model with the first batch and uses the fastest plan.
         microbatches: the number of parts that a batch is split into; by default two per rank.
-        loss_fn: ``(output, target) -> scalar``; without it the pipeline only predicts.
+        loss_fn: ``(output, target) -> scalar``, or a :class:`penstock.Loss` that says what the scalar means.
+            By default a model of transformers trains with the loss that it computes from ``labels=``; any
+            other only predicts.
+        ranks: the number of ranks; by default the world size under torchrun, otherwise what the stages need.
+        mesh: under torchrun, a ``DeviceMesh`` with a dimension ``pp``, along which the pipeline runs: there
+            is one pipeline for each place in the other dimensions. Or a mesh of one dimension, or a process
+            group. By default all processes.
+        replicas: data parallelism: the pipelines that train the same weights on other data, as the name of a
+            dimension of ``mesh``, a process group of the ranks at the same place in each of them, or
+            :class:`penstock.Replicas`. They begin with the weights of the first, and gradients are averaged
+            over them.
         stages: the number of stages, the module paths to cut before, the paths of each stage's modules, or a
-            Partition.
-        example: arguments of the model for one microbatch, as ``(args, kwargs)``, the same on every rank,
-            with which the model is cut at once. Without it, the first call of :meth:`step` or another method
-            brings the arguments that show in which order the model calls its modules, and their work. For
-            ``schedule="auto"`` also ``(args, kwargs, target)``, so that the time of the loss is measured too.
-        rules: how arguments are split, by position or name; by default along dimension 0. The rule for
-            ``"target"`` splits the target, and the one for ``"output"`` says along which dimension outputs
-            are put together.
+            Partition. By default as many as the schedule has, cut where the first batch shows.
+        split: how arguments are split, by position or name: a dimension, or a :class:`penstock.Split` or
+            another rule; by default along dimension 0. The rule for ``"target"`` splits the target, and the
+            one for ``"output"`` says how outputs are put together.
         device: where the stages live; by default where the model is. Under torchrun, ``"cuda"`` is the
             device of ``LOCAL_RANK``.
-        group: under torchrun, the process group of this pipeline's ranks, or a ``DeviceMesh`` of one
-            dimension such as ``mesh["pp"]``; by default all processes.
-        mesh: in place of ``group``, a ``DeviceMesh`` with a dimension ``pp``, along which the pipeline runs.
-            There is one pipeline for each place in the other dimensions.
         wrap: called after the cut with each stage's module and index, on the rank that has the stage. It
             returns the wrapped module, as in ``lambda module, stage: fully_shard(module,
             mesh=mesh["dp"])``, or changes it in place. Names stay those of the unsplit model. See
@@ -129,26 +117,14 @@ class Pipeline:
         compile: whether to compile each stage, or options of ``torch.compile`` to compile it with; see
             docs/compile.md. By default the stages are compiled if the model is, and parts of the model that
             are compiled stay compiled.
+        recompute: activation checkpointing. True for all units of the model, or the paths of modules: these
+            keep only their inputs, and backward recomputes their forward. By default there is none.
         seed: the seed of the random numbers that steps draw, as for dropout. They depend only on the seed,
             the step, the microbatch and the module's path. By default it is the seed that rank 0 gave
             ``torch.manual_seed``; ``"off"`` draws from torch's generators as they are. See
             docs/randomness.md.
         timeout: seconds without progress, in a step or between steps, after which a rank is reported as
-            silent and all ranks stop; a pair sets one for the first step and one for later ones. By default
-            the environment's PENSTOCK_TIMEOUT, or 600.
-        rendezvous_timeout: seconds within which all processes must arrive, and for which one rank may hold
-            up the others while the Pipeline is made. By default PENSTOCK_RENDEZVOUS_TIMEOUT, or 300.
-        weights: a folder of safetensors files, from which each process reads its own stages. The model may be
-            on the meta device; its stages then get memory on ``device``, or on the CPU.
-        plan: a plan that :func:`penstock.plan.search` has found, in place of schedule, ranks, microbatches,
-            stages and checkpoint.
-        watch_every: every so many training steps, record one, and log a warning for what is slow in it; see
-            docs/measuring.md.
-        checkpoint: activation checkpointing. True for all units of the model, or the paths of modules: these
-            keep only their inputs, and backward recomputes their forward. By default there is none.
-        options: options of the loss: ``reduction``, ``loss_weight``, ``metrics``, ``accumulate``,
-            ``loss_over``,
-            ``replicas`` and ``nonfinite``; see :class:`penstock.runtime.LossOptions` and docs/training.md.
+            silent and all ranks stop; or :class:`penstock.Timeouts`. By default 600.
 
     Raises:
         UsageError: an argument is wrong; see its subclasses in :mod:`penstock.errors`.
@@ -160,53 +136,45 @@ class Pipeline:
         model: nn.Module,
         *,
         schedule: Source | None = None,
-        ranks: int | None = None,
         microbatches: int | None = None,
-        loss_fn: LossFunction | None = None,
-        stages: Stages = None,
-        example: Example | WithTarget | None = None,
-        rules: Rules | None = None,
-        device: torch.device | str | None = None,
-        group: Any = None,
+        loss_fn: LossFunction | Loss | None = None,
+        ranks: int | None = None,
         mesh: Any = None,
+        replicas: Any = None,
+        stages: Stages = None,
+        split: Rules | None = None,
+        device: torch.device | str | None = None,
         wrap: Wrap | None = None,
         compile: Compilation = None,
+        recompute: bool | Sequence[str] = False,
         seed: Seed = None,
         timeout: Timeout = None,
-        rendezvous_timeout: float | None = None,
-        weights: str | os.PathLike[str] | None = None,
-        plan: planning.Plan | None = None,
-        checkpoint: bool | Sequence[str] = False,
-        watch_every: int | None = None,
-        **options: Unpack[LossOptions],
+        **unknown: Any,
     ) -> None:
         settings = ModelSettings(
-            caller=Pipeline.__init__, model=model, schedule=schedule, ranks=ranks, microbatches=microbatches,
-            loss_fn=loss_fn, stages=stages, example=example, rules=rules, device=device, group=group,
-            mesh=mesh, wrap=wrap, compile=compile, seed=seed, timeout=timeout,
-            rendezvous_timeout=rendezvous_timeout, weights=weights, plan=plan, checkpoint=checkpoint,
-            watch_every=watch_every, options=options,
+            caller=Pipeline.__init__, model=model, schedule=schedule, microbatches=microbatches,
+            loss_fn=loss_fn, ranks=ranks, mesh=mesh, replicas=replicas, stages=stages, split=split,
+            device=device, wrap=wrap, compile=compile, recompute=recompute, seed=seed, timeout=timeout,
+            unknown=unknown,
         )  # fmt: skip
         connection = connect_process(settings)
-        transport = connection.transport
-        with set_up(transport) as prepare:
-            if schedule == "auto":
-                prepare("measures the model and plans")
-                plan = settings.fastest_plan(transport)
+        with set_up(connection.transport) as prepare:
             prepare("cuts the model")
-            settings = settings.decided_by(plan)
+            settings = settings.planned()
             schedules = settings.schedules(connection.ranks)
+            schedules.plan = schedule if isinstance(schedule, planning.Plan) else None
             model = settings.uncompiled[0]
             cut = settings.stages.modules if isinstance(settings.stages, Partition) else [model]
-            details = {"reduction": str(options.get("reduction", "mean")), **describe_stages(cut)}
-            self._begin(settings, connection, schedules, plan, model, details)
+            reduction = "mean" if settings.loss is None else settings.loss.reduction
+            details = {"reduction": reduction, **describe_stages(cut)}
+            self._begin(settings, connection, schedules, model, details)
             uncut = UncutModel(
-                settings, schedules.training, transport, self._replicas, self._held.take_cut
+                settings, schedules, connection.transport, self._replicas, self._held.take_cut
             )
-            if uncut.needs_call and example is None:
+            if uncut.needs_call:
                 self._held.wait(uncut)
             else:
-                self._runner.cut_now(uncut, settings.arguments)
+                self._runner.cut_now(uncut)
         self._job.stand_beside(siblings_of(mesh, self._replicas))
 
     @classmethod
@@ -216,16 +184,15 @@ class Pipeline:
         *,
         schedule: Source,
         microbatches: int | None = None,
-        loss_fn: LossFunction | None = None,
-        rules: Rules | None = None,
+        loss_fn: LossFunction | Loss | None = None,
+        split: Rules | None = None,
         edges: Sequence[Edge] | None = None,
         shared: Sequence[Shared] | None = None,
-        group: Any = None,
         mesh: Any = None,
+        replicas: Any = None,
         seed: Seed = None,
         timeout: Timeout = None,
-        rendezvous_timeout: float | None = None,
-        **options: Unpack[LossOptions],
+        **unknown: Any,
     ) -> Pipeline:
         """Make a pipeline of stages placed by hand.
 
@@ -234,24 +201,23 @@ class Pipeline:
             schedule: as for :class:`Pipeline`; it says which stage belongs on which rank.
             microbatches: as for :class:`Pipeline`; so are the arguments that follow, unless noted.
             loss_fn: computes the loss on the last stage.
-            rules: how arguments are split.
+            split: how arguments are split.
             edges: the values that travel between the stages; by default each stage feeds the next. A stage
                 that makes several values returns a dict, and one that uses several gets them as keyword
                 arguments.
             shared: the table of weights that stages of different processes share, the same on every rank;
                 see :func:`penstock.partition.find_shared`. By default, the weights that the given stages
                 share by identity.
-            group: the process group of this pipeline's ranks, or a mesh of one dimension.
-            mesh: in place of ``group``, a mesh with a dimension ``pp``.
+            mesh: a mesh, or the process group of this pipeline's ranks.
+            replicas: the pipelines that train the same weights on other data.
             seed: the seed of the random numbers that steps draw.
             timeout: seconds without progress after which a rank is reported as silent.
-            rendezvous_timeout: seconds within which all ranks must arrive.
-            options: options of the loss.
+            unknown: must be empty; what is in it is refused with the name that was probably meant.
         """
         settings = StageSettings(
             caller=cls.from_stages, stages=stages, schedule=schedule, microbatches=microbatches,
-            loss_fn=loss_fn, rules=rules, edges=None if edges is None else tuple(edges), group=group,
-            mesh=mesh, seed=seed, timeout=timeout, rendezvous_timeout=rendezvous_timeout, options=options,
+            loss_fn=loss_fn, split=split, edges=None if edges is None else tuple(edges), mesh=mesh,
+            replicas=replicas, seed=seed, timeout=timeout, unknown=unknown,
         )  # fmt: skip
         connection = connect_process(settings)
         pipe = cls.__new__(cls)
@@ -272,14 +238,14 @@ class Pipeline:
         settings: PipelineSettings,
         connection: Connection,
         schedules: ProvenSchedules,
-        plan: planning.Plan | None = None,
         model: nn.Module | None = None,
         details: Mapping[str, str] | None = None,
     ) -> None:
         """Put together what needs no stages, and check that all ranks have the same."""
         transport, replicas, loss = connection
-        self._schedules, self._transport, self._plan = schedules, transport, plan
-        self._loss, self._rules, self._replicas = loss, settings.rules, replicas
+        self._schedules, self._transport = schedules, transport
+        self._loss, self._rules, self._replicas = loss, settings.split, replicas
+        self._undecided = settings.schedule == "auto"
         self._hooks, self._step_hooks = Hooks(ActionEvent), Hooks(StepEvent)
         self._closed = False
         self._runner = runner = Runner(schedules.proven, transport, settings.home)
@@ -289,12 +255,12 @@ class Pipeline:
         self._randomness = Randomness(runner.gather(settings.seed_here)[0])
         self._last_seed: tuple[int, int] | None = None
         self._job = PipelineJob(runner, schedules.ranks, replicas)
-        weighted = loss is not None and loss.loss_weight is not None
-        self._held = HeldModel(runner, schedules.training, replicas, model, weighted=weighted)
+        weighted = loss is not None and loss.weight is not None
+        self._held = HeldModel(runner, schedules, replicas, model, weighted=weighted)
         self._weights = ModelWeights(self._job, self._held)
-        slowness = Slowness(settings.watch_every, plan, runner, lambda: self._job.leads)
+        slowness = Slowness(schedules, runner)
         names = signature(Pipeline.step).parameters
-        self._calls = PipelineCalls(runner, schedules, self._held, settings.rules, slowness, names)
+        self._calls = PipelineCalls(runner, schedules, self._held, settings.split, slowness, names)
 
     # ---- what a pipeline is
 
@@ -309,18 +275,24 @@ class Pipeline:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the model is cut: at once with ``example=`` or lists of modules, else by the first call."""
+        """Whether the model is cut: at once if ``stages=`` says where, else by a call."""
         return self._held.uncut is None
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of a training step, with its messages; some calls may need other edges."""
+        """The schedule of a training step, with its messages; some calls may need other edges.
+
+        Raises:
+            UsageError: it is ``"auto"``, and the model is not cut yet.
+        """
+        if self._undecided and not self.is_cut:
+            raise UsageError(f'schedule="auto" is decided when the model is cut; {CUT_NOW}')
         return self._schedules.training
 
     @property
     def plan(self) -> planning.Plan | None:
         """The plan that the Pipeline was made from, given or found; None without one."""
-        return self._plan
+        return self._schedules.plan
 
     @property
     def randomness(self) -> Randomness:
@@ -343,7 +315,7 @@ class Pipeline:
         return self._job
 
     @property
-    def ranks(self) -> tuple[int, ...]:
+    def local_ranks(self) -> tuple[int, ...]:
         """The ranks that live in this process: all of them, or one."""
         if self._transport is None:
             return tuple(range(self._schedules.ranks))
@@ -356,7 +328,7 @@ class Pipeline:
 
     @property
     def computes_loss(self) -> bool:
-        """Whether the pipeline was given a ``loss_fn``, so that it can train by :meth:`step`."""
+        """Whether there is a loss, so that :meth:`step` can train."""
         return self._loss is not None
 
     @property
@@ -368,12 +340,12 @@ class Pipeline:
         return self._runner.stopping
 
     @property
-    def leads(self) -> bool:
+    def is_main_process(self) -> bool:
         """Whether this process prints and writes for all, since it holds rank 0.
 
-        Of several pipelines side by side, given by ``mesh=`` or ``replicas=``, rank 0 of the first leads.
+        Of several pipelines side by side, given by ``mesh=`` or ``replicas=``, it is rank 0 of the first.
         """
-        return self._job.leads
+        return self._job.is_main_process
 
     @property
     def stages(self) -> tuple[PipelineStage, ...]:
@@ -406,9 +378,10 @@ class Pipeline:
         here = "" if self._transport is None else f"; this process is rank {self.rank}"
         count = self._replicas.number
         beside = f"; {count} replicas" if count > 1 else ""
+        name = "auto" if self._undecided and not self.is_cut else schedule.name
         return "\n".join(
             [
-                f"Pipeline({schedule.name}, ranks={schedule.ranks}, stages={schedule.stages}, "
+                f"Pipeline({name}, ranks={schedule.ranks}, stages={schedule.stages}, "
                 f"microbatches={schedule.microbatches}, device={str(self.device)!r}{beside}{here})",
                 *self._held.rows(),
             ]
@@ -417,8 +390,6 @@ class Pipeline:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            if name in _MOVED:
-                return moved(self, name)
             hint = _HABITS.get(name)
             text = f"'{type(self).__name__}' object has no attribute {name!r}"
             raise AttributeError(f"{text}: {hint}" if hint else text, name=name, obj=self)
@@ -437,6 +408,7 @@ class Pipeline:
         outputs: bool = False,
         record: bool = False,
         same_batch: bool = False,
+        model_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> StepResult:
         """Run forward and backward of a batch, and add gradients to the parameters' ``.grad``.
@@ -447,18 +419,21 @@ class Pipeline:
             args: the model's arguments. Under torchrun, a rank is given all of them or none; ranks whose
                 stages use some need them, and so does the rank of the first stage.
             target: the target of ``loss_fn``, split like the arguments. The rank of the last stage must be
-                given it, unless ``loss_fn`` does not use it.
+                given it, unless ``loss_fn`` does not use it or names an argument of the model as the target,
+                as the loss of a model of transformers names ``labels``.
             microbatches: their number in this step; by default that of the Pipeline.
             loss_weight: replaces the Pipeline's in this step.
             total_weight: what the loss is divided by before backward, in place of the weight of this batch:
                 for a batch that is a part of a larger one.
-            accumulate: replaces the Pipeline's in this step.
+            accumulate: the number of steps whose gradients together equal those of one large batch; by
+                default 1.
             scaler: scales the loss for float16.
             outputs: whether to give every rank the model's outputs.
             record: whether to note when each action ran.
             same_batch: whether every rank must be given the same batch; batches that differ are then an
                 error.
-            kwargs: the model's keyword arguments; they go to the stages that take them.
+            model_kwargs: keyword arguments of the model, under any names, such as those of this method.
+            kwargs: more keyword arguments of the model; they go to the stages that take them.
 
         Returns:
             The same result on every rank.
@@ -471,7 +446,7 @@ class Pipeline:
             PoisonedError: an earlier call failed in the middle.
         """
         number, seed = self._randomness.step, self._drawn_from(self._randomness.step)
-        event = StepEvent(number + 1, self._job.leads, self._held.device)
+        event = StepEvent(number + 1, self._job.is_main_process, self._held.device)
         self._step_hooks.call("before", event)
         started = perf_counter()
 
@@ -483,13 +458,15 @@ class Pipeline:
             self._schedules.check_trains(call.batch.count)
             return replace(call, loss=loss)
 
+        kwargs = joined(kwargs, model_kwargs)
+        target = self._target_of(target, kwargs)
         arguments = CallArguments(args, kwargs, target, microbatches, same_batch)
         # A loss scaler lets gradients become infinite on purpose, and checks them itself.
         call = Call(
-            Batch(), outputs=outputs, record=record, seed=seed, hooks=self._hooks or None,
+            Batch(), outputs=outputs, record=record or event.record, seed=seed, hooks=self._hooks or None,
             finite=scaler is None,
         )  # fmt: skip
-        call = self._calls.watched(self._calls.described(call, arguments, complete))
+        call = self._calls.described(call, arguments, complete)
         step = flowed_back(self._calls.run(call, arguments))
         self._held.stage_weights.leave_gradients()
         self._calls.ask_inside(step, arguments)
@@ -508,13 +485,14 @@ class Pipeline:
         return result
 
     @collective
-    def cut(self, *args: Any, **kwargs: Any) -> None:
+    def cut(self, *args: Any, target: Any = MISSING, **kwargs: Any) -> None:
         """Cut the model now, by the arguments of a batch, as the first step would. Every rank calls it.
 
-        Does nothing to a model that is cut. ``example=`` does the same when the Pipeline is made.
+        Does nothing to a model that is cut.
 
         Args:
             args: the model's arguments, as for :meth:`step`.
+            target: the target; with ``schedule="auto"`` the time of the loss is measured with it.
             kwargs: the model's arguments by name.
 
         Raises:
@@ -523,16 +501,16 @@ class Pipeline:
         uncut = self._held.uncut
         if uncut is None:
             return
-        call = Call(Batch(), trains=torch.is_grad_enabled())
-        call = self._calls.described(call, CallArguments(args, kwargs))
-        self._runner.cut_by(uncut, call)
+        uncut.was_asked = True
+        cut_before(self, CallArguments(args, kwargs, target))
 
-    def eval(
+    def evaluate(
         self,
         *args: Any,
         target: Any = MISSING,
         outputs: bool = False,
         same_batch: bool = False,
+        model_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> StepResult:
         """The loss of a batch in evaluation mode, without gradients.
@@ -542,10 +520,15 @@ class Pipeline:
             target: as for :meth:`step`.
             outputs: whether to give every rank the model's outputs.
             same_batch: as for :meth:`step`.
+            model_kwargs: as for :meth:`step`.
             kwargs: the model's arguments by name.
         """
         if self._loss is None:
-            raise UsageError("eval needs a loss; make the Pipeline with loss_fn=, or use predict")
+            raise UsageError(
+                "evaluate needs a loss; make the Pipeline with loss_fn=, or use predict"
+            )
+        kwargs = joined(kwargs, model_kwargs)
+        target = self._target_of(target, kwargs)
         call = Call(Batch(), self._loss, trains=False, outputs=outputs, hooks=self._hooks or None)
         arguments = CallArguments(args, kwargs, target, same_batch=same_batch)
         return self._calls.evaluate(call, arguments)
@@ -555,49 +538,6 @@ class Pipeline:
         call = Call(Batch(), trains=False, outputs=True, hooks=self._hooks or None)
         arguments = CallArguments(args, kwargs, same_batch=same_batch)
         return self._calls.evaluate(call, arguments).outputs
-
-    def run_forward(self, *args: Any, same_batch: bool = False, **kwargs: Any) -> Any:
-        """The output for a batch as a training step computes it, on every rank.
-
-        Modules run in their own modes, and draw the random numbers of the next step. :meth:`run_backward`
-        computes the gradients.
-        """
-        started, seed = perf_counter(), self._drawn_from(self._randomness.step)
-        call = Call(Batch(), trains=False, outputs=True, seed=seed, hooks=self._hooks or None)
-        arguments = CallArguments(args, kwargs, same_batch=same_batch)
-        step = self._calls.run(self._calls.described(call, arguments), arguments)
-        return self._calls.result(step, started).outputs
-
-    def run_backward(
-        self, gradients: Any, *args: Any, number: int | None = None, **kwargs: Any
-    ) -> None:
-        """Add to ``.grad`` what gradients of a batch's outputs make of it, by a whole step.
-
-        Args:
-            gradients: a list of the gradients of the tensors in the output that :meth:`run_forward`
-                returned, in order, the same on every rank; None where there is none.
-            args: the arguments of :meth:`run_forward`.
-            number: the number of the step whose random numbers the forward drew.
-            kwargs: the arguments by name.
-
-        Raises:
-            UsageError: an output's first dimension does not count the samples of the batch.
-        """
-        started = perf_counter()
-        share = 1.0 / self._replicas.number if self._replicas.averaged else 1.0
-        loss = Loss(product, "sum", replicas=self._replicas, factor=share, loss_over="microbatch")
-
-        def complete(call: Call) -> Call:
-            batch = call.batch
-            self._schedules.check_trains(batch.count)
-            targets = gradients_by_part(gradients, batch, output_dim(self._rules, batch.dim))
-            return replace(call, batch=replace(batch, targets=targets))
-
-        call = Call(Batch(), loss, seed=None if number is None else self._drawn_from(number))
-        arguments = CallArguments(args, kwargs)
-        with torch.enable_grad():  # autograd calls this without, and parts of inputs need a graph
-            call = self._calls.watched(self._calls.described(call, arguments, complete))
-        self._calls.result(flowed_back(self._calls.run(call, arguments)), started)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -621,7 +561,7 @@ class Pipeline:
             A ``NonFiniteFinding``, which names stage, microbatch, action and module, the same on every rank;
             or None if everything is finite.
         """
-        arguments = CallArguments(args, kwargs, target)
+        arguments = CallArguments(args, kwargs, self._target_of(target, kwargs))
 
         def complete(call: Call) -> Call:
             return replace(call, loss=self._training_loss().in_step())
@@ -642,20 +582,25 @@ class Pipeline:
         seed = self._randomness.seed
         return None if seed == "off" else (seed, number)
 
-    def _training_loss(self) -> Loss:
+    def _training_loss(self) -> StepLoss:
         if self._loss is None:
             raise UsageError("step needs a loss; make the Pipeline with loss_fn=")
         if not self._schedules.training.trains:
             raise UsageError(
                 f"the schedule {self._schedules.training.name!r} has no backward, so it cannot train; "
-                "use eval, or choose a schedule with a backward"
+                "use evaluate, or choose a schedule with a backward"
             )
         if torch.is_inference_mode_enabled():
             raise UsageError(
                 "step needs gradients, and under torch.inference_mode() there are none; call it outside, "
-                "or use eval"
+                "or use evaluate"
             )
         return self._loss
+
+    def _target_of(self, target: Any, kwargs: Mapping[str, Any]) -> Any:
+        """The target of a call; by default the model's argument that the loss names."""
+        name = None if self._loss is None else self._loss.target
+        return target if name is None or target is not MISSING else kwargs.get(name, MISSING)
 
     def _attach(self, scaler: LossScaler | None) -> float:
         """The factor of a loss scaler, which from now on decides together with the other ranks."""
@@ -675,8 +620,7 @@ class Pipeline:
 
     def _meet_nonfinite(self, result: StepResult) -> None:
         """Raise, skip or warn about a step that is not finite, the same on every rank."""
-        assert self._loss is not None
-        step, nonfinite = self._randomness.step, self._loss.nonfinite
+        step, nonfinite = self._randomness.step, self._training_loss().nonfinite
         what = f"the loss is {result.loss:g}"
         if torch.isfinite(torch.tensor(result.loss, device="cpu")):
             what += ", but gradients are not finite"
@@ -686,7 +630,7 @@ class Pipeline:
                 'module made it; nonfinite="skip" drops the gradients of such steps, and "warn" only '
                 "logs them"
             )
-        if self.leads:
+        if self.is_main_process:
             skipped = ", its gradients are dropped" if nonfinite == "skip" else ""
             logger.warning("penstock: step %d is not finite%s: %s", step, skipped, what)
         if nonfinite == "skip":
@@ -732,18 +676,6 @@ class Pipeline:
             max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
         )
 
-    # ``torch.distributed.checkpoint`` saves what has these two, and pickles what has not.
-
-    def state_dict(self, *, full: bool = False) -> dict[str, Any]:
-        """The old name of ``pipe.weights.state_dict``."""
-        state: dict[str, Any] = moved(self, "state_dict")(full=full)
-        return state
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadResult:
-        """The old name of ``pipe.weights.load_state_dict``."""
-        result: LoadResult = moved(self, "load_state_dict")(state_dict, strict)
-        return result
-
     # ---- hooks, and the end
 
     def on(
@@ -780,13 +712,13 @@ class Pipeline:
         by :meth:`step`.
 
         Args:
-            after: called when the step is done.
+            after: called when the step is done. If it has a method ``before``, that is called before it.
             before: called when the step is about to begin.
 
         Returns:
             A handle that removes the functions, by ``remove()`` or at the end of a ``with`` block.
         """
-        return self._step_hooks.add(before, after)
+        return self._step_hooks.add(before or getattr(after, "before", None), after)
 
     def close(self, error: BaseException | None = None) -> None:
         """Release what the transport holds, and end the process group if this Pipeline started it.
@@ -845,12 +777,64 @@ def check_in_fewer(
     return pipe._calls.check_in_fewer(pipe._loss if loss is None else loss, count, arguments)
 
 
-def moved(pipe: Pipeline, name: str) -> Any:
-    """What an old name of a Pipeline's attribute stands for, with a warning that says the new one."""
-    new = _MOVED[name]
-    warnings.warn(
-        f"Pipeline.{name} is now pipe.{new}; the old name goes with the next release",
-        DeprecationWarning,
-        stacklevel=3,
+def run_forward(pipe: Pipeline, *args: Any, same_batch: bool = False, **kwargs: Any) -> Any:
+    """The output for a batch as a training step computes it, on every rank.
+
+    Modules run in their own modes, and draw the random numbers of the next step. :func:`run_backward`
+    computes the gradients.
+    """
+    started, seed = perf_counter(), pipe._drawn_from(pipe._randomness.step)
+    call = Call(Batch(), trains=False, outputs=True, seed=seed, hooks=pipe._hooks or None)
+    arguments = CallArguments(args, kwargs, same_batch=same_batch)
+    step = pipe._calls.run(pipe._calls.described(call, arguments), arguments)
+    return pipe._calls.result(step, started).outputs
+
+
+def run_backward(
+    pipe: Pipeline, gradients: Any, *args: Any, number: int | None = None, **kwargs: Any
+) -> None:
+    """Add to ``.grad`` what gradients of a batch's outputs make of it, by a whole step.
+
+    Args:
+        pipe: the pipeline.
+        gradients: a list of the gradients of the tensors in the output that :func:`run_forward`
+            returned, in order, the same on every rank; None where there is none.
+        args: the arguments of :func:`run_forward`.
+        number: the number of the step whose random numbers the forward drew.
+        kwargs: the arguments by name.
+
+    Raises:
+        UsageError: an output's first dimension does not count the samples of the batch.
+    """
+    started = perf_counter()
+    share = 1.0 / pipe._replicas.number if pipe._replicas.averaged else 1.0
+    loss = StepLoss(
+        product, reduction="sum", over="microbatch", replicas=pipe._replicas, factor=share
     )
-    return attrgetter(new)(pipe)
+
+    def complete(call: Call) -> Call:
+        batch = call.batch
+        pipe._schedules.check_trains(batch.count)
+        targets = gradients_by_part(gradients, batch, output_dim(pipe._rules, batch.dim))
+        return replace(call, batch=replace(batch, targets=targets))
+
+    call = Call(Batch(), loss, seed=None if number is None else pipe._drawn_from(number))
+    arguments = CallArguments(args, kwargs)
+    with torch.enable_grad():  # autograd calls this without, and parts of inputs need a graph
+        call = pipe._calls.described(call, arguments, complete)
+    pipe._calls.result(flowed_back(pipe._calls.run(call, arguments)), started)
+
+
+def cut_before(pipe: Pipeline, arguments: CallArguments) -> None:
+    """Cut the model before a call that needs its stages; every rank calls this."""
+    uncut = pipe._held.uncut
+    if uncut is not None:
+        call = Call(Batch(), trains=torch.is_grad_enabled())
+        pipe._runner.cut_by(uncut, pipe._calls.described(call, arguments))
+
+
+def joined(kwargs: Mapping[str, Any], more: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The model's keyword arguments, with those given as ``model_kwargs=``."""
+    if both := sorted(kwargs.keys() & (more or {}).keys()):
+        raise UsageError(f"{', '.join(both)} given by name and in model_kwargs=; give each once")
+    return {**kwargs, **(more or {})}

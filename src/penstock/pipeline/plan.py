@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import Any
 
 from penstock.errors import PartitionError, ScheduleError
 from penstock.partition import Partition
+from penstock.plan import Plan
 from penstock.schedule import (
     Schedule,
     add_communication,
@@ -23,8 +23,8 @@ from penstock.schedule.library.schedules import forward_only
 
 Builder = Callable[[int, int], Schedule]
 """The user's function that makes a schedule for a number of ranks and microbatches."""
-Source = str | PathLike[str] | Schedule | Builder
-"""A schedule as a user gives it: a name, a file, a value, or a function of ranks and microbatches."""
+Source = str | PathLike[str] | Schedule | Builder | Plan
+"""A schedule as a user gives it: a name, a file, a value, a plan, or a function of ranks and microbatches."""
 
 Stages = int | Sequence[str] | Sequence[Sequence[str]] | Partition | None
 """How to cut: a count, module paths to cut before, paths for each stage, a partition, or None."""
@@ -33,9 +33,9 @@ AHEAD = 2
 """The number of receives posted ahead on a channel. One would be late if ranks do not keep step."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ProvenSchedules:
-    """The proven schedules that a pipeline runs.
+    """The proven schedules that a pipeline runs; a plan may decide them late, see :meth:`follow`.
 
     Args:
         schedule: a name, a value that is used as it is, or a function of ranks and microbatches.
@@ -43,6 +43,7 @@ class ProvenSchedules:
         stages: the number of stages.
         microbatches: their number in a training step, unless the step says otherwise.
         edges: which values travel between the stages; by default, those of the schedule.
+        plan: the plan that they are part of, if there is one.
     """
 
     schedule: str | Schedule | Builder
@@ -50,9 +51,12 @@ class ProvenSchedules:
     stages: int
     microbatches: int
     edges: Edges | None = None
-    _proven: dict[tuple[int, bool, Edges | None], Schedule] = field(
-        default_factory=dict, compare=False
-    )
+    plan: Plan | None = None
+    _proven: dict[tuple[int, bool, Edges | None], Schedule] = field(default_factory=dict)
+
+    def follow(self, decided: ProvenSchedules) -> None:
+        """Become what a plan has decided, before anything has run."""
+        vars(self).update(vars(decided))
 
     @property
     def training(self) -> Schedule:
@@ -170,10 +174,6 @@ def prove(schedule: Schedule) -> Schedule:
     if not report.ok:
         raise ScheduleError(f"the schedule {schedule.name!r} cannot run:\n{report}")
     return lowered
-
-
-WithTarget = tuple[Sequence[Any], Mapping[str, Any], Any]
-"""Arguments for one microbatch by position and by name, and the target."""
 
 
 def in_flight(schedule: Schedule) -> list[int]:

@@ -21,16 +21,16 @@ from penstock.faults import Patience, Timeout
 from penstock.microbatches import MISSING, Rules, check_rules, split_batch
 from penstock.parallel import group_across, spread_parts
 from penstock.partition import Example, Partition
+from penstock.pipeline.own_loss import default_loss
 from penstock.pipeline.plan import (
     Builder,
     ProvenSchedules,
     Source,
     Stages,
-    WithTarget,
     build_by,
 )
 from penstock.rng import Seed, checked_seed
-from penstock.runtime import Loss, LossFunction, LossOptions, Replicas, check_function
+from penstock.runtime import Loss, LossFunction, Replicas, StepLoss
 from penstock.schedule import Schedule, build, load
 from penstock.schedule.base import Edges, whole_number
 from penstock.stage import (
@@ -40,7 +40,7 @@ from penstock.stage import (
     device_of,
     without_compilation,
 )
-from penstock.transport import Circle, Transport
+from penstock.transport import Circle
 
 _CUT = "cut the model first: stages=penstock.partition.partition(model, stages, {}=...)"
 _INSTEAD = {
@@ -81,25 +81,20 @@ class PipelineSettings:
     caller: Callable[..., Any]
     schedule: Source | None
     microbatches: int | None
-    loss_fn: LossFunction | None
-    rules: Rules | None
-    group: Any
+    loss_fn: LossFunction | Loss | None
+    split: Rules | None
     mesh: Any
+    replicas: Any
     seed: Seed
     timeout: Timeout
-    rendezvous_timeout: float | None
-    options: LossOptions
-    watch_every: int | None = None
+    unknown: Mapping[str, Any]
 
     def __post_init__(self) -> None:
         parameters = inspect.signature(self.caller).parameters.values()
         named = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
-        check_known(self.options, [*named, *LossOptions.__annotations__], _INSTEAD)
-        check_rules(self.rules)
-        every = whole_number("watch_every", self.watch_every)
-        if every is not None and every < 1:
-            raise UsageError(f"watch_every={every}: must be at least 1, or None")
-        for name in ("replicas", "loss", "patience", "home"):
+        check_known(self.unknown, named, _INSTEAD)
+        check_rules(self.split)
+        for name in ("replica_set", "loss", "patience", "home"):
             getattr(self, name)
 
     # ---- each by itself
@@ -112,39 +107,30 @@ class PipelineSettings:
     @cached_property
     def patience(self) -> Patience:
         """How long the ranks wait for one another."""
-        return Patience(self.timeout, self.rendezvous_timeout)
+        return Patience(self.timeout)
 
     @cached_property
-    def replicas(self) -> Replicas:
+    def replica_set(self) -> Replicas:
         """The replicas of this pipeline, from a group or mesh of the ranks at the same place in each."""
-        replicas = self.options.get("replicas")
+        replicas = self.replicas
         if replicas is None or isinstance(replicas, Replicas):
             return replicas or Replicas()
-        group = group_across(replicas)
-        if not callable(getattr(group, "allgather", None)):
-            hint = f", as in mesh[{replicas!r}]" if isinstance(replicas, str) else ""
-            raise UsageError(
-                f"replicas={replicas!r}: must be a process group of the ranks at this place in each "
-                f"pipeline, a mesh of that dimension{hint}, or penstock.Replicas"
-            )
+        group = group_across(replicas, self.mesh)
         circle = Circle(group)
         return Replicas(
             circle.size, circle.sum, index=circle.rank, exchange=circle.exchange, group=group
         )
 
     @cached_property
-    def loss(self) -> Loss | None:
-        """The loss, if the user gave a function for it."""
-        if self.loss_fn is None:
-            return None
-        metrics = self.options.get("metrics") or {}
-        if not isinstance(metrics, Mapping):
-            raise UsageError(f"metrics={metrics!r}: must be functions by name, in a dict")
-        check_function("loss_fn", self.loss_fn)
-        for name, metric in metrics.items():
-            check_function(f"metrics[{name!r}]", metric)
-        more: dict[str, Any] = {**self.options, "metrics": metrics, "replicas": self.replicas}
-        return Loss(self.loss_fn, rules=self.rules, **more)
+    def loss(self) -> StepLoss | None:
+        """The loss, if there is one."""
+        loss_fn = self.default_loss if self.loss_fn is None else self.loss_fn
+        return None if loss_fn is None else StepLoss.of(loss_fn, self.replica_set, self.split)
+
+    @property
+    def default_loss(self) -> Loss | None:
+        """The loss where the user gave none."""
+        return None
 
     @property
     def seed_here(self) -> Any:
@@ -170,7 +156,9 @@ class PipelineSettings:
         """
         ranks = world if ranks is None else whole_number("ranks", ranks)
         microbatches, count = whole_number("microbatches", self.microbatches), self.stage_count
-        schedule = _read_schedule("1F1B" if self.schedule is None else self.schedule)
+        # What a plan will decide runs nothing before it has.
+        undecided = self.schedule is None or self.schedule == "auto"
+        schedule = _read_schedule("1F1B" if undecided else self.schedule)
         value = schedule if isinstance(schedule, Schedule) else None
         if not isinstance(schedule, Schedule):
             ranks = _ranks_for(schedule, count) if ranks is None else ranks
@@ -229,23 +217,28 @@ class ModelSettings(PipelineSettings):
     model: nn.Module
     ranks: int | None
     stages: Stages
-    example: Example | WithTarget | None
     device: torch.device | str | None
     wrap: Wrap | None
     compile: Compilation
-    weights: str | PathLike[str] | None
-    plan: planning.Plan | None
-    checkpoint: bool | Sequence[str]
+    recompute: bool | Sequence[str]
 
     def __post_init__(self) -> None:
         _check_model(self.model, self.stages)
         super().__post_init__()
-        self._check_plan()
-        if isinstance(self.stages, Partition) and (self.example is not None or self.checkpoint):
-            name = "checkpoint" if self.example is None else "example"
+        if self.is_planned:
+            decides = ("microbatches", "stages", "recompute", "ranks")
+            if self.schedule == "auto":
+                decides = ("stages", "recompute")
+            said = [name for name in decides if getattr(self, name) not in (None, False)]
+            if said:
+                raise UsageError(
+                    f"the plan in schedule= decides {', '.join(f'{name}=' for name in said)} itself; leave "
+                    f"{'it' if len(said) == 1 else 'them'} out"
+                )
+        if isinstance(self.stages, Partition) and self.recompute:
             raise UsageError(
-                f"{name}= is used to cut a model, but stages= is a Partition, which is already cut; give "
-                f"{name}= to penstock.partition.partition"
+                "recompute= is used to cut a model, but stages= is a Partition, which is already cut; give "
+                "recompute= to penstock.partition.partition"
             )
         if self.wrap is not None and not callable(self.wrap):
             raise UsageError(
@@ -253,8 +246,13 @@ class ModelSettings(PipelineSettings):
                 'lambda module, stage: fully_shard(module, mesh=mesh["dp"])'
             )
         compilation_of(self.compile)
-        if self.checkpoint and self.uncompiled[1]:
-            raise UsageError("checkpoint= cannot be used with compile=; leave one of them out")
+        if self.recompute and self.uncompiled[1]:
+            raise UsageError("recompute= cannot be used with compile=; leave one of them out")
+
+    @property
+    def default_loss(self) -> Loss | None:
+        """The loss that a model of transformers computes itself."""
+        return default_loss(self.uncompiled[0])
 
     @cached_property
     def uncompiled(self) -> tuple[nn.Module, Compilation]:
@@ -264,20 +262,12 @@ class ModelSettings(PipelineSettings):
     @cached_property
     def chosen_device(self) -> torch.device | None:
         """Where to move the stages; None leaves them where the model is."""
-        if self.device is not None:
-            return placed_on(self.device)
-        is_bare = self.weights is not None and device_of(self.model).type == "meta"
-        return torch.device("cpu") if is_bare else None
+        return None if self.device is None else placed_on(self.device)
 
     @cached_property
     def home(self) -> torch.device:
         """Where the stages of this process live."""
         return self.chosen_device or device_of(self.model)
-
-    @property
-    def arguments(self) -> Example | None:
-        """The example's arguments of the model."""
-        return None if self.example is None else (self.example[0], self.example[1])
 
     @property
     def stage_count(self) -> int | None:
@@ -302,24 +292,20 @@ class ModelSettings(PipelineSettings):
 
     # ---- what a plan decides
 
-    def _check_plan(self) -> None:
-        if self.plan is None:
-            return
-        if not isinstance(self.plan, planning.Plan):
-            raise UsageError(
-                f"plan={self.plan!r}: must be a penstock.plan.Plan, such as plans[0] of penstock.plan.search"
-            )
-        decides = ("schedule", "ranks", "microbatches", "stages", "checkpoint")
-        said = [name for name in decides if getattr(self, name) not in (None, False)]
-        if said:
-            raise UsageError(
-                f"plan= already decides {', '.join(f'{name}=' for name in said)}; give one or the other"
-            )
+    @property
+    def is_planned(self) -> bool:
+        """Whether a plan decides schedule, microbatches, stages and what is recomputed."""
+        return isinstance(self.schedule, planning.Plan) or self.schedule == "auto"
 
-    def decided_by(self, plan: planning.Plan | None) -> ModelSettings:
-        """These arguments, as a plan decides them if there is one."""
-        if plan is None:
+    def planned(self) -> ModelSettings:
+        """These arguments, as the plan that was given decides them; itself without one."""
+        plan = self.schedule
+        if not isinstance(plan, planning.Plan):
             return self
+        return self.decided_by(plan)
+
+    def decided_by(self, plan: planning.Plan) -> ModelSettings:
+        """These arguments, as a plan decides them."""
         return replace(
             self,
             model=self.uncompiled[0],
@@ -328,52 +314,43 @@ class ModelSettings(PipelineSettings):
             ranks=plan.ranks,
             microbatches=plan.microbatches,
             stages=[list(paths) for paths in plan.stages],
-            checkpoint=plan.checkpoint,
-            plan=None,
+            recompute=plan.recompute,
         )
 
-    def fastest_plan(self, transport: Transport | None) -> planning.Plan:
-        """The fastest plan for the model, for ``schedule="auto"``; rank 0 finds it for all ranks.
+    def fastest_plan(
+        self, call: Example, target: Any, ranks: int, microbatches: int
+    ) -> planning.Plan:
+        """The fastest plan for the model, for ``schedule="auto"``.
 
         Args:
-            transport: this process's end, if each rank is a process.
+            call: the arguments of the model for a microbatch.
+            target: the target of the loss for it, if there is one.
+            ranks: the number of ranks.
+            microbatches: the number of microbatches.
 
         Raises:
-            UsageError: too little was given, or too much; or no plan fits into memory.
+            PlanError: no plan fits into memory.
         """
-        world = None if transport is None else transport.ranks
-        ranks = world if self.ranks is None else self.ranks
-        if self.example is None or ranks is None:
-            raise UsageError(
-                'schedule="auto" measures the model: give example=(args, kwargs, target) for one microbatch, '
-                "and ranks= if not started by torchrun"
-            )
-        if self.stages is not None or self.checkpoint:
-            raise UsageError(
-                'schedule="auto" decides stages= and checkpoint= itself; leave them out'
-            )
-        text = ""
-        if transport is None or transport.rank == 0:
-            microbatches, (args, kwargs, *rest) = self.microbatches or 2 * ranks, self.example
-            samples = split_batch(tuple(args), dict(kwargs), MISSING, None, 1).samples or (1,)
-            profile = planning.measure(
-                self.uncompiled[0],
-                *args,
-                target=rest[0] if rest else MISSING,
-                loss_fn=self.loss_fn if rest or _needs_no_target(self.loss_fn) else None,
-                stages=ranks,
-                **kwargs,
-            )
-            plans = planning.search(
-                profile,
-                ranks=ranks,
-                pipeline=ranks,
-                batch=samples[0] * microbatches,
-                microbatches=microbatches,
-                keep=1,
-            )
-            text = plans[0].to_json()
-        return planning.Plan.from_json(text if transport is None else transport.exchange(text)[0])
+        args, kwargs = call
+        samples = split_batch(tuple(args), dict(kwargs), MISSING, None, 1).samples or (1,)
+        function = None if self.loss is None else self.loss.function
+        profile = planning.measure(
+            self.uncompiled[0],
+            *args,
+            target=target,
+            loss_fn=function if target is not MISSING or _needs_no_target(function) else None,
+            stages=ranks,
+            **kwargs,
+        )
+        plans = planning.search(
+            profile,
+            ranks=ranks,
+            pipeline=ranks,
+            batch=samples[0] * microbatches,
+            microbatches=microbatches,
+            keep=1,
+        )
+        return plans[0]
 
 
 def _check_model(model: nn.Module, stages: Stages) -> None:

@@ -25,8 +25,8 @@ from penstock.parallel import (
 from penstock.partition import Partition, Shared
 from penstock.pipeline.settings import REMEDIES, PipelineSettings, Wrap
 from penstock.runtime import (
-    Loss,
     Replicas,
+    StepLoss,
     forwards_first,
 )
 from penstock.schedule import Schedule, build, names
@@ -105,13 +105,13 @@ def wrap_stages(stages: Sequence[PipelineStage], wrap: Wrap | None) -> None:
         stage.module = before if wrapped is None else wrapped
 
 
-def check_loss(loss: Loss | None, schedule: Schedule) -> None:
-    """Refuse ``loss_over="batch"`` with a schedule whose last stage begins backward before its last forward.
+def check_loss(loss: StepLoss | None, schedule: Schedule) -> None:
+    """Refuse a loss ``over="batch"`` where the last stage begins backward before its last forward.
 
     Raises:
         ScheduleError: the message names the schedules that do not.
     """
-    if loss is None or loss.loss_over != "batch" or not schedule.trains or forwards_first(schedule):
+    if loss is None or loss.over != "batch" or not schedule.trains or forwards_first(schedule):
         return
     numbers = {"ranks": schedule.ranks, "microbatches": schedule.microbatches}
     fitting = []
@@ -121,7 +121,7 @@ def check_loss(loss: Loss | None, schedule: Schedule) -> None:
             if other.trains and forwards_first(other):
                 fitting.append(name)
     raise ScheduleError(
-        f'loss_over="batch" needs the outputs of all microbatches before the first backward, and in '
+        f'a loss over="batch" needs the outputs of all microbatches before the first backward, and in '
         f"{schedule.name} the last stage begins backward earlier; use {' or '.join(fitting)}"
     )
 
@@ -157,7 +157,7 @@ def make_equal(
         raise UsageError(
             f"replicas= holds the processes {sorted(beside)}, but this pipeline itself runs on "
             f"{sorted(others)} of them; replicas are the processes at the same place in other pipelines: "
-            'give the dimension of the mesh that lies across this pipeline, as in mesh["dp"]'
+            'name the dimension of the mesh that lies across this pipeline, as in replicas="dp"'
         )
     if transport is not None:
         transport.activity.come("the weights of the first replica", sorted(beside))
@@ -175,7 +175,7 @@ def check_spread(
 ) -> None:
     """Refuse wrappers that reduce gradients over processes other than the replicas.
 
-    ``weighted`` says whether losses are weighted by ``loss_weight``.
+    ``weighted`` says whether the loss has weights.
     """
     beside = set() if replicas.group is None else ranks_in(replicas.group)
     for stage in stages:
@@ -193,13 +193,13 @@ def check_spread(
             if ranks and beside and not fits:
                 raise UsageError(
                     f"{said}, but replicas= holds {sorted(beside)}; give both one dimension of the mesh: "
-                    f'replicas=mesh["dp"] and {REMEDIES[how]}'
+                    f'replicas="dp" and {REMEDIES[how]}'
                 )
             if weighted and not beside and replicas.number == 1 and len(ranks) > 1:
                 raise UsageError(
-                    f"{said}, and loss_weight= is given without replicas=: each of these pipelines would "
+                    f"{said}, and the loss has weights without replicas=: each of these pipelines would "
                     "divide by the weights of its own part of the batch alone; add replicas=, the dimension "
-                    'of the mesh that the batch is divided over, as in mesh["dp"]'
+                    'of the mesh that the batch is divided over, as in replicas="dp"'
                 )
 
 
@@ -251,7 +251,7 @@ class Connection(NamedTuple):
 
     transport: Transport | None
     replicas: Replicas
-    loss: Loss | None
+    loss: StepLoss | None
 
     @property
     def ranks(self) -> int | None:
@@ -268,16 +268,14 @@ def connect_process(settings: PipelineSettings) -> Connection:
         PeerFailed: another rank has failed, or is silent.
     """
     device, patience = settings.home, settings.patience
-    loss, replicas = settings.loss, settings.replicas
-    group = group_of(settings.group, settings.mesh)
+    loss, replicas = settings.loss, settings.replica_set
+    group = group_of(settings.mesh)
     if group is None and not launched():
         read_launcher()
     if group is None and not launched():
         return Connection(None, replicas, loss)
     use(device)
-    meeting = meet(
-        group, patience, device, members_of(settings.group, settings.mesh, replicas.group)
-    )
+    meeting = meet(group, patience, device, members_of(settings.mesh, replicas.group))
     job = meeting.job
     activity = Activity(job.rank, job.pipeline, job.replica)
     watch = Watch(activity, meeting, patience)

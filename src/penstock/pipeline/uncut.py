@@ -15,12 +15,12 @@ from penstock.devices import is_accelerator, memory_of
 from penstock.elsewhere import is_elsewhere
 from penstock.errors import UsageError
 from penstock.partition import Cutting, Example, Partition, Room, explained, find_shared
-from penstock.pipeline.plan import in_flight
+from penstock.pipeline.plan import ProvenSchedules, in_flight
 from penstock.pipeline.settings import ModelSettings
-from penstock.pipeline.setup import make_equal, wrap_stages
+from penstock.pipeline.setup import check_loss, make_equal, wrap_stages
 from penstock.pipeline.weights import CUT_NOW
+from penstock.plan import Plan
 from penstock.runtime import Replicas, without_data
-from penstock.schedule import Schedule
 from penstock.stage import PipelineStage
 from penstock.transport import Transport
 from penstock.weights import Init, load_partition
@@ -36,26 +36,28 @@ class UncutModel:
 
     Args:
         settings: what the user says of the model and its stages.
-        schedule: the schedule of a training step.
+        schedules: the schedules of the pipeline, which a plan may decide with the cut.
         transport: this process's end, if each rank is a process.
         replicas: the pipelines that train the same weights.
         done: called with the stages of this process and the partition.
 
     Raises:
         PartitionError: the model cannot be cut this way, whatever it is called with.
-        StateDictError: the folder holds the weights of another model.
+
+    Attributes:
+        was_asked: whether the user asked for the cut, so that no optimizer was made before it.
     """
 
     def __init__(
         self,
         settings: ModelSettings,
-        schedule: Schedule,
+        schedules: ProvenSchedules,
         transport: Transport | None,
         replicas: Replicas,
         done: Callable[[Sequence[PipelineStage], Partition], None],
     ) -> None:
         self.model, self._compile = settings.uncompiled
-        self._settings, self._schedule = settings, schedule
+        self._settings, self._schedules = settings, schedules
         self._transport, self._replicas, self._done = transport, replicas, done
         self.device = settings.home
         self._partition: Partition | None = None
@@ -64,23 +66,21 @@ class UncutModel:
         self._call: Example | None = None
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._first_values: tuple[int, Init | None] | None = None
-        self._folder = settings.weights
-        if self._folder is not None:
-            check_folder(self.model, self._folder)
+        self._folder: str | PathLike[str] | None = None
+        self.was_asked = False
         if isinstance(settings.stages, Partition):
             stages = replace(
                 settings.stages, shared=find_shared(self.model, settings.stages.modules)
             )
             stages.check_covers(self.model)
             self._partition = stages
-        else:
-            self._cutting = Cutting(
-                self.model,
-                schedule.stages if settings.stages is None else settings.stages,
-                example=settings.arguments,
-                checkpoint=settings.checkpoint,
-                room=self._room(),
-            )
+        elif settings.schedule != "auto":
+            self._prepare(settings)
+
+    def _prepare(self, settings: ModelSettings) -> None:
+        stages = self._schedules.stages if settings.stages is None else settings.stages
+        self._settings = settings
+        self._cutting = Cutting(self.model, stages, recompute=settings.recompute, room=self._room())
 
     def _room(self) -> Room | None:
         """The memory of the stages, where each rank has a device of its own."""
@@ -89,14 +89,16 @@ class UncutModel:
         nbytes = memory_of(self.device)
         if not nbytes:
             return None
-        placement = self._schedule.placement
+        placement = self._schedules.training.placement
         here = max(len(placement.stages_on(rank)) for rank in range(placement.ranks))
-        return Room(_SHARE * nbytes / here, in_flight(self._schedule))
+        return Room(_SHARE * nbytes / here, in_flight(self._schedules.training))
 
     @property
     def needs_call(self) -> bool:
         """Whether only a call shows where to cut."""
-        return self._cutting is not None and self._cutting.needs_call
+        if self._cutting is None:
+            return self._partition is None
+        return self._cutting.needs_call
 
     # ---- until then
 
@@ -138,32 +140,51 @@ class UncutModel:
 
     # ---- the cut, see penstock.runtime.cut.LateCut
 
-    def decide(self, call: Example | None) -> Any:
+    def decide(self, call: Example | None, target: Any, *, plans: bool) -> Any:
         """Where to cut; see :class:`penstock.runtime.cut.LateCut`."""
-        if self._cutting is None:
-            return None
+        self._call = call
+        if self._settings.schedule == "auto":
+            if not plans:
+                return None
+            assert call is not None
+            known = self._schedules
+            plan = self._settings.fastest_plan(call, target, known.ranks, known.microbatches)
+            self._follow(plan)
         cutting = self._cutting
+        if cutting is None:
+            return None
 
         def cut() -> Any:
             where = cutting.decide(call)
             self._partition, self._where = cutting.make(where, call), where
             return where
 
-        self._call = call
-        return self._run_without_data(cut)
+        plan_text = None if self._schedules.plan is None else self._schedules.plan.to_json()
+        return [plan_text, self._run_without_data(cut)]
+
+    def _follow(self, plan: Plan) -> None:
+        settings = self._settings.decided_by(plan)
+        decided = settings.schedules(None)
+        check_loss(settings.loss, decided.training)
+        self._schedules.follow(replace(decided, plan=plan))
+        self._prepare(settings)
 
     def _run_without_data(self, cut: Callable[[], Any]) -> Any:
-        """Run the model without data, by the example or in the first call."""
-        if self.needs_call and self._settings.example is None:
+        """Run the model without data, in the first call."""
+        if self.needs_call:
             return without_data(cut, trains=torch.is_grad_enabled())
         with explained(self.model):
             return cut()
 
-    def adopt(self, where: Any) -> None:
+    def adopt(self, decision: Any) -> None:
         """Cut where another rank does; see :class:`penstock.runtime.cut.LateCut`."""
-        if self._cutting is None or where == self._where:
+        plan_text, where = decision
+        if self._settings.schedule == "auto":
+            self._follow(Plan.from_json(plan_text))
+        if where == self._where:
             return
         cutting = self._cutting
+        assert cutting is not None
 
         def cut() -> None:
             self._partition, self._where = cutting.make(where, self._call), where
@@ -172,7 +193,7 @@ class UncutModel:
 
     def carry_out(self) -> None:
         """Take the stages of this process; see :class:`penstock.runtime.cut.LateCut`."""
-        partition, placement = self._partition, self._schedule.placement
+        partition, placement = self._partition, self._schedules.training.placement
         assert partition is not None
         rank = None if self._transport is None else self._transport.rank
         here = range(placement.stages) if rank is None else placement.stages_on(rank)
@@ -195,11 +216,11 @@ class UncutModel:
         wrap_stages(stages, self._settings.wrap)
         after = {id(p) for stage in stages for _, p in stage.named_parameters()}
         replaced = [name for key, name in before.items() if key not in after]
-        if replaced and self.needs_call and self._settings.example is None:
+        if replaced and self.needs_call and not self.was_asked:
             raise UsageError(
                 f"wrap= has replaced {replaced[0]!r} and other parameters by new ones, as fully_shard does, "
-                "and an optimizer that was made before would train nothing; give example=(args, kwargs), so "
-                "that the model is cut and wrapped when the Pipeline is made"
+                "and an optimizer that was made before would train nothing; cut the model by "
+                "pipe.cut(...), with the arguments of a batch, and make the optimizer after it"
             )
         self._done(stages, partition)
         for optimizer in filter(None, (of() for of in self._optimizers)):

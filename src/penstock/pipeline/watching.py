@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -20,25 +21,29 @@ from penstock.devices import is_accelerator, name_of
 from penstock.errors import UsageError
 from penstock.plan import device_called
 from penstock.runtime import StepResult
+from penstock.schedule.base import whole_number
 
+logger = logging.getLogger("penstock")
 _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepEvent:
     """A training step that is about to run, or has run.
 
     Attributes:
         step: the number of the step, counted from 1; it continues from a loaded checkpoint.
-        leads: whether this process prints and writes for all, see ``Pipeline.leads``.
+        is_main_process: whether this process prints and writes for all, see ``Pipeline.is_main_process``.
         device: where the stages of this process live.
+        record: whether to note when each action runs; a hook before the step may set it, on every rank.
         result: what ``pipe.step`` returns; None before the step.
         seconds: how long the step took in this process; 0 before it.
     """
 
     step: int
-    leads: bool
+    is_main_process: bool
     device: torch.device
+    record: bool = False
     result: StepResult | None = None
     seconds: float = 0.0
 
@@ -49,6 +54,37 @@ class StepEvent:
 
 
 StepHook = Callable[[StepEvent], object]
+
+
+class SlowWarning:
+    """Records some of the steps, and logs a warning for ranks and stages that are slow in them.
+
+    ``pipe.on_step(penstock.SlowWarning(every=100))``. A step is held against the plan that the pipeline
+    follows or, without one, against the first recorded step; see docs/measuring.md.
+
+    Args:
+        every: the number of steps after which one is recorded.
+
+    Raises:
+        UsageError: ``every`` is not a whole number of at least 1.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = whole_number("every", every)
+        if self.every < 1:
+            raise UsageError(f"every={every}: must be at least 1")
+
+    def before(self, event: StepEvent) -> None:
+        """Ask for a record of each step whose turn it is."""
+        event.record = event.record or event.step % self.every == 0
+
+    def __call__(self, event: StepEvent) -> None:
+        """Log what was slow in a step whose turn it was."""
+        result = event.result
+        if result is None or event.step % self.every or not event.is_main_process:
+            return
+        for slow in result.slow:
+            logger.warning("penstock: %s", slow)
 
 
 class TensorBoard:
@@ -79,7 +115,7 @@ class TensorBoard:
         """Write the numbers of a step that has run."""
         self._step = event.step
         result = event.result
-        if result is None or not event.leads:
+        if result is None or not event.is_main_process:
             return
         if self._writer is None:
             self._writer = self._module.SummaryWriter(self._folder)

@@ -37,9 +37,7 @@ from penstock.weights.states import (
 )
 from penstock.weights.team import Team
 
-CUT_NOW = (
-    "give example=(args, kwargs) to cut the model when the Pipeline is made, or pipe.cut() a batch"
-)
+CUT_NOW = "call pipe.cut(...) with the arguments of a batch to cut the model now"
 """What to do where something needs the stages before the first batch has come."""
 Listed = list[tuple[str, Elsewhere | None]]
 """All parameters of the model by name, in order: stand-ins for those elsewhere, None for those held here."""

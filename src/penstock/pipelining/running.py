@@ -40,7 +40,7 @@ from penstock.pipelining.rows import (
     to_tuple,
 )
 from penstock.pipelining.stage import StageBase
-from penstock.runtime import Call, Loss, Reduction, StepState
+from penstock.runtime import Call, Reduction, StepLoss, StepState
 from penstock.schedule import (
     Action,
     Dependencies,
@@ -493,10 +493,10 @@ class PipelineSchedule:
         if known is not None and known.microbatches != self._n_microbatches and self.recipe:
             self._build()
 
-    def _loss(self, more: dict[str, Any] | None) -> Loss:
+    def _loss(self, more: dict[str, Any] | None) -> StepLoss:
         function = partial(self._compute_loss, loss_kwargs=more) if more else self._compute_loss
         reduction: Reduction = "mean" if self.scale_grads else "sum"
-        return Loss(function, reduction, loss_over="microbatch")
+        return StepLoss(function, reduction=reduction, over="microbatch")
 
     def _pipeline(self, schedule: Schedule) -> Pipeline:
         """Return the pipeline that runs the steps; a new one if the schedule was replaced."""
@@ -508,7 +508,7 @@ class PipelineSchedule:
                 schedule=schedule,
                 edges=self._edges,
                 shared=next((stage.shared for stage in self._stages if stage.shared), ()),
-                group=self._stages[0].group,
+                mesh=self._stages[0].group,
                 seed="off",
             )
             self._runs = schedule

@@ -65,7 +65,7 @@ class Wanted:
     ranks: tuple[int, ...] | None
     stages_per_rank: tuple[int, ...] | None
     microbatches: tuple[int, ...] | None
-    checkpoint: tuple[str, ...]
+    recompute: tuple[str, ...]
     states: float
     keep: int
     cluster: Cluster | None = field(default=None, repr=False)
@@ -102,7 +102,7 @@ class Wanted:
             for name in self.schedules if ranks > 1 else self.schedules[:1]:
                 laps = [each for each in self._laps(name) if ranks * each <= units]
                 counts = self._counts(ranks, part) if laps else ()
-                for each, count, policy in product(laps, counts, self.checkpoint):
+                for each, count, policy in product(laps, counts, self.recompute):
                     yield PlanShape(name, ranks, replicas, each, count, part // count, policy)  # type: ignore[arg-type]
 
     def _laps(self, name: str) -> tuple[int, ...]:
@@ -207,7 +207,7 @@ def order_of(shape: PlanShape, arrangement: Arrangement) -> Order | None:
     """The order of a shape's schedule, without edges; None if there is none for these numbers."""
     # The key leaves out what the schedule does not depend on.
     ranks = () if arrangement.is_plain else arrangement.order
-    return _ordered(replace(shape, replicas=1, samples=1, checkpoint="none"), ranks)
+    return _ordered(replace(shape, replicas=1, samples=1, recompute="none"), ranks)
 
 
 @dataclass(frozen=True)
@@ -321,5 +321,5 @@ def policies(wanted: str | Iterable[str] | None) -> tuple[str, ...]:
     several = () if wanted is None else (wanted,) if isinstance(wanted, str) else tuple(wanted)
     for policy in several:
         if policy not in POLICIES:
-            raise UsageError(f"checkpoint={policy!r}: must be one of {', '.join(POLICIES)}")
+            raise UsageError(f"recompute={policy!r}: must be one of {', '.join(POLICIES)}")
     return several

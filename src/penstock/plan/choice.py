@@ -49,7 +49,7 @@ class PlanShape:
         stages_per_rank: the number of stages on each rank.
         microbatches: the number of parts of a pipeline's share of the batch.
         samples: the number of samples in a microbatch.
-        checkpoint: ``"none"``, ``"needed"`` or ``"all"``: which units keep only their inputs.
+        recompute: ``"none"``, ``"needed"`` or ``"all"``: which units keep only their inputs.
     """
 
     schedule: str
@@ -58,7 +58,7 @@ class PlanShape:
     stages_per_rank: Count
     microbatches: Count
     samples: Count
-    checkpoint: Literal["none", "needed", "all"]
+    recompute: Literal["none", "needed", "all"]
 
     __pydantic_config__ = FILE
 
@@ -77,7 +77,7 @@ class Plan:
     Args:
         shape: what was decided, apart from the cut.
         stages: the paths of each stage's modules.
-        checkpoint: the paths of the modules that backward recomputes.
+        recompute: the paths of the modules that backward recomputes.
         seconds: the time of a step, with its messages and the sum of gradients over the replicas.
         reduce: the part of this time in which gradients are summed.
         memory: the most that each rank holds, in bytes.
@@ -91,7 +91,7 @@ class Plan:
 
     shape: PlanShape
     stages: tuple[tuple[str, ...], ...]
-    checkpoint: tuple[str, ...]
+    recompute: tuple[str, ...]
     seconds: Number
     reduce: Number
     memory: Numbers
@@ -169,7 +169,7 @@ class Plan:
     def __str__(self) -> str:
         shape = self.shape
         again = {"none": "", "all": ", all units recomputed"}.get(
-            shape.checkpoint, f", {len(self.checkpoint)} units recomputed"
+            shape.recompute, f", {len(self.recompute)} units recomputed"
         )
         copies = f" x {shape.replicas} replicas" if shape.replicas > 1 else ""
         return (
@@ -299,7 +299,7 @@ _CODE = {Op.F: 0, Op.I: 1, Op.W: 2, Op.B: 3}
 def row_of(plan: Plan, best: Plan) -> list[str]:
     """A plan as the cells of a table row, compared with the best one."""
     shape = plan.shape
-    again = shape.checkpoint if shape.checkpoint != "needed" else f"{len(plan.checkpoint)} units"
+    again = shape.recompute if shape.recompute != "needed" else f"{len(plan.recompute)} units"
     return [
         shape.schedule,
         str(shape.ranks),

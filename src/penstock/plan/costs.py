@@ -295,7 +295,7 @@ class UnitCosts:
         cut: Cut,
         placement: Placement,
         *,
-        checkpoint: Collection[int] = (),
+        recompute: Collection[int] = (),
         states: float = 2.0,
         latency: float = 0.0,
         bandwidth: float = math.inf,
@@ -309,7 +309,7 @@ class UnitCosts:
         Args:
             cut: the units that stages start with.
             placement: which rank holds which stage; nothing travels between stages of one rank.
-            checkpoint: the units that keep only their inputs, and recompute the rest.
+            recompute: the units that keep only their inputs, and recompute the rest.
             states: bytes of optimizer state for each byte of trained weights; 2 for AdamW.
             latency: the latency of a message.
             bandwidth: the bytes per second of a channel.
@@ -318,7 +318,7 @@ class UnitCosts:
             on: what the units cost on each rank, where ranks differ; only their times count.
             links: the links that differ, as in ``StageCosts``.
         """
-        again = frozenset(checkpoint)
+        again = frozenset(recompute)
         runs = runs_of(cut, len(self.units))
         travel = _Travel(self, runs, placement.rank_of, again)
         units = [on[rank] if on else self for rank in placement.rank_of]

@@ -78,7 +78,7 @@ class Fitting:
         order = order_of(shape, arrangement)
         if order is None or not order.schedule.trains:
             return []
-        twice, units = shape.checkpoint == "all", self.units(shape.samples)
+        twice, units = shape.recompute == "all", self.units(shape.samples)
         pipelines = self._pipelines(shape.samples, arrangement.pipelines)
         # A cut is one for all pipelines.
         paces = tuple(map(max, zip(*(one.paces for one in pipelines), strict=True)))
@@ -103,13 +103,13 @@ class Fitting:
     def fitted(self, shape: PlanShape, arrangement: Arrangement, cut: Cut) -> Candidate | None:
         """A candidate that fits into memory, with as many units recomputed as that needs."""
         units = len(self.units(shape.samples).units)
-        again = frozenset(range(units) if shape.checkpoint == "all" else ())
+        again = frozenset(range(units) if shape.recompute == "all" else ())
         while True:
             candidate = self.composed(shape, arrangement, cut, again)
             if not candidate.lacks:
                 # If nothing has to be recomputed, this is the candidate of the policy "none".
-                return candidate if again or shape.checkpoint != "needed" else None
-            more = self._to_compute_again(candidate) if shape.checkpoint == "needed" else ()
+                return candidate if again or shape.recompute != "needed" else None
+            more = self._to_compute_again(candidate) if shape.recompute == "needed" else ()
             if not more:
                 return None
             again |= frozenset(more)

@@ -42,7 +42,7 @@ class PipelineRanks:
         return self.units[0].stages(
             cut,
             placement,
-            checkpoint=again,
+            recompute=again,
             states=states,
             latency=self.wire[0],
             bandwidth=self.wire[1],

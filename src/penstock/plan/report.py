@@ -175,7 +175,7 @@ def _cut(plan: Plan, units: Sequence[UnitCost]) -> Iterator[dict[str, Any]]:
             "stage": stage,
             "rank": plan.schedule.placement.rank_of[stage],
             "units": [
-                {"path": path, "again": path in plan.checkpoint}
+                {"path": path, "again": path in plan.recompute}
                 | {name: getattr(known.get(path), of, None) for name, of in costs.items()}
                 for path in paths
             ],

@@ -112,7 +112,7 @@ def search(  # noqa: PLR0913 - the whole question, by name
     pipeline: int | Iterable[int] | None = None,
     stages_per_rank: int | Iterable[int] | None = None,
     microbatches: int | Iterable[int] | None = None,
-    checkpoint: str | Iterable[str] | None = None,
+    recompute: str | Iterable[str] | None = None,
     states: float = 2.0,
     keep: int = KEPT,
     seconds: float = 10.0,
@@ -134,7 +134,7 @@ def search(  # noqa: PLR0913 - the whole question, by name
             share of the batch. By default every number that divides the number of devices.
         stages_per_rank: numbers to try for schedules that take any; by default 2, 3 and 4.
         microbatches: numbers to try for each pipeline; by default several that divide its share of the batch.
-        checkpoint: ``"none"``, ``"needed"`` (as few units as fit the memory) or ``"all"``; by default all
+        recompute: ``"none"``, ``"needed"`` (as few units as fit the memory) or ``"all"``; by default all
             three are tried, or without a limit only ``"none"``.
         states: bytes of optimizer state for each byte of trained weights: 2 for AdamW, 1 for SGD with
             momentum.
@@ -176,7 +176,7 @@ def search(  # noqa: PLR0913 - the whole question, by name
         ranks=divisors("pipeline", pipeline, ranks),
         stages_per_rank=whole_numbers("stages_per_rank", stages_per_rank),
         microbatches=counts,
-        checkpoint=policies(checkpoint) or ("none",),
+        recompute=policies(recompute) or ("none",),
         states=float(states),
         keep=whole("keep", keep),
         cluster=cluster,
@@ -186,8 +186,8 @@ def search(  # noqa: PLR0913 - the whole question, by name
     profile = profile() if callable(profile) else profile
     if memory is None and cluster is None:
         wanted = replace(wanted, memory=profile.memory)
-    if any(wanted.limits) and checkpoint is None:
-        wanted = replace(wanted, checkpoint=POLICIES)
+    if any(wanted.limits) and recompute is None:
+        wanted = replace(wanted, recompute=POLICIES)
     return _PlanSearch(profile, wanted).plans(seconds)
 
 
@@ -224,7 +224,7 @@ def plan_for(
     return Plan(
         PlanShape(plain.name, plain.ranks, 1, laps, plain.microbatches, samples, "none"),
         stages=tuple(map(tuple, stages)),
-        checkpoint=(),
+        recompute=(),
         seconds=seconds_of(plain, costs),
         reduce=0.0,
         memory=Order(plain).peaks(costs),
@@ -312,7 +312,7 @@ class _PlanSearch:
         return Plan(
             shape=shape,
             stages=tuple(tuple(units[number].path for number in run) for run in runs),
-            checkpoint=tuple(units[number].path for number in sorted(candidate.again)),
+            recompute=tuple(units[number].path for number in sorted(candidate.again)),
             seconds=candidate.seconds,
             reduce=candidate.reduce,
             memory=candidate.memory,
@@ -344,7 +344,7 @@ class _PlanSearch:
         return (
             f"nothing fits into {memory}: memory={most:.0f} ({bytes_as_text(most)}) would do, with "
             f"{shape.schedule} and {shape.microbatches} microbatches; more ranks, smaller microbatches or "
-            "checkpoint='all' need less"
+            "recompute='all' need less"
         )
 
     def _why(self, best: Candidate, listed: Sequence[Candidate]) -> Iterator[str]:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from penstock.errors import MicrobatchError, UsageError
 from penstock.rng import generator_states, generators_kept
 from penstock.runtime.kinds import Agreement
-from penstock.runtime.loss import MAIN, Loss, Reduction, Weights
+from penstock.runtime.loss import MAIN, Reduction, StepLoss, Weights
 from penstock.runtime.whole import Evaluate, Joins
 from penstock.values import map_tensors, tensors_in
 
@@ -67,7 +67,7 @@ class Inquiry:
 
     def question(
         self,
-        loss: Loss | None,
+        loss: StepLoss | None,
         weights: Weights,
         agreement: Agreement,
         joins: Callable[[], Joins],
@@ -85,7 +85,7 @@ class Inquiry:
         """
         self._steps += trains
         new = not agreement.asked and self._asked < _MOST
-        asks = loss is not None and loss.loss_over == "samples" and len(weights.shares) > 1
+        asks = loss is not None and loss.asks and len(weights.shares) > 1
         if loss is None or not asks or not (new or (trains and self._steps in _AGAIN)):
             return None
         self._asked += not agreement.asked
@@ -106,7 +106,7 @@ class Question:
         inquiry: learns whether the loss is computed inside the model.
     """
 
-    def __init__(self, loss: Loss, weights: Weights, joins: Joins, inquiry: Inquiry) -> None:
+    def __init__(self, loss: StepLoss, weights: Weights, joins: Joins, inquiry: Inquiry) -> None:
         self._loss, self._weights, self._joins = loss, weights, joins
         self._inquiry = inquiry
         self._calls: dict[int, tuple[Any, Any]] = {}
@@ -124,7 +124,7 @@ class Question:
         """Note the loss of a microbatch; after the second one, ask.
 
         Raises:
-            UsageError: the loss is not what ``reduction`` and ``loss_weight`` say.
+            UsageError: the loss is not what its ``reduction`` and ``weight`` say.
         """
         if microbatch not in self._calls or len(self._losses) > 1:
             return
@@ -216,7 +216,7 @@ class Question:
             f"loss_fn of microbatches {first} and {second} together is {together:.6g}, but from their own "
             f"losses, {a:.6g} and {b:.6g}, it would be {expected:.6g} as {what}, so the microbatches would "
             f"not train on the loss of the batch.{_remedies(looks)} {_COMPARES}"
-            'loss_over="batch" computes it once, on the outputs of all microbatches'
+            'over="batch" computes it once, on the outputs of all microbatches'
         )
 
 
@@ -228,8 +228,8 @@ def _remedies(looks: Reduction | None) -> str:
     likely = f' It looks like a {looks}: reduction="{looks}".' if looks else ""
     return (
         f"{likely} If it is a mean over something else than samples, such as tokens that count or class "
-        "weights, say how much a microbatch counts: loss_weight=, a function of the target. If it is a sum, "
-        'say reduction="sum". loss_over="microbatch" means the loss of each microbatch by itself.'
+        "weights, say how much a microbatch counts: penstock.Loss(fn, weight=...), a function of the target. "
+        'If it is a sum, say reduction="sum". over="microbatch" means the loss of each microbatch by itself.'
     )
 
 
@@ -312,7 +312,7 @@ def ask_inside(
         raise UsageError(
             f"the loss of the batch is {many[MAIN]:.6g} in {count} microbatches and {few[MAIN]:.6g} in "
             f"{fewer}, so the microbatches would not train on the loss of the batch.{_remedies(looks)} "
-            f'{_COMPARES}compute it in loss_fn, from outputs of the model, with loss_over="batch"'
+            f'{_COMPARES}compute it in loss_fn, from outputs of the model, with over="batch"'
         )
     return {name: (many[name], few[name]) for name in apart}
 

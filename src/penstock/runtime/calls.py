@@ -29,7 +29,7 @@ from penstock.parallel import Adapters
 from penstock.rng import Draws
 from penstock.runtime.hooks import Hooks, Recorder
 from penstock.runtime.kinds import Agreement, contents_of
-from penstock.runtime.loss import Loss, Weights
+from penstock.runtime.loss import StepLoss, Weights
 from penstock.runtime.result import StepResult, StepTally
 from penstock.schedule import Action, Op, Schedule
 from penstock.transport import Transport
@@ -56,7 +56,7 @@ class Call:
     """
 
     batch: Batch
-    loss: Loss | None = None
+    loss: StepLoss | None = None
     trains: bool = True
     outputs: bool = False
     record: bool = False

@@ -19,11 +19,13 @@ BROKEN = (MessageError, PeerFailed, DifferentCalls)
 class LateCut(Protocol):
     """A model that is not cut yet."""
 
-    def decide(self, call: Example | None) -> Any:
+    def decide(self, call: Example | None, target: Any, *, plans: bool) -> Any:
         """Where to cut, as JSON data; with it the stages are made, but nothing is moved or freed.
 
         Args:
             call: the arguments of the model for a microbatch.
+            target: the target of the loss for it, ``MISSING`` without one.
+            plans: whether this rank measures the model, where that decides the schedule.
         """
 
     def adopt(self, where: Any) -> None:
@@ -50,7 +52,7 @@ def make_together(
 def agree_on_cut(
     transport: Transport | None,
     cut: LateCut,
-    bring: Callable[[], tuple[int, Example | None]],
+    bring: Callable[[], tuple[int, Example | None, Any]],
     step: int,
 ) -> PenstockError | None:
     """Let all ranks of the job cut at the same places: where the first rank with arguments would.
@@ -58,7 +60,7 @@ def agree_on_cut(
     Args:
         transport: this rank's end; None if all ranks share this process.
         cut: the model.
-        bring: returns the first rank that was given arguments, and the arguments for one microbatch.
+        bring: returns the first rank that was given arguments, and a microbatch's arguments and target.
         step: the number of the step that this pipeline begins.
 
     Returns:
@@ -66,8 +68,9 @@ def agree_on_cut(
     """
 
     def decide() -> Any:
-        first, call = bring()
-        _, of_ranks = make_together(transport, lambda: cut.decide(call))
+        first, call, target = bring()
+        plans = transport is None or transport.rank == first
+        _, of_ranks = make_together(transport, lambda: cut.decide(call, target, plans=plans))
         return adopted(of_ranks, of_ranks[first])
 
     def adopted(decisions: Sequence[Any], where: Any) -> Any:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from math import inf
-from typing import Any, Literal, NamedTuple, SupportsFloat, TypedDict, cast, get_args
+from typing import Any, Literal, NamedTuple, SupportsFloat, cast, get_args
 
 import torch
 from torch import Tensor
@@ -204,38 +204,6 @@ class Replicas:
         return values if self.number == 1 else self.add(values)
 
 
-class LossOptions(TypedDict, total=False):
-    """The options of a Pipeline's loss.
-
-    Attributes:
-        reduction: whether ``loss_fn`` is a ``"mean"``, the default, or a ``"sum"``.
-        loss_weight: the number of items that a microbatch's loss is the mean or sum of; by default its
-            samples. A function of the target, such as one that counts valid tokens; or a number for the
-            batch; or a list with one number for each microbatch. A sum is divided by the sum of the
-            weights.
-        metrics: functions by name, ``(output, target)`` -> a number, which is averaged by the weights, or a
-            pair of a sum and the count that it is over. They come back in ``result.metrics``.
-        accumulate: the number of steps whose gradients together equal those of one large batch.
-        replicas: data parallelism: the pipelines that train the same weights on other data, as a process
-            group of the ranks at the same place in each of them, a ``DeviceMesh`` of that dimension, or
-            :class:`Replicas`. They begin with the weights of the first, and gradients are averaged over them.
-        nonfinite: what to do about a step whose loss or gradients are not finite: ``"stop"``, the default,
-            raises; ``"skip"`` drops its gradients; ``"warn"`` only logs it.
-        loss_over: ``"samples"``, the default: ``loss_fn`` is a mean or a sum over samples, which the first
-            step checks. ``"batch"``: it compares samples with each other, as contrastive losses do, and is
-            computed once on the outputs of all microbatches. ``"microbatch"``: the loss of each microbatch
-            by itself, whatever it is.
-    """
-
-    reduction: Reduction
-    loss_over: LossOver
-    loss_weight: LossWeight | None
-    metrics: Mapping[str, Metric] | None
-    accumulate: int
-    replicas: Any
-    nonfinite: NonFinite
-
-
 @dataclass(frozen=True)
 class Weights:
     """How much each microbatch of a step counts.
@@ -262,13 +230,83 @@ class Weights:
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss function with its options, see :class:`LossOptions`, for a Pipeline or for one of its steps.
+    """A loss function, and what its value means; ``Pipeline(loss_fn=)`` takes it.
+
+    ::
+
+        loss_fn = penstock.Loss(token_loss, weight=lambda target: (target != -100).sum())
+
+    Args:
+        function: ``(output, target) -> scalar``, called with those of a microbatch.
+        reduction: whether the scalar is a ``"mean"`` or a ``"sum"`` over the items of a microbatch.
+        weight: the number of items of a microbatch; by default its samples. A function of the target, such
+            as one that counts valid tokens; or a number for the batch; or a list with one number for each
+            microbatch. A sum is divided by the sum of the weights.
+        over: ``"samples"``: the loss is a mean or a sum over samples, so that microbatches make up that of
+            the batch. ``"batch"``: it compares samples with each other, as contrastive losses do, and is
+            computed once on the outputs of all microbatches. ``"microbatch"``: the loss of each microbatch by
+            itself, whatever it is.
+        metrics: functions by name, ``(output, target)`` -> a number, which is averaged by the weights, or a
+            pair of a sum and the count that it is over. They come back in ``result.metrics``.
+        nonfinite: what to do about a step whose loss or gradients are not finite: ``"stop"`` raises;
+            ``"skip"`` drops its gradients; ``"warn"`` only logs it.
+        target: the name of an argument of the model that is also the target, where a call is given none.
+        check: whether to verify that a loss over samples is the ``reduction`` that it says, by evaluating
+            microbatches together.
+
+    Raises:
+        UsageError: an option has an invalid value.
+    """
+
+    function: LossFunction
+    _: KW_ONLY
+    reduction: Reduction = "mean"
+    weight: LossWeight | None = None
+    over: LossOver = "samples"
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    nonfinite: NonFinite = "stop"
+    target: str | None = None
+    check: bool = True
+
+    @property
+    def asks(self) -> bool:
+        """Whether the loss is verified to be what it says."""
+        return self.check and self.over == "samples"
+
+    def __post_init__(self) -> None:
+        check_function("loss_fn", self.function)
+        if not isinstance(self.metrics, Mapping):
+            raise UsageError(f"metrics={self.metrics!r}: must be functions by name, in a dict")
+        for name, metric in self.metrics.items():
+            check_function(f"metrics[{name!r}]", metric)
+        _check_choice("reduction", self.reduction, Reduction)
+        _check_choice("over", self.over, LossOver)
+        _check_choice("nonfinite", self.nonfinite, NonFinite)
+        weight = self.weight
+        fits = weight is None or callable(weight) or isinstance(weight, SupportsFloat | Sequence)
+        if isinstance(weight, str | bytes) or not fits:
+            raise UsageError(
+                f"weight={weight!r} of the loss: must be a number for the batch, a list of one for each "
+                "microbatch, or a function of the target"
+            )
+
+
+def _check_choice(name: str, value: Any, choices: Any) -> None:
+    *others, last = map(repr, get_args(choices))
+    if value not in get_args(choices):
+        raise UsageError(f"{name}={value!r}: must be {', '.join(others)} or {last}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLoss(Loss):
+    """A :class:`Loss` in a step, with what else decides how much each microbatch counts.
 
     Backward of a microbatch starts from the microbatch's weight, so that the microbatches' gradients add up
     to those of the batch, and are never rescaled afterwards.
 
     Args:
-        function: ``(output, target) -> scalar``.
+        accumulate: the number of steps whose gradients together equal those of one large batch.
+        replicas: the pipelines that train the same weights on other data.
         total_weight: what the loss is divided by in backward, in place of the weight of the batch.
         factor: the factor of a loss scaler.
         rules: the rules by which batches are split.
@@ -277,39 +315,26 @@ class Loss:
         UsageError: an option has an invalid value.
     """
 
-    function: LossFunction
-    reduction: Reduction = "mean"
-    loss_weight: LossWeight | None = None
-    metrics: Mapping[str, Metric] = field(default_factory=dict)
     accumulate: int = 1
     replicas: Replicas = field(default_factory=Replicas)
-    nonfinite: NonFinite = "stop"
     total_weight: float | None = None
     factor: float = 1.0
-    loss_over: LossOver = "samples"
     rules: Rules | None = None
 
     def __post_init__(self) -> None:
-        if self.loss_over not in get_args(LossOver):
-            raise UsageError(
-                f"loss_over={self.loss_over!r}: must be 'samples', 'batch' or 'microbatch'"
-            )
-        if self.reduction not in get_args(Reduction):
-            raise UsageError(f"reduction={self.reduction!r}: must be 'mean' or 'sum'")
-        if self.nonfinite not in get_args(NonFinite):
-            raise UsageError(f"nonfinite={self.nonfinite!r}: must be 'stop', 'skip' or 'warn'")
-        weight, total = self.loss_weight, self.total_weight
-        is_number = isinstance(weight, SupportsFloat) and not isinstance(weight, Sequence)
-        is_list = isinstance(weight, Sequence) and not isinstance(weight, str | bytes)
-        if not (weight is None or callable(weight) or is_number or is_list):
-            raise UsageError(
-                f"loss_weight={weight!r}: must be a number for the batch, a list of one for each microbatch, "
-                "or a function of the target"
-            )
+        super().__post_init__()
+        total = self.total_weight
         if whole_number("accumulate", self.accumulate) < 1:
             raise UsageError(f"accumulate={self.accumulate}: must be at least 1 step")
         if total is not None and not (isinstance(total, SupportsFloat) and 0 <= float(total) < inf):
             raise UsageError(f"total_weight={total!r}: must be a number of at least 0")
+
+    @classmethod
+    def of(cls, loss: LossFunction | Loss, replicas: Replicas, rules: Rules | None) -> StepLoss:
+        """The loss of a Pipeline's steps, from the ``loss_fn`` that the user gave."""
+        loss = loss if isinstance(loss, Loss) else Loss(loss)
+        said = {one.name: getattr(loss, one.name) for one in fields(Loss)}
+        return cls(**said, replicas=replicas, rules=rules)
 
     def in_step(
         self,
@@ -317,13 +342,13 @@ class Loss:
         accumulate: int | None = None,
         total_weight: float | None = None,
         factor: float = 1.0,
-    ) -> Loss:
-        """The loss of one step, whose arguments replace the Pipeline's options.
+    ) -> StepLoss:
+        """The loss of one step, with what its arguments say.
 
         Raises:
             UsageError: the arguments are wrong or contradict each other.
         """
-        options: dict[str, Any] = {} if loss_weight is None else {"loss_weight": loss_weight}
+        options: dict[str, Any] = {} if loss_weight is None else {"weight": loss_weight}
         if total_weight is not None:
             options |= {"accumulate": 1, "total_weight": total_weight}
         if accumulate is not None:
@@ -333,9 +358,9 @@ class Loss:
             raise UsageError(
                 "give accumulate= or total_weight=, not both: each says what the loss is divided by"
             )
-        if loss.accumulate > 1 and loss.loss_weight is not None:
+        if loss.accumulate > 1 and loss.weight is not None:
             raise UsageError(
-                "accumulate= with loss_weight=: the weights of the other steps are not known; give "
+                "accumulate= with weights of the loss: those of the other steps are not known; give "
                 "total_weight=, which is the weight of all of them together, or give all batches in one step"
             )
         return loss
@@ -343,7 +368,7 @@ class Loss:
     def counts(self, samples: Sequence[int], targets: Sequence[Any]) -> list[float]:
         """The weight of each microbatch.
 
-        Without ``loss_weight`` it is the number of samples; a single number is divided in proportion to them.
+        By default it is the number of samples; a single number is divided in proportion to them.
 
         Args:
             samples: the samples of each microbatch; if all are 0, nothing is split, and all count the same.
@@ -352,13 +377,13 @@ class Loss:
         Raises:
             UsageError: a weight is negative or no number, or not every microbatch has one.
         """
-        weight = self.loss_weight
+        weight = self.weight
         if callable(weight):
             return _checked_counts([weight(target) for target in targets])
         if isinstance(weight, Sequence):
             if len(weight) != len(samples):
                 raise UsageError(
-                    f"loss_weight: {len(weight)} numbers for {len(samples)} microbatches; "
+                    f"weights of the loss: {len(weight)} numbers for {len(samples)} microbatches; "
                     "give one for each, one for the batch, or a function of the target"
                 )
             return _checked_counts(weight)
@@ -373,7 +398,7 @@ class Loss:
         For a mean, it is the microbatch's weight divided by the total. A sum is divided only if the user
         gives weights. If all weights are 0, so are the loss and its gradients.
         """
-        divides = self.reduction == "mean" or self.loss_weight is not None
+        divides = self.reduction == "mean" or self.weight is not None
         parts = counts if self.reduction == "mean" else [1.0] * len(counts)
         total = float(
             self.replicas.added(torch.tensor([sum(counts)], dtype=torch.float64, device="cpu"))
@@ -413,11 +438,13 @@ def _checked_counts(items: Sequence[Any]) -> list[float]:
         counts = [float(item) for item in items]
     except (TypeError, ValueError, RuntimeError) as error:
         kinds = sorted({type(item).__name__ for item in items})
-        raise UsageError(f"loss_weight gave {', '.join(kinds)}; it must return a number") from error
+        raise UsageError(
+            f"the weight of the loss gave {', '.join(kinds)}; it must return a number"
+        ) from error
     for index, number in enumerate(counts):
         if not 0 <= number < inf:
             raise UsageError(
-                f"loss_weight of microbatch {index} is {number}; it must be a number of at least 0"
+                f"the weight of the loss of microbatch {index} is {number}; it must be a number of at least 0"
             )
     return counts
 

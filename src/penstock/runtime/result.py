@@ -17,11 +17,11 @@ from penstock.errors import AgreementError, UsageError
 from penstock.parallel import whole
 from penstock.runtime.loss import (
     MAIN,
-    Loss,
     Losses,
     Metric,
     Number,
     Replicas,
+    StepLoss,
     Weights,
     metric_terms,
 )
@@ -222,7 +222,7 @@ class Numbers:
         self,
         transport: Transport | None,
         tally: StepTally,
-        loss: Loss | None,
+        loss: StepLoss | None,
         weights: Weights,
         *,
         finite: bool,
@@ -297,9 +297,9 @@ class Numbers:
                 )
 
 
-def _share(loss: Loss | None, weights: Weights) -> float:
+def _share(loss: StepLoss | None, weights: Weights) -> float:
     """This replica's share of the weight that a named loss is averaged by; 0 where losses are added up."""
-    if loss is None or (loss.reduction == "sum" and loss.loss_weight is None) or not weights.total:
+    if loss is None or (loss.reduction == "sum" and loss.weight is None) or not weights.total:
         return 0.0
     return sum(weights.counts) / weights.total
 

@@ -27,7 +27,7 @@ from penstock.errors import (
     UsageError,
 )
 from penstock.faults import Activity, failing_module, without_library_frames
-from penstock.microbatches import Batch, Microbatch
+from penstock.microbatches import MISSING, Batch, Microbatch
 from penstock.parallel import (
     Adapter,
     Adapters,
@@ -54,7 +54,7 @@ from penstock.runtime.kinds import (
     look_of,
     merge,
 )
-from penstock.runtime.loss import Loss, Weights
+from penstock.runtime.loss import StepLoss, Weights
 from penstock.runtime.result import Numbers
 from penstock.runtime.stopping import GracefulStop
 from penstock.schedule import Action, Edge, Op, Schedule
@@ -110,14 +110,9 @@ class Runner:
         self.interpreter = Interpreter(self.stages, activity)
         self._devices = [device]
 
-    def cut_now(self, cut: LateCut, call: Example | None) -> None:
-        """Cut the model before any call; all processes of the job call this.
-
-        Args:
-            cut: the model.
-            call: the arguments of the model for a microbatch, if only they show where to cut.
-        """
-        error = agree_on_cut(self.transport, cut, lambda: (0, call), 0)
+    def cut_now(self, cut: LateCut) -> None:
+        """Cut the model before any call, where no call is needed; all processes of the job call this."""
+        error = agree_on_cut(self.transport, cut, lambda: (0, None, MISSING), 0)
         if error is not None:
             raise error
         cut.carry_out()
@@ -364,11 +359,12 @@ class Runner:
                 raise call.refusal
             return Brought(call.mode, [], call.batch).describe()
 
-        def bring() -> tuple[int, Example]:
+        def bring() -> tuple[int, Example, Any]:
             _, rows = make_together(self.transport, describe)
             model_call = merge(rows)
             part = model_call.complete(self.rank, call.batch.parts)[0]
-            return min(model_call.holders, default=0), (part.args, part.kwargs)
+            target = call.batch.targets[0] if call.batch.targets else MISSING
+            return min(model_call.holders, default=0), (part.args, part.kwargs), target
 
         activity = self.interpreter.activity
         with self._begun(call):
@@ -572,7 +568,7 @@ class Runner:
             ) from error
 
     def _counts(
-        self, loss: Loss | None, model_call: ModelCall, counts: Sequence[float] | None
+        self, loss: StepLoss | None, model_call: ModelCall, counts: Sequence[float] | None
     ) -> Sequence[float] | None:
         """How much each microbatch counts, the same on every rank.
 
@@ -580,14 +576,14 @@ class Runner:
         """
         if loss is None:
             return None
-        by_labels = model_call.weighted and loss.loss_weight is None
-        if not callable(loss.loss_weight) and not by_labels:
+        by_labels = model_call.weighted and loss.weight is None
+        if not callable(loss.weight) and not by_labels:
             if counts is None or model_call.counted:
                 counts = loss.counts(model_call.samples, ())
             return counts
         if not any(model_call.targets) and not by_labels:
             raise UsageError(
-                "loss_weight is a function of the target, but the step was given no target="
+                "the weight of the loss is a function of the target, but the step was given no target="
             )
         knows = [
             target or (not any(model_call.targets) and rank in model_call.holders)
@@ -742,12 +738,12 @@ def argument_names(module: nn.Module) -> list[str]:
     return [parameter.name for parameter in parameters if parameter.kind in named]
 
 
-def _counts_here(loss: Loss | None, batch: Batch) -> list[float] | None:
+def _counts_here(loss: StepLoss | None, batch: Batch) -> list[float] | None:
     """The weight of each microbatch, if this process can compute it from what it was passed."""
-    known = batch.targets if loss is not None and callable(loss.loss_weight) else batch.samples
+    known = batch.targets if loss is not None and callable(loss.weight) else batch.samples
     if loss is None or known is None:
         return None
-    if loss.loss_weight is None and batch.weights is not None:
+    if loss.weight is None and batch.weights is not None:
         return loss.counts(batch.weights, ())
     try:
         return loss.counts(batch.samples or (), batch.targets or ())
@@ -755,7 +751,7 @@ def _counts_here(loss: Loss | None, batch: Batch) -> list[float] | None:
         raise
     except Exception as error:
         raise StageError(
-            f"loss_weight, called with a target, raised {type(error).__name__}: {error}"
+            f"the weight of the loss, called with a target, raised {type(error).__name__}: {error}"
         ) from error
 
 

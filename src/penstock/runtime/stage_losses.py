@@ -18,7 +18,7 @@ from penstock.parallel import gathered, replicated
 from penstock.rng import LOSS
 from penstock.runtime.asking import Differentiations, Inquiry, Question
 from penstock.runtime.calls import StepState
-from penstock.runtime.loss import Loss, Losses, zero_loss
+from penstock.runtime.loss import Losses, StepLoss, zero_loss
 from penstock.runtime.whole import BatchOutputs, Evaluate, Joins
 from penstock.stage import PipelineStage, enter
 from penstock.values import map_tensors, tensors_in
@@ -63,7 +63,7 @@ class StageLosses:
         self.seeds.clear()
         if loss is None or not has_last:
             return
-        if loss.loss_over != "batch":
+        if loss.over != "batch":
             joins = partial(Joins, loss, call, guesses=True)
             trains = step.call.trains
             self._question = self._inquiry.question(
@@ -74,7 +74,7 @@ class StageLosses:
             self._batch = BatchOutputs(call.count, Joins(loss, call))
         except MicrobatchError as error:
             raise UsageError(
-                f'loss_over="batch" puts the outputs of microbatches together, and {error}; let the '
+                f'over="batch" puts the outputs of microbatches together, and {error}; let the '
                 "pipeline split the batch, along one dimension of each tensor"
             ) from None
 
@@ -131,7 +131,7 @@ class StageLosses:
         return self._seeded(index, microbatch, loss)
 
     def _evaluate(
-        self, function: Loss, stage: PipelineStage, microbatch: int, output: Any, target: Any
+        self, function: StepLoss, stage: PipelineStage, microbatch: int, output: Any, target: Any
     ) -> Tensor:
         """The loss of an output, with the random numbers of a microbatch."""
         draws = self._step.draws(microbatch, stage.device)
@@ -144,7 +144,7 @@ class StageLosses:
                 error.add_note("loss_fn was called without a target; pass target= to the step")
             raise
 
-    def _call_loss(self, function: Loss, microbatch: int, output: Any, target: Any) -> Tensor:
+    def _call_loss(self, function: StepLoss, microbatch: int, output: Any, target: Any) -> Tensor:
         plan = self._step.agreement.kinds[microbatch].plan
         compute = function.of_microbatch
         return compute(output, target) if plan is None else plan.apart(compute, output, target)
@@ -152,7 +152,7 @@ class StageLosses:
     def _add_to_batch(
         self,
         batch: BatchOutputs,
-        function: Loss,
+        function: StepLoss,
         stage: PipelineStage,
         microbatch: int,
         output: Any,
@@ -200,7 +200,7 @@ def _without_gradient(target: Any) -> Any:
     """
     if any(tensor.requires_grad for tensor in tensors_in(target)):
         raise UsageError(
-            'loss_over="batch" gives no gradients to targets; detach the target, or pass what requires grad '
+            'over="batch" gives no gradients to targets; detach the target, or pass what requires grad '
             "to the model"
         )
     return _target_entered(target, [])

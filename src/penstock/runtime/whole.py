@@ -1,6 +1,6 @@
 """Microbatches put together again, and the loss of a whole batch.
 
-With ``loss_over="batch"`` the outputs of all microbatches meet in the last stage, the loss is computed once,
+With ``over="batch"`` the outputs of all microbatches meet in the last stage, the loss is computed once,
 and its gradient is cut up again.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.errors import MicrobatchError
 from penstock.microbatches import TARGET, Split, merge, output_dim
 from penstock.runtime.kinds import ModelCall
-from penstock.runtime.loss import Loss
+from penstock.runtime.loss import StepLoss
 from penstock.schedule import Op, Schedule
 from penstock.values import map_tensors
 
@@ -40,7 +40,7 @@ class Joins:
         MicrobatchError: there is no rule by which to put them together.
     """
 
-    def __init__(self, loss: Loss, call: ModelCall, *, guesses: bool = False) -> None:
+    def __init__(self, loss: StepLoss, call: ModelCall, *, guesses: bool = False) -> None:
         rules = loss.rules or {}
         rule = rules.get(TARGET, Split()) if isinstance(rules, Mapping) else Split()
         said = not isinstance(rule, Mapping) and not callable(rule)

@@ -6,7 +6,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from penstock.microbatches import Microbatches, Rules
 from penstock.partition import randomness
 from penstock.pipeline import Pipeline
 from penstock.pipeline.plan import Stages
-from penstock.runtime import LossFunction, LossWeight, Reduction, collect_losses
+from penstock.runtime import Loss, LossFunction, collect_losses
 from penstock.schedule import Schedule
 
 SEED = 11
@@ -37,22 +37,23 @@ class Case:
         args: its positional arguments; or :class:`penstock.Microbatches`, which the plain loop also runs one
             by one, with the same random numbers.
         target: the target of the loss; for microbatches a list.
-        loss_fn: ``(output, target) -> scalar``.
-        reduction: whether the loss is a mean or a sum over samples.
+        loss_fn: ``(output, target) -> scalar``, or a :class:`penstock.Loss`.
         kwargs: the model's arguments by name.
-        rules: how arguments are split.
-        loss_weight: the number of items that a microbatch's loss averages, such as the tokens of its target
-            that count; the loss of the batch is the mean over all items.
+        split: how arguments are split.
     """
 
     model: nn.Module
     args: Sequence[Any]
     target: Any
-    loss_fn: LossFunction
-    reduction: Reduction = "mean"
+    loss_fn: LossFunction | Loss
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    rules: Rules | None = None
-    loss_weight: LossWeight | None = None
+    split: Rules | None = None
+
+    @property
+    def loss(self) -> Loss:
+        """The loss, which reports values that are not finite in place of stopping."""
+        loss = self.loss_fn if isinstance(self.loss_fn, Loss) else Loss(self.loss_fn)
+        return replace(loss, nonfinite="warn")
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def compare(  # noqa: PLR0913 - what a user of Pipeline chooses, by name
     microbatches: int | None = None,
     ranks: int | None = None,
     stages: Stages = None,
-    group: Any = None,
+    mesh: Any = None,
     steps: int = 1,
     optimizer: MakeOptimizer | None = None,
 ) -> Verdict:
@@ -127,7 +128,7 @@ def compare(  # noqa: PLR0913 - what a user of Pipeline chooses, by name
         microbatches: the number of microbatches.
         ranks: the number of ranks.
         stages: how the model is cut.
-        group: the process group; each of its processes calls this, and gets a verdict on its own stages.
+        mesh: as for the Pipeline; each process calls this, and gets a verdict on its own stages.
         steps: how many steps to run; the verdict is on the last one.
         optimizer: makes the optimizer that trains between the steps, with clipped gradients. Without it,
             gradients add up.
@@ -138,14 +139,10 @@ def compare(  # noqa: PLR0913 - what a user of Pipeline chooses, by name
         ranks=ranks,
         microbatches=microbatches,
         stages=stages,
-        loss_fn=case.loss_fn,
-        reduction=case.reduction,
-        rules=case.rules,
-        loss_weight=case.loss_weight,
-        group=group,
+        loss_fn=case.loss,
+        split=case.split,
+        mesh=mesh,
         seed=SEED,
-        # The verdict reports values that are not finite.
-        nonfinite="warn",
     )
     with pipe:
         return judge(pipe, case, steps=steps, optimizer=optimizer)
@@ -241,7 +238,7 @@ def _train_on(case: Case, model: nn.Module, part: _Part) -> float:
     args, kwargs, target, share = part
     with collect_losses() as added:
         output = model(*args, **kwargs)
-    loss = (case.loss_fn(output, target) + added.total()) * share
+    loss = (case.loss.function(output, target) + added.total()) * share
     loss.backward()
     return float(loss.detach())
 
@@ -251,7 +248,8 @@ def _parts(case: Case) -> Iterator[_Part]:
         yield case.args, case.kwargs, case.target, 1.0
         return
     parts = case.args[0].parts
-    weigh = case.loss_weight if callable(case.loss_weight) else None
+    loss = case.loss
+    weigh = loss.weight if callable(loss.weight) else None
     weights = [
         float(weigh(target)) if weigh else part.samples
         for part, target in zip(parts, case.target, strict=True)
@@ -259,7 +257,7 @@ def _parts(case: Case) -> Iterator[_Part]:
     for part, target, weight in zip(parts, case.target, weights, strict=True):
         # A part of weight 0 may have no loss: a mean over nothing is NaN.
         if weight:
-            share = weight / sum(weights) if case.reduction == "mean" else 1.0
+            share = weight / sum(weights) if loss.reduction == "mean" else 1.0
             yield part.args, part.kwargs, target, share
 
 

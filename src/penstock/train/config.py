@@ -74,7 +74,7 @@ class TrainConfig(BaseModel):
         "measure the model, and use the fastest schedule and stages for this many microbatches.",
     )
     microbatches: Count = _setting(8, "Pipeline", "Microbatches per batch.")
-    checkpoint: Text | None = _setting(
+    recompute: Text | None = _setting(
         None,
         "Pipeline",
         "Modules whose activations backward recomputes, to save memory: all, or paths such as "
@@ -150,9 +150,9 @@ class TrainConfig(BaseModel):
             yield "shard=True without replicas: weights are sharded over replicas; set replicas to at least 2"
         if self.plan is not None and replicas > 1:
             yield f"plan={self.plan!r} with replicas={replicas}: a plan is for one pipeline; leave one out"
-        if self.plan is not None and self.checkpoint is not None:
+        if self.plan is not None and self.recompute is not None:
             yield (
-                f"plan={self.plan!r} with checkpoint={self.checkpoint!r}: the plan decides what is "
+                f"plan={self.plan!r} with recompute={self.recompute!r}: the plan decides what is "
                 "recomputed; leave one out"
             )
         if microbatches > samples:

@@ -19,7 +19,7 @@ from penstock.checkpoint import Checkpoints
 from penstock.devices import placed_on
 from penstock.errors import CheckpointError, ConfigError, InputFileError, NonFiniteError, UsageError
 from penstock.parallel import replicated_mesh, shard
-from penstock.pipeline import Pipeline
+from penstock.pipeline import Pipeline, SlowWarning
 from penstock.plan import Plan, Profile
 from penstock.runtime import GracefulStop
 from penstock.schedule import Timeline, draw_svg
@@ -87,7 +87,7 @@ def train(config: TrainConfig, console: Console | None = None) -> Outcome:
         GracefulStop(config.time_limit) as stop,
         make_pipeline(config, corpus, device, mesh) as pipe,
     ):
-        out = (console or Console()) if pipe.leads else Console(quiet=True)
+        out = (console or Console()) if pipe.is_main_process else Console(quiet=True)
         folder, checkpoints = _claim_folder(pipe, config)
         pipe.job.report_failures_to(folder.path)
         with checkpoints:
@@ -132,26 +132,28 @@ def make_pipeline(
     """The pipeline of a run or, with replicas, this process's replica."""
     model = make_model(config, device if config.plan == AUTO else "cpu")
     options: dict[str, Any] = {"loss_fn": next_byte_loss, "device": device, "seed": config.seed}
-    options["watch_every"] = config.watch_every
     if mesh is not None:
-        options |= {"mesh": mesh, "replicas": mesh["dp"]}
+        options |= {"mesh": mesh, "replicas": "dp"}
     if config.shard:
         options["wrap"] = lambda module, stage: shard(module, mesh["dp"])
-    if config.checkpoint is not None:
-        options["checkpoint"] = config.checkpoint == "all" or config.checkpoint.split(",")
+    if config.recompute is not None:
+        options["recompute"] = config.recompute == "all" or config.recompute.split(",")
     if config.plan == AUTO:
-        samples = config.batch // config.microbatches
-        batch = _training_batch(config, corpus, step=1)
-        tokens, target = (part[:samples].to(device) for part in batch)
         options |= {"schedule": "auto", "ranks": ranks_of(config)}
-        options |= {"microbatches": config.microbatches, "example": ((tokens,), {}, target)}
+        options["microbatches"] = config.microbatches
     elif config.plan is not None:
-        options["plan"] = _read_plan(config, Path(config.plan))
+        options["schedule"] = _read_plan(config, Path(config.plan))
     else:
         schedule = schedule_of(config)
         options |= {"schedule": schedule.name, "microbatches": config.microbatches}
         options["stages"] = even_stages(config.layers, schedule.stages)
-    return Pipeline(model, **options)
+    pipe = Pipeline(model, **options)
+    if config.plan == AUTO:
+        tokens, target = (part.to(device) for part in _training_batch(config, corpus, step=1))
+        pipe.cut(tokens, target=target)
+    if config.watch_every is not None:
+        pipe.on_step(SlowWarning(config.watch_every))
+    return pipe
 
 
 def _training_batch(config: TrainConfig, corpus: Corpus, step: int) -> Batch:
@@ -226,7 +228,7 @@ def _claim_folder(pipe: Pipeline, config: TrainConfig) -> tuple[RunFolder, Check
     path = Path(pipe.job.decide("begin the run", claim))
     checkpoints = claimed[0] if claimed else checkpoints_in(path)
     checkpoints.check_shared(pipe)
-    return RunFolder(path, writes=pipe.leads), checkpoints
+    return RunFolder(path, writes=pipe.is_main_process), checkpoints
 
 
 # ---- the run
@@ -260,7 +262,7 @@ class Run:
             return Outcome(losses, None, self.folder.path)
         held_out_loss = self._measure_held_out()
         self.pipe.weights.save(self.folder.path / "weights")
-        if self._timeline is not None and self.pipe.leads:
+        if self._timeline is not None and self.pipe.is_main_process:
             self._report(*self._timeline)
         say(self.console, f"run folder: {self.folder.path}")
         return Outcome(losses, held_out_loss, self.folder.path)
@@ -367,7 +369,7 @@ class Run:
         return {
             "step": step,
             "time": time(),
-            "rank": self.pipe.ranks[0],
+            "rank": self.pipe.local_ranks[0],
             "loss": result.loss,
             "gradient_norm": norm,
             "learning_rate": rate,
@@ -391,7 +393,9 @@ class Run:
         batches = self.corpus.held_out_batches(
             config.held_out_batches, batch=config.batch, sequence=config.sequence
         )
-        losses = [self.pipe.eval(self._share(x), target=self._share(y)).loss for x, y in batches]
+        losses = [
+            self.pipe.evaluate(self._share(x), target=self._share(y)).loss for x, y in batches
+        ]
         loss, measured = fmean(losses), len(losses) * config.batch * config.sequence
         self.folder.log({"held_out_loss": loss, "held_out_bytes": measured})
         say(
