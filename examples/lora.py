@@ -12,7 +12,6 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import penstock
-from penstock.integrations import own_loss
 
 
 def base() -> LlamaForCausalLM:
@@ -30,7 +29,7 @@ def base() -> LlamaForCausalLM:
 model = get_peft_model(
     base(), LoraConfig(task_type="CAUSAL_LM", r=8, target_modules=["q_proj", "v_proj"])
 )
-with penstock.Pipeline(model, schedule="ZB-V", ranks=2, microbatches=4, **own_loss(model)) as pipe:
+with penstock.Pipeline(model, schedule="ZB-V", ranks=2, microbatches=4) as pipe:
     module = penstock.PipelineModule(pipe)
     adapters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(adapters, lr=0.01)

@@ -105,9 +105,8 @@ class Run:
                 microbatches=MICROBATCHES,
                 loss_fn=loss_fn,
                 seed=7,
-                mesh=group,
-                mesh=mesh,
-                replicas=None if mesh is None else mesh["dp"],
+                mesh=group if mesh is None else mesh,
+                replicas=None if mesh is None else "dp",
             )
             if mesh is not None and how == "fsdp":
                 for stage in self.pipe.stages:

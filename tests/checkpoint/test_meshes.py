@@ -186,10 +186,9 @@ def slow_beside(group: Any, folder: str) -> str:
     with (
         pytest.MonkeyPatch.context() as patch,
         Checkpoints(folder, asynchronous=True) as checkpoints,
-        Pipeline(
-            model, ranks=2, mesh=group, timeout=2.0, example=((torch.ones(2, 3),), {})
-        ) as pipe,
+        Pipeline(model, ranks=2, mesh=group, timeout=2.0) as pipe,
     ):
+        pipe.cut(torch.ones(2, 3))
         if pipe.rank == 1:
             patch.setattr(os, "fsync", slowly)
         checkpoints.save(1, pipe=pipe)

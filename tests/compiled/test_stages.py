@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock import Microbatches, Pipeline, PipelineStage
+from penstock import Loss, Microbatches, Pipeline, PipelineStage
 from penstock.backward import PendingGradients, SplitBackward
 from penstock.compiled import halves, names
 from penstock.compiled.halves import HalvesError
@@ -538,8 +538,8 @@ def test_what_is_not_finite_is_found_inside_a_compiled_stage() -> None:
             return super().forward(value / 0)
 
     model = nn.Sequential(Infinite(), Block())
-    options: dict[str, Any] = {"schedule": "1F1B", "ranks": 2, "loss_fn": loss_fn}
-    pipe = Pipeline(model, compile=PLAIN, nonfinite="warn", **options)
+    warns = Loss(loss_fn, nonfinite="warn")
+    pipe = Pipeline(model, compile=PLAIN, schedule="1F1B", ranks=2, loss_fn=warns)
     value, target = batch()
     pipe.step(value, target=target)
     place = pipe.find_nonfinite(value, target=target)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from penstock import Checkpoints, Pipeline
+from penstock import Checkpoints, Loss, Pipeline, Timeouts
 from penstock.errors import AgreementError, UsageError
 from penstock.faults import status_of
 from penstock.testing import Fault, fail_at
@@ -225,17 +225,19 @@ def make_pipeline(case: dict[str, Any]) -> Pipeline:
         if case.get("shards"):
             gathers = partial(fully_shard, mesh=mesh["dp"], reshard_after_forward=True)
             options = {"mesh": mesh, "wrap": lambda stage, _: gathers(stage)}
-    loss_fn = mean_loss
+    loss_fn: Any = mean_loss
     if "weightless" in case:
-        options["loss_weight"] = len
-        loss_fn = lossless
+        loss_fn = Loss(lossless, weight=len)
     return Pipeline(
         nn.Sequential(*(nn.Linear(4, 4) for _ in range(ranks))),
         schedule=case.get("schedule", "1F1B"),
         microbatches=4,
         loss_fn=loss_fn,
-        timeout=(case.get("first", 60.0), case.get("timeout", 60.0)),
-        timeout=Timeouts(rendezvous=case.get("meeting", 60.0)),
+        timeout=Timeouts(
+            step=case.get("timeout", 60.0),
+            first_step=case.get("first", 60.0),
+            rendezvous=case.get("meeting", 60.0),
+        ),
         **options,
     )
 

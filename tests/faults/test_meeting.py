@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, but not marked so
 
+from penstock import Timeouts
 from penstock.errors import AgreementError, UsageError
 from penstock.faults import Patience, meet
 from tests.scripts import forked, free_port
@@ -76,7 +77,7 @@ def work(number: int, port: int, folder: str, case: dict[str, Any]) -> None:
 
 def come(group: Any, seconds: float) -> str:
     try:
-        meeting = meet(group, Patience(rendezvous_timeout=seconds))
+        meeting = meet(group, Patience(Timeouts(rendezvous=seconds)))
         job = meeting.job
         text = f"{job.rank} of {len(job.pipeline)} is {job.pipeline}"
         dist.barrier(meeting.group)
@@ -160,7 +161,7 @@ def test_a_group_is_started_or_used(said: Of) -> None:
 def test_who_does_not_come_is_named_and_may_come_later(said: Of) -> None:
     first, second = said("late")
     text = "AgreementError: after 1 s ranks [1] of 2 have not come to make their pipeline; "
-    assert first[0].startswith(f"{text}start them, or wait longer with rendezvous_timeout=")
+    assert first[0].startswith(f"{text}start them, or wait longer with timeout=")
     assert [first[1], *second] == [f"{rank} of 2 is (0, 1), True lo" for rank in (0, 1)]
     assert first[2].startswith(f"{text}rank 1 was here before, as process ")
 

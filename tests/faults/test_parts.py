@@ -14,6 +14,7 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, but not marked so
 from torch.distributed.distributed_c10d import PrefixStore
 
+from penstock import Timeouts
 from penstock.errors import NonFiniteError, StageError, UsageError, printable
 from penstock.faults import (
     Activity,
@@ -157,17 +158,18 @@ def test_limits_are_in_minutes_or_as_given(monkeypatch: pytest.MonkeyPatch) -> N
     assert Patience().limit([]) == Patience().limit([1.0, 5.0, 6.0]) == 600.0
     assert Patience().rendezvous == 300.0
     assert (Patience().slow([0.1]), Patience().slow([4.0, 5.0, 6.0])) == (30.0, 50.0)
-    assert (Patience((7, None)).limit([]), Patience((7, None)).limit([1.0])) == (7.0, 600.0)
-    assert Patience(8).limit([1.0]) == Patience((None, 8)).limit([1.0]) == 8.0
-    for wrong in (0, -1.0, "1", (1, 2, 3), (0, 1)):
+    first = Patience(Timeouts(first_step=7))
+    assert (first.limit([]), first.limit([1.0])) == (7.0, 600.0)
+    assert Patience(8).limit([1.0]) == Patience(Timeouts(step=8)).limit([]) == 8.0
+    for wrong in (0, -1.0, "1", (1, 2, 3)):
         with pytest.raises(UsageError, match="timeout="):
             Patience(wrong)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="rendezvous_timeout="):
-        Patience(rendezvous_timeout=0)
+    with pytest.raises(UsageError, match="rendezvous=0"):
+        Timeouts(rendezvous=0)
     monkeypatch.setenv("PENSTOCK_TIMEOUT", "40")
     monkeypatch.setenv("PENSTOCK_RENDEZVOUS_TIMEOUT", "50")
     assert (Patience().limit([]), Patience().rendezvous) == (40.0, 50.0)
-    assert (Patience(8).limit([]), Patience(None, 9).rendezvous) == (8.0, 9.0)
+    assert (Patience(8).limit([]), Patience(Timeouts(rendezvous=9)).rendezvous) == (8.0, 9.0)
     monkeypatch.setenv("PENSTOCK_TIMEOUT", "soon")
     with pytest.raises(UsageError, match="PENSTOCK_TIMEOUT='soon'; it must be more than 0"):
         Patience()

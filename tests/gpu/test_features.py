@@ -198,8 +198,9 @@ def sharded(group: Any) -> list[float]:
     mine = slice(0, BATCH // 2) if rank == 0 else slice(BATCH // 2, BATCH)
     with Pipeline(
         model(), schedule="1F1B", mesh=mesh, replicas="dp", microbatches=2, device=device,
-        wrap=wrap, loss_fn=functional.mse_loss, example=((x[:1],), {}),
+        wrap=wrap, loss_fn=functional.mse_loss,
     ) as pipe:  # fmt: skip
+        pipe.cut(x[:1])
         loss = pipe.step(x[mine], target=y[mine]).loss
         weights: list[Any] = list(pipe.parameters())
         return [loss, float(nn.utils.get_total_norm([w.grad.full_tensor() for w in weights]))]

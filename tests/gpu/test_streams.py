@@ -91,12 +91,7 @@ def run(group: Any, case: str, schedule: str, fault: str = "", fails: bool = Fal
     """A worker's task: the races of some steps, an evaluation between them, and perhaps a failure."""
     trained = CASES[case]
     of = trained.make()
-    options = {
-        "reduction": of.reduction,
-        "loss_weight": of.loss_weight,
-        "rules": of.rules,
-        "group": group,
-    }
+    options = {"split": of.split, "mesh": group}
     pipe = pipeline(of, None, schedule=schedule, ranks=2, microbatches=4, **options)
     with pipe, ExitStack() as stack:
         device = stack.enter_context(played(pipe))

@@ -57,7 +57,7 @@ def of_two_counts(group: Any, case: str, schedule: str) -> list[dict[str, int]]:
         options: dict[str, Any] = {
             "schedule": schedule,
             "microbatches": microbatches,
-            "group": group,
+            "mesh": group,
         }
         with pipeline(of, None, ranks=2, **options) as pipe:
             counts.append(count(pipe, of.args, of.target))

@@ -458,7 +458,7 @@ def overflowing(output: tuple[Tensor, Tensor], target: Any) -> Tensor:
 
 
 def overflow(group: Any) -> Any:
-    options: Any = {"microbatches": 1, "loss_fn": overflowing, "example": ((torch.ones(2, 8),), {})}
+    options: Any = {"microbatches": 1, "loss_fn": overflowing}
     model = PipelineModule(make(Two(), mesh=group, **options))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -11,7 +11,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from penstock import Pipeline, PipelineModule
 from penstock.errors import AgreementError, UsageError
-from penstock.integrations import own_loss
 from penstock.testing import WorkerPool
 from tests.integrations.trainers import SIZES, TOKENS, Examples, make_model
 
@@ -23,7 +22,7 @@ BATCH["labels"][1:5] = -100
 
 
 def as_module(model: Any, **options: Any) -> Any:
-    defaults: dict[str, Any] = {"ranks": 2, "microbatches": 4, **own_loss(model)}
+    defaults: dict[str, Any] = {"ranks": 2, "microbatches": 4}
     return PipelineModule(Pipeline(model, **(defaults | options)))
 
 

@@ -22,7 +22,6 @@ from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from penstock import PipelineModule
-from penstock.integrations import own_loss
 from penstock.integrations.accelerate import PipelineAccelerator
 from penstock.integrations.transformers import PipelineTrainer
 from tests.integrations import accelerated
@@ -650,7 +649,7 @@ def _(setting: Setting) -> Outcome:
     accelerator: Any = Accelerator(cpu=True)
     model: Any = net
     if setting.cut:
-        pipe = setting.pipeline(net, **own_loss(net))
+        pipe = setting.pipeline(net)
         accelerator, model = PipelineAccelerator(pipe, cpu=True), PipelineModule(pipe)
     made: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
     tokens = TensorDataset(Examples("text", 64, 1).tokens)

@@ -74,10 +74,10 @@ def run(group: Any, schedule: str, how: str) -> dict[str, Any]:  # noqa: PLR0915
         loss_fn=Loss(mse_loss, metrics={"largest": lambda output, target: output.amax()}),
         mesh=mesh,
         wrap=lambda module, stage: wrap(module, how, mesh),
-        replicas=None if how == "tp" else mesh["dp"],
-        # Except by DistributedDataParallel, weights are replaced.
-        example=None if how == "ddp" else ((X[:2].to(kind),), {}),
+        replicas=None if how == "tp" else "dp",
     )
+    if how != "ddp":  # the others replace weights
+        pipe.cut(X[:2].to(kind))
     half = slice(None) if how == "tp" else half_of(mesh)
     x, y = X[half].to(kind), Y[half].to(kind)
     options: Any = {"fused": True} if schedule == "ZB-V" else {"foreach": True}
@@ -198,7 +198,7 @@ def run_tied(group: Any, schedule: str, how: str) -> float | str:
             mesh=mesh,
             replicas="dp",
             wrap=lambda module, stage: wrap(module, how, mesh),
-            example=(of.args, {}),
+            cut=True,
         )
     except (UsageError, PeerFailed) as error:
         return str(error)
@@ -325,9 +325,8 @@ def run_wrapped_too_far(group: Any) -> str:
     def wrapped(module: nn.Module, stage: int) -> nn.Module:
         return DistributedDataParallel(module, process_group=group)
 
-    example: Any = ((X,), {})
     with pytest.raises(UsageError) as refusal:
-        Pipeline(chain(), mesh=mesh, replicas="dp", wrap=wrapped, example=example)
+        Pipeline(chain(), mesh=mesh, replicas="dp", wrap=wrapped).cut(X)
     return str(refusal.value)
 
 

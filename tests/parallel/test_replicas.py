@@ -78,11 +78,11 @@ def run_case(case: str, schedule: str, mesh: DeviceMesh) -> dict[str, Any]:
     reduction: Any = "sum" if total else "mean"
     loss_fn = partial(mse_loss, reduction=reduction)
     options: dict[str, Any] = (
-        {"loss_weight": weight_of, "loss_over": "microbatch"} if case == "weighted" else {}
+        {"weight": weight_of, "over": "microbatch"} if case == "weighted" else {}
     )
     pipe = Pipeline(
         model_of(case, seed=replica), schedule=schedule, microbatches=4, mesh=mesh,
-        replicas="dp", loss_fn=Loss(loss_fn, reduction=reduction), **options,
+        replicas="dp", loss_fn=Loss(loss_fn, reduction=reduction, **options),
     )  # fmt: skip
     accumulate = 2 if case == "accumulated" else 1
     gap, missing = 0.0, []
@@ -327,9 +327,7 @@ def run_sparse(group: Any) -> list[Any]:
     mesh = mesh_of("dp", "pp")
     half = half_of(mesh)
     torch.manual_seed(half.start)
-    pipe = Pipeline(
-        Words().double(), microbatches=2, mesh=mesh, replicas="dp", loss_fn=mse_loss
-    )
+    pipe = Pipeline(Words().double(), microbatches=2, mesh=mesh, replicas="dp", loss_fn=mse_loss)
     with pipe:
         pipe.step(torch.arange(16)[half], target=Y[half])
         grads = {
@@ -417,10 +415,10 @@ def run_refused(group: Any, name: str) -> str:
     """A worker's task: what is said of arguments that contradict each other."""
     mesh = mesh_of("dp", "pp")
     alone = [[dist.new_group([rank]) for rank in range(4)][dist.get_rank()]]
-    dp, weight = {"replicas": mesh["dp"]}, {"loss_weight": weight_of}
+    dp, weight = {"replicas": "dp"}, {"loss_fn": Loss(mse_loss, weight=weight_of)}
     wrap = {"wrap": wrapped_over(mesh, "dp", "ddp")}
     cases: dict[str, dict[str, Any]] = {
-        "a name": {"replicas": "dp"},
+        "a name": {"replicas": "tp"},
         "own dimension": {"replicas": mesh["pp"]},
         "fsdp over pp": {**dp, "wrap": wrapped_over(mesh, "pp", "fsdp")},
         "ddp over others": {**dp, "wrap": lambda m, s: DistributedDataParallel(m, process_group=alone[0])},
@@ -430,7 +428,7 @@ def run_refused(group: Any, name: str) -> str:
     }  # fmt: skip
     model = model_of("tied" if name.startswith("tied") else "plain")
     try:
-        pipe = Pipeline(model, mesh=mesh, microbatches=2, loss_fn=mse_loss, **cases[name])
+        pipe = Pipeline(model, mesh=mesh, microbatches=2, **{"loss_fn": mse_loss, **cases[name]})
         with pipe:
             pipe.step(X, target=Y, loss_weight=weight_of if name.endswith("later") else None)
     except PenstockError as error:
@@ -439,12 +437,12 @@ def run_refused(group: Any, name: str) -> str:
 
 
 REFUSED = {
-    "a name": ["replicas='dp'", "mesh['dp']"],
-    "own dimension": ["this pipeline itself runs on", 'mesh["dp"]'],
+    "a name": ["replicas='tp'", "the mesh has dp, pp"],
+    "own dimension": ["this pipeline itself runs on", 'replicas="dp"'],
     "fsdp over pp": ["stage", "fully_shard over the processes", "ranks of this pipeline"],
     "ddp over others": ["DistributedDataParallel over the processes", "but replicas= holds"],
-    "ddp, weighted": ["loss_weight=", "without replicas=", "DistributedDataParallel"],
-    "ddp, weighted later": ["loss_weight=", "without replicas=", "DistributedDataParallel"],
+    "ddp, weighted": ["the loss has weights", "without replicas=", "DistributedDataParallel"],
+    "ddp, weighted later": ["the loss has weights", "without replicas=", "DistributedDataParallel"],
     "tied, ddp on one": ["stages [0, 1] share 'first.weight'", "in stages [0] only"],
 }
 

@@ -55,7 +55,7 @@ def test_checkpointed_layers() -> None:
     check_equal(model, 3, (), kwargs, tolerance=tolerance, draws=True)
     model, kwargs, tolerance = make("gpt2")
     kwargs["use_cache"] = False
-    options: dict[str, Any] = {"checkpoint": ["transformer.h"]}
+    options: dict[str, Any] = {"recompute": ["transformer.h"]}
     check_equal(model, 3, (), kwargs, **options, tolerance=tolerance, draws=True)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from penstock import REPLICATE, Microbatches, Pipeline, Split, add_loss
+from penstock import REPLICATE, Loss, Microbatches, Pipeline, Split, add_loss
 from penstock.microbatches import Rules
 from penstock.schedule import Edge
 from penstock.testing import Case
@@ -115,6 +115,10 @@ def valid(target: Tensor) -> Tensor:
     return (target != IGNORED).sum()
 
 
+BY_TOKENS = Loss(token_loss, weight=valid)
+"""A mean over the tokens that count."""
+
+
 TOKENS = draw(SAMPLES, 6)
 NEXT = TOKENS.roll(-1, 1)
 LENGTHS = torch.tensor([[1], [5], [0], [0], [2], [4], [1], [6]])
@@ -126,12 +130,11 @@ PLACES = draw(3, SAMPLES, 6, seed=1) % 9
 
 def language(args: Sequence[Any] = (TOKENS,), target: Any = NEXT, **options: Any) -> Case:
     """A language model on a batch; options that a case has are the case's."""
-    of_case = {
-        name: options.pop(name) for name in ("loss_weight", "kwargs", "rules") if name in options
-    }
+    of_case = {name: options.pop(name) for name in ("kwargs", "split") if name in options}
+    loss_fn = options.pop("loss_fn", token_loss)
     torch.manual_seed(3)
     model = Language(**options).double()
-    return Case(model, args, target, token_loss, **of_case)
+    return Case(model, args, target, loss_fn, **of_case)
 
 
 def ragged(**options: Any) -> Case:
@@ -141,7 +144,7 @@ def ragged(**options: Any) -> Case:
 
 def some_count() -> Case:
     """Ragged, and of the last microbatch nothing counts."""
-    case = ragged(loss_weight=valid)
+    case = ragged(loss_fn=BY_TOKENS)
     targets = [part.masked_fill(part == 3, IGNORED) for part in case.target]
     return replace(case, target=[*targets[:-1], torch.full_like(targets[-1], IGNORED)])
 
@@ -183,7 +186,7 @@ LANGUAGE: dict[str, Callable[[], Case]] = {
     "dropout": partial(ragged, drop=0.3),
     "dropout, recomputed": partial(ragged, drop=0.3, recompute=True),
     "ragged": ragged,
-    "tokens that count": partial(language, target=RAGGED_NEXT, loss_weight=valid),
+    "tokens that count": partial(language, target=RAGGED_NEXT, loss_fn=BY_TOKENS),
     "ragged, some count": some_count,
     "added losses": partial(ragged, adds="balance"),
     "added losses, recomputed": partial(ragged, adds="balance", recompute=True),
@@ -494,8 +497,8 @@ class Aside(nn.Module):
 MASK = (X > 0).double()
 
 
-def arguments(*args: Any, rules: Rules | None = None, **kwargs: Any) -> Case:
-    return Case(named(), args, Y, mean_loss, kwargs=kwargs, split=rules)
+def arguments(*args: Any, split: Rules | None = None, **kwargs: Any) -> Case:
+    return Case(named(), args, Y, mean_loss, kwargs=kwargs, split=split)
 
 
 def nested_loss(output: Tensor, target: dict[str, Any]) -> Tensor:
@@ -508,13 +511,13 @@ def square_loss(output: Tensor, target: None) -> Tensor:
     return output.square().mean()
 
 
-def uneven(samples: int, loss: Any, reduction: Any) -> Case:
-    return Case(chain(4), (X[:samples],), Y[:samples], loss, reduction)
+def uneven(samples: int, loss_fn: Any) -> Case:
+    return Case(chain(4), (X[:samples],), Y[:samples], loss_fn)
 
 
 BATCHES: dict[str, Callable[[], Case]] = {
-    "seven samples": partial(uneven, 7, mean_loss, "mean"),
-    "five, a sum": partial(uneven, 5, sum_loss, "sum"),
+    "seven samples": partial(uneven, 7, mean_loss),
+    "five, a sum": partial(uneven, 5, Loss(sum_loss, reduction="sum")),
     "by name": partial(arguments, x=X),
     "a split mask": partial(arguments, X, mask=MASK, split={"mask": Split()}),
     "a whole mask": partial(arguments, X, mask=MASK[0], split={"mask": REPLICATE}),
@@ -555,6 +558,10 @@ CASES["sparse"] = Trained(sparse)
 
 
 def pipeline(of: Case, stages: Any = 4, **options: Any) -> Pipeline:
-    """A pipeline of a copy of a case's model."""
+    """A pipeline of a copy of a case's model; ``cut`` cuts it at once, by the arguments of the case."""
+    cut = options.pop("cut", False)
     usual: dict[str, Any] = {"microbatches": 8, "loss_fn": of.loss_fn}
-    return Pipeline(copy.deepcopy(of.model), stages=stages, **(usual | options))
+    pipe = Pipeline(copy.deepcopy(of.model), stages=stages, **(usual | options))
+    if cut:
+        pipe.cut(*of.args)
+    return pipe

@@ -74,7 +74,9 @@ def test_batches_may_be_smaller_than_in_training() -> None:
     for samples in (1, 2, 3, 8):
         whole = chain()(X[:samples]).detach()
         torch.testing.assert_close(pipe.predict(X[:samples]), whole)
-        assert pipe.evaluate(X[:samples], target=Y[:samples]).loss == pytest.approx(float(whole.sum()))
+        assert pipe.evaluate(X[:samples], target=Y[:samples]).loss == pytest.approx(
+            float(whole.sum())
+        )
 
 
 def test_a_result_without_outputs_has_none_and_a_prediction_needs_no_loss_and_no_gradient() -> None:

@@ -122,7 +122,7 @@ def of_size(name: Any, ranks: int, microbatches: int, group: Any = None, **optio
         "schedule": name,
         "ranks": ranks,
         "microbatches": microbatches,
-        "group": group,
+        "mesh": group,
     } | options
     return compare(case, **options)
 

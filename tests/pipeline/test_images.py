@@ -195,7 +195,7 @@ def test_a_rule_of_the_users_comes_first() -> None:
 
     batch = batch_of([[(2, 2)], [], [(2, 2), (2, 2)], []], has_grid=False)
     target = torch.zeros(4, LENGTH, SIZE).double()
-    ruled, usual = pipeline(rules={"pixel_values": by_pairs}), pipeline()
+    ruled, usual = pipeline(split={"pixel_values": by_pairs}), pipeline()
     assert ruled.step(**batch, target=target).loss == usual.step(**batch, target=target).loss
 
 

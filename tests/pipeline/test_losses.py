@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 from penstock import (
+    Loss,
     LossScaler,
     Microbatches,
     Pipeline,
@@ -64,9 +65,9 @@ def whole_batch(target: Tensor, steps: int = 1, rows: slice = slice(None)) -> tu
 
 # ---- what a microbatch weighs
 
-OF_TOKENS: dict[str, dict[str, Any]] = {
-    "mean": {"loss_fn": token_loss, "loss_weight": valid},
-    "sum": {"loss_fn": token_sum, "loss_weight": valid, "reduction": "sum"},
+OF_TOKENS: dict[str, Loss] = {
+    "mean": Loss(token_loss, weight=valid),
+    "sum": Loss(token_sum, weight=valid, reduction="sum"),
 }
 WEIGHTS: dict[str, Any] = {
     "the pipeline's": None,
@@ -80,7 +81,7 @@ WEIGHTS: dict[str, Any] = {
 @pytest.mark.parametrize("reduction", OF_TOKENS)
 @pytest.mark.parametrize("schedule", ["1F1B", "ZB-V"])
 def test_unequal_counts_of_tokens(schedule: str, reduction: str, weight: str) -> None:
-    pipe = make(4 if schedule == "ZB-V" else 2, schedule=schedule, **OF_TOKENS[reduction])
+    pipe = make(4 if schedule == "ZB-V" else 2, schedule=schedule, loss_fn=OF_TOKENS[reduction])
     loss, grads = whole_batch(RAGGED_Y)
     result = pipe.step(X, target=RAGGED_Y, loss_weight=WEIGHTS[weight])
     assert result.loss == pytest.approx(loss, abs=1e-14)
@@ -99,7 +100,7 @@ def test_a_number_is_dealt_by_samples() -> None:
 
 @pytest.mark.parametrize("reduction", OF_TOKENS)
 def test_a_batch_that_weighs_nothing_changes_nothing(reduction: str) -> None:
-    pipe = make(metrics={"accuracy": accuracy}, **OF_TOKENS[reduction])
+    pipe = make(loss_fn=replace(OF_TOKENS[reduction], metrics={"accuracy": accuracy}))
     result = pipe.step(X, target=torch.full_like(Y, IGNORED))
     assert (result.loss, result.weight) == (0.0, 0.0)
     pipe.step(X, target=RAGGED_Y, total_weight=0.0)
@@ -112,13 +113,13 @@ def test_a_batch_that_weighs_nothing_changes_nothing(reduction: str) -> None:
 @pytest.mark.parametrize("reduction", OF_TOKENS)
 def test_several_steps_equal_one_of_all(reduction: str) -> None:
     """Accumulated, if they weigh alike, or of a known total."""
-    options = OF_TOKENS[reduction]
-    alike = make(microbatches=2, accumulate=2, **options | {"loss_weight": None})
-    losses = [alike.step(X[i : i + 3], target=Y[i : i + 3]).loss for i in (0, 3)]
-    whole, grads = plain_loop(replace(language((X[:6],), Y[:6]), loss_fn=options["loss_fn"]))
+    loss_fn = OF_TOKENS[reduction]
+    alike = make(microbatches=2, loss_fn=replace(loss_fn, weight=None))
+    losses = [alike.step(X[i : i + 3], target=Y[i : i + 3], accumulate=2).loss for i in (0, 3)]
+    whole, grads = plain_loop(replace(language((X[:6],), Y[:6]), loss_fn=loss_fn.function))
     assert_same(gradients(alike), grads)
     assert sum(losses) / (2 if reduction == "mean" else 1) == pytest.approx(whole)
-    pipe, total = make(**options), float(valid(RAGGED_Y))
+    pipe, total = make(loss_fn=loss_fn), float(valid(RAGGED_Y))
     steps = [
         pipe.step(X[rows], target=RAGGED_Y[rows], total_weight=total)
         for rows in (slice(0, 4), slice(4, 7))
@@ -129,10 +130,12 @@ def test_several_steps_equal_one_of_all(reduction: str) -> None:
 
 
 def test_what_a_step_weighs_among_others_must_be_known() -> None:
-    pipe = make(loss_weight=valid, accumulate=2)
-    with pytest.raises(UsageError, match=r"accumulate= with loss_weight=.*give total_weight="):
-        pipe.step(X, target=Y)
-    assert pipe.step(X, target=Y, accumulate=1).loss > 0, "nothing was poisoned"
+    pipe = make(loss_fn=Loss(token_loss, weight=valid))
+    with pytest.raises(
+        UsageError, match=r"accumulate= with weights of the loss.*give total_weight="
+    ):
+        pipe.step(X, target=Y, accumulate=2)
+    assert pipe.step(X, target=Y).loss > 0, "nothing was poisoned"
 
 
 @pytest.mark.parametrize(
@@ -241,9 +244,9 @@ METRICS = {"accuracy": accuracy, "highest": highest}
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_metrics_and_outputs(trains: bool) -> None:
-    pipe, target = make(metrics=METRICS), RAGGED_Y if trains else Y
+    pipe, target = make(loss_fn=Loss(token_loss, metrics=METRICS)), RAGGED_Y if trains else Y
     weight: Any = {"loss_weight": valid} if trains else {}
-    call: Any = pipe.step if trains else pipe.eval
+    call: Any = pipe.step if trains else pipe.evaluate
     result = call(X, target=target, outputs=True, **weight)
     logits = language().model(X).detach()
     right, count = accuracy(logits, target)
@@ -315,8 +318,9 @@ def everything(group: Any, schedule: str, everywhere: bool) -> list[Any]:
     """A worker's task: the target is given to all, or to the rank alone that needs it."""
     ranks = group.size()
     stages = ranks if schedule == "1F1B" else 2 * ranks
-    case = language((X,), RAGGED_Y, loss_weight=valid, **BALANCED)
-    options: dict[str, Any] = {"loss_weight": valid, "metrics": METRICS, "group": group}
+    loss_fn = Loss(token_loss, weight=valid, metrics=METRICS)
+    case = language((X,), RAGGED_Y, loss_fn=loss_fn, **BALANCED)
+    options: dict[str, Any] = {"mesh": group}
     pipe = pipeline(case, stages, schedule=schedule, microbatches=6, **options)
     last = stages - 1 in pipe.schedule.placement.stages_on(group.rank())
     target = RAGGED_Y if everywhere or last else MISSING
@@ -351,8 +355,9 @@ def overflowing(group: Any) -> list[Any]:
     """A worker's task: two pipelines of two ranks; one rank has a gradient of NaN in the second step."""
     rows = (slice(0, 4), slice(4, 7))[group.rank() // 2]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    options: dict[str, Any] = {"replicas": mesh["dp"], "metrics": METRICS, "loss_weight": valid}
-    pipe, scaler = make(ranks=None, mesh=mesh, **options), LossScaler(64.0, growth_interval=1)
+    loss_fn = Loss(token_loss, weight=valid, metrics=METRICS)
+    pipe = make(ranks=None, mesh=mesh, replicas="dp", loss_fn=loss_fn)
+    scaler = LossScaler(64.0, growth_interval=1)
     optimizer, moved, scales, rights = torch.optim.SGD(pipe.parameters(), lr=0.1), [], [], []
     for step in range(3):
         result = pipe.step(X[rows], target=RAGGED_Y[rows], scaler=scaler)

@@ -205,7 +205,7 @@ class PeakBytes(TorchDispatchMode):
 
 def held(group: Any, schedule: str, microbatches: int, rows: int) -> tuple[int, int]:
     """A worker's task: in a step, the peak of its tensors, and of receives that were posted, in bytes."""
-    options: dict[str, Any] = {"ranks": 2, "microbatches": microbatches, "group": group}
+    options: dict[str, Any] = {"ranks": 2, "microbatches": microbatches, "mesh": group}
     with make(chain(4), schedule=schedule, **options) as pipe:
         batch = torch.ones(rows * microbatches, X.shape[1], dtype=X.dtype)
         pipe.step(batch, target=batch)

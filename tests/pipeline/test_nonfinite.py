@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import Pipeline
+from penstock import Loss, Pipeline
 from penstock.errors import NonFiniteError
 from penstock.testing import WorkerPool
 
@@ -52,14 +52,18 @@ def mean_loss(output: Tensor, target: Tensor) -> Tensor:
     return output.square().mean()
 
 
-def pipe(*functions: Function, tied: bool = False, **options: Any) -> Pipeline:
+def pipe(
+    *functions: Function, tied: bool = False, nonfinite: Any = "stop", **options: Any
+) -> Pipeline:
     """Three stages, the second one of two modules at least; the first and the last may share their weight."""
     ends = Part(*functions[:tied]), Part(*functions[:tied])
     if tied:
         ends[1].scale = ends[0].scale
     middle = nn.Sequential(Part(), *map(Part, functions[tied:]))
     model = nn.Sequential(ends[0], middle, ends[1])
-    return Pipeline(model, ranks=3, microbatches=4, loss_fn=mean_loss, **options)
+    return Pipeline(
+        model, ranks=3, microbatches=4, loss_fn=Loss(mean_loss, nonfinite=nonfinite), **options
+    )
 
 
 def test_a_loss_that_is_not_finite_stops_and_a_good_batch_goes_on() -> None:
@@ -151,7 +155,7 @@ def test_weights_that_are_not_finite_are_named() -> None:
 
 def stop_everywhere(group: Any) -> list[str]:
     """A worker's task: what a rank is told."""
-    with pipe(divides, group=group) as made:
+    with pipe(divides, mesh=group) as made:
         with pytest.raises(NonFiniteError) as caught:
             made.step(X, target=X)
         return [str(caught.value), str(made.find_nonfinite(X, target=X))]

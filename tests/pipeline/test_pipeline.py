@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
-import re
 from collections.abc import Callable
 from contextlib import suppress
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +178,7 @@ def test_shapes_and_the_number_of_microbatches_may_change_from_step_to_step() ->
 def ragged_steps(group: Any, everywhere: bool) -> list[Any]:
     """A worker's task: who needs no batch gives none; then a step with other lengths and one more."""
     case = ragged()
-    pipe, rank = pipeline(case, 2, group=group), group.rank()
+    pipe, rank = pipeline(case, 2, mesh=group), group.rank()
     args = case.args if everywhere or rank == 0 else []
     target = case.target if args else Microbatches(case.target)
     loss = pipe.step(*args, target=target if everywhere or rank else MISSING).loss
@@ -352,33 +350,6 @@ def test_processes_hold_their_part_and_a_failure_breaks_no_connection_but_its_ow
         assert answer["values"] == [True, False, False]
         assert "this loss is broken" in answer["error"]
         assert answer["total"] == 3.0
-
-
-MOVED = {
-    "held_weights": "weights.here",
-    "grad_norm": "weights.grad_norm",
-    "save": "weights.save",
-    "patient": "job.patient",
-}
-
-
-@pytest.mark.parametrize(("old", "new"), MOVED.items())
-def test_what_has_moved_keeps_its_old_name_for_a_while(old: str, new: str) -> None:
-    pipe = make(chain())
-    with pytest.warns(DeprecationWarning, match=re.escape(f"Pipeline.{old} is now pipe.{new};")):
-        value = getattr(pipe, old)
-    assert type(value) is type(attrgetter(new)(pipe))
-
-
-def test_the_old_names_that_torch_looks_for_load_what_they_saved() -> None:
-    first, second = make(chain()), make(chain(), ranks=3, stages=3)
-    with pytest.warns(
-        DeprecationWarning, match=r"Pipeline.state_dict is now pipe.weights.state_dict;"
-    ):
-        state = {name: value + 1 for name, value in first.state_dict().items()}
-    with pytest.warns(DeprecationWarning, match="Pipeline.load_state_dict is now pipe.weights"):
-        assert second.load_state_dict(state) == ([], [])
-    assert_same(second.weights.state_dict(), state)
 
 
 def test_a_pipeline_has_few_names() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import Pipeline, PipelineStage
+from penstock import Loss, Pipeline, PipelineStage
 from penstock.errors import PartitionError, UsageError
 from penstock.testing import WorkerPool
 from tests.pipeline.draws import WIDTH, chain
@@ -161,7 +161,7 @@ def outputs(model: nn.Module, **options: Any) -> list[Tensor]:
         seen.append(output.detach())
         return output.sum()
 
-    options |= {"loss_fn": loss, "reduction": "sum"}
+    options |= {"loss_fn": Loss(loss, reduction="sum")}
     with Pipeline(model, microbatches=2, seed=1, **options) as pipe:
         pipe.step(BATCH, target=BATCH)
     return seen[-2:]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock import REPLICATE, Microbatches, Pipeline, PipelineStage
+from penstock import REPLICATE, Loss, Microbatches, Pipeline, PipelineStage, Timeouts
 from penstock.devices import placed_on
 from penstock.errors import (
     MicrobatchError,
@@ -82,17 +82,17 @@ MAKING: list[tuple[dict[str, Any], type[PenstockError], str]] = [
     ({"stages": 3}, PartitionError, "3 stages cannot be divided evenly among 2 ranks; use a multiple of 2"),
     ({"stages": ["1", ["2"]]}, PartitionError, "must hold the module paths to cut before"),
     ({"stages": partition(chain(), 2)}, PartitionError, "in no stage: 0.0.weight"),
-    ({"stages": partition(chain(), 2), "checkpoint": True}, UsageError,
-        "checkpoint= is used to cut a model, but stages= is a Partition"),
+    ({"stages": partition(chain(), 2), "recompute": True}, UsageError,
+        "recompute= is used to cut a model, but stages= is a Partition"),
     ({"model": "chain"}, UsageError, "model: must be an nn.Module, not a str"),
-    ({"checkpoint": True, "compile": True}, UsageError, "cannot be used with compile="),
+    ({"recompute": True, "compile": True}, UsageError, "cannot be used with compile="),
     ({"schedule": THREE}, UsageError, "'1F1B' has ranks=3, but ranks=2 was asked for"),
     ({"schedule": HALF, "microbatches": None}, ScheduleError, "'half' cannot run:\n"),
-    ({"plan": "plan.json"}, UsageError, "plan='plan.json': must be a penstock.plan.Plan"),
-    ({"schedule": "auto"}, UsageError, "measures the model: give example="),
+    ({"schedule": "auto", "stages": 2}, UsageError, "the plan in schedule= decides stages= itself"),
+    ({"schedule": "auto", "loss_fn": Loss(mean_loss, over="batch"), "ranks": 0}, UsageError, "ranks=0"),
     ({"num_microbatches": 4}, UnknownArgumentError, r"num_microbatches=; did you mean microbatches=\?"),
     ({"criterion": mean_loss}, UnknownArgumentError, r"no argument criterion=; did you mean loss_fn=\?"),
-    ({"zzz": 1}, UnknownArgumentError, "no argument zzz=; there are schedule=, ranks=, .* nonfinite=$"),
+    ({"zzz": 1}, UnknownArgumentError, "no argument zzz=; there are schedule=, microbatches=, .* timeout=$"),
     ({"balance": "flops"}, UnknownArgumentError, r"partition\(model, stages, balance=...\)"),
     ({"device": "xpu"}, UsageError, r"device='xpu': torch.xpu.is_available\(\) is False"),
     ({"device": "gpu"}, UsageError, "device='gpu': Expected one of cpu, cuda"),
@@ -100,27 +100,23 @@ MAKING: list[tuple[dict[str, Any], type[PenstockError], str]] = [
         r"loss_fn is called with \(output, target\), which it does not accept: too many"),
     ({"loss_fn": nn.MSELoss}, UsageError, r"give an object of it, MSELoss\(\)"),
     ({"loss_fn": "mse"}, UsageError, "loss_fn='mse': must be a function"),
-    ({"reduction": "max"}, UsageError, "must be 'mean' or 'sum'"),
-    ({"nonfinite": "never"}, UsageError, "nonfinite='never'"),
-    ({"metrics": {"accuracy": 3}}, UsageError, r"metrics\['accuracy'\]=3: must be a function"),
-    ({"metrics": [mean_loss]}, UsageError, "functions by name, in a dict"),
-    ({"loss_weight": "a"}, UsageError, "loss_weight='a': must be a number"),
-    ({"accumulate": 0}, UsageError, "accumulate=0: must be at least 1 step"),
-    ({"replicas": 2}, UsageError, "replicas=2: must be a process group"),
+    ({"replicas": 2}, UsageError, "replicas=2: must be the name of a dimension of mesh=, a process group"),
+    ({"replicas": "dp"}, UsageError, "replicas='dp': must name a dimension of mesh=.* there is no mesh"),
+    ({"replicas": "pp", "mesh": mesh_of("dp", "pp")}, UsageError, "that lies across .* the mesh has dp, pp"),
     ({"replicas": mesh_of("dp", "pp")}, UsageError, "give the dimension of the replicas"),
     ({"mesh": 2}, UsageError, "mesh=2: must be a DeviceMesh with a dimension 'pp'"),
     ({"mesh": mesh_of("dp", "tp")}, UsageError, r"\('dp', 'tp'\); the one along which .* named 'pp'"),
-    ({"mesh": 2, "group": 2}, UsageError, "give group= or mesh=, not both"),
     ({"wrap": "fsdp"}, UsageError, "wrap='fsdp': must be a function of a stage's module"),
     ({"seed": 1.5}, UsageError, "seed=1.5: must be a whole number"),
     ({"timeout": "1"}, UsageError, "timeout='1': must be more than 0 seconds"),
-    ({"rules": {0: 1}}, MicrobatchError, r"rules=\{0: 1\}: must be Split\(dim\)"),
+    ({"split": {0: 1}}, MicrobatchError, r"rules=\{0: 1\}: must be Split\(dim\)"),
     ({"schedule": lambda ranks, microbatches: "1F1B"}, ScheduleError,
         "for ranks=2, microbatches=4 the function <lambda> gave a str, which is no"),
     ({"schedule": lambda ranks, microbatches: THREE}, ScheduleError,
         "for ranks=2, microbatches=4 the function <lambda> gave a schedule of ranks=3, microbatches=4"),
 ]  # fmt: skip
 """What a pipeline is asked for, and why it is refused."""
+ALL_OUTPUTS = Loss(mean_loss, metrics={"all": lambda output, target: output})
 CALLING: list[Refusal] = [
     (by_hand, UsageError, "was given no stages"),
     (lambda: by_hand(nn.Linear(2, 2)), UsageError, "was given Linear; .* made by PipelineStage"),  # type: ignore[arg-type]
@@ -130,7 +126,7 @@ CALLING: list[Refusal] = [
     (lambda: by_hand(*stages(0, 1), n_microbatches=4), UnknownArgumentError,
         r"did you mean microbatches=\?"),
     (lambda: make(schedule=forwards).step(X, target=Y), UsageError,
-        "the schedule '1F1B' has no backward, so it cannot train; use eval"),
+        "the schedule '1F1B' has no backward, so it cannot train; use evaluate"),
     (lambda: make(schedule=sometimes_forward).step(X[:3], target=Y[:3]), ScheduleError,
         "3 microbatches instead of 4: '1F1B' has no backward for 3 microbatches"),
     (lambda: make(schedule=turned_round).step(X[:3], target=Y[:3]), ScheduleError,
@@ -138,7 +134,7 @@ CALLING: list[Refusal] = [
     (lambda: make(schedule="DualPipeV", stages=4, model=chain(4)).step(X[:3], target=Y[:3]), ScheduleError,
         "this step has 3 microbatches instead of 4: DualPipeV on ranks=2 needs microbatches=4"),
     (lambda: make(loss_fn=None).step(X, target=Y), UsageError, "needs a loss; make the Pipeline with"),
-    (lambda: make(loss_fn=None).evaluate(X, target=Y), UsageError, "eval needs a loss; .* or use predict"),
+    (lambda: make(loss_fn=None).evaluate(X, target=Y), UsageError, "evaluate needs a loss; .* predict"),
     (lambda: make(split={"mask": REPLICATE}).step(X, target=Y), MicrobatchError,
         r"rules for \['mask'\], but the arguments are \[0\]"),
     (lambda: make(named(), stages=STAGES).predict(X, mask={1, 2}), SpecError,
@@ -150,7 +146,14 @@ CALLING: list[Refusal] = [
         "requires no grad for an output that does"),
     (lambda: make(loss_fn=lambda x, y: x if y is None else x.mean()).step(X), UsageError,
         "no target was given, .* must return a scalar"),
-    (lambda: make(metrics={"all": lambda output, target: output}).step(X, target=Y), UsageError,
+    (lambda: Loss(mean_loss, reduction="max"), UsageError, "reduction='max': must be 'mean' or 'sum'"),  # type: ignore[arg-type]
+    (lambda: Loss(mean_loss, over="all"), UsageError, "over='all': must be 'samples', 'batch' or 'micro"),  # type: ignore[arg-type]
+    (lambda: Loss(mean_loss, nonfinite="never"), UsageError, "nonfinite='never'"),  # type: ignore[arg-type]
+    (lambda: Loss(mean_loss, metrics={"right": 3}), UsageError, r"metrics\['right'\]=3: must be a function"),  # type: ignore[dict-item]
+    (lambda: Loss(mean_loss, metrics=[mean_loss]), UsageError, "functions by name, in a dict"),  # type: ignore[arg-type]
+    (lambda: Loss(mean_loss, weight="a"), UsageError, "weight='a' of the loss: must be a number"),  # type: ignore[arg-type]
+    (lambda: Timeouts(step=0), UsageError, r"Timeouts\(step=0\): must be more than 0 seconds"),
+    (lambda: make(loss_fn=ALL_OUTPUTS).step(X, target=Y), UsageError,
         r"the metric 'all' must return a number .* not \[2, 4\]"),
 ]  # fmt: skip
 
@@ -180,8 +183,6 @@ def refusing(error: Exception) -> Callable[..., Any]:
 
 Slip = tuple[Callable[[Any], Any], type[PenstockError], str]
 SLIPS: dict[str, Slip] = {
-    "torch's mode": (lambda pipe: pipe.eval(), UsageError,
-        r"eval\(\) was given no batch; .* step trains, and eval and predict evaluate"),
     "no batch": (lambda pipe: pipe.step(target=Y), UsageError, r"step\(\) was given no batch"),
     "no samples": (lambda pipe: pipe.predict(X[:0]), MicrobatchError, "the batch is empty"),
     "no target": (lambda pipe: pipe.step(X), UsageError,
@@ -208,16 +209,20 @@ SLIPS: dict[str, Slip] = {
     "two divisors": (lambda pipe: pipe.step(X, target=Y, accumulate=2, total_weight=3.0), UsageError,
         "not both: each says what the loss is divided by"),
     "no weight": (lambda pipe: pipe.step(X, target=Y, loss_weight="a"), UsageError,
-        "loss_weight='a': must be a number for the batch, a list"),
+        "weight='a' of the loss: must be a number for the batch, a list"),
+    "no number of times": (lambda pipe: pipe.step(X, target=Y, accumulate=0), UsageError,
+        "accumulate=0: must be at least 1 step"),
+    "one name twice": (lambda pipe: pipe.step(X, target=Y, mask=X, model_kwargs={"mask": X}), UsageError,
+        "mask given by name and in model_kwargs="),
     "too few weights": (lambda pipe: pipe.step(X, target=Y, loss_weight=[1.0]), UsageError,
-        "loss_weight: 1 numbers for 4 microbatches"),
+        "weights of the loss: 1 numbers for 4 microbatches"),
     "a weight below nothing": (lambda pipe: pipe.step(X, target=Y, loss_weight=lambda _: -1), UsageError,
-        "loss_weight of microbatch 0 is -1.0"),
+        "the weight of the loss of microbatch 0 is -1.0"),
     "a weight of many numbers": (lambda pipe: pipe.step(X, target=Y, loss_weight=lambda y: y), UsageError,
-        "loss_weight gave Tensor; it must return a number"),
+        "the weight of the loss gave Tensor; it must return a number"),
     "a weight that fails": (
         lambda pipe: pipe.step(X, target=Y, loss_weight=refusing(KeyError("tokens"))), StageError,
-        "loss_weight, called with a target, raised KeyError: 'tokens'"),
+        "the weight of the loss, called with a target, raised KeyError: 'tokens'"),
     "no total weight": (lambda pipe: pipe.step(X, target=Y, total_weight=-1.0), UsageError,
         "total_weight=-1.0: must be a number of at least 0"),
     "torch's scaler": (lambda pipe: pipe.step(X, target=Y, scaler=torch.amp.GradScaler("cpu")), UsageError,
@@ -303,8 +308,14 @@ def test_the_path_of_the_failing_module_is_named() -> None:
 
 def test_what_modules_have_is_told() -> None:
     pipe: Any = make()
-    with pytest.raises(AttributeError, match=r"no attribute 'train': step trains, .* eval and pre"):
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'train': step trains, .* evaluate and pre"
+    ):
         pipe.train()
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'eval': evaluate gives the loss of a batch"
+    ):
+        pipe.eval()
     with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
         _ = pipe.nothing
     assert not hasattr(pipe, "forward")

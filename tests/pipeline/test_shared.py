@@ -24,7 +24,7 @@ def run_training(group: Any, name: str, schedule: str) -> dict[str, Any]:
     """A worker's task: the norms of ten steps, and the bits of what is shared after them."""
     of = LANGUAGE[name]()
     cut: Any = {"tied": 2, "looped": LOOPED}[name]
-    with pipeline(of, cut, schedule=schedule, group=group) as pipe:
+    with pipeline(of, cut, schedule=schedule, mesh=group) as pipe:
         optimizer, norms = torch.optim.AdamW(pipe.parameters(), lr=1e-2), []
         for _ in range(10):
             pipe.step(*of.args, target=of.target)
@@ -115,7 +115,7 @@ def test_a_tie_that_was_undone_is_made_again() -> None:
 def replace_on_each_rank(group: Any) -> str:
     """A worker's task: each rank has another tensor where the plain model now has two."""
     of = TIED()
-    with pipeline(of, 2, group=group) as pipe:
+    with pipeline(of, 2, mesh=group) as pipe:
         pipe.step(*of.args, target=of.target)
         assert pipe.model is not None
         pipe.model.load_state_dict(pipe.model.state_dict(), assign=True)
@@ -132,7 +132,7 @@ def test_a_shared_weight_that_was_replaced_on_each_rank_is_named(workers: Worker
 
 def test_a_shared_weight_that_was_replaced_in_one_stage_is_named() -> None:
     of = TIED()
-    pipe = pipeline(of, 2, example=(of.args, {}))
+    pipe = pipeline(of, 2, cut=True)
     head = pipe.stages[1].module.get_submodule("head")
     head.weight = nn.Parameter(head.get_parameter("weight").detach())
     with pytest.raises(UsageError, match=r"'head.weight' of stage 1 was replaced.*embed.weight"):
@@ -144,7 +144,7 @@ def test_stages_that_were_filled_one_by_one_are_tied_before_they_are_loaded() ->
     state = of.model.state_dict()
     with torch.device("meta"):
         empty = TIED()
-    pipe = pipeline(empty, 2, example=(of.args, {}))
+    pipe = pipeline(empty, 2, cut=True)
     for stage in pipe.stages:
         stage.module.to_empty(device="cpu")
     assert len(list(pipe.parameters())) == len(list(of.model.parameters()))
@@ -180,7 +180,7 @@ def run_unlike(group: Any) -> dict[str, Any]:
     of = TIED()
     with torch.no_grad():
         of.model.get_parameter("embed.weight").add_(group.rank())
-    with pipeline(of, 2, group=group, example=(of.args, {})) as pipe:
+    with pipeline(of, 2, mesh=group, cut=True) as pipe:
         held = pipe.weights.state_dict()["embed.weight"]
     logging.getLogger("penstock").removeHandler(handler)
     return {

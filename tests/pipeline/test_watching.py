@@ -52,7 +52,12 @@ def test_only_the_leading_process_writes(tmp_path: Path) -> None:
     folder = tmp_path / "logs"
     with TensorBoard(folder) as board:
         board(
-            StepEvent(1, leads=False, device=torch.device("cpu"), result=make().step(X, target=X))
+            StepEvent(
+                1,
+                is_main_process=False,
+                device=torch.device("cpu"),
+                result=make().step(X, target=X),
+            )
         )
         board.add("rate", 0.5)
     assert not folder.exists()
@@ -145,9 +150,12 @@ def test_a_result_tells_how_fast_the_step_was(stages: int) -> None:
     model, x = nn.Sequential(*[Attends() for _ in range(3)]), torch.randn(8, 12, 16)
     plain = copy.deepcopy(model)
     pipe = Pipeline(
-        model, stages=stages, microbatches=4, loss_fn=Loss(mse_loss, weight=lambda target: target.shape[0] * target.shape[1]),
+        model,
+        stages=stages,
+        microbatches=4,
+        loss_fn=Loss(mse_loss, weight=lambda target: target.shape[0] * target.shape[1]),
         recompute=True,
-    )  # fmt: skip
+    )
     result = pipe.step(x, target=x)
     assert result.seconds > 0
     assert result.throughput * result.seconds == pytest.approx(8 * 12)

@@ -137,7 +137,7 @@ def test_a_model_on_the_meta_device_gets_memory_first(tmp_path: Path) -> None:
     of = TIED()
     pipeline(of, 2).weights.save(tmp_path)
     empty = replace(of, model=copy.deepcopy(of.model).to("meta"))
-    pipe = pipeline(empty, 2, device="cpu", example=(of.args, {}))
+    pipe = pipeline(empty, 2, device="cpu", cut=True)
     with pytest.raises(UsageError, match=r"embed.weight.* are on the meta device.*init_weights"):
         pipe.weights.load(tmp_path)
     init_weights(pipe, 0)
@@ -164,7 +164,7 @@ def test_a_folder_loads_into_another_number_of_stages(
 
 
 def test_a_tied_weight_is_written_once(tmp_path: Path) -> None:
-    pipeline(TIED(), example=(TIED().args, {})).weights.save(tmp_path)
+    pipeline(TIED(), cut=True).weights.save(tmp_path)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert "head.weight" not in index["weight_map"]
     assert index["weight_map"]["embed.weight"].startswith("model-00001-of-00004-")
@@ -240,7 +240,7 @@ def run_state(group: Any, shape: str, schedule: str, folder: str) -> dict[str, A
     """A worker's task: everything above, with a process a rank."""
     of = LANGUAGE[shape]()
     other = shaken(of.model)
-    pipe = pipeline(of, CUTS[shape], schedule=schedule, group=group)
+    pipe = pipeline(of, CUTS[shape], schedule=schedule, mesh=group)
     before = pipe.weights.state_dict(full=True)
     start = _distance(before, of.model.state_dict())
     strict = ""
@@ -253,7 +253,7 @@ def run_state(group: Any, shape: str, schedule: str, folder: str) -> dict[str, A
     full = pipe.weights.state_dict(full=True)
     pipe.weights.save(folder)
     pipe.job.agree(None)
-    fresh = pipeline(of, CUTS[shape], schedule=schedule, group=group)
+    fresh = pipeline(of, CUTS[shape], schedule=schedule, mesh=group)
     fresh.weights.load(folder)
     found = {
         "keys": [len(before), len(full)],

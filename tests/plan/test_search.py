@@ -180,12 +180,10 @@ def test_a_pipeline_runs_a_plan() -> None:
     asked: dict[str, Any] = {"ranks": 2, "pipeline": 2, "batch": 64, "microbatches": 4}
     plans = [
         *search(costs, **asked, memory=0, seconds=1, keep=3),
-        *search(costs, **asked, checkpoint="all", seconds=0, keep=1),
+        *search(costs, **asked, recompute="all", seconds=0, keep=1),
     ]
-    assert plans[-1].checkpoint
+    assert plans[-1].recompute
     for plan in plans:
-        assert stepped(model, plan=plan).schedule.microbatches == plan.microbatches
-    with pytest.raises(UsageError, match="already decides schedule=, ranks="):
-        Pipeline(model, schedule=plans[0], schedule="1F1B", ranks=2, loss_fn=mse)
-    with pytest.raises(UsageError, match=r"must be a penstock\.plan\.Plan"):
-        Pipeline(model, schedule="best", loss_fn=mse)  # type: ignore[arg-type]
+        assert stepped(model, schedule=plan).schedule.microbatches == plan.microbatches
+    with pytest.raises(UsageError, match="the plan in schedule= decides ranks= itself"):
+        Pipeline(model, schedule=plans[0], ranks=2, loss_fn=mse)

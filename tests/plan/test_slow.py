@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock import Pipeline
+from penstock import Pipeline, SlowWarning
 from penstock.errors import UsageError
 from penstock.plan import Cluster, costs_from, cut_of, plan_for, search
 from penstock.schedule import (
@@ -197,7 +197,8 @@ def slow_in(pipe: Pipeline) -> dict[tuple[int, ...], float]:
 
 def test_a_pipeline_tells_what_became_slow(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     x = torch.ones(8, 8)
-    with watched(clock, watch_every=4) as pipe:
+    with watched(clock) as pipe:
+        pipe.on_step(SlowWarning(every=4))
         for _ in range(2):
             assert slow_in(pipe) == {}
         clock.pause[2] = 0.2
@@ -206,8 +207,8 @@ def test_a_pipeline_tells_what_became_slow(clock: Clock, caplog: pytest.LogCaptu
             assert not caplog.records
             pipe.step(x, target=x)
         assert "rank 2 (stage 2) takes" in caplog.text
-    with pytest.raises(UsageError, match="watch_every=0: must be at least 1"):
-        watched(clock, watch_every=0)
+    with pytest.raises(UsageError, match="every=0: must be at least 1"):
+        SlowWarning(every=0)
 
 
 def test_a_pause_of_the_machine_makes_no_rank_slow(clock: Clock) -> None:

@@ -16,7 +16,7 @@ from penstock.cli.main import main
 from penstock.cli.plan import size_from
 from penstock.errors import ConfigError, InputFileError, PartitionError, UsageError
 from penstock.plan import Plan
-from tests.plan.models import Tower, stepped, unimproved
+from tests.plan.models import Tower, unimproved
 
 Capture = pytest.CaptureFixture[str]
 mse = nn.functional.mse_loss
@@ -29,13 +29,17 @@ SMALL: dict[str, Any] = {
 def test_a_pipeline_plans_itself() -> None:
     model, x = Tower(), torch.randn(8, 16)
     auto: dict[str, Any] = {"schedule": "auto", "ranks": 2}
-    plan = stepped(model, **auto, microbatches=4, example=((x[:2],), {})).plan
+    pipe = Pipeline(model, **auto, microbatches=4, loss_fn=mse)
+    assert "auto" in repr(pipe)
+    with pytest.raises(UsageError, match="decided when the model is cut"):
+        _ = pipe.schedule
+    assert pipe.step(x, target=torch.zeros(8, 64)).loss > 0
+    plan = pipe.plan
     assert plan is not None
     assert (plan.ranks, plan.microbatches) == (2, 4)
-    with pytest.raises(UsageError, match="give example="):
-        Pipeline(model, **auto, loss_fn=mse)
+    assert pipe.schedule.name in plan.source or pipe.schedule.ranks == 2
     with pytest.raises(UsageError, match="decides stages="):
-        Pipeline(model, **auto, loss_fn=mse, stages=2, example=((x,), {}))
+        Pipeline(model, **auto, loss_fn=mse, stages=2)
 
 
 @pytest.mark.parametrize("target", [True, False])
@@ -47,10 +51,11 @@ def test_the_loss_counts_for_the_last_stage(target: bool) -> None:
             output = output.sin()
         return output.sum()
 
-    model, x = Tower(blocks=6), torch.randn(2, 16)
-    rest = (torch.randn(2, 64),) if target else ()
+    model, x = Tower(blocks=6), torch.randn(4, 16)
+    rest = {"target": torch.randn(4, 64)} if target else {}
     auto: dict[str, Any] = {"schedule": "auto", "ranks": 2, "microbatches": 2}
-    with unimproved(), Pipeline(model, **auto, example=((x,), {}, *rest), loss_fn=slow) as pipe:
+    with unimproved(), Pipeline(model, **auto, loss_fn=slow) as pipe:
+        pipe.cut(x, **rest)
         assert pipe.plan is not None
         forward = pipe.plan.stage_costs.costs.per_stage("forward", len(pipe.plan.stages))
         assert forward[-1] > 2 * forward[0]

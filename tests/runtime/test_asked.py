@@ -183,7 +183,7 @@ class Case:
 
 
 F32 = "float32"
-WEIGHS = {"loss_weight": valid}
+WEIGHS = {"weight": valid}
 SUMS = {"reduction": "sum"}
 CASES: dict[str, Case] = {
     "cross entropy": Case(entropy),
@@ -198,7 +198,7 @@ CASES: dict[str, Case] = {
         lambda o, t: entropy(o, t, reduction="sum"), RAGGED, {**SUMS, **WEIGHS}
     ),
     "class weights, loss_weight": Case(
-        lambda o, t: entropy(o, t, weight=WEIGHT), LABELS, {"loss_weight": lambda t: WEIGHT[t].sum()},
+        lambda o, t: entropy(o, t, weight=WEIGHT), LABELS, {"weight": lambda t: WEIGHT[t].sum()},
         F32,
     ),
     "class weights, a sum": Case(
@@ -230,22 +230,22 @@ CASES: dict[str, Case] = {
     "a sum that is said": Case(lambda o, t: o["logits"].square().sum(), LABELS, SUMS),
 }  # fmt: skip
 
-OVER_BATCH = 'loss_over="batch"'
+OVER_BATCH = 'over="batch"'
 UNFIT: dict[str, Case] = {
-    "ignore_index": Case(entropy, RAGGED, remedy="loss_weight="),
-    "a microbatch without labels": Case(entropy, HALF, remedy="loss_weight="),
+    "ignore_index": Case(entropy, RAGGED, remedy="Loss(fn, weight="),
+    "a microbatch without labels": Case(entropy, HALF, remedy="Loss(fn, weight="),
     "label smoothing, ignore_index": Case(
-        lambda o, t: entropy(o, t, label_smoothing=0.1), RAGGED, remedy="loss_weight="
+        lambda o, t: entropy(o, t, label_smoothing=0.1), RAGGED, remedy="Loss(fn, weight="
     ),
     "class weights": Case(
-        lambda o, t: entropy(o, t, weight=WEIGHT), types=F32, remedy="loss_weight="
+        lambda o, t: entropy(o, t, weight=WEIGHT), types=F32, remedy="Loss(fn, weight="
     ),
     "a sum": Case(lambda o, t: entropy(o, t, reduction="sum"), remedy='It looks like a sum'),
     "a small sum": Case(
         lambda o, t: 1e-12 * entropy(o, t, reduction="sum"), remedy='It looks like a sum'
     ),
     "a mean said to be a sum": Case(entropy, LABELS, SUMS, remedy='It looks like a mean'),
-    "a mean over tokens": Case(lambda o, t: regression(o, t, False), RAGGED, remedy="loss_weight="),
+    "a mean over tokens": Case(lambda o, t: regression(o, t, False), RAGGED, remedy="Loss(fn, weight="),
     "KL, sum": Case(lambda o, t: divergence(o, t, "sum"), remedy='It looks like a sum'),
     "CTC, sum": Case(lambda o, t: ctc(o, t, "sum"), types=F32, remedy='It looks like a sum'),
     "dice of the batch": Case(lambda o, t: dice(o, t, (0, 1)), remedy=OVER_BATCH),
@@ -263,11 +263,11 @@ def run(case: Case, kind: str, microbatches: int = 2) -> tuple[float, float]:
     with torch.no_grad():
         net = Net().to(dtype)
         expected = float(case.function(net(x), target))
-        if "loss_weight" in case.options and "reduction" in case.options:
-            expected /= float(case.options["loss_weight"](target))
+        if "weight" in case.options and "reduction" in case.options:
+            expected /= float(case.options["weight"](target))
     pipe = Pipeline(
-        net, ranks=2, microbatches=microbatches, loss_fn=Loss(case.function, nonfinite="warn"), 
-        split={"output": Split(0)}, **case.options,
+        net, ranks=2, microbatches=microbatches, split={"output": Split(0)},
+        loss_fn=Loss(case.function, nonfinite="warn", **case.options),
     )  # fmt: skip
     return pipe.step(x, target=target).loss, expected
 

@@ -140,7 +140,7 @@ class Counts(Asks):
 
 def test_an_error_without_data_says_what_the_numbers_were() -> None:
     with pytest.raises(
-        StageError, match=r"all of them are large; this run had no data: .* example="
+        StageError, match=r"all of them are large; this run had no data: numbers that"
     ):
         make(Counts(), stages=["middle", "last"], ranks=3).step(X, target=Y)
 
@@ -177,7 +177,8 @@ def test_as_many_kinds_are_kept_as_were_said(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("penstock.runtime.kinds.MOST_KINDS", 3)
     planned: list[int] = []
     model = Asks()
-    pipe = make(model, stages=["middle", "last"], ranks=3, example=((X[:4],), {}))
+    pipe = make(model, stages=["middle", "last"], ranks=3)
+    pipe.cut(X[:4])
     kind: Any = type(pipe.stages[0].code)
     plan_anew = kind.plan
 

@@ -117,7 +117,7 @@ def stops_in_worker(group: Any, way: str) -> list[Any]:
 
 def options_of(way: str, group: Any) -> dict[str, Any]:
     if way == "one pipeline":
-        return {"group": group}
+        return {"mesh": group}
     # Replicas average over gloo, which has no memory but the CPU's.
     options = side_by_side("cpu", 4, 2) | {"device": "cpu"}
     if way == "without replicas":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,9 +55,10 @@ def test_a_loss_over_the_batch_does_not_depend_on_microbatches(
 ) -> None:
     model = Towers().double()
     loss, expected = plain(copy.deepcopy(model), contrastive, None, X, Y)
+    loss_fn = Loss(contrastive, over="batch")
     pipe = Pipeline(
-        model, schedule="GPipe", ranks=ranks, microbatches=microbatches, loss_fn=Loss(contrastive, over="batch"),
-            )  # fmt: skip
+        model, schedule="GPipe", ranks=ranks, microbatches=microbatches, loss_fn=loss_fn
+    )
     for count in (1, 2):
         result = pipe.step(X, Y, target=None)
         assert result.loss == pytest.approx(loss, rel=1e-12)
@@ -91,27 +93,21 @@ def test_a_loss_over_the_batch_between_processes(workers: WorkerPool) -> None:
 def test_a_loss_over_the_batch_has_the_options_of_others() -> None:
     """Sums, accumulation, replicas, ragged batches, rules, metrics."""
     rows, target = X[:7], Y[:7]
-    for reduction, function in (("mean", mean_loss), ("sum", sum_loss)):
+    whole = Loss(mean_loss, over="batch")
+    for loss_fn in (whole, Loss(sum_loss, over="batch", reduction="sum")):
+        function = loss_fn.function
         loss, expected = plain(chain(), function, target, rows)
-        options: dict[str, Any] = {
-            "reduction": reduction,
-            "loss_over": "batch",
-            "schedule": "GPipe",
-        }
-        pipe = Pipeline(chain(), ranks=3, microbatches=3, loss_fn=function, **options)
-        assert pipe.step(rows, target=target, accumulate=1).loss == pytest.approx(loss)
+        pipe = Pipeline(chain(), schedule="GPipe", ranks=3, microbatches=3, loss_fn=loss_fn)
+        assert pipe.step(rows, target=target).loss == pytest.approx(loss)
         assert_same(gradients(pipe), expected)
-        halves = Pipeline(
-            chain(), ranks=2, microbatches=2, loss_fn=function, accumulate=2, **options
-        )
+        halves = Pipeline(chain(), schedule="GPipe", ranks=2, microbatches=2, loss_fn=loss_fn)
         for part in (slice(0, 4), slice(4, 8)):
-            halves.step(X[part], target=Y[part])
+            halves.step(X[part], target=Y[part], accumulate=2)
         expected = plain(chain(), function, Y, X)[1]
         assert_same(gradients(halves), expected)
     two = Replicas(2, lambda numbers: numbers * 2)
-    pipe = Pipeline(
-        chain(), schedule="GPipe", ranks=2, loss_fn=Loss(mean_loss, over="batch", metrics={"largest": lambda output, target: output.max()}), replicas=two,
-            )  # fmt: skip
+    measured = replace(whole, metrics={"largest": lambda output, target: output.max()})
+    pipe = Pipeline(chain(), schedule="GPipe", ranks=2, loss_fn=measured, replicas=two)
     assert pipe.step(X, target=Y).loss == pytest.approx(plain(chain(), mean_loss, Y, X)[0])
     turned = Pipeline(
         chain(), schedule="GPipe", ranks=2, microbatches=2, 
@@ -137,8 +133,8 @@ def negatives(output: Tensor, target: Tensor) -> Tensor:
 
 NO_MEANS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "sum": (sum_loss, 'It looks like a sum: reduction="sum"'),
-    "root": (lambda output, target: mean_loss(output, target).sqrt(), 'loss_over="batch"'),
-    "in-batch negatives": (negatives, 'loss_over="batch"'),
+    "root": (lambda output, target: mean_loss(output, target).sqrt(), 'over="batch"'),
+    "in-batch negatives": (negatives, 'over="batch"'),
 }
 """For more kinds see test_asked.py."""
 
@@ -218,9 +214,10 @@ class Inside(nn.Module):
 
 
 def inside(function: Any, **options: Any) -> Pipeline:
-    noise = options.pop("noise", 0.0)
+    noise, said = options.pop("noise", 0.0), options.pop("said", {})
+    loss_fn = Loss(lambda output, _: output["loss"], **said)
     return Pipeline(
-        Inside(function, noise), ranks=2, loss_fn=lambda output, _: output["loss"],
+        Inside(function, noise), ranks=2, loss_fn=loss_fn,
         **{"microbatches": 4, **options},
     )  # fmt: skip
 
@@ -237,8 +234,8 @@ def test_a_loss_that_the_forward_computes_is_asked_too(kind: str) -> None:
     # Some forwards compute their loss in float32, whatever comes in.
     single = inside(lambda output, target: mean_loss(output.float(), target.float()))
     assert single.step(X, Y, target=None).loss
-    alone = inside(function, loss_over="microbatch")
-    assert alone.step(X, Y, target=None).loss
+    for said in ({"over": "microbatch"}, {"check": False}):
+        assert inside(function, said=said).step(X, Y, target=None).loss
     drawn = inside(function, noise=0.1)
     assert drawn.step(X, Y, target=None).loss
 
@@ -255,7 +252,7 @@ def test_asking_a_forward_leaves_no_trace() -> None:
 
 
 def asked_inside(group: Any) -> list[str]:
-    with inside(negatives, group=group) as pipe:
+    with inside(negatives, mesh=group) as pipe:
         try:
             pipe.step(X, Y, target=None)
         except UsageError as error:
@@ -286,7 +283,7 @@ def test_it_is_asked_again_when_what_it_is_may_show() -> None:
         pipe.step(X, target=CLASSES if step == 5 else CLASSES % 3)
         pipe.evaluate(X, target=CLASSES % 3)
         pipe.zero_grad()
-    with pytest.raises(UsageError, match="loss_weight="):
+    with pytest.raises(UsageError, match=r"Loss\(fn, weight="):
         pipe.step(X, target=CLASSES)
 
 

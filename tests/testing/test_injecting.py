@@ -6,14 +6,15 @@ import math
 
 import pytest
 
+from penstock import Loss
 from penstock.errors import StageError
 from penstock.testing import fail_at
-from tests.pipeline.models import X, Y, chain, make
+from tests.pipeline.models import X, Y, chain, make, mean_loss
 
 
 def test_a_fault_strikes_once() -> None:
     struck: list[int] = []
-    with make(chain(4), nonfinite="warn") as pipe:
+    with make(chain(4), loss_fn=Loss(mean_loss, nonfinite="warn")) as pipe:
         with fail_at(0, 1, "0F*", "nan", before=lambda: struck.append(1)) as fault:
             assert math.isnan(pipe.step(X, target=Y).loss)
         assert (fault.fired, struck) == (True, [1])

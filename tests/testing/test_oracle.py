@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import Microbatches, Pipeline, PipelineStage
+from penstock import Loss, Microbatches, Pipeline, PipelineStage
 from penstock.errors import UsageError
 from penstock.testing import Case, Verdict, compare, judge, plain_loop
 from tests.pipeline.models import X, Y, chain, gradients, mean_loss, sum_loss
@@ -156,15 +156,17 @@ def test_microbatches_are_run_one_by_one_and_weighed() -> None:
     split = replace(ready, args=[parts], target=Y.split([3, 2, 2, 1]))
     assert plain_loop(split)[0] == pytest.approx(plain_loop(whole)[0])
     run(split).check(1e-12)
-    one_counts = replace(split, loss_weight=lambda target: float(len(target) == 3))
+    one_counts = replace(
+        split, loss_fn=Loss(mean_loss, weight=lambda target: float(len(target) == 3))
+    )
     assert plain_loop(one_counts)[0] == plain_loop(replace(whole, args=[X[:3]], target=Y[:3]))[0]
-    added: dict[str, Any] = {"loss_fn": sum_loss, "reduction": "sum"}
+    added: dict[str, Any] = {"loss_fn": Loss(sum_loss, reduction="sum")}
     (summed, _), (of_all, _) = plain_loop(replace(split, **added)), plain_loop(case(**added))
     assert summed == pytest.approx(of_all)
     run(replace(split, **added)).check(1e-12)
     # Weights that are not those of the loss: the pipeline sees that, whoever splits the batch.
     for wrong in (whole, split):
         with pytest.raises(UsageError, match="as a mean weighted by 1 and 2"):
-            run(replace(wrong, loss_weight=[1, 2, 3, 1]))
+            run(replace(wrong, loss_fn=Loss(mean_loss, weight=[1, 2, 3, 1])))
     noisy = Case(nn.Sequential(chain(1), nn.Dropout(0.5)), [parts], split.target, mean_loss)
     run(noisy, steps=2).check(1e-12)

@@ -60,7 +60,7 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) 
         ({"batch": 10**6, "sequence": 10**6}, ("batch=1000000", "a smaller batch")),
         ({"shard": True}, ("shard=True without replicas", "at least 2")),
         ({"replicas": 2, "plan": "auto"}, ("plan='auto' with replicas=2", "one pipeline")),
-        ({"checkpoint": "all", "plan": "auto"}, ("checkpoint='all'", "the plan decides")),
+        ({"recompute": "all", "plan": "auto"}, ("recompute='all'", "the plan decides")),
         ({"resume": "auto"}, ("resume='auto'", "name it with out=")),
     ],
 )

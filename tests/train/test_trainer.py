@@ -97,8 +97,8 @@ BY_DAY = ("ZB-H1", "ZB-V")
             for name in names()
             if name not in (*BY_DAY, "forward-only")
         ),
-        pytest.param({"checkpoint": "all"}, marks=pytest.mark.nightly),
-        {"checkpoint": "blocks.0,blocks.1"},
+        pytest.param({"recompute": "all"}, marks=pytest.mark.nightly),
+        {"recompute": "blocks.0,blocks.1"},
     ],
     ids=lambda settings: "-".join(settings.values()),
 )
@@ -119,7 +119,7 @@ def test_neither_schedule_nor_checkpointing_changes_a_bit(
             {"device": "cuda:9"},
             "device='cuda:9': torch.cuda.is_available.. is False in this process; use",
         ),
-        ({"checkpoint": "nix"}, "checkpoint='nix'"),
+        ({"recompute": "nix"}, "recompute='nix'"),
         ({"plan": "nowhere.json"}, "plan='nowhere.json': there is no such file"),
         ({"replicas": 2}, "need 4 processes, not 1: torchrun --standalone --nproc-per-node 4"),
     ],

@@ -167,7 +167,7 @@ def changing(group: Any) -> str:
         "schedule": "1F1B",
         "microbatches": 2,
         "loss_fn": loss,
-        "group": group,
+        "mesh": group,
     }
     try:
         with Pipeline.from_stages([stage], **options) as pipe:

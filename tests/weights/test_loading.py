@@ -104,8 +104,8 @@ def test_a_pipeline_fills_its_stages_and_trains(tmp_path: Path) -> None:
         stages=CUTS,
         microbatches=2,
         loss_fn=word_loss,
-        weights=tmp_path,
     )
+    pipe.weights.load(tmp_path)
     loss = pipe.step(TOKENS, target=TOKENS).loss
     plain = word_loss(expected(TOKENS), TOKENS)
     plain.backward()
@@ -138,7 +138,8 @@ def test_what_a_pipeline_saved_is_read_and_replaced(tmp_path: Path) -> None:
     with torch.no_grad():
         linear = model.get_submodule("blocks.0")
         linear.weight = nn.Parameter(linear.get_parameter("weight").t())
-    with Pipeline(model, ranks=4, stages=CUTS, example=((TOKENS[:2],), {})) as pipe:
+    with Pipeline(model, ranks=4, stages=CUTS) as pipe:
+        pipe.cut(TOKENS[:2])
         pipe.weights.save(folder)
         with torch.no_grad():
             model.get_parameter("norm.bias").fill_(7)
@@ -156,7 +157,8 @@ def test_what_a_pipeline_saved_is_read_and_replaced(tmp_path: Path) -> None:
         [*{*index["weight_map"].values()}, "model.safetensors.index.json"]
     )
     # A file of another save is named, and so is one that is missing.
-    pipe = Pipeline(model, ranks=4, stages=CUTS, example=((TOKENS[:2],), {}))
+    pipe = Pipeline(model, ranks=4, stages=CUTS)
+    pipe.cut(TOKENS[:2])
     before = (folder / name).read_bytes()
     pipe.weights.save(folder)
     index = json.loads((folder / "model.safetensors.index.json").read_text())

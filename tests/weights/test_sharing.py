@@ -37,9 +37,8 @@ def shared(group: Any, odd: int) -> tuple[list[str], list[float]]:
     handler, logger = Lines(), logging.getLogger("penstock")
     logger.addHandler(handler)
     try:
-        with Pipeline(
-            tied(group.rank() == odd), ranks=3, mesh=group, example=((torch.ones(2, 3),), {})
-        ) as pipe:
+        with Pipeline(tied(group.rank() == odd), ranks=3, mesh=group) as pipe:
+            pipe.cut(torch.ones(2, 3))
             (stage,) = pipe.stages
             weight = next(p for p in stage.module.parameters() if p.dim() == 2)
             lines = [line for line in handler.lines if "differed" in line]

@@ -240,9 +240,11 @@ def piped(example: Example, schedule: str, shown: Call | None) -> Outcome:
         microbatches=len(calls),
         loss_fn=Loss(loss_of, over="microbatch", nonfinite="warn"),
         seed=SEED,
-        example=None if shown is None else mapped(shown, torch.clone),
     )
     with pipe:
+        if shown is not None:
+            args, kwargs = mapped(shown, torch.clone)
+            pipe.cut(*args, **kwargs)
         batch = Microbatches([_whole(*call) for call in calls], samples=[SAMPLES] * len(calls))
         result = pipe.step(batch)
         model: Any = pipe.model

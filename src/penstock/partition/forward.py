@@ -549,7 +549,7 @@ class StageForward(TorchFunctionMode):
             f"({name}{how}) than in the run without data ({planned}): what it does "
             "between its units depends on numbers, on chance or on something that has changed since; it is "
             "planned anew at the next step. If that does not help, put that code into a module that is "
-            "placed as a whole, or give example=(args, kwargs) with typical numbers"
+            "placed as a whole, or cut the model by a typical batch, pipe.cut(...)"
         )
 
     def _absent(self, step: Step) -> StageError:
@@ -590,7 +590,7 @@ def _different(step: Step, stage: int, did: str, planned: str) -> PlanError:
         f"{step.event.where}: {step.event.name} in stage {stage} {did} where the run without data "
         f"{planned}: what it does depends on the numbers in its tensors, or on something that has changed "
         "since; it is planned anew at the next step. If that does not help, place what uses it in the same "
-        "module, or give example=(args, kwargs) with typical numbers"
+        "module, or cut the model by a typical batch, pipe.cut(...)"
     )
 
 

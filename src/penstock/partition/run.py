@@ -73,7 +73,7 @@ class WithoutData:
             if any(tensor.is_meta for tensor in tensors_in(call)):
                 error.add_note(
                     "this process was not given the arguments of the model; if its code needs their numbers, "
-                    "as one does that counts image tokens, give every rank the batch, or example="
+                    "as one does that counts image tokens, give every rank the batch"
                 )
             raise
 

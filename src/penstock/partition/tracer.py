@@ -888,8 +888,8 @@ class _Tracer(TorchFunctionMode):
         raise PartitionError(
             f"{event.where}: {event.name} runs neither without data, as stages have tensors of other stages "
             f"({str(reason).splitlines()[0]}), nor on ones ({failure}); put it into a module that is placed "
-            "as a whole by naming that in stages=, or, if it needs certain numbers in its arguments, give "
-            "example=(args, kwargs)"
+            "as a whole by naming that in stages=, or, if it needs certain numbers in its arguments, cut "
+            "the model by a batch that has them, pipe.cut(...)"
         ) from failure
 
     # ---- custom functions and checkpoints

@@ -100,6 +100,8 @@ class PipelineCalls:
         call: Call,
         arguments: CallArguments | None,
         complete: Callable[[Call], Call] | None = None,
+        *,
+        runs: bool = True,
     ) -> Call:
         """A call with its batch; or, if the arguments are wrong, with the error for all ranks.
 
@@ -107,12 +109,14 @@ class PipelineCalls:
             call: what is to be done.
             arguments: what the user called the pipeline with, if they make the batch.
             complete: adds what depends on the batch or on other arguments, and raises if they are wrong.
+            runs: whether stages will run, so that their weights must have memory.
         """
         self._runner.check_usable()
         try:
             if self._held.partition is not None:
                 self._held.partition.check_unchanged()
-            self._held.weights.check_filled()
+            if runs:
+                self._held.weights.check_filled()
             whole = call if arguments is None else self._with_batch(call, arguments)
             return whole if complete is None else complete(whole)
         except PenstockError as error:

@@ -171,7 +171,7 @@ class Pipeline:
             uncut = UncutModel(
                 settings, schedules, connection.transport, self._replicas, self._held.take_cut
             )
-            if uncut.needs_call:
+            if uncut.needs_call or uncut.is_bare:
                 self._held.wait(uncut)
             else:
                 self._runner.cut_now(uncut)
@@ -488,7 +488,8 @@ class Pipeline:
     def cut(self, *args: Any, target: Any = MISSING, **kwargs: Any) -> None:
         """Cut the model now, by the arguments of a batch, as the first step would. Every rank calls it.
 
-        Does nothing to a model that is cut.
+        Does nothing to a model that is cut. Where ``stages=`` says where to cut, no arguments are needed: a
+        model on the meta device waits for this, or for the first call, so that its weights can be loaded.
 
         Args:
             args: the model's arguments, as for :meth:`step`.
@@ -502,6 +503,9 @@ class Pipeline:
         if uncut is None:
             return
         uncut.was_asked = True
+        if not (args or kwargs or uncut.needs_call):
+            self._runner.cut_now(uncut)
+            return
         cut_before(self, CallArguments(args, kwargs, target))
 
     def evaluate(
@@ -830,7 +834,7 @@ def cut_before(pipe: Pipeline, arguments: CallArguments) -> None:
     uncut = pipe._held.uncut
     if uncut is not None:
         call = Call(Batch(), trains=torch.is_grad_enabled())
-        pipe._runner.cut_by(uncut, pipe._calls.described(call, arguments))
+        pipe._runner.cut_by(uncut, pipe._calls.described(call, arguments, runs=False))
 
 
 def joined(kwargs: Mapping[str, Any], more: Mapping[str, Any] | None) -> dict[str, Any]:

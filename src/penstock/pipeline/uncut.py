@@ -100,6 +100,11 @@ class UncutModel:
             return self._partition is None
         return self._cutting.needs_call
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether the model is on the meta device, so that its weights may still be read with the cut."""
+        return any(t.is_meta for t in (*self.model.parameters(), *self.model.buffers()))
+
     # ---- until then
 
     @property
@@ -132,7 +137,7 @@ class UncutModel:
 
     def _has_memory(self) -> bool:
         """Whether the model has memory; if not, its stages live on the CPU, unless the user says where."""
-        if not any(tensor.is_meta for tensor in (*self.model.parameters(), *self.model.buffers())):
+        if not self.is_bare:
             return True
         if self.device.type == "meta":
             self.device = torch.device("cpu")

@@ -684,7 +684,7 @@ def without_data(run: Callable[[], Any], *, trains: bool) -> Any:
         where = f"module {module}, before" if module else "before"
         what = f"{type(error).__name__}: {error}"
         if isinstance(error, ValueError | LookupError | ArithmeticError | AssertionError):
-            what += "; this run had no data: numbers were ones, or those of example=(args, kwargs)"
+            what += "; this run had no data: numbers that units compute were ones"
         what = "; ".join([what, *getattr(error, "__notes__", ())])
         cause = error.with_traceback(without_library_frames(error))
         raise StageError(f"{where} the first microbatch: {what}") from cause
