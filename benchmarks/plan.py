@@ -214,7 +214,7 @@ def plans_of(profile: Profile) -> list[Plan]:
     wanted = [(name, SPACE, "none") for name in SCHEDULES]
     wanted += [(name, OTHER, "none") for name in SCHEDULES[1:4]] + [("1F1B", SPACE, "all")]
     return [
-        planning.search(profile, **asked, schedules=name, microbatches=count, checkpoint=again)[0]
+        planning.search(profile, **asked, schedules=name, microbatches=count, recompute=again)[0]
         for name, count, again in wanted
     ]
 
@@ -270,7 +270,7 @@ def _timed(plan: Plan, profile: Profile) -> Plan:
     costs = units.stages(
         planning.cut_of(paths, plan.stages),
         plan.schedule.placement,
-        checkpoint=[paths.index(path) for path in plan.checkpoint],
+        recompute=[paths.index(path) for path in plan.recompute],
         states=0.0,
         latency=profile.latency,
         handling=profile.handling,
@@ -286,7 +286,7 @@ def _figures(plan: Plan, ran: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "schedule": plan.shape.schedule,
         "microbatches": plan.microbatches,
-        "checkpoint": plan.shape.checkpoint,
+        "recompute": plan.shape.recompute,
         "predicted": plan.seconds,
         "measured": quiet,
         "wall": min(seconds),
@@ -312,7 +312,7 @@ def _line(one: dict[str, Any]) -> str:
         for seen, said in zip(one["measured bytes"], one["predicted bytes"], strict=True)
     )
     return (
-        f"  {one['schedule']:16} {one['microbatches']} microbatches, again {one['checkpoint']:4}: "
+        f"  {one['schedule']:16} {one['microbatches']} microbatches, again {one['recompute']:4}: "
         f"{1e3 * one['measured']:.1f} ms is {one['measured'] / one['predicted']:.3f} x the "
         f"{1e3 * one['predicted']:.1f} predicted (wall {1e3 * one['wall']:.1f}); {held}"
     )

@@ -81,7 +81,7 @@ def test_the_first_stages_go_where_there_is_memory() -> None:
     """1F1B holds most in the first stage, so that the larger of two devices has it, wherever it stands."""
     costs = chain(4, held=100.0)
     ranks = cluster(1.0, 1.0, memory=[600.0, 1200.0])
-    plans = search(costs, cluster=ranks, pipeline=2, checkpoint="none", **ONE)
+    plans = search(costs, cluster=ranks, pipeline=2, recompute="none", **ONE)
     best = plans[0]
     assert best.schedule.placement.rank_of == (1, 0)
     assert validate(best.schedule).ok
@@ -142,7 +142,7 @@ def test_a_model_trains_by_a_plan_in_another_order() -> None:
     costs = predict(model, x, target=y, loss_fn=mse, device=fast)
     plan = search(costs, cluster=[slow, fast], batch=8, microbatches=4, pipeline=2, seconds=0)[0]
     assert plan.schedule.placement.rank_of == (1, 0)
-    stepped(model, plan=plan)
+    stepped(model, schedule=plan)
 
 
 def test_work_moves_to_other_ranks() -> None:

@@ -124,7 +124,7 @@ def test_stages_add_up_their_units() -> None:
     assert stages.costs.activation == (10 + 10 + 1, 10 + 1)
     assert [(e.value, e.source, e.targets) for e in stages.edges] == [("unit1", 0, (1,))]
     assert stages.static == (2 * 8 * 4, 8 * 4)
-    again = costs.stages((0, 2), looped(2), checkpoint=[0])
+    again = costs.stages((0, 2), looped(2), recompute=[0])
     assert again.costs.input == (4.0, 3.0)
     assert again.costs.activation == (10 + 1, 10 + 1)
 
@@ -202,7 +202,7 @@ def test_what_lies_around_a_module_is_not_computed_again() -> None:
     first = measure(Pooled(), x, repeats=1).at(4).units[0]
     indices = 4 * 2 * 4 * 8
     assert indices <= first.around < first.held
-    stages = UnitCosts(4, (first,), ()).stages((0,), looped(1), checkpoint=[0])
+    stages = UnitCosts(4, (first,), ()).stages((0,), looped(1), recompute=[0])
     assert stages.costs.activation == (first.around,)
 
 

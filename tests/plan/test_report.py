@@ -63,7 +63,7 @@ def test_it_holds_what_was_simulated(plans: Plans) -> None:
         assert most - extra - 1 <= sum(memory["fixed"]) + held <= most + messages + 1
     units = [unit for stage in data["plans"][0]["cut"] for unit in stage["units"]]
     assert [unit["path"] for unit in units] == [f"unit{index}" for index in range(5)]
-    assert {unit["path"] for unit in units if unit["again"]} == set(best.checkpoint)
+    assert {unit["path"] for unit in units if unit["again"]} == set(best.recompute)
 
 
 def test_a_measured_step_stands_beside(plans: Plans) -> None:

@@ -60,16 +60,16 @@ def test_what_is_pruned_is_none_of_the_best(memory: float | None) -> None:
 def test_memory_is_kept_to_by_computing_again() -> None:
     costs = profile([1.0] * 6)
     free = search(costs, **ONE)
-    assert not any(plan.checkpoint for plan in free)
+    assert not any(plan.recompute for plan in free)
     limit = max(free[0].memory) * 0.8
     tight = search(costs, **ONE, memory=limit)
     assert all(max(plan.memory) <= limit for plan in tight)
-    assert tight[0].checkpoint
+    assert tight[0].recompute
     assert tight[0].seconds > free[0].seconds
-    assert len(search(costs, **ONE, memory=limit, checkpoint="all")[0].checkpoint) == 6
+    assert len(search(costs, **ONE, memory=limit, recompute="all")[0].recompute) == 6
     # Where all fits, as few units as needed are none, and such plans are listed once.
     roomy = search(costs, **ONE, memory=1e9, keep=1000)
-    assert {plan.shape.checkpoint for plan in roomy} == {"none", "all"}
+    assert {plan.shape.recompute for plan in roomy} == {"none", "all"}
 
 
 def test_fixed_choices_are_kept() -> None:
@@ -91,7 +91,7 @@ def test_each_pipeline_has_as_many_microbatches_as_ranks_at_least() -> None:
 def test_a_plan_that_computes_more_says_so() -> None:
     """Alone, a rank never waits: what it takes longer is what it computes again."""
     asked: dict[str, Any] = {"ranks": 1, "batch": 4, "microbatches": 4, "schedules": "1F1B"}
-    plans = search(profile([1.0] * 4), **asked, checkpoint=["none", "all"], seconds=0)
+    plans = search(profile([1.0] * 4), **asked, recompute=["none", "all"], seconds=0)
     assert str(plans).splitlines()[2].endswith("+33.3%: its busiest rank computes 16 s more")
 
 
@@ -120,7 +120,7 @@ def test_where_nothing_fits_it_says_what_would() -> None:
     [
         ({"schedules": "1F1C"}, "unknown schedule"),
         ({"schedules": "forward-only"}, "no backward"),
-        ({"checkpoint": "some"}, "none, needed, all"),
+        ({"recompute": "some"}, "none, needed, all"),
         ({"pipeline": 3}, "cannot be divided into pipelines"),
         ({"batch": 0}, "batch=0"),
         ({"ranks": True}, "ranks=True: must be a whole number"),

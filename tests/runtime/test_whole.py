@@ -144,7 +144,7 @@ NO_MEANS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
 def test_a_loss_that_is_no_mean_is_refused(kind: str) -> None:
     function, remedy = NO_MEANS[kind]
     pipe = Pipeline(chain(), ranks=2, microbatches=2, loss_fn=function)
-    for call in (pipe.step, pipe.eval):
+    for call in (pipe.step, pipe.evaluate):
         with pytest.raises(UsageError, match="microbatches 0 and 1 together") as caught:
             call(X, target=Y)
         assert remedy in str(caught.value)

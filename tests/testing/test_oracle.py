@@ -76,8 +76,8 @@ def test_the_wrong_reduction_is_found() -> None:
     with pytest.raises(UsageError, match='It looks like a sum: reduction="sum"'):
         run(case(loss_fn=sum_loss))
     with pytest.raises(UsageError, match='It looks like a mean: reduction="mean"'):
-        run(case(reduction="sum"))
-    run(case(loss_fn=sum_loss, reduction="sum")).check(1e-12)
+        run(case(loss_fn=Loss(mean_loss, reduction="sum")))
+    run(case(loss_fn=Loss(sum_loss, reduction="sum"))).check(1e-12)
 
 
 def test_a_pipeline_is_judged_with_the_random_numbers_of_its_next_steps() -> None:

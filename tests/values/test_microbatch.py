@@ -325,7 +325,7 @@ def test_a_batch_of_the_users_class_stays_as_it_is() -> None:
     batch = Inputs({"x": x, "scale": scale})
     case = Case(Reads().double(), (batch,), x.flip(0), nn.functional.mse_loss)
     by_items: Rules = {0: {"x": Split(0)}}
-    for ruled in (case, replace(case, rules=by_items)):
+    for ruled in (case, replace(case, split=by_items)):
         compare(ruled, schedule="1F1B", ranks=2, microbatches=2, steps=2).check(1e-12)
     assert batch["x"] is x
     assert batch["scale"] is scale

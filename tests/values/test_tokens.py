@@ -344,5 +344,5 @@ def test_a_loss_that_counts_otherwise_is_refused() -> None:
         )
 
     pipe = Pipeline(Attends().double(), ranks=2, microbatches=3, loss_fn=of_all)
-    with pytest.raises(UsageError, match="loss_weight="):
+    with pytest.raises(UsageError, match=r"Loss\(fn, weight="):
         pipe.step(input_ids=TOKENS, position_ids=POSITIONS, target=LABELS)

@@ -77,9 +77,9 @@ Microbatches = Annotated[
     int | None,
     typer.Option("--microbatches", min=1, help="Microbatches of a pipeline. Default: any."),
 ]
-Checkpoint = Annotated[
+Recompute = Annotated[
     str | None,
-    typer.Option("--checkpoint", help="Units to recompute: none, needed or all. Default: any."),
+    typer.Option("--recompute", help="Units to recompute: none, needed or all. Default: any."),
 ]
 Keep = Annotated[int, typer.Option("--keep", min=1, help="How many plans to show.")]
 Seconds = Annotated[float, typer.Option("--seconds", help="How long to improve the best plans.")]
@@ -103,7 +103,7 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
     schedule: Schedules = None,
     pipeline: Pipeline = None,
     microbatches: Microbatches = None,
-    checkpoint: Checkpoint = None,
+    recompute: Recompute = None,
     keep: Keep = 10,
     seconds: Seconds = 10.0,
     report: Report = None,
@@ -130,7 +130,7 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
     if device is not None:
         described = planning.device_named(device, compute_efficiency=efficiency or 0.0)
     asked: dict[str, Any] = {"schedules": schedule or None, "keep": keep, "seconds": seconds}
-    asked |= {"memory": limit, "microbatches": microbatches, "checkpoint": checkpoint}
+    asked |= {"memory": limit, "microbatches": microbatches, "recompute": recompute}
     if config is not None:
         flags = {"ranks": count, "batch": batch, "sequence": sequence}
         chosen = {name: value for name, value in flags.items() if value is not None}

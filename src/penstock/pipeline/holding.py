@@ -62,6 +62,11 @@ class HeldModel:
         self.uncut = uncut
         self.weights = WholeWeights(uncut.model, self._runner, uncut.device, lambda: uncut.waiting)
 
+    def cut_now(self) -> None:
+        """Cut a model that needs no call for it; all processes of the job call this."""
+        if self.uncut is not None:
+            self._runner.cut_now(self.uncut)
+
     def take_cut(self, stages: Sequence[PipelineStage], partition: Partition) -> None:
         """Take this process's stages of a model that has been cut; see :meth:`take_stages`."""
         self.partition = partition

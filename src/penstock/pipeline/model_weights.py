@@ -94,8 +94,11 @@ class ModelWeights:
 
         Before the cut, a model on the meta device gets its values with the cut, each process its stages'.
         """
-        if self._held.uncut is None or not self._held.uncut.fill_later(seed, init):
+        uncut = self._held.uncut
+        if uncut is None or not uncut.fill_later(seed, init):
             self._held.weights.initialise(seed, init)
+        elif not uncut.needs_call:
+            self._held.cut_now()
 
     # ---- state dicts
 
@@ -221,7 +224,10 @@ class ModelWeights:
             InputFileError: there are no such files.
             StateDictError: the files hold another model.
         """
-        if self._held.uncut is not None and self._held.uncut.load_later(folder, strict=strict):
+        uncut = self._held.uncut
+        if uncut is not None and uncut.load_later(folder, strict=strict):
+            if not uncut.needs_call:
+                self._held.cut_now()
             return LoadResult([], [])
         with self.job.patient(LONG):
             return self._held.weights.load(

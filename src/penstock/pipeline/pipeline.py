@@ -171,10 +171,9 @@ class Pipeline:
             uncut = UncutModel(
                 settings, schedules, connection.transport, self._replicas, self._held.take_cut
             )
-            if uncut.needs_call or uncut.is_bare:
-                self._held.wait(uncut)
-            else:
-                self._runner.cut_now(uncut)
+            self._held.wait(uncut)
+            if not (uncut.needs_call or uncut.is_bare):
+                self._held.cut_now()
         self._job.stand_beside(siblings_of(mesh, self._replicas))
 
     @classmethod
@@ -489,7 +488,7 @@ class Pipeline:
         """Cut the model now, by the arguments of a batch, as the first step would. Every rank calls it.
 
         Does nothing to a model that is cut. Where ``stages=`` says where to cut, no arguments are needed: a
-        model on the meta device waits for this, or for the first call, so that its weights can be loaded.
+        model on the meta device waits for this or for its weights.
 
         Args:
             args: the model's arguments, as for :meth:`step`.
@@ -504,7 +503,7 @@ class Pipeline:
             return
         uncut.was_asked = True
         if not (args or kwargs or uncut.needs_call):
-            self._runner.cut_now(uncut)
+            self._held.cut_now()
             return
         cut_before(self, CallArguments(args, kwargs, target))
 
