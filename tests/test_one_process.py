@@ -57,7 +57,7 @@ USE = """
     model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)])
     other = penstock.Pipeline(model, ranks=4, microbatches=4, loss_fn=loss_fn)
     other.load("weights")
-    assert abs(other.eval(x, target=y).loss - after) < 1e-6
+    assert abs(other.evaluate(x, target=y).loss - after) < 1e-6
     print("trained")
 """
 

@@ -32,7 +32,7 @@ for name in ("lightning.pytorch", "peft", "torchmetrics", "transformers.trainer"
 torch.set_num_threads(1)
 # What a first step imports too.
 model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-Pipeline(model, ranks=2, microbatches=2, loss_fn=nn.functional.mse_loss).eval(
+Pipeline(model, ranks=2, microbatches=2, loss_fn=nn.functional.mse_loss).evaluate(
     torch.ones(4, 4), target=torch.ones(4, 4)
 )
 # Shared by all that are forked from here, and no collection touches it.

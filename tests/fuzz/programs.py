@@ -221,12 +221,12 @@ def run_of(author: Author, microbatches: int, cut: Any, layout: str) -> tuple[di
     run["loss_weight"] = run["accumulate"] == 1 and not as_module and author.chance(8)
     run["autocast"] = run["dtype"] == "float32" and author.chance(2)
     run["half"] = run["autocast"] or "autocast" in author.used
-    usual = {"reduction": "mean", "accumulate": 1, "seed": None}
-    options = "".join(f", {n}={run[n]!r}" for n, value in usual.items() if run[n] != value)
+    said = "" if run["reduction"] == "mean" else ", reduction='sum'"
     if run["loss_weight"]:
         # These weights are none of the loss's own.
-        options += ", loss_weight=weight_of, loss_over='microbatch'"
-    return run, options
+        said += ", weight=weight_of, over='microbatch'"
+    options = f", loss_fn=penstock.Loss(loss_fn{said})" if said else ", loss_fn=loss_fn"
+    return run, options + (f", seed={run['seed']!r}" if run["seed"] is not None else "")
 
 
 def pipeline_of(
@@ -247,7 +247,7 @@ def pipeline_of(
     starts = sorted(author.draw(st.permutations(range(1, units)))[: stages - 1])
     bounds = [body.modules.index(body.units[start]) for start in starts]
     slices = list(pairwise([0, *bounds, len(body.modules)]))
-    options = f"schedule={schedule}, microbatches={microbatches}, loss_fn=loss_fn{{options}}"
+    options = f"schedule={schedule}, microbatches={microbatches}{{options}}"
     # Masks of stages that are made by hand depend on the cut.
     if is_chain and not gloo and "draws" not in author.used and author.chance(3):
         author.used.add("from_stages")
@@ -259,13 +259,13 @@ def pipeline_of(
     # What a unit was given must not change before the unit runs again.
     if "in place" not in author.used and author.chance(6):
         author.used.add("recomputation")
-        options += ", checkpoint=True"
+        options += ", recompute=True"
     lists = [body.modules[a:b] for a, b in slices]
     cut = author.pick((stages, [body.units[start] for start in starts] or stages, lists))
     where = {
         LAYOUTS[0]: f"ranks={ranks}",
-        LAYOUTS[1]: "group=group, timeout=60.0",
-        LAYOUTS[2]: "mesh=group, replicas=group['dp'], timeout=60.0",
+        LAYOUTS[1]: "mesh=group, timeout=60.0",
+        LAYOUTS[2]: "mesh=group, replicas='dp', timeout=60.0",
     }[layout]
     text = f"{before}return penstock.Pipeline(model, stages={cut}, {where}, {options})"
     return text, ranks, microbatches, cut

@@ -217,7 +217,7 @@ def change(model, step):
 
 
 def pipeline(model, group=None):
-    return penstock.Pipeline(model, stages=2, microbatches=2, loss_fn=F.mse_loss, group=group, ranks=2)
+    return penstock.Pipeline(model, stages=2, microbatches=2, loss_fn=F.mse_loss, mesh=group, ranks=2)
 
 
 loss_fn = F.mse_loss

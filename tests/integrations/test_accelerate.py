@@ -146,7 +146,7 @@ def test_the_newest_complete_state_is_loaded(tmp_path: Path) -> None:
 def test_replicas_that_would_share_batches_or_wait_are_refused(option: Any) -> None:
     several = SimpleNamespace(
         replicas=SimpleNamespace(number=2),
-        schedule=SimpleNamespace(ranks=2),
+        job=SimpleNamespace(ranks=2),
         device=torch.device("cpu"),
     )
     accelerator: Any = SimpleNamespace(

@@ -304,7 +304,7 @@ def test_scaled_gradients_in_float16_do_not_vanish() -> None:
 
 
 def keep_weights(group: Any) -> Any:
-    model = as_module(group=group, ranks=2)
+    model = as_module(mesh=group, ranks=2)
     state = model.state_dict()
     kept = copy.deepcopy(state)
     with torch.no_grad():
@@ -336,7 +336,7 @@ def test_a_state_dict_names_all_weights_and_no_file_has_holes(workers: WorkerPoo
 
 
 def train(group: Any, loop: str) -> Any:
-    model = as_module(group=group, ranks=3)
+    model = as_module(mesh=group, ranks=3)
     loss = called(model)(X)
     LOOPS[loop](called(model))
     found = {name: g.tolist() for name, g in gradients(model).items()}
@@ -353,7 +353,7 @@ def test_processes_train_together(workers: WorkerPool) -> None:
 
 def clip(group: Any, with_loss: bool) -> list[float]:
     """A loop that empties gradients between forward and backward."""
-    model = as_module(group=group, ranks=2, loss_fn=mean_loss if with_loss else None)
+    model = as_module(mesh=group, ranks=2, loss_fn=mean_loss if with_loss else None)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     norms = []
     for _ in range(2):
@@ -415,7 +415,7 @@ def test_it_is_named_to_a_rank_in_a_collective_of_its_own(workers: WorkerPool) -
 
 
 def differ(group: Any) -> list[str]:
-    model = as_module(group=group, ranks=2)
+    model = as_module(mesh=group, ranks=2)
     model(X, target=Y)
     texts = []
     for trains in (True, False):
@@ -459,7 +459,9 @@ def overflowing(output: tuple[Tensor, Tensor], target: Any) -> Tensor:
 
 def overflow(group: Any) -> Any:
     options: Any = {"microbatches": 1, "loss_fn": overflowing}
-    model = PipelineModule(make(Two(), mesh=group, **options))
+    pipe = make(Two(), mesh=group, **options)
+    pipe.cut(torch.ones(2, 8))
+    model = PipelineModule(pipe)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     held = [p for p in model.parameters() if not is_elsewhere(p)]

@@ -90,7 +90,7 @@ MADE: dict[str, Any] = {
 def generated(name: str, group: Any = None, rank: int = 0, plain: bool = False) -> Any:
     torch.manual_seed(0)
     model = MADE[name]()
-    module: Any = model.eval() if plain else as_module(model, group=group)
+    module: Any = model.eval() if plain else as_module(model, mesh=group)
     if group is not None and name != "gpt2":
         # Of a model that is not cut yet, each process has all.
         module.pipe.cut(input_ids=ROWS.tokens, labels=ROWS.tokens)
@@ -127,7 +127,7 @@ def refuse(group: Any) -> list[str]:
         **SIZES, **TOKENS, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=0,
         linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
     )  # fmt: skip
-    module = as_module(transformers.Qwen3NextForCausalLM(config), group=group)
+    module = as_module(transformers.Qwen3NextForCausalLM(config), mesh=group)
     module.pipe.cut(input_ids=ROWS.tokens)
     texts = []
     for rows in (ROWS.tokens[:2], ROWS.tokens[group.rank() : group.rank() + 2]):

@@ -489,7 +489,7 @@ def test_a_unit_that_counts_outside_of_the_model_is_not_recomputed() -> None:
         ITEMS.append(1)
         return unit.lin(x) * (len(ITEMS) % PARTS + 1)
 
-    compare(lambda: ITEMS.clear() or make(b=counts), 1, checkpoint=True)  # type: ignore[func-returns-value]
+    compare(lambda: ITEMS.clear() or make(b=counts), 1, recompute=True)  # type: ignore[func-returns-value]
     ITEMS.clear()
 
 
@@ -588,7 +588,7 @@ def normed() -> Any:
     ids=["in place", "assigned", "torch's"],
 )
 def test_recomputation_leaves_buffers_as_they_were(build: Any, schedule: str) -> None:
-    compare(build, 3, schedule=schedule, checkpoint=True)
+    compare(build, 3, schedule=schedule, recompute=True)
 
 
 # ---- in two processes
@@ -716,9 +716,9 @@ def test_gradients_of_a_function_in_a_recomputed_unit() -> None:
     refused(
         lambda: make(b=act),
         "b takes gradients by torch.func, .*leave this module out",
-        checkpoint=True,
+        recompute=True,
     )
-    compare(lambda: make(b=act), checkpoint=["a", "c", "d"])
+    compare(lambda: make(b=act), recompute=["a", "c", "d"])
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

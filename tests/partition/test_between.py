@@ -833,7 +833,7 @@ def test_as_the_plain_model_or_refused(name: str, cuts: list[str]) -> None:
     (score(plain(rows())) + 0).backward()
     assert model.called == plain.called
     if recomputed:
-        check_equal(make(body, unit), cuts, (rows(),), repeat=2, checkpoint=True, **options)
+        check_equal(make(body, unit), cuts, (rows(),), repeat=2, recompute=True, **options)
 
 
 def test_numbers_may_not_decide_just_before_the_last_stage() -> None:

@@ -1,4 +1,4 @@
-"""Units under checkpoint=True that change what they keep: each moves once, and gradients keep their bits."""
+"""Units under recompute=True that change what they keep: each moves once, and gradients keep their bits."""
 
 from __future__ import annotations
 
@@ -111,14 +111,14 @@ UNITS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def trained(name: str, checkpoint: bool) -> dict[str, Tensor]:
+def trained(name: str, recompute: bool) -> dict[str, Tensor]:
     """Gradients and state after two steps."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(WIDTH, WIDTH), UNITS[name](), nn.Linear(WIDTH, WIDTH), UNITS[name]()
     )
     pipe = Pipeline(
-        model, schedule="ZB-H1", ranks=2, microbatches=3, recompute=checkpoint,
+        model, schedule="ZB-H1", ranks=2, microbatches=3, recompute=recompute,
         loss_fn=lambda output, target: (output - target).square().mean(),
     )  # fmt: skip
     for _ in range(2):
@@ -130,7 +130,7 @@ def trained(name: str, checkpoint: bool) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", UNITS)
 def test_it_is_as_without_a_checkpoint(name: str) -> None:
-    plain, again = trained(name, checkpoint=False), trained(name, checkpoint=True)
+    plain, again = trained(name, recompute=False), trained(name, recompute=True)
     assert plain.keys() == again.keys()
     for key, value in plain.items():
         assert torch.equal(value, again[key]), key

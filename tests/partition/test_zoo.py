@@ -77,7 +77,7 @@ RECOMPUTED = (
 @pytest.mark.parametrize("name", RECOMPUTED)
 def test_units_that_are_recomputed(name: str, stages: int) -> None:
     model, args, kwargs = make(name)
-    check_equal(model, stages, args, kwargs, draws=True, repeat=2, checkpoint=True)
+    check_equal(model, stages, args, kwargs, draws=True, repeat=2, recompute=True)
 
 
 @pytest.mark.parametrize(
@@ -94,11 +94,11 @@ def test_what_is_cut_right_in_three(name: str) -> None:
 
 def test_recomputed_units_by_path() -> None:
     model, args, kwargs = make("sums and parameters between modules")
-    check_equal(model, 2, args, kwargs, draws=True, checkpoint=["layers", "norm"])
+    check_equal(model, 2, args, kwargs, draws=True, recompute=["layers", "norm"])
     with pytest.raises(
-        PartitionError, match="checkpoint='layer': must name a module that is placed"
+        PartitionError, match="recompute='layer': must name a module that is placed"
     ):
-        cut(model, 2, args, kwargs, checkpoint=["layer"])
+        cut(model, 2, args, kwargs, recompute=["layer"])
 
 
 def test_what_is_recomputed_is_not_held() -> None:
@@ -107,7 +107,7 @@ def test_what_is_recomputed_is_not_held() -> None:
         model = nn.Sequential(
             *(nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 8)) for _ in range(4))
         )
-        parts, x = partition(model, 2, checkpoint=checkpoint), torch.randn(64, 8)
+        parts, x = partition(model, 2, recompute=checkpoint), torch.randn(64, 8)
         plan = parts.plan((x,), {})
         saved: list[int] = []
 

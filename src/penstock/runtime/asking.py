@@ -228,8 +228,8 @@ def _remedies(looks: Reduction | None) -> str:
     likely = f' It looks like a {looks}: reduction="{looks}".' if looks else ""
     return (
         f"{likely} If it is a mean over something else than samples, such as tokens that count or class "
-        "weights, say how much a microbatch counts: penstock.Loss(fn, weight=...), a function of the target. "
-        'If it is a sum, say reduction="sum". over="microbatch" means the loss of each microbatch by itself.'
+        "weights, say how much a microbatch counts: penstock.Loss(fn, weight=...), or loss_weight= of the "
+        'step or the strategy, a function of the target. If it is a sum, say reduction="sum". over="microbatch" means the loss of each microbatch by itself.'
     )
 
 
