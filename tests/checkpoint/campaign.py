@@ -286,7 +286,7 @@ def mutate(table: Any, chance: random.Random) -> Any:
         elif kind < 0.5 and isinstance(holder[key], int):
             holder[key] += chance.choice([-1, 1, 7])
         else:
-            holder[key] = chance.choice(ODD)
+            holder[key] = copy.deepcopy(chance.choice(ODD))
     return table
 
 

@@ -26,6 +26,7 @@ from penstock.integrations.module import PipelineModule, clip_whole
 from penstock.parallel import meeting_in_time, pipelines_in, side_by_side
 from penstock.pipeline import Pipeline
 from penstock.runtime import GracefulStop
+from penstock.weights.storage import file_name
 
 try:
     from lightning.fabric.strategies.ddp import DDPStrategy as FabricProcesses
@@ -355,10 +356,11 @@ class _Cuts:
         with Checkpoints(path) as checkpoints:
             states: dict[str, Any] = {**optimizers}
             step = checkpoints.load(strict=strict, pipe=self.pipe, **states)
-            if step is None or _REST not in (checkpoints.extra or ()):
+            extra = checkpoints.extra if isinstance(checkpoints.extra, dict) else {}
+            if step is None or _REST not in extra:
                 raise UsageError(f"{path} is a folder without a checkpoint of Lightning's loop")
-            name = Path(path, checkpoints.extra[_REST])
-        rest: dict[str, Any] = strategy.checkpoint_io.load_checkpoint(name)
+            name = file_name(str(extra[_REST]), rf"{_REST}-[0-9a-f]{{12}}\.pt", Path(path))
+        rest: dict[str, Any] = strategy.checkpoint_io.load_checkpoint(Path(path, name))
         return rest
 
     def _cut(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> _OnPipeline:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
+from numbers import Number
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -99,6 +100,52 @@ def check_kept_per_parameter(optimizer: Any, called: str) -> None:
             raise UsageError(
                 f"{called} is of the class {kind.__name__}, {KEPT_TOGETHER[kind.__name__]}"
             )
+
+
+def fitting_settings(
+    optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Separate the saved settings that the groups of an optimizer can take from all others.
+
+    Args:
+        optimizer: the optimizer.
+        settings: what was saved for each of its groups.
+
+    Returns:
+        What to load into each group, and what is wrong with the rest.
+    """
+    fitting, problems = [], []
+    for place, (group, saved) in enumerate(zip(optimizer.param_groups, settings, strict=True)):
+        unfit = {
+            key: value
+            for key, value in saved.items()
+            if key not in HERE and (key in NOT_SETTINGS or not _fits(value, group.get(key)))
+        }
+        fitting.append({key: value for key, value in saved.items() if key not in unfit})
+        for key, value in unfit.items():
+            was = f"group {place}: {shortened(str(key))}={shortened(repr(value))} was saved, which"
+            if key in NOT_SETTINGS:
+                problems.append(f"{was} is no setting")
+            else:
+                problems.append(f"{was} cannot take the place of {shortened(repr(group[key]))}")
+    return fitting, problems
+
+
+def _fits(value: Any, now: Any) -> bool:
+    """Whether a saved setting is of the kind of the one that it replaces."""
+    if isinstance(now, tuple):
+        alike = isinstance(value, tuple | list) and len(value) == len(now)
+        return alike and all(map(_fits, value, now))
+    for kinds in (str, list | tuple, Mapping):
+        if isinstance(now, kinds):
+            return isinstance(value, kinds)
+    return _is_number(value) or not _is_number(now)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, int):
+        return value.bit_length() < 1024  # a float can be as large
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Number)
 
 
 def write_states(

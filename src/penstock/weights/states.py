@@ -20,6 +20,7 @@ from penstock.weights.files import WeightFiles
 from penstock.weights.optimizers import (
     OptimizerStates,
     find_groups,
+    fitting_settings,
     merge_groups,
     named_state_dict,
     read_states,
@@ -302,7 +303,7 @@ def load_optimizer(
 ) -> LoadResult:
     """Load an optimizer from a state dict by names, once all ranks have compared theirs with it."""
     saved: list[Any] = []
-    numbers: list[int | None] = []
+    settings: list[dict[str, Any]] = []
 
     def bring() -> Offer:
         if not {"state", "param_groups"} <= state.keys():
@@ -320,15 +321,16 @@ def load_optimizer(
             )
         groups = [of for _, of in read_states(optimizer, names, "the optimizer").groups]
         continued, missing, problems = find_groups(groups, saved)
-        numbers.extend(continued)
         here = [name for of in groups for name in of]
-        return Offer(here, listed, {"missing": missing, "hard": problems})
+        found = [{} if number is None else saved[number][0] for number in continued]
+        fitting, unfit = fitting_settings(optimizer, found)
+        settings.extend(fitting)
+        return Offer(here, listed, {"missing": missing, "hard": problems + unfit * strict})
 
     agreed = agree_to_load(team, bring, partial(_refuse, strict, "optimizer's states"))
-    settings = [{} if number is None else _copies(saved[number][0]) for number in numbers]
     here = {*names.values()}
     states = {name: _copies(of) for name, of in state["state"].items() if name in here}
-    write_states(optimizer, names, settings, states)
+    write_states(optimizer, names, _copies(settings), states)
     return agreed
 
 
