@@ -223,10 +223,10 @@ class Loading:
                 and one in self._saved.kinds
             ]
         with self._reading():
-            found = [{} if n is None else decode(saved[n][0]) for n in numbers]
-            if not all(isinstance(of, dict) for of in found):
+            settings = [{} if n is None else decode(saved[n][0]) for n in numbers]
+            if not all(isinstance(of, dict) for of in settings):
                 raise InputFileError(f"the settings of {label}= are no settings of groups")
-        fitting, unfit = fitting_settings(optimizer, found)
+        fitting, unfit = fitting_settings(optimizer, settings)
         problems["loose"] += [f"{label}: {text}" for text in unfit]
         return fitting
 

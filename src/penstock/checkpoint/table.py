@@ -255,7 +255,8 @@ class CheckpointTable:
             return default
         value = replaced(self.contents.alike[place].value, ITSELF, key)
         named = list(keys_of(value))
-        if len({*named}) < len(named) or not all(one.startswith(key) for one in named):
+        is_own = all(one == key or one.startswith((f"{key}/", f"{key}~")) for one in named)
+        if not is_own or len({*named}) < len(named):
             raise InputFileError(
                 f"{self.path / TABLE}: {quoted([key])} names a tensor twice, or one that is not its own"
             )

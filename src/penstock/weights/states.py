@@ -322,8 +322,8 @@ def load_optimizer(
         groups = [of for _, of in read_states(optimizer, names, "the optimizer").groups]
         continued, missing, problems = find_groups(groups, saved)
         here = [name for of in groups for name in of]
-        found = [{} if number is None else saved[number][0] for number in continued]
-        fitting, unfit = fitting_settings(optimizer, found)
+        of_groups = [{} if number is None else saved[number][0] for number in continued]
+        fitting, unfit = fitting_settings(optimizer, of_groups)
         settings.extend(fitting)
         return Offer(here, listed, {"missing": missing, "hard": problems + unfit * strict})
 
