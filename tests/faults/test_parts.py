@@ -14,7 +14,7 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, but not marked so
 from torch.distributed.distributed_c10d import PrefixStore
 
-from penstock.errors import NonFiniteError, StageError, UsageError, printable
+from penstock.errors import NonFiniteError, StageError, UsageError, printable, status_of
 from penstock.faults import (
     Activity,
     Failure,
@@ -25,7 +25,6 @@ from penstock.faults import (
     Search,
     noticing_gone_machines,
     ranges,
-    status_of,
 )
 from penstock.faults.desk import Desk
 from penstock.faults.failure import FILE, at_place, of_exception, write_report
