@@ -127,8 +127,10 @@ class PipelineModule(nn.Module):
             raise UsageError(f"{name}= belongs to Pipeline.step; here, divide or scale the loss")
         of_model = {name: value for name, value in kwargs.items() if name not in _OF_STEP}
         self.pipe.cut(*args, **of_model)
-        run = self._pass(args, of_model, again=outputs)
+        run = self._pass(args, of_model, kwargs.get("target"), again=outputs)
         args, kwargs = run.args, {**kwargs, **run.kwargs}
+        if "target" in kwargs:
+            kwargs["target"] = run.target
         scale = self._factor if self._computes_in_half else 1.0
         checks = scale != 1.0
         if checks:  # on every rank alike, so that all ask for the norm
@@ -151,16 +153,16 @@ class PipelineModule(nn.Module):
         if not self.training and not torch.is_grad_enabled():
             return self.pipe.predict(*args, same_batch=True, **kwargs)
         self.pipe.cut(*args, **kwargs)
-        run = self._pass(args, kwargs, again=torch.is_grad_enabled())
+        run = self._pass(args, kwargs, None, again=torch.is_grad_enabled())
         with torch.no_grad():
             output = self.pipe.run_forward(*run.args, same_batch=True, **run.kwargs)
         if self.training:
             self.pipe.randomness.advance()
         return run.applied(None, output)[1]
 
-    def _pass(self, args: Any, kwargs: dict[str, Any], *, again: bool) -> Pass:
+    def _pass(self, args: Any, kwargs: dict[str, Any], target: Any, *, again: bool) -> Pass:
         return Pass(
-            self.pipe, args, kwargs,
+            self.pipe, args, kwargs, target,
             again=again, in_half=self._computes_in_half, note=self._note_factor,
         )  # fmt: skip
 

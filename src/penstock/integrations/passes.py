@@ -28,6 +28,7 @@ class Pass:
         pipe: the pipeline.
         args: the model's arguments.
         kwargs: the model's arguments by name.
+        target: the target of the loss.
         again: whether the forward may have to run again.
         in_half: whether gradients are computed in float16, so that ranks must agree on infinite ones.
         note: is told the factor that the loss's backward came with.
@@ -38,16 +39,18 @@ class Pass:
         pipe: Pipeline,
         args: Any,
         kwargs: dict[str, Any],
+        target: Any,
         *,
         again: bool,
         in_half: bool,
         note: Callable[[float], None],
     ) -> None:
-        self.inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+        brought = args, kwargs, target
+        self.inputs = [t for t in tensors_in(brought) if t.requires_grad]
         self._copies = {id(t): t.detach().requires_grad_() for t in self.inputs}
         if self.inputs:
-            args, kwargs = map_tensors((args, kwargs), lambda t: self._copies.get(id(t), t))
-        self.args, self.kwargs = args, kwargs
+            brought = map_tensors(brought, lambda t: self._copies.get(id(t), t))
+        self.args, self.kwargs, self.target = brought
         self.scale = 1.0
         self._pipe, self._in_half, self._note = pipe, in_half, note
         self._weights = dict(pipe.weights.here.named_parameters())

@@ -441,7 +441,8 @@ class Pipeline:
     ) -> StepResult:
         """Run forward and backward of a batch, and add gradients to the parameters' ``.grad``.
 
-        Arguments that require grad get gradients too, on the ranks whose stages use them.
+        Arguments and targets that require grad get gradients too, the whole ones on every rank that was
+        given them.
 
         Args:
             args: the model's arguments. Under torchrun, a rank is given all of them or none; ranks whose

@@ -315,6 +315,8 @@ class Runner:
         step.result = self._numbers.share(
             self.transport, step.tally, call.loss, step.weights, finite=finite
         )
+        if call.trains and self.transport is not None and agreement.model_call.sums_gradients:
+            step.sum_batch_gradients(self.transport)
         if call.trains:
             self._agree_to_stop(call)
         if call.outputs:
