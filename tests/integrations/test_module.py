@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save as save_file
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -436,9 +436,9 @@ def train_behind(group: Any, name: str) -> float:
 
         def update(*of: nn.Module, models: Any = models, weights: Any = weights) -> None:
             for model, here in zip(models, weights, strict=True):
+                if model in of:
+                    optim.SGD(here, lr=1.0).step()
                 for weight in here:
-                    if model in of:
-                        weight.data.sub_(weight.grad)
                     weight.grad = None
 
         for _ in range(2):

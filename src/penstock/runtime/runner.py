@@ -705,15 +705,17 @@ class _Refused(Exception):
 
 
 def has_finite_gradients(stages: Any) -> bool:
-    """Whether the norm of the weights' gradients is finite; of a DTensor, that of the part here."""
+    """Whether the weights' gradients are finite; of a DTensor, the part here."""
     of_weights: list[Tensor | None] = []
     for stage in stages:
         # Gradients of shared weights are collected apart from .grad; this context puts them there.
         with stage.shared_context:
             of_weights += map(attrgetter("grad"), stage.module.parameters())
     parts = [g if type(g) is Tensor else local_part(g) for g in of_weights if g is not None]
-    gradients = [part._values() if part.is_sparse else part for part in parts]
-    return not gradients or bool(nn.utils.get_total_norm(gradients).isfinite())
+    dense = [part._values() if part.is_sparse else part for part in parts]
+    gradients = [part for part in dense if part.numel()]
+    # Of finite numbers the largest is finite; a sum of their squares is not always, least of all in float16.
+    return not gradients or bool(nn.utils.get_total_norm(gradients, torch.inf).isfinite())
 
 
 def _numbers_of(part: Microbatch) -> str:
