@@ -273,7 +273,7 @@ class Weights:
     whole: tuple[float, float] = (0.0, 0.0)
     added: Mapping[str, Weights] = field(default_factory=dict)
 
-    def of(self, name: str) -> Weights:
+    def of_added(self, name: str) -> Weights:
         """The weights of an added loss."""
         return self.added.get(name, self)
 
@@ -356,8 +356,8 @@ class Loss:
     @property
     def weights(self) -> dict[str, OneWeight | None]:
         """The weight of the loss itself, as ``"main"``, and of each added loss that has one of its own."""
-        given = {MAIN: None, **_by_name(self.loss_weight)}
-        return {name: weight for name, weight in given.items() if not isinstance(weight, str)}
+        weights = {MAIN: None, **_by_name(self.loss_weight)}
+        return {name: weight for name, weight in weights.items() if not isinstance(weight, str)}
 
     def is_by_custom(self, name: str) -> bool:
         """Whether an added loss is said to be one of each microbatch by itself."""
@@ -472,13 +472,13 @@ class Loss:
         return loss
 
 
-def _by_name(given: Any) -> dict[str, Any]:
+def _by_name(option: Any) -> dict[str, Any]:
     """An option for each loss, by its name; if it is not given by names, it is that of the main one."""
-    return dict(given) if isinstance(given, Mapping) else {MAIN: given}
+    return dict(option) if isinstance(option, Mapping) else {MAIN: option}
 
 
-def _shown(option: str, given: Any, name: str) -> str:
-    return f"{option}[{name!r}]" if isinstance(given, Mapping) else option
+def _shown(keyword: str, option: Any, name: str) -> str:
+    return f"{keyword}[{name!r}]" if isinstance(option, Mapping) else keyword
 
 
 def _checked_counts(items: Sequence[Any]) -> list[float]:

@@ -161,10 +161,10 @@ class StepTally:
     def add_losses(self, microbatch: int, stage: int, losses: Losses) -> None:
         """Note the losses that a stage added for a microbatch."""
         for name, value in losses.named().items():
-            share = self._weights.of(name).shares[microbatch]
+            share = self._weights.of_added(name).shares[microbatch]
             self._terms["loss", name].append(_Weighed(microbatch, stage, value, share))
         for name, value, weight in losses.terms:
-            share = self._weights.of(name).shares[microbatch] * weight
+            share = self._weights.of_added(name).shares[microbatch] * weight
             self._terms[_ADDED].append(_Weighed(microbatch, stage, value.detach().clone(), share))
 
     def measure(self, microbatch: int, stage: int, output: Any, target: Any) -> None:
@@ -300,7 +300,7 @@ class Numbers:
 
 def _share(loss: Loss | None, weights: Weights, name: str) -> float:
     """This replica's share of the weight that a named loss is averaged by; 0 where losses are added up."""
-    of = weights.of(name)
+    of = weights.of_added(name)
     if loss is None or not of.total:
         return 0.0
     adds_up = loss.reduction == "sum" and loss.weights.get(name, loss.weights[MAIN]) is None

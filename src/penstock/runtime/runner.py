@@ -587,12 +587,12 @@ class Runner:
         """
         if loss is None:
             return {}
-        counts, told = dict[str, Sequence[float]](), list[str]()
+        counts, by_target = dict[str, Sequence[float]](), list[str]()
         for name, weight in loss.weights.items():
             by_labels = model_call.weighted and weight is None
             counts[name] = here.get(name, ())
             if callable(weight) or by_labels:
-                told.append(name)
+                by_target.append(name)
             elif not counts[name] or model_call.counted:
                 counts[name] = loss.counts(model_call.samples, (), name)
             if callable(weight) and not any(model_call.targets):
@@ -603,12 +603,12 @@ class Runner:
             target or (not any(model_call.targets) and rank in model_call.holders)
             for rank, target in enumerate(model_call.targets)
         ]
-        if told and not all(knows) and self.transport is not None:
+        if by_target and not all(knows) and self.transport is not None:
             tells = knows.index(True) == self.rank
             absent = [0.0] * model_call.count
-            rows = [(tells and counts[name]) or absent for name in told]
+            rows = [(tells and counts[name]) or absent for name in by_target]
             total = self.transport.sum(torch.tensor(rows, dtype=torch.float64, device="cpu"))
-            counts |= dict(zip(told, total.tolist(), strict=True))
+            counts |= dict(zip(by_target, total.tolist(), strict=True))
         return counts
 
     # ---- replicated and sharded stages

@@ -184,7 +184,7 @@ class StageLosses:
         totals = self.added.totals(weights.added.keys())
         self.added.clear()
         # Where it has no weight, a mean is one over nothing: NaN, and so is its gradient.
-        return {n: total for n, total in totals.items() if weights.of(n).seeds[microbatch]}
+        return {n: total for n, total in totals.items() if weights.of_added(n).seeds[microbatch]}
 
     def _seeded(self, stage: int, microbatch: int, totals: Mapping[str, Tensor]) -> list[Tensor]:
         """The roots of sums of losses, by whose weights they count."""
@@ -192,7 +192,7 @@ class StageLosses:
         if learning:
             weights = self._step.weights
             self.seeds[stage, microbatch] = [
-                torch.full_like(total, weights.of(name).seeds[microbatch])
+                torch.full_like(total, weights.of_added(name).seeds[microbatch])
                 for name, total in learning.items()
             ]
         return [*learning.values()]
