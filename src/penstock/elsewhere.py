@@ -382,7 +382,8 @@ def _all_norms(norms_here: Sequence[Tensor], absent: Sequence[Elsewhere]) -> Ten
         raise first.refusal("the norm of some of the model's gradients", _NORMS)
     like = present[0] if present else None
     device, dtype = (first.place.device, first.dtype) if like is None else (like.device, like.dtype)
-    return norms.to(device, dtype)
+    # In float16 the norm of a large gradient would be infinite.
+    return norms.to(device, torch.promote_types(dtype, torch.float32))
 
 
 # ---- weights that become stand-ins, and their gradients

@@ -84,6 +84,26 @@ def test_torchs_own_clipping_measures_the_whole_model(workers: WorkerPool, clips
     assert ranks[0][3] == sorted(expected)
 
 
+def clipped_in_half(group: Any) -> tuple[float, float]:
+    """A worker's task: torch's norm of float16 gradients of up to 6,000, and the pipeline's."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2))).half()
+    for weight in model.parameters():
+        weight.data.fill_(2**-6)
+    pipe = Pipeline(
+        model, ranks=2, microbatches=2, group=group, reduction="sum",
+        loss_fn=lambda output, target: (output.float() * target).sum(),
+    )  # fmt: skip
+    with pipe:
+        pipe.step(torch.ones(2, 64).half(), target=torch.full((2, 1), 3e3))
+        return pipe.weights.grad_norm(), float(nn.utils.clip_grad_norm_(pipe.parameters(), 1.0))
+
+
+def test_torchs_norm_of_float16_does_not_overflow(workers: WorkerPool) -> None:
+    for norm, of_torch in workers.run(f"{__name__}:clipped_in_half", 2):
+        assert norm == pytest.approx(of_torch, rel=1e-6)
+        assert 65504 < norm < 1e6
+
+
 def still_used(group: Any) -> list[Any]:
     """A model that was called before, whose output is kept, and whose weights others refer to weakly."""
     model = rooms()

@@ -100,7 +100,9 @@ class _OnPipeline(nn.Module):
         # Not as submodules: the plain module lists the parameters.
         vars(self)["module"] = module
         names = [self.names_in(optimizer) for optimizer in optimizers]
-        self._weighs = callable(options.get("loss_weight"))
+        weight = options.get("loss_weight")
+        weights = weight.values() if isinstance(weight, Mapping) else [weight]
+        self._weighs = any(map(callable, weights))
         self._log = StepLog(module)
         self._quiet: set[Any] = set()
         # The loss is asked here, together with what is logged.

@@ -127,15 +127,16 @@ class PipelineModule(nn.Module):
             raise UsageError(f"{name}= belongs to Pipeline.step; here, divide or scale the loss")
         of_model = {name: value for name, value in kwargs.items() if name not in _OF_STEP}
         self.pipe.cut(*args, **of_model)
-        run = self._pass(args, of_model, again=outputs)
-        args, kwargs = run.args, {**kwargs, **run.kwargs}
+        batch = CallArguments(args, of_model, kwargs.pop("target", MISSING))
+        run = self._pass(batch, again=outputs)
+        kwargs |= {**run.batch.kwargs, "target": run.batch.target}
         scale = self._factor if self._computes_in_half else 1.0
         checks = scale != 1.0
         if checks:  # on every rank alike, so that all ask for the norm
             kwargs["scaler"] = LossScaler(scale, device=self.pipe.device.type)
         with run.collecting():
             result = self.pipe.step(
-                *args, accumulate=1, total_weight=total_weight, **options, **kwargs
+                *run.batch.args, accumulate=1, total_weight=total_weight, **options, **kwargs
             )
             if checks and not math.isfinite(self.pipe.weights.grad_norm()):
                 scale = math.nan
@@ -151,17 +152,17 @@ class PipelineModule(nn.Module):
         if not self.training and not torch.is_grad_enabled():
             return self.pipe.predict(*args, same_batch=True, **kwargs)
         self.pipe.cut(*args, **kwargs)
-        run = self._pass(args, kwargs, again=torch.is_grad_enabled())
+        batch = CallArguments(args, kwargs)
+        run = self._pass(batch, again=torch.is_grad_enabled())
         with torch.no_grad():
-            output = self.pipe.run_forward(*run.args, same_batch=True, **run.kwargs)
+            output = self.pipe.run_forward(*run.batch.args, same_batch=True, **run.batch.kwargs)
         if self.training:
             self.pipe.randomness.advance()
         return run.applied(None, output)[1]
 
-    def _pass(self, args: Any, kwargs: dict[str, Any], *, again: bool) -> Pass:
+    def _pass(self, batch: CallArguments, *, again: bool) -> Pass:
         return Pass(
-            self.pipe, args, kwargs,
-            again=again, in_half=self._computes_in_half, note=self._note_factor,
+            self.pipe, batch, again=again, in_half=self._computes_in_half, note=self._note_factor,
         )  # fmt: skip
 
     def _loss_of(self, result: StepResult, total: float | None = None) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from penstock.errors import UsageError
 from penstock.parallel import local_part
-from penstock.pipeline import Pipeline
+from penstock.pipeline import CallArguments, Pipeline
 from penstock.rng import generator_states, generators_kept, set_generator_states
 from penstock.values import map_tensors, tensors_in
 
@@ -26,8 +26,7 @@ class Pass:
 
     Args:
         pipe: the pipeline.
-        args: the model's arguments.
-        kwargs: the model's arguments by name.
+        batch: the model's arguments, and the target.
         again: whether the forward may have to run again.
         in_half: whether gradients are computed in float16, so that ranks must agree on infinite ones.
         note: is told the factor that the loss's backward came with.
@@ -36,18 +35,17 @@ class Pass:
     def __init__(
         self,
         pipe: Pipeline,
-        args: Any,
-        kwargs: dict[str, Any],
+        batch: CallArguments,
         *,
         again: bool,
         in_half: bool,
         note: Callable[[float], None],
     ) -> None:
-        self.inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+        self.inputs = [t for t in tensors_in(batch) if t.requires_grad]
         self._copies = {id(t): t.detach().requires_grad_() for t in self.inputs}
-        if self.inputs:
-            args, kwargs = map_tensors((args, kwargs), lambda t: self._copies.get(id(t), t))
-        self.args, self.kwargs = args, kwargs
+        self.batch: CallArguments = (
+            map_tensors(batch, lambda t: self._copies.get(id(t), t)) if self.inputs else batch
+        )
         self.scale = 1.0
         self._pipe, self._in_half, self._note = pipe, in_half, note
         self._weights = dict(pipe.weights.here.named_parameters())
@@ -100,7 +98,7 @@ class Pass:
         return followed_loss, map_tensors(output, lambda t: followed.get(id(t), t))
 
     def backward(self, arriving: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of the weights in this process and of the arguments.
+        """The gradients of the weights in this process, and of the arguments and the target.
 
         Raises:
             UsageError: this is the second backward, a derivative of the gradients is asked for, or a weight
@@ -142,7 +140,8 @@ class Pass:
         for copy in self._copies.values():
             copy.grad = None
         with self._state.restored(), self.collecting():
-            self._pipe.run_backward(gradients, *self.args, number=self._state.number, **self.kwargs)
+            args, kwargs = self.batch.args, self.batch.kwargs
+            self._pipe.run_backward(gradients, *args, number=self._state.number, **kwargs)
             finite = not self._in_half or math.isfinite(self._pipe.weights.grad_norm())
         for gradient in () if finite else self._gradients:
             if gradient is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from penstock.errors import PenstockError, StageError
+from penstock.errors import PenstockError, StageError, UsageError
 from penstock.faults import without_library_frames
 from penstock.microbatches import (
     MISSING,
@@ -30,6 +31,7 @@ from penstock.pipeline.slowness import Slowness
 from penstock.pipeline.watching import peak_flops, peak_memory
 from penstock.runtime import (
     ASKING,
+    MAIN,
     Call,
     Loss,
     Runner,
@@ -38,9 +40,12 @@ from penstock.runtime import (
     StepState,
     ask_inside,
     mark_of,
+    remedy_of_added,
 )
 from penstock.schedule import Action
 from penstock.schedule.base import whole_number
+
+logger = logging.getLogger("penstock")
 
 
 class CallArguments(NamedTuple):
@@ -91,6 +96,7 @@ class PipelineCalls:
         self._runner, self._schedules, self._held = runner, schedules, held
         self._rules, self._slowness = rules, slowness
         self._step_names, self._watched = tuple(step_names), False
+        self._warned_of = set[str]()
         self._image_tokens = {} if held.model is None else image_tokens(held.model)
 
     # ---- before a call
@@ -228,26 +234,47 @@ class PipelineCalls:
         types = (p.dtype for stage in self._held.stages for p in stage.module.parameters())
         return peak_flops(self._held.device, autocast or next(types, torch.get_default_dtype()))
 
-    # ---- a loss that the model's forward computes
+    # ---- losses that the model's forward computes, or adds
 
     def ask_inside(self, step: StepState, arguments: CallArguments) -> None:
-        """After a step: ask a loss that the model's forward computes whether microbatches make it up."""
+        """After a step: ask losses that the model's forward computes whether microbatches make them up.
+
+        Raises:
+            UsageError: the main one does not, or an added one with a weight of its own.
+        """
         loss, model_call = step.call.loss, step.agreement.model_call
         asks = model_call.count > 1 and self._runner.steps in ASKING and not model_call.presplit
         if loss is None or loss.loss_over != "samples" or not asks:
             return
-        if isinstance(loss.loss_weight, Sequence):
+        if any(isinstance(weight, Sequence) for weight in loss.weights.values()):
             return
+        names = {name for name in step.result.losses if not loss.is_by_custom(name)}
+        names -= {*self._warned_of, MAIN}
         if any(self._runner.gather(self._runner.interpreter.has_loss_inside)):
-            self.check_in_fewer(loss, model_call.count, arguments)
+            names.add(MAIN)
+        if not names:
+            return
+        count = model_call.count
+        for name, values in sorted(self.check_in_fewer(loss, count, arguments, names).items()):
+            text = remedy_of_added(loss, name, *values, count)
+            if name in loss.weights:
+                raise UsageError(text)
+            self._warned_of.add(name)
+            if not self._runner.rank:
+                logger.warning("penstock: %s", text)
 
     def check_in_fewer(
-        self, loss: Loss | None, count: int, arguments: CallArguments
+        self,
+        loss: Loss | None,
+        count: int,
+        arguments: CallArguments,
+        names: Collection[str] | None = None,
     ) -> dict[str, tuple[float, float]]:
         """Check that a loss is the same in fewer microbatches than ``count``.
 
         Returns:
-            Both values of each loss that the model adds and that is not the same, by name.
+            Both values of each loss that the model adds and that is not the same, by name; of all of them,
+            or of those that are named.
 
         Raises:
             UsageError: the loss is not the same.
@@ -260,7 +287,7 @@ class PipelineCalls:
 
         stages, gather = self._held.stages, self._runner.gather
         modules = (module for stage in stages for module in stage.called_modules())
-        return ask_inside(count, evaluate, gather, modules, self._held.device)
+        return ask_inside(count, evaluate, gather, modules, self._held.device, names)
 
 
 def flowed_back(step: StepState) -> StepState:

@@ -58,6 +58,7 @@ from penstock.runtime import (
     Runner,
     StepResult,
     StepState,
+    TotalWeight,
     Which,
     check_plans,
     describe_stages,
@@ -431,7 +432,7 @@ class Pipeline:
         target: Any = MISSING,
         microbatches: int | None = None,
         loss_weight: LossWeight | None = None,
-        total_weight: float | None = None,
+        total_weight: TotalWeight | None = None,
         accumulate: int | None = None,
         scaler: LossScaler | None = None,
         outputs: bool = False,
@@ -441,7 +442,8 @@ class Pipeline:
     ) -> StepResult:
         """Run forward and backward of a batch, and add gradients to the parameters' ``.grad``.
 
-        Arguments that require grad get gradients too, on the ranks whose stages use them.
+        Arguments and targets that require grad get gradients too, the whole ones on every rank that was
+        given them.
 
         Args:
             args: the model's arguments. Under torchrun, a rank is given all of them or none; ranks whose
@@ -449,9 +451,9 @@ class Pipeline:
             target: the target of ``loss_fn``, split like the arguments. The rank of the last stage must be
                 given it, unless ``loss_fn`` does not use it.
             microbatches: their number in this step; by default that of the Pipeline.
-            loss_weight: replaces the Pipeline's in this step.
+            loss_weight: replaces the Pipeline's in this step; of a dict, those that it names.
             total_weight: what the loss is divided by before backward, in place of the weight of this batch:
-                for a batch that is a part of a larger one.
+                for a batch that is a part of a larger one. A dict by name, if ``loss_weight`` is one.
             accumulate: replaces the Pipeline's in this step.
             scaler: scales the loss for float16.
             outputs: whether to give every rank the model's outputs.

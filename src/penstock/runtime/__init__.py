@@ -1,6 +1,6 @@
 """Runs a step: the agreement before it, the interpreter of its program, and its result."""
 
-from penstock.runtime.asking import ASKING, ask_inside
+from penstock.runtime.asking import ASKING, ask_inside, remedy_of_added
 from penstock.runtime.calls import Call, StepState, check_plans, describe_stages, mark_of
 from penstock.runtime.hooks import ActionEvent, ActionHook, HookHandle, Hooks, Which
 from penstock.runtime.loss import (
@@ -12,6 +12,7 @@ from penstock.runtime.loss import (
     Metric,
     Reduction,
     Replicas,
+    TotalWeight,
     add_loss,
     check_function,
     collect_losses,
@@ -44,6 +45,7 @@ __all__ = [
     "StepResult",
     "StepState",
     "TimelineKind",
+    "TotalWeight",
     "Which",
     "add_loss",
     "ask_inside",
@@ -53,5 +55,6 @@ __all__ = [
     "describe_stages",
     "forwards_first",
     "mark_of",
+    "remedy_of_added",
     "without_data",
 ]

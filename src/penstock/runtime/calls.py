@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, partial, reduce
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from penstock.errors import (
 )
 from penstock.faults import versions
 from penstock.microbatches import Batch, Microbatch
-from penstock.parallel import Adapters
+from penstock.parallel import Adapters, spread, whole
 from penstock.rng import Draws
 from penstock.runtime.hooks import Hooks, Recorder
 from penstock.runtime.kinds import Agreement, contents_of
@@ -249,6 +249,32 @@ class StepState:
         """Take other arguments for the stages of this process; without ``args``, those stay."""
         args = self.parts[microbatch].args if args is None else args
         self.parts[microbatch] = Microbatch(tuple(args), {}, 0, local=dict(kwargs))
+
+    def sum_batch_gradients(self, transport: Transport) -> None:
+        """Add up the gradients of the batch over the ranks: each has those of the stages that it runs."""
+        learners = self.agreement.model_call.learners(self.parts, self.call.batch.targets)
+        places = {id(tensor): place for place, tensor in reversed([*enumerate(learners)])}
+        here: list[Tensor | None] = [None] * len(learners)
+        sums: list[tuple[Tensor, Tensor]] = []
+        for tensor, gradient in self.batch_gradients:
+            place = places.get(id(tensor))
+            if place is None:
+                sums.append((tensor, gradient))  # it is a value that other ranks do not hear of
+                continue
+            before = here[place]
+            here[place] = gradient if before is None else before + gradient
+        dtype = reduce(torch.promote_types, [t.dtype for t in learners], torch.float32)
+        rows = [torch.tensor([mine is not None for mine in here], device="cpu")]
+        for tensor, mine in zip(learners, here, strict=True):
+            rows.append(torch.zeros(tensor.shape, device="cpu") if mine is None else whole(mine))
+        row = torch.cat([numbers.reshape(-1).to("cpu", dtype) for numbers in rows])
+        total = transport.sum(row, "the sum of the gradients of the batch")
+        users, *flat = total.split([numbers.numel() for numbers in rows])
+        for tensor, used, numbers in zip(learners, users.tolist(), flat, strict=True):
+            if used and not tensor.is_meta:
+                gradient = numbers.reshape(tensor.shape).to(tensor.device, tensor.dtype)
+                sums.append((tensor, spread(tensor, gradient)))
+        self.batch_gradients = sums
 
     @property
     def kept(self) -> list[Any]:

@@ -11,6 +11,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from penstock.values import (
     flatten,
     layout_of,
     restrided,
+    tensors_in,
     unflatten,
 )
 
@@ -65,6 +67,7 @@ class Brought:
             "count": batch.count,
             "samples": None if batch.samples is None else list(batch.samples),
             "target": batch.targets is not None,
+            "learning": None if batch.targets is None else _learning(batch.targets),
             "presplit": None if batch.count is None else batch.presplit,
             "counted": batch.counted,
             "weighted": batch.weights is not None,
@@ -95,6 +98,12 @@ class Brought:
         """
         described = [[_described(part), _local(part)] for part in self._parts]
         return {**self._facts, "parts": described, "of": self._of}
+
+
+def _learning(targets: Sequence[Any]) -> list[list[Any]]:
+    """The layouts of the tensors that require grad in each target, as JSON data; an empty list for none."""
+    rows = [[[*layout_of(t)] for t in tensors_in(target) if t.requires_grad] for target in targets]
+    return rows if any(rows) else []
 
 
 def _named(part: Microbatch) -> dict[Key, Any]:
@@ -177,6 +186,8 @@ class ModelCall:
         counted: whether the samples are those of first tensors, since nobody said what counts them.
         weighted: whether microbatches count by something else than their samples.
         dim: the dimension along which outputs are put together, where rules do not say it.
+        learning: for each microbatch, the layouts of the tensors in its target that require grad; empty if
+            there are none.
     """
 
     layouts: tuple[Mapping[Key, Layout], ...]
@@ -188,11 +199,36 @@ class ModelCall:
     counted: bool = False
     weighted: bool = False
     dim: int | None = None
+    learning: Sequence[Sequence[Any]] = ()
 
     @property
     def count(self) -> int:
         """The number of microbatches."""
         return len(self.texts)
+
+    @cached_property
+    def sums_gradients(self) -> bool:
+        """Whether several ranks were given tensors that require grad, so that each needs their gradients."""
+        leaves = (leaf for of in self.layouts for layout in of.values() for leaf in layout.tensors)
+        of_inputs = len(self.holders) > 1 and any(leaf.learns for leaf in leaves)
+        return of_inputs or (sum(self.targets) > 1 and bool(self.learning))
+
+    def learners(self, parts: Sequence[Microbatch], targets: Sequence[Any] | None) -> list[Tensor]:
+        """The tensors of the batch that require grad, in one order on every rank.
+
+        Args:
+            parts: a rank's microbatches, completed.
+            targets: its targets; None if it was given none, for which tensors on the meta device stand.
+        """
+        values = [
+            [part.args, [part.kwargs[name] for name in sorted(part.kwargs)]] for part in parts
+        ]
+        if targets is not None:
+            return [t for t in tensors_in([values, targets]) if t.requires_grad]
+        absent = [
+            TensorLayout(*row).empty(torch.device("meta")) for of in self.learning for row in of
+        ]
+        return [*(t for t in tensors_in(values) if t.requires_grad), *absent]
 
     def complete(self, rank: int, parts: Sequence[Microbatch] | None) -> Sequence[Microbatch]:
         """A rank's microbatches; tensors that it was not given are on the meta device."""
@@ -272,6 +308,7 @@ def merge(rows: Sequence[Mapping[str, Any]]) -> ModelCall:
         counted,
         any(row["weighted"] for row in rows),
         _common(rows, "dim", "the dimension of the tokens"),
+        _common(rows, "learning", "which tensors of the target require grad") or (),
     )
 
 

@@ -315,6 +315,8 @@ class Runner:
         step.result = self._numbers.share(
             self.transport, step.tally, call.loss, step.weights, finite=finite
         )
+        if call.trains and self.transport is not None and agreement.model_call.sums_gradients:
+            step.sum_batch_gradients(self.transport)
         if call.trains:
             self._agree_to_stop(call)
         if call.outputs:
@@ -388,7 +390,7 @@ class Runner:
         """Learn what all ranks bring. If it is wrong, all of them raise ``_Refused`` before they begin."""
         let_cross(map(attrgetter("module"), self.stages.values()))
         brought, refusal = None, call.refusal
-        counts: Sequence[float] | None = None
+        counts: Mapping[str, Sequence[float]] = {}
         try:
             counts = _counts_here(call.loss, call.batch)
             state = self._state()
@@ -420,7 +422,7 @@ class Runner:
         if error_of_job is not None:
             raise _Refused(error_of_job)
         assert agreement is not None
-        weights = Weights() if call.loss is None else call.loss.weigh(counts or ())
+        weights = Weights() if call.loss is None else call.loss.weigh(counts)
         return StepState(call, agreement, weights, self.rank, self._devices)
 
     def _exchange_digests(self, digest: int, call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -572,33 +574,41 @@ class Runner:
             ) from error
 
     def _counts(
-        self, loss: Loss | None, model_call: ModelCall, counts: Sequence[float] | None
-    ) -> Sequence[float] | None:
-        """How much each microbatch counts, the same on every rank.
+        self, loss: Loss | None, model_call: ModelCall, here: Mapping[str, Sequence[float]]
+    ) -> Mapping[str, Sequence[float]]:
+        """How much each microbatch counts in each loss, the same on every rank.
 
         If that depends on targets that some ranks lack, the first rank that has them sends it.
+
+        Args:
+            loss: the loss.
+            model_call: what all ranks bring.
+            here: the counts that this rank knows.
         """
         if loss is None:
-            return None
-        by_labels = model_call.weighted and loss.loss_weight is None
-        if not callable(loss.loss_weight) and not by_labels:
-            if counts is None or model_call.counted:
-                counts = loss.counts(model_call.samples, ())
-            return counts
-        if not any(model_call.targets) and not by_labels:
-            raise UsageError(
-                "loss_weight is a function of the target, but the step was given no target="
-            )
+            return {}
+        counts, by_target = dict[str, Sequence[float]](), list[str]()
+        for name, weight in loss.weights.items():
+            by_labels = model_call.weighted and weight is None
+            counts[name] = here.get(name, ())
+            if callable(weight) or by_labels:
+                by_target.append(name)
+            elif not counts[name] or model_call.counted:
+                counts[name] = loss.counts(model_call.samples, (), name)
+            if callable(weight) and not any(model_call.targets):
+                raise UsageError(
+                    "loss_weight is a function of the target, but the step was given no target="
+                )
         knows = [
             target or (not any(model_call.targets) and rank in model_call.holders)
             for rank, target in enumerate(model_call.targets)
         ]
-        if not all(knows) and self.transport is not None:
-            tells = counts is not None and knows.index(True) == self.rank
-            mine = counts if tells and counts is not None else [0.0] * model_call.count
-            counts = self.transport.sum(
-                torch.tensor(mine, dtype=torch.float64, device="cpu")
-            ).tolist()
+        if by_target and not all(knows) and self.transport is not None:
+            tells = knows.index(True) == self.rank
+            absent = [0.0] * model_call.count
+            rows = [(tells and counts[name]) or absent for name in by_target]
+            total = self.transport.sum(torch.tensor(rows, dtype=torch.float64, device="cpu"))
+            counts |= dict(zip(by_target, total.tolist(), strict=True))
         return counts
 
     # ---- replicated and sharded stages
@@ -703,15 +713,17 @@ class _Refused(Exception):
 
 
 def has_finite_gradients(stages: Any) -> bool:
-    """Whether the norm of the weights' gradients is finite; of a DTensor, that of the part here."""
+    """Whether the weights' gradients are finite; of a DTensor, the part here."""
     of_weights: list[Tensor | None] = []
     for stage in stages:
         # Gradients of shared weights are collected apart from .grad; this context puts them there.
         with stage.shared_context:
             of_weights += map(attrgetter("grad"), stage.module.parameters())
     parts = [g if type(g) is Tensor else local_part(g) for g in of_weights if g is not None]
-    gradients = [part._values() if part.is_sparse else part for part in parts]
-    return not gradients or bool(nn.utils.get_total_norm(gradients).isfinite())
+    dense = [part._values() if part.is_sparse else part for part in parts]
+    gradients = [part for part in dense if part.numel()]
+    # Of finite numbers the largest is finite; a sum of their squares is not always, least of all in float16.
+    return not gradients or bool(nn.utils.get_total_norm(gradients, torch.inf).isfinite())
 
 
 def _numbers_of(part: Microbatch) -> str:
@@ -742,21 +754,25 @@ def argument_names(module: nn.Module) -> list[str]:
     return [parameter.name for parameter in parameters if parameter.kind in named]
 
 
-def _counts_here(loss: Loss | None, batch: Batch) -> list[float] | None:
-    """The weight of each microbatch, if this process can compute it from what it was passed."""
-    known = batch.targets if loss is not None and callable(loss.loss_weight) else batch.samples
-    if loss is None or known is None:
-        return None
-    if loss.loss_weight is None and batch.weights is not None:
-        return loss.counts(batch.weights, ())
-    try:
-        return loss.counts(batch.samples or (), batch.targets or ())
-    except PenstockError:
-        raise
-    except Exception as error:
-        raise StageError(
-            f"loss_weight, called with a target, raised {type(error).__name__}: {error}"
-        ) from error
+def _counts_here(loss: Loss | None, batch: Batch) -> dict[str, list[float]]:
+    """The weights of the microbatches in each loss that this process can compute from what it was passed."""
+    counts = dict[str, list[float]]()
+    if loss is None:
+        return counts
+    for name, weight in loss.weights.items():
+        known = batch.targets if callable(weight) else batch.samples
+        if known is None:
+            continue
+        samples = batch.weights if weight is None and batch.weights is not None else batch.samples
+        try:
+            counts[name] = loss.counts(samples or (), batch.targets or (), name)
+        except PenstockError:
+            raise
+        except Exception as error:
+            raise StageError(
+                f"loss_weight, called with a target, raised {type(error).__name__}: {error}"
+            ) from error
+    return counts
 
 
 def _compared(agreement: Agreement) -> str:
