@@ -129,7 +129,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         error_of((torch.zeros(3, 4, 5),) * 3, target=torch.zeros(3)), "is a tuple of 3, and looks like"
     ),
     "a list of samples": (
-        error_of([torch.zeros(3, 2 + i) for i in range(4)], target=torch.zeros(4)), "is a list of 4, and looks"
+        error_of([torch.zeros(3, 2 + i) for i in range(4)], target=torch.zeros(4)), "is a list of 4, and"
     ),
     "a target of entries of different sizes": (
         error_of(TOKENS, target=[torch.zeros(1 + i) for i in range(5)]),
@@ -232,14 +232,15 @@ UNLIKE: dict[str, tuple[Callable[[], Any], str]] = {
         r"output\['loss'\] has the shapes .* rules={'output': {'loss': rule}}: if it is a mean .*REPLICATE",
     ),
     "another size": (lambda: merged([TOKENS, TOKENS]), "dimension 0 does not count samples"),
-    "another dimension": (lambda: merged([half.t() for half in HALVES]), r"Split\(1\) joins along dimension 1"),
+    "another dimension": (lambda: merged([half.t() for half in HALVES]), r"Split\(1\) joins along"),
     "several rows": (
         lambda: merged([half.repeat(2, 1) for half in HALVES]), r"Split\(0, chunks=2\) if it is 2 blocks"
     ),
+    "rules for items of a tensor": (lambda: merged(HALVES, {"b": Split(1)}), "is a Tensor without items"),
     "no such dimension": (lambda: merged(HALVES, Split(2)), "no dimension 2"),
-    "lengths along others": (lambda: merged([HALVES[0], HALVES[1][:, 1:]]), "cannot be joined along dimension 0"),
+    "lengths along others": (lambda: merged([HALVES[0], HALVES[1][:, 1:]]), "cannot be joined along"),
     "different replicates": (lambda: merged(HALVES, REPLICATE), "not the same in all microbatches"),
-    "rules for no item": (lambda: merged([{"a": 1}] * 2, {"b": Split(1)}), r"rules for \['b'\] of the output"),
+    "rules for no item": (lambda: merged([{"a": 1}] * 2, {"b": Split(1)}), r"rules for \['b'\] of the"),
 }  # fmt: skip
 
 

@@ -445,6 +445,7 @@ class PipelineModel(PipelineModule):
         )
         if not outputs:
             return self._output_class(loss=loss)
+        self._weigh_losses(output, args, kwargs, labels)
         output["loss"] = loss
         return output
 
@@ -467,14 +468,24 @@ class PipelineModel(PipelineModule):
             kwargs["num_items_in_batch"] = items
         output = self.outputs_of(*args, **kwargs)
         self._ask(output, labels, args, kwargs)
-        if not isinstance(output, MutableMapping):
-            return output
+        if isinstance(output, MutableMapping):
+            self._weigh_losses(output, args, kwargs, labels, adds_up=divided)
+        return output
+
+    def _weigh_losses(
+        self,
+        output: MutableMapping[str, Any],
+        args: Any,
+        kwargs: Any,
+        labels: Any,
+        *,
+        adds_up: bool = False,
+    ) -> None:
+        """Put the losses of the batch into the place of those of microbatches; ``loss`` may add up."""
         for name, value in output.items():
             if isinstance(value, Tensor) and name.endswith("loss") and value.dim() == 1:
-                adds_up = divided and name == "loss"
                 shares = self._shares(args, kwargs, labels, value)
-                output[name] = value.sum() if adds_up else value @ shares
-        return output
+                output[name] = value.sum() if adds_up and name == "loss" else value @ shares
 
     def _ask(self, output: Any, labels: Any, args: Any, kwargs: Any) -> None:
         """Ask a loss that the model computes without labels whether it is a mean over samples."""

@@ -49,6 +49,9 @@ def merge(
     if not isinstance(rule, Mapping):
         return _merge_item(parts, rule, sizes, join, (what,))
     items = [of for of in map(items_of, parts) if of is not None]
+    if not items:
+        kind = type(parts[0]).__name__
+        raise MicrobatchError(f"the {what} is a {kind} without items, but its rule is {dict(rule)}")
     if len(items) < len(parts) or len({(*of.of,) for of in items}) > 1:
         raise _unlike(parts, (what,))
     unknown = [key for key in rule if key not in items[0].of]
@@ -62,7 +65,8 @@ def merge(
     )
 
 
-_Join: TypeAlias = Callable[[Sequence[Any], "Split | None", Place], Any]
+_Join: TypeAlias = Callable[[Sequence[Any], Split | None, Place], Any]
+"""Joins values of all microbatches by a rule; the place is for messages."""
 
 
 def _merge_item(
@@ -75,7 +79,8 @@ def _merge_item(
     if isinstance(rule, Split) and rule.dim is None:
         if not all(isinstance(part, list | tuple) for part in parts):
             raise MicrobatchError(
-                f"{_named(at)} is a {type(parts[0]).__name__}, but its rule Split(None) is for a list or tuple"
+                f"{_named(at)} is a {type(parts[0]).__name__}, but its rule Split(None) is for a list or "
+                "tuple"
             )
         return type(parts[0])(chain(*parts))
     flattened = [flatten(part) for part in parts]
@@ -84,8 +89,10 @@ def _merge_item(
         raise _unlike(parts, at)
     columns = zip(*(leaves for leaves, _ in flattened), strict=True)
     places = [(*at, *place) for place, _ in leaves_in(parts[0])]
-    merge_leaves = partial(join, rule=rule) if isinstance(rule, Split | None) else _the_same
-    merged = [merge_leaves(column, at=place) for column, place in zip(columns, places, strict=True)]
+    merged = [
+        _the_same(column, place) if isinstance(rule, Replicate) else join(column, rule, place)
+        for column, place in zip(columns, places, strict=True)
+    ]
     return unflatten(merged, tree)
 
 
@@ -107,9 +114,9 @@ def _joined(
         if not _equal(leaves):
             kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves}))
             raise MicrobatchError(
-                f"microbatches gave outputs that are not tensors and differ ({kinds}), in {_named(at)}; let the model "
-                f"return tensors, or say how to put them together: {_rule_for(at, 'function')} with "
-                "function(parts, sizes) -> whole"
+                f"microbatches gave outputs that are not tensors and differ ({kinds}), in {_named(at)}; "
+                f"let the model return tensors, or say how to put them together: "
+                f"{_rule_for(at, 'function')} with function(parts, sizes) -> whole"
             )
         return first
     if rule is None:
@@ -213,8 +220,8 @@ def _unlike(parts: Sequence[Any], at: Place) -> MicrobatchError:
     kinds = sorted({type(part).__name__ for part in parts})
     return MicrobatchError(
         f"microbatches gave {_named(at)} in different structures ({', '.join(kinds)}); if it "
-        f"is a list with an entry for each sample, say {_rule_for(at, 'Split(None)')}; else put them together "
-        f"by a function, {_rule_for(at, 'function')} with function(parts, sizes) -> whole, or pass "
+        f"is a list with an entry for each sample, say {_rule_for(at, 'Split(None)')}; else put them "
+        f"together by a function, {_rule_for(at, 'function')} with function(parts, sizes) -> whole, or pass "
         "Microbatches(...) instead of a batch to get them one by one"
     )
 
@@ -234,8 +241,8 @@ def _refusal(leaves: Sequence[Tensor], rule: Split | None, at: Place, ways: Ways
     ]
     if not advice:
         advice += [
-            "if it is a mean over the samples, lambda parts, sizes: sum(p * n for p, n in zip(parts, sizes)) / "
-            "sum(sizes)",
+            "if it is a mean over the samples, lambda parts, sizes: sum(p * n for p, n in zip(parts, sizes)) "
+            "/ sum(sizes)",
             "if it is a sum, lambda parts, sizes: sum(parts)",
         ]
     rows = has_rows(leaves, ways)

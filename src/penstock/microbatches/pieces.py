@@ -98,7 +98,7 @@ def _cut_entries(value: Any, sizes: Sequence[int]) -> Sequence[Any]:
 def _cut_by_function(
     function: Splitter, value: Any, path: str, sizes: Sequence[int]
 ) -> Sequence[Any]:
-    parts = function(value, sizes)
+    parts: Sequence[Any] = function(value, sizes)
     if len(parts) != len(sizes):
         raise MicrobatchError(
             f"the function that splits {path} gave {len(parts)} parts for {len(sizes)} microbatches"

@@ -223,9 +223,9 @@ def _check_lists(arguments: _Arguments, pieces: Mapping[int | str, SplitPieces])
             name = TARGET if key == _TARGET_KEY else key
             raise MicrobatchError(
                 f"{_shown(key)} is a {type(value).__name__} of {len(value)}, and looks like one of as many "
-                f"samples: {'; '.join(map(str, pieces[key].pieces[:2]))}. Without a rule, dimension 0 of each "
-                f"tensor in it counts the samples. rules={{{name!r}: Split(None)}} splits it by its entries, "
-                f"each a sample; Split(0) splits each tensor in it, and a mapping such as "
+                f"samples: {'; '.join(map(str, pieces[key].pieces[:2]))}. Without a rule, dimension 0 "
+                f"of each tensor in it counts the samples. rules={{{name!r}: Split(None)}} splits it by its "
+                f"entries, each a sample; Split(0) splits each tensor in it, and a mapping such as "
                 f"{{{name!r}: {{1: REPLICATE}}}} gives each entry a rule of its own"
             )
 

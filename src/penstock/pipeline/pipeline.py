@@ -578,8 +578,8 @@ class Pipeline:
         """Add to ``.grad`` what gradients of a batch's outputs make of it, by a whole step.
 
         Args:
-            gradients: for each microbatch, a list of the gradients of the tensors in its output, in order, the
-                same on every rank; None where there is none.
+            gradients: for each microbatch, a list of the gradients of the tensors in its output, in order,
+                the same on every rank; None where there is none.
             args: the arguments of :meth:`run_forward`.
             number: the number of the step whose random numbers the forward drew.
             kwargs: the arguments by name.

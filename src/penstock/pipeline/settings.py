@@ -386,8 +386,8 @@ def _check_example(example: Any) -> None:
         return
     by_name = isinstance(example, Mapping)
     raise UsageError(
-        f"example= is a {type(example).__name__}, and must be (args, kwargs), a tuple of the model's arguments "
-        f"by position and a dict of those by name: "
+        f"example= is a {type(example).__name__}, and must be (args, kwargs), a tuple of the model's "
+        f"arguments by position and a dict of those by name: "
         f"{'example=((), inputs) for inputs by name' if by_name else 'example=((x,), {}) for one argument'}; "
         'for schedule="auto" also (args, kwargs, target)'
     )
