@@ -378,6 +378,25 @@ def test_a_batch_of_the_users_class_stays_as_it_is() -> None:
     assert batch["scale"] is scale
 
 
+class Denoises(nn.Module):
+    """Takes a batch as a loader collates it, and computes its error inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        noisy, clean = batch
+        output: Tensor = self.last(self.first(noisy).tanh()) - clean
+        return output
+
+
+def test_a_loop_trains_on_lists_as_collated() -> None:
+    pair = list(torch.rand(2, 6, 4, dtype=torch.float64))
+    case = Case(Denoises().double(), (pair,), None, lambda output, _: output.square().mean())
+    compare(case, schedule="1F1B", ranks=2, microbatches=3, steps=2).check(1e-12)
+
+
 # ---- rules
 
 
