@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections import UserDict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -90,6 +91,10 @@ MAKING: list[tuple[dict[str, Any], type[PenstockError], str]] = [
     ({"schedule": HALF, "microbatches": None}, ScheduleError, "'half' cannot run:\n"),
     ({"plan": "plan.json"}, UsageError, "plan='plan.json': must be a penstock.plan.Plan"),
     ({"schedule": "auto"}, UsageError, "measures the model: give example="),
+    ({"example": UserDict(input_ids=X)}, UsageError,
+        r"example= is a UserDict, and must be \(args, kwargs\).*example=\(\(\), inputs\)"),
+    ({"example": X}, UsageError, r"example= is a Tensor, and must be .*example=\(\(x,\), {}\)"),
+    ({"example": (X,)}, UsageError, r"example= is a tuple, and must be \(args, kwargs\)"),
     ({"num_microbatches": 4}, UnknownArgumentError, r"num_microbatches=; did you mean microbatches=\?"),
     ({"criterion": mean_loss}, UnknownArgumentError, r"no argument criterion=; did you mean loss_fn=\?"),
     ({"zzz": 1}, UnknownArgumentError, "no argument zzz=; there are schedule=, ranks=, .* nonfinite=$"),

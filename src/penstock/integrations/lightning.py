@@ -23,8 +23,9 @@ from torch.optim import Optimizer
 from penstock.checkpoint import Checkpoints
 from penstock.errors import PartitionError, UsageError
 from penstock.integrations.module import PipelineModule, clip_whole
+from penstock.microbatches import Rule, Split
 from penstock.parallel import meeting_in_time, pipelines_in, side_by_side
-from penstock.pipeline import Pipeline
+from penstock.pipeline import Outputs, Pipeline
 from penstock.runtime import GracefulStop
 from penstock.weights.storage import file_name
 
@@ -83,6 +84,14 @@ def _numbers_explained() -> Iterator[None]:
         raise
 
 
+class _Steps(PipelineModule):
+    """The steps of a module: what they return besides the loss has rows for the samples, in their order."""
+
+    def output_rule(self, outputs: Outputs) -> Rule:
+        """Each step's loss is in the result already."""
+        return {"loss": lambda parts, sizes: None, "rest": Split(0)}
+
+
 class _OnPipeline(nn.Module):
     """A module whose steps run on a pipeline, with the names and numbers of the plain module."""
 
@@ -111,7 +120,7 @@ class _OnPipeline(nn.Module):
         options = {**options, "loss_over": "microbatch"} if self._asks else options
         with self._log.without_metrics():
             self.pipe = Pipeline(LightningStep(module, self._log), loss_fn=loss_in, **options)
-            vars(self)["_inner"] = PipelineModule(self.pipe)
+            vars(self)["_inner"] = _Steps(self.pipe)
         self._log.place(self.pipe)
         # The cut has put stand-ins into the place of weights that other ranks hold.
         now = dict(module.named_parameters(remove_duplicate=False))
@@ -154,11 +163,11 @@ class _OnPipeline(nn.Module):
             kwargs["outputs"] = kind not in self._quiet
             if self._weighs:
                 kwargs["target"] = args[0]
-            result, loss, _ = self._inner.run_batch(*args, trains=trains, **kwargs)
+            result, loss, output = self._inner.run_batch(*args, trains=trains, **kwargs)
             self._ask(*args, **kwargs)
         with torch.set_grad_enabled(trains):
             # Where only numbers leave a step, no other rank needs its outputs.
-            outputs = result.outputs["rest"] if kwargs["outputs"] else None
+            outputs = output["rest"] if kwargs["outputs"] else None
             if kwargs["outputs"] and not self._log.keeps(outputs, choices):
                 self._quiet.add(kind)
             returned = self._log.pass_on(outputs, result, choices)

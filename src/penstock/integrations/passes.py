@@ -76,14 +76,19 @@ class Pass:
             for weight, gradient in zip(weights, before, strict=True):
                 weight.grad = gradient
 
-    def applied(self, loss: Tensor | None, output: Any) -> tuple[Any, Any]:
-        """The loss and the outputs, as tensors whose backward comes here."""
-        leaves = tensors_in(output)
-        places = [p for p, t in enumerate(leaves) if t.is_floating_point() or t.is_complex()]
+    def applied(self, loss: Tensor | None, outputs: list[Any]) -> tuple[Any, list[Any]]:
+        """The loss and the outputs of microbatches, as tensors whose backward comes here."""
+        leaves = [tensors_in(output) for output in outputs]
+        places = [
+            (microbatch, place)
+            for microbatch, of in enumerate(leaves)
+            for place, leaf in enumerate(of)
+            if leaf.is_floating_point() or leaf.is_complex()
+        ]
         values = [] if loss is None else [loss]
-        nothing: list[Tensor | None] = [None] * len(leaves)
+        nothing: list[list[Tensor | None]] = [[None] * len(of) for of in leaves]
         self._outputs = nothing, places, len(values)
-        values += [leaves[place] for place in places]
+        values += [leaves[microbatch][place] for microbatch, place in places]
         anchor = torch.zeros((), requires_grad=learns(self._pipe), device="cpu")
         # Autograd calls the hooks of a weight that gets no gradient too, with None.
         later = self._state is not None
@@ -91,11 +96,11 @@ class Pass:
         weights = compress(self._weights.values(), self._reached)
         sources = (anchor, *weights, *self.inputs)
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in sources):
-            return loss, output
+            return loss, outputs
         results = iter(cast("Any", _Graph).apply(self, values, *sources))
         followed_loss = None if loss is None else next(results)
-        followed = {id(leaves[place]): next(results) for place in places}
-        return followed_loss, map_tensors(output, lambda t: followed.get(id(t), t))
+        followed = {id(leaves[microbatch][place]): next(results) for microbatch, place in places}
+        return followed_loss, map_tensors(outputs, lambda t: followed.get(id(t), t))
 
     def backward(self, arriving: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the weights in this process, and of the arguments and the target.
@@ -127,15 +132,15 @@ class Pass:
         of_outputs = list(arriving[losses:])
         if any(gradient is not None for gradient in of_outputs):
             self._check_unchanged(least=0)
-            for place, gradient in zip(places, of_outputs, strict=True):
-                outputs[place] = gradient
+            for (microbatch, place), gradient in zip(places, of_outputs, strict=True):
+                outputs[microbatch][place] = gradient
             self._run_again(outputs)
             self._add(gradients, 1.0)
         # Loops empty gradients between forward and backward, those of other ranks' weights too.
         self._pipe.weights.leave_gradients()
         return [*compress(gradients, self._reached), *gradients[len(self._weights) :]]
 
-    def _run_again(self, gradients: list[Any]) -> None:
+    def _run_again(self, gradients: list[list[Tensor | None]]) -> None:
         assert self._state is not None
         for copy in self._copies.values():
             copy.grad = None

@@ -2,7 +2,7 @@
 
 from penstock.microbatches.batch import MISSING, Batch, Microbatch, Microbatches
 from penstock.microbatches.images import ByImages, image_tokens, rules_with_images
-from penstock.microbatches.merging import merge
+from penstock.microbatches.merging import Ways, has_rows, merge
 from penstock.microbatches.rules import (
     OUTPUT,
     REPLICATE,
@@ -15,7 +15,7 @@ from penstock.microbatches.rules import (
     Split,
     Splitter,
     check_rules,
-    output_dim,
+    output_rule,
 )
 from penstock.microbatches.splitting import split_batch
 
@@ -35,10 +35,12 @@ __all__ = [
     "Rules",
     "Split",
     "Splitter",
+    "Ways",
     "check_rules",
+    "has_rows",
     "image_tokens",
     "merge",
-    "output_dim",
+    "output_rule",
     "rules_with_images",
     "split_batch",
 ]

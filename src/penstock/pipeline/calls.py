@@ -20,12 +20,12 @@ from penstock.microbatches import (
     Batch,
     Rules,
     image_tokens,
-    merge,
-    output_dim,
+    output_rule,
     rules_with_images,
     split_batch,
 )
 from penstock.pipeline.holding import HeldModel
+from penstock.pipeline.outputs import Outputs
 from penstock.pipeline.plan import ProvenSchedules
 from penstock.pipeline.slowness import Slowness
 from penstock.pipeline.watching import peak_flops, peak_memory
@@ -82,6 +82,9 @@ class PipelineCalls:
         rules: how batches are split.
         slowness: learns of recorded steps.
         step_names: the names of the arguments of a step, for hints.
+
+    Attributes:
+        apart: whether results have :class:`Outputs` rather than what these are put together.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class PipelineCalls:
         self._rules, self._slowness = rules, slowness
         self._step_names, self._watched = tuple(step_names), False
         self._warned_of = set[str]()
+        self.apart = False
         self._image_tokens = {} if held.model is None else image_tokens(held.model)
 
     # ---- before a call
@@ -132,7 +136,7 @@ class PipelineCalls:
         """A call with the arguments, split into microbatches."""
         args, kwargs, target, microbatches, same_batch = arguments
         if call.outputs:
-            output_dim(self._rules)
+            output_rule(self._rules)
         count = whole_number("microbatches", microbatches)
         count = self._schedules.microbatches if count is None else count
         rules = self._rules
@@ -209,11 +213,14 @@ class PipelineCalls:
     def result(self, step: StepState, started: float) -> StepResult:
         """What the user gets of a call that was begun at a time of ``perf_counter``."""
         seconds = perf_counter() - started
-        outputs: Any = step.shared if step.call.outputs else None
-        model_call = step.agreement.model_call
-        if outputs and not model_call.presplit:
-            tokens = () if model_call.dim is None else model_call.samples
-            outputs = merge(outputs, output_dim(self._rules, model_call.dim), tokens=tokens)
+        outputs: Any = None
+        if step.call.outputs:
+            model_call, rule, ways = step.agreement.model_call, None, None
+            if not model_call.presplit:
+                rule = output_rule(self._rules, packed=model_call.dim is not None)
+                ways = model_call.ways
+            outputs = Outputs(step.shared, rule, ways)
+            outputs = outputs if self.apart else outputs.joined(step.shared, rule)
         device = self._held.device
         autocast = None
         if torch.is_autocast_enabled(device.type):

@@ -19,7 +19,7 @@ from torch import nn
 from penstock import plan as planning
 from penstock.errors import NonFiniteError, UsageError
 from penstock.faults import Timeout
-from penstock.microbatches import MISSING, Batch, Rules, output_dim
+from penstock.microbatches import MISSING, Batch, Rules
 from penstock.parallel import siblings_of
 from penstock.partition import Example, Partition, Shared, find_shared_between
 from penstock.pipeline.calls import CallArguments, PipelineCalls, flowed_back
@@ -27,7 +27,7 @@ from penstock.pipeline.holding import HeldModel
 from penstock.pipeline.job import PipelineJob, collective
 from penstock.pipeline.model_weights import ModelWeights
 from penstock.pipeline.nonfinite import NonFiniteFinding, find_nonfinite
-from penstock.pipeline.outputs import gradients_by_part, product
+from penstock.pipeline.outputs import product
 from penstock.pipeline.plan import ProvenSchedules, Source, Stages, WithTarget
 from penstock.pipeline.settings import ModelSettings, PipelineSettings, StageSettings, Wrap
 from penstock.pipeline.setup import (
@@ -115,8 +115,8 @@ class Pipeline:
             brings the arguments that show in which order the model calls its modules, and their work. For
             ``schedule="auto"`` also ``(args, kwargs, target)``, so that the time of the loss is measured too.
         rules: how arguments are split, by position or name; by default along dimension 0. The rule for
-            ``"target"`` splits the target, and the one for ``"output"`` says along which dimension outputs
-            are put together.
+            ``"target"`` splits the target, and the one for ``"output"`` says how the outputs of microbatches
+            are put together, by default along dimension 0, which must count the samples.
         device: where the stages live; by default where the model is. Under torchrun, ``"cuda"`` is the
             device of ``LOCAL_RANK``.
         group: under torchrun, the process group of this pipeline's ranks, or a ``DeviceMesh`` of one
@@ -571,29 +571,28 @@ class Pipeline:
         return self._calls.result(step, started).outputs
 
     def run_backward(
-        self, gradients: Any, *args: Any, number: int | None = None, **kwargs: Any
+        self,
+        gradients: Sequence[Sequence[torch.Tensor | None]],
+        *args: Any,
+        number: int | None = None,
+        **kwargs: Any,
     ) -> None:
         """Add to ``.grad`` what gradients of a batch's outputs make of it, by a whole step.
 
         Args:
-            gradients: a list of the gradients of the tensors in the output that :meth:`run_forward`
-                returned, in order, the same on every rank; None where there is none.
+            gradients: for each microbatch, a list of the gradients of the tensors in its output, in order,
+                the same on every rank; None where there is none.
             args: the arguments of :meth:`run_forward`.
             number: the number of the step whose random numbers the forward drew.
             kwargs: the arguments by name.
-
-        Raises:
-            UsageError: an output's first dimension does not count the samples of the batch.
         """
         started = perf_counter()
         share = 1.0 / self._replicas.number if self._replicas.averaged else 1.0
         loss = Loss(product, "sum", replicas=self._replicas, factor=share, loss_over="microbatch")
 
         def complete(call: Call) -> Call:
-            batch = call.batch
-            self._schedules.check_trains(batch.count)
-            targets = gradients_by_part(gradients, batch, output_dim(self._rules, batch.dim))
-            return replace(call, batch=replace(batch, targets=targets))
+            self._schedules.check_trains(call.batch.count)
+            return replace(call, batch=replace(call.batch, targets=gradients))
 
         call = Call(Batch(), loss, seed=None if number is None else self._drawn_from(number))
         arguments = CallArguments(args, kwargs)
@@ -845,6 +844,16 @@ def check_in_fewer(
 ) -> dict[str, tuple[float, float]]:
     """See :meth:`PipelineCalls.check_in_fewer`; ``loss`` may be None for that of the pipeline."""
     return pipe._calls.check_in_fewer(pipe._loss if loss is None else loss, count, arguments)
+
+
+@contextmanager
+def outputs_apart(pipe: Pipeline) -> Iterator[None]:
+    """A context in which calls of a pipeline give :class:`~penstock.pipeline.outputs.Outputs`."""
+    before, pipe._calls.apart = pipe._calls.apart, True
+    try:
+        yield
+    finally:
+        pipe._calls.apart = before
 
 
 def moved(pipe: Pipeline, name: str) -> Any:

@@ -247,6 +247,7 @@ class ModelSettings(PipelineSettings):
                 f"{name}= is used to cut a model, but stages= is a Partition, which is already cut; give "
                 f"{name}= to penstock.partition.partition"
             )
+        _check_example(self.example)
         if self.wrap is not None and not callable(self.wrap):
             raise UsageError(
                 f"wrap={self.wrap!r}: must be a function of a stage's module and its index, such as "
@@ -374,6 +375,22 @@ class ModelSettings(PipelineSettings):
             )
             text = plans[0].to_json()
         return planning.Plan.from_json(text if transport is None else transport.exchange(text)[0])
+
+
+def _check_example(example: Any) -> None:
+    if example is None:
+        return
+    # A named tuple is a batch.
+    is_call = type(example) in (tuple, list) and len(example) in (2, 3)
+    if is_call and isinstance(example[0], list | tuple) and isinstance(example[1], Mapping):
+        return
+    by_name = isinstance(example, Mapping)
+    raise UsageError(
+        f"example= is a {type(example).__name__}, and must be (args, kwargs), a tuple of the model's "
+        f"arguments by position and a dict of those by name: "
+        f"{'example=((), inputs) for inputs by name' if by_name else 'example=((x,), {}) for one argument'}; "
+        'for schedule="auto" also (args, kwargs, target)'
+    )
 
 
 def _check_model(model: nn.Module, stages: Stages) -> None:

@@ -215,7 +215,7 @@ class Question:
         raise UsageError(
             f"loss_fn of microbatches {first} and {second} together is {together:.6g}, but from their own "
             f"losses, {a:.6g} and {b:.6g}, it would be {expected:.6g} as {what}, so the microbatches would "
-            f"not train on the loss of the batch.{_remedies(looks)} {_COMPARES}"
+            f"not train on the loss of the batch.{self._joins.guess}{_remedies(looks)} {_COMPARES}"
             'loss_over="batch" computes it once, on the outputs of all microbatches'
         )
 

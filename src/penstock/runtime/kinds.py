@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import AgreementError, UsageError
-from penstock.microbatches import Batch, Microbatch
+from penstock.microbatches import Batch, Microbatch, Ways
 from penstock.values import (
     PLAIN,
     Layout,
@@ -72,6 +72,7 @@ class Brought:
             "counted": batch.counted,
             "weighted": batch.weights is not None,
             "dim": batch.dim,
+            "sequences": None if batch.sequences is None else list(batch.sequences),
         }
         self._of: list[int] = []
         self._parts: list[Microbatch] = []
@@ -185,7 +186,8 @@ class ModelCall:
         presplit: whether the user split the batch.
         counted: whether the samples are those of first tensors, since nobody said what counts them.
         weighted: whether microbatches count by something else than their samples.
-        dim: the dimension along which outputs are put together, where rules do not say it.
+        dim: the dimension of the tokens, if the batch is a packed row.
+        sequences: the number of sequences in each microbatch of a packed row.
         learning: for each microbatch, the layouts of the tensors in its target that require grad; empty if
             there are none.
     """
@@ -199,7 +201,17 @@ class ModelCall:
     counted: bool = False
     weighted: bool = False
     dim: int | None = None
+    sequences: tuple[int, ...] = ()
     learning: Sequence[Sequence[Any]] = ()
+
+    @property
+    def ways(self) -> Ways:
+        """What the entries of a tensor in the output may be, see :func:`penstock.microbatches.merge`."""
+        if self.dim is None:
+            return [(0, self.samples)]
+        # Losses of single labels lack that of the first token.
+        of_labels = [tokens - 1 for tokens in self.samples]
+        return [(self.dim, self.samples), (self.dim, of_labels), (0, self.sequences)]
 
     @property
     def count(self) -> int:
@@ -308,6 +320,7 @@ def merge(rows: Sequence[Mapping[str, Any]]) -> ModelCall:
         counted,
         any(row["weighted"] for row in rows),
         _common(rows, "dim", "the dimension of the tokens"),
+        tuple(_common(rows, "sequences", "the sequences of the microbatches") or ()),
         _common(rows, "learning", "which tensors of the target require grad") or (),
     )
 
