@@ -123,14 +123,14 @@ class StageWeights:
                     seen.add(id(parameter))
                     yield self.names.first(name), parameter
 
-    def counted(self) -> dict[int, list[nn.Parameter]]:
-        """For each stage, the parameters to count there, so that each counts once over all stages."""
+    def counted(self) -> dict[int, dict[str, nn.Parameter]]:
+        """For each stage, the parameters to count there, by name, so that each counts once over all stages."""
         return {
-            stage.index: [
-                parameter
+            stage.index: {
+                self.names.first(name): parameter
                 for name, parameter in stage.named_parameters()
                 if self.names.owns(stage.index, name)
-            ]
+            }
             for stage in self._stages
         }
 
