@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeGuard, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -391,6 +392,8 @@ def _all_norms(norms_here: Sequence[Tensor], absent: Sequence[Elsewhere]) -> Ten
 # ---- weights that become stand-ins, and their gradients
 
 _hooked = False
+_stepped = WeakKeyDictionary[Optimizer, None]()
+"""The optimizers of weights here and elsewhere that have stepped, in the order of their first steps."""
 
 
 def put_elsewhere(tensor: Tensor, place: Whereabouts) -> Tensor:
@@ -477,3 +480,14 @@ def _shown_after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for parameter in group["params"]:
             if isinstance(parameter, Elsewhere):
                 parameter._hidden = False
+                _stepped.setdefault(optimizer)
+
+
+def optimizers_of(absent: Iterable[Elsewhere]) -> list[Optimizer]:
+    """The optimizers that have stepped with some of these stand-ins among their weights."""
+    ids = {id(weight) for weight in absent}
+    return [
+        optimizer
+        for optimizer in _stepped
+        if any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
+    ]

@@ -54,11 +54,6 @@ class Batch:
     weights: Sequence[int] | None = None
     dim: int | None = None
 
-    @property
-    def values(self) -> Any:
-        """All that this process was given."""
-        return [(part.args, part.kwargs) for part in self.parts or ()], self.targets
-
 
 class _Missing:
     """The type of :data:`MISSING`."""

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from penstock.elsewhere import Elsewhere, Whereabouts, is_elsewhere, leave_gradients
+from penstock.elsewhere import (
+    Elsewhere,
+    Whereabouts,
+    is_elsewhere,
+    leave_gradients,
+    optimizers_of,
+)
 from penstock.errors import UsageError
 from penstock.parallel import local_part
 from penstock.partition import Shared, find_shared, named_tensors
@@ -24,7 +30,7 @@ from penstock.weights import Init
 from penstock.weights.files import digest
 from penstock.weights.initialise import initialise
 from penstock.weights.norms import all_norms, norms_by_name, sum_over
-from penstock.weights.optimizers import OptimizerStates, named_state_dict
+from penstock.weights.optimizers import OptimizerStates, named_state_dict, shared_settings
 from penstock.weights.ranks import Ranks
 from penstock.weights.sharing import SharedWeights
 from penstock.weights.states import (
@@ -101,6 +107,10 @@ class ListedWeights(ABC):
         self.names.check_apart()
         norms = norms_by_name(self.counting, self.weights.counted(), order)
         return {name: norms[name] for name, _ in self.named_parameters() if name in norms}
+
+    def shared_settings(self) -> dict[str, list[float]]:
+        """The numbers in optimizers' groups that all ranks must have alike, of those that have stepped."""
+        return {}
 
     def sum(self, of: Mapping[Tensor, Any]) -> Tensor:
         """The sum of what all ranks bring for their weights."""
@@ -290,6 +300,12 @@ class HeldWeights(ListedWeights):
     def absent(self) -> list[Elsewhere]:
         """The stand-ins for the parameters of other ranks."""
         return [absent for _, absent in self._listed if absent is not None]
+
+    def shared_settings(self) -> dict[str, list[float]]:
+        """The numbers in groups of weights here and elsewhere, of all optimizers that have stepped."""
+        names = self.names_by_identity()
+        found = [shared_settings(one, names) for one in optimizers_of(self.absent)]
+        return {name: numbers for of_one in found for name, numbers in of_one.items()}
 
     def leave_gradients(self) -> None:
         """After a step: leave stand-ins as the gradients of the weights of other ranks."""

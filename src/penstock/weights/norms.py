@@ -35,7 +35,7 @@ def all_norms(ranks: Ranks, counted: Mapping[int, Mapping[str, Tensor]], order: 
 def norms_by_name(
     ranks: Ranks, counted: Mapping[int, Mapping[str, Tensor]], order: float
 ) -> dict[str, float]:
-    """The norm of each gradient of all ranks, by the name of its weight; arguments as for :func:`all_norms`."""
+    """The norm of each gradient of all ranks, by name; for the arguments see :func:`all_norms`."""
     here = {name: grad for of in counted.values() for name, grad in _gradients(of).items()}
     norms = global_norms([*here.values()], order, apart=True).tolist()
     rows = ranks.gather(dict(zip(here, norms, strict=True)))
