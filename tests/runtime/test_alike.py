@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from penstock import Checkpoints, Pipeline
 from penstock.errors import AgreementError
@@ -29,8 +30,9 @@ class Tied(nn.Module):
         self.last.weight = self.first.weight
 
     def forward(self, x: Tensor, scale: Any = 1) -> Tensor:
-        hidden = torch.tanh(self.first(x))
-        return self.last(torch.tanh(self.middle(hidden))) * scale
+        hidden: Tensor = torch.tanh(self.first(x))
+        hidden = self.last(torch.tanh(self.middle(hidden))) * scale
+        return hidden
 
 
 def loss_fn(output: Tensor, target: Any) -> Tensor:
@@ -40,8 +42,7 @@ def loss_fn(output: Tensor, target: Any) -> Tensor:
 
 def pipeline(group: Any, model: nn.Module | None = None, **options: Any) -> Pipeline:
     model = Tied() if model is None else model
-    options = {"ranks": 2, "microbatches": 2, "loss_fn": loss_fn} | options
-    return Pipeline(model, group=group, **options)
+    return Pipeline(model, group=group, ranks=2, microbatches=2, loss_fn=loss_fn, **options)
 
 
 def own(rank: int, *, seed: int = 0, rows: int = 8) -> Tensor:
@@ -140,7 +141,7 @@ def test_what_is_the_same_or_missing_is_not_refused(workers: WorkerPool) -> None
 
 def side_by_side(group: Any) -> float:
     """Two pipelines of two ranks, each with a batch of its own."""
-    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     pipe = Pipeline(Tied(), mesh=mesh, replicas=mesh["dp"], microbatches=2, loss_fn=loss_fn)
     with pipe:
         return pipe.step(own(pipe.replicas.index), target=Y).loss
@@ -163,9 +164,7 @@ class Adapts(torch.optim.Optimizer):
         self._total = total
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """Make a step."""
-        del closure
+    def step(self, closure: Any = None) -> None:  # type: ignore[override] # it takes none
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
             for weight in weights:

@@ -93,7 +93,8 @@ class Late(nn.Module):
         self.first, self.second = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x))
+        output: torch.Tensor = self.second(self.first(x))
+        return output
 
 
 EARLY: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

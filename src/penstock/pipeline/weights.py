@@ -112,7 +112,7 @@ class ListedWeights(ABC):
         """The numbers in optimizers' groups that all ranks must have alike, of those that have stepped."""
         return {}
 
-    def sum(self, of: Mapping[Tensor, Any]) -> Tensor:
+    def sum(self, of: Mapping[nn.Parameter, Any]) -> Tensor:
         """The sum of what all ranks bring for their weights."""
         here = self.names_by_identity()
         if any(id(weight) not in here and not is_elsewhere(weight) for weight in of):
@@ -304,8 +304,8 @@ class HeldWeights(ListedWeights):
     def shared_settings(self) -> dict[str, list[float]]:
         """The numbers in groups of weights here and elsewhere, of all optimizers that have stepped."""
         names = self.names_by_identity()
-        found = [shared_settings(one, names) for one in optimizers_of(self.absent)]
-        return {name: numbers for of_one in found for name, numbers in of_one.items()}
+        each = [shared_settings(one, names) for one in optimizers_of(self.absent)]
+        return {name: numbers for of_one in each for name, numbers in of_one.items()}
 
     def leave_gradients(self) -> None:
         """After a step: leave stand-ins as the gradients of the weights of other ranks."""

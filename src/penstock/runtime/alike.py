@@ -62,7 +62,7 @@ class Turns:
         return is_new or self._calls <= FIRST or self._calls in _AGAIN
 
 
-class Own:
+class Sampled:
     """What this rank has that others must have too, if they have any.
 
     Args:

@@ -38,7 +38,7 @@ from penstock.parallel import (
     unwrapped,
 )
 from penstock.rng import generators_kept
-from penstock.runtime.alike import Own, Turns, check_alike, may_differ, samples_of
+from penstock.runtime.alike import Sampled, Turns, check_alike, may_differ, samples_of
 from penstock.runtime.calls import REFUSED, Call, StepState, exchange_or_refuse
 from penstock.runtime.cut import BROKEN, Example, LateCut, agree_on_cut, make_together
 from penstock.runtime.interpreter import Interpreter, Program
@@ -389,18 +389,18 @@ class Runner:
     def _agree(self, call: Call) -> StepState:
         """Learn what all ranks bring. If it is wrong, all of them raise ``_Refused`` before they begin."""
         let_cross(map(attrgetter("module"), self.stages.values()))
-        brought, refusal, own = None, call.refusal, Own({})
+        brought, refusal, sampled = None, call.refusal, Sampled({})
         counts: Sequence[float] | None = None
         try:
             counts = _counts_here(call.loss, call.batch)
             state = self._state()
             numbers = partial(self._numbers_in, call.mode, state) if self._reads_numbers else None
             brought = Brought(call.mode, state, call.batch, numbers)
-            own = self._own(call, brought.digest)
+            sampled = self._sampled(call, brought.digest)
         except PenstockError as error:
             refusal = refusal or error
         mine = REFUSED if brought is None or refusal is not None else brought.digest
-        digests, marks = self._exchange_digests(mine, own.mark, call)
+        digests, marks = self._exchange_digests(mine, sampled.mark, call)
         agreement, refusal_here = None, None
         try:
             if REFUSED in digests:
@@ -411,7 +411,7 @@ class Runner:
                 agreement = self._make_agreement(call, brought)
                 self._known.add(digests, agreement)
             if self.transport is not None and may_differ(marks):
-                check_alike(marks, self.transport.exchange(own.samples))
+                check_alike(marks, self.transport.exchange(sampled.samples))
             counts = self._counts(call.loss, agreement.model_call, counts)
         except BROKEN:
             raise
@@ -427,15 +427,15 @@ class Runner:
         weights = Weights() if call.loss is None else call.loss.weigh(counts or ())
         return StepState(call, agreement, weights, self.rank, self._devices)
 
-    def _own(self, call: Call, look: int) -> Own:
+    def _sampled(self, call: Call, look: int) -> Sampled:
         """What this rank has that others must have too, as far as the call compares it."""
         if self.transport is None:
-            return Own({})
+            return Sampled({})
         turn = self._turns.come(look)
         compares = call.same_batch or (call.same_batch is None and turn)
         batch = samples_of(call.batch) if compares else {}
         settings = call.settings() if turn else {}
-        return Own({**batch, **settings}, strict=bool(call.same_batch))
+        return Sampled({**batch, **settings}, strict=bool(call.same_batch))
 
     def _exchange_digests(
         self, digest: int, mark: int, call: Call

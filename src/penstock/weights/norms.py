@@ -43,7 +43,7 @@ def norms_by_name(
 
 
 def sum_over(
-    ranks: Ranks, counted: Mapping[int, Mapping[str, Tensor]], of: Mapping[Tensor, Any]
+    ranks: Ranks, counted: Mapping[int, Mapping[str, Tensor]], of: Mapping[Any, Any]
 ) -> Tensor:
     """The sum of what all ranks bring for their weights, in float64 on the CPU.
 
@@ -54,10 +54,13 @@ def sum_over(
     """
     by_stage: list[tuple[int, Any]] = []
     for stage, weights in sorted(counted.items()):
-        here = [torch.as_tensor(of[weight]) for weight in weights.values() if weight in of]
+        here = [of[weight] for weight in weights.values() if weight in of]
         if here:
-            values = torch.stack([whole(value) for value in here]).cpu()
-            by_stage.append((stage, values.double().sum(0).tolist()))
+            tensors = [
+                whole(value) if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
+                for value in here
+            ]
+            by_stage.append((stage, torch.stack(tensors).cpu().double().sum(0).tolist()))
     stages = sorted(pair for of_rank in ranks.gather(by_stage) for pair in of_rank)
     values = torch.tensor([value for _, value in stages], dtype=torch.float64, device="cpu")
     return values.sum(0)

@@ -111,7 +111,7 @@ def shared_settings(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str,
     Returns:
         The numbers, by a text that says the same on all ranks what they are.
     """
-    found = {}
+    settings = {}
     for group in optimizer.param_groups:
         weights = group["params"]
         if len({is_elsewhere(weight) for weight in weights}) < 2:
@@ -121,8 +121,8 @@ def shared_settings(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str,
         for key, value in group.items():
             numbers = tree_leaves(value) if key not in NOT_SETTINGS else []
             if numbers and all(map(_is_number, numbers)):
-                found[f"{key!r} of {where}"] = [float(number) for number in numbers]
-    return found
+                settings[f"{key!r} of {where}"] = [float(number) for number in numbers]
+    return settings
 
 
 def warn_of_settings(
