@@ -30,9 +30,9 @@ class Tied(nn.Module):
         self.last.weight = self.first.weight
 
     def forward(self, x: Tensor, scale: Any = 1) -> Tensor:
-        hidden: Tensor = torch.tanh(self.first(x))
-        hidden = self.last(torch.tanh(self.middle(hidden))) * scale
-        return hidden
+        hidden = torch.tanh(self.middle(torch.tanh(self.first(x))))
+        output: Tensor = self.last(hidden) * scale
+        return output
 
 
 def loss_fn(output: Tensor, target: Any) -> Tensor:

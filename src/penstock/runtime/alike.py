@@ -118,8 +118,7 @@ def _sample_of(parts: list[Any]) -> _Sample | None:
         elif not plain.is_meta:
             plain = torch.view_as_real(plain.resolve_conj()) if plain.is_complex() else plain
             most = (_ROUNDED if plain.is_floating_point() else _EXACT) // len(parts) or 1
-            # An odd stride reaches all columns in turn.
-            sample = plain.reshape(-1)[:: plain.numel() // most | 1].cpu()
+            sample = _every(plain, plain.numel() // most | 1)
             numbers = (sample.double() if sample.is_floating_point() else sample).numpy()
             is_filled |= bool(numbers.any())
             if sample.is_floating_point():
@@ -127,6 +126,18 @@ def _sample_of(parts: list[Any]) -> _Sample | None:
             else:
                 exact.update(numbers.tobytes())
     return _Sample(exact=exact.hexdigest()[:16], rounded=rounded) if is_filled else None
+
+
+def _every(tensor: Tensor, stride: int) -> Tensor:
+    """Every so many-th element of a tensor, on the CPU; an odd stride reaches all columns in turn."""
+    if tensor.is_contiguous():
+        return tensor.reshape(-1)[::stride].cpu()
+    # Without a copy of the whole tensor.
+    places, index = torch.arange(0, tensor.numel(), stride, device=tensor.device), list[Tensor]()
+    for size in reversed(tensor.shape):
+        index.insert(0, places % size)
+        places = places // size
+    return tensor[tuple(index)].cpu()
 
 
 def check_alike(marks: Sequence[int], rows: Sequence[Samples]) -> None:
