@@ -104,6 +104,64 @@ def test_torchs_norm_of_float16_does_not_overflow(workers: WorkerPool) -> None:
         assert 65504 < norm < 1e6
 
 
+class Late(nn.Module):
+    """Two layers; only a call shows where to cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.second(self.first(x))
+        return output
+
+
+EARLY: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adagrad": lambda weights: torch.optim.Adagrad(weights, 0.1, initial_accumulator_value=0.1),
+    "AdamW": lambda weights: torch.optim.AdamW(weights, 0.1),
+}
+
+
+def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        loss = mean_loss(model(X), Y)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def early(group: Any, name: str, before: int) -> list[Any]:
+    """An optimizer with a state of every weight when the first step cuts the model; its weights by norm."""
+    model = Late()
+    optimizer = EARLY[name](model.parameters())
+    train_plainly(model, optimizer, before)
+    with Pipeline(model, ranks=2, microbatches=2, loss_fn=mean_loss, group=group) as pipe:
+        losses = []
+        for _ in range(3):
+            losses.append(pipe.step(X, target=Y).loss)
+            norms = pipe.weights.grad_norms()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [losses, norms, sum(len(state) > 0 for state in optimizer.state.values())]
+
+
+@pytest.mark.parametrize(("name", "before"), [("Adagrad", 0), ("AdamW", 2)])
+def test_states_of_all_weights_before_the_cut_are_each_ranks_own_after_it(
+    workers: WorkerPool, name: str, before: int
+) -> None:
+    model = Late()
+    expected = train_plainly(model, EARLY[name](model.parameters()), before + 3)[before:]
+    first, second = workers.run(f"{__name__}:early", 2, name=name, before=before)
+    assert first == second
+    assert first[0] == pytest.approx(expected)
+    assert list(first[1]) == [name for name, _ in model.named_parameters()]
+    assert first[2] == 2, "the weights of the other rank have no states"
+
+
 def still_used(group: Any) -> list[Any]:
     """A model that was called before, whose output is kept, and whose weights others refer to weakly."""
     model = rooms()

@@ -204,7 +204,7 @@ class Loading:
     def _match_groups(self, label: str, optimizer: Optimizer) -> list[dict[str, Any]]:
         """The settings to load into each of an optimizer's groups."""
         saved_kind, problems = self._saved.kinds.get(label, ""), self._problems
-        kind, groups, _ = read_states(optimizer, self._targets.names, f"{label}=")
+        kind, groups, *_ = read_states(optimizer, self._targets.names, f"{label}=")
         if saved_kind != kind:
             text = f"{label}= is of the class {kind}, {printable(saved_kind, '')} was saved"
             problems["loose"].append(text)

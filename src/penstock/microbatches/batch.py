@@ -56,11 +56,6 @@ class Batch:
     dim: int | None = None
     sequences: Sequence[int] | None = None
 
-    @property
-    def values(self) -> Any:
-        """All that this process was given."""
-        return [(part.args, part.kwargs) for part in self.parts or ()], self.targets
-
 
 class _Missing:
     """The type of :data:`MISSING`."""

@@ -39,7 +39,6 @@ from penstock.runtime import (
     StepResult,
     StepState,
     ask_inside,
-    mark_of,
     remedy_of_added,
 )
 from penstock.schedule import Action
@@ -56,14 +55,15 @@ class CallArguments(NamedTuple):
         kwargs: the model's arguments by name.
         target: the target of the loss.
         microbatches: their number, if it is not that of the pipeline.
-        same_batch: whether every rank must be given the same batch.
+        same_batch: whether every rank must be given the same batch; None: what several ranks are given is
+            compared now and then.
     """
 
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     target: Any = MISSING
     microbatches: int | None = None
-    same_batch: bool = False
+    same_batch: bool | None = None
 
 
 NO_ARGUMENTS = CallArguments((), {})
@@ -143,7 +143,7 @@ class PipelineCalls:
         if kwargs:
             rules = rules_with_images(rules, kwargs, self._image_tokens)
         batch = split_batch(args, kwargs, target, rules, count, fewer=True)
-        return replace(call, batch=batch, mark=mark_of(batch.values) if same_batch else 0)
+        return replace(call, batch=batch, same_batch=same_batch)
 
     # ---- a call
 

@@ -437,7 +437,7 @@ class Pipeline:
         scaler: LossScaler | None = None,
         outputs: bool = False,
         record: bool = False,
-        same_batch: bool = False,
+        same_batch: bool | None = None,
         **kwargs: Any,
     ) -> StepResult:
         """Run forward and backward of a batch, and add gradients to the parameters' ``.grad``.
@@ -458,8 +458,9 @@ class Pipeline:
             scaler: scales the loss for float16.
             outputs: whether to give every rank the model's outputs.
             record: whether to note when each action ran.
-            same_batch: whether every rank must be given the same batch; batches that differ are then an
-                error.
+            same_batch: whether every rank must be given the same batch, in every step. By default, what
+                several ranks were given is compared in the first steps and in each of new shapes, and must be
+                the same; ranks may be given nothing, or a part. False compares nothing.
             kwargs: the model's keyword arguments; they go to the stages that take them.
 
         Returns:
@@ -489,7 +490,7 @@ class Pipeline:
         # A loss scaler lets gradients become infinite on purpose, and checks them itself.
         call = Call(
             Batch(), outputs=outputs, record=record, seed=seed, hooks=self._hooks or None,
-            finite=scaler is None,
+            finite=scaler is None, settings=lambda: self._held.weights.shared_settings(),
         )  # fmt: skip
         call = self._calls.watched(self._calls.described(call, arguments, complete))
         step = flowed_back(self._calls.run(call, arguments))
@@ -534,7 +535,7 @@ class Pipeline:
         *args: Any,
         target: Any = MISSING,
         outputs: bool = False,
-        same_batch: bool = False,
+        same_batch: bool | None = None,
         **kwargs: Any,
     ) -> StepResult:
         """The loss of a batch in evaluation mode, without gradients.
@@ -552,13 +553,13 @@ class Pipeline:
         arguments = CallArguments(args, kwargs, target, same_batch=same_batch)
         return self._calls.evaluate(call, arguments)
 
-    def predict(self, *args: Any, same_batch: bool = False, **kwargs: Any) -> Any:
+    def predict(self, *args: Any, same_batch: bool | None = None, **kwargs: Any) -> Any:
         """The model's output for a batch in evaluation mode, on every rank."""
         call = Call(Batch(), trains=False, outputs=True, hooks=self._hooks or None)
         arguments = CallArguments(args, kwargs, same_batch=same_batch)
         return self._calls.evaluate(call, arguments).outputs
 
-    def run_forward(self, *args: Any, same_batch: bool = False, **kwargs: Any) -> Any:
+    def run_forward(self, *args: Any, same_batch: bool | None = None, **kwargs: Any) -> Any:
         """The output for a batch as a training step computes it, on every rank.
 
         Modules run in their own modes, and draw the random numbers of the next step. :meth:`run_backward`
@@ -595,7 +596,8 @@ class Pipeline:
             return replace(call, batch=replace(call.batch, targets=gradients))
 
         call = Call(Batch(), loss, seed=None if number is None else self._drawn_from(number))
-        arguments = CallArguments(args, kwargs)
+        # Each rank may have computed the gradients by itself.
+        arguments = CallArguments(args, kwargs, same_batch=False)
         with torch.enable_grad():  # autograd calls this without, and parts of inputs need a graph
             call = self._calls.watched(self._calls.described(call, arguments, complete))
         self._calls.result(flowed_back(self._calls.run(call, arguments)), started)

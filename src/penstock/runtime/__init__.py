@@ -1,8 +1,9 @@
 """Runs a step: the agreement before it, the interpreter of its program, and its result."""
 
 from penstock.runtime.asking import ASKING, ask_inside, remedy_of_added
-from penstock.runtime.calls import Call, StepState, check_plans, describe_stages, mark_of
+from penstock.runtime.calls import Call, StepState, check_plans, describe_stages
 from penstock.runtime.hooks import ActionEvent, ActionHook, HookHandle, Hooks, Which
+from penstock.runtime.kinds import contents_of
 from penstock.runtime.loss import (
     MAIN,
     Loss,
@@ -52,9 +53,9 @@ __all__ = [
     "check_function",
     "check_plans",
     "collect_losses",
+    "contents_of",
     "describe_stages",
     "forwards_first",
-    "mark_of",
     "remedy_of_added",
     "without_data",
 ]

@@ -27,8 +27,9 @@ from penstock.faults import versions
 from penstock.microbatches import Batch, Microbatch
 from penstock.parallel import Adapters, spread, whole
 from penstock.rng import Draws
+from penstock.runtime.alike import Samples
 from penstock.runtime.hooks import Hooks, Recorder
-from penstock.runtime.kinds import Agreement, contents_of
+from penstock.runtime.kinds import Agreement
 from penstock.runtime.loss import Loss, Weights
 from penstock.runtime.result import StepResult, StepTally
 from penstock.schedule import Action, Op, Schedule
@@ -50,7 +51,9 @@ class Call:
         hooks: the hooks on actions, if any.
         finite: whether to check that the loss and the gradients are finite.
         refusal: the error in this process's arguments, if any; all ranks learn of it, and none begins.
-        mark: a hash of the batch itself, if all ranks must be given the same one; otherwise 0.
+        same_batch: whether every rank must be given the same batch; None: those in which several ranks were
+            given something compare it now and then.
+        settings: returns the settings of optimizers that all ranks must have alike.
         custom: functions that do the work of some ops; each is called with the usual function for actions,
             which it may call, and the action.
     """
@@ -65,7 +68,8 @@ class Call:
     hooks: Hooks | None = None
     finite: bool = False
     refusal: PenstockError | None = None
-    mark: int = 0
+    same_batch: bool | None = False
+    settings: Callable[[], Samples] = dict
     custom: Mapping[Op, Callable[[Callable[[Action], None], Action], None]] | None = None
 
     @property
@@ -86,31 +90,6 @@ class Call:
 
 REFUSED = -1
 """The digest of a rank that refuses; all others are at least 0."""
-_LOOKED_AT = 4096
-"""The number of elements that are sampled from a tensor to tell batches apart."""
-
-
-def mark_of(batch: Any) -> int:
-    """A hash of a batch, at least 1; large tensors are sampled."""
-    return (int.from_bytes(contents_of(batch, _LOOKED_AT)[:8]) >> 2) + 1
-
-
-def check_marks(marks: Sequence[int]) -> None:
-    """Check that ranks that need the same batch were given it.
-
-    Raises:
-        AgreementError: they were given different batches.
-    """
-    if len({*marks}) > 1:
-        first: dict[int, int] = {}
-        for rank, mark in enumerate(marks):
-            first.setdefault(mark, rank)
-        listed = ", ".join(f"rank {rank}" for rank in first.values())
-        raise AgreementError(
-            f"the ranks of one pipeline were given different batches: those of {listed} differ. Give all "
-            "ranks of a pipeline the same batch: a sampler that divides the data, such as "
-            "DistributedSampler, counts replicas, not ranks, and shuffles with the same seed on all of them"
-        )
 
 
 def exchange_or_refuse(

@@ -38,7 +38,8 @@ from penstock.parallel import (
     unwrapped,
 )
 from penstock.rng import generators_kept
-from penstock.runtime.calls import REFUSED, Call, StepState, check_marks, exchange_or_refuse
+from penstock.runtime.alike import Sampled, Turns, check_alike, may_differ, samples_of
+from penstock.runtime.calls import REFUSED, Call, StepState, exchange_or_refuse
 from penstock.runtime.cut import BROKEN, Example, LateCut, agree_on_cut, make_together
 from penstock.runtime.interpreter import Interpreter, Program
 from penstock.runtime.job import refusal_in_job
@@ -101,6 +102,7 @@ class Runner:
         self._numbers = Numbers()
         self._adapters: dict[int, Adapter] = {}
         self._known = KnownCalls()
+        self._turns = Turns()
         self._failure: BaseException | None = None
         self._steps = 0
         self.stopping = False
@@ -374,7 +376,7 @@ class Runner:
 
         activity = self.interpreter.activity
         with self._begun(call):
-            self._exchange_digests(REFUSED if call.refusal is not None else 0, call)
+            self._exchange_digests(REFUSED if call.refusal is not None else 0, 0, call)
             activity.prepare("cuts the model")
             try:
                 error = agree_on_cut(self.transport, cut, bring, activity.step)
@@ -389,17 +391,18 @@ class Runner:
     def _agree(self, call: Call) -> StepState:
         """Learn what all ranks bring. If it is wrong, all of them raise ``_Refused`` before they begin."""
         let_cross(map(attrgetter("module"), self.stages.values()))
-        brought, refusal = None, call.refusal
+        brought, refusal, sampled = None, call.refusal, Sampled({})
         counts: Mapping[str, Sequence[float]] = {}
         try:
             counts = _counts_here(call.loss, call.batch)
             state = self._state()
             numbers = partial(self._numbers_in, call.mode, state) if self._reads_numbers else None
             brought = Brought(call.mode, state, call.batch, numbers)
+            sampled = self._sampled(call, brought.digest)
         except PenstockError as error:
             refusal = refusal or error
         mine = REFUSED if brought is None or refusal is not None else brought.digest
-        digests, marks = self._exchange_digests(mine, call)
+        digests, marks = self._exchange_digests(mine, sampled.mark, call)
         agreement, refusal_here = None, None
         try:
             if REFUSED in digests:
@@ -409,7 +412,8 @@ class Runner:
             if agreement is None:
                 agreement = self._make_agreement(call, brought)
                 self._known.add(digests, agreement)
-            check_marks(marks)
+            if self.transport is not None and may_differ(marks):
+                check_alike(marks, self.transport.exchange(sampled.samples))
             counts = self._counts(call.loss, agreement.model_call, counts)
         except BROKEN:
             raise
@@ -425,13 +429,25 @@ class Runner:
         weights = Weights() if call.loss is None else call.loss.weigh(counts)
         return StepState(call, agreement, weights, self.rank, self._devices)
 
-    def _exchange_digests(self, digest: int, call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _sampled(self, call: Call, look: int) -> Sampled:
+        """What this rank has that others must have too, as far as the call compares it."""
+        if self.transport is None:
+            return Sampled({})
+        turn = self._turns.come(look)
+        compares = call.same_batch or (call.same_batch is None and turn)
+        batch = samples_of(call.batch) if compares else {}
+        settings = call.settings() if turn else {}
+        return Sampled({**batch, **settings}, strict=bool(call.same_batch))
+
+    def _exchange_digests(
+        self, digest: int, mark: int, call: Call
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The digests and the marks of all ranks: all that is exchanged before a step that is known."""
         if self.transport is None:
-            return (digest,), (call.mark,)
+            return (digest,), (mark,)
         what = f"the digest before step {self.transport.activity.step}"
         digests, marks = zip(
-            *self.transport.gather_pairs(digest, call.mark, what, call.method), strict=True
+            *self.transport.gather_pairs(digest, mark, what, call.method), strict=True
         )
         return digests, marks
 

@@ -25,6 +25,7 @@ from penstock.weights.optimizers import (
     named_state_dict,
     read_states,
     settings_of,
+    warn_of_settings,
     write_states,
 )
 from penstock.weights.ranks import Ranks, collect
@@ -124,14 +125,14 @@ class StageWeights:
                     seen.add(id(parameter))
                     yield self.names.first(name), parameter
 
-    def counted(self) -> dict[int, list[nn.Parameter]]:
-        """For each stage, the parameters to count there, so that each counts once over all stages."""
+    def counted(self) -> dict[int, dict[str, nn.Parameter]]:
+        """For each stage, by name, the parameters to count there: over all stages each counts once."""
         return {
-            stage.index: [
-                parameter
+            stage.index: {
+                self.names.first(name): parameter
                 for name, parameter in stage.named_parameters()
                 if self.names.owns(stage.index, name)
-            ]
+            }
             for stage in self._stages
         }
 
@@ -419,12 +420,15 @@ def gather_optimizer(
 
     def bring() -> tuple[Any, Mapping[str, Any]]:
         names.check_apart()
-        _, groups, states = held()
-        return [(encode(of, "settings", None), members) for of, members in groups], states
+        _, groups, states, shared = held()
+        encoded = [(encode(of, "settings", None), members) for of, members in groups]
+        return [encoded, dict(shared)], states
 
-    groups, collected = collect(team, ranks, bring)
+    heads, collected = collect(team, ranks, bring)
     if not team.leads:
         return {}
+    groups = [of_rank for of_rank, _ in heads]
+    warn_of_settings([shared for _, shared in heads], team.name)
     # A state that several ranks have is the same on each; the first rank's counts.
     states = {name: one for of_rank in reversed(collected) for name, one in of_rank.items()}
     merged = [(decode(of), members) for of, members in merge_groups(groups)]
