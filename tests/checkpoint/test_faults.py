@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import subprocess
@@ -19,8 +20,9 @@ import torch
 from penstock import Checkpoints
 from penstock.checkpoint import describe
 from penstock.errors import CheckpointError, InputFileError, UsageError
-from tests.checkpoint.campaign import GRACE, flips, kills, rewrite_table, tables
+from tests.checkpoint.campaign import GRACE, flips, rewrite_table, tables
 from tests.checkpoint.runs import linear
+from tests.scripts import run_script
 
 # ---- one run writes into a folder
 
@@ -362,6 +364,9 @@ def test_bytes_that_were_flipped() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("count", [2, pytest.param(12, marks=pytest.mark.nightly)])
 def test_ranks_and_launchers_that_are_killed(count: int) -> None:
-    outcome = kills(count)
+    command = ("-m", "tests.checkpoint.campaign", "kills", "--count", str(count))
+    (ran,) = run_script(*command, limit=500.0)
+    assert ran.status == 0, ran
+    outcome = json.loads(ran.out)
     assert outcome["problems"] == []
     assert outcome["longest end in seconds"] < GRACE
