@@ -227,6 +227,8 @@ def end_while_saving(case: str, folder: Path) -> None:
             if case == "slow":
                 threading.main_thread().join()
             else:
+                for written in (folder / case).glob(".writing-*"):
+                    (written / "vanished").symlink_to("nowhere")  # listed, and not there
                 threading.Event().wait()
         fsync(handle)
 
@@ -241,13 +243,15 @@ def end_while_saving(case: str, folder: Path) -> None:
 def test_the_end_of_a_process_that_is_saving(tmp_path: Path) -> None:
     """It completes what it writes, or says what was lost, and does not wait for long."""
     code = f"from {__name__} import main; from pathlib import Path; main(Path({str(tmp_path)!r}))"
-    done = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE)
+    command = [sys.executable, "-W", "always::ResourceWarning", "-c", code]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
     statuses = dict(zip(ENDS, map(int, done.stdout.split()), strict=True))
     for name, (status, text) in ENDS.items():
         printed = (tmp_path / f"{name}.txt").read_text()
         assert statuses[name] == status, printed
         assert ("the checkpoint of step 1 was lost" in printed) == bool(text)
         assert text in printed
+        assert "ResourceWarning" not in printed
         assert Checkpoints(tmp_path / name).steps() == ([] if text else [1])
 
 
