@@ -226,11 +226,11 @@ class Sharded(Adapter):
 
     def _add_up(self) -> None:
         """Add up a microbatch's gradients in the type of the reduction, unless torch does so at once."""
-        for group in (g for m in self._modules for g in m._get_fsdp_state()._fsdp_param_groups):
-            for parameter in group.fsdp_params:
-                if hasattr(parameter, "_unsharded_param"):
-                    for step in _SUMS:
-                        getattr(parameter, step, _nothing)()
+        groups = [g for m in self._modules for g in m._get_fsdp_state()._fsdp_param_groups]
+        parameters = [parameter for group in groups for parameter in group.fsdp_params]
+        for parameter in [one for one in parameters if hasattr(one, "_unsharded_param")]:
+            for step in _SUMS:
+                getattr(parameter, step, _nothing)()
 
     def reduce(self) -> None:
         """Reduce the gradients, once, and free the gathered parameters.
