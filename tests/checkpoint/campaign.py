@@ -144,11 +144,15 @@ def wait_for(launcher: int) -> float:
 
 
 def kills(count: int, seed: int = 0) -> dict[str, Any]:
-    """One run that is killed so many times; after each kill the last whole checkpoint is what goes on."""
+    """One run that is killed so many times; after each kill the last whole checkpoint is what goes on.
+
+    The ranks are forks of this process, which must not have run a backward: a CUDA build of torch refuses
+    one in a fork then.
+    """
     chance, started = random.Random(seed), time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="penstock-kills-"))
-    # What the ranks import and prepare is then there in each.
-    run_of_ranks().train(1)
+    # What the ranks import is then there in each.
+    run_of_ranks()
     victims: dict[str, int] = {}
     torn, problems, longest = 0, list[str](), 0.0
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import subprocess
@@ -19,8 +20,9 @@ import torch
 from penstock import Checkpoints
 from penstock.checkpoint import describe
 from penstock.errors import CheckpointError, InputFileError, StateDictError, UsageError
-from tests.checkpoint.campaign import GRACE, flips, kills, rewrite_table, tables
+from tests.checkpoint.campaign import GRACE, flips, rewrite_table, tables
 from tests.checkpoint.runs import Keeps, linear, stepped
+from tests.scripts import run_script
 
 # ---- one run writes into a folder
 
@@ -255,6 +257,8 @@ def end_while_saving(case: str, folder: Path) -> None:
             if case == "slow":
                 threading.main_thread().join()
             else:
+                for written in (folder / case).glob(".writing-*"):
+                    (written / "vanished").symlink_to("nowhere")  # listed, and not there
                 threading.Event().wait()
         fsync(handle)
 
@@ -269,13 +273,15 @@ def end_while_saving(case: str, folder: Path) -> None:
 def test_the_end_of_a_process_that_is_saving(tmp_path: Path) -> None:
     """It completes what it writes, or says what was lost, and does not wait for long."""
     code = f"from {__name__} import main; from pathlib import Path; main(Path({str(tmp_path)!r}))"
-    done = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE)
+    command = [sys.executable, "-W", "always::ResourceWarning", "-c", code]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
     statuses = dict(zip(ENDS, map(int, done.stdout.split()), strict=True))
     for name, (status, text) in ENDS.items():
         printed = (tmp_path / f"{name}.txt").read_text()
         assert statuses[name] == status, printed
         assert ("the checkpoint of step 1 was lost" in printed) == bool(text)
         assert text in printed
+        assert "ResourceWarning" not in printed
         assert Checkpoints(tmp_path / name).steps() == ([] if text else [1])
 
 
@@ -447,6 +453,9 @@ def test_bytes_that_were_flipped() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("count", [2, pytest.param(12, marks=pytest.mark.nightly)])
 def test_ranks_and_launchers_that_are_killed(count: int) -> None:
-    outcome = kills(count)
+    command = ("-m", "tests.checkpoint.campaign", "kills", "--count", str(count))
+    (ran,) = run_script(*command, limit=500.0)
+    assert ran.status == 0, ran
+    outcome = json.loads(ran.out)
     assert outcome["problems"] == []
     assert outcome["longest end in seconds"] < GRACE

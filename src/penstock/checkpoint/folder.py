@@ -42,7 +42,8 @@ def find(folder: Path) -> list[CheckpointFolder]:
     """
 
     def names() -> list[str]:
-        return [one.name for one in os.scandir(folder) if one.is_dir()]
+        with os.scandir(folder) as entries:
+            return [one.name for one in entries if one.is_dir()]
 
     listed = patiently("listed", folder, names) if is_there(folder, folder=True) else []
     matches = (_NAME.fullmatch(name) for name in listed)

@@ -410,8 +410,9 @@ class Writing:
         progress, stalled = -1, time.monotonic() + AT_EXIT
         while not self._end.done() and time.monotonic() < stalled:
             size = 0
-            with suppress(OSError):
-                size = sum(entry.stat().st_size for entry in os.scandir(self.job.folder))
+            # A file may vanish meanwhile.
+            with suppress(OSError), os.scandir(self.job.folder) as entries:
+                size = sum(entry.stat().st_size for entry in entries)
             if size != progress:
                 progress, stalled = size, time.monotonic() + AT_EXIT
             time.sleep(_POLL)
