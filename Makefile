@@ -1,7 +1,9 @@
 # The two commands of the README are `make run` and `make test`; each sets up what it needs.
 PYTHON ?= python3
-TORCH ?= torch==2.13.0
-VENV := .venv
+PINNED := torch==2.13.0
+# Such as TORCH="torch==2.14.1", which gets an environment of its own, .venv-2.14.1
+TORCH ?= $(PINNED)
+VENV ?= .venv$(patsubst torch==%,-%,$(filter torch==%,$(filter-out $(PINNED),$(TORCH))))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Arguments for `make run`, such as ARGS="--steps 50 --schedule ZB-H1"
@@ -10,7 +12,7 @@ ARGS ?=
 # Tests start many processes: each would compile all modules again where bytecode is not kept.
 test test-all check: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: run test test-all check lint types docs package bench fuzz clean
+.PHONY: run test test-all check lint types docs package bench fuzz clean always
 
 run: $(VENV)/.installed
 	$(BIN)/penstock train $(ARGS)
@@ -48,8 +50,13 @@ bench: $(VENV)/.installed-dev
 fuzz: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.fuzz $(ARGS)
 
+# Says which torch the environment has; rewritten, and so everything installed anew, only when TORCH differs.
+$(VENV)/.torch: always
+	@mkdir -p $(VENV)
+	@echo "$(TORCH)" | cmp -s - $@ || echo "$(TORCH)" > $@
+
 # torch first and alone: resolving it together with the rest may fetch a larger build.
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml $(VENV)/.torch
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) "$(TORCH)"
 	$(PIP) --editable .

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeGuard, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,10 @@ _WEIGHTS = (
     "pipe.weights.state_dict(full=True) gives rank 0 the weights of the whole model; a term of the loss that "
     "is made of weights is for the modules that have them: penstock.add_loss"
 )
-_NORMS = "pipe.clip_grad_norm_(...) and pipe.weights.grad_norm() measure the gradients of the whole model"
+_NORMS = (
+    "pipe.clip_grad_norm_(...) and pipe.weights.grad_norm() measure the gradients of the whole model, and "
+    "pipe.weights.grad_norms() those of each weight, by name"
+)
 _FILES = (
     "save the whole model with pipe.weights.save(folder), penstock.Checkpoints, or "
     "pipe.weights.state_dict(full=True)"
@@ -382,12 +386,15 @@ def _all_norms(norms_here: Sequence[Tensor], absent: Sequence[Elsewhere]) -> Ten
         raise first.refusal("the norm of some of the model's gradients", _NORMS)
     like = present[0] if present else None
     device, dtype = (first.place.device, first.dtype) if like is None else (like.device, like.dtype)
-    return norms.to(device, dtype)
+    # In float16 the norm of a large gradient would be infinite.
+    return norms.to(device, torch.promote_types(dtype, torch.float32))
 
 
 # ---- weights that become stand-ins, and their gradients
 
 _hooked = False
+_stepped = WeakKeyDictionary[Optimizer, None]()
+"""The optimizers of weights here and elsewhere that have stepped, in the order of their first steps."""
 
 
 def put_elsewhere(tensor: Tensor, place: Whereabouts) -> Tensor:
@@ -427,24 +434,28 @@ def _hook_optimizers() -> None:
 
 
 def _hide(optimizer: Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if isinstance(parameter, Elsewhere):
-                parameter._hidden = True
-                _check_absent(parameter, optimizer.state.get(parameter, {}))
-
-
-def _check_absent(weight: Elsewhere, state: Mapping[str, Any]) -> None:
-    """Check that an optimizer keeps nothing for a weight elsewhere, as after loading that rank's state."""
-    kept = [one for one in state.values() if isinstance(one, Tensor) and one.dim()]
-    if any(not isinstance(one, Elsewhere) for one in kept):
-        name, rank, _ = weight.place
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    absent = [weight for weight in weights if isinstance(weight, Elsewhere)]
+    for weight in absent:
+        weight._hidden = True
+    kept = [weight for weight in absent if _keeps_values(optimizer.state.get(weight, {}))]
+    if kept and not all(weight in optimizer.state for weight in weights if weight.requires_grad):
+        name, rank, _ = kept[0].place
         raise StateDictError(
             f"this optimizer was given the state of another one: it keeps values for {name!r}, which rank "
             f"{rank} has. An optimizer's own state_dict() holds the part of its rank alone; save and load "
             "with penstock.Checkpoints, or with pipe.weights.optimizer_state_dict(optimizer, full=True) and "
             "pipe.weights.load_optimizer_state_dict()"
         )
+    # It was made, or given the states of all weights, when all of them were here: each rank keeps its own.
+    for weight in kept:
+        del optimizer.state[weight]
+
+
+def _keeps_values(state: Mapping[str, Any]) -> bool:
+    """Whether an optimizer's state of a weight holds more than numbers and stand-ins."""
+    kept = [one for one in state.values() if isinstance(one, Tensor) and one.dim()]
+    return any(not isinstance(one, Elsewhere) for one in kept)
 
 
 def _hidden_in_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -470,3 +481,14 @@ def _shown_after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for parameter in group["params"]:
             if isinstance(parameter, Elsewhere):
                 parameter._hidden = False
+                _stepped.setdefault(optimizer)
+
+
+def optimizers_of(absent: Iterable[Elsewhere]) -> list[Optimizer]:
+    """The optimizers that have stepped with some of these stand-ins among their weights."""
+    ids = {id(weight) for weight in absent}
+    return [
+        optimizer
+        for optimizer in _stepped
+        if any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
+    ]

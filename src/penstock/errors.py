@@ -140,6 +140,35 @@ class InternalError(PenstockError, RuntimeError):
     """This should never happen. It is a bug in Penstock: please report it with the message."""
 
 
+_STATUSES: tuple[tuple[type[BaseException], int], ...] = (
+    (KeyboardInterrupt, INTERRUPTED),
+    (NonFiniteError, NON_FINITE),
+    (InputFileError, INPUT),
+    (UsageError, USAGE),
+)
+
+
+def status_of(error: BaseException) -> int:
+    """The exit status for an exception: from 1 to 255, and 0 only for a SystemExit that means success.
+
+    The ``status`` of an error that is not Penstock's, as HTTP clients have one, says nothing of the process.
+    """
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        return code % 256 or (FAILURE if code else OK)
+    if isinstance(error, PeerFailed):
+        return error.status
+    return next((status for kind, status in _STATUSES if isinstance(error, kind)), FAILURE)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; its type where there is none, or where it cannot be told."""
+    try:
+        return str(error).strip().splitlines()[0]
+    except Exception:
+        return type(error).__name__
+
+
 def check_known(options: Iterable[str], known: Iterable[str], instead: Mapping[str, str]) -> None:
     """Check that arguments by name are known.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import subprocess
@@ -18,9 +19,10 @@ import torch
 
 from penstock import Checkpoints
 from penstock.checkpoint import describe
-from penstock.errors import CheckpointError, InputFileError, UsageError
-from tests.checkpoint.campaign import GRACE, flips, kills, rewrite_table, tables
-from tests.checkpoint.runs import linear
+from penstock.errors import CheckpointError, InputFileError, StateDictError, UsageError
+from tests.checkpoint.campaign import GRACE, flips, rewrite_table, tables
+from tests.checkpoint.runs import Keeps, linear, stepped
+from tests.scripts import run_script
 
 # ---- one run writes into a folder
 
@@ -94,6 +96,36 @@ def test_a_lock_is_kept(tmp_path: Path, act: Callable[[Path, Checkpoints], None]
     assert text in try_to_save(tmp_path)
     checkpoints.close()
     assert try_to_save(tmp_path) == ""
+
+
+def test_a_load_removes_what_a_run_left_that_was_killed(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "file").touch()
+    folder = tmp_path / "run"
+    run = os.fork()
+    if not run:
+        checkpoints = Checkpoints(folder)
+        checkpoints.save(7, model=linear())
+        (folder / ".writing-9-abc").mkdir()
+        (folder / ".removing-step-1").symlink_to(elsewhere)
+        (folder / ".shared-abc").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(run, 0)
+    assert (folder / ".lock").exists()
+    assert Checkpoints(folder).load(model=linear()) == 7
+    assert [path.name for path in folder.iterdir()] == ["step-00000007"]
+    assert (elsewhere / "file").exists()
+    # Of a run that lives, nothing is removed.
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(8, model=linear())
+        (folder / ".writing-9-abc").mkdir()
+        other = os.fork()
+        if not other:
+            load_beside(folder, checkpoints)
+            os._exit(0)
+        os.waitpid(other, 0)
+        assert (folder / ".writing-9-abc").exists()
 
 
 @pytest.mark.usefixtures("impatient")
@@ -225,6 +257,8 @@ def end_while_saving(case: str, folder: Path) -> None:
             if case == "slow":
                 threading.main_thread().join()
             else:
+                for written in (folder / case).glob(".writing-*"):
+                    (written / "vanished").symlink_to("nowhere")  # listed, and not there
                 threading.Event().wait()
         fsync(handle)
 
@@ -239,13 +273,15 @@ def end_while_saving(case: str, folder: Path) -> None:
 def test_the_end_of_a_process_that_is_saving(tmp_path: Path) -> None:
     """It completes what it writes, or says what was lost, and does not wait for long."""
     code = f"from {__name__} import main; from pathlib import Path; main(Path({str(tmp_path)!r}))"
-    done = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE)
+    command = [sys.executable, "-W", "always::ResourceWarning", "-c", code]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
     statuses = dict(zip(ENDS, map(int, done.stdout.split()), strict=True))
     for name, (status, text) in ENDS.items():
         printed = (tmp_path / f"{name}.txt").read_text()
         assert statuses[name] == status, printed
         assert ("the checkpoint of step 1 was lost" in printed) == bool(text)
         assert text in printed
+        assert "ResourceWarning" not in printed
         assert Checkpoints(tmp_path / name).steps() == ([] if text else [1])
 
 
@@ -308,6 +344,7 @@ def pieces(*of_weight: list[Any]) -> Callable[[Path], None]:
     return lambda path: rewrite_table(path.parent, divide)
 
 
+NAMES = ("../x.json", "/tmp/x/config.json", "a/config.json", "..", ".config.json", "train.py")
 FILE = {"name": "states-00001.safetensors", "bytes": 1, "crc32": 1}
 ODD_TABLES: dict[str, tuple[Callable[[Path], None], str]] = {
     "pipe": (pipe_instead, "not a regular file"),
@@ -327,6 +364,14 @@ ODD_TABLES: dict[str, tuple[Callable[[Path], None], str]] = {
     "over the edge": (pieces([[0, 0], [1, 3]], [[1, 0], [2, 3]]), "do not make it up"),
     "crossed": (pieces([[0, 0], [2, 2]], [[0, 1], [2, 2]]), "do not make it up"),
     "odd piece": (pieces([[0], [2, 3]]), "do not make it up"),
+    "beyond memory": (
+        changed(types=[{"dtype": "F32", "shape": [0, 1 << 61, 1 << 61]}]),
+        "no tensor",
+    ),
+    **{
+        f"beside: {name}": (changed(beside={name: ""}), "no file that belongs beside it")
+        for name in NAMES
+    },
 }
 
 
@@ -348,6 +393,52 @@ def test_an_odd_table_is_one_error_and_changes_nothing(tmp_path: Path, name: str
     assert "DAMAGED" in describe(tmp_path)
 
 
+def test_a_table_names_each_tensor_once(tmp_path: Path) -> None:
+    model = linear()
+    states = {"model": model, "a": Keeps([torch.ones(9)]), "b": Keeps([torch.ones(9)])}
+    path = Checkpoints(tmp_path).save(1, **states).path
+    assert path is not None
+    for tensors in (["b/0"], ["a/0", "a/0"]):
+        value = [{"$": "tensor", "of": key} for key in tensors]
+        changed(alike=[{"value": value, "keys": ["a"]}])(path / "checkpoint.json")
+        with pytest.raises(
+            InputFileError, match="names a tensor twice, or one that is not its own"
+        ):
+            Checkpoints(tmp_path).load(model=model, a=states["a"])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"betas": 3}, {"betas": [0.9]}, {"params": []}, {"lr": None}, {"lr": "x"}, {"lr": 10**400}],
+    ids=str,
+)
+def test_settings_that_are_none_are_named_before_anything_is_changed(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    model = linear()
+    optimizer = stepped(model)
+    path = Checkpoints(tmp_path).save(1, model=model, optimizer=optimizer).path
+    assert path is not None
+
+    def spoil(table: Any) -> Any:
+        table["groups"]["optimizer"][0]["settings"] |= settings
+        return table
+
+    rewrite_table(path, spoil)
+    optimizer.param_groups[0]["eps"] = 0.25
+    states: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    with pytest.raises(
+        StateDictError, match=rf"optimizer: group 0: {next(iter(settings))}=.* was saved"
+    ):
+        Checkpoints(tmp_path).load(**states)
+    assert optimizer.param_groups[0]["eps"] == 0.25
+    # What fits of the rest is loaded if that is asked for, and the optimizer works.
+    assert Checkpoints(tmp_path).load(strict=False, **states) == 1
+    assert optimizer.param_groups[0]["eps"] != 0.25
+    assert len(optimizer.param_groups[0]["params"]) == 2
+    optimizer.step()
+
+
 def test_crafted_tables_with_right_checksums() -> None:
     outcome = tables(40)
     assert outcome["problems"] == []
@@ -362,6 +453,9 @@ def test_bytes_that_were_flipped() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("count", [2, pytest.param(12, marks=pytest.mark.nightly)])
 def test_ranks_and_launchers_that_are_killed(count: int) -> None:
-    outcome = kills(count)
+    command = ("-m", "tests.checkpoint.campaign", "kills", "--count", str(count))
+    (ran,) = run_script(*command, limit=500.0)
+    assert ran.status == 0, ran
+    outcome = json.loads(ran.out)
     assert outcome["problems"] == []
     assert outcome["longest end in seconds"] < GRACE

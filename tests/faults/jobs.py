@@ -30,8 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from penstock import Checkpoints, Loss, Pipeline, Timeouts
-from penstock.errors import AgreementError, UsageError
-from penstock.faults import status_of
+from penstock.errors import AgreementError, UsageError, status_of
 from penstock.testing import Fault, fail_at
 from tests.scripts import forked, free_port
 

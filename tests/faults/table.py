@@ -110,7 +110,7 @@ def cut(shape: tuple[int, int], name: str) -> tuple[str, str]:
     with machines() as spaces:
         if not spaces:
             return "not tried: no network namespaces here", "-"
-        case = {"fault": NEVER, "shape": shape, "timeout": 60.0, "steps": 10**9}
+        case = {"fault": NEVER, "shape": shape, "timeout": SILENT, "steps": 10**9}
         sides = [spaces[0]] * 2 + [spaces[1]] * 2
         job = run(-1, 120.0, case | {"spaces": sides, "meddle": cuts(spaces)[name]})
     return said(job.ranks), seconds(job, job.ranks)

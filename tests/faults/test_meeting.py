@@ -66,6 +66,13 @@ def work(number: int, port: int, folder: str, case: dict[str, Any]) -> None:
     group = dist.new_group([0, 1]) if case.get("group") == "new" else None
     lines = []
     # In a turn of one rank, the other is still doing something else.
+    begun = Path(folder, "begun")
+    if "delay" in case:
+        # The first, which hosts the store, comes this much later than the second.
+        begun.touch() if number else None
+        while not begun.exists():
+            time.sleep(0.02)
+        time.sleep(0 if number else case["delay"])
     for turn, seconds in enumerate(case["turns"]):
         if seconds[number]:
             lines.append(come(group, seconds[number]))
@@ -130,6 +137,9 @@ CASES: dict[str, Callable[[Path], Said]] = {
     "restarted": restarted,
     "late": lambda folder: run(folder, (1.0, 0.0), (60.0, 60.0), (1.0, 0.0), group="world"),
     "late, in a file": lambda folder: run(folder, (1.0, 0.0), (60.0, 60.0), group="file"),
+    "first late, third never": lambda folder: run(
+        folder, (9.0, 9.0), delay=4.0, environment=[{"WORLD_SIZE": "3"}] * 2
+    ),
     "first alone": lambda folder: run(folder, (1.0, 0.0)),
     "second alone": lambda folder: run(folder, (0.0, 1.0)),
     "another size": partial(contradicted, change={"WORLD_SIZE": "3"}),
@@ -164,6 +174,15 @@ def test_who_does_not_come_is_named_and_may_come_later(said: Of) -> None:
     assert first[0].startswith(f"{text}start them, or wait longer with timeout=")
     assert [first[1], *second] == [f"{rank} of 2 is (0, 1), True lo" for rank in (0, 1)]
     assert first[2].startswith(f"{text}rank 1 was here before, as process ")
+
+
+def test_all_name_who_is_absent_and_no_other(said: Of) -> None:
+    """Also one that was there first, and waited for the store."""
+    first, second = said("first late, third never")
+    assert first == second
+    assert first[0].startswith(
+        "AgreementError: after 9 s ranks [2] of 3 have not come to 127.0.0.1:"
+    )
 
 
 def test_ranks_meet_in_a_file_too(said: Of) -> None:

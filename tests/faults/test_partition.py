@@ -1,14 +1,17 @@
-"""The network between machines is cut, one way or both: all stop, and say so. Needs network namespaces."""
+"""The network between machines is cut, one way or both. Needs network namespaces."""
 
 from __future__ import annotations
 
 import math
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.faults.jobs import SLACK, run_job
-from tests.faults.machines import cuts, machines
+from tests.faults.jobs import SILENT, SLACK, run_job
+from tests.faults.machines import cuts, heal, machines
 
 pytestmark = [
     pytest.mark.slow,
@@ -43,7 +46,7 @@ def test_all_sides_of_a_cut_network_stop(tmp_path: Path, way: str, shape: tuple[
             tmp_path,
             fault={"rank": 9, "step": 1, "how": "sleep"},
             steps=10**9,
-            timeout=60.0,
+            timeout=SILENT,
             spaces=[spaces[0]] * near + [spaces[1]] * 2,
             shape=shape,
             meddle=cut,
@@ -53,3 +56,27 @@ def test_all_sides_of_a_cut_network_stop(tmp_path: Path, way: str, shape: tuple[
     assert all("or the network to it is cut" in ended.text for ended in job.ranks)
     # Ten seconds on a quiet machine.
     assert job.heard() < 10.0 + SLACK
+
+
+def test_a_network_that_is_back_in_time_ends_nobody(tmp_path: Path) -> None:
+    """As when a switch fails and another takes over."""
+    with machines() as spaces:
+        if not spaces:
+            pytest.skip("this machine does not let us make network namespaces and links")
+
+        def fail_over() -> None:
+            assert cuts(spaces)["both ways"]()
+            time.sleep(8.0)
+            assert heal(spaces)
+            (tmp_path / "fired").write_text(str(time.monotonic()))
+            os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGINT)
+
+        job = run_job(
+            tmp_path,
+            fault={"rank": 9, "step": 1, "how": "sleep"},
+            steps=10**9,
+            spaces=[spaces[0], *[spaces[1]] * 2],
+            meddle=fail_over,
+        )
+    assert all("was interrupted by Ctrl-C" in job.ranks[rank].text for rank in (0, 2)), job.ranks
+    assert [ended.status for ended in job.ranks] == [130] * 3

@@ -15,7 +15,14 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, b
 from torch.distributed.distributed_c10d import PrefixStore
 
 from penstock import Timeouts
-from penstock.errors import NonFiniteError, StageError, UsageError, printable
+from penstock.errors import (
+    NonFiniteError,
+    PeerFailed,
+    StageError,
+    UsageError,
+    printable,
+    status_of,
+)
 from penstock.faults import (
     Activity,
     Failure,
@@ -26,7 +33,6 @@ from penstock.faults import (
     Search,
     noticing_gone_machines,
     ranges,
-    status_of,
 )
 from penstock.faults.desk import Desk
 from penstock.faults.failure import FILE, at_place, of_exception, write_report
@@ -116,6 +122,11 @@ def test_groups_are_short_texts(ranks: tuple[int, ...]) -> None:
         assert in_ranges(text, range(3)) == []
 
 
+def test_a_count_of_collectives_that_is_no_number_is_none() -> None:
+    for count in ("x", "-1", "9" * 5000):
+        assert not works(1, arrived=f"0-2/1={count}").has_come_to("0-2/1", 1)
+
+
 def test_collectives_are_counted_by_group() -> None:
     activity = Activity(1, (2, 3), replica=1)
     for expected in (1, 2):
@@ -191,6 +202,7 @@ def data_of(change: dict[str, Any]) -> bytes:
     [
         *(b"", b"\xff", b"[" * 90_000, b" " * 10**6, b'{"rank": ' + b"9" * 9999, b"null", b"{}"),
         *(data_of({"rank": "0"}), data_of({"step": 1e99}), data_of({"trace": 1})),
+        *(data_of({"status": status}) for status in (0, -1, 256, 2**40)),
     ],
 )
 def test_what_is_no_record_is_none(data: bytes) -> None:
@@ -224,6 +236,29 @@ def test_the_user_s_error_is_the_one_that_is_named() -> None:
 def test_exit_statuses() -> None:
     errors = [KeyboardInterrupt(), NonFiniteError(), UsageError(), ValueError(), SystemExit(143)]
     assert [status_of(error) for error in errors] == [130, 76, 2, 70, 143]
+    ends = [SystemExit(code) for code in (None, 0, 1, "text", -1, 256, 2**40)]
+    assert [status_of(end) for end in ends] == [0, 0, 1, 1, 255, 70, 70], "0 means success alone"
+    assert status_of(PeerFailed("rank 1 failed", status=76)) == 76
+
+
+@pytest.mark.parametrize("status", [None, "failed", 0, 512, 404])
+def test_the_status_of_a_foreign_error_is_not_an_exit_status(status: object) -> None:
+    """HTTP clients and others have such an attribute."""
+    error = ValueError("the server said so")
+    error.status = status  # type: ignore[attr-defined]
+    failure = of_exception(error, Activity(1).place())
+    assert (failure.status, str(failure)) == (70, "rank 1: ValueError: the server said so")
+
+
+class Untold(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def test_an_error_without_words_is_told_nonetheless() -> None:
+    for error in (Untold(), AssertionError()):
+        failure = of_exception(error, Activity(1).place())
+        assert str(failure) == f"rank 1: {type(error).__name__}"
 
 
 def test_a_report_shows_nothing_of_the_environment_and_stays(
@@ -254,6 +289,19 @@ def test_who_reports_a_failure_learns_how_many_have_read_of_it() -> None:
     assert [desk.failure for desk in desks] == [failure, failure]
     for desk in desks:
         desk.close(30.0)
+
+
+def test_whatever_ends_the_thread_at_the_store_is_known() -> None:
+    """The monitor then takes the store for lost: if nobody knew, a rank that hangs would stay."""
+
+    def fails() -> None:
+        raise OverflowError("too large")
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = Members((0,), (0,), (0,))
+    desk = Desk(Meeting(job, None, store, created=False, hosts=True), Activity(0).place, fails)
+    desk.wait_for(lambda: desk.lost, 30.0)
+    assert desk.lost == "too large"
 
 
 # ---- machines that are gone
@@ -289,4 +337,6 @@ def test_every_connection_to_another_machine_of_the_job_is_watched(tmp_path: Pat
             one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for one in (before, end, other)
         ]
         assert watched == [1, 1, 0]
+        patience = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        assert patience >= 60_000, "networks fail over in less"
         assert len(os.listdir("/proc/self/fd")) == count

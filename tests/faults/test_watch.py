@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, but not marked so
 
+from penstock.faults import Failure, Place
 from penstock.testing.faults import How
 from tests.faults.jobs import RANKS, SILENT, SLACK, Job, run_job
 
@@ -198,6 +200,11 @@ GARBAGE = [
     b'{"rank": "\\u001b[2J"}',
     b'{"rank": 1, "status": "stops"}',
     json.dumps({"kind": "\x1b[2J", "rank": 1, "what": "\x1b]0;gone\x07"}).encode(),
+    json.dumps(asdict(Place(1, 1)) | {"arrived": f"0-2/1={'9' * 5000}"}).encode(),
+    *(
+        json.dumps(asdict(Failure(1, 1, kind="raised")) | {"status": status}).encode()
+        for status in (0, 256, 2**40)
+    ),
 ]
 
 

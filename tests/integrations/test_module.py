@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save as save_file
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,7 +20,17 @@ from penstock import Pipeline, PipelineModule
 from penstock.elsewhere import is_elsewhere
 from penstock.errors import AgreementError, PenstockError, UsageError
 from penstock.testing import WorkerError, WorkerPool
-from tests.pipeline.models import X, Y, assert_same, chain, gradients, make, mean_loss, restless
+from tests.pipeline.models import (
+    WIDTH,
+    X,
+    Y,
+    assert_same,
+    chain,
+    gradients,
+    make,
+    mean_loss,
+    restless,
+)
 
 LOOPS: dict[str, Any] = {
     "two forwards": lambda model: (model(X) + model(X * 2)).backward(),
@@ -349,6 +359,125 @@ def test_processes_train_together(workers: WorkerPool) -> None:
     assert len({loss for loss, _ in ran}) == 1
     found = {name: torch.tensor(g, dtype=X.dtype) for _, of in ran for name, g in of.items()}
     assert_same(found, after(loop))
+
+
+class Skips(nn.Module):
+    """A model of which both stages use the input; without a pipeline, it computes the loss itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.double()
+
+    def forward(self, x: Tensor, target: Tensor | None = None) -> Tensor:
+        output: Tensor = self.second(self.first(x).tanh()) + x
+        return output if target is None else mean_loss(output, target)
+
+
+class Stepped(nn.Module):
+    """A pipeline that returns the loss of a step, whose backward is done."""
+
+    def __init__(self, pipe: Pipeline) -> None:
+        super().__init__()
+        self.pipe = pipe
+
+    def named_parameters(self, *_: Any, **__: Any) -> Any:
+        return self.pipe.named_parameters()
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        loss = self.pipe.step(x, target=target).loss
+        return torch.tensor(loss, requires_grad=True)
+
+
+def follow(front: Any, back: Any, update: Any) -> None:
+    mean_loss(back(front(X)), Y).backward()
+    update(front, back)
+
+
+def follow_with_loss(front: Any, back: Any, update: Any) -> None:
+    back(front(X), target=Y).backward()
+    update(front, back)
+
+
+def make_targets(front: Any, back: Any, update: Any) -> None:
+    back(X, target=front(Y)).backward()
+    update(front, back)
+
+
+def oppose(front: Any, back: Any, update: Any) -> None:
+    made = front(X)
+    (mean_loss(back(Y), Y) - mean_loss(back(made.detach()), Y)).backward()
+    update(back)
+    mean_loss(back(made), Y).backward()
+    update(front)
+
+
+BEHIND: dict[str, tuple[Any, bool, Any]] = {
+    "a module behind a module": (follow, True, PipelineModule),
+    "a module with a loss behind a module": (follow_with_loss, True, PipelineModule),
+    "adversaries": (oppose, True, PipelineModule),
+    "a module behind an encoder": (follow, False, PipelineModule),
+    "a step behind an encoder": (follow_with_loss, False, Stepped),
+    "a step with an encoder of targets": (make_targets, False, Stepped),
+    "a module with an encoder of targets": (make_targets, False, PipelineModule),
+}
+"""The loop; whether the model in front is a pipeline, or copied on each rank; and what the one behind is."""
+
+
+def train_behind(group: Any, name: str) -> float:
+    """A worker's task: the gaps between weights here and those of the plain loop, after two steps."""
+    loop, cut, kind = BEHIND[name]
+    loss_fn = mean_loss if loop in (follow_with_loss, make_targets) else None
+    front: nn.Module = chain(2)
+    if cut:
+        front = PipelineModule(make(front, mesh=group, loss_fn=None))
+    sides = [(front, kind(make(Skips(), mesh=group, loss_fn=loss_fn))), (chain(2), Skips())]
+    trained = []
+    for models in sides:
+        weights = [[w for _, w in m.named_parameters() if not is_elsewhere(w)] for m in models]
+
+        def update(*of: nn.Module, models: Any = models, weights: Any = weights) -> None:
+            for model, here in zip(models, weights, strict=True):
+                if model in of:
+                    optim.SGD(here, lr=1.0).step()
+                for weight in here:
+                    weight.grad = None
+
+        for _ in range(2):
+            loop(*models, update)
+        trained.append([dict(model.named_parameters()) for model in models])
+    gaps = [
+        float((weight - plain[name]).abs().max())
+        for here, plain in zip(*trained, strict=True)
+        for name, weight in here.items()
+        if not is_elsewhere(weight)
+    ]
+    return sum(gaps)
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_gradients_flow_through_inputs_on_every_rank(workers: WorkerPool, name: str) -> None:
+    assert max(workers.run(f"{__name__}:train_behind", 2, 30.0, name=name)) < 1e-12
+
+
+def share_inputs(group: Any) -> tuple[bool | None, str]:
+    """A worker's task: two of three ranks have a batch that requires grad; then one has it without."""
+    pipe, plain, rank = make(mesh=group, ranks=3), chain(), dist.get_rank(group)
+    x, z = X.clone().requires_grad_(), X.clone().requires_grad_()
+    pipe.step(*([] if rank == 1 else [x]), target=Y)
+    mean_loss(plain(z), Y).backward()
+    with pytest.raises(AgreementError) as caught:
+        pipe.step(x.detach() if rank == 1 else x, target=Y)
+    assert z.grad is not None
+    same = None if x.grad is None else torch.allclose(x.grad, z.grad, atol=1e-12)
+    return same, str(caught.value)
+
+
+def test_ranks_with_a_batch_have_the_gradients_of_all(workers: WorkerPool) -> None:
+    ran = workers.run(f"{__name__}:share_inputs", 3, 30.0)
+    assert [same for same, _ in ran] == [True, None, True]
+    assert all("that requires grad on rank 0 and" in text for _, text in ran)
 
 
 def clip(group: Any, with_loss: bool) -> list[float]:

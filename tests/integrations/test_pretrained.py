@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -144,3 +145,28 @@ def test_a_cache_that_cannot_be_split_is_refused_on_every_rank(workers: WorkerPo
     for cache, differing in workers.run(f"{__name__}:refuse", 2, 100.0):
         assert "cannot split the cache of model.layers.0" in cache
         assert "different arguments" in differing
+
+
+@pytest.mark.parametrize("labels", [False, True])
+def test_outputs_that_do_not_count_samples_are_those_of_the_model(labels: bool) -> None:
+    """The balance loss and the logits of the router, which has a row for each token; and memories."""
+    config = transformers.MixtralConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=31,
+        num_key_value_heads=2, num_local_experts=2, output_router_logits=True,
+    )  # fmt: skip
+    plain = transformers.MixtralForCausalLM(config).eval()
+    batch = {"input_ids": torch.arange(30).view(6, 5)}
+    batch |= {"labels": batch["input_ids"]} if labels else {}
+    expected = plain(**batch, use_cache=False)
+    with torch.no_grad():
+        output = as_module(copy.deepcopy(plain)).eval()(**batch)
+    for name in ("aux_loss", "router_logits", "logits"):
+        torch.testing.assert_close(output[name], expected[name], atol=1e-4, rtol=1e-3)
+    remembers = transformers.XLNetModel(
+        transformers.XLNetConfig(
+            d_model=16, n_layer=2, n_head=2, d_inner=16, vocab_size=31, mem_len=3
+        )
+    ).eval()
+    pipe = Pipeline(copy.deepcopy(remembers), ranks=2, microbatches=3)
+    found = pipe.predict(input_ids=batch["input_ids"])
+    torch.testing.assert_close(found.mems, remembers(input_ids=batch["input_ids"]).mems)

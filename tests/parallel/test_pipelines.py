@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
@@ -166,6 +168,30 @@ def test_wrapped_stages_equal_one_process(workers: WorkerPool, schedule: str, ho
             for kind in least(how, answer)
         }
         assert counts == least(how, answer), answer["counts"]
+
+
+def run_without_sums(group: Any) -> float:
+    """A worker's task: mixed precision where only torch's own code can add up, as since torch 2.15."""
+    names = ("accumulate_unsharded_grad_if_needed", "to_accumulated_grad_if_needed")
+    sums = {name: method for name, method in vars(FSDPParam).items() if name in names}
+    post_backward = FSDPParamGroup.post_backward
+
+    def with_sums(group: FSDPParamGroup, *args: Any) -> None:
+        with pytest.MonkeyPatch.context() as own:
+            for name, method in sums.items():
+                own.setattr(FSDPParam, name, method, raising=False)
+            post_backward(group, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FSDPParamGroup, "post_backward", with_sums)
+        for name in sums:
+            patch.delattr(FSDPParam, name)
+        gaps: dict[str, float] = run(group, "1F1B", "mixed")["gaps"]
+    return max(gaps.values())
+
+
+def test_mixed_precision_where_only_torch_can_add_up(workers: WorkerPool) -> None:
+    assert max(workers.run(f"{__name__}:run_without_sums", 4, 60.0)) < 1e-5
 
 
 @pytest.mark.slow

@@ -76,6 +76,7 @@ def spread(group: Any) -> dict[str, Any]:
     summed = DTensor.from_local(tensors()[0] / 2, mesh, [Partial(), Replicate()])
     return {
         "norms": [global_norms([*sharded, tensors()[1]], order).tolist() for order in ORDERS],
+        "apart": [global_norms(sharded, order, apart=True).tolist() for order in ORDERS],
         "sums": [float(global_norms([summed], order)) for order in ORDERS],
         "whole": [bool(torch.equal(whole(a), b)) for a, b in zip(sharded, tensors(), strict=True)],
         "same": all(
@@ -86,7 +87,8 @@ def spread(group: Any) -> dict[str, Any]:
 
 def test_shards_count_once_and_copies_not_at_all(workers: WorkerPool) -> None:
     for answer in workers.run(f"{__name__}:spread", 4, 60.0):
-        for order, norms in zip(ORDERS, answer["norms"], strict=True):
+        for order, norms, apart in zip(ORDERS, answer["norms"], answer["apart"], strict=True):
+            assert apart == pytest.approx(expected(order))
             each = torch.tensor([*expected(order), expected(order)[1]])
             total = torch.linalg.vector_norm(torch.tensor(norms), order)
             torch.testing.assert_close(total, torch.linalg.vector_norm(each, order))

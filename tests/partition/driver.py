@@ -132,9 +132,7 @@ def check_equal(  # noqa: PLR0913 - one oracle, many cases
     """Check the loss (bit by bit) and every gradient against the plain model's; names and buffers too."""
     whole = copy.deepcopy(model)
     parts = (
-        stages(model)
-        if callable(stages)
-        else cut(model, stages, args, kwargs, recompute=recompute)
+        stages(model) if callable(stages) else cut(model, stages, args, kwargs, recompute=recompute)
     )
     codes = [m for m in parts.modules if isinstance(m, StageModule)]
     units = [path for m in codes for path, part in m.named_modules() if part in m.units]

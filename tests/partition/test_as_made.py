@@ -721,7 +721,7 @@ def test_gradients_of_a_function_in_a_recomputed_unit() -> None:
     compare(lambda: make(b=act), recompute=["a", "c", "d"])
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is")
 def test_a_scripted_function_between_units() -> None:
     def double(x: Tensor) -> Tensor:
         return x * 2

@@ -841,6 +841,15 @@ def test_numbers_may_not_decide_just_before_the_last_stage() -> None:
         cut(make(decides), ["l.2"], (rows(),))
 
 
+@pytest.mark.parametrize("folder", ["torch", "penstock"])
+def test_lines_are_the_authors_though_their_folder_is_called_like_a_library(folder: str) -> None:
+    names: dict[str, Any] = {}
+    code = "def body(m, x):\n    return m.l[3](m.l[2](x) if m.l[0](x).sum() > 0 else x)\n"
+    exec(compile(code, f"/home/someone/{folder}/train.py", "exec"), names)
+    with pytest.raises(PartitionError, match=r"train\.py:2\): the model's code needs numbers"):
+        cut(make(names["body"]), ["l.2"], (rows(),))
+
+
 # ---- state that a forward advances
 
 
@@ -1318,7 +1327,7 @@ def test_backward_hooks_of_a_module_in_parts() -> None:
         cut(model, ["0.l.2"], (rows(),))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is")
 def test_scripted_units() -> None:
     torch.manual_seed(0)
     plain = make(through_all)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from penstock import Loss, Pipeline
+from penstock import REPLICATE, Loss, Pipeline, PipelineModule, Split
+from penstock.errors import MicrobatchError, PenstockError
 from penstock.testing import WorkerPool
 from tests.pipeline.models import X, Y, chain, make, mean_loss, restless
 
@@ -102,11 +105,67 @@ def test_without_split_arguments_there_is_one_microbatch() -> None:
 
 
 def test_nested_outputs_are_merged() -> None:
-    nested = Does(lambda x, _: {"logits": (x, x.sum(1)), "mean": x.mean(), "name": "n", "no": None})
+    nested = Does(lambda x, _: {"logits": (x, x.sum(1)), "name": "n", "no": None})
     found = make(nn.Sequential(chain(), nested)).predict(X)
     assert [part.shape for part in found["logits"]] == [X.shape, X.shape[:1]]
-    assert found["mean"].shape == (4,)
     assert (found["name"], found["no"]) == ("n", None)
+
+
+def mean(parts: Any, sizes: Any) -> Any:
+    return sum(part * n for part, n in zip(parts, sizes, strict=True)) / sum(sizes)
+
+
+OUTPUTS: dict[str, tuple[Callable[[Any], Any], Any]] = {
+    "a mean of each feature": (lambda x: x.mean(0), mean),
+    "a scalar": (lambda x: {"y": x, "sum": x.sum()}, {"sum": lambda parts, sizes: sum(parts)}),
+    "blocks of all samples": (lambda x: torch.cat([x, 1 - x]), Split(0, chunks=2)),
+    "several rows for each sample": (lambda x: x.reshape(-1), Split(0)),
+    "time first": (lambda x: {"y": x, "mems": x.expand(3, *x.shape)}, {"mems": Split(1)}),
+    "the same everywhere": (lambda x: (x, torch.ones(3)), {1: REPLICATE}),
+}
+
+
+@pytest.mark.parametrize("name", sorted(OUTPUTS))
+def test_outputs_that_do_not_count_samples_need_a_rule(name: str) -> None:
+    """Then they are those of the plain model, and gradients flow through them; else they are refused."""
+    function, rule = OUTPUTS[name]
+    rows, plain = X[:7], nn.Sequential(chain(), Does(lambda x, _: function(x)))
+    expected = plain(rows)
+    alone = make(copy.deepcopy(plain), loss_fn=None)
+    for call in (alone.predict, PipelineModule(alone).train(), PipelineModule(alone).eval()):
+        with pytest.raises(MicrobatchError, match=r"does not count samples .* split={'output'"):
+            call(rows)
+    pipe = make(copy.deepcopy(plain), loss_fn=None, split={"output": rule})
+    torch.testing.assert_close(pipe.predict(rows), pytree.tree_map(torch.detach, expected))
+    found = PipelineModule(pipe).train()(rows)
+    for output in (found, expected):
+        sum(value.square().sum() for value in pytree.tree_leaves(output)).backward()
+    torch.testing.assert_close(found, expected)
+    for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    # One microbatch gives what the model gives.
+    once = make(copy.deepcopy(plain), loss_fn=None, microbatches=1)
+    torch.testing.assert_close(once.predict(rows), pipe.predict(rows))
+
+
+def preference(output: Any, target: Any) -> Any:
+    chosen, rejected = output.chunk(2)
+    return -nn.functional.logsigmoid(chosen - rejected).mean()
+
+
+@pytest.mark.parametrize("over", ["samples", "batch"])
+def test_a_loss_of_blocks_of_all_samples_needs_a_rule(over: str) -> None:
+    """As in DPO, where the model runs chosen and rejected answers as one batch inside."""
+    plain = nn.Sequential(chain(), Does(lambda x, _: torch.cat([x, x.flip(1)])))
+    options: dict[str, Any] = {"schedule": "GPipe", "loss_fn": preference, "loss_over": over}
+    with pytest.raises(PenstockError, match=r"Split\(0, chunks=2\)"):
+        make(copy.deepcopy(plain), **options).step(X[:7], target=None)
+    pipe = make(copy.deepcopy(plain), split={"output": Split(0, chunks=2)}, **options)
+    loss = preference(plain(X[:7]), None)
+    loss.backward()
+    assert pipe.step(X[:7], target=None).loss == pytest.approx(loss.item())
+    for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
 
 
 def test_a_model_may_give_other_values_in_evaluation() -> None:

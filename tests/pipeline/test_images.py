@@ -180,7 +180,7 @@ def test_images_that_belong_to_nobody_are_refused() -> None:
     pipe, target = pipeline(), torch.zeros(4, LENGTH, SIZE).double()
     batch = batch_of(BATCHES[1], has_grid=True)
     batch["input_ids"][2, 9] = 0
-    with pytest.raises(MicrobatchError, match=r"rules=.*pixel_values"):
+    with pytest.raises(MicrobatchError, match=r"split=.*pixel_values"):
         pipe.step(**batch, target=target)
     batch["input_ids"][2, 8:10] = torch.tensor([0, IMAGE])
     batch["input_ids"][2, 1] = 0

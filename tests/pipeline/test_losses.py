@@ -227,6 +227,102 @@ def test_a_loss_that_is_none_is_refused(adds: Any, says: str) -> None:
         pipe.step(X, target=Y)
 
 
+class Ahead(nn.Module):
+    """Predicts labels, and early on those one place further."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.early = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.double()
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        early = self.early(hidden)
+        add_loss("ahead", token_loss(early[:, :-1], labels[:, 1:]), weight=0.5)
+        logits: Tensor = self.head(hidden.tanh())
+        return logits
+
+
+def valid_ahead(labels: Tensor) -> Tensor:
+    return valid(labels[:, 1:])
+
+
+BY_NAME = {"main": valid, "ahead": valid_ahead}
+"""Of the last microbatch, whose added loss is a mean over nothing, the second is 0."""
+
+
+def train_ahead(group: Any = None, **options: Any) -> tuple[float, dict[str, float], float]:
+    """A step: its loss, the losses by name, and the gaps of gradients to those of the plain model."""
+    plain = Ahead()
+    with collect_losses() as losses:
+        main = token_loss(plain(X, RAGGED_Y), RAGGED_Y)
+    (main + losses.total()).backward()
+    loss = float((main + losses.total()).detach())
+    options = {"loss_weight": BY_NAME} | options
+    pipe = Pipeline(Ahead(), ranks=2, microbatches=4, loss_fn=token_loss, mesh=group, **options)
+    is_last = pipe.rank == 1 or group is None
+    result = pipe.step(X, RAGGED_Y, target=RAGGED_Y if is_last else MISSING)
+    gradients_of_plain = gradients(plain)
+    gaps = [float((g - gradients_of_plain[n]).abs().max()) for n, g in gradients(pipe).items()]
+    return result.loss - loss, dict(result.losses), sum(gaps)
+
+
+def test_an_added_loss_counts_by_a_weight_of_its_own(workers: WorkerPool) -> None:
+    """The target is given to the last stage's rank alone, where there are two processes."""
+    with collect_losses() as losses:
+        Ahead()(X, RAGGED_Y)
+    ahead = float(losses.named()["ahead"])
+    for off, named, gap in (train_ahead(), *workers.run(f"{__name__}:train_ahead", 2)):
+        assert abs(off) < 1e-14
+        assert named["ahead"] == pytest.approx(ahead, abs=1e-14)
+        assert gap < 1e-14
+
+
+def test_steps_of_a_larger_batch_divide_each_loss_by_its_own_total() -> None:
+    pipe, plain = (
+        Pipeline(Ahead(), ranks=2, microbatches=2, loss_fn=Loss(token_loss, weight=BY_NAME)),
+        Ahead(),
+    )
+    with collect_losses() as losses:
+        main = token_loss(plain(X, RAGGED_Y), RAGGED_Y)
+    (main + losses.total()).backward()
+    totals = {name: float(count(RAGGED_Y)) for name, count in BY_NAME.items()}
+    for rows in (slice(0, 4), slice(4, 7)):
+        pipe.step(X[rows], RAGGED_Y[rows], target=RAGGED_Y[rows], total_weight=totals)
+    assert_same(gradients(pipe), gradients(plain))
+    with pytest.raises(UsageError, match=r"total_weight= a dict with a number for each"):
+        pipe.step(X, RAGGED_Y, target=RAGGED_Y, total_weight=13.0)
+
+
+def test_an_added_loss_that_counts_something_else_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    labels = RAGGED_Y.clone()
+    labels[6, 1] = 0
+    pipe = Pipeline(Ahead(), ranks=2, microbatches=4, loss_fn=Loss(token_loss, weight=valid))
+    weights: Any
+    for weights, warns in ((valid, 1), (valid, 0), ({"ahead": "microbatch"}, 0)):
+        caplog.clear()
+        pipe.step(X, labels, target=labels, loss_weight=weights)
+        assert len(caplog.records) == warns
+        assert all(
+            "loss_weight={'main': ..., 'ahead': a function" in r.message for r in caplog.records
+        )
+    by_custom = {"main": valid, "ahead": "microbatch"}
+    for weights in (by_custom, BY_NAME):
+        train = Pipeline(Ahead(), ranks=2, microbatches=4, loss_fn=Loss(token_loss, weight=weights))
+        train.step(X, labels, target=labels)
+    assert not caplog.records
+    wrong: Any = {"main": valid, "ahead": valid}
+    train = Pipeline(Ahead(), ranks=2, microbatches=4, loss_fn=Loss(token_loss, weight=wrong))
+    with pytest.raises(UsageError, match=r"loss_weight\['ahead'\] does not count"):
+        train.step(X, labels, target=labels)
+    with pytest.raises(UsageError, match=r"loss_weight\['ahead'\]='tokens': must be a number"):
+        train.step(X, labels, target=labels, loss_weight=wrong | {"ahead": "tokens"})
+
+
 # ---- what else comes back
 
 

@@ -236,7 +236,7 @@ def test_what_is_held_does_not_grow_with_the_microbatches(
 
 ROWS_OF_RANK = (
     "0F0 0SEND_F0 3RECV_F0 3F0 3B0 3SEND_B0 0WAIT_SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 3RECV_F1 3F1 3B1 "
-    "3SEND_B1 0RECV_B1 0B1",
+    "3SEND_B1 0RECV_B1 0B1 0REDUCE_GRAD 0WAIT_REDUCE_GRAD",
     "1RECV_F0 1F0 2F0 2SEND_F0 1RECV_F1 1F1 2F1 2SEND_F1 2RECV_B0 2B0 1B0 1SEND_B0 2RECV_B1 2B1 1B1 1SEND_B1",
 )
 """Rank 1 takes the gradient that rank 0 has sent before 0WAIT_SEND_F0 only when it has 0SEND_F1's value."""

@@ -121,6 +121,27 @@ def test_what_is_not_finite_is_found(what: str) -> None:
     assert re.search(says, str(finding)), finding
 
 
+def test_finite_gradients_in_float16_may_have_a_norm_beyond_it() -> None:
+    class Scales(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.full((256,), 0.5, dtype=torch.float16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    made = Pipeline(
+        nn.Sequential(Scales(), Scales()), ranks=2, microbatches=2, 
+        loss_fn=Loss(lambda output, target: (output.float() * target).sum(), reduction="sum"),
+    )  # fmt: skip
+    made.step(torch.ones(4, 256, dtype=torch.float16), target=torch.full((4, 1), 3e3))
+    gradients = [p.grad for p in made.parameters() if p.grad is not None]
+    assert {float(gradient.abs().max()) for gradient in gradients} == {6e3}
+    norm = 6e3 * (2 * 256) ** 0.5
+    assert made.clip_grad_norm_(1.0, error_if_nonfinite=True) == pytest.approx(norm)
+    assert made.weights.grad_norm() == pytest.approx(1.0, rel=1e-3)
+
+
 def test_sparse_gradients_are_looked_at() -> None:
     class Rooted(nn.Embedding):
         def forward(self, tokens: Tensor) -> Tensor:

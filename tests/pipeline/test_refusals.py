@@ -109,7 +109,7 @@ MAKING: list[tuple[dict[str, Any], type[PenstockError], str]] = [
     ({"wrap": "fsdp"}, UsageError, "wrap='fsdp': must be a function of a stage's module"),
     ({"seed": 1.5}, UsageError, "seed=1.5: must be a whole number"),
     ({"timeout": "1"}, UsageError, "timeout='1': must be more than 0 seconds"),
-    ({"split": {0: 1}}, MicrobatchError, r"rules=\{0: 1\}: must be Split\(dim\)"),
+    ({"split": {0: 1.5}}, MicrobatchError, r"split={0: 1.5}: must be a dimension"),
     ({"schedule": lambda ranks, microbatches: "1F1B"}, ScheduleError,
         "for ranks=2, microbatches=4 the function <lambda> gave a str, which is no"),
     ({"schedule": lambda ranks, microbatches: THREE}, ScheduleError,

@@ -258,8 +258,10 @@ def test_messages_of_one_direction_are_started_one_by_one(monkeypatch: pytest.Mo
     for name, function in {"isend": isend, "irecv": irecv, "batch_isend_irecv": batch}.items():
         monkeypatch.setattr(dist, name, function)
 
+    group = SimpleNamespace(group_name="pipeline")
+
     def of(op: Any) -> list[Any]:
-        return [SimpleNamespace(op=op, tensor=X, group=None, tag=0, group_peer=p) for p in (1, 2)]
+        return [SimpleNamespace(op=op, tensor=X, group=group, tag=0, group_peer=p) for p in (1, 2)]
 
     sends, receives = of(isend), of(irecv)
     for package in (OURS, THEIRS):

@@ -154,7 +154,7 @@ class Idle(nn.Module):
         return used
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is")
 def test_what_cannot_be_measured_is_refused() -> None:
     example: Any = ((torch.ones(3, 4),), {})
     scripted = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 4))

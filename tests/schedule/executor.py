@@ -122,14 +122,3 @@ def fault(schedule: Schedule, *, blocking: bool = False) -> str | None:
     except Fault as why:
         return str(why)
     return None
-
-
-def wait_for_sends(schedule: Schedule) -> Schedule:
-    """A WAIT_SEND for each SEND at the end of its program, as files of others may have them."""
-    waits = (
-        [a._replace(op=Op(f"WAIT_{a.op}")) for a in flat(program) if a.op in SEND_OPS]
-        for program in schedule.programs
-    )
-    return schedule.with_programs(
-        (*program, *wait) for program, wait in zip(schedule.programs, waits, strict=True)
-    )

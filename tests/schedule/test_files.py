@@ -27,9 +27,9 @@ from penstock.schedule import (
     to_csv,
     to_json,
     validate,
+    wait_for_sends,
 )
 from penstock.schedule.files import csv_table
-from tests.schedule.executor import wait_for_sends
 
 
 def forms(name: str) -> list[Schedule]:

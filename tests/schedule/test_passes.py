@@ -21,6 +21,7 @@ from penstock.schedule import (
     prefetch,
     reduce_gradients,
     validate,
+    wait_for_sends,
 )
 from penstock.schedule.action import RECV_OPS, SEND_OPS
 from penstock.schedule.dependencies import counterpart
@@ -34,6 +35,26 @@ def test_add_communication_sends_at_once_and_receives_one_message_ahead() -> Non
         "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0RECV_B1 0B0 0F2 0SEND_F2 0RECV_B2 0B1 0B2",
         "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1RECV_F2 1F1 1B1 1SEND_B1 1F2 1B2 1SEND_B2",
     ]
+
+
+def test_every_send_is_waited_for_where_an_answer_shows_that_it_was_used() -> None:
+    made = wait_for_sends(build("1F1B", ranks=2, microbatches=2))
+    assert rows(made) == [
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0RECV_B1 0B0 0WAIT_SEND_F0 0B1 0WAIT_SEND_F1",
+        "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1WAIT_SEND_B0 1WAIT_SEND_B1",
+    ]
+    assert wait_for_sends(made) == made
+    for name in names():
+        plain = build(name, ranks=4, microbatches=9)
+        lowered = wait_for_sends(plain)
+        assert validate(lowered).ok
+        assert (
+            validate(lowered).survives_blocking_sends
+            == validate(add_communication(plain)).survives_blocking_sends
+        )
+        ops = Counter(action.op for rank in range(4) for action in lowered.actions(rank))
+        assert ops[Op.WAIT_SEND_F] == ops[Op.SEND_F]
+        assert ops[Op.WAIT_SEND_B] == ops[Op.SEND_B]
 
 
 def waiting_buffers(made: Schedule) -> int:

@@ -22,9 +22,10 @@ from penstock.schedule import (
     reduce_gradients,
     simulate,
     validate,
+    wait_for_sends,
 )
 from penstock.schedule.action import Entry
-from tests.schedule.executor import fault, wait_for_sends
+from tests.schedule.executor import fault
 
 Programs = list[list[Entry]]
 PASSES = (merge_backward, add_communication, wait_for_sends, prefetch, reduce_gradients)

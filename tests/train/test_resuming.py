@@ -16,7 +16,7 @@ from rich.console import Console
 
 from penstock import Pipeline, read_weights
 from penstock.cli.main import main
-from penstock.errors import UsageError
+from penstock.errors import InputFileError, UsageError
 from penstock.train import resolve, train
 from tests.scripts import run_script
 from tests.train.runs import SMALL, config_for, flags, losses, run
@@ -150,6 +150,24 @@ def test_folders_that_cannot_be_used(
             run(config_for(text, out=str(tmp_path / out)))
     monkeypatch.chdir(tmp_path)
     assert run(config_for(text, steps=1))[0].folder.parent == Path("runs")
+
+
+def test_a_run_folder_of_somebody_else_says_nowhere_where_to_write(
+    text: Path, tmp_path: Path
+) -> None:
+    folder, mine = tmp_path / "run", tmp_path / "mine"
+    run(config_for(text, steps=1, save_every=1, out=str(folder)))
+    (folder / "metrics.jsonl").unlink()
+    (folder / "metrics.jsonl").symlink_to(mine)
+    with pytest.raises(UsageError, match="Too many levels of symbolic links"):
+        run(config_for(text, steps=2, out=str(folder), resume="auto"))
+    with (folder / "config.toml").open("a") as file:
+        file.write(f"out = '{mine}'\n")
+    with pytest.raises(
+        InputFileError, match=r"config\.toml: out= is no setting that a run folder keeps"
+    ):
+        resolve({"resume": str(folder)})
+    assert not mine.exists()
 
 
 # ---- under torchrun

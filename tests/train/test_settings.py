@@ -76,7 +76,7 @@ def test_a_wrong_flag_is_named_with_what_it_must_be(
     ("text", "parts"),
     [
         ("steps = \nbatch = 3", ("not TOML", "line 1", "write lines such as steps = 100")),
-        ("\udcff", ("not TOML",)),
+        ("\udcff", ("byte 0 is not UTF-8 text",)),
         ("steps = " + "9" * 20_000, ("not TOML",)),
         ("steps = 0x" + "f" * 20_000, ("steps=<a number of 80000 bits>: ",)),
         ("steps = 0", ("steps=0: ",)),

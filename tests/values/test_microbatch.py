@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from penstock.errors import MicrobatchError
 from penstock.microbatches import (
@@ -106,7 +107,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "another first dimension": (
         error_of(TOKENS, position_ids=POSITIONS),
         r"the batch has 5 samples \(argument 0 of shape \[5, 4\] has 5 in dimension 0\), but argument "
-        r"'position_ids' of shape \[3, 5, 4\] has 3 in dimension 0; use rules=",
+        r"'position_ids' of shape \[3, 5, 4\] has 3 in dimension 0; use split=",
     ),
     "in a list": (error_of(TOKENS, y=[POSITIONS]), r"but argument 'y'\[0\] of shape \[3, 5, 4\] has 3"),
     "the first, as most are right": (error_of(POSITIONS, TOKENS, mask=TOKENS), "but argument 0 of shape"),
@@ -121,14 +122,21 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "items of a tensor": (error_of(TOKENS, rules={0: {"mask": REPLICATE}}),
         "argument 0 is a Tensor without items"),
-    "a list of nobody knows what": (
-        error_of([TOKENS[:3], TOKENS[:3]]), r"argument 0 is a list of 2, .* rules={0: Split\(None\)} splits"
+    "a list of images": (
+        error_of([torch.zeros(3, 4, 5)] * 8), r"list of 8, and looks like .* split={0: Split\(None\)} splits"
     ),
-    "a list of either": (
-        error_of([torch.zeros(2, 3)] * 2, target=torch.zeros(2)), "is a list of 2, which may be as many"
+    "as many images as channels": (
+        error_of((torch.zeros(3, 4, 5),) * 3, target=torch.zeros(3)), "is a tuple of 3, and looks like"
     ),
-    "a target of either": (
-        error_of(TOKENS, target=[torch.zeros(5)] * 5), r"the target is a list .* rules={'target': Split\(0\)}"
+    "a list of samples": (
+        error_of([torch.zeros(3, 2 + i) for i in range(4)], target=torch.zeros(4)), "is a list of 4, and"
+    ),
+    "a target of entries of different sizes": (
+        error_of(TOKENS, target=[torch.zeros(1 + i) for i in range(5)]),
+        r"the target is a list .* split={'target': Split\(None\)}"
+    ),
+    "a dimension that has no such chunks": (
+        error_of(TOKENS, rules={0: Split(0, chunks=2)}), r"\[5, 4\] does not consist of 2 chunks"
     ),
     "entries of a tensor": (
         error_of(TOKENS, rules={0: Split(None)}), r"is a Tensor, but its rule Split\(None\) is for a list"
@@ -161,47 +169,86 @@ def test_what_cannot_be_split_is_refused(name: str) -> None:
 # ---- merging
 
 
-def test_outputs_are_merged() -> None:
-    assert torch.equal(merge([TOKENS[:3], TOKENS[3:]]), TOKENS)
-    assert merge([TOKENS, TOKENS], dim=1).shape == (5, 8)
-    assert merge([torch.tensor(1), torch.tensor(2)]).tolist() == [1, 2]
-    assert merge([{"loss": None, "kind": "a"}] * 3) == {"loss": None, "kind": "a"}
+def merged(
+    parts: Sequence[Any], rule: Any = None, sizes: Sequence[int] = (3, 2), **options: Any
+) -> Any:
+    return merge(parts, rule, [(0, sizes[: len(parts)])], **options)
 
 
-def test_what_is_no_sample_is_the_same_in_all_outputs_or_refused() -> None:
+def test_outputs_are_merged_along_the_samples_or_by_a_rule() -> None:
+    parts = [TOKENS[:3], TOKENS[3:]]
+    assert torch.equal(merged(parts), TOKENS)
+    assert torch.equal(merged([part.t() for part in parts], Split(1)), TOKENS.t())
+    assert torch.equal(merged([part.t() for part in parts], Split(-1)), TOKENS.t())
+    blocks = [torch.cat([part, -part]) for part in parts]
+    assert torch.equal(merged(blocks, Split(0, chunks=2)), torch.cat([TOKENS, -TOKENS]))
+    across = merged([part.t() for part in blocks], Split(-1, chunks=2))
+    assert torch.equal(across, torch.cat([TOKENS, -TOKENS]).t())
+    assert merged([torch.zeros(1, 2)] * 2, REPLICATE).shape == (1, 2)
+    assert merged([[1, 2, 3], [4, 5]], Split(None)) == [1, 2, 3, 4, 5]
+    assert merged([1.0, 2.0], lambda parts, sizes: [*zip(parts, sizes, strict=True)]) == [
+        (1, 3),
+        (2, 2),
+    ]
+    assert merged([{"loss": None, "kind": "a"}] * 2) == {"loss": None, "kind": "a"}
+    both = merged(
+        [{"x": part, "mems": part.t(), "sum": part.sum()} for part in parts],
+        {"mems": Split(1), "sum": lambda parts, sizes: sum(parts)},
+    )
+    assert torch.equal(both["x"], TOKENS)
+    assert torch.equal(both["mems"], TOKENS.t())
+    assert both["sum"] == TOKENS.sum()
+
+
+def test_what_is_no_sample_may_be_the_same_in_all_outputs_of_a_loss() -> None:
     """Such as a temperature beside the logits."""
     table = torch.ones(3)
-    both = merge([table, table], samples=(2, 3))
+    both = merged([table, table], sizes=(2, 3), alike=True)
     both.mul_(2)
     assert table.tolist() == [1, 1, 1]
-    assert merge([torch.ones(4, 2), torch.ones(6, 2)], samples=(2, 3)).shape == (10, 2)
-    for sizes, exact in (((3, 5), False), ((4, 6), True)):
-        with pytest.raises(MicrobatchError, match="not one entry for each sample"):
-            merge([torch.zeros(sizes[0]), torch.ones(sizes[1])], samples=(2, 3), exact=exact)
+    rows = [torch.ones(4, 2), torch.ones(6, 2)]
+    assert merged(rows, sizes=(2, 3), guesses=True).shape == (10, 2)
 
 
 def test_outputs_of_tokens_are_merged_along_them() -> None:
     """Those without the first token of a row too; and what each sequence has, in dimension 0."""
+    ways = [(1, (6, 9)), (1, (5, 8)), (0, (2, 1))]
     for lacking in (0, 1):
         rows = [torch.zeros(1, 6 - lacking), torch.zeros(1, 9 - lacking)]
-        assert merge(rows, 1, tokens=(6, 9)).shape == (1, 15 - 2 * lacking)
-    assert merge([torch.zeros(2, 3), torch.zeros(1, 3)], 1, tokens=(6, 9)).shape == (3, 3)
+        assert merge(rows, None, ways).shape == (1, 15 - 2 * lacking)
+    assert merge([torch.zeros(2, 3), torch.zeros(1, 3)], None, ways).shape == (3, 3)
+    with pytest.raises(MicrobatchError, match="cannot be put together"):
+        merge([torch.zeros(4), torch.zeros(4)], None, ways)
 
 
-UNLIKE: dict[str, tuple[list[Any], str]] = {
-    "types": ([TOKENS, (TOKENS,)], "different structures"),
-    "lengths": ([(1,), (1, 2)], "different structures"),
-    "keys": ([{"a": 1}, {"b": 1}], "different structures"),
-    "values": ([1, 2], "not tensors and differ"),
-    "shapes": ([TOKENS, TOKENS.t()], r"shapes \[\[5, 4\], \[4, 5\]\] cannot be merged"),
-}
+HALVES = [TOKENS[:3], TOKENS[3:]]
+UNLIKE: dict[str, tuple[Callable[[], Any], str]] = {
+    "types": (lambda: merged([TOKENS, (TOKENS,)]), "different structures"),
+    "lengths": (lambda: merged([(1,), (1, 2)]), r"different structures .* split={'output': Split\(None\)}"),
+    "keys": (lambda: merged([{"a": 1}, {"b": 1}], {"a": Split(1)}), "different structures"),
+    "values": (lambda: merged([1, 2]), "not tensors and differ"),
+    "scalars": (
+        lambda: merged([{"loss": torch.tensor(1.0)}] * 2),
+        r"output\['loss'\] has the shapes .* split={'output': {'loss': rule}}: if it is a mean .*REPLICATE",
+    ),
+    "another size": (lambda: merged([TOKENS, TOKENS]), "dimension 0 does not count samples"),
+    "another dimension": (lambda: merged([half.t() for half in HALVES]), r"Split\(1\) joins along"),
+    "several rows": (
+        lambda: merged([half.repeat(2, 1) for half in HALVES]), r"Split\(0, chunks=2\) if it is 2 blocks"
+    ),
+    "rules for items of a tensor": (lambda: merged(HALVES, {"b": Split(1)}), "is a Tensor without items"),
+    "no such dimension": (lambda: merged(HALVES, Split(2)), "no dimension 2"),
+    "lengths along others": (lambda: merged([HALVES[0], HALVES[1][:, 1:]]), "cannot be joined along"),
+    "different replicates": (lambda: merged(HALVES, REPLICATE), "not the same in all microbatches"),
+    "rules for no item": (lambda: merged([{"a": 1}] * 2, {"b": Split(1)}), r"rules for \['b'\] of the"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(UNLIKE))
-def test_outputs_that_differ_are_refused(name: str) -> None:
-    outputs, says = UNLIKE[name]
+def test_outputs_that_cannot_be_put_together_are_refused(name: str) -> None:
+    call, says = UNLIKE[name]
     with pytest.raises(MicrobatchError, match=says):
-        merge(outputs)
+        call()
 
 
 # ---- what a process was given
@@ -299,13 +346,13 @@ def test_a_batch_keeps_its_kind_and_is_merged_again(name: str, by_item: bool) ->
     value = KINDS[name]()
     by_items: Rules = {0: {key: Split(0) for key in value} if isinstance(value, Mapping) else {}}
     parts = [part.args[0] for part in split((value,), {}, 2, by_items if by_item else None)]
-    merged = merge(parts)
-    assert all(type(part) is type(value) for part in (*parts, merged))
-    flat = [tensors_in(one) for one in (value, merged, *parts)]
-    for whole, again, *halves in zip(*flat, strict=True):
+    again = merged(parts)
+    assert all(type(part) is type(value) for part in (*parts, again))
+    flat = [tensors_in(one) for one in (value, again, *parts)]
+    for whole, joined, *halves in zip(*flat, strict=True):
         assert [len(half) for half in halves] == [3, 2]
         assert torch.equal(torch.cat(halves), whole)
-        assert torch.equal(again, whole)
+        assert torch.equal(joined, whole)
 
 
 class Reads(nn.Module):
@@ -329,6 +376,25 @@ def test_a_batch_of_the_users_class_stays_as_it_is() -> None:
         compare(ruled, schedule="1F1B", ranks=2, microbatches=2, steps=2).check(1e-12)
     assert batch["x"] is x
     assert batch["scale"] is scale
+
+
+class Denoises(nn.Module):
+    """Takes a batch as a loader collates it, and computes its error inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        noisy, clean = batch
+        output: Tensor = self.last(self.first(noisy).tanh()) - clean
+        return output
+
+
+def test_a_loop_trains_on_lists_as_collated() -> None:
+    pair = list(torch.rand(2, 6, 4, dtype=torch.float64))
+    case = Case(Denoises().double(), (pair,), None, lambda output, _: output.square().mean())
+    compare(case, schedule="1F1B", ranks=2, microbatches=3, steps=2).check(1e-12)
 
 
 # ---- rules
@@ -359,7 +425,8 @@ IMAGES = [torch.full((3, 2, 2 + i), float(i)) for i in range(4)]
 
 def test_a_list_of_samples_is_split_by_its_entries() -> None:
     boxes = [{"boxes": torch.zeros(2 + i, 4)} for i in range(4)]
-    batch = split_batch((IMAGES,), {"ids": torch.arange(4)}, boxes, None, 2)
+    rules: Rules = {0: Split(None), "target": Split(None)}
+    batch = split_batch((IMAGES,), {"ids": torch.arange(4)}, boxes, rules, 2)
     assert batch.parts is not None
     assert batch.targets is not None
     assert [part.args for part in batch.parts] == [(IMAGES[:2],), (IMAGES[2:],)]
@@ -368,14 +435,41 @@ def test_a_list_of_samples_is_split_by_its_entries() -> None:
     assert [(part.samples, part.kind) for part in batch.parts] == [(2, None)] * 2
 
 
+@pytest.mark.parametrize("shape", [(4,), (2,), (3, 5), (3, 4, 4, 4)])
+def test_a_list_as_collated_holds_all_samples_in_each_tensor(shape: tuple[int, ...]) -> None:
+    """Also where it has as many entries as there are samples."""
+    pair = default_collate(
+        [(torch.rand(shape[1:]), torch.rand(shape[1:])) for _ in range(shape[0])]
+    )
+    assert type(pair) is list
+    for target in (MISSING, torch.zeros(shape[0])):
+        batch = split_batch((pair,), {}, target, None, 2)
+        assert batch.parts is not None
+        halves = [part.args[0] for part in batch.parts]
+        assert [type(half) for half in halves] == [list, list]
+        for whole, *of_whole in zip(pair, *halves, strict=True):
+            assert torch.equal(torch.cat(of_whole), whole)
+            assert sum(map(len, of_whole)) == shape[0]
+
+
 def test_a_rule_says_what_a_list_is() -> None:
     by_entry = split(([TOKENS, TOKENS],), {}, 2, {0: Split(None)})
     assert [len(part.args[0]) for part in by_entry] == [1, 1]
     by_row = split(([TOKENS, TOKENS],), {}, 2, {0: Split(0)})
     assert [[len(t) for t in part.args[0]] for part in by_row] == [[3, 3], [2, 2]]
-    # Where something else tells the number of samples, a list of another length holds tensors of all.
-    beside = split(([TOKENS, TOKENS],), {"x": TOKENS}, 2)
-    assert [[len(t) for t in part.args[0]] for part in beside] == [[3, 3], [2, 2]]
+    images = split(([torch.zeros(3, 4, 4)] * 3,), {}, 3, {0: Split(0)})
+    assert [len(part.args[0]) for part in images] == [3, 3, 3]
+
+
+def test_chunks_hold_an_entry_for_every_sample() -> None:
+    """Such as the chosen answers of all samples, followed by the rejected ones."""
+    pairs = torch.cat([TOKENS, -TOKENS])
+    for value, dim in ((pairs, 0), (pairs.t(), -1)):
+        parts = split((value, TOKENS), {}, 2, {0: Split(dim, chunks=2)})
+        for part in parts:
+            assert torch.equal(
+                part.args[0].movedim(dim, 0), torch.cat([part.args[1], -part.args[1]])
+            )
 
 
 # ---- functions

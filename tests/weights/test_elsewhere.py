@@ -14,7 +14,7 @@ from safetensors.torch import save
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from penstock import Pipeline
+from penstock import Loss, Pipeline
 from penstock.testing import WorkerPool
 from tests.pipeline.models import X, Y, mean_loss
 
@@ -82,6 +82,84 @@ def test_torchs_own_clipping_measures_the_whole_model(workers: WorkerPool, clips
         for name, value in held.items():
             torch.testing.assert_close(torch.tensor(value).double(), expected[name].detach())
     assert ranks[0][3] == sorted(expected)
+
+
+def clipped_in_half(group: Any) -> tuple[float, float]:
+    """A worker's task: torch's norm of float16 gradients of up to 6,000, and the pipeline's."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2))).half()
+    for weight in model.parameters():
+        weight.data.fill_(2**-6)
+    pipe = Pipeline(
+        model, ranks=2, microbatches=2, mesh=group, 
+        loss_fn=Loss(lambda output, target: (output.float() * target).sum(), reduction="sum"),
+    )  # fmt: skip
+    with pipe:
+        pipe.step(torch.ones(2, 64).half(), target=torch.full((2, 1), 3e3))
+        return pipe.weights.grad_norm(), float(nn.utils.clip_grad_norm_(pipe.parameters(), 1.0))
+
+
+def test_torchs_norm_of_float16_does_not_overflow(workers: WorkerPool) -> None:
+    for norm, of_torch in workers.run(f"{__name__}:clipped_in_half", 2):
+        assert norm == pytest.approx(of_torch, rel=1e-6)
+        assert 65504 < norm < 1e6
+
+
+class Late(nn.Module):
+    """Two layers; only a call shows where to cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.second(self.first(x))
+        return output
+
+
+EARLY: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adagrad": lambda weights: torch.optim.Adagrad(weights, 0.1, initial_accumulator_value=0.1),
+    "AdamW": lambda weights: torch.optim.AdamW(weights, 0.1),
+}
+
+
+def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        loss = mean_loss(model(X), Y)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def early(group: Any, name: str, before: int) -> list[Any]:
+    """An optimizer with a state of every weight when the first step cuts the model; its weights by norm."""
+    model = Late()
+    optimizer = EARLY[name](model.parameters())
+    train_plainly(model, optimizer, before)
+    with Pipeline(model, ranks=2, microbatches=2, loss_fn=mean_loss, mesh=group) as pipe:
+        losses = []
+        for _ in range(3):
+            losses.append(pipe.step(X, target=Y).loss)
+            norms = pipe.weights.grad_norms()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [losses, norms, sum(len(state) > 0 for state in optimizer.state.values())]
+
+
+@pytest.mark.parametrize(("name", "before"), [("Adagrad", 0), ("AdamW", 2)])
+def test_states_of_all_weights_before_the_cut_are_each_ranks_own_after_it(
+    workers: WorkerPool, name: str, before: int
+) -> None:
+    model = Late()
+    expected = train_plainly(model, EARLY[name](model.parameters()), before + 3)[before:]
+    first, second = workers.run(f"{__name__}:early", 2, name=name, before=before)
+    assert first == second
+    assert first[0] == pytest.approx(expected)
+    assert list(first[1]) == [name for name, _ in model.named_parameters()]
+    assert first[2] == 2, "the weights of the other rank have no states"
 
 
 def still_used(group: Any) -> list[Any]:

@@ -233,6 +233,11 @@ FILES = {
     "negative": header({"w": {**F32, "shape": [-2]}}, b"12345678"),
     "unknown type": header({"w": {**F32, "dtype": "X9"}}, b"12345678"),
     "no offsets": header({"w": {"dtype": "F32", "shape": [2]}}, b"12345678"),
+    "a size beyond integers": header({"w": {**F32, "shape": [0, 10**30], "data_offsets": [0, 0]}}),
+    "sizes beyond memory": header(
+        {"w": {**F32, "shape": [0, 2**40, 2**40], "data_offsets": [0, 0]}}
+    ),
+    "bytes twice": header({f"w{n}": F32 for n in range(1000)}, b"12345678"),
 }
 
 
@@ -252,8 +257,11 @@ INDICES = {
     "a long name": index({"weight": "x" * 5000}),
     "escapes": index({"weight": "\x1b[2J\nx"}),
     "not in the file": index({"we\n\x1b[1m" + "x" * 5000: "a.safetensors"}),
-    "outside": index({"weight": "/etc/passwd"}),
-    "outside of it": index({"weight": "a/../../a.safetensors"}),
+    "no name: a path": index({"weight": "/etc/x.safetensors"}),
+    "no name: outside": index({"weight": "a/../../a.safetensors"}),
+    "no name: a folder": index({"weight": "./a.safetensors"}),
+    "no name: hidden": index({"weight": ".safetensors"}),
+    "no name: another kind": index({"weight": "train.py"}),
 }
 
 
@@ -268,10 +276,19 @@ def test_an_odd_file_or_index_is_an_error_of_one_line(tmp_path: Path, name: str)
         dict(read_weights(tmp_path))
     text = str(caught.value)
     assert str(tmp_path) in text
-    assert ("outside of its folder" in text) == name.startswith("outside")
+    assert ("no file that belongs beside it" in text) >= name.startswith("no name")
     assert "\n" not in text
     assert "\x1b" not in text
     assert len(text) < 600
+
+
+def test_a_save_removes_none_of_the_users_files_that_an_index_names(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "model.safetensors.index.json").write_text(index({"weight": "train.py"}))
+    pipe = Pipeline(nn.Sequential(nn.Linear(2, 2)), ranks=1, loss_fn=nn.functional.mse_loss)
+    pipe.weights.save(tmp_path)
+    assert (tmp_path / "train.py").exists()
+    assert {*read_weights(tmp_path)} == {"0.weight", "0.bias"}
 
 
 @pytest.mark.timeout(30)

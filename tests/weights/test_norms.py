@@ -32,6 +32,15 @@ def test_the_norm_is_torchs(order: float, dtype: torch.dtype) -> None:
     assert pipe.weights.grad_norm(order) == pytest.approx(float(expected), rel=1e-6)
 
 
+@pytest.mark.parametrize("order", [2.0, math.inf, 0.0])
+def test_each_norm_by_its_name_is_torchs(order: float) -> None:
+    pipe, same = pipeline()
+    expected = [float(torch.linalg.vector_norm(p.grad, order)) for p in same if p.grad is not None]
+    assert pipe.weights.grad_norms(order) == pytest.approx(
+        dict(zip(("0.weight", "0.bias", "1.weight"), expected, strict=True))
+    )
+
+
 @pytest.mark.parametrize("largest", [0.0, 1.0, 5.0, 100.0, float("inf")])
 def test_clipping_is_torchs(largest: float) -> None:
     pipe, same = pipeline()
@@ -61,3 +70,16 @@ def test_no_gradients_have_no_norm_and_no_limit_is_below_zero() -> None:
             pipe.clip_grad_norm_(largest)
     pipe.zero_grad()
     assert pipe.weights.grad_norm() == 0.0
+    assert pipe.weights.grad_norms() == {}
+
+
+def test_a_sum_over_weights_counts_what_it_was_given() -> None:
+    pipe, others = pipeline()
+    first, *rest = pipe.parameters()
+    assert first.grad is not None
+    pair = torch.stack([first.grad.sum(), first.detach().sum()])
+    assert pipe.weights.sum({first: pair}).tolist() == pytest.approx(pair.tolist())
+    assert pipe.weights.sum(dict.fromkeys(rest, 2)) == 6
+    assert pipe.weights.sum({}) == 0
+    with pytest.raises(UsageError, match="one that is not the model's"):
+        pipe.weights.sum({others[0]: 1.0})

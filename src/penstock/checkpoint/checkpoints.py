@@ -203,6 +203,8 @@ class Checkpoints:
         team = _team(targets.pipe, self._group)
         choosing = Choosing(self.folder, step, older=resume == "auto")
         with team.calling("Checkpoints.load", 10 * _PATIENCE):
+            if team.leads:
+                self._writer.tidy()
             table = choosing.choose(team)
             if table is None:
                 return None

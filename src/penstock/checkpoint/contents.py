@@ -117,6 +117,7 @@ class Flat:
             ``groups``.
         values: JSON data by key: what an optimizer keeps for each parameter, and weights that are no tensors.
         settings: the settings of each optimizer's groups.
+        shared: those of all optimizers that all ranks must have alike.
         states: each other object's JSON data, and the digests of its tensors.
     """
 
@@ -124,6 +125,7 @@ class Flat:
     names: dict[str, Any] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    shared: dict[str, list[float]] = field(default_factory=dict)
     states: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
@@ -160,7 +162,8 @@ class Flat:
                 self.values[key] = encode(value, key, self.tensors)
 
     def _add_optimizer(self, label: str, optimizer: Optimizer, names: Mapping[int, str]) -> None:
-        kind, groups, states = read_states(optimizer, names, f"{label}=")
+        kind, groups, states, shared = read_states(optimizer, names, f"{label}=")
+        self.shared |= shared
         self.names["kinds"][label] = kind
         self.names["groups"][label] = [members for _, members in groups]
         self.settings[label] = [encode(settings, label, None) for settings, _ in groups]
@@ -180,6 +183,7 @@ class Flat:
             "names": self.names,
             "values": alike(self.values),
             "settings": self.settings,
+            "shared": self.shared,
         }
         return data | {f"{OF_STATE}{label}": state for label, state in self.states.items()}
 

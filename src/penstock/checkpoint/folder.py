@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from penstock.checkpoint.table import TABLE
 from penstock.errors import StorageError, UsageError
-from penstock.weights.lease import Lease
+from penstock.weights.lease import LOCK, Lease
 from penstock.weights.storage import is_there, patiently, write_bytes
 
 _NAME = re.compile(r"step-(\d{1,18})(?:-(\d{1,9}))?")
@@ -42,7 +42,8 @@ def find(folder: Path) -> list[CheckpointFolder]:
     """
 
     def names() -> list[str]:
-        return [one.name for one in os.scandir(folder) if one.is_dir()]
+        with os.scandir(folder) as entries:
+            return [one.name for one in entries if one.is_dir()]
 
     listed = patiently("listed", folder, names) if is_there(folder, folder=True) else []
     matches = (_NAME.fullmatch(name) for name in listed)
@@ -72,11 +73,17 @@ class Writer:
         if self._lease is None or not self._lease.is_ours():
             self._lease = Lease(self._folder, self._clean)
 
+    def tidy(self) -> None:
+        """Remove what a run left that was killed on this host; leave the folder alone if it may be in use."""
+        with suppress(UsageError, StorageError):
+            if self._lease is None and os.path.lexists(self._folder / LOCK):
+                Lease(self._folder, self._clean, waits=False).release()
+
     def _clean(self) -> None:
-        """Remove what killed runs left."""
         with suppress(OSError):
-            for left in (*self._folder.glob(".writing-*"), *self._folder.glob(".removing-*")):
-                shutil.rmtree(left, ignore_errors=True)
+            for kind in ("writing", "removing", "shared"):
+                for left in self._folder.glob(f".{kind}-*"):
+                    _delete(left)
 
     def publish(self, written: Path, step: int, table: bytes, sizes: Mapping[Path, int]) -> Path:
         """Write a checkpoint's table, make the checkpoint visible, and remove old ones.
@@ -138,4 +145,12 @@ def _remove(path: Path) -> None:
     hidden = path.with_name(f".removing-{path.name}-{os.urandom(4).hex()}")
     with suppress(OSError):
         path.rename(hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
+        _delete(hidden)
+
+
+def _delete(path: Path) -> None:
+    """Remove a folder, or a file; of a link, the link alone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -30,7 +31,12 @@ from penstock.errors import (
 )
 from penstock.parallel import is_sharded, local_part, region_of, spread, with_local
 from penstock.weights.files import Box, whole_box
-from penstock.weights.optimizers import find_groups, read_states, write_states
+from penstock.weights.optimizers import (
+    find_groups,
+    fitting_settings,
+    read_states,
+    write_states,
+)
 from penstock.weights.states import LoadResult, Offer
 from penstock.weights.team import Team, distinct
 from penstock.weights.trees import decode
@@ -141,7 +147,7 @@ class Loading:
         self._table, self._saved = table, table.contents
         self._targets = targets
         self._weights: dict[str, list[tuple[str, Any, str]]] = {}
-        self._groups: dict[str, list[int | None]] = {}
+        self._settings: dict[str, list[dict[str, Any]]] = {}
         self._states: list[str] = []
         self._used: set[str] = set()
         self._problems: dict[str, list[str]] = {"hard": [], "missing": [], "loose": []}
@@ -157,9 +163,9 @@ class Loading:
                 self._weights[label] = list(self._match_weights(label))
         for label, optimizer in targets.optimizers.items():
             if self._is_saved(label, OPTIMIZER):
-                self._groups[label] = self._match_groups(label, optimizer)
+                self._settings[label] = self._match_groups(label, optimizer)
         self._states = [label for label in targets.states if self._is_saved(label, STATE)]
-        matched = {*self._weights, *self._groups}
+        matched = {*self._weights, *self._settings}
         asked = sorted(name for name in self._table.names if name.partition("/")[0] in matched)
         labels = [[*targets.weights], [*targets.optimizers, *targets.states]]
         return Offer(sorted(self._used), asked, self._problems, labels)
@@ -195,10 +201,10 @@ class Loading:
                     problems["loose"].append(f"of another type: {text}")
             yield first, value, key
 
-    def _match_groups(self, label: str, optimizer: Optimizer) -> list[int | None]:
-        """The number of the saved group for each of an optimizer's groups."""
+    def _match_groups(self, label: str, optimizer: Optimizer) -> list[dict[str, Any]]:
+        """The settings to load into each of an optimizer's groups."""
         saved_kind, problems = self._saved.kinds.get(label, ""), self._problems
-        kind, groups, _ = read_states(optimizer, self._targets.names, f"{label}=")
+        kind, groups, *_ = read_states(optimizer, self._targets.names, f"{label}=")
         if saved_kind != kind:
             text = f"{label}= is of the class {kind}, {printable(saved_kind, '')} was saved"
             problems["loose"].append(text)
@@ -216,7 +222,13 @@ class Loading:
                 and of.optimizer is optimizer
                 and one in self._saved.kinds
             ]
-        return numbers
+        with self._reading():
+            settings = [{} if n is None else decode(saved[n][0]) for n in numbers]
+            if not all(isinstance(of, dict) for of in settings):
+                raise InputFileError(f"the settings of {label}= are no settings of groups")
+        fitting, unfit = fitting_settings(optimizer, settings)
+        problems["loose"] += [f"{label}: {text}" for text in unfit]
+        return fitting
 
     def check(
         self, strict: bool, result: LoadResult, problems: Mapping[str, list[str]], parts: Any
@@ -248,7 +260,7 @@ class Loading:
     @torch.no_grad()
     def read(self) -> None:
         """Read all but the weights into new memory, and look for these; nothing is changed."""
-        try:
+        with self._reading():
             # Weights are read last, when other targets have already changed.
             for _, value, key in chain.from_iterable(self._weights.values()):
                 if isinstance(value, Tensor):
@@ -256,17 +268,24 @@ class Loading:
             for label in self._states:
                 state = decode(self._table.value(label), self._table.read)
                 self._ready.append(partial(self._targets.states[label].load_state_dict, state))
-            for label, numbers in self._groups.items():
-                self._ready.append(self._read_optimizer(label, numbers))
+            for label, settings in self._settings.items():
+                self._ready.append(self._read_optimizer(label, settings))
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """A context in which the checkpoint is read, and nothing is changed."""
+        try:
+            yield
         except InputFileError as error:
             raise InputFileError(
                 f"{self._table.path} is damaged, and nothing was loaded: {error}"
             ) from error
 
-    def _read_optimizer(self, label: str, numbers: Sequence[int | None]) -> Callable[[], None]:
+    def _read_optimizer(
+        self, label: str, settings: Sequence[Mapping[str, Any]]
+    ) -> Callable[[], None]:
         optimizer, names = self._targets.optimizers[label], self._targets.names
         saved = self._saved.groups[label]
-        settings = [{} if number is None else decode(saved[number].settings) for number in numbers]
         known = {name for group in saved for name in group.parameters}
         states = {}
         for parameter in (one for group in optimizer.param_groups for one in group["params"]):

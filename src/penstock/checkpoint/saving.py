@@ -32,7 +32,7 @@ from penstock.parallel import local_part, region_of
 from penstock.values import bytes_as_text
 from penstock.weights.files import whole_box, write_file
 from penstock.weights.folders import files_beside
-from penstock.weights.optimizers import merge_groups
+from penstock.weights.optimizers import merge_groups, warn_of_settings
 from penstock.weights.storage import check_arrived, patiently, write_bytes
 from penstock.weights.team import Known, Team, distinct
 from penstock.weights.trees import encode
@@ -191,6 +191,7 @@ class Leader:
             For each process, the places of the tensors that it writes; None: those of the last save.
         """
         _check_states(parts, team)
+        warn_of_settings([of["shared"] for of in parts], team.name)
         planned = [of[name] for of in parts for name in ("parts", "tensors")]
         is_new = list(map(id, planned)) != list(map(id, self._planned))
         held = [HeldTensors(of["parts"], of["tensors"]) for of in parts]
@@ -409,8 +410,9 @@ class Writing:
         progress, stalled = -1, time.monotonic() + AT_EXIT
         while not self._end.done() and time.monotonic() < stalled:
             size = 0
-            with suppress(OSError):
-                size = sum(entry.stat().st_size for entry in os.scandir(self.job.folder))
+            # A file may vanish meanwhile.
+            with suppress(OSError), os.scandir(self.job.folder) as entries:
+                size = sum(entry.stat().st_size for entry in entries)
             if size != progress:
                 progress, stalled = size, time.monotonic() + AT_EXIT
             time.sleep(_POLL)

@@ -9,13 +9,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any
 from zlib import crc32
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from torch import Tensor
 
 from penstock.checkpoint.planning import overlap, part_name, tiles
@@ -24,12 +32,13 @@ from penstock.weights.files import (
     DTYPES,
     Box,
     Entry,
+    check_shape,
     entries,
     save_of,
     size_and_checksum,
     whole_box,
 )
-from penstock.weights.storage import LONGEST_JSON, parse_json, read_bytes
+from penstock.weights.storage import LONGEST_JSON, file_name, parse_json, read_bytes
 from penstock.weights.trees import MARK, keys_of
 
 TABLE = "checkpoint.json"
@@ -39,7 +48,8 @@ _HEAD = re.compile(
 )
 """The first line of a table. The checksum covers all bytes from the number of the format on."""
 _OLDER = re.compile(rb'\{"crc32": \d{1,10}, "format": (\d{1,9}), ')
-_FILE = r"^states-\d{5,9}\.safetensors$"
+_FILES, _BESIDE = r"states-\d{5,9}\.safetensors", r"(generation_)?config\.json"
+"""The names of a checkpoint's files, and of those that ``files_beside`` makes for a model."""
 ITSELF = "~"
 """Stands for the key of a value in the keys of its tensors."""
 
@@ -58,7 +68,7 @@ _Shape = Annotated[list[_Count], Field(max_length=64)]
 class _File(_Part):
     """A file of tensors: its size and its checksum."""
 
-    name: Annotated[str, Field(pattern=_FILE)]
+    name: Annotated[str, AfterValidator(partial(file_name, form=_FILES))]
     bytes: _Count
     crc32: _Count
 
@@ -68,6 +78,8 @@ class _Type(_Part):
 
     dtype: Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
     shape: _Shape
+
+    _check = field_validator("shape")(check_shape)
 
 
 class _Piece(_Part):
@@ -136,7 +148,7 @@ class TableContents(_Part):
     tied: dict[str, str]
     groups: dict[str, list[_Group]]
     extra: Any
-    beside: dict[str, str] = {}
+    beside: dict[Annotated[str, AfterValidator(partial(file_name, form=_BESIDE))], str] = {}
 
     @model_validator(mode="after")
     def _check(self) -> TableContents:
@@ -215,7 +227,7 @@ def _parsed(content: bytes, path: Path) -> tuple[str, int, TableContents]:
     except ValidationError as error:
         first = error.errors()[0]
         place = "/".join(map(str, first["loc"]))
-        problem = printable(f"{place}: {first['msg']}", "")[:300]
+        problem = printable(f"{place}: {first['msg'].removeprefix('Value error, ')}", "")[:300]
         raise InputFileError(f"{path} is not the table of a checkpoint ({problem})") from error
     return head[3].decode(), int(head[4]), contents
 
@@ -233,9 +245,22 @@ class CheckpointTable:
         self._entries: dict[str, dict[str, Entry]] = {}
 
     def value(self, key: str, default: Any = None) -> Any:
-        """The encoded JSON data of a key."""
+        """The encoded JSON data of a key.
+
+        Raises:
+            InputFileError: it names tensors of another key, or one of its own twice.
+        """
         place = self.contents.place_of_value.get(key)
-        return default if place is None else replaced(self.contents.alike[place].value, ITSELF, key)
+        if place is None:
+            return default
+        value = replaced(self.contents.alike[place].value, ITSELF, key)
+        named = list(keys_of(value))
+        is_own = all(one == key or one.startswith((f"{key}/", f"{key}~")) for one in named)
+        if not is_own or len({*named}) < len(named):
+            raise InputFileError(
+                f"{self.path / TABLE}: {quoted([key])} names a tensor twice, or one that is not its own"
+            )
+        return value
 
     @cached_property
     def names(self) -> set[str]:

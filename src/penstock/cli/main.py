@@ -21,17 +21,12 @@ import typer
 from penstock.cli import checkpoint, doctor, plan, schedule, train
 from penstock.errors import (
     FAILURE,
-    INPUT,
     INTERRUPTED,
-    NON_FINITE,
     OK,
     TERMINATED,
-    USAGE,
-    InputFileError,
-    NonFiniteError,
     PeerFailed,
-    UsageError,
     printable,
+    status_of,
 )
 from penstock.launchers import read_launcher
 
@@ -96,7 +91,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 # ---- from an error or a signal to an exit status, and to a message
 
-_STATUSES = {UsageError: USAGE, InputFileError: INPUT, NonFiniteError: NON_FINITE}
 PATIENCE = 10.0
 """Seconds that the other processes of a machine wait for the first one to report an error."""
 
@@ -130,20 +124,19 @@ def guarded(command: Callable[[], object]) -> int:
 
 
 def _report(error: Exception) -> int:
-    if isinstance(error, PeerFailed):
-        _print(str(error))
-        return error.status
     if isinstance(error, ParserError):
-        message, status = error.format_message().rstrip("."), error.exit_code
+        message = error.format_message().rstrip(".")
         if message:
             _print_once(f"{message}; see --help")
-        return status
-    for kind, status in _STATUSES.items():
-        if isinstance(error, kind):
-            _print_once(str(error))
-            return status
-    traceback.print_exception(error)
-    return FAILURE
+        return error.exit_code
+    status = status_of(error)
+    if isinstance(error, PeerFailed):
+        _print(str(error))
+    elif status == FAILURE:
+        traceback.print_exception(error)
+    else:
+        _print_once(str(error))
+    return status
 
 
 def _print_once(message: str) -> None:

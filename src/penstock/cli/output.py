@@ -1,4 +1,4 @@
-"""Files that commands write."""
+"""Files that commands read and write."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import typer
 
 from penstock.errors import UsageError
+from penstock.schedule import files
 
 
 def check_folder(path: Path | None) -> None:
@@ -18,10 +19,9 @@ def check_folder(path: Path | None) -> None:
 
 def read_text(path: Path) -> str:
     """The text of a file that a flag names."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+    if not path.exists():
+        raise UsageError(f"{path}: cannot be read: there is no such file")
+    return files.read_text(path, files.DEFAULT)
 
 
 def write(path: Path | None, writes: Callable[[Path], object]) -> None:

@@ -32,6 +32,7 @@ PASSES: dict[str, ps.Pass] = {
     "prefetch": ps.prefetch,
     "reduce-gradients": ps.reduce_gradients,
     "communication": ps.add_communication,
+    "wait-for-sends": ps.wait_for_sends,
 }
 
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from penstock.faults.activity import has_probes as has_probes
     from penstock.faults.failure import Failure as Failure
     from penstock.faults.failure import failing_module as failing_module
-    from penstock.faults.failure import status_of as status_of
     from penstock.faults.failure import versions as versions
     from penstock.faults.failure import without_library_frames as without_library_frames
     from penstock.faults.meeting import DAY as DAY

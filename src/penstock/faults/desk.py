@@ -12,8 +12,9 @@ from dataclasses import asdict
 from time import monotonic
 from typing import Any
 
+from penstock.errors import first_line
 from penstock.faults.failure import Failure
-from penstock.faults.meeting import Meeting, first_line, noticing_gone_machines
+from penstock.faults.meeting import Meeting, noticing_gone_machines
 from penstock.faults.places import Place, read_record
 
 PERIOD = 1.0
@@ -147,7 +148,8 @@ class Desk:
                 pause = None if self.failure is not None else PERIOD
                 self._wake.wait(HURRY if self._hurries else pause)
                 self._wake.clear()
-        except (OSError, RuntimeError) as error:
+        except Exception as error:
+            # Whatever it is, the monitor must know that nothing more is told here.
             self.lost = first_line(error)
         finally:
             self._asked = None
@@ -167,6 +169,6 @@ class Desk:
     def _hear(self, data: bytes) -> None:
         failure = read_record(Failure, data)
         if failure is not None:
+            self.learn(failure)
             # So that who reported it, or hosts the store, knows when all have.
             self.heard = self.count("heard")
-            self.learn(failure)

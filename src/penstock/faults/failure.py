@@ -22,18 +22,13 @@ import torch
 from torch import nn
 
 from penstock.errors import (
-    FAILURE,
-    INPUT,
     INTERRUPTED,
-    NON_FINITE,
     TEMPORARY,
     TERMINATED,
-    USAGE,
-    InputFileError,
-    NonFiniteError,
     PeerFailed,
     StageError,
-    UsageError,
+    first_line,
+    status_of,
 )
 from penstock.faults.places import Place, Where, clipped
 
@@ -54,7 +49,7 @@ class Failure(Where):
         what: the first line of the exception's message; for other kinds, what is known.
         trace: the traceback.
         module: the path and type of the module that raised, if a module did.
-        status: the exit status for this failure.
+        status: the exit status for this failure, from 1 to 255.
         time: when it was noticed, in seconds since the epoch, on the clock of rank ``by``.
         by: the global rank of the process that noticed it.
     """
@@ -68,6 +63,10 @@ class Failure(Where):
     time: float = field(default_factory=time.time)
     by: int = -1
 
+    def __post_init__(self) -> None:
+        if not 0 < self.status < 256:
+            raise ValueError(f"status={self.status}: that of a failure is from 1 to 255")
+
     def __str__(self) -> str:
         parts = [self.name]
         if self.step:
@@ -75,8 +74,8 @@ class Failure(Where):
         for name in ("stage", "microbatch", "action", "module"):
             if getattr(self, name) not in (None, ""):
                 parts.append(f"{name} {getattr(self, name)}")
-        said = f"{self.error}: {self.what}" if self.error else self.what
-        return f"{', '.join(parts)}: {said}"
+        said = dict.fromkeys(text for text in (self.error, self.what) if text)
+        return ": ".join((", ".join(parts), *said))
 
 
 def of_exception(error: BaseException, place: Place) -> Failure:
@@ -89,7 +88,7 @@ def of_exception(error: BaseException, place: Place) -> Failure:
     return at_place(
         place,
         "interrupted" if signal else "raised",
-        signal or (str(root).strip().splitlines() or [""])[0],
+        signal or first_line(root),
         error="" if signal else type(root).__name__,
         trace=clipped("".join(traceback.format_exception(error)), "trace"),
         module=clipped(failing_module(root)) if is_placed else "",
@@ -140,22 +139,6 @@ _NOT_THE_USERS = tuple(
 )
 
 
-def status_of(error: BaseException) -> int:
-    """The exit status for an exception."""
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
-    for kind, status in _STATUSES:
-        if isinstance(error, kind):
-            return status
-    return int(getattr(error, "status", FAILURE))
-
-
-_STATUSES: tuple[tuple[type[BaseException], int], ...] = (
-    (KeyboardInterrupt, INTERRUPTED),
-    (NonFiniteError, NON_FINITE),
-    (InputFileError, INPUT),
-    (UsageError, USAGE),
-)
 _SIGNALS = {
     INTERRUPTED: "was interrupted by Ctrl-C (SIGINT)",
     TERMINATED: "was told to end (SIGTERM)",
@@ -225,7 +208,10 @@ def _tell_torchrun() -> None:
     name, error = os.environ.get("TORCHELASTIC_ERROR_FILE"), uncaught_error()
     if not name or error is None:
         return
-    said, trace = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+    said, trace = (
+        "".join(form(error)).strip()
+        for form in (traceback.format_exception_only, traceback.format_exception)
+    )
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, PeerFailed):
         cause = cause.__cause__ or cause.__context__

@@ -8,33 +8,33 @@ import os
 import platform
 import socket
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from threading import Thread
-from time import sleep
-from typing import Any, NamedTuple, TypeVar
+from time import monotonic, sleep
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, but not marked so
 from torch.distributed.distributed_c10d import PrefixStore
 
-from penstock.errors import AgreementError, UsageError, listed, printable
+from penstock.errors import AgreementError, UsageError, first_line, listed
 from penstock.faults.activity import Patience
-from penstock.faults.places import ranges
-
-T = TypeVar("T")
+from penstock.faults.places import ranges, read_text
 
 DAY = timedelta(days=1)
 """How long a wait on a peer may take; the watch finds a silent one much earlier."""
 LATE = 10.0
 """Seconds after which it is logged who has not come yet."""
-SLACK = 1.0
-"""Seconds to wait for the store's answer beyond the rendezvous timeout."""
+MOMENT = 1.5
+"""Seconds beyond the rendezvous timeout, for those who are on their way when the store opens or closes."""
+PAUSE = 0.25
+"""Seconds from one look whether the store has opened to the next."""
 _HERE = "all are here"
 _NOBODY = 0x7FFF
 """The tag of a message that no rank sends."""
@@ -123,163 +123,172 @@ def meet(
         AgreementError: a process is absent; the message says which.
     """
     seconds = (patience or Patience()).rendezvous
-    created = not dist.is_initialized()
-    if not created:
+    launch = None
+    if dist.is_initialized():
         chosen = _group_of(group)
-        members = tuple(dist.get_process_group_ranks(chosen))
-        rank, place = dist.get_rank(), "make their pipeline"
+        members, rank = tuple(dist.get_process_group_ranks(chosen)), dist.get_rank()
     elif group is not None:
         raise UsageError("group= was given, but torch.distributed is not initialized")
     else:
         launch = read_environment()
         _stay_local(launch)
-        rank, members, place = launch.rank, tuple(range(launch.ranks)), launch.place
+        members, rank = tuple(range(launch.ranks)), launch.rank
     job = job or Members(members, members, (rank,))
-
-    def come() -> Any:
-        if created:
-            store = _reach_store(launch, seconds)
-        else:
-            world: Any = dist.group.WORLD
-            store = PrefixStore(f"penstock/{ranges(job.members)}", world.get_group_store())
-        return rendezvous(store, rank, job.members, seconds, place, launched=created)
-
-    room = _within(seconds, rank, place, come)
-    if created:
+    room = Rendezvous(rank, job.members, seconds, launch).run()
+    created = launch is not None
+    if launch is not None:
         chosen = _start_world(launch, room, device, seconds)
     hosts = dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     return Meeting(job, chosen, room, created, hosts)
 
 
-def rendezvous(
-    store: Any,
-    rank: int,
-    members: Sequence[int],
-    seconds: float,
-    place: str,
-    *,
-    launched: bool = False,
-) -> Any:
-    """Wait until every process has arrived.
+class Rendezvous:
+    """One process's way to the others, in bounded time.
 
     They count themselves in a room, a part of the store. Its key ``end`` is written once: by the last one to
     arrive, or by the first that runs out of time or has another number of processes. So all read the same
     outcome. A room that has ended is not used again; the next attempt takes a new one.
 
     Args:
-        store: a store that all reach.
         rank: this process's global rank.
         members: the global ranks of all.
         seconds: the time within which all must arrive.
-        place: where or for what they meet, in words.
-        launched: whether a launcher gave each process its rank.
-
-    Returns:
-        The room, which will also hold their places.
-
-    Raises:
-        AgreementError: a process is absent, comes twice, or counts other processes.
+        launch: what the launcher said; None where they meet in an existing process group.
     """
-    room = _enter(store, rank, launched)
-    size = int(room.compare_set("size", "", str(len(members))))
-    end, arrived = "", 0
-    if size != len(members):
-        end = (
-            f"ranks differ in WORLD_SIZE: rank {rank} has {len(members)}, and another has {size}; start all "
-            "of them with the same"
-        )
-    else:
-        arrived = room.add("count", 1)
-    if arrived == len(members):
-        end = _HERE
-    # The store answers when the key is there: nobody asks again and again, however many wait.
-    if not end and not _has(room, min(LATE, seconds)):
-        if arrived == 1 and seconds > LATE:
-            logger.warning(
-                "penstock: %s; waiting for them", _absent(store, room, members, LATE, place)
+
+    def __init__(
+        self, rank: int, members: Sequence[int], seconds: float, launch: Launch | None
+    ) -> None:
+        self._rank, self._members, self._seconds, self._launch = rank, members, seconds, launch
+        self._until = monotonic() + seconds
+        self._hosts = launch is not None and launch.hosts
+        self._place = "make their pipeline" if launch is None else launch.place
+
+    def run(self) -> Any:
+        """Wait until every process has arrived.
+
+        Returns:
+            The room, which will also hold their places.
+
+        Raises:
+            AgreementError: a process is absent, comes twice, or counts other processes; or there is no store.
+        """
+        # Torch waits without end for an answer, as from a listener that is no store.
+        future: Future[Any] = Future()
+
+        def come() -> None:
+            try:
+                future.set_result(self._come())
+            except BaseException as error:
+                future.set_exception(error)
+
+        # Not an executor's thread: the interpreter waits for those at exit.
+        Thread(target=come, name="penstock rendezvous", daemon=True).start()
+        try:
+            return future.result(self._seconds + (6 if self._hosts else 3) * MOMENT)
+        except TimeoutError:
+            raise AgreementError(
+                f"rank {self._rank}, on the way to {self._place}, has had no answer from the store there for "
+                f"{self._seconds:g} s: the listener is not a torch TCPStore, or its process is stopped, or "
+                "the network to it is cut; where another program has the port, choose another MASTER_PORT"
+            ) from None
+        except dist.DistError as error:
+            raise AgreementError(
+                f"the store was lost while the ranks came to {self._place}: {first_line(error)}; the process "
+                "that hosts it, usually that of rank 0, has ended: see what it says"
+            ) from error
+
+    def _come(self) -> Any:
+        if self._launch is None:
+            world: Any = dist.group.WORLD
+            store = PrefixStore(f"penstock/{ranges(self._members)}", world.get_group_store())
+        else:
+            store = _reach_store(self._launch, self._seconds, self._until)
+        # Where the store opened late, the others are on their way to it as well.
+        self._until = max(self._until, monotonic() + MOMENT)
+        room = self._enter(store)
+        end = room.compare_set("end", "", self._outcome(store, room))
+        if end == _HERE.encode():
+            return room
+        room.add("told", 1)
+        if self._hosts:
+            # The store may end with this process: let the others read the reason first.
+            last = monotonic() + 2 * MOMENT
+            while room.add("told", 0) < room.add("count", 0) and monotonic() < last:
+                sleep(0.02)
+        raise AgreementError(read_text(end))
+
+    def _enter(self, store: Any) -> Any:
+        """Enter the next room that has not ended."""
+        rank, process = self._rank, f"process {os.getpid()} on {platform.node()}"
+        first = store.compare_set(f"process/{rank}", "", process)
+        if self._launch is not None and first != process.encode():
+            raise AgreementError(
+                f"two processes have come with RANK={rank}, {read_text(first)} and {process}; every rank "
+                "needs its own, and if the first one has ended, all must be started again"
             )
-        if seconds <= LATE or not _has(room, seconds - LATE):
-            end = (
-                f"{_absent(store, room, members, seconds, place)}; start them, or wait longer with "
-                "rendezvous_timeout="
-            )
-    end = room.compare_set("end", "", end or "-").decode()
-    if end == _HERE:
+        while True:
+            room = PrefixStore(f"meeting-{store.add(f'attempts/{rank}', 1)}", store)
+            if not room.check(["end"]):
+                break
+        # A place must be there before somebody reads it, since the store lets who reads wait for it.
+        room.set(f"place/{rank}", "-")
         return room
-    if launched and rank == 0:
-        # The store may end with this process: let the others read the reason first.
-        sleep(SLACK)
-    raise AgreementError(printable(end))
+
+    def _outcome(self, store: Any, room: Any) -> str:
+        """Wait until the meeting ends; what this process has to say of it, if it is the first to say so."""
+        members = self._members
+        size = room.compare_set("size", "", str(len(members)))
+        if size != str(len(members)).encode():
+            # Before it counts itself, so that nobody can say that all are here.
+            differs = (
+                f"ranks differ in WORLD_SIZE: rank {self._rank} has {len(members)}, and another has "
+                f"{read_text(size)}; start all of them with the same"
+            )
+            room.compare_set("end", "", differs)
+        arrived = room.add("count", 1)
+        if arrived == len(members):
+            return _HERE
+        # The store answers when the key is there: nobody asks again and again, however many wait.
+        left = self._until - monotonic()
+        if left > LATE and not _has_ended(room, LATE) and arrived == 1:
+            words = self._absence(store, room, self._absent(room), LATE)
+            logger.warning("penstock: %s; waiting for them", words)
+        if _has_ended(room, self._until - monotonic()):
+            return "-"
+        # The first that runs out of time asks who is absent, for all of them; all may have come just now.
+        absent = self._absent(room) if room.add("late", 1) == 1 else []
+        if not absent and _has_ended(room, MOMENT):
+            return "-"
+        words = self._absence(store, room, absent or self._absent(room), self._seconds)
+        return f"{words}; start them, or wait longer with rendezvous_timeout="
+
+    def _absent(self, room: Any) -> list[int]:
+        return [rank for rank in self._members if not room.check([f"place/{rank}"])]
+
+    def _absence(self, store: Any, room: Any, absent: Sequence[int], seconds: float) -> str:
+        """The message that names the absent processes."""
+        known = [rank for rank in absent[:4] if store.check([f"process/{rank}"])]
+        words = "".join(
+            f"; rank {rank} was here before, as {read_text(store.get(f'process/{rank}'))}: it is elsewhere "
+            "in its code, or has ended"
+            for rank in known
+        )
+        return (
+            f"after {seconds:g} s ranks [{listed(map(str, absent))}] of {len(self._members)} have not come "
+            f"to {self._place}{words}"
+        )
 
 
-def _has(room: Any, seconds: float) -> bool:
+def _has_ended(room: Any, seconds: float) -> bool:
     """Whether the meeting ends within this time."""
     try:
-        room.wait(["end"], timedelta(seconds=seconds))
+        # For no time at all, a store of torch would wait without end.
+        room.wait(["end"], timedelta(seconds=max(seconds, 0.01)))
     except RuntimeError:
         # Not all stores raise a DistStoreError when time is up. One that is lost does not answer either.
         return bool(room.check(["end"]))
     return True
-
-
-def _enter(store: Any, rank: int, launched: bool) -> Any:
-    """Enter the next room that has not ended."""
-    process = f"process {os.getpid()} on {platform.node()}"
-    first = store.compare_set(f"process/{rank}", "", process).decode()
-    if launched and first != process:
-        raise AgreementError(
-            f"two processes have come with RANK={rank}, {first} and {process}; every rank needs its own, and "
-            "if the first one has ended, all must be started again"
-        )
-    while True:
-        room = PrefixStore(f"meeting-{store.add(f'attempts/{rank}', 1)}", store)
-        if not room.check(["end"]):
-            break
-    # A place must be there before somebody reads it, since the store lets who reads wait for it.
-    room.set(f"place/{rank}", "-")
-    return room
-
-
-def _absent(store: Any, room: Any, members: Sequence[int], seconds: float, place: str) -> str:
-    """The message that names the absent processes."""
-    absent = [rank for rank in members if not room.check([f"place/{rank}"])]
-    known = [rank for rank in absent[:4] if store.check([f"process/{rank}"])]
-    words = "".join(
-        f"; rank {rank} was here before, as {store.get(f'process/{rank}').decode()}: it is elsewhere in its "
-        "code, or has ended"
-        for rank in known
-    )
-    return (
-        f"after {seconds:g} s ranks [{listed(map(str, absent))}] of {len(members)} have not come to "
-        f"{place}{words}"
-    )
-
-
-def _within(seconds: float, rank: int, place: str, run: Callable[[], T]) -> T:
-    """Call a function that may block in torch; if it takes too long, raise and ignore its result."""
-    future: Future[T] = Future()
-
-    def call() -> None:
-        try:
-            future.set_result(run())
-        except BaseException as error:
-            future.set_exception(error)
-
-    # Not an executor's thread: the interpreter waits for those at exit.
-    Thread(target=call, name="penstock rendezvous", daemon=True).start()
-    try:
-        return future.result(seconds + 3 * SLACK)
-    except TimeoutError:
-        raise AgreementError(
-            f"rank {rank}, on the way to {place}, has had no answer from the store there for {seconds:g} s: "
-            "the listener is not a torch TCPStore, or its process is stopped, or the network to it is cut; "
-            "where another program has the port, choose another MASTER_PORT"
-        ) from None
-    except dist.DistError as error:
-        raise AgreementError(
-            f"the store was lost while the ranks came to {place}: {first_line(error)}; the process that "
-            "hosts it, usually that of rank 0, has ended: see what it says"
-        ) from error
 
 
 def _backend_for(device: torch.device | None) -> str:
@@ -297,7 +306,7 @@ def _start_world(launch: Launch, room: Any, device: torch.device | None, seconds
             store=PrefixStore("world", room),
             rank=launch.rank,
             world_size=launch.ranks,
-            timeout=timedelta(seconds=seconds + SLACK),
+            timeout=timedelta(seconds=seconds + MOMENT),
         )
     except (dist.DistError, RuntimeError) as error:
         raise AgreementError(
@@ -329,8 +338,13 @@ def end_waits(group: Any) -> None:
                 )
 
 
-GONE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 4000}
-"""After how long the system takes a machine that answers nothing for gone: about 5 s."""
+GONE = {
+    "TCP_KEEPIDLE": 20,
+    "TCP_KEEPINTVL": 10,
+    "TCP_KEEPCNT": 4,
+    "TCP_USER_TIMEOUT": 60_000,
+}
+"""After how long the system takes a machine that answers nothing for gone: a minute, since networks heal."""
 
 
 @contextmanager
@@ -396,6 +410,11 @@ class Launch(NamedTuple):
     one_host: bool  # whether all processes are on this machine
 
     @property
+    def hosts(self) -> bool:
+        """Whether this process hosts the store."""
+        return self.rank == 0 and not self.hosted
+
+    @property
     def place(self) -> str:
         """The store's address, in words."""
         return f"{self.address}:{self.port} (MASTER_ADDR and MASTER_PORT)"
@@ -450,11 +469,13 @@ def _stay_local(launch: Launch) -> None:
         logger.info("all ranks are on this machine: set GLOO_SOCKET_IFNAME=%s", name)
 
 
-def _reach_store(launch: Launch, seconds: float) -> Any:
+def _reach_store(launch: Launch, seconds: float, until: float) -> Any:
     """Connect to the store, which rank 0 or the launcher hosts."""
-    hosts, listening = launch.rank == 0 and not launch.hosted, None
+    listening = None
     try:
-        if hosts and _is_loopback(launch.address):
+        if not launch.hosts:
+            _await_listener(launch, until)
+        elif _is_loopback(launch.address):
             # Torch's own socket would listen on all interfaces.
             address = (socket.gethostbyname(launch.address), launch.port)
             listening = socket.create_server(address, backlog=1024).detach()
@@ -462,13 +483,13 @@ def _reach_store(launch: Launch, seconds: float) -> Any:
             launch.address,
             launch.port,
             None,
-            hosts,
-            timedelta(seconds=seconds),
+            launch.hosts,
+            timedelta(seconds=max(until - monotonic(), MOMENT)),
             wait_for_workers=False,
             master_listen_fd=listening,
         )
     except (OSError, dist.DistError) as error:
-        if hosts:
+        if launch.hosts:
             raise UsageError(
                 f"rank 0 cannot listen at {launch.place}: {first_line(error)}; the port is in use, also by a "
                 "second process with RANK=0 or the rest of an earlier job: choose another MASTER_PORT"
@@ -478,7 +499,27 @@ def _reach_store(launch: Launch, seconds: float) -> Any:
             f"{first_line(error)}; is rank 0 started, and can this machine reach it? Where another program "
             "has the port, choose another MASTER_PORT"
         ) from error
+    store.set_timeout(timedelta(seconds=seconds))
     return PrefixStore(f"penstock/{launch.attempt}", store)
+
+
+def _await_listener(launch: Launch, until: float) -> None:
+    """Wait until somebody listens: torch itself looks ever more rarely, and may miss who comes late.
+
+    Raises:
+        OSError: nobody did in time; it says why.
+    """
+    while True:
+        left = until - monotonic()
+        try:
+            socket.create_connection(
+                (launch.address, launch.port), max(PAUSE, min(left, 5.0))
+            ).close()
+            return
+        except OSError:
+            if left < 0:
+                raise
+        sleep(PAUSE)
 
 
 def _is_loopback(address: str) -> bool:
@@ -486,9 +527,3 @@ def _is_loopback(address: str) -> bool:
         return address == "localhost" or ipaddress.ip_address(address).is_loopback
     except ValueError:
         return False
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

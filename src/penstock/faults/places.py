@@ -136,24 +136,32 @@ class Place(Where):
     def has_come_to(self, group: str, number: int) -> bool:
         """Whether it has come to a collective of a group."""
         counts = dict(entry.split("=", 1) for entry in self.arrived.split() if "=" in entry)
-        count = counts.get(group, "0")
-        return count.isdecimal() and int(count) >= number
+        try:
+            return int(counts.get(group, "0")) >= number
+        except ValueError:
+            return False
 
 
 def read_record(kind: type[T], data: bytes) -> T | None:
     """Read a dataclass from JSON that another process wrote; ``None`` if it is anything else.
 
     Any process that reaches the store may have written it, so its size, its depth and the type of each field
-    are checked, and texts are cut and escaped, so that they cannot control a terminal.
+    are checked, and what the class itself demands; and texts are cut and escaped, so that they cannot control
+    a terminal.
     """
     if len(data) > LARGEST:
         return None
     try:
         record = json.loads(data)
         values = {f.name: _checked(record[f.name], str(f.type), f.name) for f in fields(kind)}  # type: ignore[arg-type]
+        return kind(**values)
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    return kind(**values)
+
+
+def read_text(data: bytes) -> str:
+    """A text that another process wrote, for a message."""
+    return clipped(data.decode(errors="replace"))
 
 
 _LONGEST = {"trace": LONGEST_TRACE, "awaited": LONGEST_GROUPS, "arrived": LONGEST_GROUPS}

@@ -27,6 +27,7 @@ from penstock.errors import (
     PeerFailed,
     PenstockError,
     UsageError,
+    status_of,
 )
 from penstock.faults.activity import Activity, Patience
 from penstock.faults.desk import PERIOD, Desk
@@ -34,7 +35,6 @@ from penstock.faults.failure import (
     Failure,
     at_place,
     of_exception,
-    status_of,
     uncaught_error,
     write_report,
 )
@@ -302,7 +302,13 @@ class Watch:
         leads = here.process in self._members[:LOOKERS]
         # Most wait for the same rank: not all of them need to read places.
         rarely = self._order > LOOKERS and not leads
-        pause = self._order if rarely else 0.3 if self._broken else 0.9 * PERIOD
+        pause = (
+            min(self._order, len(self._members))
+            if rarely
+            else 0.3
+            if self._broken
+            else 0.9 * PERIOD
+        )
         self._next = monotonic() + pause
         places = self._search.look(here, self._desk.read, self._desk.clock)
         failure = self._search.judge(places, self._limit_of_all, broken=self._broken)

@@ -18,7 +18,7 @@ from penstock.parallel import is_sharded
 from penstock.partition import Door
 from penstock.pipeline import Pipeline
 from penstock.rng import generator_states, set_generator_states
-from penstock.runtime import mark_of
+from penstock.runtime import contents_of
 from penstock.stage import StageModule
 from penstock.values import flatten, tensors_in, unflatten
 
@@ -42,7 +42,7 @@ def generate(pipe: Pipeline, args: Any, kwargs: Mapping[str, Any]) -> Any:
     with torch.no_grad(), pipe.evaluating():
         if len(pipe.local_ranks) == pipe.job.ranks:
             return model.generate(*args, **kwargs)
-        if len({*pipe.job.agree(mark_of((args, dict(kwargs))))}) > 1:
+        if len({*pipe.job.agree(contents_of((args, dict(kwargs))).hex())}) > 1:
             raise AgreementError("generate was called with different arguments on different ranks")
         # All ranks draw the random numbers of rank 0.
         states = [pipe.job.share(state, 0).cpu() for state in generator_states([pipe.device])]

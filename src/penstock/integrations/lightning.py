@@ -23,9 +23,11 @@ from torch.optim import Optimizer
 from penstock.checkpoint import Checkpoints
 from penstock.errors import PartitionError, UsageError
 from penstock.integrations.module import PipelineModule, clip_whole
+from penstock.microbatches import Rule, Split
 from penstock.parallel import meeting_in_time, pipelines_in, side_by_side
-from penstock.pipeline import Pipeline
+from penstock.pipeline import Outputs, Pipeline
 from penstock.runtime import GracefulStop, Loss, LossOver, LossWeight
+from penstock.weights.storage import file_name
 
 try:
     from lightning.fabric.strategies.ddp import DDPStrategy as FabricProcesses
@@ -82,6 +84,14 @@ def _numbers_explained() -> Iterator[None]:
         raise
 
 
+class _Steps(PipelineModule):
+    """The steps of a module: what they return besides the loss has rows for the samples, in their order."""
+
+    def output_rule(self, outputs: Outputs) -> Rule:
+        """Each step's loss is in the result already."""
+        return {"loss": lambda parts, sizes: None, "rest": Split(0)}
+
+
 class _OnPipeline(nn.Module):
     """A module whose steps run on a pipeline, with the names and numbers of the plain module."""
 
@@ -105,7 +115,8 @@ class _OnPipeline(nn.Module):
         # Not as submodules: the plain module lists the parameters.
         vars(self)["module"] = module
         names = [self.names_in(optimizer) for optimizer in optimizers]
-        self._weighs = callable(loss_weight)
+        weights = loss_weight.values() if isinstance(loss_weight, Mapping) else [loss_weight]
+        self._weighs = any(map(callable, weights))
         self._log = StepLog(module)
         self._quiet: set[Any] = set()
         # The loss is asked here, together with what is logged.
@@ -115,7 +126,7 @@ class _OnPipeline(nn.Module):
         loss = Loss(loss_in, weight=loss_weight, over=over)
         with self._log.without_metrics():
             self.pipe = Pipeline(LightningStep(module, self._log), loss_fn=loss, **options)
-            vars(self)["_inner"] = PipelineModule(self.pipe)
+            vars(self)["_inner"] = _Steps(self.pipe)
         self._log.place(self.pipe)
         # The cut has put stand-ins into the place of weights that other ranks hold.
         now = dict(module.named_parameters(remove_duplicate=False))
@@ -158,11 +169,11 @@ class _OnPipeline(nn.Module):
             kwargs["outputs"] = kind not in self._quiet
             if self._weighs:
                 kwargs["target"] = args[0]
-            result, loss, _ = self._inner.run_batch(*args, trains=trains, **kwargs)
+            result, loss, output = self._inner.run_batch(*args, trains=trains, **kwargs)
             self._ask(*args, **kwargs)
         with torch.set_grad_enabled(trains):
             # Where only numbers leave a step, no other rank needs its outputs.
-            outputs = result.outputs["rest"] if kwargs["outputs"] else None
+            outputs = output["rest"] if kwargs["outputs"] else None
             if kwargs["outputs"] and not self._log.keeps(outputs, choices):
                 self._quiet.add(kind)
             returned = self._log.pass_on(outputs, result, choices)
@@ -362,10 +373,11 @@ class _Cuts:
         with Checkpoints(path) as checkpoints:
             states: dict[str, Any] = {**optimizers}
             step = checkpoints.load(strict=strict, pipe=self.pipe, **states)
-            if step is None or _REST not in (checkpoints.extra or ()):
+            extra = checkpoints.extra if isinstance(checkpoints.extra, dict) else {}
+            if step is None or _REST not in extra:
                 raise UsageError(f"{path} is a folder without a checkpoint of Lightning's loop")
-            name = Path(path, checkpoints.extra[_REST])
-        rest: dict[str, Any] = strategy.checkpoint_io.load_checkpoint(name)
+            name = file_name(str(extra[_REST]), rf"{_REST}-[0-9a-f]{{12}}\.pt", Path(path))
+        rest: dict[str, Any] = strategy.checkpoint_io.load_checkpoint(Path(path, name))
         return rest
 
     def _cut(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> _OnPipeline:

@@ -21,15 +21,17 @@ from torch import Tensor, nn
 from penstock.errors import UsageError
 from penstock.integrations.generation import generate
 from penstock.integrations.passes import Pass
-from penstock.microbatches import MISSING, split_batch
+from penstock.microbatches import MISSING, Rule, split_batch
 from penstock.pipeline import (
     CallArguments,
+    Outputs,
     Pipeline,
     author_of,
     check_in_fewer,
     cut_before,
     is_named,
     label_names,
+    outputs_apart,
     own_loss,
     run_forward,
 )
@@ -124,34 +126,38 @@ class PipelineModule(nn.Module):
         total_weight: float | None = None,
         **kwargs: Any,
     ) -> tuple[StepResult, Tensor, Any]:
-        """Run a step, or evaluate; return the result, and the loss and outputs.
+        """Run a step, or evaluate; return the result, the loss, and the outputs if they are asked for.
 
         In a step, their backward adds to ``.grad``. ``total_weight`` divides the loss in place of the weight
         of this batch; the others are arguments of :meth:`Pipeline.step`.
         """
         options: dict[str, Any] = {"same_batch": True, "outputs": outputs}
         if not trains:
-            result = self.pipe.evaluate(*args, **options, **kwargs)
-            return result, self._loss_of(result, total_weight), result.outputs
+            with outputs_apart(self.pipe):
+                result = self.pipe.evaluate(*args, **options, **kwargs)
+            output = self._joined(result.outputs) if outputs else None
+            return result, self._loss_of(result, total_weight), output
         for name in kwargs.keys() & {"accumulate", "scaler"}:
             raise UsageError(f"{name}= belongs to Pipeline.step; here, divide or scale the loss")
         of_model = {name: value for name, value in kwargs.items() if name not in _OF_STEP}
-        cut_before(self.pipe, CallArguments(args, of_model))
-        run = self._pass(args, of_model, again=outputs)
-        args, kwargs = run.args, {**kwargs, **run.kwargs}
+        batch = CallArguments(args, of_model, kwargs.pop("target", MISSING))
+        cut_before(self.pipe, batch)
+        run = self._pass(batch, again=outputs)
+        kwargs |= {**run.batch.kwargs, "target": run.batch.target}
         scale = self._factor if self._computes_in_half else 1.0
         checks = scale != 1.0
         if checks:  # on every rank alike, so that all ask for the norm
             kwargs["scaler"] = LossScaler(scale, device=self.pipe.device.type)
-        with run.collecting():
+        with run.collecting(), outputs_apart(self.pipe):
             result = self.pipe.step(
-                *args, accumulate=1, total_weight=total_weight, **options, **kwargs
+                *run.batch.args, accumulate=1, total_weight=total_weight, **options, **kwargs
             )
             if checks and not math.isfinite(self.pipe.weights.grad_norm()):
                 scale = math.nan
         run.scale = scale
-        loss, output = run.applied(self._loss_of(result, total_weight), result.outputs)
-        return result, loss, output
+        parts = result.outputs.parts if outputs else []
+        loss, parts = run.applied(self._loss_of(result, total_weight), parts)
+        return result, loss, self._joined(result.outputs, parts) if outputs else None
 
     def outputs_of(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, through which gradients flow if they are enabled.
@@ -159,19 +165,28 @@ class PipelineModule(nn.Module):
         The pipeline keeps nothing for the backward: it runs the forward again when gradients arrive.
         """
         if not self.training and not torch.is_grad_enabled():
-            return self.pipe.predict(*args, same_batch=True, **kwargs)
-        cut_before(self.pipe, CallArguments(args, kwargs))
-        run = self._pass(args, kwargs, again=torch.is_grad_enabled())
-        with torch.no_grad():
-            output = run_forward(self.pipe, *run.args, same_batch=True, **run.kwargs)
+            with outputs_apart(self.pipe):
+                return self._joined(self.pipe.predict(*args, same_batch=True, **kwargs))
+        batch = CallArguments(args, kwargs)
+        cut_before(self.pipe, batch)
+        run = self._pass(batch, again=torch.is_grad_enabled())
+        with torch.no_grad(), outputs_apart(self.pipe):
+            outputs = run_forward(self.pipe, *run.batch.args, same_batch=True, **run.batch.kwargs)
         if self.training:
             self.pipe.randomness.advance()
-        return run.applied(None, output)[1]
+        return self._joined(outputs, run.applied(None, outputs.parts)[1])
 
-    def _pass(self, args: Any, kwargs: dict[str, Any], *, again: bool) -> Pass:
+    def _joined(self, outputs: Outputs, parts: list[Any] | None = None) -> Any:
+        """The outputs of microbatches put together: their own, or parts like them in autograd's graph."""
+        return outputs.joined(outputs.parts if parts is None else parts, self.output_rule(outputs))
+
+    def output_rule(self, outputs: Outputs) -> Rule | None:
+        """The rule by which outputs of microbatches are put together: that of the pipeline."""
+        return outputs.rule
+
+    def _pass(self, batch: CallArguments, *, again: bool) -> Pass:
         return Pass(
-            self.pipe, args, kwargs,
-            again=again, in_half=self._computes_in_half, note=self._note_factor,
+            self.pipe, batch, again=again, in_half=self._computes_in_half, note=self._note_factor,
         )  # fmt: skip
 
     def _loss_of(self, result: StepResult, total: float | None = None) -> Tensor:
@@ -380,8 +395,21 @@ class PipelineModel(PipelineModule):
         )
         if not outputs:
             return self._output_class(loss=loss)
+        self._weigh_losses(output, args, kwargs, labels)
         output["loss"] = loss
         return output
+
+    def output_rule(self, outputs: Outputs) -> Rule | None:
+        """The rule of the pipeline; losses that the model computes come as one of each microbatch."""
+        rule, output = outputs.rule, outputs.parts[0]
+        if not isinstance(rule, Mapping | None) or not isinstance(output, Mapping):
+            return rule
+        losses: list[str] = [
+            name
+            for name, value in output.items()
+            if isinstance(value, Tensor) and name.endswith("loss") and not value.dim()
+        ]
+        return {**dict.fromkeys(losses, lambda parts, sizes: torch.stack(parts)), **(rule or {})}
 
     def _followed(self, args: Any, kwargs: Any, labels: Any, items: Any) -> Any:
         """The model's output, whose loss is that of the whole batch; gradients flow through all of it."""
@@ -390,14 +418,24 @@ class PipelineModel(PipelineModule):
             kwargs["num_items_in_batch"] = items
         output = self.outputs_of(*args, **kwargs)
         self._ask(output, labels, args, kwargs)
-        if not isinstance(output, MutableMapping):
-            return output
+        if isinstance(output, MutableMapping):
+            self._weigh_losses(output, args, kwargs, labels, adds_up=divided)
+        return output
+
+    def _weigh_losses(
+        self,
+        output: MutableMapping[str, Any],
+        args: Any,
+        kwargs: Any,
+        labels: Any,
+        *,
+        adds_up: bool = False,
+    ) -> None:
+        """Put the losses of the batch into the place of those of microbatches; ``loss`` may add up."""
         for name, value in output.items():
             if isinstance(value, Tensor) and name.endswith("loss") and value.dim() == 1:
-                adds_up = divided and name == "loss"
                 shares = self._shares(args, kwargs, labels, value)
-                output[name] = value.sum() if adds_up else value @ shares
-        return output
+                output[name] = value.sum() if adds_up and name == "loss" else value @ shares
 
     def _ask(self, output: Any, labels: Any, args: Any, kwargs: Any) -> None:
         """Ask a loss that the model computes without labels whether it is a mean over samples."""

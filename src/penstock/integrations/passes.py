@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from penstock.errors import UsageError
 from penstock.parallel import local_part
-from penstock.pipeline import Pipeline, run_backward
+from penstock.pipeline import CallArguments, Pipeline, run_backward
 from penstock.rng import generator_states, generators_kept, set_generator_states
 from penstock.values import map_tensors, tensors_in
 
@@ -26,8 +26,7 @@ class Pass:
 
     Args:
         pipe: the pipeline.
-        args: the model's arguments.
-        kwargs: the model's arguments by name.
+        batch: the model's arguments, and the target.
         again: whether the forward may have to run again.
         in_half: whether gradients are computed in float16, so that ranks must agree on infinite ones.
         note: is told the factor that the loss's backward came with.
@@ -36,18 +35,17 @@ class Pass:
     def __init__(
         self,
         pipe: Pipeline,
-        args: Any,
-        kwargs: dict[str, Any],
+        batch: CallArguments,
         *,
         again: bool,
         in_half: bool,
         note: Callable[[float], None],
     ) -> None:
-        self.inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+        self.inputs = [t for t in tensors_in(batch) if t.requires_grad]
         self._copies = {id(t): t.detach().requires_grad_() for t in self.inputs}
-        if self.inputs:
-            args, kwargs = map_tensors((args, kwargs), lambda t: self._copies.get(id(t), t))
-        self.args, self.kwargs = args, kwargs
+        self.batch: CallArguments = (
+            map_tensors(batch, lambda t: self._copies.get(id(t), t)) if self.inputs else batch
+        )
         self.scale = 1.0
         self._pipe, self._in_half, self._note = pipe, in_half, note
         self._weights = dict(pipe.weights.here.named_parameters())
@@ -78,14 +76,19 @@ class Pass:
             for weight, gradient in zip(weights, before, strict=True):
                 weight.grad = gradient
 
-    def applied(self, loss: Tensor | None, output: Any) -> tuple[Any, Any]:
-        """The loss and the outputs, as tensors whose backward comes here."""
-        leaves = tensors_in(output)
-        places = [p for p, t in enumerate(leaves) if t.is_floating_point() or t.is_complex()]
+    def applied(self, loss: Tensor | None, outputs: list[Any]) -> tuple[Any, list[Any]]:
+        """The loss and the outputs of microbatches, as tensors whose backward comes here."""
+        leaves = [tensors_in(output) for output in outputs]
+        places = [
+            (microbatch, place)
+            for microbatch, of in enumerate(leaves)
+            for place, leaf in enumerate(of)
+            if leaf.is_floating_point() or leaf.is_complex()
+        ]
         values = [] if loss is None else [loss]
-        nothing: list[Tensor | None] = [None] * len(leaves)
+        nothing: list[list[Tensor | None]] = [[None] * len(of) for of in leaves]
         self._outputs = nothing, places, len(values)
-        values += [leaves[place] for place in places]
+        values += [leaves[microbatch][place] for microbatch, place in places]
         anchor = torch.zeros((), requires_grad=learns(self._pipe), device="cpu")
         # Autograd calls the hooks of a weight that gets no gradient too, with None.
         later = self._state is not None
@@ -93,14 +96,14 @@ class Pass:
         weights = compress(self._weights.values(), self._reached)
         sources = (anchor, *weights, *self.inputs)
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in sources):
-            return loss, output
+            return loss, outputs
         results = iter(cast("Any", _Graph).apply(self, values, *sources))
         followed_loss = None if loss is None else next(results)
-        followed = {id(leaves[place]): next(results) for place in places}
-        return followed_loss, map_tensors(output, lambda t: followed.get(id(t), t))
+        followed = {id(leaves[microbatch][place]): next(results) for microbatch, place in places}
+        return followed_loss, map_tensors(outputs, lambda t: followed.get(id(t), t))
 
     def backward(self, arriving: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of the weights in this process and of the arguments.
+        """The gradients of the weights in this process, and of the arguments and the target.
 
         Raises:
             UsageError: this is the second backward, a derivative of the gradients is asked for, or a weight
@@ -129,21 +132,22 @@ class Pass:
         of_outputs = list(arriving[losses:])
         if any(gradient is not None for gradient in of_outputs):
             self._check_unchanged(least=0)
-            for place, gradient in zip(places, of_outputs, strict=True):
-                outputs[place] = gradient
+            for (microbatch, place), gradient in zip(places, of_outputs, strict=True):
+                outputs[microbatch][place] = gradient
             self._run_again(outputs)
             self._add(gradients, 1.0)
         # Loops empty gradients between forward and backward, those of other ranks' weights too.
         self._pipe.weights.leave_gradients()
         return [*compress(gradients, self._reached), *gradients[len(self._weights) :]]
 
-    def _run_again(self, gradients: list[Any]) -> None:
+    def _run_again(self, gradients: list[list[Tensor | None]]) -> None:
         assert self._state is not None
         for copy in self._copies.values():
             copy.grad = None
         with self._state.restored(), self.collecting():
+            args, kwargs = self.batch.args, self.batch.kwargs
             number = self._state.number
-            run_backward(self._pipe, gradients, *self.args, number=number, **self.kwargs)
+            run_backward(self._pipe, gradients, *args, number=number, **kwargs)
             finite = not self._in_half or math.isfinite(self._pipe.weights.grad_norm())
         for gradient in () if finite else self._gradients:
             if gradient is not None:

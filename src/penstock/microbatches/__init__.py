@@ -2,7 +2,7 @@
 
 from penstock.microbatches.batch import MISSING, Batch, Microbatch, Microbatches
 from penstock.microbatches.images import ByImages, image_tokens, rules_with_images
-from penstock.microbatches.merging import merge
+from penstock.microbatches.merging import Ways, has_rows, merge
 from penstock.microbatches.rules import (
     OUTPUT,
     REPLICATE,
@@ -12,10 +12,11 @@ from penstock.microbatches.rules import (
     Replicate,
     Rule,
     Rules,
+    RulesGiven,
     Split,
     Splitter,
-    check_rules,
-    output_dim,
+    output_rule,
+    read_rules,
 )
 from penstock.microbatches.splitting import split_batch
 
@@ -33,12 +34,15 @@ __all__ = [
     "Replicate",
     "Rule",
     "Rules",
+    "RulesGiven",
     "Split",
     "Splitter",
-    "check_rules",
+    "Ways",
+    "has_rows",
     "image_tokens",
     "merge",
-    "output_dim",
+    "output_rule",
+    "read_rules",
     "rules_with_images",
     "split_batch",
 ]

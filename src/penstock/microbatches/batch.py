@@ -42,7 +42,8 @@ class Batch:
         presplit: whether the user has split the batch; its outputs are then not merged either.
         counted: whether the samples are those of first tensors, since nobody said what counts them.
         weights: how much each microbatch counts in a mean, where that is not its samples.
-        dim: the dimension along which outputs are put together, where rules do not say it.
+        dim: the dimension of the tokens, if the batch is a packed row.
+        sequences: the number of sequences of each microbatch, if the batch is a packed row.
     """
 
     parts: Sequence[Microbatch] | None = None
@@ -53,11 +54,7 @@ class Batch:
     counted: bool = False
     weights: Sequence[int] | None = None
     dim: int | None = None
-
-    @property
-    def values(self) -> Any:
-        """All that this process was given."""
-        return [(part.args, part.kwargs) for part in self.parts or ()], self.targets
+    sequences: Sequence[int] | None = None
 
 
 class _Missing:

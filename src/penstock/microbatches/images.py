@@ -140,7 +140,7 @@ def _rules(
         raise MicrobatchError(
             f"the samples have {tokens} tokens in the places of images, which does not tell which of the "
             f"{len(patches)} images of argument {medium.pixels!r} belong to which sample; say it in "
-            f"rules={{{medium.pixels!r}: function}}: function(value, sizes) gives the part of each "
+            f"split={{{medium.pixels!r}: function}}: function(value, sizes) gives the part of each "
             "microbatch, from its number of samples"
         )
     rows = [sum(patches[a:b]) for a, b in pairwise([0, *accumulate(images)])]

@@ -70,13 +70,21 @@ def _piece(path: str, value: Any, rule: ItemRule | None, *, alone: bool = True) 
         )
     if not isinstance(value, Tensor) or not (value.dim() or (rule is not None and alone)):
         return SplitPiece(path, value, REPLICATE, partial(_repeated, value))
-    dim = 0 if rule is None or rule.dim is None else rule.dim
+    dim, chunks = (
+        0 if rule is None or rule.dim is None else rule.dim,
+        1 if rule is None else rule.chunks,
+    )
     if not -value.dim() <= dim < value.dim():
         raise MicrobatchError(
             f"{path} of shape {list(value.shape)} has no dimension {dim} to split; "
             "keep it whole with REPLICATE"
         )
-    return SplitPiece(path, value, rule, partial(_cut_tensor, value, dim, path), value.shape[dim])
+    samples, rest = divmod(value.shape[dim], chunks)
+    if rest:
+        raise MicrobatchError(
+            f"{path} of shape {list(value.shape)} does not consist of {chunks} chunks in dimension {dim}"
+        )
+    return SplitPiece(path, value, rule, partial(_cut_tensor, value, dim, chunks, path), samples)
 
 
 def _repeated(value: Any, sizes: Sequence[int]) -> Sequence[Any]:
@@ -90,7 +98,7 @@ def _cut_entries(value: Any, sizes: Sequence[int]) -> Sequence[Any]:
 def _cut_by_function(
     function: Splitter, value: Any, path: str, sizes: Sequence[int]
 ) -> Sequence[Any]:
-    parts = function(value, sizes)
+    parts: Sequence[Any] = function(value, sizes)
     if len(parts) != len(sizes):
         raise MicrobatchError(
             f"the function that splits {path} gave {len(parts)} parts for {len(sizes)} microbatches"
@@ -98,13 +106,21 @@ def _cut_by_function(
     return parts
 
 
-def _cut_tensor(value: Tensor, dim: int, path: str, sizes: Sequence[int]) -> Sequence[Tensor]:
+def _cut_tensor(
+    value: Tensor, dim: int, chunks: int, path: str, sizes: Sequence[int]
+) -> Sequence[Tensor]:
     try:
-        parts: Sequence[Tensor] = value.split([*sizes], dim)
+        parts: Sequence[Tensor]
+        if chunks == 1:
+            parts = value.split([*sizes], dim)
+        else:
+            dim %= value.dim()
+            rows = value.unflatten(dim, (chunks, -1)).split([*sizes], dim + 1)
+            parts = [part.flatten(dim, dim + 1) for part in rows]
     except (RuntimeError, NotImplementedError) as error:
         raise MicrobatchError(
             f"{path} is a {storage_of(value)} tensor, which torch does not split along dimension {dim}; use "
-            "rules= to split it by a function (value, sizes) -> parts, or to keep it whole, REPLICATE"
+            "split= to split it by a function (value, sizes) -> parts, or to keep it whole, REPLICATE"
         ) from error
     # Views share one version counter, but an in-place change to one microbatch does not change the
     # others. Through .data each part has a counter of its own.

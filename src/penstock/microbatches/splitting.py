@@ -49,7 +49,7 @@ from penstock.microbatches.tokens import (
     narrowed,
     trimmed,
 )
-from penstock.values import Place, leaves_in, path_of, tensors_in
+from penstock.values import Place, leaves_in, path_of
 
 _TARGET_KEY = "target="  # no argument can have this name
 _Arguments: TypeAlias = "dict[int | str, tuple[Any, Rule | None]]"
@@ -116,7 +116,7 @@ def _presplit(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> Ba
 
 
 def _split_by(calls: Any, target: Any, count: int) -> Batch:
-    said = "the rules= function that splits a call returned"
+    said = "the split= function that splits a call returned"
     if not isinstance(calls, Microbatches):
         raise MicrobatchError(f"{said} a {type(calls).__name__}; it must return Microbatches")
     if len(calls) > count:
@@ -164,7 +164,8 @@ def _microbatches(
 
 
 def _split_samples(positional: int, arguments: _Arguments, count: int, fewer: bool) -> Batch:
-    pieces = _pieces_of_all(arguments)
+    pieces = {key: pieces_of(value, rule, _shown(key)) for key, (value, rule) in arguments.items()}
+    _check_lists(arguments, pieces)
     every = [piece for of_one in pieces.values() for piece in of_one.pieces]
     samples = _agreed_samples(every)
     rules = [piece.rule for piece in every]
@@ -202,46 +203,38 @@ def _split_samples(positional: int, arguments: _Arguments, count: int, fewer: bo
     )
 
 
-def _pieces_of_all(arguments: _Arguments) -> dict[int | str, SplitPieces]:
-    """The pieces of all arguments. The others tell whether a list without a rule holds samples."""
-    lists = [
-        key
-        for key, (value, rule) in arguments.items()
-        if rule is None and type(value) is list and tensors_in(value)
-    ]
-    pieces = {
-        key: pieces_of(*argument, _shown(key))
-        for key, argument in arguments.items()
-        if key not in lists
+def _check_lists(arguments: _Arguments, pieces: Mapping[int | str, SplitPieces]) -> None:
+    """Check that no list or tuple without a rule holds a sample in each entry.
+
+    Like a dict, it is a structure, whose tensors hold all samples in dimension 0.
+    """
+    sizes = {
+        key: {piece.samples for piece in of_one.pieces if piece.samples is not None}
+        for key, of_one in pieces.items()
     }
-    if not lists:
-        return pieces
-    samples = _agreed_samples([piece for of_one in pieces.values() for piece in of_one.pieces])
-    for key in lists:
-        value, _ = arguments[key]
-        pieces[key] = pieces_of(value, _rule_of_list(key, value, samples), _shown(key))
-    return {key: pieces[key] for key in arguments}
+    for key, (value, rule) in arguments.items():
+        if rule is not None or type(value) not in (list, tuple) or not sizes[key]:
+            continue
+        others = {size for other, of in sizes.items() if other != key for size in of}
+        fits = len(value) in others if others else len(value) > _MOST_CHANNELS
+        if len(sizes[key]) > 1 or (
+            fits and (not sizes[key] <= others or all(map(_is_image, value)))
+        ):
+            name = TARGET if key == _TARGET_KEY else key
+            raise MicrobatchError(
+                f"{_shown(key)} is a {type(value).__name__} of {len(value)}, and looks like one of as many "
+                f"samples: {'; '.join(map(str, pieces[key].pieces[:2]))}. Without a rule, dimension 0 "
+                f"of each tensor in it counts the samples. split={{{name!r}: Split(None)}} splits it by its "
+                f"entries, each a sample; Split(0) splits each tensor in it, and a mapping such as "
+                f"{{{name!r}: {{1: REPLICATE}}}} gives each entry a rule of its own"
+            )
 
 
-def _rule_of_list(key: int | str, value: Sequence[Any], samples: int | None) -> Split | None:
-    """How a list with tensors is split: by its entries if it is one of samples, or else each tensor."""
-    sizes = {tensor.shape[0] for tensor in tensors_in(value) if tensor.dim()}
-    may_be = _are_alike(value) if samples is None else len(value) == samples
-    if may_be and sizes and (samples is None or sizes == {samples}):
-        name = TARGET if key == _TARGET_KEY else key
-        raise MicrobatchError(
-            f"{_shown(key)} is a list of {len(value)}, which may be as many samples, or tensors that "
-            f"hold all samples in dimension 0; say which: rules={{{name!r}: Split(None)}} splits the "
-            f"list by its entries, rules={{{name!r}: Split(0)}} each tensor in it"
-        )
-    return BY_ENTRY if may_be and samples is not None else None
+_MOST_CHANNELS = 3
 
 
-def _are_alike(values: Sequence[Any]) -> bool:
-    """Whether values may be samples of one kind."""
-    return (
-        len({(v.dim(), v.dtype) if isinstance(v, Tensor) else (type(v), None) for v in values}) == 1
-    )
+def _is_image(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 3 and len(value) == _MOST_CHANNELS
 
 
 def _agreed_samples(pieces: Sequence[SplitPiece]) -> int | None:
@@ -255,7 +248,7 @@ def _agreed_samples(pieces: Sequence[SplitPiece]) -> int | None:
     unlike = [piece for piece in split if piece.samples != samples]
     example = next(piece for piece in trusted if piece.samples == samples)
     raise MicrobatchError(
-        f"the batch has {samples} samples ({example}), but {'; '.join(map(str, unlike))}; use rules= to "
+        f"the batch has {samples} samples ({example}), but {'; '.join(map(str, unlike))}; use split= to "
         "split it along another dimension, Split(dim), to keep it whole, REPLICATE, or to split it by a "
         "function (value, sizes) -> parts"
     )
@@ -370,7 +363,9 @@ def _split_row(positional: int, arguments: _Arguments, row: Row, count: int, few
     targets = columns.pop(_TARGET_KEY, None)
     parts = _microbatches(positional, columns, tokens, has_kind=False)
     weights = _weights(targets, columns, tokens)
-    return Batch(parts, targets, tokens, len(shares), weights=weights, dim=row.dim)
+    return Batch(
+        parts, targets, tokens, len(shares), weights=weights, dim=row.dim, sequences=sequences
+    )
 
 
 def _piece_of_row(

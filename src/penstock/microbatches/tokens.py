@@ -100,7 +100,7 @@ class Row:
             return narrowed(value, 0, share.first, share.after)
         raise MicrobatchError(
             f"{path} of shape {list(value.shape)} has neither a dimension of the {self.length} tokens of "
-            f"the packed row nor one of its {self.sequences} sequences; say in rules= how to split it: "
+            f"the packed row nor one of its {self.sequences} sequences; say in split= how to split it: "
             "REPLICATE, or a function (value, sizes) -> parts, which gets the number of sequences in each"
         )
 

@@ -225,12 +225,12 @@ class Sharded(Adapter):
             self._add_up()
 
     def _add_up(self) -> None:
-        """Add up a microbatch's gradients in the type of the reduction."""
-        for group in (g for m in self._modules for g in m._get_fsdp_state()._fsdp_param_groups):
-            for parameter in group.fsdp_params:
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter.accumulate_unsharded_grad_if_needed()
-                    parameter.to_accumulated_grad_if_needed()
+        """Add up a microbatch's gradients in the type of the reduction, unless torch does so at once."""
+        groups = [g for m in self._modules for g in m._get_fsdp_state()._fsdp_param_groups]
+        parameters = [parameter for group in groups for parameter in group.fsdp_params]
+        for parameter in [one for one in parameters if hasattr(one, "_unsharded_param")]:
+            for step in _SUMS:
+                getattr(parameter, step, _nothing)()
 
     def reduce(self) -> None:
         """Reduce the gradients, once, and free the gathered parameters.
@@ -280,6 +280,13 @@ class Sharded(Adapter):
             module.set_requires_gradient_sync(wanted, recurse=False)
             module.set_is_last_backward(wanted)
             module.set_reshard_after_backward(module not in self._held, recurse=False)
+
+
+_SUMS = ("accumulate_unsharded_grad_if_needed", "to_accumulated_grad_if_needed")
+"""What a sharded parameter does after each backward, up to torch 2.14; later it has no such methods."""
+
+
+def _nothing() -> None: ...
 
 
 def _sharded_parts(module: nn.Module) -> list[FSDPModule]:

@@ -161,7 +161,7 @@ def _resized(shape: Sequence[int], dim: int, size: int) -> list[int]:
 # ---- norms
 
 
-def global_norms(tensors: Sequence[Tensor], order: float) -> Tensor:
+def global_norms(tensors: Sequence[Tensor], order: float, *, apart: bool = False) -> Tensor:
     """Norms, in float64 on the CPU: one of each plain tensor, and one of all DTensors that are placed alike.
 
     Every process of the mesh of a DTensor must call this together, with the tensors in the same order.
@@ -169,13 +169,15 @@ def global_norms(tensors: Sequence[Tensor], order: float) -> Tensor:
     Args:
         tensors: the tensors.
         order: as for :func:`torch.linalg.vector_norm`.
+        apart: whether each DTensor has a norm of its own too.
     """
     alike: dict[object, list[Tensor]] = {}
     for index, tensor in enumerate(tensors):
         if is_sharded(tensor):
             whole_sum = _summed(tensor)
             # A norm of norms of order 0 would count tensors.
-            key = (whole_sum.device_mesh, whole_sum.placements) if order else index
+            together = order and not apart
+            key = (whole_sum.device_mesh, whole_sum.placements) if together else index
             alike.setdefault(key, []).append(whole_sum)
         else:
             dense = tensor.coalesce().values() if tensor.is_sparse else tensor

@@ -381,11 +381,27 @@ def partition(
     Raises:
         PartitionError: the model cannot be cut this way; the message says why, and what to do.
     """
+    _check_example(example)
     cutting = Cutting(
         model, stages, example=example, balance=balance, placement=placement, recompute=recompute
     )
     with explained(model):
         return cutting.make(cutting.decide(example), example)
+
+
+def _check_example(example: Any) -> None:
+    # A named tuple is a batch.
+    is_call = type(example) in (tuple, list) and len(example) == 2
+    if example is None or (
+        is_call and isinstance(example[0], list | tuple) and isinstance(example[1], Mapping)
+    ):
+        return
+    by_name = isinstance(example, Mapping)
+    raise UsageError(
+        f"example= is a {type(example).__name__}, and must be (args, kwargs), a tuple of the model's "
+        "arguments by position and a dict of those by name: "
+        f"{'example=((), inputs) for inputs by name' if by_name else 'example=((x,), {}) for one argument'}"
+    )
 
 
 def unit_paths(model: nn.Module, stages: int, example: Example) -> list[str]:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
+import torch
 from torch import nn
 
-_LIBRARIES = ("/torch/", "/penstock/")
+_LIBRARIES = tuple(
+    f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
+)
+"""By their folders: the author's own may be called so too."""
 
 
 def where(paths: Mapping[int, str], unit: str = "") -> str:
@@ -32,11 +38,11 @@ def running(paths: Mapping[int, str]) -> tuple[nn.Module | None, str]:
     frame = sys._getframe(1)
     line = ""
     while frame is not None:
-        name = frame.f_code.co_filename.replace("\\", "/")
-        if not any(part in name for part in _LIBRARIES):
+        name = frame.f_code.co_filename
+        if not name.startswith(_LIBRARIES):
             # Code that was typed in or generated is the author's if its lines can be shown.
             if not name.startswith("<") or linecache.getline(name, frame.f_lineno):
-                line = line or f"{name.rpartition('/')[2]}:{frame.f_lineno}"
+                line = line or f"{os.path.basename(name)}:{frame.f_lineno}"
             module = frame.f_locals.get("self")
             if id(module) in paths and isinstance(module, nn.Module):
                 return module, line
@@ -53,5 +59,4 @@ def line_of(module: nn.Module) -> str:
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     if code is None:
         return ""
-    file = code.co_filename.replace("\\", "/").rpartition("/")[2]
-    return f" (its forward: {file}:{code.co_firstlineno})"
+    return f" (its forward: {os.path.basename(code.co_filename)}:{code.co_firstlineno})"

@@ -185,8 +185,8 @@ def others_seen(listener: Listener) -> Iterator[None]:
     apply_before, switch_before = vars(Function)["apply"], vars(_CHECKPOINT).get(_SWITCH)
 
     def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
-        run = functools.partial(_APPLY.__func__, function)
-        return listener.applied(function, run, args, kwargs)
+        # Up to torch 2.13 it is a classmethod, later a builtin one; both are descriptors.
+        return listener.applied(function, _APPLY.__get__(None, function), args, kwargs)
 
     def checkpoint(*args: Any, **kwargs: Any) -> Any:
         options = {name: kwargs.pop(name) for name in _OPTIONS & kwargs.keys()}

@@ -1,15 +1,17 @@
 """The pipeline: how it is set up, and what its calls do."""
 
 from penstock.pipeline.calls import CallArguments
+from penstock.pipeline.default_loss import author_of, is_named, label_names, own_loss
 from penstock.pipeline.job import PipelineJob
 from penstock.pipeline.model_weights import ModelWeights
-from penstock.pipeline.own_loss import author_of, is_named, label_names, own_loss
+from penstock.pipeline.outputs import Outputs
 from penstock.pipeline.pipeline import (
     Pipeline,
     carry_out,
     check_in_fewer,
     cut_before,
     driven,
+    outputs_apart,
     run_backward,
     run_forward,
 )
@@ -25,6 +27,7 @@ from penstock.pipeline.watching import (
 __all__ = [
     "CallArguments",
     "ModelWeights",
+    "Outputs",
     "Pipeline",
     "PipelineJob",
     "SlowWarning",
@@ -38,6 +41,7 @@ __all__ = [
     "driven",
     "is_named",
     "label_names",
+    "outputs_apart",
     "own_loss",
     "peak_flops",
     "peak_memory",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
@@ -12,24 +13,25 @@ from typing import Any, NamedTuple
 
 import torch
 
-from penstock.errors import PenstockError, StageError
+from penstock.errors import PenstockError, StageError, UsageError
 from penstock.faults import without_library_frames
 from penstock.microbatches import (
     MISSING,
     Batch,
     Rules,
     image_tokens,
-    merge,
-    output_dim,
+    output_rule,
     rules_with_images,
     split_batch,
 )
 from penstock.pipeline.holding import HeldModel
+from penstock.pipeline.outputs import Outputs
 from penstock.pipeline.plan import ProvenSchedules
 from penstock.pipeline.slowness import Slowness
 from penstock.pipeline.watching import peak_flops, peak_memory
 from penstock.runtime import (
     ASKING,
+    MAIN,
     Call,
     Runner,
     StepCost,
@@ -37,10 +39,12 @@ from penstock.runtime import (
     StepResult,
     StepState,
     ask_inside,
-    mark_of,
+    remedy_of_added,
 )
 from penstock.schedule import Action
 from penstock.schedule.base import whole_number
+
+logger = logging.getLogger("penstock")
 
 
 class CallArguments(NamedTuple):
@@ -51,14 +55,15 @@ class CallArguments(NamedTuple):
         kwargs: the model's arguments by name.
         target: the target of the loss.
         microbatches: their number, if it is not that of the pipeline.
-        same_batch: whether every rank must be given the same batch.
+        same_batch: whether every rank must be given the same batch; None: what several ranks are given is
+            compared now and then.
     """
 
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     target: Any = MISSING
     microbatches: int | None = None
-    same_batch: bool = False
+    same_batch: bool | None = None
 
 
 NO_ARGUMENTS = CallArguments((), {})
@@ -77,6 +82,9 @@ class PipelineCalls:
         rules: how batches are split.
         slowness: learns of recorded steps.
         step_names: the names of the arguments of a step, for hints.
+
+    Attributes:
+        apart: whether results have :class:`Outputs` rather than what these are put together.
     """
 
     def __init__(
@@ -91,6 +99,8 @@ class PipelineCalls:
         self._runner, self._schedules, self._held = runner, schedules, held
         self._rules, self._slowness = rules, slowness
         self._step_names = tuple(step_names)
+        self._warned_of = set[str]()
+        self.apart = False
         self._image_tokens = {} if held.model is None else image_tokens(held.model)
 
     # ---- before a call
@@ -130,14 +140,14 @@ class PipelineCalls:
         """A call with the arguments, split into microbatches."""
         args, kwargs, target, microbatches, same_batch = arguments
         if call.outputs:
-            output_dim(self._rules)
+            output_rule(self._rules)
         count = whole_number("microbatches", microbatches)
         count = self._schedules.microbatches if count is None else count
         rules = self._rules
         if kwargs:
             rules = rules_with_images(rules, kwargs, self._image_tokens)
         batch = split_batch(args, kwargs, target, rules, count, fewer=True)
-        return replace(call, batch=batch, mark=mark_of(batch.values) if same_batch else 0)
+        return replace(call, batch=batch, same_batch=same_batch)
 
     # ---- a call
 
@@ -202,11 +212,14 @@ class PipelineCalls:
     def result(self, step: StepState, started: float) -> StepResult:
         """What the user gets of a call that was begun at a time of ``perf_counter``."""
         seconds = perf_counter() - started
-        outputs: Any = step.shared if step.call.outputs else None
-        model_call = step.agreement.model_call
-        if outputs and not model_call.presplit:
-            tokens = () if model_call.dim is None else model_call.samples
-            outputs = merge(outputs, output_dim(self._rules, model_call.dim), tokens=tokens)
+        outputs: Any = None
+        if step.call.outputs:
+            model_call, rule, ways = step.agreement.model_call, None, None
+            if not model_call.presplit:
+                rule = output_rule(self._rules, packed=model_call.dim is not None)
+                ways = model_call.ways
+            outputs = Outputs(step.shared, rule, ways)
+            outputs = outputs if self.apart else outputs.joined(step.shared, rule)
         device = self._held.device
         autocast = None
         if torch.is_autocast_enabled(device.type):
@@ -227,26 +240,47 @@ class PipelineCalls:
         types = (p.dtype for stage in self._held.stages for p in stage.module.parameters())
         return peak_flops(self._held.device, autocast or next(types, torch.get_default_dtype()))
 
-    # ---- a loss that the model's forward computes
+    # ---- losses that the model's forward computes, or adds
 
     def ask_inside(self, step: StepState, arguments: CallArguments) -> None:
-        """After a step: ask a loss that the model's forward computes whether microbatches make it up."""
+        """After a step: ask losses that the model's forward computes whether microbatches make them up.
+
+        Raises:
+            UsageError: the main one does not, or an added one with a weight of its own.
+        """
         loss, model_call = step.call.loss, step.agreement.model_call
         asks = model_call.count > 1 and self._runner.steps in ASKING and not model_call.presplit
         if loss is None or not loss.asks or not asks:
             return
-        if isinstance(loss.weight, Sequence):
+        if any(isinstance(weight, Sequence) for weight in loss.weights.values()):
             return
+        names = {name for name in step.result.losses if not loss.is_by_custom(name)}
+        names -= {*self._warned_of, MAIN}
         if any(self._runner.gather(self._runner.interpreter.has_loss_inside)):
-            self.check_in_fewer(loss, model_call.count, arguments)
+            names.add(MAIN)
+        if not names:
+            return
+        count = model_call.count
+        for name, values in sorted(self.check_in_fewer(loss, count, arguments, names).items()):
+            text = remedy_of_added(loss, name, *values, count)
+            if name in loss.weights:
+                raise UsageError(text)
+            self._warned_of.add(name)
+            if not self._runner.rank:
+                logger.warning("penstock: %s", text)
 
     def check_in_fewer(
-        self, loss: StepLoss | None, count: int, arguments: CallArguments
+        self,
+        loss: StepLoss | None,
+        count: int,
+        arguments: CallArguments,
+        names: Collection[str] | None = None,
     ) -> dict[str, tuple[float, float]]:
         """Check that a loss is the same in fewer microbatches than ``count``.
 
         Returns:
-            Both values of each loss that the model adds and that is not the same, by name.
+            Both values of each loss that the model adds and that is not the same, by name; of all of them,
+            or of those that are named.
 
         Raises:
             UsageError: the loss is not the same.
@@ -259,7 +293,7 @@ class PipelineCalls:
 
         stages, gather = self._held.stages, self._runner.gather
         modules = (module for stage in stages for module in stage.called_modules())
-        return ask_inside(count, evaluate, gather, modules, self._held.device)
+        return ask_inside(count, evaluate, gather, modules, self._held.device, names)
 
 
 def flowed_back(step: StepState) -> StepState:

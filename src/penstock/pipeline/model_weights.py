@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from penstock.pipeline.holding import HeldModel
@@ -69,6 +69,41 @@ class ModelWeights:
             self._held.weights.norms(order), order,
             error_if_nonfinite=error_if_nonfinite, steps=self._held.weights.ranks.steps,
         )  # fmt: skip
+
+    @collective
+    def grad_norms(self, norm_type: float = 2.0) -> dict[str, float]:
+        """The norm of each weight's gradient, by the name of the weight, the same on every rank.
+
+        It has the names of the whole model in their order, and leaves out those without a gradient. Every
+        rank calls it; the ranks meet once.
+
+        Args:
+            norm_type: as for :meth:`grad_norm`.
+
+        Raises:
+            UsageError: different stages have different weights of one name.
+        """
+        return self._held.weights.norms_by_name(float(norm_type))
+
+    @collective
+    def sum(self, of: Mapping[nn.Parameter, Any]) -> Tensor:
+        """The sum over the weights of the whole model of a number for each, the same on every rank.
+
+        This is for optimizers that look at all weights at once, such as Prodigy: on each rank they see only
+        the weights that live there. A weight that several stages share counts once. The sum is taken in
+        float64, in the order of the stages, so it does not depend on the placement.
+
+        Args:
+            of: for weights in this process, a number or a tensor each, all of one shape: for several sums at
+                once, a tensor of several numbers. What is given for weights of other ranks does not count.
+
+        Returns:
+            A tensor of that shape on the CPU; 0 if no rank gave anything.
+
+        Raises:
+            UsageError: one of the weights is not the model's.
+        """
+        return self._held.weights.sum(of)
 
     @collective
     def clip_grad_norm_(

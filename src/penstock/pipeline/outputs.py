@@ -1,54 +1,37 @@
-"""A backward that starts from gradients of a pipeline's outputs."""
+"""The outputs of microbatches, and a backward that starts from their gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from penstock.errors import UsageError
-from penstock.microbatches import Batch
+from penstock.microbatches import Rule, Ways, merge
 from penstock.values import tensors_in
 
 
-def gradients_by_part(
-    gradients: Sequence[Tensor | None], batch: Batch, dim: int
-) -> list[list[Tensor | None]]:
-    """The gradients of each microbatch's outputs, from those of the whole batch's outputs.
+class Outputs(NamedTuple):
+    """The outputs of a call's microbatches.
 
-    Raises:
-        UsageError: the size of a gradient in the dimension ``dim`` is not the number of samples.
+    Attributes:
+        parts: one for each microbatch.
+        rule: how they are put together.
+        ways: see :func:`penstock.microbatches.merge`; None if the user has split the batch.
     """
-    sizes = list(batch.samples or ())
-    count = len(sizes)
-    if batch.presplit:  # the outputs were not merged either
-        each = len(gradients) // count
-        return [list(gradients[index * each :][:each]) for index in range(count)]
-    columns: list[Sequence[Tensor | None]] = []
-    for gradient in gradients:
-        if gradient is None:
-            columns.append([None] * count)
-        elif gradient.dim() > dim and gradient.shape[dim] == sum(sizes):
-            columns.append(gradient.split(sizes, dim))
-        elif (
-            batch.dim is not None
-            and gradient.dim() > dim
-            and gradient.shape[dim] == sum(sizes) - count
-        ):
-            # Losses of single labels lack that of the first token of each microbatch.
-            columns.append(gradient.split([size - 1 for size in sizes], dim))
-        elif gradient.dim() == 1 and len(gradient) == count:
-            # Numbers without dimensions, one of each microbatch, which were stacked.
-            columns.append(gradient.unbind())
-        else:
-            raise UsageError(
-                f"a gradient of shape {list(gradient.shape)} arrived at an output of a pipeline whose batch "
-                f"has {sum(sizes)} samples, so it cannot be divided among microbatches; return outputs whose "
-                f"dimension {dim} counts the samples, or compute the loss in loss_fn"
-            )
-    return [list(row) for row in zip(*columns, strict=True)] or [[] for _ in sizes]
+
+    parts: list[Any]
+    rule: Rule | None
+    ways: Ways | None
+
+    def joined(self, parts: list[Any], rule: Rule | None) -> Any:
+        """These parts put together by a rule; a list of them if the user has split the batch.
+
+        Raises:
+            MicrobatchError: they cannot be put together.
+        """
+        return parts if self.ways is None else merge(parts, rule, self.ways)
 
 
 def product(output: Any, gradients: Sequence[Tensor | None]) -> Tensor:

@@ -16,7 +16,7 @@ from torch import nn
 from penstock import plan as planning
 from penstock.errors import NonFiniteError, UsageError
 from penstock.faults import Timeout
-from penstock.microbatches import MISSING, Batch, Rules, output_dim
+from penstock.microbatches import MISSING, Batch, RulesGiven
 from penstock.parallel import siblings_of
 from penstock.partition import Partition, Shared, find_shared_between
 from penstock.pipeline.calls import CallArguments, PipelineCalls, flowed_back
@@ -24,7 +24,7 @@ from penstock.pipeline.holding import HeldModel
 from penstock.pipeline.job import PipelineJob, collective
 from penstock.pipeline.model_weights import ModelWeights
 from penstock.pipeline.nonfinite import NonFiniteFinding, find_nonfinite
-from penstock.pipeline.outputs import gradients_by_part, product
+from penstock.pipeline.outputs import product
 from penstock.pipeline.plan import ProvenSchedules, Source, Stages
 from penstock.pipeline.settings import ModelSettings, PipelineSettings, StageSettings, Wrap
 from penstock.pipeline.setup import (
@@ -56,6 +56,7 @@ from penstock.runtime import (
     StepLoss,
     StepResult,
     StepState,
+    TotalWeight,
     Which,
     check_plans,
     describe_stages,
@@ -107,7 +108,8 @@ class Pipeline:
             Partition. By default as many as the schedule has, cut where the first batch shows.
         split: how arguments are split, by position or name: a dimension, or a :class:`penstock.Split` or
             another rule; by default along dimension 0. The rule for ``"target"`` splits the target, and the
-            one for ``"output"`` says how outputs are put together.
+            one for ``"output"`` says how the outputs of microbatches are put together, by default along
+            dimension 0, which must count the samples.
         device: where the stages live; by default where the model is. Under torchrun, ``"cuda"`` is the
             device of ``LOCAL_RANK``.
         wrap: called after the cut with each stage's module and index, on the rank that has the stage. It
@@ -142,7 +144,7 @@ class Pipeline:
         mesh: Any = None,
         replicas: Any = None,
         stages: Stages = None,
-        split: Rules | None = None,
+        split: RulesGiven | None = None,
         device: torch.device | str | None = None,
         wrap: Wrap | None = None,
         compile: Compilation = None,
@@ -184,7 +186,7 @@ class Pipeline:
         schedule: Source,
         microbatches: int | None = None,
         loss_fn: LossFunction | Loss | None = None,
-        split: Rules | None = None,
+        split: RulesGiven | None = None,
         edges: Sequence[Edge] | None = None,
         shared: Sequence[Shared] | None = None,
         mesh: Any = None,
@@ -243,7 +245,7 @@ class Pipeline:
         """Put together what needs no stages, and check that all ranks have the same."""
         transport, replicas, loss = connection
         self._schedules, self._transport = schedules, transport
-        self._loss, self._rules, self._replicas = loss, settings.split, replicas
+        self._loss, self._rules, self._replicas = loss, settings.rules, replicas
         self._undecided = settings.schedule == "auto"
         self._hooks, self._step_hooks = Hooks(ActionEvent), Hooks(StepEvent)
         self._closed = False
@@ -259,7 +261,7 @@ class Pipeline:
         self._weights = ModelWeights(self._job, self._held)
         slowness = Slowness(schedules, runner)
         names = signature(Pipeline.step).parameters
-        self._calls = PipelineCalls(runner, schedules, self._held, settings.split, slowness, names)
+        self._calls = PipelineCalls(runner, schedules, self._held, settings.rules, slowness, names)
 
     # ---- what a pipeline is
 
@@ -401,18 +403,19 @@ class Pipeline:
         target: Any = MISSING,
         microbatches: int | None = None,
         loss_weight: LossWeight | None = None,
-        total_weight: float | None = None,
+        total_weight: TotalWeight | None = None,
         accumulate: int | None = None,
         scaler: LossScaler | None = None,
         outputs: bool = False,
         record: bool = False,
-        same_batch: bool = False,
+        same_batch: bool | None = None,
         model_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> StepResult:
         """Run forward and backward of a batch, and add gradients to the parameters' ``.grad``.
 
-        Arguments that require grad get gradients too, on the ranks whose stages use them.
+        Arguments and targets that require grad get gradients too, the whole ones on every rank that was
+        given them.
 
         Args:
             args: the model's arguments. Under torchrun, a rank is given all of them or none; ranks whose
@@ -421,16 +424,17 @@ class Pipeline:
                 given it, unless ``loss_fn`` does not use it or names an argument of the model as the target,
                 as the loss of a model of transformers names ``labels``.
             microbatches: their number in this step; by default that of the Pipeline.
-            loss_weight: replaces the Pipeline's in this step.
+            loss_weight: replaces the Pipeline's in this step; of a dict, those that it names.
             total_weight: what the loss is divided by before backward, in place of the weight of this batch:
-                for a batch that is a part of a larger one.
+                for a batch that is a part of a larger one. A dict by name, if ``loss_weight`` is one.
             accumulate: the number of steps whose gradients together equal those of one large batch; by
                 default 1.
             scaler: scales the loss for float16.
             outputs: whether to give every rank the model's outputs.
             record: whether to note when each action ran.
-            same_batch: whether every rank must be given the same batch; batches that differ are then an
-                error.
+            same_batch: whether every rank must be given the same batch, in every step. By default, what
+                several ranks were given is compared in the first steps and in each of new shapes, and must be
+                the same; ranks may be given nothing, or a part. False compares nothing.
             model_kwargs: keyword arguments of the model, under any names, such as those of this method.
             kwargs: more keyword arguments of the model; they go to the stages that take them.
 
@@ -463,7 +467,7 @@ class Pipeline:
         # A loss scaler lets gradients become infinite on purpose, and checks them itself.
         call = Call(
             Batch(), outputs=outputs, record=record or event.record, seed=seed, hooks=self._hooks or None,
-            finite=scaler is None,
+            finite=scaler is None, settings=lambda: self._held.weights.shared_settings(),
         )  # fmt: skip
         call = self._calls.described(call, arguments, complete)
         step = flowed_back(self._calls.run(call, arguments))
@@ -512,7 +516,7 @@ class Pipeline:
         *args: Any,
         target: Any = MISSING,
         outputs: bool = False,
-        same_batch: bool = False,
+        same_batch: bool | None = None,
         model_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> StepResult:
@@ -536,7 +540,7 @@ class Pipeline:
         arguments = CallArguments(args, kwargs, target, same_batch=same_batch)
         return self._calls.evaluate(call, arguments)
 
-    def predict(self, *args: Any, same_batch: bool = False, **kwargs: Any) -> Any:
+    def predict(self, *args: Any, same_batch: bool | None = None, **kwargs: Any) -> Any:
         """The model's output for a batch in evaluation mode, on every rank."""
         call = Call(Batch(), trains=False, outputs=True, hooks=self._hooks or None)
         arguments = CallArguments(args, kwargs, same_batch=same_batch)
@@ -774,13 +778,13 @@ def driven(
 
 
 def check_in_fewer(
-    pipe: Pipeline, loss: Loss | None, count: int, arguments: CallArguments
+    pipe: Pipeline, loss: StepLoss | None, count: int, arguments: CallArguments
 ) -> dict[str, tuple[float, float]]:
     """See :meth:`PipelineCalls.check_in_fewer`; ``loss`` may be None for that of the pipeline."""
     return pipe._calls.check_in_fewer(pipe._loss if loss is None else loss, count, arguments)
 
 
-def run_forward(pipe: Pipeline, *args: Any, same_batch: bool = False, **kwargs: Any) -> Any:
+def run_forward(pipe: Pipeline, *args: Any, same_batch: bool | None = None, **kwargs: Any) -> Any:
     """The output for a batch as a training step computes it, on every rank.
 
     Modules run in their own modes, and draw the random numbers of the next step. :func:`run_backward`
@@ -794,20 +798,21 @@ def run_forward(pipe: Pipeline, *args: Any, same_batch: bool = False, **kwargs: 
 
 
 def run_backward(
-    pipe: Pipeline, gradients: Any, *args: Any, number: int | None = None, **kwargs: Any
+    pipe: Pipeline,
+    gradients: Sequence[Sequence[torch.Tensor | None]],
+    *args: Any,
+    number: int | None = None,
+    **kwargs: Any,
 ) -> None:
     """Add to ``.grad`` what gradients of a batch's outputs make of it, by a whole step.
 
     Args:
         pipe: the pipeline.
-        gradients: a list of the gradients of the tensors in the output that :func:`run_forward`
-            returned, in order, the same on every rank; None where there is none.
+        gradients: for each microbatch, a list of the gradients of the tensors in its output, in order, the
+            same on every rank; None where there is none.
         args: the arguments of :func:`run_forward`.
         number: the number of the step whose random numbers the forward drew.
         kwargs: the arguments by name.
-
-    Raises:
-        UsageError: an output's first dimension does not count the samples of the batch.
     """
     started = perf_counter()
     share = 1.0 / pipe._replicas.number if pipe._replicas.averaged else 1.0
@@ -816,16 +821,25 @@ def run_backward(
     )
 
     def complete(call: Call) -> Call:
-        batch = call.batch
-        pipe._schedules.check_trains(batch.count)
-        targets = gradients_by_part(gradients, batch, output_dim(pipe._rules, batch.dim))
-        return replace(call, batch=replace(batch, targets=targets))
+        pipe._schedules.check_trains(call.batch.count)
+        return replace(call, batch=replace(call.batch, targets=gradients))
 
     call = Call(Batch(), loss, seed=None if number is None else pipe._drawn_from(number))
-    arguments = CallArguments(args, kwargs)
+    # Each rank may have computed the gradients by itself.
+    arguments = CallArguments(args, kwargs, same_batch=False)
     with torch.enable_grad():  # autograd calls this without, and parts of inputs need a graph
         call = pipe._calls.described(call, arguments, complete)
     pipe._calls.result(flowed_back(pipe._calls.run(call, arguments)), started)
+
+
+@contextmanager
+def outputs_apart(pipe: Pipeline) -> Iterator[None]:
+    """A context in which calls of a pipeline give :class:`~penstock.pipeline.outputs.Outputs`."""
+    before, pipe._calls.apart = pipe._calls.apart, True
+    try:
+        yield
+    finally:
+        pipe._calls.apart = before
 
 
 def cut_before(pipe: Pipeline, arguments: CallArguments) -> None:

@@ -18,10 +18,10 @@ from penstock import plan as planning
 from penstock.devices import placed_on
 from penstock.errors import PartitionError, UsageError, check_known
 from penstock.faults import Patience, Timeout
-from penstock.microbatches import MISSING, Rules, check_rules, split_batch
+from penstock.microbatches import MISSING, Rules, RulesGiven, read_rules, split_batch
 from penstock.parallel import group_across, spread_parts
 from penstock.partition import Example, Partition
-from penstock.pipeline.own_loss import default_loss
+from penstock.pipeline.default_loss import default_loss
 from penstock.pipeline.plan import (
     Builder,
     ProvenSchedules,
@@ -82,7 +82,7 @@ class PipelineSettings:
     schedule: Source | None
     microbatches: int | None
     loss_fn: LossFunction | Loss | None
-    split: Rules | None
+    split: RulesGiven | None
     mesh: Any
     replicas: Any
     seed: Seed
@@ -93,11 +93,15 @@ class PipelineSettings:
         parameters = inspect.signature(self.caller).parameters.values()
         named = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
         check_known(self.unknown, named, _INSTEAD)
-        check_rules(self.split)
-        for name in ("replica_set", "loss", "patience", "home"):
+        for name in ("rules", "replica_set", "loss", "patience", "home"):
             getattr(self, name)
 
     # ---- each by itself
+
+    @cached_property
+    def rules(self) -> Rules | None:
+        """How arguments are split."""
+        return read_rules(self.split)
 
     @cached_property
     def home(self) -> torch.device:
@@ -125,7 +129,7 @@ class PipelineSettings:
     def loss(self) -> StepLoss | None:
         """The loss, if there is one."""
         loss_fn = self.default_loss if self.loss_fn is None else self.loss_fn
-        return None if loss_fn is None else StepLoss.of(loss_fn, self.replica_set, self.split)
+        return None if loss_fn is None else StepLoss.of(loss_fn, self.replica_set, self.rules)
 
     @property
     def default_loss(self) -> Loss | None:
@@ -157,8 +161,8 @@ class PipelineSettings:
         ranks = world if ranks is None else whole_number("ranks", ranks)
         microbatches, count = whole_number("microbatches", self.microbatches), self.stage_count
         # What a plan will decide runs nothing before it has.
-        undecided = self.schedule is None or self.schedule == "auto"
-        schedule = _read_schedule("1F1B" if undecided else self.schedule)
+        given = "1F1B" if self.schedule is None or self.schedule == "auto" else self.schedule
+        schedule = _read_schedule(given)
         value = schedule if isinstance(schedule, Schedule) else None
         if not isinstance(schedule, Schedule):
             ranks = _ranks_for(schedule, count) if ranks is None else ranks
@@ -226,9 +230,9 @@ class ModelSettings(PipelineSettings):
         _check_model(self.model, self.stages)
         super().__post_init__()
         if self.is_planned:
-            decides = ("microbatches", "stages", "recompute", "ranks")
-            if self.schedule == "auto":
-                decides = ("stages", "recompute")
+            decides = ["stages", "recompute"]
+            if self.schedule != "auto":
+                decides += ["ranks", "microbatches"]
             said = [name for name in decides if getattr(self, name) not in (None, False)]
             if said:
                 raise UsageError(

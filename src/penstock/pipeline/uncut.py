@@ -79,6 +79,7 @@ class UncutModel:
 
     def _prepare(self, settings: ModelSettings) -> None:
         stages = self._schedules.stages if settings.stages is None else settings.stages
+        assert not isinstance(stages, Partition)
         self._settings = settings
         self._cutting = Cutting(self.model, stages, recompute=settings.recompute, room=self._room())
 

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from penstock.elsewhere import Elsewhere, Whereabouts, is_elsewhere, leave_gradients
+from penstock.elsewhere import (
+    Elsewhere,
+    Whereabouts,
+    is_elsewhere,
+    leave_gradients,
+    optimizers_of,
+)
 from penstock.errors import UsageError
 from penstock.parallel import local_part
 from penstock.partition import Shared, find_shared, named_tensors
@@ -23,8 +29,9 @@ from penstock.stage import PipelineStage
 from penstock.weights import Init
 from penstock.weights.files import digest
 from penstock.weights.initialise import initialise
-from penstock.weights.norms import all_norms
-from penstock.weights.optimizers import OptimizerStates, named_state_dict
+from penstock.weights.norms import all_norms, norms_by_name, sum_over
+from penstock.weights.optimizers import OptimizerStates, named_state_dict, shared_settings
+from penstock.weights.ranks import Ranks
 from penstock.weights.sharing import SharedWeights
 from penstock.weights.states import (
     LoadResult,
@@ -84,9 +91,34 @@ class ListedWeights(ABC):
     def optimizer_state_dict(self, held: Callable[[], OptimizerStates]) -> dict[str, Any]:
         """An optimizer's whole state dict on rank 0, an empty one on the others; all ranks call it."""
 
+    @property
     @abstractmethod
+    def counting(self) -> Ranks:
+        """The ranks whose weights together are those of the model, each once."""
+
     def norms(self, order: float) -> Tensor:
         """The norms of all gradients of the model."""
+        return all_norms(self.counting, self.weights.counted(), order)
+
+    def norms_by_name(self, order: float) -> dict[str, float]:
+        """The norm of each gradient of the model, in the order of the model's weights."""
+        self.names.check_apart()
+        norms = norms_by_name(self.counting, self.weights.counted(), order)
+        return {name: norms[name] for name, _ in self.named_parameters() if name in norms}
+
+    def shared_settings(self) -> dict[str, list[float]]:
+        """The numbers in optimizers' groups that all ranks must have alike, of those that have stepped."""
+        return {}
+
+    def sum(self, of: Mapping[nn.Parameter, Any]) -> Tensor:
+        """The sum of what all ranks bring for their weights."""
+        here = self.names_by_identity()
+        if any(id(weight) not in here and not is_elsewhere(weight) for weight in of):
+            raise UsageError(
+                "a sum over weights has one that is not the model's; take them from pipe.parameters(), or "
+                "from the model's, after they were last replaced"
+            )
+        return sum_over(self.counting, self.weights.counted(), of)
 
     def writes(self) -> bool:
         """Whether this process saves what it has; all ranks call it."""
@@ -189,9 +221,10 @@ class WholeWeights(ListedWeights):
     def align(self, level: int = logging.WARNING) -> None:
         """Nothing: no stages share weights."""
 
-    def norms(self, order: float) -> Tensor:
-        """The norms of the gradients that this process has, which has all."""
-        return all_norms(_Alone(), self.weights.counted(), order)
+    @property
+    def counting(self) -> Ranks:
+        """This process, which has all weights."""
+        return _Alone()
 
     def _homes(self) -> Iterator[tuple[nn.Module, torch.device]]:
         yield self._model, self._device
@@ -266,6 +299,12 @@ class HeldWeights(ListedWeights):
         """The stand-ins for the parameters of other ranks."""
         return [absent for _, absent in self._listed if absent is not None]
 
+    def shared_settings(self) -> dict[str, list[float]]:
+        """The numbers in groups of weights here and elsewhere, of all optimizers that have stepped."""
+        names = self.names_by_identity()
+        each = [shared_settings(one, names) for one in optimizers_of(self.absent)]
+        return {name: numbers for of_one in each for name, numbers in of_one.items()}
+
     def leave_gradients(self) -> None:
         """After a step: leave stand-ins as the gradients of the weights of other ranks."""
         leave_gradients(self.absent, self._norms)
@@ -313,7 +352,7 @@ class HeldWeights(ListedWeights):
         # A rank that has all weights which learn computes the norm by itself, and would not join.
         if any(all(rank in home for home in homes) for rank in {*self._rank_of}):
             return None
-        return all_norms(self.ranks, self.weights.counted(), order)
+        return self.norms(order)
 
     def _ranks_with(self, name: str, weight: Tensor) -> set[int]:
         if self.names.is_shared(name):
@@ -366,9 +405,10 @@ class HeldWeights(ListedWeights):
         """The optimizer's state dict of all ranks, collected on rank 0."""
         return gather_optimizer(self.team, self.ranks, self.names, held)
 
-    def norms(self, order: float) -> Tensor:
-        """The norms of the gradients of all ranks."""
-        return all_norms(self.ranks, self.weights.counted(), order)
+    @property
+    def counting(self) -> Ranks:
+        """All ranks of the pipeline."""
+        return self.ranks
 
     def _homes(self) -> Iterator[tuple[nn.Module, torch.device]]:
         for stage in self.stages:

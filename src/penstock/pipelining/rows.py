@@ -49,6 +49,7 @@ class ComputationType(str, Enum):  # noqa: UP042 - str() must give the member, a
     FULL_BACKWARD = "B"
     OVERLAP_F_B = OVERLAPPED
     REDUCE_GRAD = "REDUCE_GRAD"
+    WAIT_REDUCE_GRAD = "WAIT_REDUCE_GRAD"
 
     @staticmethod
     def from_str(action: str) -> ComputationType:

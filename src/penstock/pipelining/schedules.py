@@ -63,7 +63,7 @@ BACKWARD_WEIGHT = W = ComputationType.BACKWARD_WEIGHT
 FULL_BACKWARD = B = ComputationType.FULL_BACKWARD
 OVERLAP_F_B = ComputationType.OVERLAP_F_B
 UNSHARD, RESHARD = ComputationType.UNSHARD, ComputationType.RESHARD
-REDUCE_GRAD = ComputationType.REDUCE_GRAD
+REDUCE_GRAD, WAIT_REDUCE_GRAD = ComputationType.REDUCE_GRAD, ComputationType.WAIT_REDUCE_GRAD
 SEND_F, RECV_F = ComputationType.SEND_F, ComputationType.RECV_F
 SEND_B, RECV_B = ComputationType.SEND_B, ComputationType.RECV_B
 

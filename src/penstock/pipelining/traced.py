@@ -232,14 +232,25 @@ def trace(
     bound = _bound(signature, args, kwargs)
     args, kwargs = bound.args, bound.kwargs
     lengths = pytree.tree_map(_any_length, dict(bound.arguments))
+
+    def traced(dynamic_shapes: Any) -> tuple[Any, Any, Arguments]:
+        program = torch.export.export(
+            model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False
+        )
+        module: Any = program.module()
+        looks = [_look_of(node.meta["val"]) for node in module.graph.find_nodes(op="placeholder")]
+        guards, in_spec = getattr(module, _GUARDS, None), program.call_spec.in_spec
+        arguments = Arguments(signature, [*bound.arguments], in_spec, looks, guards)
+        # Torch 2.14 writes guards on the sizes of **kwargs that cannot run.
+        arguments.flat(args, kwargs)
+        return module, program.call_spec.out_spec, arguments
+
     with _marked(model, points), _lost() as lost:
         try:
             try:
-                program = torch.export.export(
-                    model, args, kwargs, dynamic_shapes=lengths, strict=False
-                )
+                module, out_spec, arguments = traced(lengths)
             except Exception:  # what torch cannot trace without knowing the sizes
-                program = torch.export.export(model, args, kwargs, strict=False)
+                module, out_spec, arguments = traced(None)
         except Exception as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise CutError(
@@ -251,11 +262,7 @@ def trace(
             f"the {type(model).__name__} uses {lost[0]}, which a trace would lose; penstock.Pipeline cuts "
             "models without tracing them"
         )
-    module: Any = program.module()
-    looks = [_look_of(node.meta["val"]) for node in module.graph.find_nodes(op="placeholder")]
-    guards, specs = getattr(module, _GUARDS, None), program.call_spec
-    arguments = Arguments(signature, [*bound.arguments], specs.in_spec, looks, guards)
-    return ModelTrace(policy(module) if policy else module, arguments, specs.out_spec)
+    return ModelTrace(policy(module) if policy else module, arguments, out_spec)
 
 
 def _any_length(value: Any) -> dict[int, Any] | None:

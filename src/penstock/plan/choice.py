@@ -113,6 +113,8 @@ class Plan:
                 f"the schedule has {stages} stages, but the plan names modules for {len(self.stages)} and "
                 f"costs for {len(self.stage_costs.forward)}"
             )
+        if len(self.memory) != shape.ranks:
+            raise UsageError(f"the plan has {shape.ranks} ranks, and memory for {len(self.memory)}")
 
     @property
     def ranks(self) -> int:

@@ -222,6 +222,20 @@ class StageCosts:
 
     __pydantic_config__ = FILE
 
+    def __post_init__(self) -> None:
+        if not KINDS.keys() <= self.extra.keys():
+            raise UsageError("extra= needs the bytes of each op: F, I, W and B")
+        numbers = (
+            self.input, self.weight, self.backward, self.activation, self.stash, self.kinds, self.taken,
+            self.returned, self.sent, self.left, *self.extra.values(),
+        )  # fmt: skip
+        if {*map(len, numbers)} != {len(self.forward)}:
+            raise UsageError("the costs of stages need one number per stage everywhere")
+        if not all(kinds.keys() == {"weights", "gradients", "optimizer"} for kinds in self.kinds):
+            raise UsageError(
+                "the bytes that a stage holds are weights, gradients and optimizer states"
+            )
+
     @cached_property
     def costs(self) -> Costs:
         """The costs for the simulator."""
@@ -268,6 +282,11 @@ class UnitCosts:
     values: tuple[ValueCost, ...]
 
     __pydantic_config__ = FILE
+
+    def __post_init__(self) -> None:
+        named = {unit for of in self.values for unit in (of.source, *of.targets, *of.kept)}
+        if not named <= {*range(len(self.units))}:
+            raise UsageError(f"a value is of a unit beyond the {len(self.units)} that there are")
 
     def cut(
         self, stages: int, *, by: Measure = "time", placement: Placement | None = None

@@ -54,6 +54,8 @@ class Device:
     sources: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
+        if not self.flops or min(*self.flops.values(), self.bandwidth) <= 0:
+            raise UsageError(f"{self.name}: flops= and bandwidth= must be above 0")
         for name in ("compute_efficiency", "memory_efficiency"):
             if not 0 < getattr(self, name) <= 1:
                 raise UsageError(f"{name}={getattr(self, name)}: must be above 0, at most 1")

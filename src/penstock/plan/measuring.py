@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from penstock.devices import is_accelerator, memory_of, name_of
 from penstock.errors import InputFileError, UsageError
-from penstock.microbatches import MISSING, Rules, split_batch
+from penstock.microbatches import MISSING, Rules, RulesGiven, read_rules, split_batch
 from penstock.partition import unit_paths
 from penstock.plan.candidates import whole
 from penstock.plan.costs import Profile, UnitCosts, Units
@@ -33,7 +33,7 @@ def measure(  # noqa: PLR0913 - the arguments of a step, by name
     *args: Any,
     target: Any = MISSING,
     loss_fn: LossFunction | None = None,
-    rules: Rules | None = None,
+    split: RulesGiven | None = None,
     stages: int = 1,
     repeats: int = REPEATS,
     memory: float = 0.0,
@@ -53,7 +53,7 @@ def measure(  # noqa: PLR0913 - the arguments of a step, by name
         args: the model's arguments for a batch, from which microbatches are taken.
         target: the target of the loss.
         loss_fn: ``(output, target) -> scalar``, as for a Pipeline.
-        rules: how arguments are split, as for a Pipeline.
+        split: how arguments are split, as for a Pipeline.
         stages: the most stages into which the model may be cut, which decides how small its units are.
         repeats: how often each unit runs, after a first run that does not count.
         memory: bytes of the device; by default those of the GPU, and unknown for a CPU.
@@ -83,7 +83,9 @@ def measure(  # noqa: PLR0913 - the arguments of a step, by name
         tokens=tokens,
         measured=True,
         model=type(model).__name__,
-        coster=_UnitCoster(model, (args, kwargs, target), loss_fn, rules, stages, repeats=repeats),
+        coster=_UnitCoster(
+            model, (args, kwargs, target), loss_fn, read_rules(split), stages, repeats=repeats
+        ),
     )
 
 
@@ -93,7 +95,7 @@ def predict(  # noqa: PLR0913 - the arguments of a step, by name
     device: Device | str,
     target: Any = MISSING,
     loss_fn: LossFunction | None = None,
-    rules: Rules | None = None,
+    split: RulesGiven | None = None,
     stages: int = 1,
     tokens: int = 0,
     **kwargs: Any,
@@ -106,7 +108,7 @@ def predict(  # noqa: PLR0913 - the arguments of a step, by name
         device: a name in ``penstock.plan.DEVICES``, or a ``penstock.plan.Device``.
         target: the target of the loss.
         loss_fn: ``(output, target) -> scalar``, as for a Pipeline.
-        rules: how arguments are split, as for a Pipeline.
+        split: how arguments are split, as for a Pipeline.
         stages: the most stages into which the model may be cut.
         tokens: tokens in a sample; 0 to count samples instead of tokens.
         kwargs: the model's arguments by name.
@@ -125,7 +127,9 @@ def predict(  # noqa: PLR0913 - the arguments of a step, by name
         network=on.wire(on.node + 1),
         tokens=tokens,
         model=type(model).__name__,
-        coster=_UnitCoster(model, (args, kwargs, target), loss_fn, rules, stages, device=on),
+        coster=_UnitCoster(
+            model, (args, kwargs, target), loss_fn, read_rules(split), stages, device=on
+        ),
     )
 
 

@@ -1,8 +1,9 @@
 """Runs a step: the agreement before it, the interpreter of its program, and its result."""
 
-from penstock.runtime.asking import ASKING, ask_inside
-from penstock.runtime.calls import Call, StepState, check_plans, describe_stages, mark_of
+from penstock.runtime.asking import ASKING, ask_inside, remedy_of_added
+from penstock.runtime.calls import Call, StepState, check_plans, describe_stages
 from penstock.runtime.hooks import ActionEvent, ActionHook, HookHandle, Hooks, Which
+from penstock.runtime.kinds import contents_of
 from penstock.runtime.loss import (
     MAIN,
     Loss,
@@ -13,6 +14,7 @@ from penstock.runtime.loss import (
     Reduction,
     Replicas,
     StepLoss,
+    TotalWeight,
     add_loss,
     check_function,
     collect_losses,
@@ -46,14 +48,16 @@ __all__ = [
     "StepResult",
     "StepState",
     "TimelineKind",
+    "TotalWeight",
     "Which",
     "add_loss",
     "ask_inside",
     "check_function",
     "check_plans",
     "collect_losses",
+    "contents_of",
     "describe_stages",
     "forwards_first",
-    "mark_of",
+    "remedy_of_added",
     "without_data",
 ]

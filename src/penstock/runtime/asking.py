@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
@@ -215,7 +215,7 @@ class Question:
         raise UsageError(
             f"loss_fn of microbatches {first} and {second} together is {together:.6g}, but from their own "
             f"losses, {a:.6g} and {b:.6g}, it would be {expected:.6g} as {what}, so the microbatches would "
-            f"not train on the loss of the batch.{_remedies(looks)} {_COMPARES}"
+            f"not train on the loss of the batch.{self._joins.guess}{_remedies(looks)} {_COMPARES}"
             'over="batch" computes it once, on the outputs of all microbatches'
         )
 
@@ -229,7 +229,8 @@ def _remedies(looks: Reduction | None) -> str:
     return (
         f"{likely} If it is a mean over something else than samples, such as tokens that count or class "
         "weights, say how much a microbatch counts: penstock.Loss(fn, weight=...), or loss_weight= of the "
-        'step or the strategy, a function of the target. If it is a sum, say reduction="sum". over="microbatch" means the loss of each microbatch by itself.'
+        'step or the strategy, a function of the target. If it is a sum, say reduction="sum". '
+        'over="microbatch" means the loss of each microbatch by itself.'
     )
 
 
@@ -261,8 +262,9 @@ def ask_inside(
     exchange: Callable[[Any], list[Any]],
     modules: Iterable[nn.Module],
     device: torch.device,
+    names: Collection[str] | None = None,
 ) -> dict[str, tuple[float, float]]:
-    """Hold the loss of a batch against that of the batch in half as many microbatches.
+    """Hold the losses of a batch against those of the batch in half as many microbatches.
 
     All ranks call this. Only dropouts and batch norms are in evaluation mode. A loss that draws random
     numbers is let be, and so is one that is another one when it is computed again.
@@ -273,6 +275,7 @@ def ask_inside(
         exchange: exchanges JSON values with all ranks.
         modules: those of this process.
         device: where they live.
+        names: the losses to compare; all by default.
 
     Returns:
         Both values of each other loss that differs, by name.
@@ -301,7 +304,8 @@ def ask_inside(
                 if _apart(others[name], many[name], allowed * size + allowed / 100)
             ]
 
-        apart = differing(few, many.keys() & few.keys())
+        known = many.keys() & few.keys()
+        apart = differing(few, known if names is None else known & {*names})
         if not apart or any(drew for drew, _ in rows):
             return {}
         changed = {*differing(evaluate(count), apart)}
@@ -315,6 +319,34 @@ def ask_inside(
             f'{_COMPARES}compute it in loss_fn, from outputs of the model, with over="batch"'
         )
     return {name: (many[name], few[name]) for name in apart}
+
+
+def remedy_of_added(loss: StepLoss, name: str, many: float, few: float, count: int) -> str:
+    """What to say of an added loss that microbatches do not make up.
+
+    Args:
+        loss: the loss.
+        name: the name of the added one.
+        many: its value in ``count`` microbatches.
+        few: its value in half as many.
+        count: the number of microbatches.
+    """
+    differs = (
+        f"the added loss {name!r} of the batch is {many:.6g} in {count} microbatches and {few:.6g} in "
+        f"{max(1, count // 2)}"
+    )
+    if name in loss.weights:
+        return (
+            f"{differs}, so the weight of {name!r} does not count what it is a mean over; give a function of "
+            "the target that does"
+        )
+    main = "" if loss.weights[MAIN] is None else f"{MAIN!r}: ..., "
+    return (
+        f"{differs}, as it counts by the weights of the loss. If it is a mean over something else, such as "
+        f"other tokens, say weight={{{main}{name!r}: a function of the target that counts them}}; if it "
+        "is one of each microbatch by itself, such as a balance of experts, say "
+        f'weight={{{main}{name!r}: "microbatch"}}, in penstock.Loss or as loss_weight= of the step'
+    )
 
 
 # ---- what is called once more leaves no trace

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, partial, reduce
 from typing import Any
 
 import torch
@@ -25,10 +25,11 @@ from penstock.errors import (
 )
 from penstock.faults import versions
 from penstock.microbatches import Batch, Microbatch
-from penstock.parallel import Adapters
+from penstock.parallel import Adapters, spread, whole
 from penstock.rng import Draws
+from penstock.runtime.alike import Samples
 from penstock.runtime.hooks import Hooks, Recorder
-from penstock.runtime.kinds import Agreement, contents_of
+from penstock.runtime.kinds import Agreement
 from penstock.runtime.loss import StepLoss, Weights
 from penstock.runtime.result import StepResult, StepTally
 from penstock.schedule import Action, Op, Schedule
@@ -50,7 +51,9 @@ class Call:
         hooks: the hooks on actions, if any.
         finite: whether to check that the loss and the gradients are finite.
         refusal: the error in this process's arguments, if any; all ranks learn of it, and none begins.
-        mark: a hash of the batch itself, if all ranks must be given the same one; otherwise 0.
+        same_batch: whether every rank must be given the same batch; None: those in which several ranks were
+            given something compare it now and then.
+        settings: returns the settings of optimizers that all ranks must have alike.
         custom: functions that do the work of some ops; each is called with the usual function for actions,
             which it may call, and the action.
     """
@@ -65,7 +68,8 @@ class Call:
     hooks: Hooks | None = None
     finite: bool = False
     refusal: PenstockError | None = None
-    mark: int = 0
+    same_batch: bool | None = False
+    settings: Callable[[], Samples] = dict
     custom: Mapping[Op, Callable[[Callable[[Action], None], Action], None]] | None = None
 
     @property
@@ -86,31 +90,6 @@ class Call:
 
 REFUSED = -1
 """The digest of a rank that refuses; all others are at least 0."""
-_LOOKED_AT = 4096
-"""The number of elements that are sampled from a tensor to tell batches apart."""
-
-
-def mark_of(batch: Any) -> int:
-    """A hash of a batch, at least 1; large tensors are sampled."""
-    return (int.from_bytes(contents_of(batch, _LOOKED_AT)[:8]) >> 2) + 1
-
-
-def check_marks(marks: Sequence[int]) -> None:
-    """Check that ranks that need the same batch were given it.
-
-    Raises:
-        AgreementError: they were given different batches.
-    """
-    if len({*marks}) > 1:
-        first: dict[int, int] = {}
-        for rank, mark in enumerate(marks):
-            first.setdefault(mark, rank)
-        listed = ", ".join(f"rank {rank}" for rank in first.values())
-        raise AgreementError(
-            f"the ranks of one pipeline were given different batches: those of {listed} differ. Give all "
-            "ranks of a pipeline the same batch: a sampler that divides the data, such as "
-            "DistributedSampler, counts replicas, not ranks, and shuffles with the same seed on all of them"
-        )
 
 
 def exchange_or_refuse(
@@ -249,6 +228,32 @@ class StepState:
         """Take other arguments for the stages of this process; without ``args``, those stay."""
         args = self.parts[microbatch].args if args is None else args
         self.parts[microbatch] = Microbatch(tuple(args), {}, 0, local=dict(kwargs))
+
+    def sum_batch_gradients(self, transport: Transport) -> None:
+        """Add up the gradients of the batch over the ranks: each has those of the stages that it runs."""
+        learners = self.agreement.model_call.learners(self.parts, self.call.batch.targets)
+        places = {id(tensor): place for place, tensor in reversed([*enumerate(learners)])}
+        here: list[Tensor | None] = [None] * len(learners)
+        sums: list[tuple[Tensor, Tensor]] = []
+        for tensor, gradient in self.batch_gradients:
+            place = places.get(id(tensor))
+            if place is None:
+                sums.append((tensor, gradient))  # it is a value that other ranks do not hear of
+                continue
+            before = here[place]
+            here[place] = gradient if before is None else before + gradient
+        dtype = reduce(torch.promote_types, [t.dtype for t in learners], torch.float32)
+        rows = [torch.tensor([mine is not None for mine in here], device="cpu")]
+        for tensor, mine in zip(learners, here, strict=True):
+            rows.append(torch.zeros(tensor.shape, device="cpu") if mine is None else whole(mine))
+        row = torch.cat([numbers.reshape(-1).to("cpu", dtype) for numbers in rows])
+        total = transport.sum(row, "the sum of the gradients of the batch")
+        users, *flat = total.split([numbers.numel() for numbers in rows])
+        for tensor, used, numbers in zip(learners, users.tolist(), flat, strict=True):
+            if used and not tensor.is_meta:
+                gradient = numbers.reshape(tensor.shape).to(tensor.device, tensor.dtype)
+                sums.append((tensor, spread(tensor, gradient)))
+        self.batch_gradients = sums
 
     @property
     def kept(self) -> list[Any]:

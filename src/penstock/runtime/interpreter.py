@@ -33,8 +33,8 @@ from penstock.runtime.hooks import ActionEvent
 from penstock.runtime.kinds import Kind
 from penstock.runtime.stage_losses import StageLosses
 from penstock.schedule import Action, Dependencies, Edge, Op, Schedule, merged
-from penstock.schedule.action import MESSAGE_OPS, RECV_OPS, SEND_OPS
-from penstock.schedule.dependencies import counterpart
+from penstock.schedule.action import MESSAGE_OPS, RECV_OPS
+from penstock.schedule.dependencies import counterpart, proofs
 from penstock.stage import PipelineStage, StageCall, enter
 from penstock.transport import FIRST_TAG, LEFT, Arrival, Sending, Transport
 from penstock.values import (
@@ -152,25 +152,8 @@ class Program:
             Instruction(a, () if rank is None else tuple(rule.receives(a))) for a in actions
         ]
         self._flows: dict[tuple[Edge, ...], Flow] = {}
-        self.proves = {} if rank is None else self._find_proofs(rule, rank)
+        self.proves = {} if rank is None else proofs(schedule, rank, rule)
         """For each message that arrives, this rank's SENDs that its sender has used by then."""
-
-    def _find_proofs(self, rule: Dependencies, rank: int) -> dict[Action, list[Action]]:
-        rank_of = self.schedule.placement.rank_of
-        messages = [action for action, _ in self.instructions if action.op in MESSAGE_OPS]
-        proves: dict[Action, list[Action]] = {}
-        for peer in {rank_of[action.peer_stage] for action in messages}:
-            seen: set[Action] = set()
-            fresh: list[Action] = []
-            for action in self.schedule.actions(peer):
-                needs = [n for n in rule.receives(action) if rank_of[n.peer_stage] == rank]
-                new = [send for send in map(counterpart, needs) if send not in seen]
-                seen.update(new)
-                fresh += new
-                if action.op in SEND_OPS and rank_of[action.peer_stage] == rank and fresh:
-                    proves[counterpart(action)] = fresh
-                    fresh = []
-        return proves
 
     def flow(self, edges: Sequence[Edge] | None = None) -> Flow:
         """The flow of values for microbatches with some edges; by default, with those of the schedule."""
@@ -218,6 +201,7 @@ class Interpreter:
             Op.UNSHARD: lambda action: self._adapt(action, "unshard"),
             Op.RESHARD: lambda action: self._adapt(action, "reshard"),
             Op.REDUCE_GRAD: lambda action: self._adapt(action, "reduce"),
+            Op.WAIT_REDUCE_GRAD: lambda _: None,  # the end of the step waits for all
         }
         self._methods = self._usual
         self._action: Action | None = None

@@ -11,13 +11,14 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.errors import AgreementError, UsageError
-from penstock.microbatches import Batch, Microbatch
+from penstock.microbatches import Batch, Microbatch, Ways
 from penstock.values import (
     PLAIN,
     Layout,
@@ -26,6 +27,7 @@ from penstock.values import (
     flatten,
     layout_of,
     restrided,
+    tensors_in,
     unflatten,
 )
 
@@ -65,10 +67,12 @@ class Brought:
             "count": batch.count,
             "samples": None if batch.samples is None else list(batch.samples),
             "target": batch.targets is not None,
+            "learning": None if batch.targets is None else _learning(batch.targets),
             "presplit": None if batch.count is None else batch.presplit,
             "counted": batch.counted,
             "weighted": batch.weights is not None,
             "dim": batch.dim,
+            "sequences": None if batch.sequences is None else list(batch.sequences),
         }
         self._of: list[int] = []
         self._parts: list[Microbatch] = []
@@ -95,6 +99,12 @@ class Brought:
         """
         described = [[_described(part), _local(part)] for part in self._parts]
         return {**self._facts, "parts": described, "of": self._of}
+
+
+def _learning(targets: Sequence[Any]) -> list[list[Any]]:
+    """The layouts of the tensors that require grad in each target, as JSON data; an empty list for none."""
+    rows = [[[*layout_of(t)] for t in tensors_in(target) if t.requires_grad] for target in targets]
+    return rows if any(rows) else []
 
 
 def _named(part: Microbatch) -> dict[Key, Any]:
@@ -125,13 +135,8 @@ def look_of(part: Microbatch) -> Any:
     return tuple(looks)
 
 
-def contents_of(value: Any, most: int = 0) -> bytes:
-    """A hash of the numbers and plain values in a value.
-
-    Args:
-        value: any value; tensors without data count by their shapes.
-        most: how many elements of a large tensor are sampled, about; 0 for all.
-    """
+def contents_of(value: Any) -> bytes:
+    """A hash of the numbers and plain values in a value; tensors without data count by their shapes."""
     digest = hashlib.sha256()
     for leaf in flatten(value)[0]:
         if not isinstance(leaf, Tensor):
@@ -139,10 +144,8 @@ def contents_of(value: Any, most: int = 0) -> bytes:
             continue
         digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
         if leaf.layout is torch.strided and not leaf.is_meta and not leaf.is_nested:
-            # An odd stride reaches all columns in turn.
-            stride = leaf.numel() // most | 1 if most else 1
-            sample = leaf.detach().reshape(-1)[::stride].contiguous().cpu()
-            digest.update(sample.view(torch.uint8).numpy().data)
+            plain = leaf.detach().reshape(-1).contiguous().cpu()
+            digest.update(plain.view(torch.uint8).numpy().data)
     return digest.digest()
 
 
@@ -176,7 +179,10 @@ class ModelCall:
         presplit: whether the user split the batch.
         counted: whether the samples are those of first tensors, since nobody said what counts them.
         weighted: whether microbatches count by something else than their samples.
-        dim: the dimension along which outputs are put together, where rules do not say it.
+        dim: the dimension of the tokens, if the batch is a packed row.
+        sequences: the number of sequences in each microbatch of a packed row.
+        learning: for each microbatch, the layouts of the tensors in its target that require grad; empty if
+            there are none.
     """
 
     layouts: tuple[Mapping[Key, Layout], ...]
@@ -188,11 +194,46 @@ class ModelCall:
     counted: bool = False
     weighted: bool = False
     dim: int | None = None
+    sequences: tuple[int, ...] = ()
+    learning: Sequence[Sequence[Any]] = ()
+
+    @property
+    def ways(self) -> Ways:
+        """What the entries of a tensor in the output may be, see :func:`penstock.microbatches.merge`."""
+        if self.dim is None:
+            return [(0, self.samples)]
+        # Losses of single labels lack that of the first token.
+        of_labels = [tokens - 1 for tokens in self.samples]
+        return [(self.dim, self.samples), (self.dim, of_labels), (0, self.sequences)]
 
     @property
     def count(self) -> int:
         """The number of microbatches."""
         return len(self.texts)
+
+    @cached_property
+    def sums_gradients(self) -> bool:
+        """Whether several ranks were given tensors that require grad, so that each needs their gradients."""
+        leaves = (leaf for of in self.layouts for layout in of.values() for leaf in layout.tensors)
+        of_inputs = len(self.holders) > 1 and any(leaf.learns for leaf in leaves)
+        return of_inputs or (sum(self.targets) > 1 and bool(self.learning))
+
+    def learners(self, parts: Sequence[Microbatch], targets: Sequence[Any] | None) -> list[Tensor]:
+        """The tensors of the batch that require grad, in one order on every rank.
+
+        Args:
+            parts: a rank's microbatches, completed.
+            targets: its targets; None if it was given none, for which tensors on the meta device stand.
+        """
+        values = [
+            [part.args, [part.kwargs[name] for name in sorted(part.kwargs)]] for part in parts
+        ]
+        if targets is not None:
+            return [t for t in tensors_in([values, targets]) if t.requires_grad]
+        absent = [
+            TensorLayout(*row).empty(torch.device("meta")) for of in self.learning for row in of
+        ]
+        return [*(t for t in tensors_in(values) if t.requires_grad), *absent]
 
     def complete(self, rank: int, parts: Sequence[Microbatch] | None) -> Sequence[Microbatch]:
         """A rank's microbatches; tensors that it was not given are on the meta device."""
@@ -272,6 +313,8 @@ def merge(rows: Sequence[Mapping[str, Any]]) -> ModelCall:
         counted,
         any(row["weighted"] for row in rows),
         _common(rows, "dim", "the dimension of the tokens"),
+        tuple(_common(rows, "sequences", "the sequences of the microbatches") or ()),
+        _common(rows, "learning", "which tensors of the target require grad") or (),
     )
 
 

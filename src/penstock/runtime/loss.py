@@ -8,7 +8,7 @@ plain loop, :func:`collect_losses` does so.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from math import inf
@@ -67,9 +67,17 @@ class Losses:
 
     def total(self) -> Tensor:
         """The weighted sum of all terms; 0 if there are none."""
-        # Multiplied only here: a recomputed checkpoint must save the same tensors as its first run.
-        terms = [term.value.reshape(()) * term.weight for term in self.terms if term.weight]
-        return sum(terms[1:], terms[0]) if terms else torch.zeros((), device="cpu")
+        return self.totals().get(MAIN, torch.zeros((), device="cpu"))
+
+    def totals(self, apart: Collection[str] = ()) -> dict[str, Tensor]:
+        """The weighted sums of terms: of each name in ``apart``, and of all others under ``"main"``."""
+        sums: dict[str, Tensor] = {}
+        for name, value, weight in self.terms:
+            if weight:
+                # Multiplied only here: a recomputed checkpoint must save the same tensors as its first run.
+                group, term = name if name in apart else MAIN, value.reshape(()) * weight
+                sums[group] = sums[group] + term if group in sums else term
+        return sums
 
     def named(self) -> dict[str, Tensor]:
         """For each name, the sum of its terms without their weights, detached."""
@@ -104,7 +112,9 @@ def add_loss(name: str, value: Tensor, weight: float = 1.0) -> None:
     Args:
         name: the name under which the value is reported, without its weight; values of one name are added
             up.
-        value: a scalar tensor for one microbatch, a mean or a sum like the loss itself.
+        value: a scalar tensor for one microbatch, a mean or a sum like the loss itself. If it is one over
+            something else than the loss, such as other tokens, the loss's ``weight`` counts that by
+            this name.
         weight: the factor of the value in the loss.
 
     Raises:
@@ -173,8 +183,13 @@ LossOver = Literal["samples", "batch", "microbatch"]
 """What a loss is computed over: samples, so that microbatches give that of the batch; or one or the other."""
 LossFunction = Callable[[Any, Any], Tensor]
 """``(output, target)`` of a microbatch -> its loss, a scalar tensor."""
-LossWeight = float | Sequence[float] | Callable[[Any], Any]
+OneWeight = float | Sequence[float] | Callable[[Any], Any]
 """The weight of a batch, of each microbatch, or a function from a microbatch's target to its weight."""
+LossWeight = OneWeight | Mapping[str, OneWeight | Literal["microbatch"]]
+"""The weight of the loss, or weights by name: ``"main"`` for the loss, and names given to ``add_loss``."""
+TotalWeight = float | Mapping[str, float]
+"""What losses are divided by before backward: one number, or one for each name in ``weight``."""
+_BY_MICROBATCH = "microbatch"
 NonFinite = Literal["stop", "skip", "warn"]
 """What to do about a step whose loss or gradients are infinite or ``nan``."""
 
@@ -214,6 +229,7 @@ class Weights:
         seeds: the factor of each microbatch's loss in backward.
         total: the sum of all weights, over all replicas.
         whole: the share and the seed of a loss that is computed once for the batch.
+        added: the weights of the added losses that have weights of their own, by name.
     """
 
     counts: Sequence[float] = ()
@@ -221,11 +237,17 @@ class Weights:
     seeds: Sequence[float] = ()
     total: float = 0.0
     whole: tuple[float, float] = (0.0, 0.0)
+    added: Mapping[str, Weights] = field(default_factory=dict)
+
+    def of_added(self, name: str) -> Weights:
+        """The weights of an added loss."""
+        return self.added.get(name, self)
 
     @property
     def mark(self) -> float:
         """A number that differs if gradients are scaled differently."""
-        return sum([place * seed for place, seed in enumerate(self.seeds, start=1)])
+        seeds = [*self.seeds, *(seed for of in self.added.values() for seed in of.seeds)]
+        return sum([place * seed for place, seed in enumerate(seeds, start=1)])
 
 
 @dataclass(frozen=True)
@@ -241,7 +263,10 @@ class Loss:
         reduction: whether the scalar is a ``"mean"`` or a ``"sum"`` over the items of a microbatch.
         weight: the number of items of a microbatch; by default its samples. A function of the target, such
             as one that counts valid tokens; or a number for the batch; or a list with one number for each
-            microbatch. A sum is divided by the sum of the weights.
+            microbatch. A sum is divided by the sum of the weights. Or a dict of such weights, for ``"main"``
+            and for losses by the name that :func:`penstock.add_loss` was given: one that is not named counts
+            by the weights of ``"main"``, and so does one of ``"microbatch"``, which says that this is meant,
+            as for a balance of experts.
         over: ``"samples"``: the loss is a mean or a sum over samples, so that microbatches make up that of
             the batch. ``"batch"``: it compares samples with each other, as contrastive losses do, and is
             computed once on the outputs of all microbatches. ``"microbatch"``: the loss of each microbatch by
@@ -282,13 +307,20 @@ class Loss:
         _check_choice("reduction", self.reduction, Reduction)
         _check_choice("over", self.over, LossOver)
         _check_choice("nonfinite", self.nonfinite, NonFinite)
-        weight = self.weight
-        fits = weight is None or callable(weight) or isinstance(weight, SupportsFloat | Sequence)
-        if isinstance(weight, str | bytes) or not fits:
-            raise UsageError(
-                f"weight={weight!r} of the loss: must be a number for the batch, a list of one for each "
-                "microbatch, or a function of the target"
-            )
+        for name, weight in _by_name(self.weight).items():
+            is_text = isinstance(weight, str | bytes)
+            fits = callable(weight) or isinstance(weight, SupportsFloat | Sequence)
+            may_be = weight is None if name == MAIN else weight == _BY_MICROBATCH
+            if not may_be and (is_text or not fits):
+                also = (
+                    ""
+                    if name == MAIN
+                    else f", or {_BY_MICROBATCH!r}, to count as the main loss does"
+                )
+                raise UsageError(
+                    f"{_shown('weight', self.weight, name)}={weight!r} of the loss: must be a number for the "
+                    f"batch, a list of one for each microbatch, or a function of the target{also}"
+                )
 
 
 def _check_choice(name: str, value: Any, choices: Any) -> None:
@@ -307,7 +339,8 @@ class StepLoss(Loss):
     Args:
         accumulate: the number of steps whose gradients together equal those of one large batch.
         replicas: the pipelines that train the same weights on other data.
-        total_weight: what the loss is divided by in backward, in place of the weight of the batch.
+        total_weight: what the loss is divided by in backward, in place of the weight of the batch; by name
+            if ``weight`` is.
         factor: the factor of a loss scaler.
         rules: the rules by which batches are split.
 
@@ -317,17 +350,36 @@ class StepLoss(Loss):
 
     accumulate: int = 1
     replicas: Replicas = field(default_factory=Replicas)
-    total_weight: float | None = None
+    total_weight: TotalWeight | None = None
     factor: float = 1.0
     rules: Rules | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        total = self.total_weight
         if whole_number("accumulate", self.accumulate) < 1:
             raise UsageError(f"accumulate={self.accumulate}: must be at least 1 step")
-        if total is not None and not (isinstance(total, SupportsFloat) and 0 <= float(total) < inf):
-            raise UsageError(f"total_weight={total!r}: must be a number of at least 0")
+        totals = {} if self.total_weight is None else _by_name(self.total_weight)
+        for name, total in totals.items():
+            if not (isinstance(total, SupportsFloat) and 0 <= float(total) < inf):
+                raise UsageError(
+                    f"{_shown('total_weight', self.total_weight, name)}={total!r}: must be a number of at "
+                    "least 0"
+                )
+        if totals and totals.keys() != self.weights.keys():
+            raise UsageError(
+                f"total_weight is given for {[*totals]}, and losses are weighted by themselves under "
+                f"{[*self.weights]}: give total_weight= a dict with a number for each of these"
+            )
+
+    @property
+    def weights(self) -> dict[str, OneWeight | None]:
+        """The weight of the loss itself, as ``"main"``, and of each added loss that has one of its own."""
+        weights = {MAIN: None, **_by_name(self.weight)}
+        return {name: weight for name, weight in weights.items() if not isinstance(weight, str)}
+
+    def is_by_custom(self, name: str) -> bool:
+        """Whether an added loss is said to be one of each microbatch by itself."""
+        return isinstance(_by_name(self.weight).get(name), str)
 
     @classmethod
     def of(cls, loss: LossFunction | Loss, replicas: Replicas, rules: Rules | None) -> StepLoss:
@@ -340,7 +392,7 @@ class StepLoss(Loss):
         self,
         loss_weight: LossWeight | None = None,
         accumulate: int | None = None,
-        total_weight: float | None = None,
+        total_weight: TotalWeight | None = None,
         factor: float = 1.0,
     ) -> StepLoss:
         """The loss of one step, with what its arguments say.
@@ -348,7 +400,10 @@ class StepLoss(Loss):
         Raises:
             UsageError: the arguments are wrong or contradict each other.
         """
-        options: dict[str, Any] = {} if loss_weight is None else {"weight": loss_weight}
+        options: dict[str, Any] = {}
+        if loss_weight is not None:
+            by_name = {**_by_name(self.weight), **_by_name(loss_weight)}
+            options["weight"] = by_name if by_name.keys() - {MAIN} else by_name[MAIN]
         if total_weight is not None:
             options |= {"accumulate": 1, "total_weight": total_weight}
         if accumulate is not None:
@@ -358,26 +413,29 @@ class StepLoss(Loss):
             raise UsageError(
                 "give accumulate= or total_weight=, not both: each says what the loss is divided by"
             )
-        if loss.accumulate > 1 and loss.weight is not None:
+        if loss.accumulate > 1 and any(weight is not None for weight in loss.weights.values()):
             raise UsageError(
                 "accumulate= with weights of the loss: those of the other steps are not known; give "
                 "total_weight=, which is the weight of all of them together, or give all batches in one step"
             )
         return loss
 
-    def counts(self, samples: Sequence[int], targets: Sequence[Any]) -> list[float]:
-        """The weight of each microbatch.
+    def counts(
+        self, samples: Sequence[int], targets: Sequence[Any], name: str = MAIN
+    ) -> list[float]:
+        """The weight of each microbatch, for the loss itself or for an added one.
 
         By default it is the number of samples; a single number is divided in proportion to them.
 
         Args:
             samples: the samples of each microbatch; if all are 0, nothing is split, and all count the same.
             targets: the target of each microbatch.
+            name: the name of the loss.
 
         Raises:
             UsageError: a weight is negative or no number, or not every microbatch has one.
         """
-        weight = self.weight
+        weight = self.weights[name]
         if callable(weight):
             return _checked_counts([weight(target) for target in targets])
         if isinstance(weight, Sequence):
@@ -392,20 +450,29 @@ class StepLoss(Loss):
             return counts
         return _checked_counts([float(weight) * number / sum(counts) for number in counts])
 
-    def weigh(self, counts: Sequence[float]) -> Weights:
+    def weigh(self, counts: Mapping[str, Sequence[float]]) -> Weights:
         """The factor of each microbatch's loss; all replicas call this together.
 
         For a mean, it is the microbatch's weight divided by the total. A sum is divided only if the user
         gives weights. If all weights are 0, so are the loss and its gradients.
+
+        Args:
+            counts: the weights of the microbatches, for the loss itself and for added ones that have some.
         """
-        divides = self.reduction == "mean" or self.weight is not None
-        parts = counts if self.reduction == "mean" else [1.0] * len(counts)
-        total = float(
-            self.replicas.added(torch.tensor([sum(counts)], dtype=torch.float64, device="cpu"))
+        sums = [sum(of) for of in counts.values()]
+        totals = self.replicas.added(torch.tensor(sums, dtype=torch.float64, device="cpu")).tolist()
+        main, *added = (
+            self._weighed(name, of, total)
+            for (name, of), total in zip(counts.items(), totals, strict=True)
         )
-        divisor = self.total_weight
-        if divisor is None:
-            divisor = total * self.accumulate if divides else 1.0
+        return replace(main, added=dict(zip([*counts][1:], added, strict=True))) if added else main
+
+    def _weighed(self, name: str, counts: Sequence[float], total: float) -> Weights:
+        divides = self.reduction == "mean" or self.weights[name] is not None
+        parts = counts if self.reduction == "mean" else [1.0] * len(counts)
+        divisor = total * self.accumulate if divides else 1.0
+        if self.total_weight is not None:
+            divisor = float(_by_name(self.total_weight)[name])
         factor = self.factor * (self.replicas.number if self.replicas.averaged else 1)
         shown = total if divides else 1.0
         seeds = [factor * part for part in _over(parts, divisor)]
@@ -428,6 +495,15 @@ class StepLoss(Loss):
                 "nothing; leave out detach(), item() and the like, and for a constant add output.sum() * 0"
             )
         return loss
+
+
+def _by_name(option: Any) -> dict[str, Any]:
+    """An option for each loss, by its name; if it is not given by names, it is that of the main one."""
+    return dict(option) if isinstance(option, Mapping) else {MAIN: option}
+
+
+def _shown(keyword: str, option: Any, name: str) -> str:
+    return f"{keyword}[{name!r}]" if isinstance(option, Mapping) else keyword
 
 
 def _checked_counts(items: Sequence[Any]) -> list[float]:

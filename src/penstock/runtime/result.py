@@ -60,7 +60,7 @@ class StepResult:
         loss: the loss of the whole batch, including losses added by :func:`penstock.add_loss`.
         losses: the loss of ``loss_fn`` under ``"main"``, then added losses by name, all unweighted.
         metrics: the user's metrics, by name.
-        weight: the weight of the batch: its samples, or what ``loss_weight`` says.
+        weight: the weight of the batch: its samples, or what the loss's ``weight`` says.
         finite: whether the loss and the gradients are finite; if not, the step raises by default.
         outputs: the model's output for the whole batch, if it was asked for.
         timeline: when each rank ran each action, in seconds, if it was asked for.
@@ -92,7 +92,7 @@ class StepResult:
 
     @property
     def throughput(self) -> float:
-        """Samples, or what ``loss_weight`` counts such as tokens, per second over all replicas."""
+        """Samples, or what the loss's ``weight`` counts such as tokens, per second over all replicas."""
         return self.weight / self.seconds
 
     @property
@@ -160,12 +160,12 @@ class StepTally:
 
     def add_losses(self, microbatch: int, stage: int, losses: Losses) -> None:
         """Note the losses that a stage added for a microbatch."""
-        share = self._weights.shares[microbatch]
         for name, value in losses.named().items():
+            share = self._weights.of_added(name).shares[microbatch]
             self._terms["loss", name].append(_Weighed(microbatch, stage, value, share))
-        for _, value, weight in losses.terms:
-            term = _Weighed(microbatch, stage, value.detach().clone(), share * weight)
-            self._terms[_ADDED].append(term)
+        for name, value, weight in losses.terms:
+            share = self._weights.of_added(name).shares[microbatch] * weight
+            self._terms[_ADDED].append(_Weighed(microbatch, stage, value.detach().clone(), share))
 
     def measure(self, microbatch: int, stage: int, output: Any, target: Any) -> None:
         """Evaluate the metrics of a microbatch."""
@@ -252,7 +252,8 @@ class Numbers:
                 _check_weights(transport, weights, *total[-2:].tolist())
             value, count = total[:-6].reshape(-1, 2).unbind(1)
             there = count.sign()
-            columns = torch.cat([value, there, there * _share(loss, weights), total[-6:-2]])
+            shares = [_share(loss, weights, name) for _, name in self._rows]
+            columns = torch.cat([value, there, there * there.new_tensor(shares), total[-6:-2]])
             summed = replicas.added(columns) if replicas.number > 1 else columns
             *numbers, ill, unknown, signalled, late = summed.tolist()
             if unknown:
@@ -297,11 +298,13 @@ class Numbers:
                 )
 
 
-def _share(loss: StepLoss | None, weights: Weights) -> float:
+def _share(loss: StepLoss | None, weights: Weights, name: str) -> float:
     """This replica's share of the weight that a named loss is averaged by; 0 where losses are added up."""
-    if loss is None or (loss.reduction == "sum" and loss.weight is None) or not weights.total:
+    of = weights.of_added(name)
+    if loss is None or not of.total:
         return 0.0
-    return sum(weights.counts) / weights.total
+    adds_up = loss.reduction == "sum" and loss.weights.get(name, loss.weights[MAIN]) is None
+    return 0.0 if adds_up else sum(of.counts) / of.total
 
 
 def _check_weights(transport: Transport, weights: Weights, once: float, squared: float) -> None:

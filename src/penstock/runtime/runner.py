@@ -38,7 +38,8 @@ from penstock.parallel import (
     unwrapped,
 )
 from penstock.rng import generators_kept
-from penstock.runtime.calls import REFUSED, Call, StepState, check_marks, exchange_or_refuse
+from penstock.runtime.alike import Sampled, Turns, check_alike, may_differ, samples_of
+from penstock.runtime.calls import REFUSED, Call, StepState, exchange_or_refuse
 from penstock.runtime.cut import BROKEN, Example, LateCut, agree_on_cut, make_together
 from penstock.runtime.interpreter import Interpreter, Program
 from penstock.runtime.job import refusal_in_job
@@ -101,6 +102,7 @@ class Runner:
         self._numbers = Numbers()
         self._adapters: dict[int, Adapter] = {}
         self._known = KnownCalls()
+        self._turns = Turns()
         self._failure: BaseException | None = None
         self._steps = 0
         self.stopping = False
@@ -310,6 +312,8 @@ class Runner:
         step.result = self._numbers.share(
             self.transport, step.tally, call.loss, step.weights, finite=finite
         )
+        if call.trains and self.transport is not None and agreement.model_call.sums_gradients:
+            step.sum_batch_gradients(self.transport)
         if call.trains:
             self._agree_to_stop(call)
         if call.outputs:
@@ -368,7 +372,7 @@ class Runner:
 
         activity = self.interpreter.activity
         with self._begun(call):
-            self._exchange_digests(REFUSED if call.refusal is not None else 0, call)
+            self._exchange_digests(REFUSED if call.refusal is not None else 0, 0, call)
             activity.prepare("cuts the model")
             try:
                 error = agree_on_cut(self.transport, cut, bring, activity.step)
@@ -383,17 +387,18 @@ class Runner:
     def _agree(self, call: Call) -> StepState:
         """Learn what all ranks bring. If it is wrong, all of them raise ``_Refused`` before they begin."""
         let_cross(map(attrgetter("module"), self.stages.values()))
-        brought, refusal = None, call.refusal
-        counts: Sequence[float] | None = None
+        brought, refusal, sampled = None, call.refusal, Sampled({})
+        counts: Mapping[str, Sequence[float]] = {}
         try:
             counts = _counts_here(call.loss, call.batch)
             state = self._state()
             numbers = partial(self._numbers_in, call.mode, state) if self._reads_numbers else None
             brought = Brought(call.mode, state, call.batch, numbers)
+            sampled = self._sampled(call, brought.digest)
         except PenstockError as error:
             refusal = refusal or error
         mine = REFUSED if brought is None or refusal is not None else brought.digest
-        digests, marks = self._exchange_digests(mine, call)
+        digests, marks = self._exchange_digests(mine, sampled.mark, call)
         agreement, refusal_here = None, None
         try:
             if REFUSED in digests:
@@ -403,7 +408,8 @@ class Runner:
             if agreement is None:
                 agreement = self._make_agreement(call, brought)
                 self._known.add(digests, agreement)
-            check_marks(marks)
+            if self.transport is not None and may_differ(marks):
+                check_alike(marks, self.transport.exchange(sampled.samples))
             counts = self._counts(call.loss, agreement.model_call, counts)
         except BROKEN:
             raise
@@ -416,16 +422,28 @@ class Runner:
         if error_of_job is not None:
             raise _Refused(error_of_job)
         assert agreement is not None
-        weights = Weights() if call.loss is None else call.loss.weigh(counts or ())
+        weights = Weights() if call.loss is None else call.loss.weigh(counts)
         return StepState(call, agreement, weights, self.rank, self._devices)
 
-    def _exchange_digests(self, digest: int, call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _sampled(self, call: Call, look: int) -> Sampled:
+        """What this rank has that others must have too, as far as the call compares it."""
+        if self.transport is None:
+            return Sampled({})
+        turn = self._turns.come(look)
+        compares = call.same_batch or (call.same_batch is None and turn)
+        batch = samples_of(call.batch) if compares else {}
+        settings = call.settings() if turn else {}
+        return Sampled({**batch, **settings}, strict=bool(call.same_batch))
+
+    def _exchange_digests(
+        self, digest: int, mark: int, call: Call
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The digests and the marks of all ranks: all that is exchanged before a step that is known."""
         if self.transport is None:
-            return (digest,), (call.mark,)
+            return (digest,), (mark,)
         what = f"the digest before step {self.transport.activity.step}"
         digests, marks = zip(
-            *self.transport.gather_pairs(digest, call.mark, what, call.method), strict=True
+            *self.transport.gather_pairs(digest, mark, what, call.method), strict=True
         )
         return digests, marks
 
@@ -568,33 +586,41 @@ class Runner:
             ) from error
 
     def _counts(
-        self, loss: StepLoss | None, model_call: ModelCall, counts: Sequence[float] | None
-    ) -> Sequence[float] | None:
-        """How much each microbatch counts, the same on every rank.
+        self, loss: StepLoss | None, model_call: ModelCall, here: Mapping[str, Sequence[float]]
+    ) -> Mapping[str, Sequence[float]]:
+        """How much each microbatch counts in each loss, the same on every rank.
 
         If that depends on targets that some ranks lack, the first rank that has them sends it.
+
+        Args:
+            loss: the loss.
+            model_call: what all ranks bring.
+            here: the counts that this rank knows.
         """
         if loss is None:
-            return None
-        by_labels = model_call.weighted and loss.weight is None
-        if not callable(loss.weight) and not by_labels:
-            if counts is None or model_call.counted:
-                counts = loss.counts(model_call.samples, ())
-            return counts
-        if not any(model_call.targets) and not by_labels:
-            raise UsageError(
-                "the weight of the loss is a function of the target, but the step was given no target="
-            )
+            return {}
+        counts, by_target = dict[str, Sequence[float]](), list[str]()
+        for name, weight in loss.weights.items():
+            by_labels = model_call.weighted and weight is None
+            counts[name] = here.get(name, ())
+            if callable(weight) or by_labels:
+                by_target.append(name)
+            elif not counts[name] or model_call.counted:
+                counts[name] = loss.counts(model_call.samples, (), name)
+            if callable(weight) and not any(model_call.targets):
+                raise UsageError(
+                    "the weight of the loss is a function of the target, but the step was given no target="
+                )
         knows = [
             target or (not any(model_call.targets) and rank in model_call.holders)
             for rank, target in enumerate(model_call.targets)
         ]
-        if not all(knows) and self.transport is not None:
-            tells = counts is not None and knows.index(True) == self.rank
-            mine = counts if tells and counts is not None else [0.0] * model_call.count
-            counts = self.transport.sum(
-                torch.tensor(mine, dtype=torch.float64, device="cpu")
-            ).tolist()
+        if by_target and not all(knows) and self.transport is not None:
+            tells = knows.index(True) == self.rank
+            absent = [0.0] * model_call.count
+            rows = [(tells and counts[name]) or absent for name in by_target]
+            total = self.transport.sum(torch.tensor(rows, dtype=torch.float64, device="cpu"))
+            counts |= dict(zip(by_target, total.tolist(), strict=True))
         return counts
 
     # ---- replicated and sharded stages
@@ -699,15 +725,17 @@ class _Refused(Exception):
 
 
 def has_finite_gradients(stages: Any) -> bool:
-    """Whether the norm of the weights' gradients is finite; of a DTensor, that of the part here."""
+    """Whether the weights' gradients are finite; of a DTensor, the part here."""
     of_weights: list[Tensor | None] = []
     for stage in stages:
         # Gradients of shared weights are collected apart from .grad; this context puts them there.
         with stage.shared_context:
             of_weights += map(attrgetter("grad"), stage.module.parameters())
     parts = [g if type(g) is Tensor else local_part(g) for g in of_weights if g is not None]
-    gradients = [part._values() if part.is_sparse else part for part in parts]
-    return not gradients or bool(nn.utils.get_total_norm(gradients).isfinite())
+    dense = [part._values() if part.is_sparse else part for part in parts]
+    gradients = [part for part in dense if part.numel()]
+    # Of finite numbers the largest is finite; a sum of their squares is not always, least of all in float16.
+    return not gradients or bool(nn.utils.get_total_norm(gradients, torch.inf).isfinite())
 
 
 def _numbers_of(part: Microbatch) -> str:
@@ -738,21 +766,25 @@ def argument_names(module: nn.Module) -> list[str]:
     return [parameter.name for parameter in parameters if parameter.kind in named]
 
 
-def _counts_here(loss: StepLoss | None, batch: Batch) -> list[float] | None:
-    """The weight of each microbatch, if this process can compute it from what it was passed."""
-    known = batch.targets if loss is not None and callable(loss.weight) else batch.samples
-    if loss is None or known is None:
-        return None
-    if loss.weight is None and batch.weights is not None:
-        return loss.counts(batch.weights, ())
-    try:
-        return loss.counts(batch.samples or (), batch.targets or ())
-    except PenstockError:
-        raise
-    except Exception as error:
-        raise StageError(
-            f"the weight of the loss, called with a target, raised {type(error).__name__}: {error}"
-        ) from error
+def _counts_here(loss: StepLoss | None, batch: Batch) -> dict[str, list[float]]:
+    """The weights of the microbatches in each loss that this process can compute from what it was passed."""
+    counts = dict[str, list[float]]()
+    if loss is None:
+        return counts
+    for name, weight in loss.weights.items():
+        known = batch.targets if callable(weight) else batch.samples
+        if known is None:
+            continue
+        samples = batch.weights if weight is None and batch.weights is not None else batch.samples
+        try:
+            counts[name] = loss.counts(samples or (), batch.targets or (), name)
+        except PenstockError:
+            raise
+        except Exception as error:
+            raise StageError(
+                f"the weight of the loss, called with a target, raised {type(error).__name__}: {error}"
+            ) from error
+    return counts
 
 
 def _compared(agreement: Agreement) -> str:

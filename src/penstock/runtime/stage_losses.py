@@ -18,7 +18,7 @@ from penstock.parallel import gathered, replicated
 from penstock.rng import LOSS
 from penstock.runtime.asking import Differentiations, Inquiry, Question
 from penstock.runtime.calls import StepState
-from penstock.runtime.loss import Losses, StepLoss, zero_loss
+from penstock.runtime.loss import MAIN, Losses, StepLoss, zero_loss
 from penstock.runtime.whole import BatchOutputs, Evaluate, Joins
 from penstock.stage import PipelineStage, enter
 from penstock.values import map_tensors, tensors_in
@@ -125,10 +125,10 @@ class StageLosses:
             loss = replicated(zero_loss(output))
         self._step.tally.add_main(microbatch, index, loss)
         # Backward starts from the whole loss as a plain tensor, with a plain seed.
-        loss = gathered(loss)
-        if self.added.terms:
-            loss = loss + self._take_added(index, microbatch)
-        return self._seeded(index, microbatch, loss)
+        totals = self._take_added(index, microbatch) if self.added.terms else {}
+        main = gathered(loss)
+        totals[MAIN] = main + totals[MAIN] if MAIN in totals else main
+        return self._seeded(index, microbatch, totals)
 
     def _evaluate(
         self, function: StepLoss, stage: PipelineStage, microbatch: int, output: Any, target: Any
@@ -177,19 +177,25 @@ class StageLosses:
                 self.seeds.setdefault((index, number), []).extend(of_output)
         return roots + [tensor for tensor in tensors_in(output) if tensor.requires_grad]
 
-    def _take_added(self, stage: int, microbatch: int) -> Tensor:
-        """Tally the losses that a stage has added, and return their sum."""
+    def _take_added(self, stage: int, microbatch: int) -> dict[str, Tensor]:
+        """Tally the losses that a stage has added, and return their sums by whose weights they count."""
+        weights = self._step.weights
         self._step.tally.add_losses(microbatch, stage, self.added)
-        total = self.added.total()
+        totals = self.added.totals(weights.added.keys())
         self.added.clear()
-        return total
+        # Where it has no weight, a mean is one over nothing: NaN, and so is its gradient.
+        return {n: total for n, total in totals.items() if weights.of_added(n).seeds[microbatch]}
 
-    def _seeded(self, stage: int, microbatch: int, loss: Tensor) -> list[Tensor]:
-        if not loss.requires_grad:
-            return []
-        seed = torch.full_like(loss, self._step.weights.seeds[microbatch])
-        self.seeds[stage, microbatch] = [seed]
-        return [loss]
+    def _seeded(self, stage: int, microbatch: int, totals: Mapping[str, Tensor]) -> list[Tensor]:
+        """The roots of sums of losses, by whose weights they count."""
+        learning = {name: total for name, total in totals.items() if total.requires_grad}
+        if learning:
+            weights = self._step.weights
+            self.seeds[stage, microbatch] = [
+                torch.full_like(total, weights.of_added(name).seeds[microbatch])
+                for name, total in learning.items()
+            ]
+        return [*learning.values()]
 
 
 def _without_gradient(target: Any) -> Any:

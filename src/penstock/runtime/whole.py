@@ -14,11 +14,19 @@ import torch
 from torch import Tensor
 
 from penstock.errors import MicrobatchError
-from penstock.microbatches import TARGET, Split, merge, output_dim
+from penstock.microbatches import (
+    TARGET,
+    Replicate,
+    Split,
+    Ways,
+    has_rows,
+    merge,
+    output_rule,
+)
 from penstock.runtime.kinds import ModelCall
 from penstock.runtime.loss import StepLoss
 from penstock.schedule import Op, Schedule
-from penstock.values import map_tensors
+from penstock.values import map_tensors, tensors_in
 
 Evaluate = Callable[[Any, Any], Tensor]
 """``(output, target)`` -> the loss."""
@@ -33,39 +41,52 @@ class Joins:
     Args:
         loss: the loss, with the rules by which batches are split.
         call: what the ranks brought, which says how many samples each microbatch has.
-        guesses: whether to try it with a batch that the user has split: if all tensors have one entry for
-            each sample, they can be put together.
+        guesses: whether to try it where nobody has said how: with a batch that the user has split, if all
+            tensors have one entry for each sample, and with outputs that have several rows for each.
+
+    Attributes:
+        guess: what the rows of outputs were taken to be, as a sentence, if nobody said it.
 
     Raises:
         MicrobatchError: there is no rule by which to put them together.
     """
 
     def __init__(self, loss: StepLoss, call: ModelCall, *, guesses: bool = False) -> None:
-        rules = loss.rules or {}
-        rule = rules.get(TARGET, Split()) if isinstance(rules, Mapping) else Split()
-        said = not isinstance(rule, Mapping) and not callable(rule)
+        rules = loss.rules if isinstance(loss.rules, Mapping) else {}
+        rule = rules.get(TARGET)
+        each = rule.values() if isinstance(rule, Mapping) else (rule,)
+        said = all(isinstance(item, Split | Replicate | None) for item in each)
         if (call.presplit and not call.counted) or ((call.counted or not said) and not guesses):
             # Where the user has counted the samples of each microbatch, it is for them to say what counts.
             raise MicrobatchError("the batch was split by the user's own rule")
-        self._samples, self._exact = call.samples, call.counted or not said
-        self._target: Any = rule if said else Split()
-        self._output = 0 if call.presplit else output_dim(loss.rules, call.dim)
-        if call.dim and said:
-            self._target = Split(call.dim)
+        packed = call.dim is not None
+        self._ways, self._several = call.ways, guesses and said and not call.counted
+        self._target = rule if said and not packed else None
+        self._output = None if call.presplit else output_rule(loss.rules, packed=packed)
+        self.guess = ""
 
     def outputs(self, parts: Mapping[int, Any]) -> Any:
         """The output of several microbatches."""
-        return self._joined(parts, self._output)
+        outputs, ways = [*parts.values()], self._of(parts)
+        if self._several and self._output is None:
+            columns = zip(*map(tensors_in, outputs), strict=False)
+            rows = max((has_rows(column, ways) for column in columns), default=0)
+            if rows > 1:
+                self.guess = (
+                    f" The output has {rows} rows for each sample, which were taken to lie together. If they "
+                    f"are {rows} blocks, each with a row for every sample, say "
+                    f"split={{'output': Split({ways[0][0]}, chunks={rows})}}."
+                )
+        return merge(outputs, self._output, ways, alike=True, guesses=self._several)
 
     def targets(self, parts: Mapping[int, Any]) -> Any:
         """Their target."""
-        if not isinstance(self._target, Split):
+        if isinstance(self._target, Replicate):
             return next(iter(parts.values()))
-        return self._joined(parts, self._target.dim or 0)
+        return merge([*parts.values()], self._target, self._of(parts), alike=True, what=TARGET)
 
-    def _joined(self, parts: Mapping[int, Any], dim: int) -> Any:
-        samples = [self._samples[microbatch] for microbatch in parts]
-        return merge([*parts.values()], dim, samples, exact=self._exact)
+    def _of(self, parts: Mapping[int, Any]) -> Ways:
+        return [(dim, [sizes[microbatch] for microbatch in parts]) for dim, sizes in self._ways]
 
 
 # ---- the loss of a whole batch

@@ -34,6 +34,7 @@ class Op(StrEnum):
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
     REDUCE_GRAD = "REDUCE_GRAD"
+    WAIT_REDUCE_GRAD = "WAIT_REDUCE_GRAD"
 
 
 COMPUTE_OPS = frozenset({Op.F, Op.I, Op.W, Op.B})
@@ -45,7 +46,7 @@ MESSAGE_OPS = SEND_OPS | RECV_OPS
 WAIT_SEND_OPS = frozenset({Op.WAIT_SEND_F, Op.WAIT_SEND_B})
 PEER_OPS = MESSAGE_OPS | WAIT_SEND_OPS
 """Ops with a stage at the other end."""
-STAGE_OPS = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
+STAGE_OPS = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD, Op.WAIT_REDUCE_GRAD})
 """Ops on a whole stage, which name no microbatch."""
 
 # Distance to the neighbour: an activation goes to the next stage, a gradient to the previous one.

@@ -13,6 +13,7 @@ SEND_B                I or B of each of the rank's stages that owe the gradient
 RECV_F, RECV_B        the SEND at the other end
 WAIT_SEND_F/B         the SEND it waits for
 REDUCE_GRAD           W or B of every microbatch of the stage
+WAIT_REDUCE_GRAD      the REDUCE_GRAD of the stage
 UNSHARD               nothing
 RESHARD               the UNSHARD of the stage
 ====================  =====================================================================
@@ -30,7 +31,15 @@ from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from typing import NamedTuple
 
-from penstock.schedule.action import COMPUTE_OPS, STAGE_OPS, Action, Op, message
+from penstock.schedule.action import (
+    COMPUTE_OPS,
+    MESSAGE_OPS,
+    SEND_OPS,
+    STAGE_OPS,
+    Action,
+    Op,
+    message,
+)
 from penstock.schedule.base import Edge, Schedule
 
 # The op at the other end of a message.
@@ -113,6 +122,7 @@ class Dependencies:
             Op.WAIT_SEND_F: _other_end,
             Op.WAIT_SEND_B: _other_end,
             Op.REDUCE_GRAD: lambda a: (Need(a.stage, Half.WEIGHT),),
+            Op.WAIT_REDUCE_GRAD: lambda a: (Need(a.stage, Op.REDUCE_GRAD),),
             Op.UNSHARD: lambda _: (),
             Op.RESHARD: lambda a: (Need(a.stage, Op.UNSHARD),),
         }
@@ -223,6 +233,31 @@ class Dependencies:
         home = self._rank_of[action.stage]
         users = sorted(self._users[action.peer_stage])
         return tuple(Need(user, Half.INPUT) for user in users if self._rank_of[user] == home)
+
+
+def proofs(schedule: Schedule, rank: int, rule: Dependencies) -> dict[Action, list[Action]]:
+    """For each message that arrives at a rank, the rank's own SENDs that its sender has used by then.
+
+    Args:
+        schedule: a schedule with its messages.
+        rank: the rank.
+        rule: the schedule's dependencies.
+    """
+    rank_of = schedule.placement.rank_of
+    messages = [action for action in schedule.actions(rank) if action.op in MESSAGE_OPS]
+    proves: dict[Action, list[Action]] = {}
+    for peer in {rank_of[action.peer_stage] for action in messages}:
+        seen: set[Action] = set()
+        fresh: list[Action] = []
+        for action in schedule.actions(peer):
+            needs = [n for n in rule.receives(action) if rank_of[n.peer_stage] == rank]
+            new = [send for send in map(counterpart, needs) if send not in seen]
+            seen.update(new)
+            fresh += new
+            if action.op in SEND_OPS and rank_of[action.peer_stage] == rank and fresh:
+                proves[counterpart(action)] = fresh
+                fresh = []
+    return proves
 
 
 def _used_by(edges: Iterable[Edge], stages: int) -> list[set[int]]:

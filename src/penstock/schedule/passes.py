@@ -7,13 +7,14 @@ gathering and freeing of sharded parameters, and the sum of gradients over repli
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 
 from penstock.errors import ScheduleError, UsageError
 from penstock.schedule.action import (
     COMPUTE_OPS,
+    SEND_OPS,
     Action,
     Entry,
     Op,
@@ -23,7 +24,7 @@ from penstock.schedule.action import (
     halves,
 )
 from penstock.schedule.base import Placement, Schedule, flat, paused_collection
-from penstock.schedule.dependencies import Dependencies, counterpart
+from penstock.schedule.dependencies import Dependencies, counterpart, proofs
 
 Pass = Callable[[Schedule], Schedule]
 """A function that makes a new schedule from a schedule and leaves its argument unchanged."""
@@ -245,6 +246,40 @@ def _coming(program: Program, bound: int) -> list[list[int]]:
                 order = stages + [stage for stage in order if stage not in stages]
         coming.append(order[:bound])
     return coming[::-1]
+
+
+# ---- messages: wait until they have left
+
+
+def wait_for_sends(schedule: Schedule) -> Schedule:
+    """Add a WAIT_SEND for each SEND that has none, which torch's own runtime demands since torch 2.15.
+
+    It follows the entry whose messages show that the value was used, so that it waits for nothing; if there
+    is no such entry, it stands at the end of the program. A schedule without messages gets them first.
+
+    Write such a file only for torch 2.15 or newer: up to 2.14, torch reads ``0WAIT_SEND_F0`` as ``0W``. A
+    Penstock pipeline needs no such waits.
+    """
+    schedule = add_communication(schedule)
+    rule = Dependencies(schedule)
+    return schedule.with_programs(
+        _with_waits(program, proofs(schedule, rank, rule), rule)
+        for rank, program in enumerate(schedule.programs)
+    )
+
+
+def _with_waits(
+    program: Program, proves: Mapping[Action, Sequence[Action]], rule: Dependencies
+) -> Iterator[Entry]:
+    actions = set(flat(program))
+    waits = {a: a._replace(op=Op(f"WAIT_{a.op}")) for a in flat(program) if a.op in SEND_OPS}
+    left = {send: wait for send, wait in waits.items() if wait not in actions}
+    for entry in program:
+        yield entry
+        arrived = [message for action in halves(entry) for message in rule.receives(action)]
+        used = [send for message in arrived for send in proves.get(message, ())]
+        yield from (left.pop(send) for send in used if send in left)
+    yield from left.values()
 
 
 # ---- when a stage's gradients are summed over data-parallel replicas

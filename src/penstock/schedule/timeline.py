@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from penstock.errors import InputFileError, PenstockError, UsageError
+from penstock.errors import InputFileError, UsageError, printable
 from penstock.schedule.action import COMPUTE_OPS, Action, Overlap, parse_action
 from penstock.schedule.base import flat
 
@@ -121,17 +121,25 @@ class Timeline:
             InputFileError: the text is not such a trace.
         """
         try:
-            events = [event for event in json.loads(text)["traceEvents"] if event["ph"] == "X"]
+            events = json.loads(text)["traceEvents"]
             spans = [
                 Span(int(event["tid"]), one, event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
                 for event in events
+                if event["ph"] == "X"
                 for one in flat((parse_action(event["name"]),))
             ]
             ranks = 1 + max((span.rank for span in spans), default=0)
+            if ranks > len(events):
+                raise InputFileError(
+                    f"rank {ranks - 1} among {len(events)} events, one or more a rank"
+                )
             return Timeline(tuple(spans), ranks, "s")
-        except (ValueError, KeyError, TypeError, AttributeError, PenstockError) as error:
+        except (
+            ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError
+        ) as error:  # fmt: skip
             raise InputFileError(
-                f"not a trace of a step as Timeline.to_chrome_trace writes it: {error}"
+                "not a trace of a step as Timeline.to_chrome_trace writes it: "
+                + printable(str(error), "")[:300]
             ) from error
 
 

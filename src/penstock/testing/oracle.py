@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import UsageError
-from penstock.microbatches import Microbatches, Rules
+from penstock.microbatches import Microbatches, RulesGiven
 from penstock.partition import randomness
 from penstock.pipeline import Pipeline
 from penstock.pipeline.plan import Stages
@@ -47,7 +47,7 @@ class Case:
     target: Any
     loss_fn: LossFunction | Loss
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    split: Rules | None = None
+    split: RulesGiven | None = None
 
     @property
     def loss(self) -> Loss:

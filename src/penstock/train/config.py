@@ -20,6 +20,7 @@ from pydantic_core import ErrorDetails
 
 from penstock.errors import ConfigError, InputFileError
 from penstock.schedule import Schedule, build
+from penstock.schedule.files import DEFAULT, read_text
 from penstock.train.runfolder import AUTO
 
 # ---- the table
@@ -33,6 +34,8 @@ NotNegative = Annotated[float, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1)]
 Device = Annotated[str, Field(pattern=r"^[a-z]+(:\d{1,4})?$")]
 
+NOT_OF_RUN = {"out", "resume"}
+"""Settings that a run folder does not keep: where a run is stored."""
 DEFAULT_RANKS = 4
 LARGEST_SCHEDULE = 1_000_000
 """Microbatches times stages. A larger schedule would take minutes to build."""
@@ -243,10 +246,16 @@ def resolve(flags: Mapping[str, Any], file: Path | None = None) -> TrainConfig:
         InputFileError: the file is not TOML, or its settings are wrong whatever the flags are.
     """
     resume = flags.get("resume")
-    if file is None and isinstance(resume, str) and resume != AUTO:
-        settings = Path(resume, "config.toml")
+    is_of_run = file is None and isinstance(resume, str) and resume != AUTO
+    if is_of_run:
+        settings = Path(str(resume), "config.toml")
         file = settings if settings.is_file() else None
     table = {} if file is None else read(file)
+    if is_of_run and (elsewhere := sorted(NOT_OF_RUN & table.keys())):
+        raise InputFileError(
+            f"{file}: {elsewhere[0]}= is no setting that a run folder keeps: somebody has changed the file, "
+            "and the run would be written elsewhere; delete the line, or give it as a flag"
+        )
     complaint = _complaint({**table, **flags})
     if complaint and file is not None and complaint == _complaint(table):
         raise InputFileError(f"{file}: {complaint}")
@@ -295,12 +304,9 @@ def read(file: Path) -> dict[str, Any]:
         raise ConfigError(
             f"config={str(file)!r}: there is no such file; give the path of a TOML file"
         )
+    text = read_text(file, DEFAULT)
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputFileError(
-            f"{file}: cannot be read: {error.strerror}; check its permissions"
-        ) from error
+        return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputFileError(
             f"{file}: not TOML: {error}; write lines such as steps = 100"
@@ -309,7 +315,7 @@ def read(file: Path) -> dict[str, Any]:
 
 def to_toml(config: TrainConfig) -> str:
     """The settings as a config file that repeats the run; it leaves out where the run is stored."""
-    values = config.model_dump(exclude_none=True, exclude={"out", "resume"})
+    values = config.model_dump(exclude_none=True, exclude=NOT_OF_RUN)
     return "".join(f"{name} = {_toml(value)}\n" for name, value in values.items())
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import UsageError
-from penstock.weights.storage import replace_file
+from penstock.weights.storage import open_regular, replace_file
 
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
@@ -33,7 +33,7 @@ class RunFolder:
     def log(self, record: dict[str, Any]) -> None:
         """Append a line to the metrics at once, so that a stopped run keeps its measurements."""
         if self._writes:
-            with (self.path / METRICS).open("a", encoding="utf-8") as file:
+            with open(self.path / METRICS, "a", encoding="utf-8", opener=_open_no_link) as file:
                 file.write(json.dumps(record) + "\n")
 
     def rewind(self, step: int) -> int:
@@ -41,17 +41,24 @@ class RunFolder:
         if not self._writes:
             return step
         path = self.path / METRICS
-        lines = [(_step_of(line), line) for line in path.read_text("utf-8").splitlines()]
-        replace_file(path, "".join(f"{line}\n" for of, line in lines if of <= step).encode())
+        with open_regular(path) as file:
+            lines = [(_step_of(line), line) for line in file]
+        replace_file(path, b"".join(line for of, line in lines if of <= step))
         return int(max((of for of, _ in lines if of < math.inf), default=step))
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: bytes) -> float:
     """The step of a line of the metrics; infinite for one that a kill has cut off."""
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
         return math.inf
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    """Open what lies in the folder itself; what a link points to is not the run's to write."""
+    no_link = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    return os.open(path, flags | no_link, 0o666)
 
 
 def create_folder(out: str | None, *, resumes: bool = False) -> Path:
@@ -63,7 +70,8 @@ def create_folder(out: str | None, *, resumes: bool = False) -> Path:
     path = Path(out or datetime.now().strftime("runs/%Y%m%d-%H%M%S"))
     try:
         path.mkdir(parents=True, exist_ok=True)
-        (path / METRICS).touch(exist_ok=resumes)
+        with open(path / METRICS, "ab" if resumes else "xb", opener=_open_no_link):
+            pass
     except FileExistsError as error:
         problem = (
             "holds a run already; choose another folder, or resume it with resume='auto'"

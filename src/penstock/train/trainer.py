@@ -17,12 +17,20 @@ from torch import Tensor
 from penstock import plan as planning
 from penstock.checkpoint import Checkpoints
 from penstock.devices import placed_on
-from penstock.errors import CheckpointError, ConfigError, InputFileError, NonFiniteError, UsageError
+from penstock.errors import (
+    CheckpointError,
+    ConfigError,
+    InputFileError,
+    NonFiniteError,
+    UsageError,
+    shortened,
+)
 from penstock.parallel import replicated_mesh, shard
 from penstock.pipeline import Pipeline, SlowWarning
 from penstock.plan import Plan, Profile
 from penstock.runtime import GracefulStop
 from penstock.schedule import Timeline, draw_svg
+from penstock.schedule.files import DEFAULT, read_text
 from penstock.train.config import TrainConfig, ranks_of, schedule_of, to_toml, world_size
 from penstock.train.corpus import Batch, Corpus, load
 from penstock.train.display import say, summary
@@ -169,7 +177,7 @@ def _read_plan(config: TrainConfig, path: Path) -> Plan:
             f"plan={str(path)!r}: there is no such file; give auto, or what penstock plan --json has written"
         )
     try:
-        plan = Plan.from_json(path.read_text(encoding="utf-8", errors="replace"))
+        plan = Plan.from_json(read_text(path, DEFAULT))
     except InputFileError as error:
         raise InputFileError(f"{path}: {error}") from error
     batch = plan.microbatches * plan.shape.samples * plan.replicas
@@ -305,11 +313,12 @@ class Run:
         older = f", which is not the newest: {'; '.join(reader.skipped)}" if reader.skipped else ""
         lost = f"; {done - step} steps after it were lost" if ours and done > step else ""
         say(self.console, f"resumed from step {step} of {source}{older}{lost}")
+        origin = reader.extra if isinstance(reader.extra, dict) else {}
         for name, value in self._origin().items():
-            before = reader.extra.get(name)
+            before = origin.get(name)
             if before != value:
                 other = "the run will not see the text that an uninterrupted run sees"
-                say(self.console, f"{name} was {before} and is {value}: {other}")
+                say(self.console, f"{name} was {shortened(str(before))} and is {value}: {other}")
         return step
 
     def _origin(self) -> dict[str, Any]:

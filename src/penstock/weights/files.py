@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,8 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LONGEST_HEADER = 100_000_000
 """The limit that the format sets, in bytes."""
+_MOST_DIMS, _MOST_NUMBERS = 64, 1 << 60
+"""The most dimensions of a tensor, and the most numbers; sizes of 0 count as 1."""
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
@@ -147,6 +149,11 @@ class Entry:
     shape: tuple[int, ...]
     begin: int
 
+    @property
+    def nbytes(self) -> int:
+        """The number of its bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def read(self, box: Box | None = None) -> Tensor:
         """The tensor, or a box of it, in new memory; only the rows that contain the box are read."""
         offsets, sizes = box or whole_box(self.shape)
@@ -186,16 +193,16 @@ def entries(path: Path, save: str | None = None) -> dict[str, Entry]:
             "the folder holds parts of two; copy the whole folder again"
         )
     try:
-        return {
+        tensors = {
             name: _entry(path, about, start, size)
             for name, about in header.items()
             if name != "__metadata__"
         }
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        if isinstance(error, InputFileError):
-            raise
-        text = str(error)[:200]
+        text = shortened(str(error), 300)
         raise InputFileError(f"{path}: not a safetensors file ({text})") from error
+    _check_apart(path, tensors.values())
+    return tensors
 
 
 def save_of(path: Path) -> str | None:
@@ -230,16 +237,35 @@ def _header(path: Path) -> tuple[dict[str, Any], int, int]:
     return header, 8 + length, size
 
 
+def check_shape(shape: Sequence[int]) -> Sequence[int]:
+    """Return a shape that a file gives to a tensor, if a tensor can have it.
+
+    Raises:
+        InputFileError: it cannot, whatever memory there is.
+    """
+    if len(shape) > _MOST_DIMS or math.prod(size or 1 for size in shape) >= _MOST_NUMBERS:
+        raise InputFileError(f"no tensor has the shape {shortened(str(list(shape)))}")
+    return shape
+
+
+def _check_apart(path: Path, tensors: Iterable[Entry]) -> None:
+    """Check that each byte is of one tensor, so that all of them take no more memory than the file's size."""
+    end = 0
+    for one in sorted(tensors, key=lambda one: one.begin):
+        if one.nbytes and one.begin < end:
+            raise InputFileError(f"{path}: two tensors have bytes in common; copy the file again")
+        end = max(end, one.begin + one.nbytes)
+
+
 def _entry(path: Path, about: Any, start: int, size: int) -> Entry:
     begin, end = map(int, about["data_offsets"])
     shape = tuple(map(int, about["shape"]))
+    check_shape(shape)
     entry = Entry(path, DTYPES[about["dtype"]], shape, start + begin)
     if min((0, *shape)) < 0 or not 0 <= begin <= end <= size - start:
-        raise InputFileError(
-            f"{path}: a tensor lies beyond the end of the file; copy the file again"
-        )
-    if end - begin != math.prod(shape) * entry.dtype.itemsize:
-        raise InputFileError(f"{path}: a tensor of {list(shape)} has {end - begin} bytes")
+        raise InputFileError("a tensor lies beyond the end of the file; copy the file again")
+    if end - begin != entry.nbytes:
+        raise InputFileError(f"a tensor of {list(shape)} has {end - begin} bytes")
     return entry
 
 

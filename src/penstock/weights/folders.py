@@ -18,12 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from penstock.errors import (
-    InputFileError,
-    UsageError,
-    listed,
-    quoted,
-)
+from penstock.errors import InputFileError, UsageError, listed
 from penstock.parallel import whole
 from penstock.partition.base import Partition, find_shared, named_tensors
 from penstock.weights.files import SAVE, WeightFiles, entries, write_file
@@ -39,6 +34,7 @@ from penstock.weights.states import (
 )
 from penstock.weights.storage import (
     check_arrived,
+    file_name,
     is_there,
     parse_json,
     patiently,
@@ -52,6 +48,8 @@ INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _HIDDEN = f".{INDEX}."
 """The name of an index that is being written begins so."""
+_FILES = r".+\.safetensors"
+"""The names of files in an index."""
 _OURS = re.compile(r"model-\d{5}-of-\d{5}-[0-9a-f]{12}\.safetensors")
 
 
@@ -292,10 +290,7 @@ def _read_index(folder: Path) -> tuple[dict[str, Path], dict[str, str], str | No
                 f"{path}: not an index of weights (its weight_map must give each name a file); write it again"
             )
     for file in set(files.values()):
-        if not file or Path(file).is_absolute() or ".." in Path(file).parts:
-            raise InputFileError(
-                f"{path}: it names {quoted([file])}, which is outside of its folder; do not trust this index"
-            )
+        file_name(file, _FILES, path)
     lacking = sorted(file for file in set(files.values()) if not is_there(folder / file))
     if lacking:
         raise InputFileError(

@@ -11,11 +11,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from filelock import LeaseSettingsMismatch, SoftFileLease, Timeout
 
-from penstock.errors import UsageError
+from penstock.errors import UsageError, shortened
 from penstock.weights.storage import NO_SUCH_FILE, check_arrived, patiently, rename
 
 LOCK = ".lock"
@@ -33,13 +34,16 @@ class Lease:
     Args:
         folder: the folder; it is made if necessary.
         clean: removes what an earlier owner has left; called if the folder is newly taken.
+        waits: whether to look for some seconds if the owner lives; otherwise it must have ended on this host.
 
     Raises:
         UsageError: another run has the folder.
         StorageError: the folder cannot be written to.
     """
 
-    def __init__(self, folder: Path, clean: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, folder: Path, clean: Callable[[], None] = lambda: None, *, waits: bool = True
+    ) -> None:
         patiently("made", folder, lambda: folder.mkdir(parents=True, exist_ok=True))
         self._path = folder.resolve() / LOCK
         self._lock = SoftFileLease(
@@ -52,12 +56,12 @@ class Lease:
         if self._lock.is_locked and not self.is_ours():
             self._lock.release(force=True)
         is_new = not self._lock.is_locked
-        patiently("written to", self._path.parent, self._take)
+        patiently("written to", self._path.parent, partial(self._take, waits=waits))
         self._release = weakref.finalize(self, _give_back, self._lock, self._lock.token)
         if is_new:
             clean()
 
-    def _take(self) -> None:
+    def _take(self, *, waits: bool) -> None:
         seen: list[float] = []
 
         def is_alive() -> bool:
@@ -67,9 +71,10 @@ class Lease:
 
         try:
             try:
-                self._lock.acquire(timeout=PATIENCE + RENEWAL, cancel_check=is_alive)
+                most = PATIENCE + RENEWAL if waits else 0.0
+                self._lock.acquire(timeout=most, cancel_check=is_alive)
             except Timeout:
-                if is_alive():
+                if not waits or is_alive():
                     raise
                 # Where names cannot be exchanged, as on NFS, filelock leaves what its owner left.
                 self._lock.force_break()
@@ -81,7 +86,7 @@ class Lease:
         owner = self._lock.owner
         whose = "its .lock is gone"
         if owner is not None:
-            whose = f"process {owner.pid} on {owner.hostname.partition('?')[0]}"
+            whose = f"process {owner.pid} on {shortened(owner.hostname.partition('?')[0])}"
         return UsageError(
             f"{self._path.parent}: another run writes here ({whose}); give each run a folder of its own, or "
             "end the other one. If it is a process of this run, give penstock.Checkpoints(group=...) the "

@@ -1,34 +1,73 @@
-"""The norm of all gradients of a pipeline, and clipping by it."""
+"""Norms of the gradients of a pipeline, clipping by the total one, and other sums over all weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.errors import NonFiniteError, UsageError
-from penstock.parallel import global_norms
+from penstock.parallel import global_norms, whole
 from penstock.weights.ranks import Ranks
 
 
-def all_norms(ranks: Ranks, counted: Mapping[int, Sequence[Tensor]], order: float) -> Tensor:
+def all_norms(ranks: Ranks, counted: Mapping[int, Mapping[str, Tensor]], order: float) -> Tensor:
     """The norms of the gradients of all ranks, in float64 on the CPU, in the order of the stages.
 
     Args:
         ranks: how this process reaches the others.
-        counted: for each stage here, the parameters to count there. DTensors among them are in the same
-            order on every process of their mesh.
+        counted: for each stage here, the parameters to count there, by name. DTensors among them are in the
+            same order on every process of their mesh.
         order: as for :func:`torch.linalg.vector_norm`.
     """
     by_stage = [
-        [stage, global_norms([p.grad for p in of if p.grad is not None], order).tolist()]
+        [stage, global_norms([*_gradients(of).values()], order).tolist()]
         for stage, of in sorted(counted.items())
     ]
     stages = sorted(pair for of_rank in ranks.gather(by_stage) for pair in of_rank)
     return torch.tensor(
         [norm for _, norms in stages for norm in norms], dtype=torch.float64, device="cpu"
     )
+
+
+def norms_by_name(
+    ranks: Ranks, counted: Mapping[int, Mapping[str, Tensor]], order: float
+) -> dict[str, float]:
+    """The norm of each gradient of all ranks, by name; for the arguments see :func:`all_norms`."""
+    here = {name: grad for of in counted.values() for name, grad in _gradients(of).items()}
+    norms = global_norms([*here.values()], order, apart=True).tolist()
+    rows = ranks.gather(dict(zip(here, norms, strict=True)))
+    return {name: norm for row in rows for name, norm in row.items()}
+
+
+def sum_over(
+    ranks: Ranks, counted: Mapping[int, Mapping[str, Tensor]], of: Mapping[Any, Any]
+) -> Tensor:
+    """The sum of what all ranks bring for their weights, in float64 on the CPU.
+
+    Args:
+        ranks: how this process reaches the others.
+        counted: as for :func:`all_norms`.
+        of: for weights here, a number or a tensor each, all of one shape.
+    """
+    by_stage: list[tuple[int, Any]] = []
+    for stage, weights in sorted(counted.items()):
+        here = [of[weight] for weight in weights.values() if weight in of]
+        if here:
+            tensors = [
+                whole(value) if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
+                for value in here
+            ]
+            by_stage.append((stage, torch.stack(tensors).cpu().double().sum(0).tolist()))
+    stages = sorted(pair for of_rank in ranks.gather(by_stage) for pair in of_rank)
+    values = torch.tensor([value for _, value in stages], dtype=torch.float64, device="cpu")
+    return values.sum(0)
+
+
+def _gradients(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in parameters.items() if p.grad is not None}
 
 
 def total_norm(norms: Tensor, order: float, *, error_if_nonfinite: bool, steps: int) -> float:

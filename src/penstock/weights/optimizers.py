@@ -7,18 +7,22 @@ loaded on another, the next step raises (see :mod:`penstock.elsewhere`).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from numbers import Number
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from penstock.elsewhere import is_elsewhere
 from penstock.errors import UsageError, quoted, shortened
 from penstock.parallel import is_sharded, replicated_like, spread
 
+logger = logging.getLogger("penstock")
 NOT_SETTINGS = frozenset({"params", "param_names"})
 """Keys of a group that are not settings."""
 HERE = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -42,11 +46,13 @@ class OptimizerStates(NamedTuple):
         kind: the name of the optimizer's class.
         groups: the optimizer's groups.
         states: the state of each parameter, by name.
+        shared: the settings that all ranks must have alike, see :func:`shared_settings`.
     """
 
     kind: str
     groups: Sequence[Group]
     states: Mapping[str, dict[str, Any]]
+    shared: Mapping[str, list[float]] = MappingProxyType({})
 
 
 def read_states(optimizer: Optimizer, names: Mapping[int, str], called: str) -> OptimizerStates:
@@ -84,12 +90,69 @@ def read_states(optimizer: Optimizer, names: Mapping[int, str], called: str) -> 
         for group in optimizer.param_groups
     ]
     states = {names[id(parameter)]: dict(state) for parameter, state in here.items()}
-    return OptimizerStates(type(optimizer).__name__, groups, states)
+    shared = shared_settings(optimizer, names)
+    return OptimizerStates(type(optimizer).__name__, groups, states, shared)
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a group."""
     return {key: value for key, value in group.items() if key not in NOT_SETTINGS}
+
+
+def shared_settings(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, list[float]]:
+    """The numbers among the settings of groups whose weights lie on this rank and on others.
+
+    All these ranks need the same ones. An optimizer that takes a number over all weights, and keeps it in its
+    groups, has another one on each.
+
+    Args:
+        optimizer: an optimizer of the model's parameters.
+        names: the names of parameters here, by ``id``.
+
+    Returns:
+        The numbers, by a text that says the same on all ranks what they are.
+    """
+    settings = {}
+    for group in optimizer.param_groups:
+        weights = group["params"]
+        if len({is_elsewhere(weight) for weight in weights}) < 2:
+            continue
+        first = weights[0].place.name if is_elsewhere(weights[0]) else names.get(id(weights[0]))
+        where = f"{type(optimizer).__name__} ({len(weights)} weights from {first!r})"
+        for key, value in group.items():
+            numbers = tree_leaves(value) if key not in NOT_SETTINGS else []
+            if numbers and all(map(_is_number, numbers)):
+                settings[f"{key!r} of {where}"] = [float(number) for number in numbers]
+    return settings
+
+
+def warn_of_settings(
+    ranks: Sequence[Mapping[str, list[float]]], name: Callable[[int], str]
+) -> None:
+    """Log where :func:`shared_settings` differ between processes that save an optimizer.
+
+    Args:
+        ranks: those of each process.
+        name: returns the name of a process.
+    """
+    for setting in dict.fromkeys(setting for row in ranks for setting in row):
+        values = {process: row[setting] for process, row in enumerate(ranks) if setting in row}
+        if len({*map(repr, values.values())}) > 1:
+            shown = ", ".join(
+                f"{', '.join(f'{x:g}' for x in value)} on {name(process)}"
+                for process, value in values.items()
+            )
+            logger.warning(
+                "penstock: %s is saved with different values: %s. Each rank has measured its own weights "
+                "alone; pipe.weights.sum gives an optimizer its sums over all of them",
+                setting, shown,
+            )  # fmt: skip
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not is_elsewhere(value)
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_kept_per_parameter(optimizer: Any, called: str) -> None:
@@ -99,6 +162,52 @@ def check_kept_per_parameter(optimizer: Any, called: str) -> None:
             raise UsageError(
                 f"{called} is of the class {kind.__name__}, {KEPT_TOGETHER[kind.__name__]}"
             )
+
+
+def fitting_settings(
+    optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Separate the saved settings that the groups of an optimizer can take from all others.
+
+    Args:
+        optimizer: the optimizer.
+        settings: what was saved for each of its groups.
+
+    Returns:
+        What to load into each group, and what is wrong with the rest.
+    """
+    fitting, problems = [], []
+    for place, (group, saved) in enumerate(zip(optimizer.param_groups, settings, strict=True)):
+        unfit = {
+            key: value
+            for key, value in saved.items()
+            if key not in HERE and (key in NOT_SETTINGS or not _fits(value, group.get(key)))
+        }
+        fitting.append({key: value for key, value in saved.items() if key not in unfit})
+        for key, value in unfit.items():
+            was = f"group {place}: {shortened(str(key))}={shortened(repr(value))} was saved, which"
+            if key in NOT_SETTINGS:
+                problems.append(f"{was} is no setting")
+            else:
+                problems.append(f"{was} cannot take the place of {shortened(repr(group[key]))}")
+    return fitting, problems
+
+
+def _fits(value: Any, now: Any) -> bool:
+    """Whether a saved setting is of the kind of the one that it replaces."""
+    if isinstance(now, tuple):
+        alike = isinstance(value, tuple | list) and len(value) == len(now)
+        return alike and all(map(_fits, value, now))
+    for kinds in (str, list | tuple, Mapping):
+        if isinstance(now, kinds):
+            return isinstance(value, kinds)
+    return _passes_as_number(value) or not _passes_as_number(now)
+
+
+def _passes_as_number(value: Any) -> bool:
+    if isinstance(value, int):
+        return value.bit_length() < 1024  # a float can be as large
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Number)
 
 
 def write_states(

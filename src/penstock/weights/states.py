@@ -20,10 +20,12 @@ from penstock.weights.files import WeightFiles
 from penstock.weights.optimizers import (
     OptimizerStates,
     find_groups,
+    fitting_settings,
     merge_groups,
     named_state_dict,
     read_states,
     settings_of,
+    warn_of_settings,
     write_states,
 )
 from penstock.weights.ranks import Ranks, collect
@@ -123,14 +125,14 @@ class StageWeights:
                     seen.add(id(parameter))
                     yield self.names.first(name), parameter
 
-    def counted(self) -> dict[int, list[nn.Parameter]]:
-        """For each stage, the parameters to count there, so that each counts once over all stages."""
+    def counted(self) -> dict[int, dict[str, nn.Parameter]]:
+        """For each stage, by name, the parameters to count there: over all stages each counts once."""
         return {
-            stage.index: [
-                parameter
+            stage.index: {
+                self.names.first(name): parameter
                 for name, parameter in stage.named_parameters()
                 if self.names.owns(stage.index, name)
-            ]
+            }
             for stage in self._stages
         }
 
@@ -302,7 +304,7 @@ def load_optimizer(
 ) -> LoadResult:
     """Load an optimizer from a state dict by names, once all ranks have compared theirs with it."""
     saved: list[Any] = []
-    numbers: list[int | None] = []
+    settings: list[dict[str, Any]] = []
 
     def bring() -> Offer:
         if not {"state", "param_groups"} <= state.keys():
@@ -320,15 +322,16 @@ def load_optimizer(
             )
         groups = [of for _, of in read_states(optimizer, names, "the optimizer").groups]
         continued, missing, problems = find_groups(groups, saved)
-        numbers.extend(continued)
         here = [name for of in groups for name in of]
-        return Offer(here, listed, {"missing": missing, "hard": problems})
+        of_groups = [{} if number is None else saved[number][0] for number in continued]
+        fitting, unfit = fitting_settings(optimizer, of_groups)
+        settings.extend(fitting)
+        return Offer(here, listed, {"missing": missing, "hard": problems + unfit * strict})
 
     agreed = agree_to_load(team, bring, partial(_refuse, strict, "optimizer's states"))
-    settings = [{} if number is None else _copies(saved[number][0]) for number in numbers]
     here = {*names.values()}
     states = {name: _copies(of) for name, of in state["state"].items() if name in here}
-    write_states(optimizer, names, settings, states)
+    write_states(optimizer, names, _copies(settings), states)
     return agreed
 
 
@@ -417,12 +420,15 @@ def gather_optimizer(
 
     def bring() -> tuple[Any, Mapping[str, Any]]:
         names.check_apart()
-        _, groups, states = held()
-        return [(encode(of, "settings", None), members) for of, members in groups], states
+        _, groups, states, shared = held()
+        encoded = [(encode(of, "settings", None), members) for of, members in groups]
+        return [encoded, dict(shared)], states
 
-    groups, collected = collect(team, ranks, bring)
+    heads, collected = collect(team, ranks, bring)
     if not team.leads:
         return {}
+    groups = [of_rank for of_rank, _ in heads]
+    warn_of_settings([shared for _, shared in heads], team.name)
     # A state that several ranks have is the same on each; the first rank's counts.
     states = {name: one for of_rank in reversed(collected) for name, one in of_rank.items()}
     merged = [(decode(of), members) for of, members in merge_groups(groups)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import socket
 import stat
 import time
@@ -18,7 +19,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 from zlib import crc32
 
-from penstock.errors import CheckpointError, InputFileError, PenstockError, StorageError
+from penstock.errors import (
+    CheckpointError,
+    InputFileError,
+    PenstockError,
+    StorageError,
+    quoted,
+)
 
 BLOCK = 4 << 20
 """The bytes that are written or read at once."""
@@ -199,6 +206,34 @@ def replace_file(path: Path, content: bytes) -> None:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
         raise
+
+
+# ---- names
+
+_LONGEST_NAME = 255
+
+
+def file_name(name: str, form: str, source: Path | None = None) -> str:
+    """Return the name that one file gives to another, if it is one of those that it may give.
+
+    A table or an index may come from somebody else, and what it names is read, replaced or removed. So such a
+    name is never a path: it is one component, visible, and of a known form.
+
+    Args:
+        name: the name.
+        form: the names that there may be, as a regular expression.
+        source: the file that gives it, for the message.
+
+    Raises:
+        InputFileError: it is another name.
+    """
+    is_plain = name.isprintable() and not re.search(r"[/\\:]|^\.", name)
+    if not is_plain or len(name) > _LONGEST_NAME or not re.fullmatch(form, name):
+        raise InputFileError(
+            f"{source or 'it'} names {quoted([name])}, which is no file that belongs beside it: a path, a "
+            "hidden file or one of another kind is not used"
+        )
+    return name
 
 
 # ---- bytes and JSON

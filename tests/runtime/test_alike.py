@@ -1,0 +1,271 @@
+"""What ranks of one pipeline must have alike: the batch that several were given, and optimizers' settings."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from penstock import Checkpoints, Pipeline
+from penstock.errors import AgreementError
+from penstock.testing import WorkerPool
+from tests.pipeline.models import X, Y, mean_loss
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Tied(nn.Module):
+    """Three layers, of which the first and the last share their weight; only a call shows where to cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = (nn.Linear(4, 4).double() for _ in range(3))
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor, scale: Any = 1) -> Tensor:
+        hidden = torch.tanh(self.middle(torch.tanh(self.first(x))))
+        output: Tensor = self.last(hidden) * scale
+        return output
+
+
+def loss_fn(output: Tensor, target: Any) -> Tensor:
+    """The loss; the last rank has a target of its own, if the rank was given something else as well."""
+    return mean_loss(output, target[0] if isinstance(target, list) else target)
+
+
+def pipeline(group: Any, model: nn.Module | None = None, **options: Any) -> Pipeline:
+    model = Tied() if model is None else model
+    return Pipeline(model, mesh=group, ranks=2, microbatches=2, loss_fn=loss_fn, **options)
+
+
+def own(rank: int, *, seed: int = 0, rows: int = 8) -> Tensor:
+    """Numbers that each rank draws for itself."""
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed + rank)).double()
+
+
+# ---- batches
+
+
+DIFFERENT: dict[str, Callable[[Pipeline, int], Any]] = {
+    "inputs and target": lambda pipe, rank: pipe.step(own(rank), target=own(rank, seed=9)),
+    "target": lambda pipe, rank: pipe.step(X, target=own(rank)),
+    "by name": lambda pipe, rank: pipe.step(x=own(rank), target=Y),
+    "counts": lambda pipe, rank: pipe.step(X, scale=torch.arange(8)[:, None] + rank, target=Y),
+    "evaluated": lambda pipe, rank: pipe.eval(own(rank), target=Y),
+    "predicted": lambda pipe, rank: pipe.predict(own(rank)),
+}
+
+
+def different(group: Any) -> dict[str, str]:
+    """The error of each call, after each of which the pipeline goes on."""
+    texts = {}
+    with pipeline(group) as pipe:
+        for name, call in DIFFERENT.items():
+            try:
+                call(pipe, group.rank())
+                texts[name] = "nothing was said"
+            except AgreementError as error:
+                texts[name] = str(error)
+        for _ in range(12):
+            pipe.step(X, target=Y)
+        # Only the first steps, and the first of new shapes, cost a look.
+        pipe.step(own(group.rank()), target=Y)
+        for rows, same_batch in ((6, None), (8, True)):
+            try:
+                pipe.step(own(group.rank(), rows=rows), target=Y[:rows], same_batch=same_batch)
+            except AgreementError as error:
+                texts[f"then {same_batch}"] = str(error)
+        assert pipe.step(own(group.rank(), rows=4), target=Y[:4], same_batch=False).finite
+    return texts
+
+
+def test_a_batch_of_its_own_on_each_rank_is_refused(workers: WorkerPool) -> None:
+    first, second = workers.run(f"{__name__}:different", 2)
+    assert first == second
+    assert first.keys() == {*DIFFERENT, "then None", "then True"}
+    for text in first.values():
+        assert "differs between rank 0 and rank 1" in text
+        assert "DistributedSampler" in text
+        assert "same_batch=False" in text
+    for name, what in {
+        "inputs and target": "argument 0 differs between rank 0 and rank 1, the target differs",
+        "target": "the target differs", "by name": "argument 'x' differs", "counts": "'scale' differs",
+    }.items():  # fmt: skip
+        assert what in first[name]
+    assert "argument 0 differs" not in first["target"]
+
+
+def infinite(rank: int) -> Tensor:
+    """A batch in which some numbers are none, in other bits on each rank."""
+    batch = X.clone()
+    batch[0, :2] = torch.tensor([-1, (0x7FF8 << 48) + rank]).view(torch.float64)
+    batch[1, 0] = torch.inf
+    return batch
+
+
+HARMLESS: dict[str, Callable[[int], Call]] = {
+    "the same": lambda rank: ((X,), {"target": Y}),
+    "what is no number": lambda rank: ((infinite(rank),), {"target": Y}),
+    "inputs on the first alone": lambda rank: ((X,), {}) if rank == 0 else ((), {"target": Y}),
+    "no target": lambda rank: ((X,), {"target": Y if rank else None}),
+    "an empty target": lambda rank: ((X,), {"target": Y if rank else torch.zeros_like(Y)}),
+    "zeros": lambda rank: ((X * (rank == 0),), {"target": Y}),
+    "without data": lambda rank: ((X.to("meta") if rank else X,), {"target": Y}),
+    "rounded": lambda rank: ((X * (1 + 1e-9 * rank),), {"target": Y}),
+    "objects": lambda rank: ((X,), {"target": [Y, object()]}),
+}
+
+
+def harmless(group: Any) -> dict[str, str]:
+    texts = {}
+    with pipeline(group, nonfinite="warn") as pipe:
+        for name, call in HARMLESS.items():
+            args, kwargs = call(group.rank())
+            try:
+                pipe.step(*args, **kwargs)
+            except Exception as error:
+                texts[name] = f"{type(error).__name__}: {error}"
+    return texts
+
+
+def test_what_is_the_same_or_missing_is_not_refused(workers: WorkerPool) -> None:
+    assert workers.run(f"{__name__}:harmless", 2) == [{}, {}]
+
+
+def side_by_side(group: Any) -> float:
+    """Two pipelines of two ranks, each with a batch of its own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    pipe = Pipeline(Tied(), mesh=mesh, replicas=mesh["dp"], microbatches=2, loss_fn=loss_fn)
+    with pipe:
+        return pipe.step(own(pipe.replicas.index), target=Y).loss
+
+
+def test_each_replica_has_a_batch_of_its_own(workers: WorkerPool) -> None:
+    losses = workers.run(f"{__name__}:side_by_side", 4)
+    expected = mean_loss(Tied()(torch.cat([own(0), own(1)])), torch.cat([Y, Y]))
+    assert losses == pytest.approx([float(expected.detach())] * 4)
+
+
+# ---- optimizers that measure all weights
+
+
+class Adapts(torch.optim.Optimizer):
+    """Gradient descent whose rate follows sums over all weights, as in D-Adaptation and Prodigy."""
+
+    def __init__(self, params: Any, total: Callable[[Mapping[Any, Tensor]], Tensor]) -> None:
+        super().__init__(params, {"lr": 1.0, "d": 0.01, "numerator": 0.0})
+        self._total = total
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override] # it takes none
+        for group in self.param_groups:
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            for weight in weights:
+                self.state[weight].setdefault("start", weight.clone())
+            sums = {
+                weight: torch.stack(
+                    [
+                        (weight.grad * (self.state[weight]["start"] - weight)).sum(),
+                        weight.grad.abs().sum(),
+                    ]
+                )
+                for weight in weights
+            }
+            numerator, denominator = self._total(sums).tolist()
+            group["numerator"] += 10 * numerator
+            group["d"] = max(group["d"], group["numerator"] / denominator)
+            for weight in weights:
+                weight.sub_(weight.grad, alpha=group["d"] * group["lr"])
+
+
+def here(sums: Mapping[Any, Tensor]) -> Tensor:
+    """The sum that an optimizer takes that knows of no other ranks."""
+    return torch.stack(list(sums.values())).sum(0)
+
+
+def adapted(group: Any, path: str, whole: bool) -> list[Any]:
+    """Losses and d of five steps, the error that ended them, and what a save says."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("penstock").addHandler(handler)
+    model = Tied()
+    with pipeline(group, model) as pipe:
+        optimizer = Adapts(model.parameters(), pipe.weights.sum if whole else here)
+        losses, text = [], ""
+        for _ in range(5):
+            try:
+                losses.append(pipe.step(X, target=Y).loss)
+            except AgreementError as error:
+                text = str(error)
+                break
+            optimizer.step()
+            pipe.zero_grad()
+        checkpoints = Checkpoints(path)
+        checkpoints.save(len(losses), pipe=pipe, optimizer=optimizer)
+        checkpoints.wait()
+        pipe.weights.optimizer_state_dict(optimizer, full=True)
+    logging.getLogger("penstock").removeHandler(handler)
+    said = [message for message in said if "different values" in message]
+    return [losses, optimizer.param_groups[0]["d"], text, said]
+
+
+def test_a_sum_over_the_weights_of_one_rank_is_named(workers: WorkerPool, tmp_path: Path) -> None:
+    first, second = workers.run(f"{__name__}:adapted", 2, path=str(tmp_path), whole=False)
+    assert first[2] == second[2]
+    assert "'d' of Adapts (5 weights from 'first.weight') is " in first[2]
+    assert "pipe.weights.sum" in first[2]
+    # A checkpoint is kept nonetheless, and so is a state dict; both say it, once.
+    assert len([one for one in first[3] if one.startswith("penstock: 'd' of Adapts")]) == 2
+    assert second[3] == []
+
+
+def test_the_sum_over_all_weights_is_that_of_one_process(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    model = Tied()
+    optimizer, losses = Adapts(model.parameters(), here), []
+    for _ in range(5):
+        loss = mean_loss(model(X), Y)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.param_groups[0]["d"] > 0.01
+    for ran in workers.run(f"{__name__}:adapted", 2, path=str(tmp_path), whole=True):
+        assert ran[0] == pytest.approx(losses)
+        assert ran[1] == pytest.approx(optimizer.param_groups[0]["d"])
+        assert ran[2:] == ["", []]
+
+
+def grouped(group: Any) -> list[float]:
+    """Groups of one rank's weights, and of both ranks', whose rates differ from each other."""
+    model = Tied()
+    with pipeline(group, model) as pipe:
+        by_layer = [
+            {"params": [weight], "lr": 0.01 / (place + 1)}
+            for place, weight in enumerate(pipe.parameters())
+        ]
+        optimizers = [torch.optim.SGD(by_layer), torch.optim.SGD(model.parameters(), lr=0.02)]
+        pipe.step(X, target=Y)
+        # Only those of this rank, of which others know nothing.
+        mine = [weight for stage in pipe.stages for _, weight in stage.named_parameters()]
+        optimizers.append(torch.optim.SGD(mine, lr=0.01 * (1 + pipe.rank)))
+        losses = []
+        for _ in range(3):
+            losses.append(pipe.step(X, target=Y).loss)
+            for optimizer in optimizers:
+                optimizer.step()
+        return losses
+
+
+def test_groups_that_differ_by_what_is_in_them_are_not_refused(workers: WorkerPool) -> None:
+    first, second = workers.run(f"{__name__}:grouped", 2)
+    assert first == second
