@@ -157,7 +157,8 @@ def preference(output: Any, target: Any) -> Any:
 def test_a_loss_of_blocks_of_all_samples_needs_a_rule(over: str) -> None:
     """As in DPO, where the model runs chosen and rejected answers as one batch inside."""
     plain = nn.Sequential(chain(), Does(lambda x, _: torch.cat([x, x.flip(1)])))
-    options: dict[str, Any] = {"schedule": "GPipe", "loss_fn": preference, "loss_over": over}
+    loss_fn = Loss(preference, over=over)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"schedule": "GPipe", "loss_fn": loss_fn}
     with pytest.raises(PenstockError, match=r"Split\(0, chunks=2\)"):
         make(copy.deepcopy(plain), **options).step(X[:7], target=None)
     pipe = make(copy.deepcopy(plain), split={"output": Split(0, chunks=2)}, **options)

@@ -253,15 +253,15 @@ BY_NAME = {"main": valid, "ahead": valid_ahead}
 """Of the last microbatch, whose added loss is a mean over nothing, the second is 0."""
 
 
-def train_ahead(group: Any = None, **options: Any) -> tuple[float, dict[str, float], float]:
+def train_ahead(group: Any = None) -> tuple[float, dict[str, float], float]:
     """A step: its loss, the losses by name, and the gaps of gradients to those of the plain model."""
     plain = Ahead()
     with collect_losses() as losses:
         main = token_loss(plain(X, RAGGED_Y), RAGGED_Y)
     (main + losses.total()).backward()
     loss = float((main + losses.total()).detach())
-    options = {"loss_weight": BY_NAME} | options
-    pipe = Pipeline(Ahead(), ranks=2, microbatches=4, loss_fn=token_loss, mesh=group, **options)
+    loss_fn = Loss(token_loss, weight=BY_NAME)
+    pipe = Pipeline(Ahead(), ranks=2, microbatches=4, loss_fn=loss_fn, mesh=group)
     is_last = pipe.rank == 1 or group is None
     result = pipe.step(X, RAGGED_Y, target=RAGGED_Y if is_last else MISSING)
     gradients_of_plain = gradients(plain)
@@ -307,9 +307,7 @@ def test_an_added_loss_that_counts_something_else_is_named(
         caplog.clear()
         pipe.step(X, labels, target=labels, loss_weight=weights)
         assert len(caplog.records) == warns
-        assert all(
-            "loss_weight={'main': ..., 'ahead': a function" in r.message for r in caplog.records
-        )
+        assert all("weight={'main': ..., 'ahead': a function" in r.message for r in caplog.records)
     by_custom = {"main": valid, "ahead": "microbatch"}
     for weights in (by_custom, BY_NAME):
         train = Pipeline(Ahead(), ranks=2, microbatches=4, loss_fn=Loss(token_loss, weight=weights))
@@ -317,9 +315,11 @@ def test_an_added_loss_that_counts_something_else_is_named(
     assert not caplog.records
     wrong: Any = {"main": valid, "ahead": valid}
     train = Pipeline(Ahead(), ranks=2, microbatches=4, loss_fn=Loss(token_loss, weight=wrong))
-    with pytest.raises(UsageError, match=r"loss_weight\['ahead'\] does not count"):
+    with pytest.raises(UsageError, match=r"the weight of 'ahead' does not count"):
         train.step(X, labels, target=labels)
-    with pytest.raises(UsageError, match=r"loss_weight\['ahead'\]='tokens': must be a number"):
+    with pytest.raises(
+        UsageError, match=r"weight\['ahead'\]='tokens' of the loss: must be a number"
+    ):
         train.step(X, labels, target=labels, loss_weight=wrong | {"ahead": "tokens"})
 
 

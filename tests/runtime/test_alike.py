@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from penstock import Checkpoints, Pipeline
+from penstock import Checkpoints, Loss, Pipeline
 from penstock.errors import AgreementError
 from penstock.testing import WorkerPool
 from tests.pipeline.models import X, Y, mean_loss
@@ -42,7 +42,8 @@ def loss_fn(output: Tensor, target: Any) -> Tensor:
 
 def pipeline(group: Any, model: nn.Module | None = None, **options: Any) -> Pipeline:
     model = Tied() if model is None else model
-    return Pipeline(model, mesh=group, ranks=2, microbatches=2, loss_fn=loss_fn, **options)
+    warns = Loss(loss_fn, nonfinite="warn")
+    return Pipeline(model, mesh=group, ranks=2, microbatches=2, loss_fn=warns, **options)
 
 
 def own(rank: int, *, seed: int = 0, rows: int = 8) -> Tensor:
@@ -58,7 +59,7 @@ DIFFERENT: dict[str, Callable[[Pipeline, int], Any]] = {
     "target": lambda pipe, rank: pipe.step(X, target=own(rank)),
     "by name": lambda pipe, rank: pipe.step(x=own(rank), target=Y),
     "counts": lambda pipe, rank: pipe.step(X, scale=torch.arange(8)[:, None] + rank, target=Y),
-    "evaluated": lambda pipe, rank: pipe.eval(own(rank), target=Y),
+    "evaluated": lambda pipe, rank: pipe.evaluate(own(rank), target=Y),
     "predicted": lambda pipe, rank: pipe.predict(own(rank)),
 }
 
@@ -125,7 +126,7 @@ HARMLESS: dict[str, Callable[[int], Call]] = {
 
 def harmless(group: Any) -> dict[str, str]:
     texts = {}
-    with pipeline(group, nonfinite="warn") as pipe:
+    with pipeline(group) as pipe:
         for name, call in HARMLESS.items():
             args, kwargs = call(group.rank())
             try:

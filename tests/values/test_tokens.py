@@ -157,7 +157,7 @@ def test_padded_sequences_by_tokens() -> None:
     assert batch.weights == [20, 1]
     with pytest.raises(MicrobatchError, match="nothing says which of its entries are padding"):
         split(2, rules, input_ids=ids)
-    wrong: Any = {"by= must be": Split(by="words"), "must be Split.dim., REPLICATE, a": Split}  # type: ignore[arg-type]
+    wrong: Any = {"by= must be": Split(by="words"), "Split.dim., REPLICATE, a f": Split}  # type: ignore[arg-type]
     for says, rule in wrong.items():
         with pytest.raises(MicrobatchError, match=says):
             Pipeline(Attends(), split={0: rule})

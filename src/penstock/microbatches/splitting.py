@@ -208,12 +208,19 @@ def _check_lists(arguments: _Arguments, pieces: Mapping[int | str, SplitPieces])
 
     Like a dict, it is a structure, whose tensors hold all samples in dimension 0.
     """
+    lists = [
+        (key, value)
+        for key, (value, rule) in arguments.items()
+        if rule is None and type(value) in (list, tuple)
+    ]
+    if not lists:
+        return
     sizes = {
         key: {piece.samples for piece in of_one.pieces if piece.samples is not None}
         for key, of_one in pieces.items()
     }
-    for key, (value, rule) in arguments.items():
-        if rule is not None or type(value) not in (list, tuple) or not sizes[key]:
+    for key, value in lists:
+        if not sizes[key]:
             continue
         others = {size for other, of in sizes.items() if other != key for size in of}
         fits = len(value) in others if others else len(value) > _MOST_CHANNELS

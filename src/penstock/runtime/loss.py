@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from functools import cached_property
 from math import inf
 from typing import Any, Literal, NamedTuple, SupportsFloat, cast, get_args
 
@@ -371,7 +372,7 @@ class StepLoss(Loss):
                 f"{[*self.weights]}: give total_weight= a dict with a number for each of these"
             )
 
-    @property
+    @cached_property
     def weights(self) -> dict[str, OneWeight | None]:
         """The weight of the loss itself, as ``"main"``, and of each added loss that has one of its own."""
         weights = {MAIN: None, **_by_name(self.weight)}
