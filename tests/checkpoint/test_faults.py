@@ -19,7 +19,7 @@ import torch
 from penstock import Checkpoints
 from penstock.checkpoint import describe
 from penstock.errors import CheckpointError, InputFileError, UsageError
-from tests.checkpoint.campaign import GRACE, flips, kills, rewrite_table, tables
+from campaigns.kills import GRACE, flips, kills, rewrite_table, tables
 from tests.checkpoint.runs import linear
 
 # ---- one run writes into a folder

@@ -37,7 +37,7 @@ from tests.integrations.trainers import (
     squared,
     words,
 )
-from tests.loops.setting import launched
+from tests.integrations.accelerated import launched
 from tests.scripts import run_script
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.zoo.judging import MICROBATCHES, SAMPLES, Call, Example, mapped
-from tests.zoo.operators import have_torchvision
+from campaigns.zoo.operators import have_torchvision
 
 have_torchvision()  # before transformers looks for it
 

@@ -50,7 +50,7 @@ from tests.integrations.lightnings import (
     images,
     language_step,
 )
-from tests.loops.setting import STEPS, Outcome, Setting, program
+from campaigns.loops.setting import STEPS, Outcome, Setting, program
 
 
 def shared(setting: Setting, rows: int) -> DataLoader[Any]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.zoo.judging import MICROBATCHES, SAMPLES, Example, mapped
-from tests.zoo.operators import have_torchvision
+from campaigns.zoo.operators import have_torchvision
 
 have_torchvision()
 

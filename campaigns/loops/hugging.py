@@ -42,7 +42,7 @@ from tests.integrations.trainers import (
     texts,
     words,
 )
-from tests.loops.setting import STEPS, Outcome, Setting, program
+from campaigns.loops.setting import STEPS, Outcome, Setting, program
 
 
 def outcome_of(
