@@ -1,1 +1,1 @@
-"""Long searches for faults: ``make campaign ARGS=NAME`` runs one and prints its table. No test of the suite."""
+"""Long searches for faults: ``make campaign ARGS=NAME`` runs one and prints its table."""

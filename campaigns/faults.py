@@ -1,7 +1,7 @@
 """Faults at all places of a job: what the other processes say of each, and after how many seconds.
 
-Each fault is tried in jobs of 2 x 2 and 1 x 4 processes over gloo. Faults of the network need the rights to make
-network namespaces. The cases "slow ..." are jobs that run on although somebody is slow for 45 s.
+Each fault is tried in jobs of 2 x 2 and 1 x 4 processes over gloo. Faults of the network need the rights to
+make network namespaces. The cases "slow ..." are jobs that run on although somebody is slow for 45 s.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Campaign:
         cases: from the options, the name of each case and what runs it; may have no end.
         columns: of its table.
         bad: the verdicts by which it fails, besides those of cases that hang or break.
-        limit: seconds for a case, which then runs in a forked process of its own; ``None`` runs it in this one.
+        limit: seconds for a case, which then runs in a forked process of its own; by default in this one.
         seconds: after these, no more cases begin.
         options: adds options of its own.
     """
@@ -92,12 +92,22 @@ def _ended(case: str, rows: Rows, limit: float | None) -> Iterator[Row]:
         yield from rows() if limit is None else in_child(rows, limit)
     except Lost as error:
         yield Row(case, "lost", (error,))
+    except Broke as error:
+        yield Row(case, "broke", (error,))
     except Exception as error:
-        yield Row(case, "broke", (f"{type(error).__name__}: {error}",))
+        yield Row(case, "broke", (_sentence(error),))
 
 
 class Lost(Exception):
     """A process hung or died."""
+
+
+class Broke(Exception):
+    """A case raised an error in its process; says which."""
+
+
+def _sentence(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def in_child(rows: Rows, limit: float) -> Iterator[Row]:
@@ -113,8 +123,8 @@ def in_child(rows: Rows, limit: float) -> Iterator[Row]:
             row = here.recv()
             if row is None:
                 return
-            if isinstance(row, Exception):
-                raise row
+            if isinstance(row, str):
+                raise Broke(row)
             yield row
         raise Lost(f"took longer than {limit:.0f} s")
     except EOFError:
@@ -132,5 +142,5 @@ def _send_rows(rows: Rows, pipe: Any) -> None:
             pipe.send(row)
         pipe.send(None)
     except Exception as error:
-        # Not every error survives pickling.
-        pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
+        # As text, since not every error survives pickling.
+        pipe.send(_sentence(error))

@@ -1,7 +1,7 @@
 """Hundreds of training steps on three gloo processes with random faults: each run ends as it should.
 
-In a third of the runs a rank fails, in a way and at a place that are drawn from the seed. A run is good if all
-ranks end in time (but for one that is stopped or holds the GIL), and every rank that still can names the
+In a third of the runs a rank fails, in a way and at a place that are drawn from the seed. A run is good if
+all ranks end in time (but for one that is stopped or holds the GIL), and every rank that still can names the
 culprit.
 """
 
@@ -84,7 +84,9 @@ def cases(options: Namespace) -> Generator[tuple[str, Rows]]:
         fault = draw_fault(chance, schedule, options.share)
         what = "no fault"
         if fault is not NONE:
-            what = f"{fault['how']} of rank {fault['rank']}, {fault['action']} of step {fault['step']}"
+            what = (
+                f"{fault['how']} of rank {fault['rank']}, {fault['action']} of step {fault['step']}"
+            )
         name = f"run {number}: {schedule}, {what}"
         yield name, partial(rows_of, name, schedule, fault)
 

@@ -35,7 +35,9 @@ class Table:
         to: a file that rows are appended to. Its cases need not run again.
     """
 
-    def __init__(self, columns: Sequence[str], bad: Collection[str], to: Path | None = None) -> None:
+    def __init__(
+        self, columns: Sequence[str], bad: Collection[str], to: Path | None = None
+    ) -> None:
         self._bad, self._to = bad, to
         self._known = to.read_text(encoding="utf-8") if to is not None and to.exists() else ""
         self._verdicts: Counter[str] = Counter()

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
-from penstock import Microbatches, Pipeline, PipelineModule
 from campaigns.loops.setting import STEPS, Outcome, Setting, program
+from penstock import Microbatches, Pipeline, PipelineModule
 
 
 def mlp() -> nn.Module:

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from tests.zoo.judging import MICROBATCHES, SAMPLES, Example
 from campaigns.zoo.operators import have_torchvision
+from tests.zoo.judging import MICROBATCHES, SAMPLES, Example
 
 have_torchvision()
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.zoo.judging import MICROBATCHES, SAMPLES, Call, Example, mapped
 from campaigns.zoo.operators import have_torchvision
+from tests.zoo.judging import MICROBATCHES, SAMPLES, Call, Example, mapped
 
 have_torchvision()  # before transformers looks for it
 

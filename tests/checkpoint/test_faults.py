@@ -16,10 +16,10 @@ from zlib import crc32
 import pytest
 import torch
 
+from campaigns.kills import GRACE, flips, kills, rewrite_table, tables
 from penstock import Checkpoints
 from penstock.checkpoint import describe
 from penstock.errors import CheckpointError, InputFileError, UsageError
-from campaigns.kills import GRACE, flips, kills, rewrite_table, tables
 from tests.checkpoint.runs import linear
 
 # ---- one run writes into a folder
