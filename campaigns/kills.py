@@ -342,7 +342,7 @@ PARTS: dict[str, Callable[[int, int], dict[str, Any]]] = {
 def is_good(found: dict[str, Any]) -> bool:
     """Whether what a part found is as it should be."""
     if "named" in found:
-        return found["named"] == found["the one before was taken"] == found["damaged"]
+        return {found["named"], found["the one before was taken"]} == {found["damaged"]}
     if "error" in found:
         return bool(found["loaded"]) and not found["left over"] and not found["damaged"]
     return not found.get("problems")
