@@ -1,9 +1,9 @@
 """A step beside what its plan predicts: time and memory on two ranks that the doctor has examined.
 
-What the units cost is measured in one process; what messages and the other process cost is the doctor's.
-The plans of a model take turns. Memory is the most that a rank's tensors take at any moment of a step, with
-weights and gradients. At last, one rank shares its core with a busy process: the plan for what the doctor
-finds then stands beside even stages.
+What the units cost is measured in one process; what messages and the other process cost is the doctor's. The
+plans of a model take turns. Times are by the clock, so they need a machine that does nothing else. Memory is
+the most that a rank's tensors take at any moment of a step, with weights and gradients. At last, one rank
+shares its core with a busy process: the plan for what the doctor finds then stands beside even stages.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def plan_of(profile: Profile, cluster: Cluster, **asked: Any) -> Plan:
     """The best plan of what is asked for."""
     return planning.search(
         profile, cluster=cluster, pipeline=RANKS, batch=BATCH, microbatches=MICROBATCHES,
-        stages_per_rank=(1, 2), memory=0.0, keep=1, seconds=0, **asked,
+        stages_per_rank=(1, 2), memory=0.0, states=0.0, keep=1, seconds=0, **asked,
     )[0]  # fmt: skip
 
 
