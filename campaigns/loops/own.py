@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
+from campaigns.loops.setting import STEPS, Outcome, Setting, program
 from penstock import Microbatches, Pipeline, PipelineModule
-from tests.loops.setting import STEPS, Outcome, Setting, program
 
 
 def mlp() -> nn.Module:

@@ -1,22 +1,23 @@
 """What saving and loading cost a team of up to 1,024 ranks, simulated in one process.
 
 The planning, the tables and the checks are Penstock's own; only the messages between processes are calls
-of functions, whose arguments are counted as JSON. ``python -m benchmarks.large_team`` prints a line for each.
+of functions, whose arguments are counted as JSON. docs/saving-and-resuming.md has figures of it.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from campaigns.run import Campaign, Rows
+from campaigns.table import Row
 from penstock.checkpoint.contents import WEIGHTS, Targets, alike, held_of
 from penstock.checkpoint.loading import Loading
 from penstock.checkpoint.planning import file_of
@@ -82,11 +83,15 @@ class Costs(NamedTuple):
     seconds: float
     memory: int
 
-    def __str__(self) -> str:
+    def told(self) -> tuple[str, ...]:
+        """As cells of the table."""
         return (
-            f"a rank sends {self.sent / 1e3:9,.1f} kB and gets {self.received / 1e3:7,.1f} kB in "
-            f"{self.messages} messages; the most that one passes on {self.relayed / 1e6:6.2f} MB; leader "
-            f"{self.seconds:5.1f} s of CPU, {self.memory / 1e6:6,.0f} MB more at the peak"
+            f"{self.sent / 1e3:,.1f} kB",
+            f"{self.received / 1e3:,.1f} kB",
+            str(self.messages),
+            f"{self.relayed / 1e6:.2f} MB",
+            f"{self.seconds:.1f} s",
+            f"{self.memory / 1e6:,.0f} MB",
         )
 
 
@@ -266,28 +271,33 @@ def _memory(what: str) -> int:
     return int(next(line for line in lines if line.startswith(what)).split()[1]) * 1024
 
 
-def main() -> None:
-    """Print the costs of all teams and models."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=MODELS)
-    arguments = parser.parse_args()
-    for model in MODELS if arguments.model is None else [arguments.model]:
+def rows_of(name: str, model: str, ranks: int, replicas: int) -> Iterator[Row]:
+    team = Team(model, ranks, replicas)
+    first, table = team.save(None, 0.1)
+    size = f"the table has {len(table) / 1e6:.1f} MB"
+    yield Row(name, "measured", ("first save", *first.told(), size))
+    yield Row(name, "measured", ("later save", *team.save(None, 0.2)[0].told(), ""))
+    costs, seconds = team.load(table)
+    read = f"a rank reads the table in {seconds:.2f} s"
+    yield Row(name, "measured", ("load", *costs.told(), read))
+    team.save(1, 0.1)
+    later = team.save(2, 0.2)[0]
+    yield Row(name, "measured", ("later save, the step a number", *later.told(), ""))
+
+
+def cases(options: Namespace) -> Generator[tuple[str, Rows]]:
+    for model in MODELS:
         for ranks, replicas in TEAMS:
-            team = Team(model, ranks, replicas)
-            title = f"{model}, {ranks} x {replicas}"
-            first, table = team.save(None, 0.1)
-            sys.stdout.write(
-                f"{title}: first save: {first}; a table of {len(table) / 1e6:.1f} MB\n"
-            )
-            sys.stdout.write(f"{title}: later save: {team.save(None, 0.2)[0]}\n")
-            costs, seconds = team.load(table)
-            sys.stdout.write(
-                f"{title}: load:       {costs}; each rank {seconds:.2f} s for the table\n"
-            )
-            team.save(1, 0.1)
-            sys.stdout.write(f"{title}: a number as step: {team.save(2, 0.2)[0]}\n")
-            sys.stdout.flush()
+            name = f"{model}, {ranks} x {replicas}"
+            yield name, partial(rows_of, name, model, ranks, replicas)
 
 
-if __name__ == "__main__":
-    main()
+CAMPAIGN = Campaign(
+    cases,
+    columns=(
+        "what", "a rank sends", "it gets", "messages", "the most that one relays", "CPU of rank 0",
+        "its memory at the peak", "",
+    ),
+    bad=(),
+    limit=1800.0,
+)  # fmt: skip

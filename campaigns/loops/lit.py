@@ -38,6 +38,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 from torch.utils.data import DataLoader, DistributedSampler
 
+from campaigns.loops.setting import STEPS, Outcome, Setting, program
 from penstock.integrations.lightning import FabricPipelineStrategy, PipelineStrategy
 from tests.integrations.lightnings import (
     Classifier,
@@ -50,7 +51,6 @@ from tests.integrations.lightnings import (
     images,
     language_step,
 )
-from tests.loops.setting import STEPS, Outcome, Setting, program
 
 
 def shared(setting: Setting, rows: int) -> DataLoader[Any]:

@@ -21,6 +21,7 @@ from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
+from campaigns.loops.setting import STEPS, Outcome, Setting, program
 from penstock import PipelineModule
 from penstock.integrations import own_loss
 from penstock.integrations.accelerate import PipelineAccelerator
@@ -42,7 +43,6 @@ from tests.integrations.trainers import (
     texts,
     words,
 )
-from tests.loops.setting import STEPS, Outcome, Setting, program
 
 
 def outcome_of(

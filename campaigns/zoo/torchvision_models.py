@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from campaigns.zoo.operators import have_torchvision
 from tests.zoo.judging import MICROBATCHES, SAMPLES, Example
-from tests.zoo.operators import have_torchvision
 
 have_torchvision()
 
@@ -18,7 +18,6 @@ from torchvision import models
 from torchvision.models._utils import IntermediateLayerGetter
 from torchvision.models.feature_extraction import create_feature_extractor
 
-BARE = {"weights": None}
 WHOLE = {"weights": None, "weights_backbone": None}
 LARGE = 32
 """The side of images, where a model takes any."""

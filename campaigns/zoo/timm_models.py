@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import nn
 
+from campaigns.zoo.operators import have_torchvision
 from tests.zoo.judging import MICROBATCHES, SAMPLES, Example
-from tests.zoo.operators import have_torchvision
 
 have_torchvision()
 

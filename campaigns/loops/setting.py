@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,29 +90,3 @@ def program(kind: str, name: str) -> Callable[[Program], Program]:
         return function
 
     return add
-
-
-@contextmanager
-def launched(rank: int, processes: int) -> Iterator[None]:
-    """What a launcher says in the environment, and what libraries keep for a whole process."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    before = {name: os.environ.get(name) for name in names}
-    if processes > 1:
-        values = (rank, rank, processes, processes)
-        os.environ |= {name: str(value) for name, value in zip(names, values, strict=True)}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from campaigns.zoo.operators import have_torchvision
 from tests.zoo.judging import MICROBATCHES, SAMPLES, Call, Example, mapped
-from tests.zoo.operators import have_torchvision
 
 have_torchvision()  # before transformers looks for it
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
-from tests.fuzz.lines import CALLS, FAMILIES, FORMS, HEAVY, Form
+from campaigns.fuzz.lines import CALLS, FAMILIES, FORMS, HEAVY, Form
 
 T = TypeVar("T")
 STEADY = ("linear", "pointwise", "views", "skips")

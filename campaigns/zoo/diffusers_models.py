@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from campaigns.zoo.operators import have_torchvision
 from tests.zoo.judging import MICROBATCHES, SAMPLES, Example, mapped
-from tests.zoo.operators import have_torchvision
 
 have_torchvision()
 

@@ -13,8 +13,8 @@ from typing import Any
 import hypothesis
 from hypothesis import HealthCheck, Phase, given, reproduce_failure, settings
 
-from tests.fuzz.judging import Outcome
-from tests.fuzz.programs import LAYOUTS, Program, programs
+from campaigns.fuzz.judging import Outcome
+from campaigns.fuzz.programs import LAYOUTS, Program, programs
 
 KINDS = ("same", "refused", "failed", "void")
 SHRINKING = 60.0
@@ -32,7 +32,7 @@ class Failure(AssertionError):
 
 
 @dataclass
-class Campaign:
+class Fuzzer:
     """What became of the programs so far.
 
     Attributes:
@@ -125,7 +125,7 @@ class Campaign:
             case = f"{blob[1]}:{LAYOUTS.index(layout)}" if blob else "unknown"
             self.faults[failure.outcome.reason] = {
                 "program": failure.program.source,
-                "repeat": f"make fuzz ARGS='--case {case}'",
+                "repeat": f"make campaign ARGS='fuzz --case {case}'",
                 "detail": failure.outcome.detail,
             }
 

@@ -1,7 +1,7 @@
 """Random programs: a hypothesis strategy that writes the Python source of a model and of a run of it.
 
 A program defines ``make()``, ``batch(step)``, ``loss_fn``, ``change(model, step)``, ``RUN`` and
-``pipeline(model, group)``. tests/fuzz/judging.py trains its model in a plain loop and through its Pipeline.
+``pipeline(model, group)``. judging.py trains its model in a plain loop and through its Pipeline.
 What is printed is what ran.
 """
 
@@ -19,10 +19,10 @@ from typing import Any
 from hypothesis import assume
 from hypothesis import strategies as st
 
+from campaigns.fuzz.lines import ABOVE, EVENTS, HOOKS
+from campaigns.fuzz.models import ORDERED, Author, Body, class_text
 from penstock.errors import ScheduleError
 from penstock.schedule import Op, build, names
-from tests.fuzz.lines import ABOVE, EVENTS, HOOKS
-from tests.fuzz.models import ORDERED, Author, Body, class_text
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock
-from tests.fuzz.judging import main, tensors
+from campaigns.fuzz.judging import main, tensors
 
 torch.set_default_dtype(torch.{dtype})
 {above}

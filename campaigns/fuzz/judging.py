@@ -561,4 +561,4 @@ def crashes_alone(pool: WorkerPool, source: str) -> bool:
 def main(program: Mapping[str, Any]) -> None:
     """Run a program that was saved to a file, all ranks in one process."""
     outcome = judge(Path(program["__file__"]).read_text())
-    print(outcome.kind, outcome.reason, outcome.detail, sep="\n")  # noqa: T201 - this is a command
+    print(outcome.kind, outcome.reason, outcome.detail, sep="\n")

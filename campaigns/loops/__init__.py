@@ -1,25 +1,24 @@
-"""Programs as users write them, unmodified and as pipelines, side by side.
+"""Training loops as users write them: each unmodified against pipelined.
 
-``python -m tests.loops [--only TEXT] [--layouts one two 2x2] [--to FILE]``
-
-Each program runs unmodified, then as a pipeline in one process, in two, and in two replicas of two. A row
-of the table has the largest difference of losses, metrics and weights, or the sentence of the refusal, and
-what was warned of. Two replicas are held against one process, and if they differ from it, as those of DDP do
-where a loss is no mean over samples, against the library's own data parallelism in two.
+Each program runs unmodified, then as a pipeline in one process, in two, and in two replicas of two. A cell
+has the largest difference of losses, metrics and weights, or the sentence of the refusal, and what was warned
+of. Two replicas are held against one process, and if they differ from it, as those of DDP do where a loss is
+no mean over samples, against the library's own data parallelism in two.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
+import io
 import logging
 import math
 import re
 import sys
-import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from argparse import ArgumentParser, Namespace
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,27 +27,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from campaigns.loops.setting import PROGRAMS, RANKS, Setting
+from campaigns.run import Campaign, Rows
+from campaigns.table import Row
 from penstock import Pipeline
 from penstock.errors import PenstockError
 from penstock.testing import WorkerPool
 from penstock.testing.workers import WorkerError
-from tests.loops.setting import PROGRAMS, RANKS, Setting, launched
+from tests.integrations.accelerated import launched
 
-LONGEST = 400
-"""Letters of a refusal that are shown."""
 CLOSE = 1e-4
-"""Differences above this are shown with the name of the number."""
+"""Differences above this are shown with the name of the number, and count."""
+CLOSE_IN_HALF = 0.1
+"""What counts in programs in half precision, whose names say so."""
 LAYOUTS = {"one": 1, "two": 2, "2x2": 4}
+MODULES = {"own loop": "own", "Lightning": "lit", "Trainer": "hugging", "Accelerate": "hugging"}
+TOGETHER = 150.0
+"""Seconds for a program in several processes."""
 
 
-_MODULES = {"own loop": "own", "Lightning": "lit", "Trainer": "hugging", "Accelerate": "hugging"}
+def load(name: str = "") -> None:
+    """Import the programs of a name's kind, or all; the libraries that they need take long."""
+    kind = name.partition(":")[0]
+    for module in [MODULES[kind]] if kind in MODULES else dict.fromkeys(MODULES.values()):
+        import_module(f"campaigns.loops.{module}")
 
 
-def load(names: str = "") -> None:
-    """Import the programs of a kind, or all; the libraries that they need take long."""
-    kind = names.partition(":")[0]
-    for module in [_MODULES[kind]] if kind in _MODULES else dict.fromkeys(_MODULES.values()):
-        import_module(f"tests.loops.{module}")
+# ---- one run of a program
 
 
 def run(name: str, cut: bool, rank: int, processes: int, folder: Path, replicas: int = 1) -> str:
@@ -60,7 +65,8 @@ def run(name: str, cut: bool, rank: int, processes: int, folder: Path, replicas:
     ranks = RANKS if cut else 1
     replicas = max(replicas, processes // ranks)
     setting = Setting(cut, processes, replicas, rank // ranks, folder)
-    with launched(rank, processes), warned() as texts:
+    # What a library prints would stand in the middle of the table.
+    with launched(rank, processes), redirect_stdout(io.StringIO()), warned() as texts:
         try:
             outcome = PROGRAMS[name](setting).plain()
         except Exception as error:
@@ -70,8 +76,7 @@ def run(name: str, cut: bool, rank: int, processes: int, folder: Path, replicas:
             ]:
                 pipe.close(error)
             kind = "refused" if isinstance(error, PenstockError) else "failed"
-            text = " ".join(str(error).split())
-            return f"{kind} {type(error).__name__}: {text}"
+            return f"{kind} {type(error).__name__}: {error}"
     if rank == 0:
         torch.save({**outcome, "warnings": texts}, folder / "outcome")
     return ""
@@ -104,17 +109,20 @@ def in_worker(group: Any, name: str, folder: str, cut: bool) -> str:
 
 def in_processes(pool: WorkerPool, processes: int, name: str, folder: Path, cut: bool) -> str:
     """What a program in several processes was refused with, if it was."""
-    task = "tests.loops.__main__:in_worker"
+    task = f"{__name__}:in_worker"
     try:
-        texts = pool.run(task, processes, 150.0, name=name, folder=str(folder), cut=cut)
+        texts = pool.run(task, processes, TOGETHER, name=name, folder=str(folder), cut=cut)
     except WorkerError as error:
         # A process that waits in another library's call cannot raise: it says why, and ends.
         ended = re.search("penstock: .* ends itself: (.*)", text := str(error))
-        return f"refused, {ended[1]}" if ended else "failed: " + " ".join(text.split())[-250:]
-    told = [text for text in texts if text]
-    causes = [text for text in told if "PeerFailed" not in text]
-    text = (causes or told or [""])[0]
-    return f"on {len(told)} of {len(texts)} ranks: {text}" if 0 < len(told) < len(texts) else text
+        return f"refused, {ended[1]}" if ended else f"failed: {text[-250:]}"
+    said = [text for text in texts if text]
+    causes = [text for text in said if "PeerFailed" not in text]
+    text = (causes or said or [""])[0]
+    return f"{text} (on {len(said)} of {len(texts)} ranks)" if 0 < len(said) < len(texts) else text
+
+
+# ---- the comparison
 
 
 def gap(mine: Any, theirs: Any) -> float:
@@ -142,41 +150,12 @@ def difference(folder: Path, plain: dict[str, Any]) -> tuple[str, float]:
         if apart := sorted(mine.keys() ^ theirs.keys()):
             cells.append(f"names differ: {apart[:3]}")
         largest = max(largest, most, math.inf if apart else 0.0)
-    warned = "".join(f"; warned: {text}" for text in outcome["warnings"])
-    return " / ".join(cells) + warned, largest
+    warnings = "".join(f"; warned: {text}" for text in outcome["warnings"])
+    return " / ".join(cells) + warnings, largest
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="", help="run programs whose name has this text")
-    parser.add_argument("--layouts", nargs="*", default=[*LAYOUTS])
-    parser.add_argument("--seconds", type=float, default=460.0, help="begin no program after this")
-    parser.add_argument("--skip", default="", help="a table; programs that it has are left out")
-    parser.add_argument("--to", default="", help="append rows to this file")
-    options = parser.parse_args()
-    load(options.only)
-    done = Path(options.skip).read_text() if options.skip and Path(options.skip).exists() else ""
-    started = time.monotonic()
-    sizes = {layout: LAYOUTS[layout] for layout in {"two", *options.layouts} - {"one"}}
-    pools = {layout: WorkerPool(size) for layout, size in sizes.items()}
-    try:
-        for name in PROGRAMS:
-            if options.only not in name or f"| {name} |" in done:
-                continue
-            if time.monotonic() - started > options.seconds:
-                break
-            row = compare(name, options.layouts, pools)
-            print(row, flush=True)
-            if options.to:
-                with Path(options.to).open("a") as file:
-                    file.write(row + "\n")
-    finally:
-        for pool in pools.values():
-            pool.close()
-
-
-class Row:
-    """One row of the table: a program beside the unmodified one.
+class Comparison:
+    """One program beside the unmodified one.
 
     Args:
         name: of the program.
@@ -188,8 +167,8 @@ class Row:
         self._name, self._pools, self._base = name, pools, Path(base)
         self._plain: dict[int, Any] = {}
 
-    def cell(self, layout: str) -> str:
-        """What became of the program in a layout."""
+    def in_layout(self, layout: str) -> tuple[str, str]:
+        """The verdict on the program in a layout, and what differs or was said."""
         processes = LAYOUTS[layout]
         (folder := self._base / layout).mkdir()
         try:
@@ -199,14 +178,16 @@ class Row:
             else:
                 text = in_processes(self._pools[layout], processes, self._name, folder, cut=True)
             if text:
-                return text[:LONGEST]
+                return text.split(maxsplit=1)[0].rstrip(",:"), text
             text, worst = difference(folder, one)
-            if worst <= CLOSE or processes == RANKS or processes == 1:
-                return text
-            other, gap = difference(folder, self._reference(processes // RANKS))
+            if worst > CLOSE and processes > RANKS:
+                other, less = difference(folder, self._reference(processes // RANKS))
+                if less < worst:
+                    text, worst = f"{other} (of two processes)", less
         except RuntimeError as error:
-            return f"unmodified: {error}"[:LONGEST]
-        return f"{other} (of two processes)" if gap < worst else text
+            return "void", f"unmodified: {error}"
+        close = CLOSE_IN_HALF if "16" in self._name else CLOSE
+        return "right" if worst <= close else "differs", text
 
     def _reference(self, replicas: int) -> dict[str, Any]:
         """What the unmodified program gives."""
@@ -223,16 +204,40 @@ class Row:
         return found
 
 
-def compare(name: str, layouts: list[str], pools: dict[str, WorkerPool]) -> str:
-    """One row of the table."""
-    began = time.monotonic()
+# ---- the table
+
+WORST = ("failed", "differs", "void", "refused", "right")
+
+
+def rows_of(name: str, layouts: list[str], pools: dict[str, WorkerPool]) -> Iterator[Row]:
+    """One row: the worst of the verdicts, and what was found in each layout."""
     with TemporaryDirectory() as base:
-        row = Row(name, pools, base)
-        cells = [row.cell(layout) for layout in layouts]
-    if len(set(cells)) == 1 and cells[0].startswith("refused"):
-        cells = [cells[0], *['"'] * (len(cells) - 1)]
-    return f"| {name} | {' | '.join(cells)} | {time.monotonic() - began:.0f} s |"
+        comparison = Comparison(name, pools, base)
+        pairs = [comparison.in_layout(layout) for layout in layouts]
+    cells = [text for _, text in pairs]
+    if len(set(cells)) == 1 and pairs[0][0] == "refused":
+        cells[1:] = ['"'] * (len(cells) - 1)
+    found = dict(zip(layouts, cells, strict=True))
+    verdict = min((verdict for verdict, _ in pairs), key=WORST.index)
+    yield Row(name, verdict, tuple(found.get(layout, "") for layout in LAYOUTS))
 
 
-if __name__ == "__main__":
-    main()
+def add_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--layouts", nargs="*", default=[*LAYOUTS], choices=LAYOUTS)
+
+
+def cases(options: Namespace) -> Generator[tuple[str, Rows]]:
+    load(options.only)
+    with ExitStack() as stack:
+        sizes = {layout: LAYOUTS[layout] for layout in {"two", *options.layouts} - {"one"}}
+        pools = {layout: stack.enter_context(WorkerPool(size)) for layout, size in sizes.items()}
+        for name in PROGRAMS:
+            yield name, partial(rows_of, name, options.layouts, pools)
+
+
+CAMPAIGN = Campaign(
+    cases,
+    columns=("one process", "two", "2 x 2"),
+    bad=("failed", "differs", "void"),
+    options=add_options,
+)
