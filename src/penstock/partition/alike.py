@@ -21,6 +21,8 @@ from penstock.partition.seen import Door
 from penstock.partition.settings import REGISTRIES
 from penstock.values import PLAIN, Place, Structure, flatten, unflatten
 
+Look = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
+"""The shape, strides, type and device of a tensor, and whether it learns."""
 Numbers = dict[tuple[int, str], int]
 """Attributes that may be the number of a layer, by the position of their module and their name."""
 _MOST = 4_000
@@ -39,7 +41,8 @@ class Answer(NamedTuple):
     """What a unit gave and did.
 
     Attributes:
-        leaves: for each leaf of its result the look of a tensor, the position of an argument's, or a value.
+        leaves: for each leaf of its result its kind, and the look of a tensor, the position of an argument
+            that it is (of no kind), or a plain value.
         tree: the structure of its result.
         written: the positions, among the unit's own tensors, of those into which it wrote.
         work: the counts of its operations.
@@ -56,17 +59,18 @@ class Answer(NamedTuple):
 
     def result(self, given: Sequence[Tensor], mode: FakeTensorMode) -> Any:
         """The result, of new fake tensors and of those among the arguments."""
-        leaves = [
-            _blank(leaf, mode) if kind is Tensor else given[leaf] if kind is _GIVEN else leaf
-            for kind, leaf in self.leaves
-        ]
+        leaves: list[Any] = []
+        for kind, leaf in self.leaves:
+            if kind is Tensor:
+                tensor = without_data(mode, leaf)
+                # Code between units may change it in place, which a leaf does not allow.
+                leaves.append(tensor.clone() if tensor.requires_grad else tensor)
+            else:
+                leaves.append(given[leaf] if kind is None else leaf)
         return unflatten(leaves, self.tree)
 
 
-_GIVEN = "given"
-
-
-class Answers:
+class Memo:
     """Remembers what units gave, by how they and their arguments looked."""
 
     def __init__(self) -> None:
@@ -139,7 +143,7 @@ def look_of_result(result: Any, slots: Sequence[Any], places: Sequence[Place]) -
             memory.add(storage_of(leaf))
             row.append((Tensor, _look(leaf)))
         else:
-            row.append((_GIVEN, places.index(slot)))
+            row.append((None, places.index(slot)))
     return tuple(row), tree
 
 
@@ -148,26 +152,16 @@ def _is_blank(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and getattr(tensor, "constant", None) is None
 
 
-def _look(tensor: Tensor) -> tuple[Any, ...]:
+def _look(tensor: Tensor) -> Look:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
-def _blank(look: tuple[Any, ...], mode: FakeTensorMode) -> Tensor:
+def without_data(mode: FakeTensorMode, look: Look) -> FakeTensor:
+    """A fake tensor; made at once, since each operation on one takes a fraction of a millisecond."""
     shape, strides, dtype, device, learns = look
     with _disable_current_modes():
-        like = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    tensor = without_data(mode, like, device, learns=learns)
-    # Code between units may change it in place, which a leaf does not allow.
-    return tensor.clone() if learns else tensor
-
-
-def without_data(
-    mode: FakeTensorMode, like: Tensor, device: torch.device, *, learns: bool
-) -> FakeTensor:
-    """A fake tensor; made at once, since each operation on one takes a fraction of a millisecond."""
-    with _disable_current_modes():
-        shape = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
-        return FakeTensor(mode, shape.requires_grad_(learns), device)
+        meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        return FakeTensor(mode, meta.requires_grad_(learns), device)
 
 
 class Looks:
@@ -227,8 +221,8 @@ class Looks:
             return self._positions[id(value)]
         if isinstance(value, Tensor) and value.layout is torch.strided:
             return kind, *_look(value)
-        inside = _inside(value) if depth < _DEEP else None
-        if inside is None:
+        closed = depth == _DEEP or isinstance(value, nn.Module | Tensor)
+        if closed or (inside := _inside(value)) is None:
             return _Itself(value)
         if id(value) not in self._seen:
             # With itself, so that no other object gets its identity; what holds itself, by its kind.
@@ -268,8 +262,6 @@ def _inside(value: Any) -> list[Any] | None:
         if isinstance(getattr(value.func, "__self__", None), Door):
             return list(value.args)
         return [value.func, value.args, value.keywords]
-    if isinstance(value, nn.Module | Tensor):
-        return None
     inside = list(vars(value).items()) if hasattr(value, "__dict__") else []
     if isinstance(value, dict):
         inside += dict.items(value)

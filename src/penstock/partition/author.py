@@ -141,7 +141,7 @@ class Author:
 
     def refresh(self) -> None:
         """Let the next plan take counters as they are then."""
-        self.without_data.answers.distrust()
+        self.without_data.memo.distrust()
         for settings in (self._around, *self._settings):
             settings.refresh()
 

@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from penstock.partition.alike import Answers
+from penstock.partition.alike import Memo
 from penstock.partition.base import Example
 from penstock.partition.seen import Door
 from penstock.partition.trace import Homes, Trace
@@ -30,14 +30,14 @@ class WithoutData:
 
     Attributes:
         reads_numbers: whether the model's code could not go on with ones: calls that look alike may differ.
-        answers: what units gave, so that those that are alike need not run.
+        memo: what units gave, so that those that are alike need not run.
     """
 
     def __init__(
         self, model: nn.Module, forward: Callable[..., Any], example: Example | None = None
     ) -> None:
         self.model, self.forward, self._example = model, forward, example
-        self.reads_numbers, self.answers = False, Answers()
+        self.reads_numbers, self.memo = False, Memo()
 
     def record(
         self,
@@ -49,9 +49,7 @@ class WithoutData:
         """The trace of a call, see :func:`record`."""
 
         def run(numbers: Example | None) -> Trace:
-            return record(
-                self.model, self.forward, doors, call, numbers, homes, inner, self.answers
-            )
+            return record(self.model, self.forward, doors, call, numbers, homes, inner, self.memo)
 
         with_data = has_data(call)
         if not (with_data and self.reads_numbers):

@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from penstock.errors import PartitionError
 from penstock.partition.alike import (
     Answer,
-    Answers,
     Looks,
+    Memo,
     look_of_call,
     look_of_result,
     without_data,
@@ -82,7 +82,7 @@ def record(  # noqa: PLR0913 - a model, and how to run it
     numbers: Example | None = None,
     homes: Homes | None = None,
     inner: Sequence[Door] = (),
-    answers: Answers | None = None,
+    memo: Memo | None = None,
 ) -> Trace:
     """Run a model's forward without data.
 
@@ -94,7 +94,7 @@ def record(  # noqa: PLR0913 - a model, and how to run it
         numbers: other arguments of the same kind, whose numbers the run uses.
         homes: the stages of the units, if they are known.
         inner: the doors of modules inside units, whose operations are counted too.
-        answers: what units gave before; those that are alike need not run.
+        memo: what units gave before; those that are alike need not run.
     """
     learns = torch.is_grad_enabled()
     held = Held(model, {door.path: door.module for door in doors})
@@ -104,7 +104,7 @@ def record(  # noqa: PLR0913 - a model, and how to run it
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        recorder = _Tracer(model, doors, homes or {}, answers or Answers())
+        recorder = _Tracer(model, doors, homes or {}, memo or Memo())
         # Outside of inference mode, whose tensors have no versions; that alone would enable gradients.
         with torch.inference_mode(False), torch.set_grad_enabled(learns):
             trace = recorder.run(forward, call, numbers, held, inner)
@@ -210,11 +210,9 @@ class _Tables:
 
 
 class _Tracer(TorchFunctionMode):
-    def __init__(
-        self, model: nn.Module, doors: Sequence[Door], homes: Homes, answers: Answers
-    ) -> None:
+    def __init__(self, model: nn.Module, doors: Sequence[Door], homes: Homes, memo: Memo) -> None:
         super().__init__()
-        self.model, self.doors, self._homes, self._answers = model, doors, homes, answers
+        self.model, self.doors, self._homes, self._memo = model, doors, homes, memo
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.trace = Trace(self.mode, home_of(model), doors)
         self._memory = Memory(self.trace)
@@ -278,7 +276,8 @@ class _Tracer(TorchFunctionMode):
             return tensor.detach().clone()
         parameter = isinstance(tensor, nn.Parameter)
         learns = parameter and tensor.requires_grad
-        twin = without_data(self.mode, tensor, self.trace.device, learns=learns)
+        look = tensor.shape, tensor.stride(), tensor.dtype, self.trace.device, learns
+        twin = without_data(self.mode, look)
         # All that nn.Parameter does to a subclass, except a detach, which is slow on fake tensors. As of
         # torch 2.13.
         twin._is_param = parameter
@@ -505,7 +504,7 @@ class _Tracer(TorchFunctionMode):
             looks = Looks(door.module, path)
             call = None if shown or self._promoted else look_of_call(args, kwargs)
             look = (is_direct, self._counts, call, looks.look)
-            answer = None if None in look else self._answers.get(look, looks.numbers)
+            answer = None if None in look else self._memo.get(look, looks.numbers)
             if answer is not None:
                 event.needs_data, self._latest = answer.needs_data, path
                 run = functools.partial(self._answer, path, looks.parts, answer)
@@ -521,7 +520,7 @@ class _Tracer(TorchFunctionMode):
         if None not in look and looks == Looks(door.module, path):
             answer = self._answer_of(now, looks.parts, before, output)
             if answer is not None:
-                self._answers.put(look, looks.numbers, reads, answer)
+                self._memo.put(look, looks.numbers, reads, answer)
         self._running = None
         self._latest = path
         return output
@@ -552,12 +551,9 @@ class _Tracer(TorchFunctionMode):
 
     def _before_run(self, path: str, parts: Sequence[nn.Module]) -> tuple[Any, ...]:
         """What :meth:`_answer_of` compares: a unit's own tensors, the counts of work, what is set."""
-        own = [(t, _looks(t)) for t in self._own_tensors(path)]
+        own = [(table[name], _looks(table[name])) for table, name in self._owned[path]]
         inner = [self.trace.work.get(id(part), 0.0) for part in parts]
         return own, self._work.counts, inner, len(self._private.left)
-
-    def _own_tensors(self, path: str) -> list[Tensor]:
-        return [table.get(name) for table, name in self._owned[path]]
 
     def _answer_of(
         self, now: _Running, parts: Sequence[nn.Module], before: tuple[Any, ...], output: Any
@@ -565,7 +561,7 @@ class _Tracer(TorchFunctionMode):
         """What a unit gave and did, if another run of it, or of one like it, would do the same."""
         event, (own, counts, inner, left_before) = now.event, before
         values = [self.trace.values[slot] for slot in event.slots if isinstance(slot, int)]
-        after = self._own_tensors(event.what)
+        after = [table.get(name) for table, name in self._owned[event.what]]
         written = [i for i, (tensor, look) in enumerate(own) if look != _looks(tensor)]
         does_more = (
             event.left
@@ -580,7 +576,6 @@ class _Tracer(TorchFunctionMode):
             or any(value.parameter is not None or value.belongs for value in values)
             or any(value.tensor.requires_grad != value.requires_grad for value in values)
             or any(new is not old for new, (old, _) in zip(after, own, strict=True))
-            or any(_looks(own[i][0])[1:] != own[i][1][1:] for i in written)
             # It has written into an argument, or into what others have too.
             or len(event.changes) != len({id(own[i][0]) for i in written})
             or any(change.argument is not None for change in event.changes)
@@ -1004,12 +999,12 @@ def _plain_tensors(table: Mapping[str, Any]) -> list[str]:
 
 
 class _MadeUp(TorchDispatchMode):
-    """Answers with ones where an operation needs a tensor's numbers, and notes what a unit reads."""
+    """Memo with ones where an operation needs a tensor's numbers, and notes what a unit reads."""
 
     def __init__(self, recorder: _Tracer, event: Event) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder, self._event = recorder, event
-        self._answers = 0
+        self._memo = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -1025,9 +1020,9 @@ class _MadeUp(TorchDispatchMode):
 
     def _on_ones(self, func: Any, args: Any, kwargs: Any, reason: Exception) -> Any:
         mode = self._recorder.mode
-        self._answers += 1
+        self._memo += 1
         # Code that draws until a condition holds may need zeros to get out.
-        for number in (1, 0) if self._answers < _PATIENCE else (0, 1):
+        for number in (1, 0) if self._memo < _PATIENCE else (0, 1):
             with contextlib.suppress(Exception), _disable_current_modes():
                 fill = functools.partial(self._with_numbers, number)
                 filled, named = map_tensors((args, kwargs), fill)
