@@ -57,7 +57,7 @@ class Answer(NamedTuple):
     inner: dict[int, float]
     needs_data: bool
 
-    def result(self, given: Sequence[Tensor], mode: FakeTensorMode) -> Any:
+    def result(self, arguments: Sequence[Tensor], mode: FakeTensorMode) -> Any:
         """The result, of new fake tensors and of those among the arguments."""
         leaves: list[Any] = []
         for kind, leaf in self.leaves:
@@ -66,7 +66,7 @@ class Answer(NamedTuple):
                 # Code between units may change it in place, which a leaf does not allow.
                 leaves.append(tensor.clone() if tensor.requires_grad else tensor)
             else:
-                leaves.append(given[leaf] if kind is None else leaf)
+                leaves.append(arguments[leaf] if kind is None else leaf)
         return unflatten(leaves, self.tree)
 
 
@@ -208,7 +208,7 @@ class Looks:
                 held.append(name)
             elif name not in _SKIPPED:
                 held.append((name, self._of(value)))
-        looks = map(tuple, (tensors, modules, hooks, held))
+        looks = tuple(tensors), tuple(modules), tuple(hooks), tuple(held)
         return type(part), part.training, *looks, self._of(part.forward)
 
     def _of(self, value: Any, depth: int = 0) -> Any:

@@ -511,8 +511,8 @@ class _Tracer(TorchFunctionMode):
                 return self._event(now, path, run, args, kwargs)
             reads: set[Any] = set()
             before = self._before_run(path, looks.parts)
-            noted = [(looks.parts[i], name, (i, name)) for i, name in looks.numbers]
-            with self._tables.taken_back(path), reads_noted(noted, reads.add):
+            numbers = [(looks.parts[i], name, (i, name)) for i, name in looks.numbers]
+            with self._tables.taken_back(path), reads_noted(numbers, reads.add):
                 output = self._event(now, path, run, args, kwargs)
         self._running = now
         self._private.leave(path, now.index)
@@ -551,18 +551,18 @@ class _Tracer(TorchFunctionMode):
 
     def _before_run(self, path: str, parts: Sequence[nn.Module]) -> tuple[Any, ...]:
         """What :meth:`_answer_of` compares: a unit's own tensors, the counts of work, what is set."""
-        own = [(table[name], _looks(table[name])) for table, name in self._owned[path]]
+        tensors = [(table[name], _looks(table[name])) for table, name in self._owned[path]]
         inner = [self.trace.work.get(id(part), 0.0) for part in parts]
-        return own, self._work.counts, inner, len(self._private.left)
+        return tensors, self._work.counts, inner, len(self._private.left)
 
     def _answer_of(
         self, now: _Running, parts: Sequence[nn.Module], before: tuple[Any, ...], output: Any
     ) -> Answer | None:
         """What a unit gave and did, if another run of it, or of one like it, would do the same."""
-        event, (own, counts, inner, left_before) = now.event, before
+        event, (tensors, counts, inner, left_before) = now.event, before
         values = [self.trace.values[slot] for slot in event.slots if isinstance(slot, int)]
         after = [table.get(name) for table, name in self._owned[event.what]]
-        written = [i for i, (tensor, look) in enumerate(own) if look != _looks(tensor)]
+        written = [i for i, (tensor, look) in enumerate(tensors) if look != _looks(tensor)]
         does_more = (
             event.left
             or event.reads
@@ -575,9 +575,9 @@ class _Tracer(TorchFunctionMode):
             or any(place[0] == READ for place, _ in event.inputs)
             or any(value.parameter is not None or value.belongs for value in values)
             or any(value.tensor.requires_grad != value.requires_grad for value in values)
-            or any(new is not old for new, (old, _) in zip(after, own, strict=True))
+            or any(new is not old for new, (old, _) in zip(after, tensors, strict=True))
             # It has written into an argument, or into what others have too.
-            or len(event.changes) != len({id(own[i][0]) for i in written})
+            or len(event.changes) != len({id(tensors[i][0]) for i in written})
             or any(change.argument is not None for change in event.changes)
             or (written and self._tables.are_in(event.what))
         )
@@ -587,7 +587,8 @@ class _Tracer(TorchFunctionMode):
         work = tuple(a - b for a, b in zip(self._work.counts, counts, strict=True))
         more = {i: self.trace.work.get(id(part), 0.0) - inner[i] for i, part in enumerate(parts)}
         more = {i: count for i, count in more.items() if count}
-        return Answer(*look, tuple(written), work, more, event.needs_data)
+        leaves, tree = look
+        return Answer(leaves, tree, tuple(written), work, more, event.needs_data)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
