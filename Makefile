@@ -12,7 +12,7 @@ ARGS ?=
 # Tests start many processes: each would compile all modules again where bytecode is not kept.
 test test-all check: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: run test test-all check lint types docs package bench fuzz clean always
+.PHONY: run test test-all check lint types docs site package bench campaign clean always
 
 run: $(VENV)/.installed
 	$(BIN)/penstock train $(ARGS)
@@ -26,7 +26,7 @@ test-all: $(VENV)/.installed-dev
 
 # Side by side, since each mostly uses one core.
 check: $(VENV)/.installed-dev $(VENV)/.installed-docs
-	$(MAKE) --no-print-directory --jobs 2 docs lint types
+	$(MAKE) --no-print-directory --jobs 2 site lint types
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -39,6 +39,10 @@ types: $(VENV)/.installed-dev
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict --config-file website/mkdocs.yml
 
+# The site's own tests, on what was built; those that need a browser skip where there is none.
+site: docs $(VENV)/.installed-dev
+	$(BIN)/python -m pytest website
+
 # Such as PYTHONS="python3.11 python3.14"
 package: $(VENV)/.installed-docs
 	$(BIN)/python -m website.package $(PYTHONS)
@@ -46,9 +50,9 @@ package: $(VENV)/.installed-docs
 bench: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks $(ARGS)
 
-# Such as ARGS="--seconds 3600 --seed 7"; a failure prints the ARGS that repeat it. See docs/fuzzing.md.
-fuzz: $(VENV)/.installed-dev
-	$(BIN)/python -m tests.fuzz $(ARGS)
+# Long searches for faults: without ARGS it lists them. Such as ARGS="fuzz --seconds 3600 --seed 7".
+campaign: $(VENV)/.installed-dev
+	$(BIN)/python -m campaigns $(ARGS)
 
 # Says which torch the environment has; rewritten, and so everything installed anew, only when TORCH differs.
 $(VENV)/.torch: always

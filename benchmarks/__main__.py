@@ -13,22 +13,7 @@ from typing import Any
 import torch
 
 import penstock
-from benchmarks import (
-    backward,
-    buffers,
-    checkpoints,
-    clusters,
-    cut,
-    gpu,
-    inside,
-    loops,
-    page,
-    plan,
-    replicas,
-    schedules,
-    steps,
-    watch,
-)
+from benchmarks import backward, cut, gpu, inside, loops, page, plan, replicas, steps
 from penstock.doctor.rates import processor
 
 BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
@@ -37,13 +22,8 @@ BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "backward": backward.compare,
     "cut": cut.compare,
     "plan": plan.compare,
-    "buffers": buffers.compare,
-    "checkpoints": checkpoints.compare,
     "replicas": replicas.compare,
     "loops": loops.compare,
-    "schedules": schedules.compare,
-    "watch": watch.compare,
-    "clusters": clusters.compare,
     "gpu": gpu.compare,
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from time import thread_time
@@ -14,9 +14,9 @@ from torch.distributed.pipelining import _backward as peer
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.live import LiveBytes
 from benchmarks.pairs import Ratios, bytes_to_json
 from penstock.backward import SplitBackward
+from penstock.plan.meter import Meter
 
 WIDTHS = {64: (1, 32), 256: (2, 128), 512: (2, 256)}
 """Widths, each with the samples of a microbatch and their length."""
@@ -200,29 +200,23 @@ def compare_times(width: int, rerun: bool, rounds: int) -> dict[str, Any]:
 
 def live_bytes(name: str, stage: Stage) -> dict[str, int]:
     """Bytes alive after all forwards, after all inputs' halves, after all weights' halves."""
-    probe, way = LiveBytes(), WAYS[name](stage)
+    way = WAYS[name](stage)
     finish(way)
     found = {}
-    with probe:
+    with Meter() as meter:
         made = [way.forward() for _ in range(MICROBATCHES)]
-        found["F"] = probe.count(kept_by(stage))
+        found["F"] = meter.live
         states = [way.input_half(made.pop(0)) for _ in range(MICROBATCHES)]
-        found["I"] = probe.count(kept_by(stage))
+        found["I"] = meter.live
         while states:
             way.weight_half(states.pop(0))
-        found["W"] = probe.count(kept_by(stage))
+        found["W"] = meter.live
     return found
 
 
 def finish(way: Way) -> None:
     """Runs a microbatch: the first explores, and leaves gradients."""
     way.weight_half(way.input_half(way.forward()))
-
-
-def kept_by(stage: Stage) -> Iterable[Tensor | None]:
-    """What is there in any case."""
-    kept: list[Tensor | None] = [stage.value, stage.value.grad, stage.grad]
-    return kept + [tensor for weight in stage.weights for tensor in (weight, weight.grad)]
 
 
 def compare_bytes(width: int, **options: bool) -> dict[str, Any]:

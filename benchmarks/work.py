@@ -134,10 +134,3 @@ class Peer:
     def step(self) -> None:
         """Forward and backward of the batch."""
         self._schedule.step(*self._arguments, target=self._target, return_outputs=False)
-
-    @property
-    def receive_bytes(self) -> int:
-        """Bytes of the buffers that it holds for messages from other ranks."""
-        tables = [t for s in self.stages for t in (s.args_recv_info, s.grad_recv_info)]
-        infos = [info for table in tables for infos in table.values() for info in infos]
-        return sum(info.buffer.nbytes for info in infos if info.buffer is not None)

@@ -24,6 +24,10 @@ from tests.device import DEVICE, NAME, switch
 switch()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.import_plugin("tests.holes")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> None:
     """The bits of sums depend on the number of threads, which other libraries set too."""

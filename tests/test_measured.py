@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("benchmarks")
 from benchmarks import page
 from benchmarks.pairs import Ratios
+
+PAGE = Path(__file__).parents[1] / "docs" / "measured.md"
 
 
 def test_a_bench_writes_its_own_section_of_the_page(tmp_path: Path) -> None:
@@ -31,3 +30,22 @@ def test_a_bench_writes_its_own_section_of_the_page(tmp_path: Path) -> None:
     assert len(again) == len(both)
     assert sum("0.50 (0.50 to 0.50)" in line for line in again) == 2
     assert measure("plan", {"no ratio": 1}) == again
+
+
+def test_the_page_opens_with_what_a_reader_remembers(tmp_path: Path) -> None:
+    """README.md has the same rows."""
+    text = PAGE.read_text(encoding="utf-8")
+    rows = [line for line in text.split("## ")[0].splitlines() if line.startswith("| A ")]
+    readme = (PAGE.parents[1] / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(rows) == 3
+    assert set(rows) <= set(readme)
+    # They are taken from the page's own sections.
+    (written := tmp_path / "measured.md").write_text(text, encoding="utf-8")
+    slow = Ratios([0.002, 0.004], [0.001] * 2).to_json()
+    figures = {"large, beside torch's package": slow}
+    report = {"machine": "a laptop", "rounds": 2, "figures": figures}
+    (tmp_path / "replicas.json").write_text(json.dumps(report))
+    page.write(tmp_path / "replicas.json", written)
+    top = written.read_text(encoding="utf-8").split("## ")[0]
+    assert "| A step of two by two replicas, large layers | 3.00 (1.50 to 4.50) |" in top
+    assert set(rows) - {*top.splitlines()} == {rows[-1]}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
 import subprocess
@@ -17,10 +16,10 @@ from zlib import crc32
 import pytest
 import torch
 
+from campaigns.kills import flips, rewrite_table, tables
 from penstock import Checkpoints
 from penstock.checkpoint import describe
 from penstock.errors import CheckpointError, InputFileError, StateDictError, UsageError
-from tests.checkpoint.campaign import GRACE, flips, rewrite_table, tables
 from tests.checkpoint.runs import Keeps, linear, stepped
 from tests.scripts import run_script
 
@@ -453,9 +452,7 @@ def test_bytes_that_were_flipped() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("count", [2, pytest.param(12, marks=pytest.mark.nightly)])
 def test_ranks_and_launchers_that_are_killed(count: int) -> None:
-    command = ("-m", "tests.checkpoint.campaign", "kills", "--count", str(count))
+    command = ("-m", "campaigns", "kills", "--only", "kills", "--count", str(count))
     (ran,) = run_script(*command, limit=500.0)
     assert ran.status == 0, ran
-    outcome = json.loads(ran.out)
-    assert outcome["problems"] == []
-    assert outcome["longest end in seconds"] < GRACE
+    assert "| kills | good |" in ran.out, ran

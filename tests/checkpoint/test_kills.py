@@ -1,6 +1,6 @@
 """A process that is killed at any moment of saving leaves a whole checkpoint.
 
-``tests/checkpoint/campaign.py`` kills ranks of a pipeline and their launcher, at random moments.
+``campaigns/kills.py`` kills ranks of a pipeline and their launcher, at random moments.
 """
 
 from __future__ import annotations

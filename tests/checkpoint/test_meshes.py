@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from benchmarks.large_team import LOAD, SAVE
+from campaigns.team import LOAD, SAVE
 from penstock import Checkpoints, Pipeline, PipelineStage
 from penstock.checkpoint import describe
 from penstock.errors import PenstockError

@@ -149,7 +149,7 @@ def test_a_place_says_what_the_rank_does() -> None:
 
 def test_calls_without_training_count_until_there_is_a_step() -> None:
     """The limit is then that of later steps; a first training step has its own again."""
-    activity, patience, limits = Activity(0), Patience((70, 7)), []
+    activity, patience, limits = Activity(0), Patience(Timeouts(step=7, first_step=70)), []
     activity.setup = None
     assert "before its first step" in activity.place().doing
     for step in (0, 0, 1, 1, 2):

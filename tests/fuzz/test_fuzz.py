@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from campaigns.fuzz.fuzzer import Fuzzer
+from campaigns.fuzz.judging import Outcome, differences, judge, judge_in, outcome_of
+from campaigns.fuzz.programs import LAYOUTS, Program
 from penstock import Pipeline
 from penstock.errors import InternalError, PartitionError, PeerFailed, SpecError, StageError
 from penstock.testing import WorkerError, WorkerPool
-from tests.fuzz.campaign import Campaign
-from tests.fuzz.judging import Outcome, differences, judge, judge_in, outcome_of
-from tests.fuzz.programs import LAYOUTS, Program
 
 pytestmark = pytest.mark.timeout(400)  # a few CPU seconds each, also where the machine is busy
 
@@ -30,21 +30,20 @@ def together() -> Iterator[WorkerPool]:
 
 @pytest.mark.slow
 def test_fixed_programs_in_one_process_do_what_a_plain_loop_does() -> None:
-    campaign = Campaign(lambda program: judge(program.source))
-    campaign.explore(
-        seed=0, most=40
-    )  # about 25, and others that are the same; `make fuzz` takes more
-    assert campaign.faults == {}, campaign.report()
-    assert campaign.kinds["same"] > 12
+    fuzzer = Fuzzer(lambda program: judge(program.source))
+    # About 25, and others that are the same; the campaign takes more.
+    fuzzer.explore(seed=0, most=40)
+    assert fuzzer.faults == {}, fuzzer.report()
+    assert fuzzer.kinds["same"] > 12
 
 
 @pytest.mark.slow
 def test_fixed_programs_with_a_process_for_each_rank_do_too(together: WorkerPool) -> None:
-    campaign = Campaign(lambda program: judge_in(together, program.source, program.processes))
+    fuzzer = Fuzzer(lambda program: judge_in(together, program.source, program.processes))
     for layout in LAYOUTS[1:]:
-        campaign.explore(seed=0, most=4, layout=layout)  # hypothesis begins with the plainest
-    assert campaign.faults == {}, campaign.report()
-    assert campaign.kinds["same"] >= 4
+        fuzzer.explore(seed=0, most=4, layout=layout)  # hypothesis begins with the plainest
+    assert fuzzer.faults == {}, fuzzer.report()
+    assert fuzzer.kinds["same"] >= 4
 
 
 # ---- planted faults
@@ -81,16 +80,16 @@ def test_a_planted_fault_is_found_made_small_and_repeated(
         return result
 
     monkeypatch.setattr(Pipeline, "step", wrong)
-    campaign = Campaign(lambda program: judge(program.source))
-    campaign.explore(seed=1, most=100)
-    fault = campaign.faults[next(name for name in campaign.faults if reason in name)]
+    fuzzer = Fuzzer(lambda program: judge(program.source))
+    fuzzer.explore(seed=1, most=100)
+    fault = fuzzer.faults[next(name for name in fuzzer.faults if reason in name)]
     assert fault["program"].count("self.m") <= 8
     assert "'steps': 1" in fault["program"]
     case = fault["repeat"].split("--case ")[1].rstrip("'")
-    program, outcome = campaign.repeat(case)
+    program, outcome = fuzzer.repeat(case)
     assert (program.source, outcome.kind) == (fault["program"], "failed")
     monkeypatch.setattr(Pipeline, "step", step)
-    assert campaign.repeat(case)[1] == Outcome("same")
+    assert fuzzer.repeat(case)[1] == Outcome("same")
 
 
 def test_a_seed_gives_the_same_programs() -> None:
@@ -101,7 +100,7 @@ def test_a_seed_gives_the_same_programs() -> None:
             listed.append(program.source)
             return Outcome("same")
 
-        Campaign(note).explore(seed=3, most=20)
+        Fuzzer(note).explore(seed=3, most=20)
         return listed
 
     assert sources() == sources()
@@ -249,5 +248,5 @@ def test_a_plain_loop_that_fails_or_gives_no_numbers_is_void() -> None:
         )
         return Outcome("same")
 
-    Campaign(note).explore(seed=0, most=1)
+    Fuzzer(note).explore(seed=0, most=1)
     assert names == ["ZeroDivisionError: division by zero", "void"]

@@ -10,11 +10,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import set_seed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -97,6 +100,30 @@ def count() -> dict[str, Any]:
         "sum": accelerator.reduce(torch.tensor(1.0 + replica), "sum").item(),
         "mean": accelerator.reduce(torch.tensor(1.0 + replica), "mean").item(),
     }
+
+
+@contextmanager
+def launched(rank: int, processes: int) -> Iterator[None]:
+    """What a launcher says in the environment, and what libraries keep for a whole process."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    before = {name: os.environ.get(name) for name in names}
+    if processes > 1:
+        values = (rank, rank, processes, processes)
+        os.environ |= {name: str(value) for name, value in zip(names, values, strict=True)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from transformers import Trainer, TrainerCallback
 from penstock.errors import UsageError
 from penstock.integrations.transformers import PipelineTrainer
 from penstock.testing import WorkerPool
+from tests.integrations.accelerated import launched
 from tests.integrations.trainers import (
     FAMILIES,
     PAIRS,
@@ -37,7 +38,6 @@ from tests.integrations.trainers import (
     squared,
     words,
 )
-from tests.loops.setting import launched
 from tests.scripts import run_script
 
 pytestmark = pytest.mark.filterwarnings("ignore")

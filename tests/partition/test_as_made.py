@@ -767,7 +767,7 @@ def test_an_example_with_which_the_model_fails() -> None:
         def forward(self, x: Tensor) -> Any:
             return self.inner[1](self.inner[0](x))
 
-    with pytest.raises(StageError, match=r"the Whole failed.*: RuntimeError"):
+    with pytest.raises(StageError, match=r"'inner.1' .*before the first microbatch: RuntimeError"):
         penstock.Pipeline(Whole(), stages=2, ranks=2, loss_fn=torch.dist).cut(torch.ones(2, 4))
 
 

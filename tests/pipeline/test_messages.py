@@ -87,13 +87,6 @@ def count(group: Any, what: str, schedule: str) -> list[list[int]]:
         return [[*c, sent.messages[c], sent.bytes[c]] for c in sent.messages]
 
 
-def traffic(
-    workers: WorkerPool, what: str, schedule: str, ranks: int
-) -> dict[Any, tuple[int, int]]:
-    answers = workers.run(f"{__name__}:count", ranks, 100.0, what=what, schedule=schedule)
-    return {tuple(row[:3]): (row[3], row[4]) for answer in answers for row in answer}
-
-
 def channels(*pairs: tuple[int, int], size: int, back: bool = True) -> dict[Any, tuple[int, int]]:
     """One message for each of four microbatches from rank to rank, and perhaps one of gradients back."""
     gradients = [(b, a, GRADIENTS) for a, b in pairs if back]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,8 +15,6 @@ from penstock import Microbatches, Pipeline, PipelineStage
 from penstock.errors import StageError, UsageError
 from penstock.testing import WorkerPool
 from tests.pipeline.models import X, Y, assert_same, chain, gradients, make, mean_loss
-
-Freeze = Callable[[nn.Module, Pipeline, bool], None]
 
 
 def plain(model: nn.Module, frozen: list[str]) -> Iterator[dict[str, Tensor]]:

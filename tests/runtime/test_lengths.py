@@ -1,4 +1,4 @@
-"""A new length of a sequence: what is known of other lengths need not run again, and never makes a number."""
+"""A new length of a sequence: units that are alike run once without data, and no number is another for it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from penstock import Pipeline
 from penstock.errors import PlanError
 
-LENGTHS = [4, 32, 8, 20, 6, 12, 30, 26, 14, 22]
-"""Seen at first; others lie between them."""
+LENGTHS = [4, 32, 8]
+"""Seen at first."""
 Body = Callable[[Tensor], Tensor]
 
 
@@ -37,7 +37,7 @@ def mean_of(output: Tensor, target: Tensor) -> Tensor:
 
 def blocks(body: Body) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(Block(body), nn.Linear(4, 4), Block(body)).double()
+    return nn.Sequential(nn.Linear(4, 4), Block(body), Block(body)).double()
 
 
 def steps(model: nn.Module, pipe: Pipeline, lengths: list[int]) -> Iterator[int]:
@@ -86,27 +86,21 @@ def halved(value: Tensor) -> Tensor:
     return value[:, ::2].contiguous()
 
 
+def shorter(value: Tensor) -> Tensor:
+    return value[:, :-1]
+
+
 @pytest.mark.parametrize(
-    ("body", "between", "beyond"),
-    # What a second block gets is padded or cropped already, or an odd length to be halved.
-    [
-        (nn.functional.relu, 0, 2),
-        (padded, 1, 2),
-        (cropped, 1, 1),
-        (halved, 1, 2),
-        (lambda v: v[:, :-1], 2, 2),
-    ],
-    ids=["of one length", "padded", "cropped", "halved", "one less"],
+    ("body", "kinds"),
+    # What a second block gets is another length than the first one gets, or the same.
+    [(nn.functional.relu, 1), (padded, 2), (cropped, 2), (halved, 2), (shorter, 2)],
 )
-def test_units_run_without_data_only_while_that_may_tell_something(
-    body: Body, between: int, beyond: int
-) -> None:
+def test_a_new_length_costs_one_run_of_each_kind_of_unit(body: Body, kinds: int) -> None:
     model = blocks(body)
     pipe = pipeline(model)
     list(steps(model, pipe, LENGTHS))
-    # Two blocks, in a plain loop and in each of two microbatches. 18 is on the grid of what was seen, 33 lies
-    # beyond it.
-    for length, expected in [(18, between), (18, 0), (33, beyond)]:
+    # Two blocks, in a plain loop and in each of two microbatches.
+    for length, expected in [(33, kinds), (33, 0)]:
         calls = calls_of(Block.forward, partial(list, steps(model, pipe, [length])))
         assert calls == 6 + expected
 
@@ -116,13 +110,39 @@ def test_lengths_off_the_grid_of_those_seen_are_not_taken_for_granted() -> None:
     list(steps(model, pipeline(model), [4, 8, 12, 16, 20, 24, 28, 32, 40, 36, 10, 13]))
 
 
-def test_a_length_that_is_an_exception_stops_one_step() -> None:
+def test_a_length_that_is_an_exception_is_planned_as_it_is() -> None:
     model = blocks(lambda v: v[:, :3] if v.shape[1] == 16 else v)
-    pipe = pipeline(model)
-    list(steps(model, pipe, LENGTHS))
-    with pytest.raises(PlanError, match=r"0 in stage 0 gave a tensor of shape .* planned anew"):
-        list(steps(model, pipe, [16]))
-    list(steps(model, pipe, [16, 18]))
+    list(steps(model, pipeline(model), [*LENGTHS, 16, 18]))
+
+
+class Numbered(nn.Module):
+    """A layer that knows its number, and shortens its sequence if that is 2."""
+
+    def __init__(self, number: int, *, hides: bool) -> None:
+        super().__init__()
+        self.layer, self.number, self.hides = nn.Linear(4, 4), number, hides
+
+    def forward(self, value: Tensor) -> Tensor:
+        number = vars(self)["number"] if self.hides else self.number
+        value = self.layer(value).tanh()
+        return value[:, 1:] if number == 2 else value
+
+
+def numbered(*, hides: bool) -> tuple[nn.Module, Pipeline]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Numbered(number, hides=hides) for number in range(4)]).double()
+    return model, Pipeline(model, ranks=4, microbatches=2, loss_fn=mean_of)
+
+
+def test_a_layer_that_uses_its_number_is_not_like_the_others() -> None:
+    list(steps(*numbered(hides=False), [8, 8, 6]))
+
+
+def test_a_layer_that_differs_where_python_does_not_show_it_is_named_and_runs_itself() -> None:
+    model, pipe = numbered(hides=True)
+    with pytest.raises(PlanError, match=r"2 in stage 2 gave a tensor of shape .* planned anew"):
+        list(steps(model, pipe, [8]))
+    list(steps(model, pipe, [8, 8, 6]))
 
 
 def test_what_is_known_of_one_precision_tells_nothing_of_another() -> None:
@@ -143,12 +163,13 @@ class Notes(nn.Module):
 
     def __init__(self, *, writes: bool) -> None:
         super().__init__()
+        self.start = nn.Linear(4, 4)
         self.first, self.second = Noting(writes=False), Noting(writes=writes)
 
     def forward(self, value: Tensor) -> Tensor:
         notes: dict[str, int] = {}
-        output: Tensor = self.second(self.first(value, notes), notes) * notes.get("length", 1)
-        return output
+        value = self.second(self.first(self.start(value), notes), notes)
+        return value * notes.get("length", 1)
 
 
 class Noting(nn.Module):
@@ -164,13 +185,14 @@ class Noting(nn.Module):
 
 
 @pytest.mark.parametrize("writes", [False, True])
-def test_a_dictionary_that_a_unit_leaves_as_it_was_tells_nothing(writes: bool) -> None:
+def test_a_unit_that_writes_into_a_dictionary_is_not_like_one_that_does_not(writes: bool) -> None:
     torch.manual_seed(0)
     model = Notes(writes=writes).double()
-    pipe = Pipeline(model, ranks=2, stages=[["first"], ["second"]], microbatches=2, loss_fn=mean_of)
+    stages = [["start", "first"], ["second"]]
+    pipe = Pipeline(model, ranks=2, stages=stages, microbatches=2, loss_fn=mean_of)
     list(steps(model, pipe, LENGTHS))
     calls = calls_of(Noting.forward, partial(list, steps(model, pipe, [18])))
-    assert calls == 6 + writes
+    assert calls == 6 + 1 + writes
 
 
 class More(nn.Module):

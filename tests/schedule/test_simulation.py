@@ -27,6 +27,7 @@ def test_each_action_starts_when_its_rank_and_its_needs_allow() -> None:
     assert [(s.start, s.end) for s in ran.timeline.of_rank(0)] == [(0, 2), (9, 13)]
     assert [(s.start, s.end) for s in ran.timeline.of_rank(1)] == [(2.5, 4.5), (4.5, 8.5)]
     assert ran.makespan == 13
+    assert ran.bubble == pytest.approx(7 / 13)  # each of the two ranks computes for 6
 
 
 def test_costs_may_differ_by_stage() -> None:

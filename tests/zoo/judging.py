@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,8 +24,6 @@ SAMPLES = 2
 SEED = 11
 CLOSE = {torch.float64: 1e-6, torch.float32: 2e-3}
 """The largest relative difference that counts as none. Some models compute in single precision inside."""
-LONGEST = 600
-"""The letters of a sentence that are kept."""
 LARGEST = 1e4
 """Numbers of an output that are larger mask something, and are no part of the loss."""
 
@@ -50,7 +47,6 @@ class Row:
         gap: the largest relative difference of the loss, a gradient or a buffer.
         share: of the work of a step, what the busiest of the ranks' stages does.
         text: the sentence of the refusal, or what differs.
-        seconds: for the model, all in all.
     """
 
     name: str
@@ -59,15 +55,6 @@ class Row:
     gap: float = 0.0
     share: float = 0.0
     text: str = ""
-    seconds: float = 0.0
-
-    def shown(self) -> str:
-        """The row of the table."""
-        text = " ".join(self.text.split()).replace("|", "/")[:LONGEST]
-        number = f"{self.gap:.0e}" if self.gap else ""
-        share = f"{self.share:.2f}" if self.share else ""
-        cells = (self.name, self.schedule, self.kind, number, share, f"{self.seconds:.0f} s", text)
-        return f"| {' | '.join(cells)} |"
 
 
 @dataclass
@@ -85,24 +72,19 @@ class Outcome:
     units: list[list[str]] = field(default_factory=list)
 
 
-def judge(
-    name: str, make: Callable[[], Example], schedules: Sequence[str], show: Callable[[Row], None]
-) -> None:
-    """Compare a model with itself, and show a row for each schedule."""
-    began = time.monotonic()
+def judge(name: str, make: Callable[[], Example], schedules: Sequence[str]) -> Iterator[Row]:
+    """Compare a model with itself; a row for each schedule."""
     try:
         example = make()
         example, dtype = _in_double(example)
     except Exception as error:
-        show(Row(name, "", "void", text=_sentence(error), seconds=time.monotonic() - began))
+        yield Row(name, "", "void", text=_sentence(error))
         return
     for schedule in schedules:
         try:
-            row = _judged(Row(name, schedule), example, dtype)
+            yield _judged(Row(name, schedule), example, dtype)
         except Exception as error:
-            row = Row(name, schedule, "lost", text=_sentence(error))
-        row.seconds = time.monotonic() - began
-        show(row)
+            yield Row(name, schedule, "lost", text=_sentence(error))
 
 
 def _judged(row: Row, example: Example, dtype: torch.dtype) -> Row:

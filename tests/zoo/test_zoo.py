@@ -1,11 +1,11 @@
-"""A few models of the zoo, each beside its own plain loop; ``python -m tests.zoo`` runs them all."""
+"""A few models of the zoo, each beside its own plain loop; the campaign ``zoo`` runs them all."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.zoo.hand_models import MODELS
-from tests.zoo.judging import Row, judge
+from tests.zoo.judging import judge
 
 FEW = (
     "memories of segments",
@@ -18,6 +18,5 @@ FEW = (
 
 @pytest.mark.parametrize("name", FEW)
 def test_is_its_plain_loop(name: str) -> None:
-    rows: list[Row] = []
-    judge(name, MODELS[name], ["1F1B"], rows.append)
+    rows = list(judge(name, MODELS[name], ["1F1B"]))
     assert [row.kind for row in rows] == ["right"], rows[0].text

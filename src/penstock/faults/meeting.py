@@ -261,7 +261,8 @@ class Rendezvous:
         if not absent and _has_ended(room, MOMENT):
             return "-"
         words = self._absence(store, room, absent or self._absent(room), self._seconds)
-        return f"{words}; start them, or wait longer with rendezvous_timeout="
+        longer = "wait longer with timeout=penstock.Timeouts(rendezvous=)"
+        return f"{words}; start them, or {longer}"
 
     def _absent(self, room: Any) -> list[int]:
         return [rank for rank in self._members if not room.check([f"place/{rank}"])]

@@ -126,11 +126,11 @@ class PipelineTrainer(Trainer):
 
     def _loss_of(self, model: nn.Module) -> Loss:
         """The model's own loss, or the one that the Trainer was given."""
-        own = own_loss(model)
+        models_loss = own_loss(model)
         if self.compute_loss_func is not None:
-            function, weight = self.compute_loss_func, cast("Any", own.weight)
+            function, weight = self.compute_loss_func, cast("Any", models_loss.weight)
             return replace(
-                own,
+                models_loss,
                 function=_outside(
                     lambda output, labels: function(
                         output, labels, num_items_in_batch=weight(labels)
@@ -140,12 +140,12 @@ class PipelineTrainer(Trainer):
         if self.label_smoother is not None:
             smoother, shifts = self.label_smoother, self._loss_shifts_labels
             return replace(
-                own,
+                models_loss,
                 function=_outside(
                     lambda output, labels: smoother(output, labels, shift_labels=shifts)
                 ),
             )
-        return own
+        return models_loss
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any

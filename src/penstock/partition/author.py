@@ -17,7 +17,6 @@ from penstock.partition.plan import CallPlan, assign, empty_plan
 from penstock.partition.run import WithoutData, kind_of
 from penstock.partition.seen import Door
 from penstock.partition.settings import Settings
-from penstock.partition.sizes import UnitSizes
 from penstock.partition.trace import Homes, Trace
 
 _NOTHING = empty_plan()
@@ -64,7 +63,6 @@ class Author:
         self.paths = {id(module): path for path, module in model.named_modules()}
         self._opened = opened_in(self.outside, doors)
         self._form = _form_of(model)
-        self._sizes = UnitSizes()
         self._around = Settings(self.outside)
         self.to_set: list[tuple[Any, str, Any]] = []
         self.tables: dict[tuple[int, str], tuple[Any, int, Any]] = {}
@@ -91,11 +89,7 @@ class Author:
             expected, self._expected = self._expected, None
             if expected is not None and expected[0] == self._key(call):
                 return expected[1]
-            sizes = self._sizes
-            sizes.enter((*self._modes(), *self._looks()))
-            return self._planned(
-                self.without_data.record(self._all_doors(), call, self.homes, sizes)
-            )
+            return self._planned(self.without_data.record(self._all_doors(), call, self.homes))
 
     def expect(self, call: Example, trace: Trace | None) -> None:
         """Plan a call whose plan may be asked for next.
@@ -115,7 +109,7 @@ class Author:
 
     def _planned(self, trace: Trace) -> CallPlan:
         plan = assign(trace, self.homes, self.stages)
-        if not self.shares and trace.flops is not None:
+        if not self.shares:
             self.shares, self.heaviest = plan.shares()
         return plan
 
@@ -147,7 +141,7 @@ class Author:
 
     def refresh(self) -> None:
         """Let the next plan take counters as they are then."""
-        self._sizes.clear()
+        self.without_data.memo.distrust()
         for settings in (self._around, *self._settings):
             settings.refresh()
 
@@ -166,10 +160,7 @@ class Author:
 
     def flops(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
         """The floating-point operations of the whole model's forward; see :meth:`StageModule.flops`."""
-        return (
-            self.without_data.record(self.doors, (tuple(args), dict(kwargs)), self.homes).flops
-            or 0.0
-        )
+        return self.without_data.record(self.doors, (tuple(args), dict(kwargs)), self.homes).flops
 
     # ---- what cannot be split
 

@@ -106,12 +106,15 @@ class Held:
             for one in mutable.set_once().items()
         ]
 
-    def after_unit(self) -> bool:
+    def has_changed(self, unit: str) -> bool:
+        """Whether anything that a unit has is another now."""
+        return bool(self._mutables.changed(unit))
+
+    def after_unit(self) -> None:
         """Note which objects that a unit and the code around have are others before the last unit's end."""
         if self._common is None:
             self._common = self._mutables.common()
         self._early.update(id(mutable.value) for mutable in self._common if mutable.is_changed)
-        return bool(self._early)
 
     def outer(self) -> set[str]:
         """The units whose code changes global or enclosing containers."""

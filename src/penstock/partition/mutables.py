@@ -230,9 +230,10 @@ class Mutables:
             ):
                 self.look(value, owner, words, (*place, name))
 
-    def changed(self) -> list[Mutable]:
-        """Those that hold something else than before."""
-        return [mutable for mutable in self._mutables.values() if mutable.is_changed]
+    def changed(self, owner: str | None = None) -> list[Mutable]:
+        """Those that hold something else than before; or only those that one has."""
+        every = self._mutables.values()
+        return [m for m in every if (owner is None or owner in m.owners) and m.is_changed]
 
     def common(self) -> list[Mutable]:
         """The objects that several have, the code around the units among them."""

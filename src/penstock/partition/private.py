@@ -51,12 +51,14 @@ class Attribute(NamedTuple):
 
 
 @contextmanager
-def reads_noted(attributes: Sequence[Attribute], note: Callable[[int], None]) -> Iterator[None]:
-    """Note the event that has set an attribute whenever one is read before it is set."""
-    events: dict[int, dict[str, int]] = {}
-    for one in attributes:
-        events.setdefault(id(one.module), {})[one.name] = one.event
-    modules = {id(one.module): one.module for one in attributes}
+def reads_noted(
+    attributes: Sequence[tuple[nn.Module, str, Any]], note: Callable[[Any], None]
+) -> Iterator[None]:
+    """Note whenever an attribute is read before it is set: each has its module, name, and what to note."""
+    events: dict[int, dict[str, Any]] = {}
+    for module, name, what in attributes:
+        events.setdefault(id(module), {})[name] = what
+    modules = {id(module): module for module, _, _ in attributes}
     kinds = {key: type(module) for key, module in modules.items()}
     for key, module in modules.items():
         module.__class__ = _noting(kinds[key], events[key], note)
@@ -67,7 +69,7 @@ def reads_noted(attributes: Sequence[Attribute], note: Callable[[int], None]) ->
             module.__class__ = kinds[key]
 
 
-def _noting(kind: Any, events: dict[str, int], note: Callable[[int], None]) -> Any:
+def _noting(kind: Any, events: dict[str, Any], note: Callable[[Any], None]) -> Any:
     """A module's class that notes what is read, see :func:`reads_noted`."""
 
     def read(self: Any, name: str) -> Any:

@@ -8,9 +8,9 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
+from penstock.partition.alike import Memo
 from penstock.partition.base import Example
 from penstock.partition.seen import Door
-from penstock.partition.sizes import UnitSizes
 from penstock.partition.trace import Homes, Trace
 from penstock.partition.tracer import record
 from penstock.values import tensors_in
@@ -30,26 +30,26 @@ class WithoutData:
 
     Attributes:
         reads_numbers: whether the model's code could not go on with ones: calls that look alike may differ.
+        memo: what units gave, so that those that are alike need not run.
     """
 
     def __init__(
         self, model: nn.Module, forward: Callable[..., Any], example: Example | None = None
     ) -> None:
         self.model, self.forward, self._example = model, forward, example
-        self.reads_numbers = False
+        self.reads_numbers, self.memo = False, Memo()
 
     def record(
         self,
         doors: Sequence[Door],
         call: Example,
         homes: Homes | None = None,
-        sizes: UnitSizes | None = None,
         inner: Sequence[Door] = (),
     ) -> Trace:
         """The trace of a call, see :func:`record`."""
 
         def run(numbers: Example | None) -> Trace:
-            return record(self.model, self.forward, doors, call, numbers, homes, sizes, inner)
+            return record(self.model, self.forward, doors, call, numbers, homes, inner, self.memo)
 
         with_data = has_data(call)
         if not (with_data and self.reads_numbers):

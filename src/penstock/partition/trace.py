@@ -173,7 +173,7 @@ class Trace:
         resets: the attributes of units that code between units has reset for good, and to what.
         decides: whether the code between units read numbers, such as those of the model's arguments.
         work: the operations of modules inside units, by the identity of the module, if they were counted.
-        flops: the floating-point operations of the whole run; None if units were not run, but foretold.
+        flops: the floating-point operations of the whole run.
         for_any_homes: whether the run would have been the same wherever the units are placed.
         has_context: whether the model's code keeps containers in context variables.
     """
@@ -202,7 +202,7 @@ class Trace:
     resets: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     decides: bool = False
     work: dict[int, float] = field(default_factory=dict)
-    flops: float | None = 0.0
+    flops: float = 0.0
     for_any_homes: bool = True
     has_context: bool = False
 

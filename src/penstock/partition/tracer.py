@@ -20,10 +20,19 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd import Function
+from torch.autograd.graph import increment_version
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from penstock.errors import PartitionError
+from penstock.partition.alike import (
+    Answer,
+    Looks,
+    Memo,
+    look_of_call,
+    look_of_result,
+    without_data,
+)
 from penstock.partition.base import Example, named_tensors
 from penstock.partition.functions import (
     REWRITTEN,
@@ -49,7 +58,6 @@ from penstock.partition.seen import (
     others_seen,
     uncheckpointed,
 )
-from penstock.partition.sizes import UnitSizes, without_data
 from penstock.partition.trace import DIRECT, OVERWRITTEN, READ, Change, Event, Homes, Region, Trace
 from penstock.partition.work import Work
 from penstock.values import Place, check_tensor, located, map_tensors, opaque_in, tensors_in
@@ -73,8 +81,8 @@ def record(  # noqa: PLR0913 - a model, and how to run it
     call: Example,
     numbers: Example | None = None,
     homes: Homes | None = None,
-    sizes: UnitSizes | None = None,
     inner: Sequence[Door] = (),
+    memo: Memo | None = None,
 ) -> Trace:
     """Run a model's forward without data.
 
@@ -85,8 +93,8 @@ def record(  # noqa: PLR0913 - a model, and how to run it
         call: ``(args, kwargs)``; of their tensors only shapes and types count.
         numbers: other arguments of the same kind, whose numbers the run uses.
         homes: the stages of the units, if they are known.
-        sizes: what units gave at other sizes, which need not run again.
         inner: the doors of modules inside units, whose operations are counted too.
+        memo: what units gave before; those that are alike need not run.
     """
     learns = torch.is_grad_enabled()
     held = Held(model, {door.path: door.module for door in doors})
@@ -96,7 +104,7 @@ def record(  # noqa: PLR0913 - a model, and how to run it
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        recorder = _Tracer(model, doors, homes or {}, sizes)
+        recorder = _Tracer(model, doors, homes or {}, memo or Memo())
         # Outside of inference mode, whose tensors have no versions; that alone would enable gradients.
         with torch.inference_mode(False), torch.set_grad_enabled(learns):
             trace = recorder.run(forward, call, numbers, held, inner)
@@ -132,6 +140,7 @@ class _Running:
         arguments: the memory of its arguments.
         originals: the tensors with data among its arguments, by the identity of those that stand for them.
         filled: what lists and caches among its arguments held before.
+        is_guessed: whether it ran on numbers that the model's arguments have, or on ones as a whole.
     """
 
     event: Event
@@ -140,6 +149,7 @@ class _Running:
     arguments: Collection[int] = ()
     originals: Mapping[int, Tensor] = field(default_factory=dict)
     filled: Mutables = field(default_factory=Mutables)
+    is_guessed: bool = False
 
 
 class _Tables:
@@ -162,6 +172,10 @@ class _Tables:
         }
         self._fixed: set[int] = set()
 
+    def are_in(self, unit: str) -> bool:
+        """Whether a unit has a module that others have too."""
+        return bool(self._common[unit])
+
     def look_at_buffers(self) -> None:
         """Note the memory of the buffers, now that they are fake."""
         parts = (part for parts in self._common.values() for part in parts)
@@ -183,7 +197,7 @@ class _Tables:
 
     def note(self, event: Event, func: Any, call: Any, output: Any) -> None:
         """Note whether what an operation in a unit gives is made of numbers of the code and of buffers."""
-        if not self._common[event.what]:
+        if not self.are_in(event.what):
             return
         read = {storage_of(tensor) for tensor in tensors_in(call)}
         drawn = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
@@ -196,11 +210,9 @@ class _Tables:
 
 
 class _Tracer(TorchFunctionMode):
-    def __init__(
-        self, model: nn.Module, doors: Sequence[Door], homes: Homes, sizes: UnitSizes | None
-    ) -> None:
+    def __init__(self, model: nn.Module, doors: Sequence[Door], homes: Homes, memo: Memo) -> None:
         super().__init__()
-        self.model, self.doors, self._homes, self._sizes = model, doors, homes, sizes
+        self.model, self.doors, self._homes, self._memo = model, doors, homes, memo
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.trace = Trace(self.mode, home_of(model), doors)
         self._memory = Memory(self.trace)
@@ -264,7 +276,8 @@ class _Tracer(TorchFunctionMode):
             return tensor.detach().clone()
         parameter = isinstance(tensor, nn.Parameter)
         learns = parameter and tensor.requires_grad
-        twin = without_data(self.mode, tensor, self.trace.device, learns=learns)
+        look = tensor.shape, tensor.stride(), tensor.dtype, self.trace.device, learns
+        twin = without_data(self.mode, look)
         # All that nn.Parameter does to a subclass, except a detach, which is slow on fake tensors. As of
         # torch 2.13.
         twin._is_param = parameter
@@ -299,7 +312,7 @@ class _Tracer(TorchFunctionMode):
             stack.enter_context(others_seen(self))
             stack.enter_context(self._encoders_watched())
             units = {door.path: door.module for door in self.doors}
-            self._before = held
+            self._before, self._counts = held, bool(inner)
             self._private = Private(units, self._together, self._used_elsewhere)
             try:
                 with self:
@@ -311,7 +324,7 @@ class _Tracer(TorchFunctionMode):
             trace.resets = self._private.end()
             trace.kept, trace.outer = self._private.left, held.outer()
             trace.for_any_homes &= not (trace.kept or trace.resets)
-            trace.flops = None if trace.flops is None else self._work.flops
+            trace.flops = self._work.flops
             trace.set_in = held.set_once()
             trace.state = [
                 *held.changes(),
@@ -469,7 +482,8 @@ class _Tracer(TorchFunctionMode):
     def _unit(self, door: Door, run: Run, args: Any, kwargs: Any) -> Any:
         if self._running is not None:
             return run(*args, **kwargs)
-        if getattr(run, "__name__", "") == "forward":
+        is_direct = getattr(run, "__name__", "") == "forward"
+        if is_direct:
             self.trace.direct.add(door.path)
         elif not isinstance(door.module, torch.jit.ScriptModule):
             # A compiled module runs as it was written.
@@ -482,27 +496,31 @@ class _Tracer(TorchFunctionMode):
         shown = self._private.enter(path)
         split = [one for one in shown if self._is_split(path) or self._is_split(one.unit)]
         # Functions inside the unit are not events: leave the mode while it runs.
-        with left(self), as_written(), reads_noted(split, event.reads.add):
+        noted = [(one.module, one.name, one.event) for one in split]
+        with left(self), as_written(), reads_noted(noted, event.reads.add):
             # The stage of the units that have set these has them, whichever event made the tensors.
             near = set(map(self._memory.storage_of, tensors_in([one.value for one in shown])))
             now = self._at_next(event, near)
-            foretold = None
-            if self._sizes is not None and not (shown or self._has_promoted(args, kwargs)):
-                foretold = self._sizes.result((path, number), args, kwargs, self.mode)
-            if foretold is not None:
-                make, event.needs_data = foretold
-                self._latest, self.trace.flops = path, None
-                return self._event(now, path, lambda *_, **__: make(), args, kwargs)
-            with self._tables.taken_back(path):
+            looks = Looks(door.module, path)
+            call = None if shown or self._promoted else look_of_call(args, kwargs)
+            look = (is_direct, self._counts, call, looks.look)
+            answer = None if None in look else self._memo.get(look, looks.numbers)
+            if answer is not None:
+                event.needs_data, self._latest = answer.needs_data, path
+                run = functools.partial(self._answer, path, looks.parts, answer)
+                return self._event(now, path, run, args, kwargs)
+            reads: set[Any] = set()
+            before = self._before_run(path, looks.parts)
+            numbers = [(looks.parts[i], name, (i, name)) for i, name in looks.numbers]
+            with self._tables.taken_back(path), reads_noted(numbers, reads.add):
                 output = self._event(now, path, run, args, kwargs)
         self._running = now
-        known = len(self._private.left)
         self._private.leave(path, now.index)
-        changes = self._before.after_unit()
-        if self._sizes is not None:
-            does_more = changes or shown or len(self._private.left) > known
-            gave = self._sizes if does_more or not self._only_gives(event) else event.result
-            self._sizes.add((path, number), event.call, gave, needs_data=event.needs_data)
+        self._before.after_unit()
+        if None not in look and looks == Looks(door.module, path):
+            answer = self._answer_of(now, looks.parts, before, output)
+            if answer is not None:
+                self._memo.put(look, looks.numbers, reads, answer)
         self._running = None
         self._latest = path
         return output
@@ -515,21 +533,62 @@ class _Tracer(TorchFunctionMode):
         work[id(door.module)] = work.get(id(door.module), 0.0) + self._work.total - before
         return output
 
-    def _only_gives(self, event: Event) -> bool:
-        """Whether a unit has done nothing but give new tensors."""
-        new = [slot for slot in event.slots if isinstance(slot, int)]
-        values = [self.trace.values[number] for number in new]
-        return len(new) == len(event.slots) and not (
-            any(value.parameter is not None or value.belongs for value in values)
-            or any(not value.tensor.is_contiguous() for value in values)
-            or any(value.tensor.requires_grad != value.requires_grad for value in values)
-            or event.changes
-            or event.left
+    # ---- units that are alike
+
+    def _answer(
+        self, path: str, parts: Sequence[nn.Module], answer: Answer, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Do what a unit has done that is like this one."""
+        counts = self._work.counts
+        output = answer.result(tensors_in((args, kwargs)), self.mode)
+        for table, name in [self._owned[path][position] for position in answer.written]:
+            increment_version(table[name])
+        self._work.counts = [a + b for a, b in zip(counts, answer.work, strict=True)]
+        for position, count in answer.inner.items():
+            key = id(parts[position])
+            self.trace.work[key] = self.trace.work.get(key, 0.0) + count
+        return output
+
+    def _before_run(self, path: str, parts: Sequence[nn.Module]) -> tuple[Any, ...]:
+        """What :meth:`_answer_of` compares: a unit's own tensors, the counts of work, what is set."""
+        tensors = [(table[name], _looks(table[name])) for table, name in self._owned[path]]
+        inner = [self.trace.work.get(id(part), 0.0) for part in parts]
+        return tensors, self._work.counts, inner, len(self._private.left)
+
+    def _answer_of(
+        self, now: _Running, parts: Sequence[nn.Module], before: tuple[Any, ...], output: Any
+    ) -> Answer | None:
+        """What a unit gave and did, if another run of it, or of one like it, would do the same."""
+        event, (tensors, counts, inner, left_before) = now.event, before
+        values = [self.trace.values[slot] for slot in event.slots if isinstance(slot, int)]
+        after = [table.get(name) for table, name in self._owned[event.what]]
+        written = [i for i, (tensor, look) in enumerate(tensors) if look != _looks(tensor)]
+        does_more = (
+            event.left
             or event.reads
             or event.generators
-            or self._changed_arguments
             or event.shares
+            or now.is_guessed
+            or self._changed_arguments
+            or len(self._private.left) > left_before
+            or self._before.has_changed(event.what)
+            or any(place[0] == READ for place, _ in event.inputs)
+            or any(value.parameter is not None or value.belongs for value in values)
+            or any(value.tensor.requires_grad != value.requires_grad for value in values)
+            or any(new is not old for new, (old, _) in zip(after, tensors, strict=True))
+            # It has written into an argument, or into what others have too.
+            or len(event.changes) != len({id(tensors[i][0]) for i in written})
+            or any(change.argument is not None for change in event.changes)
+            or (written and self._tables.are_in(event.what))
         )
+        look = None if does_more else look_of_result(output, event.slots, [*located(event.call)])
+        if look is None:
+            return None
+        work = tuple(a - b for a, b in zip(self._work.counts, counts, strict=True))
+        more = {i: self.trace.work.get(id(part), 0.0) - inner[i] for i, part in enumerate(parts)}
+        more = {i: count for i, count in more.items() if count}
+        leaves, tree = look
+        return Answer(leaves, tree, tuple(written), work, more, event.needs_data)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -705,13 +764,6 @@ class _Tracer(TorchFunctionMode):
                 # A tensor that units put into a cache, say, is no input; this one was made between units.
                 self._is_followed(tensor)
 
-    def _has_promoted(self, args: Any, kwargs: Any) -> bool:
-        """Whether a unit is given what another has put into a list: it must run, to show what it reads."""
-        return bool(self._promoted) and any(
-            self._memory.storage_of(tensor) in self._promoted
-            for tensor in tensors_in((args, kwargs))
-        )
-
     def _check_known(self, event: Event, tensor: Tensor, number: int) -> None:
         value = self.trace.values[number]
         if (
@@ -823,6 +875,11 @@ class _Tracer(TorchFunctionMode):
         assert self._running is not None
         return self._running.originals.get(id(tensor), tensor)
 
+    def guess(self) -> None:
+        """Note that the event that runs has got numbers of the model's arguments."""
+        assert self._running is not None
+        self._running.is_guessed = True
+
     def _run_event(self, now: _Running, run: Run, args: Any, kwargs: Any) -> Any:
         self._running, event = now, now.event
         work, nbytes = self._work.total, self._work.nbytes
@@ -866,6 +923,7 @@ class _Tracer(TorchFunctionMode):
             return twin.requires_grad_(tensor.requires_grad)
 
         failure: Exception | None = None
+        now.is_guessed = True
         # A mask of ones may leave nothing.
         for number in (1, 0):
             undo: list[tuple[Any, Any, Any]] = []
@@ -942,12 +1000,12 @@ def _plain_tensors(table: Mapping[str, Any]) -> list[str]:
 
 
 class _MadeUp(TorchDispatchMode):
-    """Answers with ones where an operation needs a tensor's numbers, and notes what a unit reads."""
+    """Memo with ones where an operation needs a tensor's numbers, and notes what a unit reads."""
 
     def __init__(self, recorder: _Tracer, event: Event) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder, self._event = recorder, event
-        self._answers = 0
+        self._memo = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -963,9 +1021,9 @@ class _MadeUp(TorchDispatchMode):
 
     def _on_ones(self, func: Any, args: Any, kwargs: Any, reason: Exception) -> Any:
         mode = self._recorder.mode
-        self._answers += 1
+        self._memo += 1
         # Code that draws until a condition holds may need zeros to get out.
-        for number in (1, 0) if self._answers < _PATIENCE else (0, 1):
+        for number in (1, 0) if self._memo < _PATIENCE else (0, 1):
             with contextlib.suppress(Exception), _disable_current_modes():
                 fill = functools.partial(self._with_numbers, number)
                 filled, named = map_tensors((args, kwargs), fill)
@@ -978,6 +1036,7 @@ class _MadeUp(TorchDispatchMode):
         original = self._recorder.original_of(tensor)
         if isinstance(original, FakeTensor):
             return _filled(number, tensor)
+        self._recorder.guess()
         return original.detach().clone()
 
 

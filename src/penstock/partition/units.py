@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
@@ -57,7 +58,7 @@ def find_units(
         units: where to begin; by default with the largest parts.
         whole: the paths of parts that stay whole.
     """
-    units = _largest(model) if units is None else list(units)
+    units, weigh = _largest(model) if units is None else list(units), functools.cache(weigh)
     while (heaviest := _to_open(model, units, stages, weigh, whole)) is not None:
         place = units.index(heaviest)
         units[place : place + 1] = parts(model.get_submodule(heaviest), heaviest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -42,6 +42,15 @@ class Work:
 
     def __init__(self) -> None:
         self.flops = self.elements = self.nbytes = 0.0
+
+    @property
+    def counts(self) -> Sequence[float]:
+        """All counts, which can be set."""
+        return self.flops, self.elements, self.nbytes
+
+    @counts.setter
+    def counts(self, counts: Sequence[float]) -> None:
+        self.flops, self.elements, self.nbytes = counts
 
     @property
     def total(self) -> float:

@@ -129,7 +129,9 @@ class PipelineSettings:
     def loss(self) -> StepLoss | None:
         """The loss, if there is one."""
         loss_fn = self.default_loss if self.loss_fn is None else self.loss_fn
-        return None if loss_fn is None else StepLoss.of(loss_fn, self.replica_set, self.rules)
+        return (
+            None if loss_fn is None else StepLoss.for_steps(loss_fn, self.replica_set, self.rules)
+        )
 
     @property
     def default_loss(self) -> Loss | None:
@@ -161,8 +163,8 @@ class PipelineSettings:
         ranks = world if ranks is None else whole_number("ranks", ranks)
         microbatches, count = whole_number("microbatches", self.microbatches), self.stage_count
         # What a plan will decide runs nothing before it has.
-        given = "1F1B" if self.schedule is None or self.schedule == "auto" else self.schedule
-        schedule = _read_schedule(given)
+        undecided = self.schedule is None or self.schedule == "auto"
+        schedule = _read_schedule(cast("Source", "1F1B" if undecided else self.schedule))
         value = schedule if isinstance(schedule, Schedule) else None
         if not isinstance(schedule, Schedule):
             ranks = _ranks_for(schedule, count) if ranks is None else ranks

@@ -103,7 +103,8 @@ def samples_of(batch: Batch) -> Samples:
 
 
 def _sample_of(parts: list[Any]) -> _Sample | None:
-    exact, rounded = hashlib.sha256(), list[float]()
+    exact = hashlib.sha256()
+    chosen: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     leaves = [leaf for leaf in flatten(parts)[0] if leaf is not None]
     is_filled = not all(isinstance(leaf, Tensor) for leaf in leaves)
     for leaf in leaves:
@@ -119,25 +120,30 @@ def _sample_of(parts: list[Any]) -> _Sample | None:
             plain = torch.view_as_real(plain.resolve_conj()) if plain.is_complex() else plain
             most = (_ROUNDED if plain.is_floating_point() else _EXACT) // len(parts) or 1
             sample = _every(plain, plain.numel() // most | 1)
-            numbers = (sample.double() if sample.is_floating_point() else sample).numpy()
-            is_filled |= bool(numbers.any())
-            if sample.is_floating_point():
-                rounded += numbers.tolist()
-            else:
-                exact.update(numbers.tobytes())
+            chosen.setdefault((plain.dtype, plain.device), []).append(sample)
+    rounded = list[float]()
+    for of_one_kind in chosen.values():
+        # Read from the device at once, not microbatch by microbatch.
+        sample = torch.cat(of_one_kind).cpu()
+        numbers = (sample.double() if sample.is_floating_point() else sample).numpy()
+        is_filled |= bool(numbers.any())
+        if sample.is_floating_point():
+            rounded += numbers.tolist()
+        else:
+            exact.update(numbers.tobytes())
     return _Sample(exact=exact.hexdigest()[:16], rounded=rounded) if is_filled else None
 
 
 def _every(tensor: Tensor, stride: int) -> Tensor:
-    """Every so many-th element of a tensor, on the CPU; an odd stride reaches all columns in turn."""
+    """Every so many-th element of a tensor; an odd stride reaches all columns in turn."""
     if tensor.is_contiguous():
-        return tensor.reshape(-1)[::stride].cpu()
+        return tensor.reshape(-1)[::stride]
     # Without a copy of the whole tensor.
     places, index = torch.arange(0, tensor.numel(), stride, device=tensor.device), list[Tensor]()
     for size in reversed(tensor.shape):
         index.insert(0, places % size)
         places = places // size
-    return tensor[tuple(index)].cpu()
+    return tensor[tuple(index)]
 
 
 def check_alike(marks: Sequence[int], rows: Sequence[Samples]) -> None:

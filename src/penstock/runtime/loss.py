@@ -383,7 +383,9 @@ class StepLoss(Loss):
         return isinstance(_by_name(self.weight).get(name), str)
 
     @classmethod
-    def of(cls, loss: LossFunction | Loss, replicas: Replicas, rules: Rules | None) -> StepLoss:
+    def for_steps(
+        cls, loss: LossFunction | Loss, replicas: Replicas, rules: Rules | None
+    ) -> StepLoss:
         """The loss of a Pipeline's steps, from the ``loss_fn`` that the user gave."""
         loss = loss if isinstance(loss, Loss) else Loss(loss)
         said = {one.name: getattr(loss, one.name) for one in fields(Loss)}

@@ -1,0 +1,1 @@
+"""Long searches for faults: ``make campaign ARGS=NAME`` runs one and prints its table."""

@@ -1,0 +1,107 @@
+"""Mistakes planted in the library, one at a time: each must make tests fail.
+
+``campaigns/mutants.toml`` lists them: a file, the text there, what it becomes, and the tests that must
+notice. They are planted in a copy of the tree. What survives asks for a test.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import tomllib
+from argparse import ArgumentParser, Namespace
+from collections.abc import Generator, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from campaigns.run import Campaign, Rows
+from campaigns.table import Row
+
+ROOT = Path(__file__).parents[1]
+COPIED = ("src", "tests", "campaigns", "pyproject.toml", "imports.toml")
+SUMMARY = "FAILED ", "ERROR "
+"""How pytest's lines begin that name what failed."""
+
+
+def listed() -> list[dict[str, str]]:
+    mutants: list[dict[str, str]] = tomllib.loads(
+        (ROOT / "campaigns/mutants.toml").read_text(encoding="utf-8")
+    )["mutant"]
+    return mutants
+
+
+def copy_tree(tree: Path) -> None:
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, tree / name, ignore=ignored)
+        else:
+            shutil.copy(ROOT / name, tree)
+
+
+def run_tests(tree: Path, tests: list[str], limit: float) -> tuple[int, str]:
+    """The status of pytest, or -1 if it took too long, and the first line that names what failed."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    environment = os.environ | {"PYTHONPATH": f"{tree / 'src'}", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, cwd=tree, env=environment, start_new_session=True, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as process:  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            return -1, f"took longer than {limit:.0f} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    failed = (line for line in output.splitlines() if line.startswith(SUMMARY))
+    return process.returncode, next(failed, output.strip().rpartition("\n")[2])
+
+
+def unchanged(name: str, tree: Path, tests: list[str], limit: float) -> Iterator[Row]:
+    status, said = run_tests(tree, tests, limit * len(tests))
+    yield Row(name, "void" if status else "passes", ("", said))
+
+
+def planted(name: str, mutant: dict[str, str], tree: Path, limit: float) -> Iterator[Row]:
+    file = tree / mutant["file"]
+    source = file.read_text(encoding="utf-8")
+    change = f"{mutant['old']} → {mutant['new']}"
+    if source.count(mutant["old"]) != 1:
+        said = f"the text stands {source.count(mutant['old'])} times in the file, not once"
+        yield Row(name, "void", (change, said))
+        return
+    try:
+        file.write_text(source.replace(mutant["old"], mutant["new"]), encoding="utf-8")
+        status, said = run_tests(tree, mutant["tests"].split(), limit)
+    finally:
+        file.write_text(source, encoding="utf-8")
+    verdicts: dict[int, Any] = {0: "survived", 1: "caught", 2: "caught", -1: "caught"}
+    yield Row(name, verdicts.get(status, "void"), (change, said))
+
+
+def add_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for a mutant's tests")
+
+
+def cases(options: Namespace) -> Generator[tuple[str, Rows]]:
+    mutants = listed()
+    with tempfile.TemporaryDirectory(prefix="penstock-mutants-") as folder:
+        tree = Path(folder)
+        copy_tree(tree)
+        tests = sorted({test for mutant in mutants for test in mutant["tests"].split()})
+        name = "the tree as it is"
+        yield name, partial(unchanged, name, tree, tests, options.limit)
+        for number, mutant in enumerate(mutants, start=1):
+            name = f"{number}: {mutant['what']}"
+            yield name, partial(planted, name, mutant, tree, options.limit)
+
+
+CAMPAIGN = Campaign(
+    cases, columns=("change", "pytest says"), bad=("survived", "void"), options=add_options
+)

@@ -1,0 +1,274 @@
+"""What units gave without data, so that of units that are alike only one runs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.nn.modules import module as torchs
+from torch.utils._python_dispatch import _disable_current_modes
+
+from penstock.devices import autocast_types
+from penstock.partition.memory import storage_of
+from penstock.partition.seen import Door
+from penstock.partition.settings import REGISTRIES
+from penstock.values import PLAIN, Place, Structure, flatten, unflatten
+
+Look = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
+"""The shape, strides, type and device of a tensor, and whether it learns."""
+Numbers = dict[tuple[int, str], int]
+"""Attributes that may be the number of a layer, by the position of their module and their name."""
+_MOST = 4_000
+"""How many answers are remembered; the oldest are dropped."""
+_DEEP, _LONG = 6, 1_000
+"""How deep what modules hold is compared, and how many members of a container."""
+_PLAIN_SIZE = type("Plain", (), {}).__basicsize__
+"""The size of objects that hold all that they hold in their dictionary."""
+_FORWARD, _COMPILED = "forward", "_compiled_call_impl"
+"""Attributes that a door sets. What was compiled runs as it was written."""
+_SKIPPED = REGISTRIES | {"training", _FORWARD, _COMPILED}
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+class Answer(NamedTuple):
+    """What a unit gave and did.
+
+    Attributes:
+        leaves: for each leaf of its result its kind, and the look of a tensor, the position of an argument
+            that it is (of no kind), or a plain value.
+        tree: the structure of its result.
+        written: the positions, among the unit's own tensors, of those into which it wrote.
+        work: the counts of its operations.
+        inner: the work of modules inside, by their position.
+        needs_data: whether it has read numbers of its tensors.
+    """
+
+    leaves: tuple[Any, ...]
+    tree: Structure
+    written: tuple[int, ...]
+    work: tuple[float, ...]
+    inner: dict[int, float]
+    needs_data: bool
+
+    def result(self, arguments: Sequence[Tensor], mode: FakeTensorMode) -> Any:
+        """The result, of new fake tensors and of those among the arguments."""
+        leaves: list[Any] = []
+        for kind, leaf in self.leaves:
+            if kind is Tensor:
+                tensor = without_data(mode, leaf)
+                # Code between units may change it in place, which a leaf does not allow.
+                leaves.append(tensor.clone() if tensor.requires_grad else tensor)
+            else:
+                leaves.append(arguments[leaf] if kind is None else leaf)
+        return unflatten(leaves, self.tree)
+
+
+class Memo:
+    """Remembers what units gave, by how they and their arguments looked."""
+
+    def __init__(self) -> None:
+        self._is_trusted = True
+        self._of: dict[Any, Answer] = {}
+        self._reads: dict[Any, frozenset[tuple[int, str]]] = {}
+
+    def distrust(self) -> None:
+        """Let each unit run from now on: one has done something else than the run without data."""
+        self._is_trusted = False
+        self._of.clear()
+
+    def get(self, look: Any, numbers: Numbers) -> Answer | None:
+        """What a unit gave that looks like this; layers' numbers count if such a unit has read them."""
+        return self._of.get(self._key(look, numbers)) if self._is_trusted else None
+
+    def put(self, look: Any, numbers: Numbers, reads: set[tuple[int, str]], answer: Answer) -> None:
+        """Remember what a unit gave that has read these of its numbers."""
+        self._reads[look] = self._reads.get(look, frozenset()) | reads
+        self._of[self._key(look, numbers)] = answer
+        if len(self._of) > _MOST:
+            del self._of[next(iter(self._of))]
+
+    def _key(self, look: Any, numbers: Numbers) -> Any:
+        reads = self._reads.get(look, ())
+        return look, frozenset((place, numbers.get(place)) for place in reads)
+
+
+def look_of_call(args: Any, kwargs: Any) -> Any:
+    """How a call looks; None if it has anything but tensors and plain values."""
+    leaves, tree = flatten((tuple(args), kwargs))
+    same: dict[int, int] = {}
+    row: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            if not _is_blank(leaf):
+                return None
+            numbers = [same.setdefault(key, len(same)) for key in (id(leaf), storage_of(leaf))]
+            row.append((*numbers, leaf.storage_offset(), *_look(leaf)))
+        elif type(leaf) in PLAIN or isinstance(leaf, torch.dtype | torch.device):
+            row.append((type(leaf), leaf))
+        else:
+            return None
+    modes = torch.is_grad_enabled(), torch.get_default_dtype(), *autocast_types()
+    return None if torchs._has_any_global_hook() else (modes, tree, tuple(row))
+
+
+def look_of_result(result: Any, slots: Sequence[Any], places: Sequence[Place]) -> Any:
+    """The leaves and the structure of what a unit gave; None if it has anything but tensors and plain values.
+
+    Args:
+        result: what it gave.
+        slots: for each of its tensors a number, or the place of the argument that it is.
+        places: the places of all tensors among the arguments.
+    """
+    leaves, tree = flatten(result)
+    rest, memory, row = iter(slots), set[int](), list[Any]()
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            if type(leaf) not in PLAIN:
+                return None
+            row.append((type(leaf), leaf))
+        elif isinstance(slot := next(rest), int):
+            if (
+                not isinstance(leaf, FakeTensor)
+                or not _is_blank(leaf)
+                or storage_of(leaf) in memory
+            ):
+                return None
+            memory.add(storage_of(leaf))
+            row.append((Tensor, _look(leaf)))
+        else:
+            row.append((None, places.index(slot)))
+    return tuple(row), tree
+
+
+def _is_blank(tensor: Tensor) -> bool:
+    """Whether a fake tensor has no numbers; torch remembers the number of some that hold only one."""
+    return tensor.layout is torch.strided and getattr(tensor, "constant", None) is None
+
+
+def _look(tensor: Tensor) -> Look:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def without_data(mode: FakeTensorMode, look: Look) -> FakeTensor:
+    """A fake tensor; made at once, since each operation on one takes a fraction of a millisecond."""
+    shape, strides, dtype, device, learns = look
+    with _disable_current_modes():
+        meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        return FakeTensor(mode, meta.requires_grad_(learns), device)
+
+
+class Looks:
+    """How a unit looks: its modules, weights, modes and hooks, and what these hold.
+
+    Units that look the same do the same, as far as Python shows. What cannot be looked into is equal to
+    itself alone.
+
+    Args:
+        unit: the unit.
+        path: its path. Attributes of the author's modules that equal a number in it do not count.
+
+    Attributes:
+        parts: the modules of the unit.
+        numbers: the attributes that do not count.
+        look: the look, which can be hashed; None if nothing can be said.
+    """
+
+    def __init__(self, unit: nn.Module, path: str) -> None:
+        self.parts = list(unit.modules())
+        self.numbers: Numbers = {}
+        self._layers = {int(name) for name in path.split(".") if name.isdecimal()}
+        self._positions = {id(part): index for index, part in enumerate(self.parts)}
+        self._seen: dict[int, tuple[Any, Any]] = {}
+        scripted = any(isinstance(part, torch.jit.ScriptModule) for part in self.parts)
+        self.look = None if scripted else tuple(map(self._of_part, self.parts))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Looks) and (self.look, self.numbers) == (other.look, other.numbers)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _of_part(self, part: nn.Module) -> Any:
+        state, position = vars(part), self._positions[id(part)]
+        tables = part._parameters, part._buffers
+        tensors = [(n, *_look(t)) for table in tables for n, t in table.items() if t is not None]
+        modules = [(n, self._positions[id(m)]) for n, m in part._modules.items() if m is not None]
+        hooks = [self._of(hook) for name in _HOOKS for hook in state[name].values()]
+        held: list[Any] = []
+        written = not type(part).__module__.startswith("torch.")
+        for name, value in state.items():
+            if written and type(value) is int and value in self._layers:
+                self.numbers[position, name] = value
+                held.append(name)
+            elif name not in _SKIPPED:
+                held.append((name, self._of(value)))
+        looks = tuple(tensors), tuple(modules), tuple(hooks), tuple(held)
+        return type(part), part.training, *looks, self._of(part.forward)
+
+    def _of(self, value: Any, depth: int = 0) -> Any:
+        kind = type(value)
+        if kind in PLAIN:
+            return kind, value
+        if kind in _ITSELF:
+            return value
+        if id(value) in self._positions:
+            return self._positions[id(value)]
+        if isinstance(value, Tensor) and value.layout is torch.strided:
+            return kind, *_look(value)
+        closed = depth == _DEEP or isinstance(value, nn.Module | Tensor)
+        if closed or (inside := _inside(value)) is None:
+            return _Itself(value)
+        if id(value) not in self._seen:
+            # With itself, so that no other object gets its identity; what holds itself, by its kind.
+            self._seen[id(value)] = value, kind
+            look = kind, *[self._of(one, depth + 1) for one in inside]
+            self._seen[id(value)] = value, look
+        return self._seen[id(value)][1]
+
+
+class _Itself(NamedTuple):
+    """Equals what holds the very same object."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is _Itself and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+_ITSELF = {torch.dtype, torch.device, type, ModuleType, BuiltinFunctionType, CodeType, _Itself}
+
+
+def _inside(value: Any) -> list[Any] | None:
+    """What a container, function or object holds; None if that is not to be seen."""
+    if isinstance(value, FunctionType):
+        cells: list[Any] = []
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # a cell that nothing has been put into yet
+                cells.append(cell.cell_contents)
+        names = _Itself(value.__globals__)
+        return [value.__code__, names, value.__defaults__, value.__kwdefaults__, *cells]
+    if isinstance(value, MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, partial):
+        if isinstance(getattr(value.func, "__self__", None), Door):
+            return list(value.args)
+        return [value.func, value.args, value.keywords]
+    inside = list(vars(value).items()) if hasattr(value, "__dict__") else []
+    if isinstance(value, dict):
+        inside += dict.items(value)
+    elif isinstance(value, list | tuple | deque):
+        inside += value
+    elif isinstance(value, set | frozenset):
+        inside += sorted(value, key=repr)
+    elif type(value).__basicsize__ != _PLAIN_SIZE:
+        return None
+    return inside if len(inside) <= _LONG else None

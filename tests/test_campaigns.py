@@ -1,0 +1,73 @@
+"""The driver of campaigns: a row for each case, also for one that hangs, dies or breaks, and a verdict."""
+
+from __future__ import annotations
+
+import os
+import time
+from argparse import Namespace
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from campaigns.__main__ import NAMES, main
+from campaigns.run import Campaign, Rows, run
+from campaigns.table import Row
+
+
+def good() -> Iterator[Row]:
+    yield Row("good", "right", ("a | b",))
+
+
+def wrong() -> Iterator[Row]:
+    yield Row("wrong", "silent", (0.5,))
+
+
+def hangs() -> Iterator[Row]:
+    time.sleep(600)
+    yield from ()
+
+
+def dies() -> Iterator[Row]:
+    os._exit(3)
+    yield from ()
+
+
+def breaks() -> Iterator[Row]:
+    yield Row("breaks", "right")
+    raise ValueError("half way")
+
+
+def cases(_: Namespace) -> Generator[tuple[str, Rows]]:
+    for rows in (good, wrong, hangs, dies, breaks):
+        yield rows.__name__, rows
+
+
+@pytest.mark.filterwarnings("ignore")  # newer Pythons warn of forks beside threads
+def test_each_case_has_a_row_and_the_bad_ones_fail_the_campaign(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    module = ModuleType("planted")
+    module.CAMPAIGN = Campaign(cases, columns=("what",), bad=("silent",), limit=1.0)  # type: ignore[attr-defined]
+    table = tmp_path / "table.md"
+    assert run("planted", module, ["--to", str(table), "--only", "good"]) == 0
+    assert run("planted", module, ["--to", str(table)]) == 1
+    rows = [line.split(" | ")[:3] for line in table.read_text(encoding="utf-8").splitlines()[2:]]
+    assert rows == [
+        ["| good", "right", "a / b"],
+        ["| wrong", "silent", "0.5"],
+        ["| hangs", "lost", "took longer than 1 s"],
+        ["| dies", "lost", "its process died with status 3"],
+        ["| breaks", "right", rows[4][2]],
+        ["| breaks", "broke", "ValueError: half way"],
+    ]
+    assert "4 bad" in capsys.readouterr().out
+
+
+def test_a_campaign_is_listed_with_what_it_is_about(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line.split()[0] for line in lines] == [*NAMES]
+    assert all(line.endswith(".") for line in lines)
+    assert main(["no such campaign"]) == 1
