@@ -375,7 +375,7 @@ def test_no_class_name_stands_twice() -> None:
 
 PROTOCOLS = {
     "forward backward train state_dict load_state_dict named_parameters": "torch's modules and functions",
-    "rank ranks stages": "the field's words",
+    "rank stages": "the field's words",
     "send gather abort settle take wait": "transports, circles, and what they give back",
     "open close": "what holds files, threads, connections or other modules' calls",
     "start": "clocks and timers that are used again",

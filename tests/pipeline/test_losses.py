@@ -145,7 +145,7 @@ def test_what_a_step_weighs_among_others_must_be_known() -> None:
 def test_replicas_weigh_by_what_all_have(averaged: bool, loss: Any, factor: float) -> None:
     """As if another pipeline had the same batch: its share of the gradient is added by nobody here."""
     others = Replicas(2, lambda values: values * 2, averaged=averaged)
-    reduction = "mean" if loss is token_loss else "sum"
+    reduction: Any = "mean" if loss is token_loss else "sum"
     pipe, (mean, grads) = (
         make(replicas=others, loss_fn=Loss(loss, reduction=reduction)),
         whole_batch(Y),

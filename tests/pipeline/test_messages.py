@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from penstock import Pipeline, PipelineStage
+from penstock import Pipeline, PipelineStage, Timeouts
 from penstock.errors import UsageError
 from penstock.schedule import Edge, from_csv, validate
 from penstock.testing import WorkerPool, record_messages
@@ -318,8 +318,9 @@ def test_each_pair_that_shares_exchanges_one_gradient(
 
 def work_between_calls(group: Any) -> float:
     """A worker's task: after an exchange outside of a step, longer on its own than a rank may be silent."""
+    limits = Timeouts(first_step=60.0, step=3.0)
     pipe = Pipeline(
-        chain(4), ranks=2, microbatches=2, loss_fn=mean_loss, mesh=group, timeout=(60.0, 3.0)
+        chain(4), ranks=2, microbatches=2, loss_fn=mean_loss, mesh=group, timeout=limits
     )
     pipe.step(X, target=Y)
     pipe.clip_grad_norm_(1.0)

@@ -294,6 +294,10 @@ class Loss:
     target: str | None = None
     check: bool = True
 
+    def __call__(self, output: Any, target: Any) -> Tensor:
+        """Call the function itself, as a plain loop does."""
+        return self.function(output, target)
+
     @property
     def asks(self) -> bool:
         """Whether the loss is verified to be what it says."""
