@@ -56,7 +56,7 @@ USE = """
     pipe.weights.save("weights")
     model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)])
     other = penstock.Pipeline(model, ranks=4, microbatches=4, loss_fn=loss_fn)
-    other.load("weights")
+    other.weights.load("weights")
     assert abs(other.evaluate(x, target=y).loss - after) < 1e-6
     print("trained")
 """
