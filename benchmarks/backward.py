@@ -189,7 +189,7 @@ def compare_times(width: int, rerun: bool, rounds: int) -> dict[str, Any]:
         "I + W beside a plain backward": ratios("split", "I+W"),
         "I + W beside torch's package": ratios("split", "I+W", "peer"),
     }
-    title = f"backward, width {width:4}{', checkpointed' if rerun else ''}"
+    title = f"backward, width {width:4}{', recomputed' if rerun else ''}"
     for name, of in figures.items():
         print(f"{title}: {name} {of.told('of its time')}")
     return {name: of.to_json() for name, of in figures.items()}
@@ -230,7 +230,7 @@ def compare_bytes(width: int, **options: bool) -> dict[str, Any]:
         "between the halves, beside torch's package": bytes_to_json(ours["I"], others["I"]),
     }
     kind = "SwiGLU, RMSNorm" if options.get("gated", True) else "GELU, LayerNorm"
-    kind += ", checkpointed" if options.get("rerun") else ""
+    kind += ", recomputed" if options.get("rerun") else ""
     mib = {name: [round(b / 2**20) for b in parts.values()] for name, parts in found.items()}
     print(
         f"backward, {kind}, MiB after F, I, W: {mib}; "
@@ -245,11 +245,11 @@ def compare(rounds: int) -> dict[str, Any]:
     for width in WIDTHS:
         for rerun in False, True:
             several = rounds * 3 if width == 64 else rounds
-            name = f"width {width}{', checkpointed' if rerun else ''}"
+            name = f"width {width}{', recomputed' if rerun else ''}"
             found["time"][name] = compare_times(width, rerun, several)
     for gated in True, False:
         for rerun in False, True:
             kind = "SwiGLU and RMSNorm" if gated else "GELU and LayerNorm"
-            name = f"{kind}{', checkpointed' if rerun else ''}"
+            name = f"{kind}{', recomputed' if rerun else ''}"
             found["memory"][name] = compare_bytes(512, gated=gated, rerun=rerun)
     return found

@@ -21,17 +21,12 @@ else:
     model = AutoModelForCausalLM.from_config(config)
 
 
-def next_token_loss(output, tokens):
-    logits = output.logits[:, :-1].flatten(0, 1)
-    return torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
-
-
-# Two ranks with two stages each; under torchrun each is a process.
-with penstock.Pipeline(model, schedule="ZB-V", ranks=2, loss_fn=next_token_loss) as pipe:
+# Two ranks with two stages each; under torchrun each is a process. The loss is the model's own.
+with penstock.Pipeline(model, schedule="ZB-V", ranks=2) as pipe:
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
     tokens = torch.randint(0, model.config.vocab_size, (16, 32))
     for step in range(10):
-        result = pipe.step(input_ids=tokens, target=tokens, use_cache=False)
+        result = pipe.step(input_ids=tokens, labels=tokens, use_cache=False)
         norm = pipe.clip_grad_norm_(1.0)
         optimizer.step()
         pipe.zero_grad()

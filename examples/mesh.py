@@ -42,7 +42,7 @@ if "RANK" in os.environ:
     # Each replica has its own samples; Penstock adds the losses up over both.
     replica = mesh.get_local_rank("dp")
     batch, target = batch.chunk(REPLICAS)[replica], target.chunk(REPLICAS)[replica]
-    sharing = {"mesh": mesh, "replicas": mesh["dp"], "wrap": wrap}
+    sharing = {"mesh": mesh, "replicas": "dp", "wrap": wrap}
 
 with penstock.Pipeline(
     model, schedule="1F1B", stages=RANKS, microbatches=4, loss_fn=nn.functional.mse_loss, **sharing

@@ -99,7 +99,7 @@ def export(
 ) -> list[Path]:
     """Write the weights of a checkpoint (of several, the latest) as plain safetensors files and an index.
 
-    :func:`penstock.read_weights` and ``Pipeline(weights=)`` read them. A model of transformers gets its
+    :func:`penstock.read_weights` and ``pipe.weights.load`` read them. A model of transformers gets its
     ``config.json`` and ``generation_config.json`` too, so that ``from_pretrained(out)`` loads it.
 
     Args:

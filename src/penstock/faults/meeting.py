@@ -128,7 +128,7 @@ def meet(
         chosen = _group_of(group)
         members, rank = tuple(dist.get_process_group_ranks(chosen)), dist.get_rank()
     elif group is not None:
-        raise UsageError("group= was given, but torch.distributed is not initialized")
+        raise UsageError("a process group was given, but torch.distributed is not initialized")
     else:
         launch = read_environment()
         _stay_local(launch)
@@ -261,8 +261,10 @@ class Rendezvous:
         if not absent and _has_ended(room, MOMENT):
             return "-"
         words = self._absence(store, room, absent or self._absent(room), self._seconds)
-        longer = "wait longer with timeout=penstock.Timeouts(rendezvous=)"
-        return f"{words}; start them, or {longer}"
+        return (
+            f"{words}; start them, or wait longer with "
+            f"timeout=penstock.Timeouts(rendezvous={2 * self._seconds:g})"
+        )
 
     def _absent(self, room: Any) -> list[int]:
         return [rank for rank in self._members if not room.check([f"place/{rank}"])]

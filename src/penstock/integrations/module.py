@@ -465,7 +465,7 @@ class PipelineModel(PipelineModule):
         """The model's ``save_pretrained``, with the weights of all ranks; every rank calls it.
 
         Args:
-            save_directory: the folder, which the rank that leads writes.
+            save_directory: the folder, which the main process writes.
             kwargs: the arguments of the model's method; ``is_main_process``, ``state_dict`` and
                 ``save_function`` have no effect, since the pipeline knows.
         """

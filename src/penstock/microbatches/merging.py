@@ -56,7 +56,9 @@ def merge(
         raise _unlike(parts, (what,))
     unknown = [key for key in rule if key not in items[0].of]
     if unknown:
-        raise MicrobatchError(f"rules for {unknown} of the {what}, which has {[*items[0].of]}")
+        raise MicrobatchError(
+            f"split= has rules for {unknown} of the {what}, which has {[*items[0].of]}"
+        )
     return items[0].build(
         [
             _merge_item([of.of[key] for of in items], rule.get(key), sizes, join, (what, key))

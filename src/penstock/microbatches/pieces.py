@@ -145,7 +145,7 @@ def pieces_of(value: Any, rule: Rule | None, path: str) -> SplitPieces:
         )
     unknown = [key for key in rule if key not in items.of]
     if unknown:
-        raise MicrobatchError(f"rules for {unknown} of {path}, which has {[*items.of]}")
+        raise MicrobatchError(f"split= has rules for {unknown} of {path}, which has {[*items.of]}")
     inner = [
         _pieces_of_item(item, rule.get(key), path + path_of((key,)))
         for key, item in items.of.items()

@@ -30,7 +30,7 @@ class Author:
         model: the model.
         doors: the doors of its units.
         run: runs the model without data.
-        recomputes: the paths of the units to checkpoint.
+        recomputes: the paths of the units to recompute.
         homes: the stages of each unit by path, and of each parameter outside of units by name.
         stages: the number of stages.
 

@@ -230,7 +230,7 @@ class Seeded(TorchFunctionMode):
         draws: seeds the generators.
         calls: how often each unit was called before, by path.
         drawn: how often code between units drew before.
-        recomputes: the paths of the units to checkpoint.
+        recomputes: the paths of the units to recompute.
     """
 
     def __init__(

@@ -90,7 +90,7 @@ class SlowWarning:
 class TensorBoard:
     """Writes the numbers of each step for TensorBoard; pass it to ``pipe.on_step``.
 
-    Only the leading process writes. Needs the package ``tensorboard``.
+    Only the main process writes. Needs the package ``tensorboard``.
 
     Args:
         folder: the folder to write into.

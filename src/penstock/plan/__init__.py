@@ -4,7 +4,7 @@
 
     profile = penstock.plan.measure(model, batch, target=target, loss_fn=loss_fn)
     plans = penstock.plan.search(profile, ranks=4, batch=64, memory=16e9)
-    pipe = penstock.Pipeline(model, plan=plans[0], loss_fn=loss_fn)
+    pipe = penstock.Pipeline(model, schedule=plans[0], loss_fn=loss_fn)
 
 Modules are imported when a name is first used, so that the command line does not wait for torch.
 """

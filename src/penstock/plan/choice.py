@@ -70,9 +70,9 @@ class PlanShape:
 
 @dataclass(frozen=True)
 class Plan:
-    """A way to run a model (schedule, cut, microbatches and checkpointing), and what it costs.
+    """A way to run a model (schedule, cut, microbatches and recomputation), and what it costs.
 
-    ``Pipeline(model, plan=plan)`` runs it.
+    ``Pipeline(model, schedule=plan)`` runs it.
 
     Args:
         shape: what was decided, apart from the cut.

@@ -108,7 +108,7 @@ def add_loss(name: str, value: Tensor, weight: float = 1.0) -> None:
     """Add ``weight * value`` to the loss that is being computed.
 
     A model calls this in its forward. In a pipeline's stages and inside :func:`collect_losses` the value is
-    added; elsewhere, such as when a checkpoint recomputes a forward, the call does nothing.
+    added; elsewhere, such as when backward recomputes a forward, the call does nothing.
 
     Args:
         name: the name under which the value is reported, without its weight; values of one name are added

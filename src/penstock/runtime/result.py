@@ -105,7 +105,7 @@ class StepResult:
         """The model's own floating-point operations per second and device, in 10^12.
 
         Matrix products, convolutions and attention are counted, in one run without data on first use.
-        Backward counts twice as much as forward, and what a checkpoint recomputes does not count. None if
+        Backward counts twice as much as forward, and recomputation does not count. None if
         the model cannot be run without data.
         """
         flops = None if self.cost is None else self.cost.flops()
@@ -316,8 +316,8 @@ def _check_weights(transport: Transport, weights: Weights, once: float, squared:
     raise AgreementError(
         "ranks differ in the weights of the loss: "
         f"{'; '.join(f'rank {rank}: {text}' for rank, text in enumerate(rows))}; give every rank the same "
-        "loss_weight, total_weight, accumulate and scaler, and the same targets where it is given any; "
-        "discard the gradients of this step"
+        "weights of the loss, total_weight, accumulate and scaler, and the same targets where it is given "
+        "any; discard the gradients of this step"
     )
 
 

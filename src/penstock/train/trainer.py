@@ -81,7 +81,7 @@ def train(config: TrainConfig, console: Console | None = None) -> Outcome:
 
     Args:
         config: the settings.
-        console: where the leading process prints; standard output by default.
+        console: where the main process prints; standard output by default.
 
     Raises:
         UsageError: the settings cannot be used here.
