@@ -16,8 +16,8 @@ from torch import Tensor
 from benchmarks.pairs import Ratios, take_turns
 from benchmarks.work import RANKS, SCHEDULES, WORKS, Peer, Work, ours
 from penstock import Pipeline
+from penstock._engine.transport import gloo
 from penstock.testing import WorkerPool
-from penstock.transport import gloo
 
 REPEATS = {"gpt": 1, "tiny": 5}
 AIMS: dict[tuple[str, str], dict[str, float]] = {

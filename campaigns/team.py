@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 from campaigns.run import Campaign, Rows
 from campaigns.table import Row
+from penstock._engine.weights import team as teams
+from penstock._engine.weights.states import Offer, agree_to_load
 from penstock.checkpoint.contents import WEIGHTS, Targets, alike, held_of
 from penstock.checkpoint.loading import Loading
 from penstock.checkpoint.planning import file_of
 from penstock.checkpoint.saving import Leader
 from penstock.checkpoint.table import TABLE, CheckpointTable, table_text
-from penstock.weights import team as teams
-from penstock.weights.states import Offer, agree_to_load
 
 TEAMS = ((16, 4), (32, 8), (64, 16))
 """Ranks of a pipeline, and replicas over which each weight is sharded."""

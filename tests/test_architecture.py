@@ -26,9 +26,11 @@ SOURCE = ROOT / "src" / "penstock"
 TABLE = tomllib.loads((ROOT / "imports.toml").read_text())
 FILES = sorted(SOURCE.rglob("*.py"))
 # The front door is above all parts and imports them lazily; it is checked on its own.
-FRONT = {"__init__", "__main__"}
+FRONT = {"__init__", "__main__", "_engine"}
+# The folder of the parts that users do not import; the table names these without it.
+ENGINE = "_engine."
 # Parts that nobody imports but penstock itself.
-INNER = {"cli", "lazily"}
+INNER = {"cli", *(path.stem for path in (SOURCE / "_engine").iterdir())}
 
 
 class Import(NamedTuple):
@@ -51,7 +53,8 @@ class Import(NamedTuple):
 def module_of(path: Path) -> str:
     """``transport.process_group``; a package's ``__init__`` is the package."""
     parts = path.relative_to(SOURCE).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+    name = ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+    return name.removeprefix(ENGINE)
 
 
 @cache
@@ -104,8 +107,9 @@ def part_of(module: str, depth: int = 0) -> str:
 
 def target_of(found: Import) -> str:
     """The imported module without ``penstock.``; names of ``penstock`` itself are parts."""
-    full = found.module if found.module != "penstock" else f"penstock.{found.name}"
-    return full.removeprefix("penstock").removeprefix(".")
+    of_parts = found.module in ("penstock", "penstock._engine")
+    full = f"{found.module}.{found.name}" if of_parts else found.module
+    return full.removeprefix("penstock").removeprefix(".").removeprefix(ENGINE)
 
 
 # ---- parts
@@ -170,7 +174,7 @@ def test_nothing_is_imported_by_name() -> None:
 def test_the_tour_lists_the_rooms_from_the_bottom_up() -> None:
     tour = (ROOT / "docs" / "inside.md").read_text().split("## The rooms")[1].split("##")[0]
     cells = [line.split("|")[1] for line in tour.splitlines() if line.startswith("| `")]
-    rooms = [room for cell in cells for room in re.findall(r"`(\w+)(?:/|\.py)`", cell)]
+    rooms = [room for cell in cells for room in re.findall(r"`(?:_engine/)?(\w+)(?:/|\.py)`", cell)]
     assert sorted(rooms) == sorted(TABLE["parts"])
     edges = [(user, used) for user, row in TABLE["parts"].items() for used in row]
     upwards = [f"{a} imports {b}" for a, b in edges if rooms.index(a) < rooms.index(b)]
@@ -246,7 +250,8 @@ def test_the_front_door_refuses_unknown_names(name: str) -> None:
     "package", ["checkpoint", "compiled", "faults", "parallel", "plan", "schedule", "train"]
 )
 def test_names_that_are_imported_lazily_are_found(package: str) -> None:
-    found = getattr(penstock, package)
+    inner = f"penstock.{ENGINE}{package}" if package in INNER else f"penstock.{package}"
+    found = import_module(inner)
     assert [name for name in found.__all__ if not hasattr(found, name)] == []
     assert dir(found) == found.__all__
     assert not hasattr(found, "no_such_name")
@@ -282,7 +287,7 @@ class _Undocumented(ast.NodeTransformer):
         return ast.Pass() if constant else node
 
 
-# Where one kind of accelerator is named, and why; all else asks penstock.devices.
+# Where one kind of accelerator is named, and why; all else asks penstock._engine.devices.
 ONE_KIND = {
     "transport": "chooses NCCL where the group has it",
     "transport.nccl": "is for NCCL, which has no other devices",
@@ -335,7 +340,7 @@ def test_no_underscore_name_of_another_module() -> None:
 
 
 def test_private_modules_are_used_in_their_own_package() -> None:
-    private = [f for f in own() if "._" in f.module]
+    private = [f for f in own() if "._" in f.module.replace("penstock._engine", "penstock")]
     strangers = [f for f in private if not within(f.by, [target_of(f).rpartition("._")[0]])]
     assert [str(found) for found in strangers] == []
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.rng import Draws, generators_kept
+from penstock._engine.rng import Draws, generators_kept
 
 PLACE: dict[str, Any] = {"seed": 3, "step": 5, "microbatch": 1, "path": "layers.0", "number": 0}
 

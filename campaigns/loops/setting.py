@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Pipeline
-from penstock.parallel import side_by_side
+from penstock._engine.parallel import side_by_side
 
 STEPS = 20
 RANKS = 2

@@ -122,7 +122,7 @@ class PeerFailed(PenstockError, RuntimeError):
 
     Attributes:
         failures: all failures that are known, in the order in which they happened; see
-            :class:`penstock.faults.Failure`.
+            :class:`penstock._engine.faults.Failure`.
         status: the exit status that the first one means.
     """
 

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from penstock import compiled, parallel
+from penstock._engine import compiled, parallel
+from penstock._engine.values import map_tensors, restrided, tensors_in
 from penstock.backward import SharedGradients, SplitBackward
 from penstock.errors import UsageError
-from penstock.values import map_tensors, restrided, tensors_in
 
 if TYPE_CHECKING:
-    from penstock.rng import Draws
+    from penstock._engine.rng import Draws
 
 log = logging.getLogger("penstock")
 Compilation: TypeAlias = bool | Mapping[str, Any] | None

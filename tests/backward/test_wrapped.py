@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from penstock._engine.compiled import graphs_kept
 from penstock.backward import SplitBackward
-from penstock.compiled import graphs_kept
 from penstock.pipelining._backward import stage_backward_input, stage_backward_weight
 from tests.backward.graphs import linear, x
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 from penstock import Checkpoints, Pipeline, randomness
-from penstock.rng import Randomness
+from penstock._engine.rng import Randomness
 
 WIDTH, SAMPLES, MICROBATCHES = 6, 8, 4
 BEFORE, AFTER = 2, 3

@@ -19,9 +19,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from penstock import Checkpoints, LossScaler, Pipeline, PipelineStage
+from penstock._engine.weights import read_weights
 from penstock.checkpoint import describe, export
 from penstock.errors import CheckpointError, InputFileError, StateDictError, UsageError
-from penstock.weights import read_weights
 from tests.checkpoint.runs import Keeps, linear, stepped
 
 # ---- what is saved comes back

@@ -50,8 +50,8 @@ def try_to_save(folder: Path) -> str:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.weights.lease.RENEWAL", 0.05)
-    monkeypatch.setattr("penstock.weights.lease.PATIENCE", 0.5)
+    monkeypatch.setattr("penstock._engine.weights.lease.RENEWAL", 0.05)
+    monkeypatch.setattr("penstock._engine.weights.lease.PATIENCE", 0.5)
 
 
 def read_lock(folder: Path, _: Checkpoints) -> None:

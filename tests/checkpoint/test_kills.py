@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from penstock import Checkpoints
+from penstock._engine.weights import storage
 from penstock.checkpoint import describe
-from penstock.weights import storage
 
 MOST = 200
 """Moments of one saving; there are about fifty."""
@@ -77,8 +77,8 @@ def in_child(function: Callable[[], None]) -> int:
 def test_a_kill_at_each_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
-    monkeypatch.setattr("penstock.weights.lease.RENEWAL", 0.05)
-    monkeypatch.setattr("penstock.weights.lease.PATIENCE", 0.2)
+    monkeypatch.setattr("penstock._engine.weights.lease.RENEWAL", 0.05)
+    monkeypatch.setattr("penstock._engine.weights.lease.PATIENCE", 0.2)
 
     def save(step: int, moment: int) -> None:
         checkpoints = Checkpoints(tmp_path, keep=1, asynchronous=asynchronous)

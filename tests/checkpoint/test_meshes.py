@@ -18,10 +18,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from campaigns.team import LOAD, SAVE
 from penstock import Checkpoints, Pipeline, PipelineStage
+from penstock._engine.transport import Circle
 from penstock.checkpoint import describe
 from penstock.errors import PenstockError
 from penstock.testing import WorkerPool
-from penstock.transport import Circle
 from tests.checkpoint.runs import AFTER, BEFORE, Keeps, Run, linear, resumed, saved, stepped
 
 LIMIT = 2e-6

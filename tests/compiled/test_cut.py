@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from penstock.compiled.halves import Halves, halved
+from penstock._engine.compiled.halves import Halves, halved
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 aten = torch.ops.aten

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock import Loss, Microbatches, Pipeline, PipelineStage
+from penstock._engine.compiled import halves, names
+from penstock._engine.compiled.halves import HalvesError
 from penstock.backward import PendingGradients, SplitBackward
-from penstock.compiled import halves, names
-from penstock.compiled.halves import HalvesError
 from penstock.errors import StageError, UsageError
 from penstock.testing import Case, Verdict, judge
 from tests.backward.graphs import Stage, of, rerun, x

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, but not marked so
 
 from penstock import Timeouts
+from penstock._engine.faults import Patience, meet
 from penstock.errors import AgreementError, UsageError
-from penstock.faults import Patience, meet
 from tests.scripts import forked, free_port
 
 GOOD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}

@@ -15,15 +15,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, b
 from torch.distributed.distributed_c10d import PrefixStore
 
 from penstock import Timeouts
-from penstock.errors import (
-    NonFiniteError,
-    PeerFailed,
-    StageError,
-    UsageError,
-    printable,
-    status_of,
-)
-from penstock.faults import (
+from penstock._engine.faults import (
     Activity,
     Failure,
     Meeting,
@@ -34,9 +26,17 @@ from penstock.faults import (
     noticing_gone_machines,
     ranges,
 )
-from penstock.faults.desk import Desk
-from penstock.faults.failure import FILE, at_place, of_exception, write_report
-from penstock.faults.places import in_ranges, read_record
+from penstock._engine.faults.desk import Desk
+from penstock._engine.faults.failure import FILE, at_place, of_exception, write_report
+from penstock._engine.faults.places import in_ranges, read_record
+from penstock.errors import (
+    NonFiniteError,
+    PeerFailed,
+    StageError,
+    UsageError,
+    printable,
+    status_of,
+)
 from penstock.schedule import parse_action
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, but not marked so
 
-from penstock.faults import Failure, Place
+from penstock._engine.faults import Failure, Place
 from penstock.testing.faults import How
 from tests.faults.jobs import RANKS, SILENT, SLACK, Job, run_job
 

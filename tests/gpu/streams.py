@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from penstock import Pipeline
-from penstock.transport import VALUES, WORDS, Arrival, Channel, Sending, Transport
-from penstock.transport.nccl import NcclTransport
-from penstock.values import TensorLayout, layout_of
+from penstock._engine.transport import VALUES, WORDS, Arrival, Channel, Sending, Transport
+from penstock._engine.transport.nccl import NcclTransport
+from penstock._engine.values import TensorLayout, layout_of
 
 COMPUTING = 0
 LOOKS = 3

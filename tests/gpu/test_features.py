@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock import Checkpoints, LossScaler, Pipeline
-from penstock.devices import use
+from penstock._engine.devices import use
 from penstock.testing import Case, WorkerPool, judge, plain_loop
 from tests import played
 from tests.device import DEVICE, HAS_DEVICE, device_of_rank

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock._engine.transport import VALUES, nccl
+from penstock._engine.transport.base import GRADIENTS
 from penstock.errors import PenstockError
 from penstock.schedule import names
 from penstock.testing import WorkerPool, fail_at
-from penstock.transport import VALUES, nccl
-from penstock.transport.base import GRADIENTS
 from tests.gpu.streams import PlayedGroup, PlayedTransport, PlayedWork, played
 from tests.pipeline.cases import CASES, pipeline
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import Pipeline, PipelineModule
-from penstock.elsewhere import is_elsewhere
+from penstock._engine.elsewhere import is_elsewhere
 from penstock.errors import AgreementError, PenstockError, UsageError
 from penstock.testing import WorkerError, WorkerPool
 from tests.pipeline.models import (

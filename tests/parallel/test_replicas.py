@@ -18,9 +18,9 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import Loss, Pipeline, PipelineStage, Replicas, add_loss, collect_losses
+from penstock._engine.transport import Circle
 from penstock.errors import NonFiniteError, PenstockError
 from penstock.testing import WorkerPool
-from penstock.transport import Circle
 from tests.parallel.bodies import Collectives, Mlp, gap_of, half_of, mesh_of, wrap
 
 X = torch.linspace(-1, 1, 16 * 4, dtype=torch.float64).reshape(16, 4)

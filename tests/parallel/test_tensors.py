@@ -18,7 +18,7 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
-from penstock.parallel import global_norms, local_part, whole, with_local
+from penstock._engine.parallel import global_norms, local_part, whole, with_local
 from penstock.testing import WorkerPool
 
 ORDERS = (2.0, 1.0, 3.5, 0.0, math.inf, -math.inf, -1.0)

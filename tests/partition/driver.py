@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import penstock
+from penstock._engine.rng import LOSS, Draws
+from penstock._engine.values import map_tensors
 from penstock.partition import CallPlan, Partition, partition
-from penstock.rng import LOSS, Draws
 from penstock.stage import StageCall, StageModule
-from penstock.values import map_tensors
 
 Score = Callable[[Any], Tensor]
 

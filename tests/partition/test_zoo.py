@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from penstock._engine.values import map_tensors
 from penstock.errors import PartitionError, UsageError
 from penstock.partition import Partition, partition, unit_paths
 from penstock.schedule import Placement
 from penstock.stage import StageCall, StageModule
-from penstock.values import map_tensors
 from tests.partition.driver import check_equal, cut, forwards
 from tests.zoo.hand_models import MODELS, D, Deciding, Residual, Universal
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from penstock import REPLICATE, Loss, Microbatches, Pipeline, Split, add_loss
-from penstock.microbatches import Rules
+from penstock._engine.microbatches import Rules
 from penstock.schedule import Edge
 from penstock.testing import Case
 from tests.pipeline.draws import BETWEEN, noisy

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from penstock import Pipeline
-from penstock.elsewhere import is_elsewhere
+from penstock._engine.elsewhere import is_elsewhere
 
 WIDTH = 4
 X = torch.linspace(-1, 1, 8 * WIDTH, dtype=torch.float64).reshape(8, WIDTH)

@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import penstock
 from penstock import Checkpoints, Pipeline
-from penstock.elsewhere import is_elsewhere
+from penstock._engine.elsewhere import is_elsewhere
+from penstock._engine.weights import init_weights, parameters_on_meta
 from penstock.errors import PartitionError, StageError, UsageError
 from penstock.schedule import build
 from penstock.testing import WorkerPool
-from penstock.weights import init_weights, parameters_on_meta
 from tests.pipeline.models import WIDTH, X, Y, assert_same, gradients, mean_loss
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Pipeline
-from penstock.elsewhere import is_elsewhere
+from penstock._engine.elsewhere import is_elsewhere
 from penstock.errors import MicrobatchError, PenstockError
 from penstock.testing import WorkerPool
 

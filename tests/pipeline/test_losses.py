@@ -23,8 +23,8 @@ from penstock import (
     add_loss,
     collect_losses,
 )
+from penstock._engine.microbatches import MISSING
 from penstock.errors import UsageError
-from penstock.microbatches import MISSING
 from penstock.schedule import Placement, Schedule, parse_action
 from penstock.testing import Case, WorkerPool, plain_loop
 from tests.pipeline.cases import (

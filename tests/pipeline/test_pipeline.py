@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import Microbatches, Pipeline, PipelineStage
+from penstock._engine.microbatches import MISSING
 from penstock.errors import PeerFailed, ScheduleError, StageError
-from penstock.microbatches import MISSING
 from penstock.partition import partition
 from penstock.schedule import (
     Action,

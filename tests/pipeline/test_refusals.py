@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock import REPLICATE, Loss, Microbatches, Pipeline, PipelineStage, Timeouts
-from penstock.devices import placed_on
+from penstock._engine.devices import placed_on
 from penstock.errors import (
     MicrobatchError,
     PartitionError,

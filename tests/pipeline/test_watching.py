@@ -17,9 +17,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock import Loss, Pipeline, PipelineStage, StepEvent, StepResult, TensorBoard
+from penstock._engine.runtime import StepCost
 from penstock.errors import UsageError
 from penstock.pipeline import peak_flops
-from penstock.runtime import StepCost
 from penstock.schedule import Schedule
 from penstock.schedule.action import MESSAGE_OPS
 from penstock.testing import WorkerPool

@@ -172,7 +172,7 @@ def test_a_batch_that_requires_grad_later_gets_its_gradient() -> None:
 
 
 def test_as_many_kinds_are_kept_as_were_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.runtime.kinds.MOST_KINDS", 3)
+    monkeypatch.setattr("penstock._engine.runtime.kinds.MOST_KINDS", 3)
     planned: list[int] = []
     model = Asks()
     pipe = make(model, stages=["middle", "last"], ranks=3)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from penstock import LossScaler
-from penstock.parallel import local_part
+from penstock._engine.parallel import local_part
 from penstock.testing import WorkerPool
 
 OPTIONS: dict[str, Any] = {

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from penstock import Checkpoints, GracefulStop, Pipeline, PipelineModule
-from penstock.parallel import side_by_side
+from penstock._engine.parallel import side_by_side
 from penstock.testing import WorkerPool, fail_at
 
 X = torch.ones(4, 2)
@@ -85,7 +85,7 @@ def test_a_first_signal_before_any_step_and_a_later_second_one_act_at_once(
         with pytest.raises(SystemExit):
             run_until_stopped(twice, [])
         assert len(came) == 1
-        monkeypatch.setattr("penstock.runtime.stopping.TOGETHER", 0.0)
+        monkeypatch.setattr("penstock._engine.runtime.stopping.TOGETHER", 0.0)
         with pytest.raises(SystemExit):
             run_until_stopped(twice, [])
         assert len(came) == 2

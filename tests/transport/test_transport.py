@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Microbatches
+from penstock._engine.transport.nccl import in_rounds
 from penstock.schedule import add_communication, build
 from penstock.testing import Case, WorkerPool, compare, record_messages
-from penstock.transport.nccl import in_rounds
 from tests.pipeline.models import X, Y, chain, make, mean_loss
 
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from penstock.errors import MicrobatchError
-from penstock.microbatches import (
+from penstock._engine.microbatches import (
     MISSING,
     REPLICATE,
     ByImages,
@@ -26,8 +25,9 @@ from penstock.microbatches import (
     merge,
     split_batch,
 )
+from penstock._engine.values import tensors_in
+from penstock.errors import MicrobatchError
 from penstock.testing import Case, compare
-from penstock.values import tensors_in
 
 
 def split(

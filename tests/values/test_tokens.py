@@ -19,9 +19,9 @@ from torch.nn.attention.flex_attention import (
 from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_attention
 
 from penstock import Pipeline
+from penstock._engine.microbatches import MISSING, REPLICATE, Batch, Rules, Split, split_batch
+from penstock._engine.values import Structure, flatten, unflatten
 from penstock.errors import MicrobatchError, UsageError
-from penstock.microbatches import MISSING, REPLICATE, Batch, Rules, Split, split_batch
-from penstock.values import Structure, flatten, unflatten
 
 torch.set_num_threads(1)
 LENGTHS = (5, 1, 9, 3, 4, 6, 2)

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from penstock import Pipeline, PipelineStage
+from penstock._engine.values import Structure
 from penstock.errors import PartitionError, SpecError
 from penstock.testing import WorkerPool, compare
-from penstock.values import Structure
 from tests import played
 from tests.device import DEVICE
 from tests.values.kinds import (

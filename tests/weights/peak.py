@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from penstock._engine.weights import load_partition, parameters_on_meta
 from penstock.partition import partition
-from penstock.weights import load_partition, parameters_on_meta
 
 LAYERS, WIDTH, STAGES = 4, 1024, 2
 

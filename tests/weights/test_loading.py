@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from penstock import Pipeline
+from penstock._engine.weights import load_partition, parameters_on_meta, read_weights
+from penstock._engine.weights.files import Entry, entries
 from penstock.errors import InputFileError, StateDictError, UsageError
 from penstock.partition import Partition, partition
-from penstock.weights import load_partition, parameters_on_meta, read_weights
-from penstock.weights.files import Entry, entries
 from tests.scripts import run_script
 
 
@@ -193,9 +193,7 @@ def test_values_that_no_file_has_are_asked_for(tmp_path: Path) -> None:
     # Whether the device as a context reaches linspace depends on what transformers has loaded before.
     model = empty()
     model.register_buffer("positions", torch.empty(32, device="meta"), persistent=False)
-    with pytest.raises(
-        UsageError, match=r"positions are.*in no file.*penstock.weights.parameters_on_meta"
-    ):
+    with pytest.raises(UsageError, match=r"positions are.*in no file.*penstock.parameters_on_meta"):
         load_partition(cut(model), [0], tmp_path)
 
 

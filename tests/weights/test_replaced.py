@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from penstock import Checkpoints, Pipeline, read_weights
+from penstock._engine.weights import files, lease
 from penstock.checkpoint import export
 from penstock.errors import CheckpointError, StorageError, UsageError
-from penstock.weights import files, lease
 from tests.checkpoint.runs import linear
 from tests.checkpoint.test_kills import in_child, kill_at
 
@@ -28,7 +28,7 @@ from tests.checkpoint.test_kills import in_child, kill_at
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "RENEWAL", 0.05)
     monkeypatch.setattr(lease, "PATIENCE", 0.5)
-    monkeypatch.setattr("penstock.weights.storage.PATIENCE", 0.2)
+    monkeypatch.setattr("penstock._engine.weights.storage.PATIENCE", 0.2)
 
 
 def pipe_at(number: int) -> Pipeline:
@@ -297,7 +297,7 @@ def test_a_file_that_is_missing_is_told_and_nothing_older_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a host that does not see the files of others."""
-    monkeypatch.setattr("penstock.weights.storage.PATIENCE", 0.0)
+    monkeypatch.setattr("penstock._engine.weights.storage.PATIENCE", 0.0)
     checkpoints, model = Checkpoints(tmp_path), linear()
     for step in (1, 2):
         checkpoints.save(step, model=model)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock import compiled
+from penstock._engine import compiled
 from penstock.backward.nodes import LEAF, edge_to, is_recomputed, read_early
 from penstock.backward.operations import Operation
 from penstock.backward.passes import Gradients, run_backward

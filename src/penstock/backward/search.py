@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from penstock import compiled
+from penstock._engine import compiled
 from penstock.backward.nodes import LEAF, has_hooks, node_of, saved_names
 from penstock.backward.operations import OPERATIONS, PRODUCTS, Operation
 from penstock.backward.pending import PLAIN, UsePlace, WeightUse

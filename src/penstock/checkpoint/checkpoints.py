@@ -13,6 +13,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from penstock._engine.transport import Circle
+from penstock._engine.weights.states import agree_to_load
+from penstock._engine.weights.team import Level, Team
 from penstock.checkpoint.contents import Targets
 from penstock.checkpoint.folder import Writer, find
 from penstock.checkpoint.loading import Choosing, Loading
@@ -27,9 +30,6 @@ from penstock.checkpoint.saving import (
 )
 from penstock.errors import UsageError
 from penstock.pipeline import Pipeline
-from penstock.transport import Circle
-from penstock.weights.states import agree_to_load
-from penstock.weights.team import Level, Team
 
 _PATIENCE = 300.0
 """Seconds that a rank may take to save or load, besides writing, before it counts as silent."""

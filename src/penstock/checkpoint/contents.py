@@ -16,16 +16,16 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from penstock._engine.parallel import local_part, path_without_wrappers, region_of, whole
+from penstock._engine.weights.files import NAMES, Box, digest, whole_box
+from penstock._engine.weights.optimizers import check_kept_per_parameter, read_states
+from penstock._engine.weights.states import Names, StageWeights, WholeModel
+from penstock._engine.weights.trees import encode
 from penstock.checkpoint.planning import HeldTensors
 from penstock.checkpoint.table import ITSELF, replaced
 from penstock.errors import UsageError
-from penstock.parallel import local_part, path_without_wrappers, region_of, whole
 from penstock.partition import find_shared
 from penstock.pipeline import Pipeline
-from penstock.weights.files import NAMES, Box, digest, whole_box
-from penstock.weights.optimizers import check_kept_per_parameter, read_states
-from penstock.weights.states import Names, StageWeights, WholeModel
-from penstock.weights.trees import encode
 
 MODEL = "model"
 RANDOMNESS = "randomness"

@@ -18,10 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from penstock._engine.weights.lease import LOCK, Lease
+from penstock._engine.weights.storage import is_there, patiently, write_bytes
 from penstock.checkpoint.table import TABLE
 from penstock.errors import StorageError, UsageError
-from penstock.weights.lease import LOCK, Lease
-from penstock.weights.storage import is_there, patiently, write_bytes
 
 _NAME = re.compile(r"step-(\d{1,18})(?:-(\d{1,9}))?")
 

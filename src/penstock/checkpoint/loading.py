@@ -15,6 +15,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from penstock._engine.parallel import is_sharded, local_part, region_of, spread, with_local
+from penstock._engine.weights.files import Box, whole_box
+from penstock._engine.weights.optimizers import (
+    find_groups,
+    fitting_settings,
+    read_states,
+    write_states,
+)
+from penstock._engine.weights.states import LoadResult, Offer
+from penstock._engine.weights.team import Team, distinct
+from penstock._engine.weights.trees import decode
 from penstock.checkpoint.contents import MODEL, OPTIMIZER, RANDOMNESS, STATE, WEIGHTS, Targets
 from penstock.checkpoint.folder import find
 from penstock.checkpoint.table import CheckpointTable
@@ -29,17 +40,6 @@ from penstock.errors import (
     quoted,
     shortened,
 )
-from penstock.parallel import is_sharded, local_part, region_of, spread, with_local
-from penstock.weights.files import Box, whole_box
-from penstock.weights.optimizers import (
-    find_groups,
-    fitting_settings,
-    read_states,
-    write_states,
-)
-from penstock.weights.states import LoadResult, Offer
-from penstock.weights.team import Team, distinct
-from penstock.weights.trees import decode
 
 log = logging.getLogger("penstock")
 

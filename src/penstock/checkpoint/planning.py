@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
+from penstock._engine.weights.files import DTYPES, Box, whole_box
 from penstock.errors import CheckpointError
-from penstock.weights.files import DTYPES, Box, whole_box
 
 _Type = tuple[str, tuple[int, ...]]
 Holder = tuple[int, int]

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock._engine.values import bytes_as_text
+from penstock._engine.weights.folders import INDEX, WeightFolder, files_beside, save_stage
+from penstock._engine.weights.storage import is_there
 from penstock.checkpoint.contents import MODEL, STATE, WEIGHTS
 from penstock.checkpoint.folder import find
 from penstock.checkpoint.table import TABLE, CheckpointTable
 from penstock.errors import InputFileError, UsageError, printable
-from penstock.values import bytes_as_text
-from penstock.weights.folders import INDEX, WeightFolder, files_beside, save_stage
-from penstock.weights.storage import is_there
 
 LARGEST = 2 << 30
 """The size limit of an exported file, in bytes; a whole file is in memory at once."""

@@ -22,20 +22,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock._engine.devices import is_accelerator, wait_for
+from penstock._engine.parallel import local_part, region_of
+from penstock._engine.values import bytes_as_text
+from penstock._engine.weights.files import whole_box, write_file
+from penstock._engine.weights.folders import files_beside
+from penstock._engine.weights.optimizers import merge_groups, warn_of_settings
+from penstock._engine.weights.storage import check_arrived, patiently, write_bytes
+from penstock._engine.weights.team import Known, Team, distinct
+from penstock._engine.weights.trees import encode
 from penstock.checkpoint.contents import OF_STATE, Flat, Targets, merge_alike
 from penstock.checkpoint.folder import Writer
 from penstock.checkpoint.planning import HeldTensors, WritePlan, file_of, part_name, plan_writes
 from penstock.checkpoint.table import table_text
-from penstock.devices import is_accelerator, wait_for
 from penstock.errors import FAILURE, CheckpointError, UsageError
-from penstock.parallel import local_part, region_of
-from penstock.values import bytes_as_text
-from penstock.weights.files import whole_box, write_file
-from penstock.weights.folders import files_beside
-from penstock.weights.optimizers import merge_groups, warn_of_settings
-from penstock.weights.storage import check_arrived, patiently, write_bytes
-from penstock.weights.team import Known, Team, distinct
-from penstock.weights.trees import encode
 
 _POLL = 0.02
 AT_EXIT = 5.0

@@ -26,9 +26,7 @@ from pydantic import (
 )
 from torch import Tensor
 
-from penstock.checkpoint.planning import overlap, part_name, tiles
-from penstock.errors import CheckpointError, InputFileError, printable, quoted
-from penstock.weights.files import (
+from penstock._engine.weights.files import (
     DTYPES,
     Box,
     Entry,
@@ -38,8 +36,10 @@ from penstock.weights.files import (
     size_and_checksum,
     whole_box,
 )
-from penstock.weights.storage import LONGEST_JSON, file_name, parse_json, read_bytes
-from penstock.weights.trees import MARK, keys_of
+from penstock._engine.weights.storage import LONGEST_JSON, file_name, parse_json, read_bytes
+from penstock._engine.weights.trees import MARK, keys_of
+from penstock.checkpoint.planning import overlap, part_name, tiles
+from penstock.errors import CheckpointError, InputFileError, printable, quoted
 
 TABLE = "checkpoint.json"
 FORMAT = 4

@@ -18,6 +18,7 @@ from typing import Annotated, Protocol, runtime_checkable
 
 import typer
 
+from penstock._engine.launchers import read_launcher
 from penstock.cli import checkpoint, doctor, plan, schedule, train
 from penstock.errors import (
     FAILURE,
@@ -28,7 +29,6 @@ from penstock.errors import (
     printable,
     status_of,
 )
-from penstock.launchers import read_launcher
 
 app = typer.Typer()
 

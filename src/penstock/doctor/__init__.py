@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.lazily import lazily
+from penstock._engine.lazily import lazily
 
 if TYPE_CHECKING:
     from penstock.doctor.checks import Check as Check

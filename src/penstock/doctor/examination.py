@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from penstock.devices import placed_on
+from penstock._engine.devices import placed_on
+from penstock._engine.transport import Transport
+from penstock._engine.values import bytes_as_text
 from penstock.doctor.checks import Check, SmallPipeline
 from penstock.doctor.links import Handling, LinkReport, examine_links, per_message
 from penstock.doctor.rates import WINDOW, Facts, Rates, facts_of
@@ -19,8 +21,6 @@ from penstock.plan import Cluster, Device, Link, device_called
 from penstock.plan.choice import seconds_as_text
 from penstock.plan.cluster import cluster_file
 from penstock.train.config import world_size
-from penstock.transport import Transport
-from penstock.values import bytes_as_text
 
 SLOWER = 0.8
 """A rank below this share of the rate of its like is odd."""

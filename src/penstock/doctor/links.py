@@ -10,10 +10,10 @@ from time import perf_counter, sleep, time
 import torch
 from torch import Tensor
 
-from penstock.devices import wait_for
+from penstock._engine.devices import wait_for
+from penstock._engine.transport import FIRST_TAG, VALUES, Transport
+from penstock._engine.values import layout_of
 from penstock.plan import Link
-from penstock.transport import FIRST_TAG, VALUES, Transport
-from penstock.values import layout_of
 
 TINY, SMALL, LARGE = 64, 2**17, 2**22
 """The bytes of messages; those of one machine that are smaller than SMALL may take another way."""

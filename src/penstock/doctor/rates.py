@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.devices import is_accelerator, memory_of, name_of, wait_for
+from penstock._engine.devices import is_accelerator, memory_of, name_of, wait_for
 
 WINDOW, WINDOWS = 0.15, 4
 """The seconds of a window, and their number."""

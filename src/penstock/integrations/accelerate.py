@@ -23,12 +23,12 @@ except ImportError as error:
         "penstock.integrations.accelerate needs Accelerate: pip install 'penstock-pipeline[transformers]'"
     ) from error
 
+from penstock._engine.parallel import replicated_mesh
+from penstock._engine.values import flatten, map_tensors
 from penstock.checkpoint import Checkpoints
 from penstock.errors import UsageError
 from penstock.integrations.module import PipelineModule, clip_whole
-from penstock.parallel import replicated_mesh
 from penstock.pipeline import Pipeline
-from penstock.values import flatten, map_tensors
 
 PIPELINE = "penstock"
 """The folder, in what another library saves, with weights and states of optimizers for any layout."""

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock._engine.parallel import is_sharded
+from penstock._engine.rng import generator_states, set_generator_states
+from penstock._engine.runtime import contents_of
+from penstock._engine.values import flatten, tensors_in, unflatten
 from penstock.errors import AgreementError, UsageError, error_named, public_name
-from penstock.parallel import is_sharded
 from penstock.partition import Door
 from penstock.pipeline import Pipeline
-from penstock.rng import generator_states, set_generator_states
-from penstock.runtime import contents_of
 from penstock.stage import StageModule
-from penstock.values import flatten, tensors_in, unflatten
 
 _SPLIT = {"DynamicLayer", "DynamicSlidingWindowLayer"}
 """The classes of cache layers that hold nothing but the keys and values of their tokens."""

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from penstock._engine.microbatches import Rule, Split
+from penstock._engine.parallel import meeting_in_time, pipelines_in, side_by_side
+from penstock._engine.runtime import GracefulStop, Loss, LossOver, LossWeight
+from penstock._engine.weights.storage import file_name
 from penstock.checkpoint import Checkpoints
 from penstock.errors import PartitionError, UsageError
 from penstock.integrations.module import PipelineModule, clip_whole
-from penstock.microbatches import Rule, Split
-from penstock.parallel import meeting_in_time, pipelines_in, side_by_side
 from penstock.pipeline import Outputs, Pipeline
-from penstock.runtime import GracefulStop, Loss, LossOver, LossWeight
-from penstock.weights.storage import file_name
 
 try:
     from lightning.fabric.strategies.ddp import DDPStrategy as FabricProcesses

@@ -18,10 +18,11 @@ from typing import Any, NoReturn, cast, get_args, get_type_hints
 import torch
 from torch import Tensor, nn
 
+from penstock._engine.microbatches import MISSING, Rule, split_batch
+from penstock._engine.runtime import ASKING, LossScaler, StepLoss, StepResult
 from penstock.errors import UsageError
 from penstock.integrations.generation import generate
 from penstock.integrations.passes import Pass
-from penstock.microbatches import MISSING, Rule, split_batch
 from penstock.pipeline import (
     CallArguments,
     Outputs,
@@ -35,7 +36,6 @@ from penstock.pipeline import (
     own_loss,
     run_forward,
 )
-from penstock.runtime import ASKING, LossScaler, StepLoss, StepResult
 
 _OF_STEP = {"target", "microbatches", "loss_weight", "record"}
 """Arguments of a step that are not the model's."""

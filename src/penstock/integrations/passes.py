@@ -11,11 +11,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from penstock._engine.parallel import local_part
+from penstock._engine.rng import generator_states, generators_kept, set_generator_states
+from penstock._engine.values import map_tensors, tensors_in
 from penstock.errors import UsageError
-from penstock.parallel import local_part
 from penstock.pipeline import CallArguments, Pipeline, run_backward
-from penstock.rng import generator_states, generators_kept, set_generator_states
-from penstock.values import map_tensors, tensors_in
 
 
 class Pass:

@@ -17,10 +17,10 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from penstock._engine.runtime import StepResult, add_loss
+from penstock._engine.values import flatten, tensors_in, unflatten
 from penstock.errors import UsageError
 from penstock.pipeline import Pipeline
-from penstock.runtime import StepResult, add_loss
-from penstock.values import flatten, tensors_in, unflatten
 
 _LOGGED = "log "
 """The prefix of the names of logged values among the losses that a step reports."""

@@ -24,6 +24,10 @@ except ImportError as error:
         "pip install 'penstock-pipeline[transformers]'"
     ) from error
 
+from penstock._engine.launchers import read_launcher
+from penstock._engine.parallel import side_by_side
+from penstock._engine.runtime import Loss
+from penstock._engine.values import tensors_in
 from penstock.checkpoint import Checkpoints
 from penstock.errors import UsageError
 from penstock.integrations.accelerate import (
@@ -33,11 +37,7 @@ from penstock.integrations.accelerate import (
     share_batches,
 )
 from penstock.integrations.module import PipelineModel, PipelineModule
-from penstock.launchers import read_launcher
-from penstock.parallel import side_by_side
 from penstock.pipeline import Pipeline, own_loss
-from penstock.runtime import Loss
-from penstock.values import tensors_in
 
 
 class PipelineTrainer(Trainer):

@@ -15,11 +15,11 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn.modules import module as torchs
 from torch.utils._python_dispatch import _disable_current_modes
 
-from penstock.devices import autocast_types
+from penstock._engine.devices import autocast_types
+from penstock._engine.values import PLAIN, Place, Structure, flatten, unflatten
 from penstock.partition.memory import storage_of
 from penstock.partition.seen import Door
 from penstock.partition.settings import REGISTRIES
-from penstock.values import PLAIN, Place, Structure, flatten, unflatten
 
 Look = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
 """The shape, strides, type and device of a tensor, and whether it learns."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.devices import autocast_types
+from penstock._engine.devices import autocast_types
 from penstock.errors import PartitionError, UsageError
 from penstock.partition.base import Example
 from penstock.partition.mutables import put

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from penstock.elsewhere import Whereabouts, put_elsewhere
+from penstock._engine.elsewhere import Whereabouts, put_elsewhere
 from penstock.errors import PartitionError, listed
 
 Example = tuple[Sequence[Any], Mapping[str, Any]]
@@ -114,7 +114,7 @@ class Partition:
     def keep(self, stages: Collection[int], rank_of: Sequence[int], device: torch.device) -> None:
         """Free the data of all other stages, where the stages share a model that would keep it alive.
 
-        The model then has stand-ins in its place, see :class:`penstock.elsewhere.Elsewhere`.
+        The model then has stand-ins in its place, see :class:`penstock._engine.elsewhere.Elsewhere`.
 
         Args:
             stages: the stages to keep.

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
+from penstock._engine.rng import LOSS, Draws, generators_kept
 from penstock.partition.cutting import doors_of
 from penstock.partition.seen import Door, Seeded, opened
 from penstock.partition.units import find_units
-from penstock.rng import LOSS, Draws, generators_kept
 
 
 @contextmanager

@@ -13,6 +13,16 @@ from torch._subclasses import FakeTensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
+from penstock._engine.values import (
+    PLAIN,
+    Place,
+    leaves_in,
+    located,
+    map_tensors,
+    plain_in,
+    tensors_in,
+    without,
+)
 from penstock.errors import PartitionError, PlanError, StageError
 from penstock.partition.author import Author
 from penstock.partition.functions import REWRITTEN, is_ours, may_draw, rewritten
@@ -35,16 +45,6 @@ from penstock.partition.seen import (
 )
 from penstock.partition.trace import DIRECT, OVERWRITTEN, READ, Event, Value
 from penstock.stage import StageCall
-from penstock.values import (
-    PLAIN,
-    Place,
-    leaves_in,
-    located,
-    map_tensors,
-    plain_in,
-    tensors_in,
-    without,
-)
 
 
 class _StageDone(BaseException):

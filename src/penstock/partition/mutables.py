@@ -21,8 +21,8 @@ import torch
 from torch import Generator, Tensor, nn
 from torch._subclasses import FakeTensor
 
+from penstock._engine.values import map_tensors
 from penstock.partition.lines import line_of
-from penstock.values import map_tensors
 
 CONTAINERS = (list, dict, set, deque)
 """The types of mutable containers."""

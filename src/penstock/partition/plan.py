@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
+from penstock._engine.values import Place, opaque_in, tensors_in
 from penstock.errors import PartitionError
 from penstock.partition.functions import is_ours, may_draw
 from penstock.partition.mutables import restored
@@ -19,7 +20,6 @@ from penstock.partition.owners import Owners, check_owners
 from penstock.partition.private import hidden
 from penstock.partition.trace import Event, Homes, Trace, Value
 from penstock.schedule import Edge
-from penstock.values import Place, opaque_in, tensors_in
 
 
 class Step(NamedTuple):

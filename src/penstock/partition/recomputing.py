@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 
+from penstock._engine.values import leaves_in, map_tensors
 from penstock.errors import PartitionError, StageError
 from penstock.partition.mutables import MISSING, replaced
 from penstock.partition.settings import REGISTRIES
-from penstock.values import leaves_in, map_tensors
 
 Run = Callable[..., Any]
 _Holder = dict[str, Any]

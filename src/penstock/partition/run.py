@@ -8,12 +8,12 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
+from penstock._engine.values import tensors_in
 from penstock.partition.alike import Memo
 from penstock.partition.base import Example
 from penstock.partition.seen import Door
 from penstock.partition.trace import Homes, Trace
 from penstock.partition.tracer import record
-from penstock.values import tensors_in
 
 
 class WithoutData:

@@ -20,10 +20,10 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as checkpointing
 
+from penstock._engine.rng import Draws
 from penstock.errors import PartitionError
 from penstock.partition.functions import may_draw
 from penstock.partition.recomputing import checkpointed
-from penstock.rng import Draws
 
 Run = Callable[..., Any]
 """Makes the call that was intercepted."""

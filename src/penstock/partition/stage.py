@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from penstock._engine.rng import Draws
 from penstock.errors import PartitionError, PlanError
 from penstock.partition.author import Author
 from penstock.partition.forward import (
@@ -29,7 +30,6 @@ from penstock.partition.private import NotHere
 from penstock.partition.run import has_data
 from penstock.partition.seen import Seeded
 from penstock.partition.trace import Trace, Value
-from penstock.rng import Draws
 from penstock.stage import StageCall, StageModule
 
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
+from penstock._engine.values import Place
 from penstock.partition.functions import METADATA, SET_HOOKS
 from penstock.partition.held import Changed
 from penstock.partition.mutables import Mutables
 from penstock.partition.private import Attribute
 from penstock.partition.seen import Door
-from penstock.values import Place
 
 OVERWRITTEN = (
     "what units gave was written into a tensor, and is read through another that was made of it before and "

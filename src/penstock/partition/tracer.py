@@ -24,6 +24,7 @@ from torch.autograd.graph import increment_version
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from penstock._engine.values import Place, check_tensor, located, map_tensors, opaque_in, tensors_in
 from penstock.errors import PartitionError
 from penstock.partition.alike import (
     Answer,
@@ -60,7 +61,6 @@ from penstock.partition.seen import (
 )
 from penstock.partition.trace import DIRECT, OVERWRITTEN, READ, Change, Event, Homes, Region, Trace
 from penstock.partition.work import Work
-from penstock.values import Place, check_tensor, located, map_tensors, opaque_in, tensors_in
 
 MOST_CACHED = 20_000
 """The operations without data that torch may remember; it forgets none by itself, as of torch 2.13."""

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from penstock.errors import PenstockError, StageError, UsageError
-from penstock.faults import without_library_frames
-from penstock.microbatches import (
+from penstock._engine.faults import without_library_frames
+from penstock._engine.microbatches import (
     MISSING,
     Batch,
     Rules,
@@ -24,12 +23,7 @@ from penstock.microbatches import (
     rules_with_images,
     split_batch,
 )
-from penstock.pipeline.holding import HeldModel
-from penstock.pipeline.outputs import Outputs
-from penstock.pipeline.plan import ProvenSchedules
-from penstock.pipeline.slowness import Slowness
-from penstock.pipeline.watching import peak_flops, peak_memory
-from penstock.runtime import (
+from penstock._engine.runtime import (
     ASKING,
     MAIN,
     Call,
@@ -41,6 +35,12 @@ from penstock.runtime import (
     ask_inside,
     remedy_of_added,
 )
+from penstock.errors import PenstockError, StageError, UsageError
+from penstock.pipeline.holding import HeldModel
+from penstock.pipeline.outputs import Outputs
+from penstock.pipeline.plan import ProvenSchedules
+from penstock.pipeline.slowness import Slowness
+from penstock.pipeline.watching import peak_flops, peak_memory
 from penstock.schedule import Action
 from penstock.schedule.base import whole_number
 

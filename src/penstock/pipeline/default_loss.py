@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.runtime import Loss
+from penstock._engine.runtime import Loss
 
 
 def own_loss(model: nn.Module) -> Loss:

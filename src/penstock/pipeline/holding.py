@@ -8,13 +8,13 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from penstock._engine.runtime import Replicas, Runner
 from penstock.errors import UsageError
 from penstock.partition import Partition, Shared
 from penstock.pipeline.plan import ProvenSchedules
 from penstock.pipeline.setup import check_shared, check_spread, described_stages, modules_in
 from penstock.pipeline.uncut import UncutModel
 from penstock.pipeline.weights import CUT_NOW, HeldWeights, ListedWeights, WholeWeights
-from penstock.runtime import Replicas, Runner
 from penstock.stage import PipelineStage
 
 

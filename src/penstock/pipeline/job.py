@@ -10,11 +10,11 @@ from math import prod
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from penstock._engine.parallel import Siblings
+from penstock._engine.runtime import Replicas, Runner
+from penstock._engine.transport import Circle, Transport
+from penstock._engine.weights.team import Level, Team, exchanging
 from penstock.errors import UsageError
-from penstock.parallel import Siblings
-from penstock.runtime import Replicas, Runner
-from penstock.transport import Circle, Transport
-from penstock.weights.team import Level, Team, exchanging
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -11,13 +11,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from penstock._engine.weights import Init, read_weights
+from penstock._engine.weights.folders import files_beside, save_weights
+from penstock._engine.weights.norms import scale_gradients, total_norm
+from penstock._engine.weights.optimizers import OptimizerStates, named_state_dict, read_states
+from penstock._engine.weights.states import LoadResult, StageWeights, load_optimizer
 from penstock.pipeline.holding import HeldModel
 from penstock.pipeline.job import PipelineJob, collective
-from penstock.weights import Init, read_weights
-from penstock.weights.folders import files_beside, save_weights
-from penstock.weights.norms import scale_gradients, total_norm
-from penstock.weights.optimizers import OptimizerStates, named_state_dict, read_states
-from penstock.weights.states import LoadResult, StageWeights, load_optimizer
 
 LONG = 300.0
 """Seconds that a rank may take to read or write its weights while the others wait."""

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime import ActionEvent, Hooks, StepState
+from penstock._engine.runtime import ActionEvent, Hooks, StepState
+from penstock._engine.values import tensors_in
 from penstock.schedule import Action, Op, Schedule
 from penstock.stage import PipelineStage
-from penstock.values import tensors_in
 
 
 @dataclass(frozen=True)

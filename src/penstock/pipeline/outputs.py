@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from penstock.microbatches import Rule, Ways, merge
-from penstock.values import tensors_in
+from penstock._engine.microbatches import Rule, Ways, merge
+from penstock._engine.values import tensors_in
 
 
 class Outputs(NamedTuple):
@@ -18,7 +18,7 @@ class Outputs(NamedTuple):
     Attributes:
         parts: one for each microbatch.
         rule: how they are put together.
-        ways: see :func:`penstock.microbatches.merge`; None if the user has split the batch.
+        ways: see :func:`penstock._engine.microbatches.merge`; None if the user has split the batch.
     """
 
     parts: list[Any]

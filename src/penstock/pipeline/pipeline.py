@@ -14,10 +14,31 @@ import torch
 from torch import nn
 
 from penstock import plan as planning
+from penstock._engine.faults import Timeout
+from penstock._engine.microbatches import MISSING, Batch, RulesGiven
+from penstock._engine.parallel import siblings_of
+from penstock._engine.rng import Randomness, Seed
+from penstock._engine.runtime import (
+    ActionEvent,
+    ActionHook,
+    Call,
+    HookHandle,
+    Hooks,
+    Loss,
+    LossFunction,
+    LossScaler,
+    LossWeight,
+    Replicas,
+    Runner,
+    StepLoss,
+    StepResult,
+    StepState,
+    TotalWeight,
+    Which,
+    check_plans,
+    describe_stages,
+)
 from penstock.errors import NonFiniteError, UsageError
-from penstock.faults import Timeout
-from penstock.microbatches import MISSING, Batch, RulesGiven
-from penstock.parallel import siblings_of
 from penstock.partition import Partition, Shared, find_shared_between
 from penstock.pipeline.calls import CallArguments, PipelineCalls, flowed_back
 from penstock.pipeline.holding import HeldModel
@@ -40,27 +61,6 @@ from penstock.pipeline.slowness import Slowness
 from penstock.pipeline.uncut import UncutModel
 from penstock.pipeline.watching import StepEvent, StepHook
 from penstock.pipeline.weights import CUT_NOW
-from penstock.rng import Randomness, Seed
-from penstock.runtime import (
-    ActionEvent,
-    ActionHook,
-    Call,
-    HookHandle,
-    Hooks,
-    Loss,
-    LossFunction,
-    LossScaler,
-    LossWeight,
-    Replicas,
-    Runner,
-    StepLoss,
-    StepResult,
-    StepState,
-    TotalWeight,
-    Which,
-    check_plans,
-    describe_stages,
-)
 from penstock.schedule import Action, Edge, Schedule
 from penstock.stage import Compilation, PipelineStage
 

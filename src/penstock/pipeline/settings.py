@@ -15,11 +15,14 @@ import torch
 from torch import nn
 
 from penstock import plan as planning
-from penstock.devices import placed_on
+from penstock._engine.devices import placed_on
+from penstock._engine.faults import Patience, Timeout
+from penstock._engine.microbatches import MISSING, Rules, RulesGiven, read_rules, split_batch
+from penstock._engine.parallel import group_across, spread_parts
+from penstock._engine.rng import Seed, checked_seed
+from penstock._engine.runtime import Loss, LossFunction, Replicas, StepLoss
+from penstock._engine.transport import Circle
 from penstock.errors import PartitionError, UsageError, check_known
-from penstock.faults import Patience, Timeout
-from penstock.microbatches import MISSING, Rules, RulesGiven, read_rules, split_batch
-from penstock.parallel import group_across, spread_parts
 from penstock.partition import Example, Partition
 from penstock.pipeline.default_loss import default_loss
 from penstock.pipeline.plan import (
@@ -29,8 +32,6 @@ from penstock.pipeline.plan import (
     Stages,
     build_by,
 )
-from penstock.rng import Seed, checked_seed
-from penstock.runtime import Loss, LossFunction, Replicas, StepLoss
 from penstock.schedule import Schedule, build, load
 from penstock.schedule.base import Edges, whole_number
 from penstock.stage import (
@@ -40,7 +41,6 @@ from penstock.stage import (
     device_of,
     without_compilation,
 )
-from penstock.transport import Circle
 
 _CUT = "cut the model first: stages=penstock.partition.partition(model, stages, {}=...)"
 _INSTEAD = {

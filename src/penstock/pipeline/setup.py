@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from penstock.devices import use
-from penstock.errors import PenstockError, ScheduleError, UsageError, listed
-from penstock.faults import Activity, Watch, meet, noticing_gone_machines
-from penstock.launchers import read_launcher
-from penstock.parallel import (
+from penstock._engine.devices import use
+from penstock._engine.faults import Activity, Watch, meet, noticing_gone_machines
+from penstock._engine.launchers import read_launcher
+from penstock._engine.parallel import (
     begin_equal,
     group_of,
     left_alone,
@@ -22,16 +21,17 @@ from penstock.parallel import (
     ranks_in,
     spread_parts,
 )
-from penstock.partition import Partition, Shared
-from penstock.pipeline.settings import REMEDIES, PipelineSettings, Wrap
-from penstock.runtime import (
+from penstock._engine.runtime import (
     Replicas,
     StepLoss,
     forwards_first,
 )
+from penstock._engine.transport import Circle, Transport, join, launched
+from penstock.errors import PenstockError, ScheduleError, UsageError, listed
+from penstock.partition import Partition, Shared
+from penstock.pipeline.settings import REMEDIES, PipelineSettings, Wrap
 from penstock.schedule import Schedule, build, names
 from penstock.stage import PipelineStage, StageModule
-from penstock.transport import Circle, Transport, join, launched
 
 log = logging.getLogger("penstock")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 
+from penstock._engine.runtime import Runner, StepState, TimelineKind
 from penstock.pipeline.plan import ProvenSchedules
-from penstock.runtime import Runner, StepState, TimelineKind
 from penstock.schedule import (
     Action,
     Costs,

@@ -11,8 +11,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from penstock.devices import is_accelerator, memory_of
-from penstock.elsewhere import is_elsewhere
+from penstock._engine.devices import is_accelerator, memory_of
+from penstock._engine.elsewhere import is_elsewhere
+from penstock._engine.runtime import Replicas, without_data
+from penstock._engine.transport import Transport
+from penstock._engine.weights import Init, load_partition
+from penstock._engine.weights.folders import check_folder
+from penstock._engine.weights.initialise import initialise
 from penstock.errors import UsageError
 from penstock.partition import Cutting, Example, Partition, Room, explained, find_shared
 from penstock.pipeline.plan import ProvenSchedules, in_flight
@@ -20,12 +25,7 @@ from penstock.pipeline.settings import ModelSettings
 from penstock.pipeline.setup import check_loss, make_equal, wrap_stages
 from penstock.pipeline.weights import CUT_NOW
 from penstock.plan import Plan
-from penstock.runtime import Replicas, without_data
 from penstock.stage import PipelineStage
-from penstock.transport import Transport
-from penstock.weights import Init, load_partition
-from penstock.weights.folders import check_folder
-from penstock.weights.initialise import initialise
 
 _SHARE = 0.9
 """The part of a device's memory that a stage may fill."""
@@ -144,10 +144,10 @@ class UncutModel:
             self.device = torch.device("cpu")
         return False
 
-    # ---- the cut, see penstock.runtime.cut.LateCut
+    # ---- the cut, see penstock._engine.runtime.cut.LateCut
 
     def decide(self, call: Example | None, target: Any, *, plans: bool) -> Any:
-        """Where to cut; see :class:`penstock.runtime.cut.LateCut`."""
+        """Where to cut; see :class:`penstock._engine.runtime.cut.LateCut`."""
         self._call = call
         if self._settings.schedule == "auto":
             if not plans:
@@ -183,7 +183,7 @@ class UncutModel:
             return cut()
 
     def adopt(self, decision: Any) -> None:
-        """Cut where another rank does; see :class:`penstock.runtime.cut.LateCut`."""
+        """Cut where another rank does; see :class:`penstock._engine.runtime.cut.LateCut`."""
         plan_text, where = decision
         if self._settings.schedule == "auto":
             self._follow(Plan.from_json(plan_text))
@@ -198,7 +198,7 @@ class UncutModel:
         self._run_without_data(cut)
 
     def carry_out(self) -> None:
-        """Take the stages of this process; see :class:`penstock.runtime.cut.LateCut`."""
+        """Take the stages of this process; see :class:`penstock._engine.runtime.cut.LateCut`."""
         partition, placement = self._partition, self._schedules.training.placement
         assert partition is not None
         rank = None if self._transport is None else self._transport.rank

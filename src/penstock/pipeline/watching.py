@@ -17,10 +17,10 @@ try:
 except ModuleNotFoundError:  # Windows
     resource = None  # type: ignore[assignment]
 
-from penstock.devices import is_accelerator, name_of
+from penstock._engine.devices import is_accelerator, name_of
+from penstock._engine.runtime import StepResult
 from penstock.errors import UsageError
 from penstock.plan import device_called
-from penstock.runtime import StepResult
 from penstock.schedule.base import whole_number
 
 logger = logging.getLogger("penstock")

@@ -13,27 +13,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from penstock.elsewhere import (
+from penstock._engine.elsewhere import (
     Elsewhere,
     Whereabouts,
     is_elsewhere,
     leave_gradients,
     optimizers_of,
 )
-from penstock.errors import UsageError
-from penstock.parallel import local_part
-from penstock.partition import Shared, find_shared, named_tensors
-from penstock.pipeline.job import level_of
-from penstock.runtime import Runner
-from penstock.stage import PipelineStage
-from penstock.weights import Init
-from penstock.weights.files import digest
-from penstock.weights.initialise import initialise
-from penstock.weights.norms import all_norms, norms_by_name, sum_over
-from penstock.weights.optimizers import OptimizerStates, named_state_dict, shared_settings
-from penstock.weights.ranks import Ranks
-from penstock.weights.sharing import SharedWeights
-from penstock.weights.states import (
+from penstock._engine.parallel import local_part
+from penstock._engine.runtime import Runner
+from penstock._engine.weights import Init
+from penstock._engine.weights.files import digest
+from penstock._engine.weights.initialise import initialise
+from penstock._engine.weights.norms import all_norms, norms_by_name, sum_over
+from penstock._engine.weights.optimizers import OptimizerStates, named_state_dict, shared_settings
+from penstock._engine.weights.ranks import Ranks
+from penstock._engine.weights.sharing import SharedWeights
+from penstock._engine.weights.states import (
     LoadResult,
     Names,
     StageWeights,
@@ -42,7 +38,11 @@ from penstock.weights.states import (
     gather_state,
     load_state,
 )
-from penstock.weights.team import Team
+from penstock._engine.weights.team import Team
+from penstock.errors import UsageError
+from penstock.partition import Shared, find_shared, named_tensors
+from penstock.pipeline.job import level_of
+from penstock.stage import PipelineStage
 
 CUT_NOW = "call pipe.cut(...) with the arguments of a batch to cut the model now"
 """What to do where something needs the stages before the first batch has come."""
@@ -338,7 +338,7 @@ class HeldWeights(ListedWeights):
         return listed
 
     def _norms(self, order: float, present: int, absent: Sequence[str]) -> Tensor | None:
-        """The norms of all gradients, where all ranks ask for them; see :class:`penstock.elsewhere.Norms`."""
+        """The norms of all gradients, where all ranks ask for them."""
         learning = [
             (name, weight) for name, weight in self.named_parameters() if weight.requires_grad
         ]

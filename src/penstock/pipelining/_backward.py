@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from penstock._engine.values import leaves_in, named_leaves, tensors_in
 from penstock.backward.nodes import LEAF, node_of
 from penstock.backward.passes import Gradients, seeds_of, shapes_text
 from penstock.backward.pending import PendingGradients
 from penstock.backward.search import MicrobatchGraph
 from penstock.backward.split import SharedGradients, SplitBackward
 from penstock.errors import UsageError
-from penstock.values import leaves_in, named_leaves, tensors_in
 
 ParamGroup: TypeAlias = dict[str, Any]
 """Weights whose gradients come from the same nodes; `stage_backward_input` says what is in it."""

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from penstock._engine.parallel import is_sharded
 from penstock.errors import (
     InputFileError,
     MicrobatchError,
@@ -22,7 +23,6 @@ from penstock.errors import (
     SpecError,
     UsageError,
 )
-from penstock.parallel import is_sharded
 from penstock.partition import Shared
 from penstock.schedule import Edge
 

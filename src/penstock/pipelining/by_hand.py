@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp
 
+from penstock._engine.runtime import StepState
 from penstock.pipelining._utils import CallError
-from penstock.runtime import StepState
 from penstock.schedule import Action, Dependencies, Op, Placement, Schedule
 from penstock.schedule.base import Edges
 

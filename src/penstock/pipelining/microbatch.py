@@ -13,9 +13,9 @@ from torch import Tensor
 # The only pytree that includes the types that users register. It has no public name in torch 2.13.
 from torch.utils import _pytree as pytree
 
+from penstock._engine.masks import BlockMask, split_mask
+from penstock._engine.parallel import is_sharded, merge_sharded, split_sharded
 from penstock.errors import MicrobatchError
-from penstock.masks import BlockMask, split_mask
-from penstock.parallel import is_sharded, merge_sharded, split_sharded
 from penstock.pipelining._utils import ChunkError
 
 DEFAULT_CHUNK_DIM = 0

@@ -17,8 +17,10 @@ from torch import Tensor
 # Unlike other pytrees, it includes the types that users register.
 from torch.utils import _pytree as pytree
 
+from penstock._engine.microbatches import Batch, Microbatch
+from penstock._engine.runtime import Call, Reduction, StepLoss, StepState
+from penstock._engine.values import tensors_in
 from penstock.errors import MicrobatchError, PenstockError, ScheduleError, UsageError
-from penstock.microbatches import Batch, Microbatch
 from penstock.pipeline import Pipeline, carry_out, driven
 from penstock.pipeline.plan import prove
 from penstock.pipelining._utils import CallError, PlacementError
@@ -40,7 +42,6 @@ from penstock.pipelining.rows import (
     to_tuple,
 )
 from penstock.pipelining.stage import StageBase
-from penstock.runtime import Call, Reduction, StepLoss, StepState
 from penstock.schedule import (
     Action,
     Dependencies,
@@ -55,7 +56,6 @@ from penstock.schedule import (
 )
 from penstock.schedule.action import COMPUTE_OPS, OVERLAPPED, STAGE_OPS, Entry
 from penstock.schedule.base import Edges, flat
-from penstock.values import tensors_in
 
 Custom = Callable[[ActionTuple, Any], None]
 CUSTOM_OPS = frozenset({op.value for op in COMPUTE_OPS | STAGE_OPS} | {OVERLAPPED})

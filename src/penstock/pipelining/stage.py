@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.distributed import P2POp
 
 from penstock import stage as engine
+from penstock._engine.parallel import gathered, group_of, let_cross, seat
+from penstock._engine.values import flatten, map_tensors, tensors_in
 from penstock.errors import UsageError
-from penstock.parallel import gathered, group_of, let_cross, seat
 from penstock.partition import Shared
 from penstock.pipelining._backward import (
     stage_backward,
@@ -34,7 +35,6 @@ from penstock.pipelining._utils import (
 from penstock.pipelining.by_hand import FunctionDrive, nothing_for
 from penstock.schedule import Action, Op, Schedule
 from penstock.stage import Gradients
-from penstock.values import flatten, map_tensors, tensors_in
 
 Build = Callable[[], Callable[[], object]]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.lazily import lazily
+from penstock._engine.lazily import lazily
 
 if TYPE_CHECKING:
     from penstock.plan.choice import Order as Order

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, PlainSerializer, PlainValidator
 
+from penstock._engine.values import bytes_as_text
 from penstock.errors import UsageError
 from penstock.plan.costs import AHEAD, FILE, Number, Numbers, StageCosts, read_json, write_json
 from penstock.schedule import (
@@ -25,7 +26,6 @@ from penstock.schedule import (
     simulate,
     to_json,
 )
-from penstock.values import bytes_as_text
 
 POLICIES = ("none", "needed", "all")
 LARGEST = 2**20

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.devices import is_accelerator, memory_of, name_of
+from penstock._engine.devices import is_accelerator, memory_of, name_of
+from penstock._engine.microbatches import MISSING, Rules, RulesGiven, read_rules, split_batch
 from penstock.errors import InputFileError, UsageError
-from penstock.microbatches import MISSING, Rules, RulesGiven, read_rules, split_batch
 from penstock.partition import unit_paths
 from penstock.plan.candidates import whole
 from penstock.plan.costs import Profile, UnitCosts, Units

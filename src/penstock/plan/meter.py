@@ -13,8 +13,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock._engine.values import flatten
 from penstock.partition.work import formula_of
-from penstock.values import flatten
 
 Operation = tuple[float, float, str]
 """The floating-point operations of an operation, the bytes it moves and its dtype."""

@@ -15,6 +15,7 @@ from itertools import islice, pairwise, product
 from pathlib import Path
 from time import monotonic
 
+from penstock._engine.values import bytes_as_text
 from penstock.errors import ScheduleError, UsageError
 from penstock.plan.candidates import (
     Arrangement,
@@ -35,7 +36,6 @@ from penstock.plan.ranks import ranks_of, units_on
 from penstock.plan.report import report_of
 from penstock.schedule import Placement, Schedule, compute_only
 from penstock.schedule import search as search_schedule
-from penstock.values import bytes_as_text
 
 KEPT = 10
 SIMULATED = 32

@@ -27,8 +27,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
+from penstock._engine.devices import wait_for
+from penstock._engine.rng import generators_kept
+from penstock._engine.values import map_tensors, tensors_in
 from penstock.backward import SplitBackward
-from penstock.devices import wait_for
 from penstock.errors import UsageError
 from penstock.partition import Door
 from penstock.partition.base import count_parameters
@@ -37,9 +39,7 @@ from penstock.partition.seen import left, opened
 from penstock.partition.tracer import as_written, home_of
 from penstock.plan.costs import UnitCost, Units, ValueCost, Work
 from penstock.plan.meter import FusedAttention, Meter, Operation, storage_key
-from penstock.rng import generators_kept
 from penstock.stage import enter
-from penstock.values import map_tensors, tensors_in
 
 Loss = Callable[[Any, Any], Any]
 """Computes the scalar that backward starts from, from the model's output and a target."""

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
 
+from penstock._engine.faults import Activity, add_probe
+from penstock._engine.values import map_tensors
 from penstock.errors import UsageError
-from penstock.faults import Activity, add_probe
 from penstock.schedule import Action, Op, matching
-from penstock.values import map_tensors
 
 How = Literal[
     "exception",

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from penstock._engine.microbatches import Microbatches, RulesGiven
+from penstock._engine.runtime import Loss, LossFunction, collect_losses
 from penstock.errors import UsageError
-from penstock.microbatches import Microbatches, RulesGiven
 from penstock.partition import randomness
 from penstock.pipeline import Pipeline
 from penstock.pipeline.plan import Stages
-from penstock.runtime import Loss, LossFunction, collect_losses
 from penstock.schedule import Schedule
 
 SEED = 11

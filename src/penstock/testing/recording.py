@@ -8,9 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from penstock.errors import UsageError
-from penstock.pipeline import Pipeline
-from penstock.transport import (
+from penstock._engine.transport import (
     LEFT,
     VALUES,
     WORDS,
@@ -19,7 +17,9 @@ from penstock.transport import (
     Sending,
     Transport,
 )
-from penstock.values import TensorLayout
+from penstock._engine.values import TensorLayout
+from penstock.errors import UsageError
+from penstock.pipeline import Pipeline
 
 What = Literal["send", "leave", "post", "take", "gather", "sum"]
 """What was done: ``leave`` waits for a message that was sent, ``take`` for one that was posted."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.lazily import lazily
+from penstock._engine.lazily import lazily
 
 if TYPE_CHECKING:
     from penstock.train.config import TrainConfig as TrainConfig

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from penstock.values import bytes_as_text
+from penstock._engine.values import bytes_as_text
 
 
 def summary(metrics: Mapping[str, Any], steps: int) -> str:

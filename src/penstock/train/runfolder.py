@@ -10,8 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from penstock._engine.weights.storage import open_regular, replace_file
 from penstock.errors import UsageError
-from penstock.weights.storage import open_regular, replace_file
 
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"

@@ -15,8 +15,11 @@ from rich.text import Text
 from torch import Tensor
 
 from penstock import plan as planning
+from penstock._engine.devices import placed_on
+from penstock._engine.parallel import replicated_mesh, shard
+from penstock._engine.runtime import GracefulStop
+from penstock._engine.values import bytes_as_text
 from penstock.checkpoint import Checkpoints
-from penstock.devices import placed_on
 from penstock.errors import (
     CheckpointError,
     ConfigError,
@@ -25,10 +28,8 @@ from penstock.errors import (
     UsageError,
     shortened,
 )
-from penstock.parallel import replicated_mesh, shard
 from penstock.pipeline import Pipeline, SlowWarning
 from penstock.plan import Plan, Profile
-from penstock.runtime import GracefulStop
 from penstock.schedule import Timeline, draw_svg
 from penstock.schedule.files import DEFAULT, read_text
 from penstock.train.config import TrainConfig, ranks_of, schedule_of, to_toml, world_size
@@ -50,7 +51,6 @@ from penstock.train.runfolder import (
     create_folder,
     source_of,
 )
-from penstock.values import bytes_as_text
 
 CLOCKS = {
     "measured": "measured on the clocks of the ranks",

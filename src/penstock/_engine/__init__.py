@@ -1,0 +1,1 @@
+"""What the public packages stand on; its names may change with every release."""

@@ -1,0 +1,48 @@
+"""Batches that are split into microbatches by rules, and outputs that are merged."""
+
+from penstock._engine.microbatches.batch import MISSING, Batch, Microbatch, Microbatches
+from penstock._engine.microbatches.images import ByImages, image_tokens, rules_with_images
+from penstock._engine.microbatches.merging import Ways, has_rows, merge
+from penstock._engine.microbatches.rules import (
+    OUTPUT,
+    REPLICATE,
+    TARGET,
+    CallSplitter,
+    ItemRule,
+    Replicate,
+    Rule,
+    Rules,
+    RulesGiven,
+    Split,
+    Splitter,
+    output_rule,
+    read_rules,
+)
+from penstock._engine.microbatches.splitting import split_batch
+
+__all__ = [
+    "MISSING",
+    "OUTPUT",
+    "REPLICATE",
+    "TARGET",
+    "Batch",
+    "ByImages",
+    "CallSplitter",
+    "ItemRule",
+    "Microbatch",
+    "Microbatches",
+    "Replicate",
+    "Rule",
+    "Rules",
+    "RulesGiven",
+    "Split",
+    "Splitter",
+    "Ways",
+    "has_rows",
+    "image_tokens",
+    "merge",
+    "output_rule",
+    "read_rules",
+    "rules_with_images",
+    "split_batch",
+]

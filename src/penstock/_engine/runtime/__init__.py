@@ -1,0 +1,63 @@
+"""Runs a step: the agreement before it, the interpreter of its program, and its result."""
+
+from penstock._engine.runtime.asking import ASKING, ask_inside, remedy_of_added
+from penstock._engine.runtime.calls import Call, StepState, check_plans, describe_stages
+from penstock._engine.runtime.hooks import ActionEvent, ActionHook, HookHandle, Hooks, Which
+from penstock._engine.runtime.kinds import contents_of
+from penstock._engine.runtime.loss import (
+    MAIN,
+    Loss,
+    LossFunction,
+    LossOver,
+    LossWeight,
+    Metric,
+    Reduction,
+    Replicas,
+    StepLoss,
+    TotalWeight,
+    add_loss,
+    check_function,
+    collect_losses,
+)
+from penstock._engine.runtime.result import StepCost, StepResult, TimelineKind
+from penstock._engine.runtime.runner import Runner, without_data
+from penstock._engine.runtime.scaler import LossScaler
+from penstock._engine.runtime.stopping import GracefulStop
+from penstock._engine.runtime.whole import forwards_first
+
+__all__ = [
+    "ASKING",
+    "MAIN",
+    "ActionEvent",
+    "ActionHook",
+    "Call",
+    "GracefulStop",
+    "HookHandle",
+    "Hooks",
+    "Loss",
+    "LossFunction",
+    "LossOver",
+    "LossScaler",
+    "LossWeight",
+    "Metric",
+    "Reduction",
+    "Replicas",
+    "Runner",
+    "StepCost",
+    "StepLoss",
+    "StepResult",
+    "StepState",
+    "TimelineKind",
+    "TotalWeight",
+    "Which",
+    "add_loss",
+    "ask_inside",
+    "check_function",
+    "check_plans",
+    "collect_losses",
+    "contents_of",
+    "describe_stages",
+    "forwards_first",
+    "remedy_of_added",
+    "without_data",
+]

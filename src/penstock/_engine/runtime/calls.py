@@ -1,0 +1,261 @@
+"""A call of the pipeline: what a rank brings to it, what all bring together, and what came of it.
+
+A rank's digest is a hash of how its arguments and its stages look. If all ranks have brought these digests
+before, the call is known. If not, they exchange descriptions. A rank that refuses its arguments says so in
+its digest; all ranks then refuse the call before anything is sent or changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial, reduce
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock._engine.devices import autocast_types
+from penstock._engine.faults import versions
+from penstock._engine.microbatches import Batch, Microbatch
+from penstock._engine.parallel import Adapters, spread, whole
+from penstock._engine.rng import Draws
+from penstock._engine.runtime.alike import Samples
+from penstock._engine.runtime.hooks import Hooks, Recorder
+from penstock._engine.runtime.kinds import Agreement
+from penstock._engine.runtime.loss import StepLoss, Weights
+from penstock._engine.runtime.result import StepResult, StepTally
+from penstock._engine.transport import Transport
+from penstock.errors import (
+    AgreementError,
+    PenstockError,
+    error_named,
+    public_name,
+)
+from penstock.schedule import Action, Op, Schedule
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the pipeline. Every rank has one; they differ only in what their processes were given.
+
+    Args:
+        batch: as much of the batch as this process was given.
+        loss: how to compute the loss, if there is one.
+        trains: whether gradients are wanted.
+        outputs: whether every rank gets the last stage's outputs.
+        record: whether to note when each action ran.
+        seed: the (seed, step) of random numbers; None leaves torch's generators as they are.
+        keep: whether the rank of the last stage reports its outputs as they are.
+        hooks: the hooks on actions, if any.
+        finite: whether to check that the loss and the gradients are finite.
+        refusal: the error in this process's arguments, if any; all ranks learn of it, and none begins.
+        same_batch: whether every rank must be given the same batch; None: those in which several ranks were
+            given something compare it now and then.
+        settings: returns the settings of optimizers that all ranks must have alike.
+        custom: functions that do the work of some ops; each is called with the usual function for actions,
+            which it may call, and the action.
+    """
+
+    batch: Batch
+    loss: StepLoss | None = None
+    trains: bool = True
+    outputs: bool = False
+    record: bool = False
+    seed: tuple[int, int] | None = None
+    keep: bool = False
+    hooks: Hooks | None = None
+    finite: bool = False
+    refusal: PenstockError | None = None
+    same_batch: bool | None = False
+    settings: Callable[[], Samples] = dict
+    custom: Mapping[Op, Callable[[Callable[[Action], None], Action], None]] | None = None
+
+    @property
+    def mode(self) -> str:
+        """The mode of the call; with its arguments, it decides which values travel."""
+        doing = "train" if self.trains else "evaluate"
+        losses = "with" if self.loss else "without"
+        return " ".join([doing, losses, "loss", *autocast_types()])
+
+    @property
+    def method(self) -> str:
+        """The method that the user called."""
+        return "step" if self.trains else "predict" if self.loss is None else "eval"
+
+
+# ---- what the ranks bring
+
+
+REFUSED = -1
+"""The digest of a rank that refuses; all others are at least 0."""
+
+
+def exchange_or_refuse(
+    transport: Transport | None, value: Any, refusal: PenstockError | None
+) -> list[Any]:
+    """The JSON values of all ranks; if a rank refuses, all raise the error of the first that does."""
+    if transport is None:
+        if refusal is not None:
+            raise refusal
+        return [value]
+    mine = None if refusal is None else [public_name(type(refusal)), str(refusal)]
+    rows = transport.exchange([value, mine])
+    reasons = [reason for _, reason in rows]
+    if refusal is not None and all(reason == mine for reason in reasons):
+        raise refusal
+    first = next((rank for rank, reason in enumerate(reasons) if reason is not None), None)
+    if first is None:
+        return [theirs for theirs, _ in rows]
+    name, text = reasons[first]
+    here = refusal if first == transport.rank else None
+    error = (error_named(name) if here is None else type(here))(f"rank {first}: {text}")
+    error.rank = first
+    raise error from (None if here is None else here.__cause__)
+
+
+# ---- a check at set-up: all ranks run the same plan
+
+
+def check_plans(
+    transport: Transport, schedule: Schedule, details: Mapping[str, str] | None = None
+) -> None:
+    """Check that all ranks run the same schedule of the same model with the same versions.
+
+    Args:
+        transport: this rank's end.
+        schedule: the schedule of a training step.
+        details: texts that must be the same on every rank too, by name.
+
+    Raises:
+        AgreementError: they do not; the message lists which rank has what.
+    """
+    mine = {
+        "schedule": f"{schedule.name} {_digest(str(schedule))}",
+        "microbatches": str(schedule.microbatches),
+        **versions(),
+        "precision": " ".join([str(torch.get_default_dtype()), *autocast_types()]),
+        **(details or {}),
+    }
+    # The texts of all stages are long: only digests travel, unless they differ.
+    digest = _digest(repr(sorted(mine.items())))
+    digests = transport.exchange(transport.beside.exchange(digest))
+    if len({one for row in digests for one in row}) == 1:
+        return
+    rows = transport.exchange(transport.beside.exchange([transport.activity.name, mine]))
+    plans = {name: plan for replica in zip(*rows, strict=True) for name, plan in replica}
+    differing = []
+    for name in dict.fromkeys(name for plan in plans.values() for name in plan):
+        holders: dict[str, list[str]] = {}
+        for rank, plan in plans.items():
+            holders.setdefault(plan.get(name, "none"), []).append(rank)
+        if len(holders) > 1:
+            texts = (f"{value} on {', '.join(ranks)}" for value, ranks in holders.items())
+            differing.append(f"{name}: {', '.join(texts)}")
+    if differing:
+        raise AgreementError(
+            f"ranks differ in {'; in '.join(differing)}; give every rank the same code, settings and versions"
+        )
+
+
+def describe_stages(modules: Sequence[nn.Module]) -> dict[str, str]:
+    """A text for each stage, equal if and only if its tensors have the same names, shapes and types."""
+    return {f"stage {index}": _described(module) for index, module in enumerate(modules)}
+
+
+def _described(module: nn.Module) -> str:
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    lines = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors]
+    return f"{len(lines)} tensors {_digest(chr(10).join(lines))}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+# ---- a call that is carried out
+
+
+class StepState:
+    """A call that is being carried out: this process's inputs, and its results.
+
+    Args:
+        call: the call.
+        agreement: what the ranks agreed on for it.
+        weights: how much each microbatch counts.
+        rank: this rank.
+        devices: the devices of the stages here.
+
+    Attributes:
+        draws: returns the draws of a microbatch on a device; None leaves the generators alone.
+        parts: the arguments of each microbatch, with tensors on the meta device for what is not here.
+        targets: the targets of the microbatches.
+        tally: adds up losses and metrics.
+        adapters: the adapters of replicated and sharded stages.
+        recorder: notes when actions run, if asked for.
+        outputs: the last stage's outputs by microbatch, where they are kept.
+        shared: the outputs in order, on every rank, if asked for.
+        batch_gradients: the batch's tensors that require grad, with their gradients.
+        result: the loss, losses and metrics, once the call is done.
+        flops: counts the model's floating-point operations, see :class:`StepResult`.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        agreement: Agreement,
+        weights: Weights,
+        rank: int,
+        devices: Sequence[torch.device],
+    ) -> None:
+        self.call, self.agreement, self.weights = call, agreement, weights
+        self.parts = list(agreement.model_call.complete(rank, call.batch.parts))
+        self.targets = call.batch.targets or [None] * len(self.parts)
+        self.tally = StepTally(weights, call.loss.metrics if call.loss is not None else {})
+        self.adapters: Adapters | None = None
+        self.recorder = Recorder(devices[0]) if call.record else None
+        self.outputs: dict[int, Any] = {}
+        self.shared: list[Any] = []
+        self.batch_gradients: list[tuple[Tensor, Tensor]] = []
+        self.result = StepResult(0.0)
+        self.flops: Callable[[], float | None] = lambda: None
+        self.draws: Callable[[int, torch.device], Draws | None] = lambda *_: None
+        if call.seed is not None:
+            self.draws = cache(partial(Draws, *call.seed))
+
+    def bring(self, microbatch: int, args: Sequence[Any] | None, kwargs: Mapping[str, Any]) -> None:
+        """Take other arguments for the stages of this process; without ``args``, those stay."""
+        args = self.parts[microbatch].args if args is None else args
+        self.parts[microbatch] = Microbatch(tuple(args), {}, 0, local=dict(kwargs))
+
+    def sum_batch_gradients(self, transport: Transport) -> None:
+        """Add up the gradients of the batch over the ranks: each has those of the stages that it runs."""
+        learners = self.agreement.model_call.learners(self.parts, self.call.batch.targets)
+        places = {id(tensor): place for place, tensor in reversed([*enumerate(learners)])}
+        here: list[Tensor | None] = [None] * len(learners)
+        sums: list[tuple[Tensor, Tensor]] = []
+        for tensor, gradient in self.batch_gradients:
+            place = places.get(id(tensor))
+            if place is None:
+                sums.append((tensor, gradient))  # it is a value that other ranks do not hear of
+                continue
+            before = here[place]
+            here[place] = gradient if before is None else before + gradient
+        dtype = reduce(torch.promote_types, [t.dtype for t in learners], torch.float32)
+        rows = [torch.tensor([mine is not None for mine in here], device="cpu")]
+        for tensor, mine in zip(learners, here, strict=True):
+            rows.append(torch.zeros(tensor.shape, device="cpu") if mine is None else whole(mine))
+        row = torch.cat([numbers.reshape(-1).to("cpu", dtype) for numbers in rows])
+        total = transport.sum(row, "the sum of the gradients of the batch")
+        users, *flat = total.split([numbers.numel() for numbers in rows])
+        for tensor, used, numbers in zip(learners, users.tolist(), flat, strict=True):
+            if used and not tensor.is_meta:
+                gradient = numbers.reshape(tensor.shape).to(tensor.device, tensor.dtype)
+                sums.append((tensor, spread(tensor, gradient)))
+        self.batch_gradients = sums
+
+    @property
+    def kept(self) -> list[Any]:
+        """The last stage's outputs in order, on its rank."""
+        return [self.outputs[index] for index in sorted(self.outputs)]

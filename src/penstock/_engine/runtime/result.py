@@ -1,0 +1,334 @@
+"""The numbers of a step: added up on each rank while it runs, and over all ranks at its end."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Literal, NamedTuple
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from penstock._engine.parallel import whole
+from penstock._engine.runtime.loss import (
+    MAIN,
+    Losses,
+    Metric,
+    Number,
+    Replicas,
+    StepLoss,
+    Weights,
+    metric_terms,
+)
+from penstock._engine.runtime.stopping import GracefulStop
+from penstock._engine.transport import Transport
+from penstock.errors import AgreementError, UsageError
+from penstock.schedule import Slow, Timeline
+
+TimelineKind = Literal["measured", "replayed"]
+"""Whether a timeline was measured on the ranks' own clocks, or replayed from measured durations."""
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """The cost of a step in this process; the functions are called on demand.
+
+    Args:
+        seconds: how long the step took.
+        devices: the number of devices that shared the work.
+        memory: returns the peak bytes of this process.
+        flops: returns the model's floating-point operations, or None.
+        peak: returns a device's peak operations per second, or None.
+    """
+
+    seconds: float
+    devices: int
+    memory: Callable[[], int]
+    flops: Callable[[], float | None]
+    peak: Callable[[], float | None]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of a step or evaluation; the same on every rank, but for time and memory.
+
+    Attributes:
+        loss: the loss of the whole batch, including losses added by :func:`penstock.add_loss`.
+        losses: the loss of ``loss_fn`` under ``"main"``, then added losses by name, all unweighted.
+        metrics: the user's metrics, by name.
+        weight: the weight of the batch: its samples, or what the loss's ``weight`` says.
+        finite: whether the loss and the gradients are finite; if not, the step raises by default.
+        outputs: the model's output for the whole batch, if it was asked for.
+        timeline: when each rank ran each action, in seconds, if it was asked for.
+        timeline_kind: ``"measured"`` on the ranks' own clocks; or ``"replayed"``, if all ranks share a
+            process and take turns, so that their measured durations were put on one clock per rank.
+        bubble: the fraction of the ranks' time in which they computed nothing, if it was asked for.
+        slow: the ranks, stages and links that took longer than they should, the worst first, if the step was
+            recorded: than the costs of the plan say, or without a plan, than in the first recorded step. The
+            latest four recorded steps are looked at together.
+        cost: the time, memory and operations that the properties below report.
+    """
+
+    loss: float
+    losses: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    weight: float = 0.0
+    finite: bool = True
+    outputs: Any = None
+    timeline: Timeline | None = None
+    timeline_kind: TimelineKind | None = None
+    bubble: float | None = None
+    slow: tuple[Slow, ...] = ()
+    cost: StepCost | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def seconds(self) -> float:
+        """How long ``pipe.step`` took in this process, in seconds."""
+        return math.nan if self.cost is None else self.cost.seconds
+
+    @property
+    def throughput(self) -> float:
+        """Samples, or what the loss's ``weight`` counts such as tokens, per second over all replicas."""
+        return self.weight / self.seconds
+
+    @property
+    def memory(self) -> int:
+        """The peak bytes of this process so far: the most allocated on a GPU, or resident without one."""
+        return 0 if self.cost is None else self.cost.memory()
+
+    @property
+    def tflops(self) -> float | None:
+        """The model's own floating-point operations per second and device, in 10^12.
+
+        Matrix products, convolutions and attention are counted, in one run without data on first use.
+        Backward counts twice as much as forward, and recomputation does not count. None if
+        the model cannot be run without data.
+        """
+        flops = None if self.cost is None else self.cost.flops()
+        if self.cost is None or flops is None:
+            return None
+        return flops / (self.seconds * self.cost.devices * 1e12)
+
+    @property
+    def mfu(self) -> float | None:
+        """``tflops`` as a share of the device's peak, from 0 to 1; None if either is not known."""
+        peak = None if self.cost is None else self.cost.peak()
+        if peak is None or self.tflops is None:
+            return None
+        return self.tflops * 1e12 / peak
+
+
+class _Weighed(NamedTuple):
+    """A number of a microbatch, and its factor in the sum."""
+
+    microbatch: int
+    stage: int
+    value: Number
+    factor: float
+
+
+_Row = tuple[str, str]
+"""A kind of number and its name: ("main", ""), ("loss", name), ("over", metric) ..."""
+_MAIN, _ADDED = ("main", ""), ("added", "")
+
+
+class StepTally:
+    """The losses and metrics of one process in one step.
+
+    Args:
+        weights: how much each microbatch counts.
+        metrics: the metrics by name, for the last stage.
+    """
+
+    def __init__(self, weights: Weights, metrics: Mapping[str, Metric]) -> None:
+        self._weights = weights
+        self._metrics = metrics
+        self._terms: defaultdict[_Row, list[_Weighed]] = defaultdict(list)
+
+    def add_main(
+        self, microbatch: int, stage: int, loss: Tensor, share: float | None = None
+    ) -> None:
+        """Note the loss of a microbatch, or with its own share that of the batch."""
+        # A copy, since the scalar from a loss function may be a view of memory as large as the output.
+        value = loss.detach().clone()
+        share = self._weights.shares[microbatch] if share is None else share
+        self._terms[_MAIN].append(_Weighed(microbatch, stage, value, share))
+
+    def add_losses(self, microbatch: int, stage: int, losses: Losses) -> None:
+        """Note the losses that a stage added for a microbatch."""
+        for name, value in losses.named().items():
+            share = self._weights.of_added(name).shares[microbatch]
+            self._terms["loss", name].append(_Weighed(microbatch, stage, value, share))
+        for name, value, weight in losses.terms:
+            share = self._weights.of_added(name).shares[microbatch] * weight
+            self._terms[_ADDED].append(_Weighed(microbatch, stage, value.detach().clone(), share))
+
+    def measure(self, microbatch: int, stage: int, output: Any, target: Any) -> None:
+        """Evaluate the metrics of a microbatch."""
+        with torch.no_grad():
+            for name, metric in self._metrics.items():
+                over, under, factor = metric_terms(
+                    name, metric(output, target), self._weights.counts[microbatch]
+                )
+                self._terms["over", name].append(_Weighed(microbatch, stage, over, factor))
+                self._terms["under", name].append(_Weighed(microbatch, stage, under, factor))
+
+    def main_losses(self) -> list[Tensor]:
+        """The losses of the microbatches in order, on the rank that computed them."""
+        terms = sorted(self._terms.get(_MAIN, ()), key=lambda term: term.microbatch)
+        return [term.value for term in terms if isinstance(term.value, Tensor)]
+
+    def sums(self) -> dict[_Row, float]:
+        """All that was noted, added up by microbatch and stage: the same bits in every schedule."""
+        rows = {row: sorted(terms, key=lambda t: t[:2]) for row, terms in self._terms.items()}
+        values = iter(_floats_of([term.value for terms in rows.values() for term in terms]))
+        # A term with factor 0 may be nan.
+        return {
+            row: sum([t.factor * v for t, v in zip(terms, values, strict=False) if t.factor], 0.0)
+            for row, terms in rows.items()
+        }
+
+
+def _floats_of(values: Sequence[Number]) -> list[float]:
+    """Numbers as floats; tensors move to the CPU in one transfer per device."""
+    numbers: dict[int, float] = {}
+    for device in {value.device for value in values if isinstance(value, Tensor)}:
+        tensors = {i: v for i, v in enumerate(values) if isinstance(v, Tensor)}
+        here = {i: v for i, v in tensors.items() if v.device == device}
+        joined = torch.stack([whole(here[i]).reshape(()).double() for i in here])
+        numbers |= dict(zip(here, joined.tolist(), strict=True))
+    return [numbers[i] if i in numbers else float(value) for i, value in enumerate(values)]
+
+
+class Numbers:
+    """Adds up a step's numbers by name: in one sum over the ranks, and one over the replicas.
+
+    All ranks of all replicas keep one table of the names that they have met, so that each number has its
+    place in the sums. A new name, on whichever rank, enters all tables, and the sums are made again.
+
+    Attributes:
+        wishes: how many processes wished to stop in the last call, see :class:`GracefulStop`.
+    """
+
+    def __init__(self) -> None:
+        self._rows = sorted([_MAIN, _ADDED])
+        self.wishes = 0.0, 0.0
+
+    def share(
+        self,
+        transport: Transport | None,
+        tally: StepTally,
+        loss: StepLoss | None,
+        weights: Weights,
+        *,
+        finite: bool,
+    ) -> StepResult:
+        """The result of a step, the same on every rank.
+
+        Args:
+            transport: this rank's end; None if all ranks share this process.
+            tally: the losses and metrics of this process.
+            loss: the loss, if one was computed.
+            weights: the weights of the microbatches.
+            finite: whether all gradients here are finite.
+
+        Raises:
+            AgreementError: the ranks were given, or computed, different weights.
+            UsageError: replicas that can only add up numbers have losses or metrics of different names.
+        """
+        replicas = Replicas() if loss is None else loss.replicas
+        sums, unknown, wishes = tally.sums(), 1.0, GracefulStop.wishes()
+        while unknown:
+            new = [row for row in sums if row not in self._rows]
+            here = [part for row in self._rows for part in (sums.get(row, 0.0), row in sums)]
+            checks = [float(not finite), float(len(new)), *wishes, weights.mark, weights.mark**2]
+            total = torch.tensor([*here, *checks], dtype=torch.float64, device="cpu")
+            if transport is not None:
+                total = transport.sum(total, "the sum after the step")
+                _check_weights(transport, weights, *total[-2:].tolist())
+            value, count = total[:-6].reshape(-1, 2).unbind(1)
+            there = count.sign()
+            shares = [_share(loss, weights, name) for _, name in self._rows]
+            columns = torch.cat([value, there, there * there.new_tensor(shares), total[-6:-2]])
+            summed = replicas.added(columns) if replicas.number > 1 else columns
+            *numbers, ill, unknown, signalled, late = summed.tolist()
+            if unknown:
+                self._learn(transport, replicas, new)
+        values = self._means(numbers, replicas.number)
+        main, added = values.get(_MAIN, 0.0), values.get(_ADDED, 0.0)
+        losses = {name: value for (kind, name), value in values.items() if kind == "loss"}
+        metrics = [*(loss.metrics if loss else ()), *(n for kind, n in values if kind == "under")]
+        ratios = {
+            name: _ratio(values.get(("over", name), 0.0), values.get(("under", name), 0.0))
+            for name in metrics
+        }
+        is_finite = not ill and math.isfinite(main + added)
+        self.wishes = signalled, late
+        return StepResult(main + added, {MAIN: main, **losses}, ratios, weights.total, is_finite)
+
+    def _means(self, numbers: Sequence[float], replicas: int) -> dict[_Row, float]:
+        """The numbers that exist; a named loss that some replicas lack is the mean of those that have it."""
+        size = len(self._rows)
+        columns = numbers[:size], numbers[size : 2 * size], numbers[2 * size :]
+        return {
+            row: value / share if row[0] == "loss" and share and count < replicas else value
+            for row, value, count, share in zip(self._rows, *columns, strict=True)
+            if count
+        }
+
+    def _learn(self, transport: Transport | None, replicas: Replicas, new: list[_Row]) -> None:
+        """Add the new names of all ranks of all replicas to the table."""
+        rows: list[Any] = new if transport is None else [*chain(*transport.exchange(new))]
+        if replicas.exchange is not None:
+            rows = [*chain(*replicas.exchange(rows))]
+        self._rows = sorted({*self._rows, *map(tuple, rows)})
+        if replicas.exchange is None and replicas.number > 1:
+            mark = float(crc32(repr(self._rows).encode()) & 0xFFFF)
+            marks = torch.tensor([mark, mark**2], dtype=torch.float64, device="cpu")
+            once, squared = replicas.added(marks).tolist()
+            if squared * replicas.number != once**2:
+                raise UsageError(
+                    f"replicas differ in the names of their losses and metrics, which are here "
+                    f"{[name for _, name in self._rows if name]}; replicas that can only add up numbers must "
+                    "all have the same: give penstock.Replicas exchange= too, or a process group instead"
+                )
+
+
+def _share(loss: StepLoss | None, weights: Weights, name: str) -> float:
+    """This replica's share of the weight that a named loss is averaged by; 0 where losses are added up."""
+    of = weights.of_added(name)
+    if loss is None or not of.total:
+        return 0.0
+    adds_up = loss.reduction == "sum" and loss.weights.get(name, loss.weights[MAIN]) is None
+    return 0.0 if adds_up else sum(of.counts) / of.total
+
+
+def _check_weights(transport: Transport, weights: Weights, once: float, squared: float) -> None:
+    """Check that all ranks have the same weights, from the sum of their marks and that of the squares."""
+    if not _differ(transport.ranks, once, squared):
+        return
+    factor = max(weights.seeds, default=0.0)
+    rows = transport.exchange(f"{weights.total:g} in all, gradients times up to {factor:g}")
+    raise AgreementError(
+        "ranks differ in the weights of the loss: "
+        f"{'; '.join(f'rank {rank}: {text}' for rank, text in enumerate(rows))}; give every rank the same "
+        "weights of the loss, total_weight, accumulate and scaler, and the same targets where it is given "
+        "any; discard the gradients of this step"
+    )
+
+
+def _ratio(over: float, under: float) -> float:
+    return over / under if under else math.nan
+
+
+_ROUNDING = 1e-12
+"""The relative difference allowed between ranks' weights, which may differ by rounding only."""
+
+
+def _differ(ranks: int, total: float, squared: float) -> bool:
+    """Whether numbers differ by more than rounding, from their sum and the sum of their squares."""
+    return ranks * squared - total * total > _ROUNDING * total * total

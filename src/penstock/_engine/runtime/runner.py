@@ -1,0 +1,822 @@
+"""Carries out calls of a pipeline for the ranks of this process: all of them, or one."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from difflib import get_close_matches
+from functools import partial
+from inspect import Parameter, signature
+from operator import attrgetter
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from penstock._engine.faults import Activity, failing_module, without_library_frames
+from penstock._engine.microbatches import MISSING, Batch, Microbatch
+from penstock._engine.parallel import (
+    Adapter,
+    Adapters,
+    ReplicatedStage,
+    adapter_of,
+    let_cross,
+    local_part,
+    unwrapped,
+)
+from penstock._engine.rng import generators_kept
+from penstock._engine.runtime.alike import Sampled, Turns, check_alike, may_differ, samples_of
+from penstock._engine.runtime.calls import REFUSED, Call, StepState, exchange_or_refuse
+from penstock._engine.runtime.cut import BROKEN, Example, LateCut, agree_on_cut, make_together
+from penstock._engine.runtime.interpreter import Interpreter, Program
+from penstock._engine.runtime.job import refusal_in_job
+from penstock._engine.runtime.kinds import (
+    Agreement,
+    Brought,
+    Key,
+    Kind,
+    KnownCalls,
+    ModelCall,
+    contents_of,
+    layout_in,
+    look_of,
+    merge,
+)
+from penstock._engine.runtime.loss import StepLoss, Weights
+from penstock._engine.runtime.result import Numbers
+from penstock._engine.runtime.stopping import GracefulStop
+from penstock._engine.transport import (
+    WEIGHTS,
+    Circle,
+    Transport,
+)
+from penstock._engine.values import (
+    Layout,
+    TensorLayout,
+    check_plain,
+    layout_of,
+    tensors_in,
+    unflatten,
+)
+from penstock.errors import (
+    AgreementError,
+    PenstockError,
+    PlanError,
+    PoisonedError,
+    SpecError,
+    StageError,
+    UsageError,
+)
+from penstock.schedule import Action, Edge, Op, Schedule
+from penstock.stage import PipelineStage, StageModule
+
+logger = logging.getLogger("penstock")
+Schedules: TypeAlias = Callable[..., Schedule]
+"""Returns the proven schedule for a number of microbatches, the edges if they depend on the call, and whether
+it trains."""
+_ALONE = Circle(members=[0])
+"""The circle of a process that holds all ranks."""
+_WEIGHTS_TAG = 8
+"""The tag of messages that carry weights."""
+
+
+class Runner:
+    """The ranks of a pipeline that live in this process, and the calls that they carry out.
+
+    Args:
+        schedules: returns the schedule of a call.
+        transport: this rank's end, if each rank is a process; None if all ranks share this process.
+        device: where the stages will live.
+
+    Attributes:
+        stages: the stages of this process, by index; none before :meth:`hold`.
+        interpreter: runs the programs.
+        stopping: whether the job stops now, as the last training step has found out.
+    """
+
+    def __init__(
+        self, schedules: Schedules, transport: Transport | None, device: torch.device
+    ) -> None:
+        self.stages: dict[int, PipelineStage] = {}
+        self.transport = transport
+        self.schedules = schedules
+        self._planned: StageModule | None = None
+        self._reads_numbers = False
+        self._numbers = Numbers()
+        self._adapters: dict[int, Adapter] = {}
+        self._known = KnownCalls()
+        self._turns = Turns()
+        self._failure: BaseException | None = None
+        self._steps = 0
+        self.stopping = False
+        self._saved: int | None = None
+        self._argument_names: dict[int, list[str] | None] = {}
+        activity = Activity(0) if transport is None else transport.activity
+        self.interpreter = Interpreter(self.stages, activity)
+        self._devices = [device]
+
+    def cut_now(self, cut: LateCut) -> None:
+        """Cut the model before any call, where no call is needed; all processes of the job call this."""
+        error = agree_on_cut(self.transport, cut, lambda: (0, None, MISSING), 0)
+        if error is not None:
+            raise error
+        cut.carry_out()
+
+    def hold(self, stages: Sequence[PipelineStage]) -> None:
+        """Take the stages of this process; all processes of the pipeline call this."""
+        self.stages.update((stage.index, stage) for stage in stages)
+        code = stages[0].code
+        self._planned = code if isinstance(code, StageModule) else None
+        self._reads_numbers = self._planned is not None and self._planned.reads_numbers
+        named = {i: _argument_names(s) for i, s in self.stages.items()}
+        rows = self.gather([[index, names] for index, names in named.items()])
+        self._argument_names = {index: names for row in rows for index, names in row}
+        self._devices = list({stage.device for stage in stages})
+
+    @property
+    def rank(self) -> int:
+        """This rank's position; 0 where all ranks share this process."""
+        return 0 if self.transport is None else self.transport.rank
+
+    def wrap_transport(self, wrap: Callable[[Transport], Any]) -> None:
+        """Wrap this rank's transport; does nothing where all ranks share this process."""
+        if self.transport is not None:
+            self.transport = wrap(self.transport)
+
+    @property
+    def steps(self) -> int:
+        """The number of training steps that have begun."""
+        return self._steps
+
+    def note_saved(self, steps: int) -> None:
+        """Note what the newest complete checkpoint holds: a failure then says how much is lost.
+
+        Args:
+            steps: the training steps that had begun here.
+        """
+        self._saved = steps
+
+    # ---- exchange of weights, see penstock._engine.weights.ranks
+
+    def gather(self, value: Any) -> list[Any]:
+        """The JSON values of all processes, in rank order; all of them call this."""
+        with self._circle() as circle:
+            return circle.exchange(value)
+
+    def to_first(self, value: Any) -> list[Any] | None:
+        """Send a JSON value to rank 0, which gets those of all processes; all of them call this."""
+        with self._circle() as circle:
+            return circle.to_first(value)
+
+    def from_first(self, values: Sequence[Any] | None) -> Any:
+        """Get this process's JSON value from rank 0, which has those of all; all of them call this."""
+        with self._circle() as circle:
+            return circle.from_first(values)
+
+    @contextmanager
+    def _circle(self) -> Iterator[Circle]:
+        """The processes of the pipeline, which end with an error in this context."""
+        if self.transport is None:
+            yield _ALONE
+            return
+        self.check_usable()
+        try:
+            yield self.transport
+        except BaseException as error:
+            raise self.fail(error) from None
+
+    def open(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Prepare :meth:`swap` for pairs of ranks (source, target); all processes call this."""
+        if self.transport is not None:
+            self.transport.connect([(source, target, WEIGHTS) for source, target in pairs])
+
+    def swap(
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]
+    ) -> None:
+        """Send tensors to ranks, and fill others with what ranks send; both ends pass the same shapes."""
+        transport = self.transport
+        assert transport is not None
+        with self._circle():
+            leaving = [
+                (peer, transport.send(peer, _WEIGHTS_TAG, tensors, WEIGHTS))
+                for peer, tensors in sends.items()
+            ]
+            for peer, tensors in receives.items():
+                layouts = [layout_of(tensor.detach()) for tensor in tensors]
+                transport.activity.wait("weights", peer)
+                arrived = transport.post(peer, _WEIGHTS_TAG, layouts, WEIGHTS).take()
+                for tensor, value in zip(tensors, arrived, strict=True):
+                    tensor.detach().copy_(value)
+            for peer, sending in leaving:
+                transport.activity.wait("weights to leave", peer)
+                sending.wait()
+            transport.settle()
+
+    # ---- a call
+
+    def run(self, call: Call) -> StepState:
+        """Carry out a call.
+
+        Raises:
+            PoisonedError: an earlier call failed in the middle, in several processes.
+            PenstockError: the call was refused, and nothing was sent or changed; or it failed.
+        """
+        with self._carrying_out(call) as step:
+            self.interpreter.run(step.agreement.program, step, self.transport)
+        return step
+
+    @contextmanager
+    def driven(self, call: Call) -> Iterator[tuple[StepState, Callable[[Action], None]]]:
+        """A context that carries out a call whose actions the caller runs, in any order of its own.
+
+        Yields:
+            The state of the call, and a function that runs an action.
+        """
+        with self._carrying_out(call) as step:
+            program = step.agreement.program
+            with self.interpreter.driven(program, step, self.transport) as perform:
+                yield step, perform
+
+    @contextmanager
+    def _carrying_out(self, call: Call) -> Iterator[StepState]:
+        """A context between the agreement on a call and the sum over its results."""
+        with self._begun(call):
+            step = self._agree(call)
+            self._steps += call.trains
+            # Without a seed of its own, a call draws from torch's generators, and moves them on.
+            kept = nullcontext() if call.seed is None else generators_kept(self._devices)
+            with kept, self._planned_anew_after_errors(step), self._adapted(step):
+                yield step
+            self._finish(step)
+
+    @contextmanager
+    def _begun(self, call: Call) -> Iterator[None]:
+        """A context from the beginning of a call to its end, or to its refusal."""
+        self.check_usable()
+        activity = self.interpreter.activity
+        activity.begin(self._steps + call.trains)
+        try:
+            with torch.set_grad_enabled(call.trains):
+                yield
+        except _Refused as refused:
+            raise refused.error.with_traceback(None) from refused.error.__cause__
+        except BaseException as error:
+            raise self.fail(error) from None if error.__cause__ is None else error.__cause__
+        finally:
+            activity.rest()
+
+    @property
+    def usable(self) -> bool:
+        """False once a call between processes has failed in the middle."""
+        return self._failure is None
+
+    def check_usable(self) -> None:
+        """Check that no earlier call has failed in the middle.
+
+        Raises:
+            PoisonedError: one has.
+        """
+        if self._failure is not None:
+            raise PoisonedError(
+                f"an earlier call failed ({type(self._failure).__name__}: {self._failure}), and this "
+                "Pipeline was closed, since its ranks may be anywhere in the step; make a new Pipeline"
+            ) from self._failure
+
+    def fail(self, error: BaseException) -> BaseException:
+        """The error to raise for one in the middle of a call; between processes, the pipeline has ended."""
+        if self.transport is None:
+            return error
+        if (
+            self._saved is not None
+            and self._failure is None
+            and os.environ.get("LOCAL_RANK", "0") == "0"
+        ):
+            logger.warning(
+                "penstock: at most %d steps since the last complete checkpoint are lost",
+                self._steps - self._saved,
+            )
+        self._failure = self.transport.watch.failed(error)
+        return self._failure
+
+    @contextmanager
+    def _planned_anew_after_errors(self, step: StepState) -> Iterator[None]:
+        try:
+            yield
+        except PlanError:
+            self._known.drop(step.agreement)
+            raise
+
+    def _finish(self, step: StepState) -> None:
+        """Add up the losses and metrics of all ranks, and share outputs that all ranks want."""
+        call, agreement = step.call, step.agreement
+        if any(device.type != "cpu" for device in self._devices):
+            self.interpreter.activity.wait("the device")
+        finite = not call.finite or has_finite_gradients(self.stages.values())
+        step.result = self._numbers.share(
+            self.transport, step.tally, call.loss, step.weights, finite=finite
+        )
+        if call.trains and self.transport is not None and agreement.model_call.sums_gradients:
+            step.sum_batch_gradients(self.transport)
+        if call.trains:
+            self._agree_to_stop(call)
+        if call.outputs:
+            step.shared = self.share(step.kept, agreement.program.schedule.placement.rank_of[-1])
+        step.flops = partial(self._count_flops, agreement.kinds, 3 if call.trains else 1)
+
+    def _agree_to_stop(self, call: Call) -> None:
+        """Learn from the sum after a training step whether the whole job stops."""
+        signalled, late = self._numbers.wishes
+        beside = None if self.transport is None else self.transport.beside
+        summed = call.loss is not None and call.loss.replicas.number > 1
+        if beside is not None and beside.size > 1 and not summed:
+            # Pipelines of one mesh that are no replicas= of each other have no sum in common.
+            rows = beside.gather(
+                torch.tensor([signalled, late], device="cpu"), "whether to stop after the step"
+            )
+            signalled, late = rows.sum(0).tolist()
+        self.stopping = bool(GracefulStop.agree(signalled, late)) or self.stopping
+
+    def _count_flops(self, kinds: Sequence[Kind], times: int) -> float | None:
+        """The model's floating-point operations in a call: ``times`` those of its forward."""
+        if self._planned is None:
+            return None
+        for kind in {*kinds}:
+            if kind.flops is None:
+                example = kind.example
+                try:
+                    kind.flops = self._planned.flops(example.args, example.kwargs)
+                except Exception as error:
+                    logger.info(
+                        "penstock: the operations of the model cannot be counted: %s", error
+                    )
+                    return None
+        return sum(times * kind.flops for kind in kinds if kind.flops is not None)
+
+    # ---- before a step
+
+    def cut_by(self, cut: LateCut, call: Call) -> None:
+        """Cut a model by what the first call brings; all processes of the job call this.
+
+        Raises:
+            PenstockError: the call was refused, or the model cannot be cut, and nothing was changed.
+        """
+
+        def describe() -> dict[str, Any]:
+            if call.refusal is not None:
+                raise call.refusal
+            return Brought(call.mode, [], call.batch).describe()
+
+        def bring() -> tuple[int, Example, Any]:
+            _, rows = make_together(self.transport, describe)
+            model_call = merge(rows)
+            part = model_call.complete(self.rank, call.batch.parts)[0]
+            target = call.batch.targets[0] if call.batch.targets else MISSING
+            return min(model_call.holders, default=0), (part.args, part.kwargs), target
+
+        activity = self.interpreter.activity
+        with self._begun(call):
+            self._exchange_digests(REFUSED if call.refusal is not None else 0, 0, call)
+            activity.prepare("cuts the model")
+            try:
+                error = agree_on_cut(self.transport, cut, bring, activity.step)
+                if error is not None:
+                    raise _Refused(error)
+                activity.prepare("makes its stages")
+                with torch.inference_mode(mode=False), torch.enable_grad():
+                    cut.carry_out()
+            finally:
+                activity.prepared()
+
+    def _agree(self, call: Call) -> StepState:
+        """Learn what all ranks bring. If it is wrong, all of them raise ``_Refused`` before they begin."""
+        let_cross(map(attrgetter("module"), self.stages.values()))
+        brought, refusal, sampled = None, call.refusal, Sampled({})
+        counts: Mapping[str, Sequence[float]] = {}
+        try:
+            counts = _counts_here(call.loss, call.batch)
+            state = self._state()
+            numbers = partial(self._numbers_in, call.mode, state) if self._reads_numbers else None
+            brought = Brought(call.mode, state, call.batch, numbers)
+            sampled = self._sampled(call, brought.digest)
+        except PenstockError as error:
+            refusal = refusal or error
+        mine = REFUSED if brought is None or refusal is not None else brought.digest
+        digests, marks = self._exchange_digests(mine, sampled.mark, call)
+        agreement, refusal_here = None, None
+        try:
+            if REFUSED in digests:
+                exchange_or_refuse(self.transport, None, refusal)
+            assert brought is not None
+            agreement = self._known.get(digests)
+            if agreement is None:
+                agreement = self._make_agreement(call, brought)
+                self._known.add(digests, agreement)
+            if self.transport is not None and may_differ(marks):
+                check_alike(marks, self.transport.exchange(sampled.samples))
+            counts = self._counts(call.loss, agreement.model_call, counts)
+        except BROKEN:
+            raise
+        except PenstockError as error:
+            refusal_here = error
+        # A training step, or a sum over replicas, is the job's; another evaluation is this pipeline's.
+        whole = call.trains or (call.loss is not None and call.loss.replicas.number > 1)
+        step = self.interpreter.activity.step
+        error_of_job = refusal_in_job(self.transport, refusal_here, step, whole=whole)
+        if error_of_job is not None:
+            raise _Refused(error_of_job)
+        assert agreement is not None
+        weights = Weights() if call.loss is None else call.loss.weigh(counts)
+        return StepState(call, agreement, weights, self.rank, self._devices)
+
+    def _sampled(self, call: Call, look: int) -> Sampled:
+        """What this rank has that others must have too, as far as the call compares it."""
+        if self.transport is None:
+            return Sampled({})
+        turn = self._turns.come(look)
+        compares = call.same_batch or (call.same_batch is None and turn)
+        batch = samples_of(call.batch) if compares else {}
+        settings = call.settings() if turn else {}
+        return Sampled({**batch, **settings}, strict=bool(call.same_batch))
+
+    def _exchange_digests(
+        self, digest: int, mark: int, call: Call
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The digests and the marks of all ranks: all that is exchanged before a step that is known."""
+        if self.transport is None:
+            return (digest,), (mark,)
+        what = f"the digest before step {self.transport.activity.step}"
+        digests, marks = zip(
+            *self.transport.gather_pairs(digest, mark, what, call.method), strict=True
+        )
+        return digests, marks
+
+    def _state(self) -> list[Any]:
+        """What plans and layouts depend on in the stages of this process, as JSON data."""
+        return [
+            [index, stage.code.state() if isinstance(stage.code, StageModule) else _state_of(stage)]
+            for index, stage in self.stages.items()
+        ]
+
+    def _make_agreement(self, call: Call, brought: Brought) -> Agreement:
+        """Agree on a call that is new: all ranks describe what they bring, and plan it.
+
+        Raises:
+            PenstockError: it is refused, the same on all ranks.
+        """
+        _, rows = make_together(self.transport, brought.describe)
+        model_call = merge(rows)
+        states = {
+            index: state
+            for row in rows
+            for index, state in row["state"]
+            if index not in self.stages
+        }
+        agreement, plans = make_together(
+            self.transport, lambda: self._plan_call(call, model_call, states), _compared
+        )
+        unlike = next((rank for rank, plan in enumerate(plans) if plan != plans[0]), None)
+        if unlike is not None:
+            raise AgreementError(
+                f"rank 0 and rank {unlike} plan different values from stage to stage: {plans[0]} and "
+                f"{plans[unlike]}; give every rank the same model, in the same state"
+            )
+        if self.transport is not None:
+            self.transport.connect(agreement.program.channels)
+        return agreement
+
+    def _plan_call(self, call: Call, model_call: ModelCall, states: Mapping[int, Any]) -> Agreement:
+        new: list[Kind] = []
+        of_parts: list[Kind] = []
+        numbers, state = self._known.free_numbers(), self._state()
+        parts = model_call.complete(self.rank, call.batch.parts)
+        for text, arguments, part in zip(model_call.texts, model_call.layouts, parts, strict=True):
+            alike = (kind for kind in (*new[::-1], *self._known.kinds) if kind.text == text)
+            kind = self._fitting(alike, part)
+            if kind is None:
+                kind = Kind(text, next(numbers), arguments, (call.mode, state, look_of(part)))
+                kind.plan = self._plan((part.args, part.kwargs), states, trains=call.trains)
+                self._reads_numbers |= self._planned is not None and self._planned.reads_numbers
+                kind.numbers = _numbers_of(part) if self._reads_numbers else ""
+                new.append(kind)
+            of_parts.append(kind)
+        edges = _all_edges([kind.plan for kind in of_parts]) if self._planned else None
+        schedule = self.schedules(model_call.count, edges, trains=call.trains)
+        for kind in new:
+            kind.keywords = self._keywords(kind.arguments, schedule)
+        self._check_holders(model_call, of_parts[0], schedule)
+        self._check_target(call, model_call, schedule, of_parts[0])
+        programs = (known.program for known in self._known)
+        program = next((p for p in programs if p.schedule is schedule), None)
+        if program is None:
+            program = Program(schedule, None if self.transport is None else self.transport.rank)
+        plans = [kind.plan for kind in of_parts]
+        flows = tuple(program.flow(None if plan is None else plan.edges) for plan in plans)
+        return Agreement(model_call, tuple(of_parts), program, flows)
+
+    def _numbers_in(self, mode: str, state: Any, part: Microbatch) -> str:
+        """What tells a microbatch from those that look like it, if plans depend on numbers."""
+        look = mode, state, look_of(part)
+        kind = self._fitting((kind for kind in self._known.kinds if kind.look == look), part)
+        return _numbers_of(part) if kind is None else kind.numbers
+
+    def _fitting(self, alike: Iterable[Kind], part: Microbatch) -> Kind | None:
+        """The kind of a microbatch, among those of microbatches that look like it."""
+        if self._planned is not None and self._reads_numbers:
+            fits = partial(self._planned.fits, args=part.args, kwargs=part.kwargs)
+            alike = (kind for kind in alike if fits(kind.plan))
+        return next(iter(alike), None)
+
+    def _plan(self, example: Example, states: Mapping[int, Any], *, trains: bool) -> Any:
+        """The partition's plan for a kind, made from its arguments without data."""
+        planned = self._planned
+        if planned is None:
+            return None
+        return without_data(lambda: planned.plan(*example, states), trains=trains)
+
+    def _keywords(self, names: Iterable[Key], schedule: Schedule) -> dict[int, list[str]]:
+        """The keyword arguments that go to each stage that was placed by hand.
+
+        Those that no stage takes go to the stage where the batch enters.
+        """
+        keywords = [name for name in names if isinstance(name, str)]
+        users = {stage for edge in schedule.edges for stage in edge.targets}
+        # The first argument of any other stage is the value from the stage before.
+        takes = {
+            stage: set(names[stage in users :])
+            for stage, names in self._argument_names.items()
+            if names is not None
+        }
+        taken = {name for stage, names in takes.items() if stage in users for name in names}
+        return {
+            stage: [n for n in keywords if n in names or (stage not in users and n not in taken)]
+            for stage, names in takes.items()
+        }
+
+    def _check_holders(self, model_call: ModelCall, kind: Kind, schedule: Schedule) -> None:
+        """Check that every rank has the arguments that stages take which were placed there by hand."""
+        users = {stage for edge in schedule.edges for stage in edge.targets}
+        for stage, keywords in kind.keywords.items():
+            rank = schedule.placement.rank_of[stage]
+            takes = list(kind.arguments) if stage not in users else keywords
+            if self.transport is not None and takes and rank not in model_call.holders:
+                raise UsageError(
+                    f"rank {rank} was not given the arguments {takes}, which stage {stage} takes; give that "
+                    "rank all of the model's arguments"
+                )
+
+    def _check_target(
+        self, call: Call, model_call: ModelCall, schedule: Schedule, kind: Kind
+    ) -> None:
+        """Check that the rank of the last stage has a target, or that the loss needs none."""
+        rank = schedule.placement.rank_of[-1] if self.transport is not None else 0
+        loss = call.loss
+        if loss is None or model_call.targets[rank] or kind.plan is None:
+            return
+        try:
+            kind.plan.with_output(lambda output: loss.of_microbatch(output, None), loss.function)
+        except Exception as error:
+            if "None" not in str(error) and not isinstance(error, PenstockError):
+                return  # it fails for another reason, such as what it reads elsewhere
+            positions = [key for key in kind.arguments if isinstance(key, int)]
+            names = [key for key in kind.arguments if isinstance(key, str)]
+            near = get_close_matches("target", names, n=1)
+            hint = f" ({near[0]}= went to the model)" if near else ""
+            if not near and len(positions) > 1:
+                hint = f" (all {len(positions)} arguments by position went to the model)"
+            raise UsageError(
+                f"no target was given{hint}, and loss_fn fails without one ({type(error).__name__}: "
+                f"{error}); pass target=, at least on rank {rank}, which has the last stage"
+            ) from error
+
+    def _counts(
+        self, loss: StepLoss | None, model_call: ModelCall, here: Mapping[str, Sequence[float]]
+    ) -> Mapping[str, Sequence[float]]:
+        """How much each microbatch counts in each loss, the same on every rank.
+
+        If that depends on targets that some ranks lack, the first rank that has them sends it.
+
+        Args:
+            loss: the loss.
+            model_call: what all ranks bring.
+            here: the counts that this rank knows.
+        """
+        if loss is None:
+            return {}
+        counts, by_target = dict[str, Sequence[float]](), list[str]()
+        for name, weight in loss.weights.items():
+            by_labels = model_call.weighted and weight is None
+            counts[name] = here.get(name, ())
+            if callable(weight) or by_labels:
+                by_target.append(name)
+            elif not counts[name] or model_call.counted:
+                counts[name] = loss.counts(model_call.samples, (), name)
+            if callable(weight) and not any(model_call.targets):
+                raise UsageError(
+                    "the weight of the loss is a function of the target, but the step was given no target="
+                )
+        knows = [
+            target or (not any(model_call.targets) and rank in model_call.holders)
+            for rank, target in enumerate(model_call.targets)
+        ]
+        if by_target and not all(knows) and self.transport is not None:
+            tells = knows.index(True) == self.rank
+            absent = [0.0] * model_call.count
+            rows = [(tells and counts[name]) or absent for name in by_target]
+            total = self.transport.sum(torch.tensor(rows, dtype=torch.float64, device="cpu"))
+            counts |= dict(zip(by_target, total.tolist(), strict=True))
+        return counts
+
+    # ---- replicated and sharded stages
+
+    @contextmanager
+    def _adapted(self, step: StepState) -> Iterator[None]:
+        """Run a call inside the adapters of replicated and sharded stages, which reduce gradients."""
+        call, of_stage = step.call, {i: [one] for i, one in self._find_adapters().items()}
+        for index, adapters in of_stage.items():
+            if call.trains and adapters[0].whole_backward:
+                self.stages[index].reduce_later()
+        if call.trains and call.loss is not None and call.loss.replicas.group is not None:
+            for index, stage in self.stages.items():
+                average = ReplicatedStage(
+                    stage.module,
+                    partial(attrgetter("shared_context"), stage),
+                    call.loss.replicas.group,
+                    self.interpreter.activity,
+                )
+                of_stage.setdefault(index, []).append(average)
+        if not of_stage:
+            yield
+            return
+        step.adapters = Adapters(of_stage, step.agreement.model_call.count, trains=call.trains)
+        step.adapters.begin(gathers=Op.UNSHARD not in step.agreement.program.schedule.ops)
+        try:
+            yield
+            step.adapters.finish()
+        except BaseException:
+            step.adapters.abandon()
+            raise
+
+    def _find_adapters(self) -> Mapping[int, Adapter]:
+        """The adapters of wrapped stages; new ones if the user has wrapped a module since the last call."""
+        for index, stage in self.stages.items():
+            known = self._adapters.get(index)
+            if known is None or not known.fits(stage.module):
+                apart = partial(attrgetter("shared_context"), stage)
+                adapter = adapter_of(stage.module, apart, self.interpreter.activity)
+                if adapter is not None:
+                    self._adapters[index] = adapter
+                else:
+                    self._adapters.pop(index, None)
+        return self._adapters
+
+    # ---- one rank's value, for all ranks
+
+    def share(self, value: Any, source: int) -> Any:
+        """Send one rank's value to every rank; all of them call this.
+
+        Raises:
+            SpecError: the value holds something that cannot travel.
+        """
+        if self.transport is None:
+            return value
+        self.check_usable()
+        description, problem = None, None
+        if self.rank == source:
+            try:
+                check_plain(value, "the model's output")
+                description = layout_in(value).describe()
+            except SpecError as error:
+                problem = str(error)
+        description, problem = self.transport.exchange([description, problem])[source]
+        if problem is not None:
+            raise SpecError(f"{problem}; or use step and eval without outputs=True")
+        layout = Layout.read(description)
+        if self.rank == source:
+            tensors = tensors_in(value)
+        else:
+            tensors = [entry.empty(self._devices[0]) for entry in layout.tensors]
+        arrived = iter([self.transport.broadcast(tensor, source) for tensor in tensors])
+        leaves = [next(arrived) if isinstance(x, TensorLayout) else x for x in layout.leaves]
+        return unflatten(leaves, layout.tree)
+
+
+def without_data(run: Callable[[], Any], *, trains: bool) -> Any:
+    """Run the model's code without data; explain its errors."""
+    try:
+        # Tensors made in inference mode have no versions, by which a run without data sees changes.
+        with torch.inference_mode(mode=False), torch.set_grad_enabled(trains):
+            return run()
+    except PenstockError:
+        raise
+    except Exception as error:
+        module = failing_module(error)
+        where = f"module {module}, before" if module else "before"
+        what = f"{type(error).__name__}: {error}"
+        if isinstance(error, ValueError | LookupError | ArithmeticError | AssertionError):
+            what += "; this run had no data: numbers that units compute were ones"
+        what = "; ".join([what, *getattr(error, "__notes__", ())])
+        cause = error.with_traceback(without_library_frames(error))
+        raise StageError(f"{where} the first microbatch: {what}") from cause
+
+
+class _Refused(Exception):
+    """Ends a call before any rank begins it."""
+
+    def __init__(self, error: PenstockError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def has_finite_gradients(stages: Any) -> bool:
+    """Whether the weights' gradients are finite; of a DTensor, the part here."""
+    of_weights: list[Tensor | None] = []
+    for stage in stages:
+        # Gradients of shared weights are collected apart from .grad; this context puts them there.
+        with stage.shared_context:
+            of_weights += map(attrgetter("grad"), stage.module.parameters())
+    parts = [g if type(g) is Tensor else local_part(g) for g in of_weights if g is not None]
+    dense = [part._values() if part.is_sparse else part for part in parts]
+    gradients = [part for part in dense if part.numel()]
+    # Of finite numbers the largest is finite; a sum of their squares is not always, least of all in float16.
+    return not gradients or bool(nn.utils.get_total_norm(gradients, torch.inf).isfinite())
+
+
+def _numbers_of(part: Microbatch) -> str:
+    """A hash of the numbers in a microbatch's arguments."""
+    return contents_of((part.args, part.kwargs)).hex()
+
+
+def _state_of(stage: PipelineStage) -> str:
+    """The modes of a stage's modules, and which of its parameters learn."""
+    modes = [module.training for module in stage.module.modules()]
+    learns = [parameter.requires_grad for parameter in stage.module.parameters()]
+    return "".join(["01"[flag] for flag in (*modes, *learns)])
+
+
+def _argument_names(stage: PipelineStage) -> list[str] | None:
+    """The names of a plain stage's arguments, in order; None for a stage that is called by plan."""
+    return None if stage.planned else argument_names(unwrapped(stage.module))
+
+
+def argument_names(module: nn.Module) -> list[str]:
+    """The names of the arguments of a module's forward, in order."""
+    parameters = signature(module.forward).parameters.values()
+    inner = dict(module.named_children())
+    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
+        for wrapped in inner.keys() & {"module", "_orig_mod"}:
+            return argument_names(inner[wrapped])
+    named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_ONLY)
+    return [parameter.name for parameter in parameters if parameter.kind in named]
+
+
+def _counts_here(loss: StepLoss | None, batch: Batch) -> dict[str, list[float]]:
+    """The weights of the microbatches in each loss that this process can compute from what it was passed."""
+    counts = dict[str, list[float]]()
+    if loss is None:
+        return counts
+    for name, weight in loss.weights.items():
+        known = batch.targets if callable(weight) else batch.samples
+        if known is None:
+            continue
+        samples = batch.weights if weight is None and batch.weights is not None else batch.samples
+        try:
+            counts[name] = loss.counts(samples or (), batch.targets or (), name)
+        except PenstockError:
+            raise
+        except Exception as error:
+            raise StageError(
+                f"the weight of the loss, called with a target, raised {type(error).__name__}: {error}"
+            ) from error
+    return counts
+
+
+def _compared(agreement: Agreement) -> str:
+    """What must be equal on all ranks in what they have planned."""
+    edges = list(dict.fromkeys(flow.edges for flow in agreement.flows))
+    return repr((edges, [kind.number for kind in agreement.kinds]))
+
+
+def _all_edges(plans: Sequence[Any]) -> tuple[Edge, ...]:
+    """The edges of a call: the values that travel for any of its microbatches.
+
+    Their order is the same for all mixtures of kinds, so that their schedule is made once.
+    """
+    first: tuple[Edge, ...] = plans[0].edges
+    if all(plan.edges == first for plan in plans):
+        return first
+    every: dict[tuple[int, str], Edge] = {}
+    for edge in (edge for plan in plans for edge in plan.edges):
+        known = every.setdefault((edge.source, edge.value), edge)
+        targets = tuple(sorted({*known.targets, *edge.targets}))
+        every[edge.source, edge.value] = replace(
+            known, targets=targets, gradient=known.gradient or edge.gradient
+        )
+    sources = Counter(value for _, value in every)
+    return tuple(
+        replace(edge, value=f"{value} of stage {source}") if sources[value] > 1 else edge
+        for (source, value), edge in sorted(every.items())
+    )

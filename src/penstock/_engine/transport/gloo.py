@@ -1,0 +1,190 @@
+"""Messages over gloo, each kind under its own tag, so that no receive blocks another.
+
+If all ranks share a machine, small messages go over sockets. Stages on a GPU use this transport where the
+ranks' process group has no NCCL, as for two processes on one GPU: messages are copied to the CPU and travel
+from there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+
+from penstock._engine.faults import DAY, Activity, Meeting, Watch
+from penstock._engine.transport.base import (
+    LEFT,
+    VALUES,
+    Arrival,
+    GroupArrival,
+    Sending,
+    Transport,
+    as_bytes,
+    moved,
+    packed,
+    parcels_for,
+    unpack,
+)
+from penstock._engine.transport.circle import DifferentCalls, circle_beside
+from penstock._engine.transport.sockets import SMALL, Line, connect_lines
+from penstock._engine.values import TensorLayout
+from penstock.errors import MessageError
+
+_CONTROL = 1
+"""The tag of collectives on lines."""
+_CPU = torch.device("cpu")
+
+
+class GlooTransport(Transport):
+    """A transport over gloo, with lines for small messages.
+
+    Args:
+        meeting: where the ranks have met.
+        watch: the watch over all ranks.
+        activity: where this rank notes what it is doing.
+        device: where this rank's stages live.
+        wait: seconds to wait for all ranks to connect.
+    """
+
+    def __init__(
+        self, meeting: Meeting, watch: Watch, activity: Activity, device: torch.device, wait: float
+    ) -> None:
+        job = meeting.job
+        self._meeting = meeting
+        self._stages_on = device
+        self._lines: dict[int, Line] = {}
+        self._posted: defaultdict[tuple[int, int], deque[LineArrival]] = defaultdict(deque)
+        self._closed = False
+        # Not new_group: for a part of the world it reuses the name of an earlier, ended group, and its
+        # members then find that group's addresses.
+        store = PrefixStore("gloo", meeting.store)
+        activity.wait("all ranks to connect", None)
+        try:
+            group: Any = dist.ProcessGroupGloo(
+                store, job.rank, len(job.pipeline), timedelta(seconds=wait)
+            )
+        except RuntimeError as error:
+            raise MessageError(
+                f"rank {job.rank} waits for all {len(job.pipeline)} ranks to make their pipeline: {error}"
+            ) from error
+        group.set_timeout(DAY)
+        super().__init__(group, job.pipeline, watch, activity)
+        watch.protect(self.abort)
+        self.beside = circle_beside(meeting, watch, wait)
+        # Not at exit, when the watch itself reports whether an error was the reason.
+        weakref.finalize(self, watch.close).atexit = False
+        self._lines = connect_lines(self.rank, self.ranks, self.exchange)
+
+    def connect(self, channels: Iterable[tuple[int, int, int]]) -> None:
+        """Do nothing: all ranks are connected."""
+
+    def send(
+        self, peer: int, tag: int, tensors: Sequence[Tensor], direction: int = VALUES
+    ) -> Sending:
+        """Start to send tensors."""
+        buffers = [as_bytes(tensor) for tensor in tensors]
+        if self._stages_on.type != "cpu":
+            buffers = [buffer.cpu() for buffer in buffers]
+        size = sum([buffer.numel() for buffer in buffers])
+        if size <= SMALL and peer in self._lines:
+            self._lines[peer].send(tag, [buffer.numpy() for buffer in buffers], size)
+            return LEFT
+        parcels = packed(buffers)
+        return Sending([self.group.send([parcel], peer, tag) for parcel in parcels], parcels)
+
+    def post(
+        self, peer: int, tag: int, layouts: Sequence[TensorLayout], direction: int = VALUES
+    ) -> Arrival:
+        """Start to receive tensors."""
+        tensors = [layout.empty(_CPU) for layout in layouts]
+        if peer in self._lines and sum([layout.nbytes for layout in layouts]) <= SMALL:
+            posted = self._posted[peer, tag]
+            return LineArrival(self._lines[peer], tag, posted, tensors, self._stages_on)
+        parcels, is_packed = parcels_for(tensors)
+        works = [self.group.recv([parcel], peer, tag) for parcel in parcels]
+        return GroupArrival(works, tensors, parcels if is_packed else (), self._stages_on)
+
+    def gather(self, values: Tensor, what: str = "an exchange") -> Tensor:
+        """The CPU tensors of all ranks, in rank order."""
+        if not self._lines or values.nbytes > SMALL or not values.numel():
+            return super().gather(values, what)
+        self.activity.come(what)
+        data = as_bytes(values)
+        for line in self._lines.values():
+            line.send(_CONTROL, [data.numpy()], data.numel())
+        rows = torch.empty((self.ranks, *values.shape), dtype=values.dtype, device=_CPU)
+        rows[self.rank] = values
+        for peer, line in self._lines.items():
+            row = torch.frombuffer(line.receive(_CONTROL), dtype=torch.uint8)
+            if row.numel() != data.numel():
+                raise DifferentCalls
+            as_bytes(rows[peer]).copy_(row)
+        self.activity.go_on()
+        return rows
+
+    def abort(self) -> None:
+        """Break all connections."""
+        for line in list(self._lines.values()):
+            line.abort()
+        super().abort()
+
+    def close(self) -> None:
+        """End the connections, and the process group if this pipeline started it."""
+        # In a forked process, the threads that this would wait for do not run.
+        if self._closed or self.watch.is_child():
+            return
+        self._closed = True
+        self.watch.close()
+        for line in self._lines.values():
+            line.close()
+        # After an error, operations that still wait would keep the group from ending.
+        super().abort()
+        self.beside.abort()
+        del self.group, self.beside
+        self._meeting.close()
+
+
+class LineArrival(Arrival):
+    """A message that arrives over a line.
+
+    Args:
+        line: the line.
+        tag: the tag of the message.
+        posted: the messages of that tag which are posted and not yet read, in order; this one is added.
+        tensors: the tensors that it fills.
+        device: where the tensors are wanted.
+    """
+
+    __slots__ = ("_device", "_is_here", "_line", "_posted", "_tag", "_tensors")
+
+    def __init__(
+        self,
+        line: Line,
+        tag: int,
+        posted: deque[LineArrival],
+        tensors: list[Tensor],
+        device: torch.device,
+    ) -> None:
+        self._line, self._tag, self._posted = line, tag, posted
+        self._tensors, self._device, self._is_here = tensors, device, False
+        posted.append(self)
+
+    def take(self) -> list[Tensor]:
+        """Wait for the message, and return its tensors."""
+        # Messages are taken in any order, but arrive in the order in which they were posted.
+        while not self._is_here:
+            self._posted.popleft()._read()
+        return moved(self._tensors, self._device)
+
+    def _read(self) -> None:
+        message = bytearray(self._line.receive(self._tag))
+        if message:
+            unpack(torch.frombuffer(message, dtype=torch.uint8), self._tensors)
+        self._is_here = True

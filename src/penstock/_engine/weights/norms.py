@@ -1,0 +1,105 @@
+"""Norms of the gradients of a pipeline, clipping by the total one, and other sums over all weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock._engine.parallel import global_norms, whole
+from penstock._engine.weights.ranks import Ranks
+from penstock.errors import NonFiniteError, UsageError
+
+
+def all_norms(ranks: Ranks, counted: Mapping[int, Mapping[str, Tensor]], order: float) -> Tensor:
+    """The norms of the gradients of all ranks, in float64 on the CPU, in the order of the stages.
+
+    Args:
+        ranks: how this process reaches the others.
+        counted: for each stage here, the parameters to count there, by name. DTensors among them are in the
+            same order on every process of their mesh.
+        order: as for :func:`torch.linalg.vector_norm`.
+    """
+    by_stage = [
+        [stage, global_norms([*_gradients(of).values()], order).tolist()]
+        for stage, of in sorted(counted.items())
+    ]
+    stages = sorted(pair for of_rank in ranks.gather(by_stage) for pair in of_rank)
+    return torch.tensor(
+        [norm for _, norms in stages for norm in norms], dtype=torch.float64, device="cpu"
+    )
+
+
+def norms_by_name(
+    ranks: Ranks, counted: Mapping[int, Mapping[str, Tensor]], order: float
+) -> dict[str, float]:
+    """The norm of each gradient of all ranks, by name; for the arguments see :func:`all_norms`."""
+    here = {name: grad for of in counted.values() for name, grad in _gradients(of).items()}
+    norms = global_norms([*here.values()], order, apart=True).tolist()
+    rows = ranks.gather(dict(zip(here, norms, strict=True)))
+    return {name: norm for row in rows for name, norm in row.items()}
+
+
+def sum_over(
+    ranks: Ranks, counted: Mapping[int, Mapping[str, Tensor]], of: Mapping[Any, Any]
+) -> Tensor:
+    """The sum of what all ranks bring for their weights, in float64 on the CPU.
+
+    Args:
+        ranks: how this process reaches the others.
+        counted: as for :func:`all_norms`.
+        of: for weights here, a number or a tensor each, all of one shape.
+    """
+    by_stage: list[tuple[int, Any]] = []
+    for stage, weights in sorted(counted.items()):
+        here = [of[weight] for weight in weights.values() if weight in of]
+        if here:
+            tensors = [
+                whole(value) if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
+                for value in here
+            ]
+            by_stage.append((stage, torch.stack(tensors).cpu().double().sum(0).tolist()))
+    stages = sorted(pair for of_rank in ranks.gather(by_stage) for pair in of_rank)
+    values = torch.tensor([value for _, value in stages], dtype=torch.float64, device="cpu")
+    return values.sum(0)
+
+
+def _gradients(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in parameters.items() if p.grad is not None}
+
+
+def total_norm(norms: Tensor, order: float, *, error_if_nonfinite: bool, steps: int) -> float:
+    """The total norm of gradients whose partial norms are ``norms``.
+
+    Raises:
+        NonFiniteError: the norm is infinite or ``nan``, and ``error_if_nonfinite`` is true.
+    """
+    total = (
+        torch.linalg.vector_norm(norms, order) if norms.numel() else torch.zeros((), device="cpu")
+    )
+    if error_if_nonfinite and not total.isfinite():
+        raise NonFiniteError(
+            f"after step {steps}: the gradients' norm of order {order} is {float(total)}, so they cannot be "
+            "clipped; look for the first loss or gradient that is not finite, or pass "
+            "error_if_nonfinite=False"
+        )
+    return float(total)
+
+
+def scale_gradients(parameters: Iterable[Tensor], norm: float, largest: float) -> None:
+    """Scale gradients whose total norm is ``norm`` so that it becomes at most ``largest``.
+
+    If the norm is ``nan``, all gradients become ``nan``, as with torch's own clipping.
+
+    Raises:
+        UsageError: ``largest`` is ``nan``, or below 0, which would reverse the gradients.
+    """
+    if not largest >= 0:
+        raise UsageError(f"max_norm={largest}: must be at least 0")
+    factor = largest / (norm + 1e-6)
+    # torch's own clip_grads_with_norm_ refuses DTensors mixed with plain tensors.
+    for parameter in parameters if not factor >= 1.0 else ():
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
