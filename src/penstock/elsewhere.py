@@ -38,7 +38,7 @@ _FILES = (
 _INPUTS = (
     "in a pipeline only the stages that hold a weight compute with it: pipe.predict runs the whole model, "
     "a loss that needs a weight gets it if the model returns it with its output, and a copy or an average of "
-    "weights is made when the model is cut, for which example=(args, kwargs) or pipe.cut comes before it"
+    "weights is made when the model is cut, for which pipe.cut(...) comes before it"
 )
 
 _NUMBERS = frozenset(

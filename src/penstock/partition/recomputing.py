@@ -47,7 +47,7 @@ def checkpointed(
                 raise
             raise PartitionError(
                 f"{name} takes gradients by torch.func, and PyTorch cannot recompute such code ({error}); "
-                "leave this module out of checkpoint="
+                "leave this module out of recompute="
             ) from error
 
     return call
@@ -85,7 +85,7 @@ class _Repeatable:
             if parameter._version != version:
                 raise StageError(
                     f"{type(self._unit).__name__} changes its parameter {name} in place in its forward, "
-                    "which must run again; make that a buffer, or leave the module out of checkpoint="
+                    "which must run again; make that a buffer, or leave the module out of recompute="
                 )
         self._before = []
         for holder, name, value, copy, versions in state:

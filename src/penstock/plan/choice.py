@@ -72,7 +72,7 @@ class PlanShape:
 class Plan:
     """A way to run a model (schedule, cut, microbatches and checkpointing), and what it costs.
 
-    ``Pipeline(model, plan=plan)`` runs it.
+    ``Pipeline(model, schedule=plan)`` runs it.
 
     Args:
         shape: what was decided, apart from the cut.

@@ -84,7 +84,7 @@ class NcclTransport(Transport):
         except RuntimeError as error:
             raise MessageError(
                 f"rank {self.rank} on {self._stages_on} cannot connect to rank {peer} by NCCL: {error}; "
-                "each process needs a GPU of its own, or give the pipeline a gloo group by group="
+                "each process needs a GPU of its own, or give the pipeline a gloo group by mesh="
             ) from error
         return group
 

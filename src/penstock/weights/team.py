@@ -265,5 +265,5 @@ def _agreed(move: Callable[[Any], Any], value: Any) -> Any:
             raise
         raise AgreementError(
             "all ranks must save and load together, and some of them called something else: was this "
-            f"called on one rank only, as under `if pipe.leads:`? ({error})"
+            f"called on one rank only, as under `if pipe.is_main_process:`? ({error})"
         ) from error
