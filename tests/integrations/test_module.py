@@ -80,6 +80,39 @@ def test_gradients_are_those_of_the_plain_loop(loop: str, schedule: str) -> None
     assert_same(gradients(model), gradients(plain.model))
 
 
+class Clashing(nn.Module):
+    """Names its arguments as a pipeline's methods name theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chain = chain()
+
+    def forward(self, x: Tensor, target: Tensor, record: float) -> Any:
+        return self.chain(x + target) * record
+
+
+@pytest.mark.parametrize("loss_fn", [nn.functional.mse_loss, None])
+def test_arguments_of_the_model_may_have_any_name(loss_fn: Any) -> None:
+    plain, names = Clashing(), {"target": Y, "record": 2.0}
+    wanted = plain(X, **names)
+    loss = nn.functional.mse_loss(wanted, Y)
+    loss.backward()
+    pipe = Pipeline(Clashing(), ranks=2, microbatches=4, loss_fn=loss_fn)
+    pipe.cut(X, model_kwargs=names)
+    torch.testing.assert_close(pipe.predict(X, model_kwargs=names), wanted.detach())
+    model = PipelineModule(pipe)
+    if loss_fn is None:
+        found = nn.functional.mse_loss(model(X, model_kwargs=names), Y)
+    else:
+        pipe.step(X, target=Y, model_kwargs=names)
+        assert pipe.find_nonfinite(X, target=Y, model_kwargs=names) is None
+        pipe.zero_grad()
+        found = model(X, target=Y, model_kwargs=names)
+    found.backward()
+    torch.testing.assert_close(found, loss)
+    assert_same(gradients(model), gradients(plain))
+
+
 def test_a_forward_leaves_gradients_alone_and_a_backward_adds() -> None:
     model = as_module()
     LOOPS["scaled"](called(model))

@@ -55,6 +55,52 @@ def test_the_output_class_is_the_models() -> None:
     assert module.config.vocab_size == TOKENS["vocab_size"]
 
 
+@pytest.mark.parametrize("name", ["step", "evaluate"])
+def test_outputs_of_a_pipeline_hold_the_loss_of_the_batch(name: str) -> None:
+    plain = make_model("llama")
+    pipe = Pipeline(make_model("llama"), ranks=2, microbatches=4)
+    output = getattr(pipe, name)(**BATCH, outputs=True).outputs
+    expected = plain(**BATCH)
+    torch.testing.assert_close(output.loss, expected.loss.detach())
+    torch.testing.assert_close(output.logits, expected.logits.detach())
+
+
+def test_labels_may_have_other_names() -> None:
+    config = transformers.BertConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=64,
+    )
+    model = transformers.BertForQuestionAnswering(config).eval()
+    plain, places = copy.deepcopy(model), torch.arange(8) % 5
+    batch = {
+        "input_ids": BATCH["input_ids"],
+        "start_positions": places,
+        "end_positions": places + 1,
+    }
+    found = Pipeline(model, ranks=2, microbatches=4).evaluate(**batch)
+    assert found.loss == pytest.approx(plain(**batch).loss.item())
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({}, "LlamaForCausalLM computed no loss, .* give it labels=.*; pass labels="),
+        ({"target": BATCH["labels"]}, "LlamaForCausalLM computed no loss, .* give it labels="),
+        (
+            {"labels": BATCH["labels"], "return_dict": False},
+            "returned a tuple, .* with return_dict=True",
+        ),
+    ],
+)
+def test_a_step_without_the_models_loss_says_what_it_needs(given: Any, says: str) -> None:
+    pipe = Pipeline(make_model("llama"), ranks=2, microbatches=4)
+    with pytest.raises(UsageError, match=says):
+        pipe.step(BATCH["input_ids"], **given)
+
+
 def test_wrong_use_is_named() -> None:
     module = as_module(make_model("llama")).train()
     with pytest.raises(AttributeError, match="resize_token_embeddings"):

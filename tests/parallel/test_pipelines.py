@@ -344,6 +344,19 @@ def test_wrapping_before_the_cut_is_refused_with_the_remedy(workers: WorkerPool,
     assert ("fully_shard(module" if how == "blocks" else "DistributedDataParallel(module") in said
 
 
+def run_along_one_dimension(group: Any) -> float:
+    """A worker's task: a mesh of nothing but the pipeline."""
+    pipe = Pipeline(chain(), mesh=mesh_of("pp"), microbatches=2, loss_fn=mse_loss)
+    return pipe.step(X, target=Y).loss
+
+
+def test_a_mesh_may_be_the_pipeline_alone(workers: WorkerPool) -> None:
+    wanted = mse_loss(chain()(X), Y).item()
+    assert workers.run(f"{__name__}:run_along_one_dimension", 2, 60.0) == pytest.approx(
+        [wanted] * 2
+    )
+
+
 def run_wrapped_too_far(group: Any) -> str:
     """A worker's task: DDP averages over four processes, of which two are replicas of each other."""
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("other", "dp", "pp"))

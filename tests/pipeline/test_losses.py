@@ -296,6 +296,23 @@ def test_steps_of_a_larger_batch_divide_each_loss_by_its_own_total() -> None:
         pipe.step(X, RAGGED_Y, target=RAGGED_Y, total_weight=13.0)
 
 
+def test_a_weight_of_no_loss_is_named_and_weights_may_be_a_tensor(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    labels = RAGGED_Y.clone()
+    labels[6, 1] = 0
+    pipe = Pipeline(Ahead(), ranks=2, microbatches=4, loss_fn=token_loss)
+    misspelt: Any = {"main": valid, "haed": valid, "ahead": "microbatch"}
+    pipe.step(X, labels, target=labels, loss_weight=misspelt)
+    assert ["names haed, and no such loss was added" in r.message for r in caplog.records] == [True]
+    counts = [float(valid(part)) for part in labels.tensor_split(4)]
+    results = [
+        pipe.step(X, labels, target=labels, loss_weight={**misspelt, "main": main})
+        for main in (counts, torch.tensor(counts))
+    ]
+    assert results[0].loss == results[1].loss
+
+
 def test_an_added_loss_that_counts_something_else_is_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

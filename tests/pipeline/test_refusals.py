@@ -86,6 +86,8 @@ MAKING: list[tuple[dict[str, Any], type[PenstockError], str]] = [
         "recompute= is used to cut a model, but stages= is a Partition"),
     ({"model": "chain"}, UsageError, "model: must be an nn.Module, not a str"),
     ({"recompute": True, "compile": True}, UsageError, "cannot be used with compile="),
+    ({"recompute": "blocks"}, PartitionError, "recompute='blocks': must be True, False, or a list"),
+    ({"recompute": None}, PartitionError, "recompute=None: must be True, False, or a list"),
     ({"schedule": THREE}, UsageError, "'1F1B' has ranks=3, but ranks=2 was asked for"),
     ({"schedule": HALF, "microbatches": None}, ScheduleError, "'half' cannot run:\n"),
     ({"schedule": "auto", "stages": 2}, UsageError, "the plan in schedule= decides stages= itself"),
@@ -93,6 +95,9 @@ MAKING: list[tuple[dict[str, Any], type[PenstockError], str]] = [
     ({"num_microbatches": 4}, UnknownArgumentError, r"num_microbatches=; did you mean microbatches=\?"),
     ({"criterion": mean_loss}, UnknownArgumentError, r"no argument criterion=; did you mean loss_fn=\?"),
     ({"zzz": 1}, UnknownArgumentError, "no argument zzz=; there are schedule=, microbatches=, .* timeout=$"),
+    ({"reduction": "sum"}, UnknownArgumentError, r"loss_fn=penstock.Loss\(function, reduction=...\)"),
+    ({"loss_weight": 1.0}, UnknownArgumentError, r"loss_fn=penstock.Loss\(function, weight=...\)"),
+    ({"accumulate": 2}, UnknownArgumentError, r"it is an argument of pipe.step\(...\)"),
     ({"balance": "flops"}, UnknownArgumentError, r"partition\(model, stages, balance=...\)"),
     ({"device": "xpu"}, UsageError, r"device='xpu': torch.xpu.is_available\(\) is False"),
     ({"device": "gpu"}, UsageError, "device='gpu': Expected one of cpu, cuda"),
@@ -136,7 +141,7 @@ CALLING: list[Refusal] = [
     (lambda: make(loss_fn=None).step(X, target=Y), UsageError, "needs a loss; make the Pipeline with"),
     (lambda: make(loss_fn=None).evaluate(X, target=Y), UsageError, "evaluate needs a loss; .* predict"),
     (lambda: make(split={"mask": REPLICATE}).step(X, target=Y), MicrobatchError,
-        r"rules for \['mask'\], but the arguments are \[0\]"),
+        r"rules for \['mask'\], but the call has the arguments \[0\]: .* by its number, as in split={0: 1}"),
     (lambda: make(named(), stages=STAGES).predict(X, mask={1, 2}), SpecError,
         "argument 'mask' is a set, which cannot travel"),
     (lambda: make(loss_fn=lambda *_: torch.zeros(2, 1)).step(X, target=Y), UsageError,
@@ -151,6 +156,11 @@ CALLING: list[Refusal] = [
     (lambda: Loss(mean_loss, nonfinite="never"), UsageError, "nonfinite='never'"),  # type: ignore[arg-type]
     (lambda: Loss(mean_loss, metrics={"right": 3}), UsageError, r"metrics\['right'\]=3: must be a function"),  # type: ignore[dict-item]
     (lambda: Loss(mean_loss, metrics=[mean_loss]), UsageError, "functions by name, in a dict"),  # type: ignore[arg-type]
+    (lambda: Loss(mean_loss, target=1), UsageError, "target=1: must name an argument of the model"),  # type: ignore[arg-type]
+    (lambda: Loss(mean_loss, check="no"), UsageError, "check='no': must be True or False"),  # type: ignore[arg-type]
+    (lambda: make(split={"output": "cat"}), MicrobatchError, r"a function \(parts, sizes\) -> whole"),
+    (lambda: make(loss_fn=Loss(mean_loss, target="y")).step(X), UsageError,
+        "no target was given.*; pass y=, at least on rank 0"),
     (lambda: Loss(mean_loss, weight="a"), UsageError, "weight='a' of the loss: must be a number"),  # type: ignore[arg-type]
     (lambda: Timeouts(step=0), UsageError, r"Timeouts\(step=0\): must be more than 0 seconds"),
     (lambda: make(loss_fn=ALL_OUTPUTS).step(X, target=Y), UsageError,
@@ -214,6 +224,10 @@ SLIPS: dict[str, Slip] = {
         "accumulate=0: must be at least 1 step"),
     "one name twice": (lambda pipe: pipe.step(X, target=Y, mask=X, model_kwargs={"mask": X}), UsageError,
         "mask given by name and in model_kwargs="),
+    "no names": (lambda pipe: pipe.step(X, target=Y, model_kwargs=[X]), UsageError,
+        "model_kwargs is a list; it must be a dict"),
+    "an argument of step": (lambda pipe: pipe.evaluate(X, target=Y, accumulate=2), StageError,
+        "keyword argument 'accumulate'; step alone takes it"),
     "too few weights": (lambda pipe: pipe.step(X, target=Y, loss_weight=[1.0]), UsageError,
         "weights of the loss: 1 numbers for 4 microbatches"),
     "a weight below nothing": (lambda pipe: pipe.step(X, target=Y, loss_weight=lambda _: -1), UsageError,

@@ -99,6 +99,13 @@ def test_any_cut_gives_the_same(cut: str, device: str) -> None:
     assert same(state(*[getattr(stage, "module", stage) for stage in stages]), whole())
 
 
+def test_the_cut_may_come_before_and_the_device_need_not_be_said() -> None:
+    pipe = Pipeline(model("meta"), ranks=2)
+    pipe.cut(torch.zeros(4, 3, dtype=torch.int64))
+    penstock.init_weights(pipe, 1)
+    assert same(state(*[stage.module for stage in pipe.stages]), whole())
+
+
 def test_it_depends_on_the_seed_and_leaves_the_callers_generator() -> None:
     torch.manual_seed(1)
     first = whole()

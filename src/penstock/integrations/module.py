@@ -31,6 +31,7 @@ from penstock.pipeline import (
     check_in_fewer,
     cut_before,
     is_named,
+    joined,
     label_names,
     outputs_apart,
     own_loss,
@@ -124,6 +125,7 @@ class PipelineModule(nn.Module):
         trains: bool,
         outputs: bool = False,
         total_weight: float | None = None,
+        model_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> tuple[StepResult, Tensor, Any]:
         """Run a step, or evaluate; return the result, the loss, and the outputs if they are asked for.
@@ -134,23 +136,28 @@ class PipelineModule(nn.Module):
         options: dict[str, Any] = {"same_batch": True, "outputs": outputs}
         if not trains:
             with outputs_apart(self.pipe):
-                result = self.pipe.evaluate(*args, **options, **kwargs)
+                result = self.pipe.evaluate(*args, model_kwargs=model_kwargs, **options, **kwargs)
             output = self._joined(result.outputs) if outputs else None
             return result, self._loss_of(result, total_weight), output
         for name in kwargs.keys() & {"accumulate", "scaler"}:
             raise UsageError(f"{name}= belongs to Pipeline.step; here, divide or scale the loss")
-        of_model = {name: value for name, value in kwargs.items() if name not in _OF_STEP}
-        batch = CallArguments(args, of_model, kwargs.pop("target", MISSING))
+        of_step = {name: kwargs.pop(name) for name in _OF_STEP & kwargs.keys()}
+        batch = CallArguments(args, joined(kwargs, model_kwargs), of_step.pop("target", MISSING))
         cut_before(self.pipe, batch)
         run = self._pass(batch, again=outputs)
-        kwargs |= {**run.batch.kwargs, "target": run.batch.target}
         scale = self._factor if self._computes_in_half else 1.0
         checks = scale != 1.0
         if checks:  # on every rank alike, so that all ask for the norm
-            kwargs["scaler"] = LossScaler(scale, device=self.pipe.device.type)
+            of_step["scaler"] = LossScaler(scale, device=self.pipe.device.type)
         with run.collecting(), outputs_apart(self.pipe):
             result = self.pipe.step(
-                *run.batch.args, accumulate=1, total_weight=total_weight, **options, **kwargs
+                *run.batch.args,
+                target=run.batch.target,
+                accumulate=1,
+                total_weight=total_weight,
+                model_kwargs=run.batch.kwargs,
+                **options,
+                **of_step,
             )
             if checks and not math.isfinite(self.pipe.weights.grad_norm()):
                 scale = math.nan
@@ -159,14 +166,18 @@ class PipelineModule(nn.Module):
         loss, parts = run.applied(self._loss_of(result, total_weight), parts)
         return result, loss, self._joined(result.outputs, parts) if outputs else None
 
-    def outputs_of(self, *args: Any, **kwargs: Any) -> Any:
+    def outputs_of(
+        self, *args: Any, model_kwargs: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> Any:
         """The model's output, through which gradients flow if they are enabled.
 
         The pipeline keeps nothing for the backward: it runs the forward again when gradients arrive.
         """
+        kwargs = joined(kwargs, model_kwargs)
         if not self.training and not torch.is_grad_enabled():
             with outputs_apart(self.pipe):
-                return self._joined(self.pipe.predict(*args, same_batch=True, **kwargs))
+                outputs = self.pipe.predict(*args, same_batch=True, model_kwargs=kwargs)
+                return self._joined(outputs)
         batch = CallArguments(args, kwargs)
         cut_before(self.pipe, batch)
         run = self._pass(batch, again=torch.is_grad_enabled())

@@ -455,8 +455,8 @@ def explained(model: nn.Module) -> Iterator[None]:
         raise
     except Exception as error:
         raise StageError(
-            f"the {type(model).__name__} failed in a run with example=, on tensors without data where it "
-            f"is possible: {type(error).__name__}: {error}"
+            f"the {type(model).__name__} failed in the run that shows where to cut it, on tensors without "
+            f"data where that is possible: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -473,6 +473,10 @@ def _check_compiled(model: nn.Module) -> None:
 def _recomputed(units: Sequence[str], recompute: bool | Sequence[str]) -> list[str]:
     if isinstance(recompute, bool):
         return list(units) if recompute else []
+    if isinstance(recompute, str) or not isinstance(recompute, Sequence):
+        raise PartitionError(
+            f"recompute={recompute!r}: must be True, False, or a list of module paths, such as ['blocks.1']"
+        )
     recomputes = []
     for path in recompute:
         inside = [u for u in units if u == path or u.startswith(f"{path}.")]

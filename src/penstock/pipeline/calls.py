@@ -36,6 +36,7 @@ from penstock._engine.runtime import (
     remedy_of_added,
 )
 from penstock.errors import PenstockError, StageError, UsageError
+from penstock.pipeline.default_loss import LossInside
 from penstock.pipeline.holding import HeldModel
 from penstock.pipeline.outputs import Outputs
 from penstock.pipeline.plan import ProvenSchedules
@@ -202,7 +203,8 @@ class PipelineCalls:
         for name in arguments.kwargs:
             near = get_close_matches(name, self._step_names, n=1)
             if near and f"unexpected keyword argument {name!r}" in str(error):
-                error.args = (f"{error}; did you mean {near[0]}=?",)
+                hint = "step alone takes it" if near[0] == name else f"did you mean {near[0]}=?"
+                error.args = (f"{error}; {hint}",)
         if call.loss and arguments.target is MISSING and " positional argument" in str(error):
             error.args = (f"{error}; the target is given by name, as target=",)
         return error
@@ -219,7 +221,11 @@ class PipelineCalls:
                 rule = output_rule(self._rules, packed=model_call.dim is not None)
                 ways = model_call.ways
             outputs = Outputs(step.shared, rule, ways)
-            outputs = outputs if self.apart else outputs.joined(step.shared, rule)
+            if not self.apart:
+                function = None if step.call.loss is None else step.call.loss.function
+                if isinstance(function, LossInside):
+                    rule = function.with_loss(rule, step.weights.counts)
+                outputs = outputs.joined(step.shared, rule)
         device = self._held.device
         autocast = None
         if torch.is_autocast_enabled(device.type):
@@ -249,6 +255,8 @@ class PipelineCalls:
             UsageError: the main one does not, or an added one with a weight of its own.
         """
         loss, model_call = step.call.loss, step.agreement.model_call
+        if loss is not None and self._runner.steps == 1 and not self._runner.rank:
+            loss.warn_of_unknown(step.result.losses)
         asks = model_call.count > 1 and self._runner.steps in ASKING and not model_call.presplit
         if loss is None or not loss.asks or not asks:
             return

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
+from penstock._engine.microbatches import Rule
 from penstock._engine.runtime import Loss
+from penstock.errors import UsageError
 
 
 def own_loss(model: nn.Module) -> Loss:
@@ -33,7 +36,46 @@ def own_loss(model: nn.Module) -> Loss:
             return len(labels)
         return ((labels[..., 1:] if shifts and labels.dim() > 1 else labels) != -100).sum()
 
-    return Loss(lambda output, labels: output.loss, weight=weight, target="labels")
+    names = label_names(model)
+    target = "labels" if "labels" in names else next(iter(names), None)
+    return Loss(LossInside(type(author_of(model)).__name__, names), weight=weight, target=target)
+
+
+class LossInside:
+    """The loss function of a model that computes its loss itself.
+
+    Args:
+        model: the name of its class.
+        labels: its arguments that are labels.
+    """
+
+    def __init__(self, model: str, labels: Sequence[str]) -> None:
+        self._model, self._labels = model, labels
+
+    def __call__(self, output: Any, _: Any) -> Tensor:
+        """The loss in the output of a microbatch."""
+        if not isinstance(output, Mapping):
+            raise UsageError(
+                f"the {self._model} returned a {type(output).__name__}, and its loss is an item of what it "
+                "returns with return_dict=True"
+            )
+        loss = output.get("loss")
+        if loss is None:
+            raise UsageError(
+                f"the {self._model} computed no loss, as it does without labels: give it "
+                f"{', '.join(f'{name}=' for name in self._labels)}, or the Pipeline a loss_fn of yours"
+            )
+        return cast("Tensor", loss)
+
+    def with_loss(self, rule: Rule | None, counts: Sequence[float]) -> Rule | None:
+        """The rule for outputs, with one for the loss: the mean by the weights of the microbatches."""
+
+        def mean(losses: Sequence[Tensor], _: Any) -> Tensor:
+            # Where there is nothing to average over, the loss is no number.
+            counted = [loss * count for loss, count in zip(losses, counts, strict=True) if count]
+            return sum(counted, torch.zeros_like(losses[0])) / (sum(counts) or 1.0)
+
+        return {"loss": mean, **(rule or {})} if isinstance(rule, Mapping | None) else rule
 
 
 def default_loss(model: nn.Module) -> Loss | None:

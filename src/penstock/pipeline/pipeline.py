@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ from penstock._engine.microbatches import MISSING, Batch, RulesGiven
 from penstock._engine.parallel import siblings_of
 from penstock._engine.rng import Randomness, Seed
 from penstock._engine.runtime import (
+    MAIN,
     ActionEvent,
     ActionHook,
     Call,
@@ -38,7 +40,7 @@ from penstock._engine.runtime import (
     check_plans,
     describe_stages,
 )
-from penstock.errors import NonFiniteError, UsageError
+from penstock.errors import NonFiniteError, UsageError, listed
 from penstock.partition import Partition, Shared, find_shared_between
 from penstock.pipeline.calls import CallArguments, PipelineCalls, flowed_back
 from penstock.pipeline.holding import HeldModel
@@ -488,7 +490,13 @@ class Pipeline:
         return result
 
     @collective
-    def cut(self, *args: Any, target: Any = MISSING, **kwargs: Any) -> None:
+    def cut(
+        self,
+        *args: Any,
+        target: Any = MISSING,
+        model_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Cut the model now, by the arguments of a batch, as the first step would. Every rank calls it.
 
         Does nothing to a model that is cut. Where ``stages=`` says where to cut, no arguments are needed: a
@@ -497,6 +505,7 @@ class Pipeline:
         Args:
             args: the model's arguments, as for :meth:`step`.
             target: the target; with ``schedule="auto"`` the time of the loss is measured with it.
+            model_kwargs: as for :meth:`step`.
             kwargs: the model's arguments by name.
 
         Raises:
@@ -505,6 +514,7 @@ class Pipeline:
         uncut = self._held.uncut
         if uncut is None:
             return
+        kwargs = joined(kwargs, model_kwargs)
         uncut.was_asked = True
         if not (args or kwargs or uncut.needs_call):
             self._held.cut_now()
@@ -540,10 +550,23 @@ class Pipeline:
         arguments = CallArguments(args, kwargs, target, same_batch=same_batch)
         return self._calls.evaluate(call, arguments)
 
-    def predict(self, *args: Any, same_batch: bool | None = None, **kwargs: Any) -> Any:
-        """The model's output for a batch in evaluation mode, on every rank."""
+    def predict(
+        self,
+        *args: Any,
+        same_batch: bool | None = None,
+        model_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The model's output for a batch in evaluation mode, on every rank.
+
+        Args:
+            args: as for :meth:`step`; the batch may be smaller than a training batch.
+            same_batch: as for :meth:`step`.
+            model_kwargs: as for :meth:`step`.
+            kwargs: the model's arguments by name.
+        """
         call = Call(Batch(), trains=False, outputs=True, hooks=self._hooks or None)
-        arguments = CallArguments(args, kwargs, same_batch=same_batch)
+        arguments = CallArguments(args, joined(kwargs, model_kwargs), same_batch=same_batch)
         return self._calls.evaluate(call, arguments).outputs
 
     @contextmanager
@@ -553,7 +576,11 @@ class Pipeline:
             yield
 
     def find_nonfinite(
-        self, *args: Any, target: Any = MISSING, **kwargs: Any
+        self,
+        *args: Any,
+        target: Any = MISSING,
+        model_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
     ) -> NonFiniteFinding | None:
         """Run a batch once more, as the last step ran it, to find the first non-finite value.
 
@@ -562,12 +589,14 @@ class Pipeline:
         Args:
             args: as for :meth:`step`.
             target: as for :meth:`step`.
+            model_kwargs: as for :meth:`step`.
             kwargs: as for :meth:`step`.
 
         Returns:
             A ``NonFiniteFinding``, which names stage, microbatch, action and module, the same on every rank;
             or None if everything is finite.
         """
+        kwargs = joined(kwargs, model_kwargs)
         arguments = CallArguments(args, kwargs, self._target_of(target, kwargs))
 
         def complete(call: Call) -> Call:
@@ -629,6 +658,9 @@ class Pipeline:
         """Raise, skip or warn about a step that is not finite, the same on every rank."""
         step, nonfinite = self._randomness.step, self._training_loss().nonfinite
         what = f"the loss is {result.loss:g}"
+        added = [n for n, value in result.losses.items() if n != MAIN and not math.isfinite(value)]
+        if added:
+            what += f", through the added loss {listed(added)}"
         if torch.isfinite(torch.tensor(result.loss, device="cpu")):
             what += ", but gradients are not finite"
         if nonfinite == "stop":
@@ -852,6 +884,11 @@ def cut_before(pipe: Pipeline, arguments: CallArguments) -> None:
 
 def joined(kwargs: Mapping[str, Any], more: Mapping[str, Any] | None) -> dict[str, Any]:
     """The model's keyword arguments, with those given as ``model_kwargs=``."""
-    if both := sorted(kwargs.keys() & (more or {}).keys()):
+    more = {} if more is None else more
+    if not isinstance(more, Mapping):
+        raise UsageError(
+            f"model_kwargs is a {type(more).__name__}; it must be a dict of the model's arguments by name"
+        )
+    if both := sorted(kwargs.keys() & more.keys()):
         raise UsageError(f"{', '.join(both)} given by name and in model_kwargs=; give each once")
-    return {**kwargs, **(more or {})}
+    return {**kwargs, **more}

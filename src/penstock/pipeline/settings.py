@@ -52,6 +52,20 @@ _INSTEAD = {
     "criterion": "did you mean loss_fn=?",
     "num_stages": "did you mean stages=?",
     "world_size": "did you mean ranks=?",
+    "plan": "did you mean schedule=?",
+    "rules": "did you mean split=?",
+    "group": "did you mean mesh=?",
+    "checkpoint": "did you mean recompute=?",
+    "example": "call pipe.cut(...) with the arguments of a batch",
+    "weights": "call pipe.weights.load(folder)",
+    "rendezvous_timeout": "say timeout=penstock.Timeouts(rendezvous=...)",
+    "watch_every": "call pipe.on_step(penstock.SlowWarning(every=...))",
+    **dict.fromkeys(("accumulate", "total_weight"), "it is an argument of pipe.step(...)"),
+    **{
+        name: f"say loss_fn=penstock.Loss(function, {option}=...)"
+        for option in ("reduction", "weight", "over", "metrics", "nonfinite")
+        for name in (option, f"loss_{option}")
+    },
 }
 """Hints for names that are not near the right one, such as those of other libraries."""
 REMEDIES = {

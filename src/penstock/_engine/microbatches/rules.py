@@ -85,9 +85,12 @@ def read_rules(rules: RulesGiven | None) -> Rules | None:
             if isinstance(item, type) or not (
                 isinstance(item, Split | Replicate) or callable(item)
             ):
+                function = (
+                    "(parts, sizes) -> whole" if name == OUTPUT else "(value, sizes) -> parts"
+                )
                 raise MicrobatchError(
                     f"split={{{name!r}: {rule!r}}}: must be a dimension, Split(dim), REPLICATE, a "
-                    "function (value, sizes) -> parts, or a mapping of these by item"
+                    f"function {function}, or a mapping of these by item"
                 )
             if isinstance(item, Split) and item.by not in ("samples", "tokens"):
                 raise MicrobatchError(

@@ -131,7 +131,9 @@ def _ruled(
     unknown = [key for key in rules if key not in named and key not in (TARGET, OUTPUT)]
     if unknown and named:
         raise MicrobatchError(
-            f"split= has rules for {unknown}, but the arguments are {list(named)}"
+            f"split= has rules for {unknown}, but the call has the arguments {list(named)}: an argument "
+            "that is given by position is named by its number, as in split={0: 1}, and one that is given by "
+            "name by that"
         )
     arguments = {name: (value, rules.get(name)) for name, value in named.items()}
     if target is not MISSING:

@@ -109,7 +109,7 @@ def members_of(mesh: Any, replicas: Any) -> Members | None:
         names = whole.mesh_dim_names or ()
         name = DIMENSION if mesh.ndim > 1 else (mesh.mesh_dim_names or ("",))[0]
         if name in names:
-            rows = whole.mesh.movedim(names.index(name), -1).flatten(0, -2).tolist()
+            rows = whole.mesh.movedim(names.index(name), -1).reshape(-1, len(pipeline)).tolist()
             place = pipeline.index(dist.get_rank())
             every = sorted(rank for row in rows for rank in row)
             return Members(tuple(every), pipeline, tuple(row[place] for row in rows))

@@ -82,7 +82,7 @@ class Call:
     @property
     def method(self) -> str:
         """The method that the user called."""
-        return "step" if self.trains else "predict" if self.loss is None else "eval"
+        return "step" if self.trains else "predict" if self.loss is None else "evaluate"
 
 
 # ---- what the ranks bring

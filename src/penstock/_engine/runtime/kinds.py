@@ -286,7 +286,7 @@ def merge(rows: Sequence[Mapping[str, Any]]) -> ModelCall:
         name = next(method for start, method in _METHODS.items() if mode.startswith(start))
         raise UsageError(
             f"{name}() was given no batch; call it with the model's arguments, at least on the rank of the "
-            "first stage. A Pipeline has no train() mode: step trains, and eval and predict evaluate"
+            "first stage. A Pipeline has no train() mode: step trains, and evaluate and predict evaluate"
         )
     holders = [rank for rank, row in enumerate(rows) if any(named for named, _ in row["parts"])]
     for rank in holders[1:]:
@@ -318,7 +318,7 @@ def merge(rows: Sequence[Mapping[str, Any]]) -> ModelCall:
     )
 
 
-_METHODS = {"train": "step", "evaluate with loss": "eval", "evaluate": "predict"}
+_METHODS = {"train": "step", "evaluate with loss": "evaluate", "evaluate": "predict"}
 """The method that the user called, by the start of the mode."""
 
 

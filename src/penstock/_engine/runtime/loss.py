@@ -8,7 +8,8 @@ plain loop, :func:`collect_losses` does so.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cached_property
@@ -22,8 +23,10 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from penstock._engine.microbatches import Rules
 from penstock._engine.parallel import gathered
 from penstock._engine.values import tensors_in
-from penstock.errors import UsageError
+from penstock.errors import UsageError, listed
 from penstock.schedule.base import whole_number
+
+logger = logging.getLogger("penstock")
 
 # ---- losses that a model adds in its forward
 
@@ -312,6 +315,10 @@ class Loss:
         _check_choice("reduction", self.reduction, Reduction)
         _check_choice("over", self.over, LossOver)
         _check_choice("nonfinite", self.nonfinite, NonFinite)
+        if not isinstance(self.target, str | None):
+            raise UsageError(f"target={self.target!r}: must name an argument of the model")
+        if not isinstance(self.check, bool):
+            raise UsageError(f"check={self.check!r}: must be True or False")
         for name, weight in _by_name(self.weight).items():
             is_text = isinstance(weight, str | bytes)
             fits = callable(weight) or isinstance(weight, SupportsFloat | Sequence)
@@ -386,6 +393,16 @@ class StepLoss(Loss):
         """Whether an added loss is said to be one of each microbatch by itself."""
         return isinstance(_by_name(self.weight).get(name), str)
 
+    def warn_of_unknown(self, names: Iterable[str]) -> None:
+        """Log weights by a name that no loss of a step has."""
+        unknown = [*(_by_name(self.weight).keys() - {MAIN, *names})]
+        if unknown:
+            logger.warning(
+                "penstock: weight= of the loss names %s, and no such loss was added in the first step; there "
+                "are %s. A name is %r, for the loss itself, or that in penstock.add_loss(name, ...)",
+                listed(sorted(unknown)), listed(names), MAIN,
+            )  # fmt: skip
+
     @classmethod
     def for_steps(
         cls, loss: LossFunction | Loss, replicas: Replicas, rules: Rules | None
@@ -442,7 +459,9 @@ class StepLoss(Loss):
         Raises:
             UsageError: a weight is negative or no number, or not every microbatch has one.
         """
-        weight = self.weights[name]
+        weight: Any = self.weights[name]
+        if isinstance(weight, Tensor):
+            weight = weight.tolist()
         if callable(weight):
             return _checked_counts([weight(target) for target in targets])
         if isinstance(weight, Sequence):

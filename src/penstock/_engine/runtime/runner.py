@@ -589,7 +589,8 @@ class Runner:
                 hint = f" (all {len(positions)} arguments by position went to the model)"
             raise UsageError(
                 f"no target was given{hint}, and loss_fn fails without one ({type(error).__name__}: "
-                f"{error}); pass target=, at least on rank {rank}, which has the last stage"
+                f"{error}); pass {loss.target or 'target'}=, at least on rank {rank}, which has the last "
+                "stage"
             ) from error
 
     def _counts(
@@ -693,7 +694,7 @@ class Runner:
                 problem = str(error)
         description, problem = self.transport.exchange([description, problem])[source]
         if problem is not None:
-            raise SpecError(f"{problem}; or use step and eval without outputs=True")
+            raise SpecError(f"{problem}; or use step and evaluate without outputs=True")
         layout = Layout.read(description)
         if self.rank == source:
             tensors = tensors_in(value)

@@ -27,7 +27,7 @@ def initialise(
     """Give the parameters and buffers of modules their first values; see :func:`init_weights`.
 
     Args:
-        homes: stages or whole models, each with the device for its meta tensors.
+        homes: stages or whole models, each with the device for its meta tensors: the CPU, if that is meta.
         seed: the seed of all values.
         init: called for each module after the module's own initialiser; by default the model's
             ``_init_weights``, if it has one.
@@ -115,6 +115,7 @@ def _give_memory(homes: Sequence[tuple[nn.Module, torch.device]]) -> _Blanks:
     """Give meta tensors memory, marked with values that no initialiser leaves."""
     blanks: _Blanks = {}
     for root, device in homes:
+        device = torch.device("cpu") if device.type == "meta" else device
         for tensor in (*root.parameters(), *root.buffers()):
             if tensor.is_meta:
                 blank = torch.empty_like(tensor, device=device, requires_grad=False)
