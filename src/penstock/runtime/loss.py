@@ -187,7 +187,7 @@ LossOver = Literal["samples", "batch", "microbatch"]
 """What a loss is computed over: samples, so that microbatches give that of the batch; or one or the other."""
 LossFunction = Callable[[Any, Any], Tensor]
 """``(output, target)`` of a microbatch -> its loss, a scalar tensor."""
-OneWeight = float | Sequence[float] | Callable[[Any], Any]
+OneWeight = float | Sequence[float] | Tensor | Callable[[Any], Any]
 """The weight of a batch, of each microbatch, or a function from a microbatch's target to its weight."""
 LossWeight = OneWeight | Mapping[str, OneWeight | Literal["microbatch"]]
 """The weight of the loss, or weights by name: ``"main"`` for the loss, and names given to ``add_loss``."""
