@@ -383,7 +383,11 @@ class StepLoss(Loss):
     def weights(self) -> dict[str, OneWeight | None]:
         """The weight of the loss itself, as ``"main"``, and of each added loss that has one of its own."""
         weights = {MAIN: None, **_by_name(self.weight)}
-        return {name: weight for name, weight in weights.items() if not isinstance(weight, str)}
+        return {
+            name: weight.tolist() if isinstance(weight, Tensor) else weight
+            for name, weight in weights.items()
+            if not isinstance(weight, str)
+        }
 
     def is_by_custom(self, name: str) -> bool:
         """Whether an added loss is said to be one of each microbatch by itself."""
@@ -453,9 +457,7 @@ class StepLoss(Loss):
         Raises:
             UsageError: a weight is negative or no number, or not every microbatch has one.
         """
-        weight: Any = self.weights[name]
-        if isinstance(weight, Tensor):
-            weight = weight.tolist()
+        weight = self.weights[name]
         if callable(weight):
             return _checked_counts([weight(target) for target in targets])
         if isinstance(weight, Sequence):
