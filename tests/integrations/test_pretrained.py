@@ -75,7 +75,7 @@ def test_labels_may_have_other_names() -> None:
     )
     model = transformers.BertForQuestionAnswering(config).eval()
     plain, places = copy.deepcopy(model), torch.arange(8) % 5
-    batch = {
+    batch: Any = {
         "input_ids": BATCH["input_ids"],
         "start_positions": places,
         "end_positions": places + 1,

@@ -187,7 +187,7 @@ LossOver = Literal["samples", "batch", "microbatch"]
 """What a loss is computed over: samples, so that microbatches give that of the batch; or one or the other."""
 LossFunction = Callable[[Any, Any], Tensor]
 """``(output, target)`` of a microbatch -> its loss, a scalar tensor."""
-OneWeight = float | Sequence[float] | Callable[[Any], Any]
+OneWeight = float | Sequence[float] | Tensor | Callable[[Any], Any]
 """The weight of a batch, of each microbatch, or a function from a microbatch's target to its weight."""
 LossWeight = OneWeight | Mapping[str, OneWeight | Literal["microbatch"]]
 """The weight of the loss, or weights by name: ``"main"`` for the loss, and names given to ``add_loss``."""
@@ -387,7 +387,11 @@ class StepLoss(Loss):
     def weights(self) -> dict[str, OneWeight | None]:
         """The weight of the loss itself, as ``"main"``, and of each added loss that has one of its own."""
         weights = {MAIN: None, **_by_name(self.weight)}
-        return {name: weight for name, weight in weights.items() if not isinstance(weight, str)}
+        return {
+            name: weight.tolist() if isinstance(weight, Tensor) else weight
+            for name, weight in weights.items()
+            if not isinstance(weight, str)
+        }
 
     def is_by_custom(self, name: str) -> bool:
         """Whether an added loss is said to be one of each microbatch by itself."""
@@ -459,9 +463,7 @@ class StepLoss(Loss):
         Raises:
             UsageError: a weight is negative or no number, or not every microbatch has one.
         """
-        weight: Any = self.weights[name]
-        if isinstance(weight, Tensor):
-            weight = weight.tolist()
+        weight = self.weights[name]
         if callable(weight):
             return _checked_counts([weight(target) for target in targets])
         if isinstance(weight, Sequence):
