@@ -480,6 +480,38 @@ def test_ranks_with_a_batch_have_the_gradients_of_all(workers: WorkerPool) -> No
     assert all("that requires grad on rank 0 and" in text for _, text in ran)
 
 
+class Shifted(nn.Module):
+    """Takes its arguments by name, and does nothing with one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (nn.Linear(WIDTH, WIDTH).double() for _ in range(2))
+
+    def forward(self, x: Tensor, *, scale: Tensor, shift: Tensor, spare: Tensor) -> Tensor:
+        hidden: Tensor = self.second(torch.tanh(self.first(x * scale))) + shift
+        return hidden
+
+
+def name_arguments(group: Any) -> list[bool]:
+    """A worker's task: each rank names the arguments in an order of its own."""
+    names = ["scale", "shift", "spare"]
+    named, of_plain = (
+        {name: X.sin().add(place).requires_grad_() for place, name in enumerate(names)}
+        for _ in range(2)
+    )
+    pipe, plain = make(Shifted(), mesh=group, ranks=2), Shifted()
+    order = names if dist.get_rank(group) else names[::-1]
+    pipe.step(X, target=Y, **{name: named[name] for name in order})
+    mean_loss(plain(X, **of_plain), Y).backward()
+    pairs = [(named[name].grad, of_plain[name].grad) for name in names]
+    return [a is b if a is None or b is None else torch.allclose(a, b) for a, b in pairs]
+
+
+def test_arguments_that_are_named_in_any_order_get_their_own_gradients(workers: WorkerPool) -> None:
+    assert workers.run(f"{__name__}:name_arguments", 2, 30.0) == [[True] * 3] * 2
+
+
 def clip(group: Any, with_loss: bool) -> list[float]:
     """A loop that empties gradients between forward and backward."""
     model = as_module(mesh=group, ranks=2, loss_fn=mean_loss if with_loss else None)
