@@ -296,6 +296,34 @@ def test_steps_of_a_larger_batch_divide_each_loss_by_its_own_total() -> None:
         pipe.step(X, RAGGED_Y, target=RAGGED_Y, total_weight=13.0)
 
 
+class Masked(nn.Module):
+    """Adds a mean over those samples that a mask leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (nn.Linear(WIDTH, WIDTH).double() for _ in range(2))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        hidden = self.first(x)
+        add_loss("kept", (hidden.square().mean(1) * mask).sum() / mask.sum())
+        output: Tensor = self.second(hidden.tanh())
+        return output
+
+
+def test_a_mean_over_nothing_does_not_reach_the_gradients() -> None:
+    x = torch.linspace(-1, 1, 6 * WIDTH).double().reshape(6, WIDTH)
+    mask = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0]).double()
+    weight = {"kept": lambda target: target[:, 0].sum()}
+    loss_fn = Loss(lambda output, _: output.square().mean(), weight=weight)
+    pipe, plain = Pipeline(Masked(), ranks=2, microbatches=3, loss_fn=loss_fn), Masked()
+    pipe.step(x, mask, target=mask[:, None])
+    with collect_losses() as losses:
+        main = plain(x, mask).square().mean()
+    (main + losses.total()).backward()
+    assert_same(gradients(pipe), gradients(plain))
+
+
 def test_an_added_loss_that_counts_something_else_is_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
