@@ -222,6 +222,19 @@ def test_the_forward_that_runs_again_draws_what_the_first_drew() -> None:
         torch.testing.assert_close(bias, torch.full_like(bias, 8.0))
 
 
+def test_the_forward_that_runs_again_is_in_the_mode_of_the_first() -> None:
+    found = []
+    for evaluates in (False, True):
+        model = PipelineModule(make(restless(), loss_fn=None)).train()
+        output = model(X)
+        if evaluates:
+            model.eval()
+        output.square().sum().backward()
+        assert model.training is not evaluates
+        found.append(gradients(model))
+    assert_same(*found)
+
+
 def test_a_loss_and_a_term_of_its_outputs() -> None:
     model, plain = as_module(), chain()
     loss, output = model(X, target=Y, outputs=True)
