@@ -1,7 +1,9 @@
 """Mistakes planted in the library, one at a time: each must make tests fail.
 
 ``campaigns/mutants.toml`` lists them: a file, the text there, what it becomes, and the tests that must
-notice. They are planted in a copy of the tree. What survives asks for a test.
+notice. They are planted in a copy of the tree. What survives asks for a test. A case's name begins with the
+file, so that ``--only ^partition/`` plants those of a package. If a text does not stand once in its file,
+nothing is planted: the code has changed, and the list must follow.
 """
 
 from __future__ import annotations
@@ -33,6 +35,22 @@ def listed() -> list[dict[str, str]]:
         (ROOT / "campaigns/mutants.toml").read_text(encoding="utf-8")
     )["mutant"]
     return mutants
+
+
+def outdated(mutants: list[dict[str, str]]) -> list[str]:
+    """What in the list does not fit the tree: texts that do not stand once, and tests that are gone."""
+    problems = []
+    for mutant in mutants:
+        file = ROOT / mutant["file"]
+        count = file.read_text(encoding="utf-8").count(mutant["old"]) if file.is_file() else 0
+        if count != 1:
+            problems.append(f"{mutant['what']}: the text stands {count} times in {mutant['file']}")
+        problems += [
+            f"{mutant['what']}: there is no {test}"
+            for test in mutant["tests"].split()
+            if not (ROOT / test.partition("::")[0]).is_file()
+        ]
+    return problems
 
 
 def copy_tree(tree: Path) -> None:
@@ -72,10 +90,6 @@ def planted(name: str, mutant: dict[str, str], tree: Path, limit: float) -> Iter
     file = tree / mutant["file"]
     source = file.read_text(encoding="utf-8")
     change = f"{mutant['old']} → {mutant['new']}"
-    if source.count(mutant["old"]) != 1:
-        said = f"the text stands {source.count(mutant['old'])} times in the file, not once"
-        yield Row(name, "void", (change, said))
-        return
     try:
         file.write_text(source.replace(mutant["old"], mutant["new"]), encoding="utf-8")
         status, said = run_tests(tree, mutant["tests"].split(), limit)
@@ -91,14 +105,16 @@ def add_options(parser: ArgumentParser) -> None:
 
 def cases(options: Namespace) -> Generator[tuple[str, Rows]]:
     mutants = listed()
+    if problems := outdated(mutants):
+        raise ValueError("campaigns/mutants.toml is outdated:\n" + "\n".join(problems))
     with tempfile.TemporaryDirectory(prefix="penstock-mutants-") as folder:
         tree = Path(folder)
         copy_tree(tree)
         tests = sorted({test for mutant in mutants for test in mutant["tests"].split()})
         name = "the tree as it is"
         yield name, partial(unchanged, name, tree, tests, options.limit)
-        for number, mutant in enumerate(mutants, start=1):
-            name = f"{number}: {mutant['what']}"
+        for mutant in mutants:
+            name = f"{mutant['file'].removeprefix('src/penstock/')}: {mutant['what']}"
             yield name, partial(planted, name, mutant, tree, options.limit)
 
 

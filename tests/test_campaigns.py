@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 
+from campaigns import mutants
 from campaigns.__main__ import NAMES, main
 from campaigns.run import Campaign, Rows, run
 from campaigns.table import Row
@@ -71,3 +72,11 @@ def test_a_campaign_is_listed_with_what_it_is_about(capsys: pytest.CaptureFixtur
     assert [line.split()[0] for line in lines] == [*NAMES]
     assert all(line.endswith(".") for line in lines)
     assert main(["no such campaign"]) == 1
+
+
+def test_each_mutant_has_its_place_and_its_tests() -> None:
+    listed = mutants.listed()
+    assert mutants.outdated(listed) == []
+    assert len({mutant["what"] for mutant in listed}) == len(listed)
+    gone = {**listed[0], "old": "no such text", "tests": "tests/no_such_file.py"}
+    assert len(mutants.outdated([gone])) == 2

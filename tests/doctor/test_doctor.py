@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock import Pipeline
 from penstock.cli.main import main
 from penstock.doctor import Check, Examination, Facts, LinkReport, RankReport, examine
 from penstock.doctor.links import LARGE, SMALL, Handling, per_message
@@ -116,6 +117,14 @@ def test_what_is_odd_is_pointed_out(examination: Examination, gist: str) -> None
     assert HEALTHY.odd() == []
     assert gist in "\n".join(examination.odd())
     assert gist in str(examination)
+
+
+def test_a_wrong_number_is_pointed_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    predict = Pipeline.predict
+    monkeypatch.setattr(Pipeline, "predict", lambda pipe, x: predict(pipe, x) + 1.0)
+    odd = examine(folder=tmp_path, **QUICK).odd()
+    assert "no: a number differs by 1.0e+00 from that of one process" in odd[0]
+    assert "no: after a save and a load, a number differs by 1.0e+00" in odd[1]
 
 
 def test_small_differences_are_not_odd() -> None:

@@ -30,7 +30,7 @@ GOOD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT
     [
         ({"RANK": ""}, "RANK is not set"),
         ({"RANK": "x"}, "RANK='x' is no number"),
-        ({"RANK": "3"}, "RANK=3 must be below WORLD_SIZE=2"),
+        ({"RANK": "2"}, "RANK=2 must be below WORLD_SIZE=2"),
         ({"MASTER_PORT": "0"}, "MASTER_PORT=0 is no port"),
         ({"MASTER_ADDR": "", "WORLD_SIZE": "many"}, "WORLD_SIZE='many' is no number; MASTER_ADDR"),
     ],

@@ -203,6 +203,7 @@ def data_of(change: dict[str, Any]) -> bytes:
         *(b"", b"\xff", b"[" * 90_000, b" " * 10**6, b'{"rank": ' + b"9" * 9999, b"null", b"{}"),
         *(data_of({"rank": "0"}), data_of({"step": 1e99}), data_of({"trace": 1})),
         *(data_of({"status": status}) for status in (0, -1, 256, 2**40)),
+        data_of({"step": 2**53}),
     ],
 )
 def test_what_is_no_record_is_none(data: bytes) -> None:

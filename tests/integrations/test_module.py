@@ -255,6 +255,19 @@ def test_the_forward_that_runs_again_draws_what_the_first_drew() -> None:
         torch.testing.assert_close(bias, torch.full_like(bias, 8.0))
 
 
+def test_the_forward_that_runs_again_is_in_the_mode_of_the_first() -> None:
+    found = []
+    for evaluates in (False, True):
+        model = PipelineModule(make(restless(), loss_fn=None)).train()
+        output = model(X)
+        if evaluates:
+            model.eval()
+        output.square().sum().backward()
+        assert model.training is not evaluates
+        found.append(gradients(model))
+    assert_same(*found)
+
+
 def test_a_loss_and_a_term_of_its_outputs() -> None:
     model, plain = as_module(), chain()
     loss, output = model(X, target=Y, outputs=True)
@@ -511,6 +524,39 @@ def test_ranks_with_a_batch_have_the_gradients_of_all(workers: WorkerPool) -> No
     ran = workers.run(f"{__name__}:share_inputs", 3, 30.0)
     assert [same for same, _ in ran] == [True, None, True]
     assert all("that requires grad on rank 0 and" in text for _, text in ran)
+
+
+class Shifted(nn.Module):
+    """Takes its arguments by name, and does nothing with one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (nn.Linear(WIDTH, WIDTH).double() for _ in range(2))
+
+    def forward(self, x: Tensor, *, scale: Tensor, shift: Tensor, spare: Tensor) -> Tensor:
+        hidden: Tensor = self.second(torch.tanh(self.first(x * scale))) + shift
+        return hidden
+
+
+def name_arguments(group: Any) -> list[bool]:
+    """A worker's task: each rank names the arguments in an order of its own."""
+    names = ["scale", "shift", "spare"]
+    named, of_plain = (
+        {name: X.sin().add(place).requires_grad_() for place, name in enumerate(names)}
+        for _ in range(2)
+    )
+    pipe, plain = make(Shifted(), mesh=group, ranks=2), Shifted()
+    order = names if dist.get_rank(group) else names[::-1]
+    inputs: dict[str, Any] = {name: named[name] for name in order}
+    pipe.step(X, target=Y, **inputs)
+    mean_loss(plain(X, **of_plain), Y).backward()
+    pairs = [(named[name].grad, of_plain[name].grad) for name in names]
+    return [a is b if a is None or b is None else torch.allclose(a, b) for a, b in pairs]
+
+
+def test_arguments_that_are_named_in_any_order_get_their_own_gradients(workers: WorkerPool) -> None:
+    assert workers.run(f"{__name__}:name_arguments", 2, 30.0) == [[True] * 3] * 2
 
 
 def clip(group: Any, with_loss: bool) -> list[float]:

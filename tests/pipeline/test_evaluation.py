@@ -153,6 +153,18 @@ def preference(output: Any, target: Any) -> Any:
     return -nn.functional.logsigmoid(chosen - rejected).mean()
 
 
+def test_outputs_of_arguments_along_another_dimension_need_a_rule() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    x = torch.linspace(-1, 1, 24).reshape(2, 3, 4)
+    for split, refuses in (({0: 1}, True), ({0: 1, "output": 1}, False)):
+        pipe = Pipeline(model, ranks=2, microbatches=3, split=split)
+        if refuses:
+            with pytest.raises(MicrobatchError, match="along which dimension to merge outputs"):
+                pipe.predict(x)
+        else:
+            torch.testing.assert_close(pipe.predict(x), model(x).detach())
+
+
 @pytest.mark.parametrize("over", ["samples", "batch"])
 def test_a_loss_of_blocks_of_all_samples_needs_a_rule(over: str) -> None:
     """As in DPO, where the model runs chosen and rejected answers as one batch inside."""

@@ -110,6 +110,33 @@ def test_with_edges_by_hand(schedule: str) -> None:
         torch.testing.assert_close(parameter.grad, expected[key], rtol=0, atol=1e-12)
 
 
+class Doubles(nn.Linear):
+    """Changes its argument in place."""
+
+    def forward(self, a: Tensor) -> Tensor:
+        return super().forward(a.mul_(2))
+
+
+class Sums(nn.Linear):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:  # type: ignore[override] # it takes two
+        return super().forward(a) + b
+
+
+def test_a_stage_may_change_in_place_what_another_one_reads() -> None:
+    torch.manual_seed(0)
+    first, doubles, sums = (kind(4, 4).double() for kind in (nn.Linear, Doubles, Sums))
+    modules = nn.ModuleList([first, doubles, sums])
+    a = first(X)
+    expected = torch.autograd.grad(
+        mean_loss(sums(a, doubles(a.clone())), Y), list(modules.parameters())
+    )
+    stages = [PipelineStage(module, i, 3) for i, module in enumerate(modules)]
+    edges = (ps.Edge("a", 0, (1, 2)), ps.Edge("b", 1, (2,)))
+    pipe = Pipeline.from_stages(stages, schedule="1F1B", loss_fn=mean_loss, edges=edges)
+    pipe.step(X, target=Y)
+    torch.testing.assert_close([p.grad for p in modules.parameters()], list(expected))
+
+
 # ---- every schedule of the library
 
 TRAINING = [name for name in ps.names() if name != "forward-only"]

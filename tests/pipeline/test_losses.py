@@ -313,6 +313,34 @@ def test_a_weight_of_no_loss_is_named_and_weights_may_be_a_tensor(
     assert results[0].loss == results[1].loss
 
 
+class Masked(nn.Module):
+    """Adds a mean over those samples that a mask leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (nn.Linear(WIDTH, WIDTH).double() for _ in range(2))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        hidden = self.first(x)
+        add_loss("kept", (hidden.square().mean(1) * mask).sum() / mask.sum())
+        output: Tensor = self.second(hidden.tanh())
+        return output
+
+
+def test_a_mean_over_nothing_does_not_reach_the_gradients() -> None:
+    x = torch.linspace(-1, 1, 6 * WIDTH).double().reshape(6, WIDTH)
+    mask = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0]).double()
+    weight = {"kept": lambda target: target[:, 0].sum()}
+    loss_fn = Loss(lambda output, _: output.square().mean(), weight=weight)
+    pipe, plain = Pipeline(Masked(), ranks=2, microbatches=3, loss_fn=loss_fn), Masked()
+    pipe.step(x, mask, target=mask[:, None])
+    with collect_losses() as losses:
+        main = plain(x, mask).square().mean()
+    (main + losses.total()).backward()
+    assert_same(gradients(pipe), gradients(plain))
+
+
 def test_an_added_loss_that_counts_something_else_is_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -428,7 +456,7 @@ def test_a_scaler_decides_about_a_loss_that_is_not_finite() -> None:
 
 
 def everything(group: Any, schedule: str, everywhere: bool) -> list[Any]:
-    """A worker's task: the target is given to all, or to the rank alone that needs it."""
+    """A worker's task: the target is given to all, or to the rank that needs it and rank 1."""
     ranks = group.size()
     stages = ranks if schedule == "1F1B" else 2 * ranks
     loss_fn = Loss(token_loss, weight=valid, metrics=METRICS)
@@ -436,7 +464,7 @@ def everything(group: Any, schedule: str, everywhere: bool) -> list[Any]:
     options: dict[str, Any] = {"mesh": group}
     pipe = pipeline(case, stages, schedule=schedule, microbatches=6, **options)
     last = stages - 1 in pipe.schedule.placement.stages_on(group.rank())
-    target = RAGGED_Y if everywhere or last else MISSING
+    target = RAGGED_Y if everywhere or last or group.rank() == 1 else MISSING
     result = pipe.step(X, target=target, outputs=True)
     grads = gradients(pipe)
     evaluated = pipe.evaluate(X[:3], target=target[:3] if target is not MISSING else MISSING)

@@ -165,6 +165,16 @@ def test_finding_changes_nothing(tied: bool) -> None:
     torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
+def test_finding_leaves_running_statistics_as_they_were() -> None:
+    norm = nn.BatchNorm1d(X.shape[1]).to(X.dtype)
+    model = nn.Sequential(nn.Linear(X.shape[1], X.shape[1]).to(X.dtype), norm)
+    made = Pipeline(model, ranks=2, microbatches=2, loss_fn=mean_loss)
+    made.step(X, target=X)
+    before = {name: buffer.clone() for name, buffer in norm.named_buffers()}
+    assert made.find_nonfinite(X, target=X) is None
+    torch.testing.assert_close(dict(norm.named_buffers()), before, rtol=0, atol=0)
+
+
 def test_weights_that_are_not_finite_are_named() -> None:
     made = pipe()
     with torch.no_grad():

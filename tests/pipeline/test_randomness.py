@@ -30,6 +30,26 @@ def test_each_step_and_microbatch_draws_anew() -> None:
     assert torch.equal(torch.get_rng_state(), torchs), "the caller's generator goes on"
 
 
+class Twice(nn.Module):
+    """Calls one dropout twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop = nn.Linear(4, 4), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ones = self.first(x) * 0 + 1
+        return torch.stack([self.drop(ones), self.drop(ones)], 1)
+
+
+def test_each_call_of_a_module_draws_anew() -> None:
+    pipe = Pipeline(
+        Twice(), stages=[["first"], ["drop"]], microbatches=2, loss_fn=lambda y, _: y.mean()
+    )
+    outputs = pipe.step(torch.ones(16, 4), target=torch.zeros(16), outputs=True).outputs
+    assert not torch.equal(outputs[:, 0], outputs[:, 1])
+
+
 def test_switched_off_it_draws_from_the_callers_generator() -> None:
     pipe = dropping(seed="off", ranks=1)
     torch.manual_seed(4)

@@ -102,6 +102,19 @@ def test_stages_by_hand_are_tied_by_identity() -> None:
     assert len(list(pipe.parameters())) == 2
 
 
+def test_of_the_names_of_a_weight_the_last_one_is_loaded_as_in_the_plain_model() -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    plain[2].weight = plain[0].weight
+    state = {name: torch.full_like(t, i) for i, (name, t) in enumerate(plain.state_dict().items())}
+    pipe = Pipeline(copy.deepcopy(plain), ranks=2, microbatches=2, loss_fn=mean_loss)
+    pipe.cut(torch.ones(2, 4))
+    pipe.weights.load_state_dict(state)
+    plain.load_state_dict(state)
+    assert pipe.weights.state_dict().keys() == state.keys()
+    for name, tensor in pipe.weights.state_dict().items():
+        assert torch.equal(tensor, plain.state_dict()[name])
+
+
 def test_a_tie_that_was_undone_is_made_again() -> None:
     """As ``to_empty`` does, stage by stage."""
     shared = nn.Linear(4, 4)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock import Pipeline, train
+from penstock import Loss, Pipeline, train
 from penstock.cli.main import main
 from penstock.cli.plan import size_from
 from penstock.errors import ConfigError, InputFileError, PartitionError, UsageError
@@ -42,6 +42,14 @@ def test_a_pipeline_plans_itself() -> None:
         Pipeline(model, **auto, loss_fn=mse, stages=2)
 
 
+def test_a_plan_for_a_loss_over_the_batch_runs_all_forwards_first() -> None:
+    model, x, target = Tower(), torch.randn(8, 16), torch.zeros(8, 64)
+    expected = mse(model(x), target).sqrt()
+    over_batch = Loss(lambda output, target: mse(output, target).sqrt(), over="batch")
+    with Pipeline(model, schedule="auto", ranks=2, microbatches=4, loss_fn=over_batch) as pipe:
+        assert pipe.step(x, target=target).loss == pytest.approx(float(expected.detach()))
+
+
 @pytest.mark.parametrize("target", [True, False])
 def test_the_loss_counts_for_the_last_stage(target: bool) -> None:
     """With the target of the example, or where it needs none; the loss alone costs as much as many blocks."""
@@ -52,7 +60,7 @@ def test_the_loss_counts_for_the_last_stage(target: bool) -> None:
         return output.sum()
 
     model, x = Tower(blocks=6), torch.randn(4, 16)
-    rest = {"target": torch.randn(4, 64)} if target else {}
+    rest: dict[str, Any] = {"target": torch.randn(4, 64)} if target else {}
     auto: dict[str, Any] = {"schedule": "auto", "ranks": 2, "microbatches": 2}
     with unimproved(), Pipeline(model, **auto, loss_fn=slow) as pipe:
         pipe.cut(x, **rest)

@@ -61,6 +61,9 @@ DIFFERENT: dict[str, Callable[[Pipeline, int], Any]] = {
     "counts": lambda pipe, rank: pipe.step(X, scale=torch.arange(8)[:, None] + rank, target=Y),
     "evaluated": lambda pipe, rank: pipe.evaluate(own(rank), target=Y),
     "predicted": lambda pipe, rank: pipe.predict(own(rank)),
+    "demanded by one rank of one without": lambda pipe, rank: (
+        pipe.predict() if rank else pipe.predict(X, same_batch=True)
+    ),
 }
 
 

@@ -138,6 +138,32 @@ def test_a_layer_that_uses_its_number_is_not_like_the_others() -> None:
     list(steps(*numbered(hides=False), [8, 8, 6]))
 
 
+class Shortens(nn.Module):
+    """A layer that shortens its sequence, but not in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = self.layer(value).tanh()
+        return value if self.training else value[:, 1:]
+
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "in evaluation mode": lambda layer: layer.eval(),
+    "with a hook": lambda layer: layer.register_forward_hook(lambda *call: call[-1][:, 1:]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_layer_of_another_mode_or_with_a_hook_is_not_like_the_others(change: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Shortens() for _ in range(4)]).double()
+    CHANGES[change](model[2])
+    list(steps(model, Pipeline(model, ranks=4, microbatches=2, loss_fn=mean_of), [8, 8, 6]))
+
+
 def test_a_layer_that_differs_where_python_does_not_show_it_is_named_and_runs_itself() -> None:
     model, pipe = numbered(hides=True)
     with pytest.raises(PlanError, match=r"2 in stage 2 gave a tensor of shape .* planned anew"):

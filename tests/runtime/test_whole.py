@@ -375,6 +375,17 @@ def test_what_cannot_be_asked_is_let_be() -> None:
     pipe = Pipeline(chain(), ranks=2, microbatches=2, loss_fn=lambda output, target: output.sum())
     with pytest.raises(UsageError):
         pipe.step(X, target=Y)
+    # Of 3 and 2 samples: each has 6 rows, so that nobody knows which belong to a sample.
+    pipe = Pipeline(
+        nn.Sequential(nn.Linear(4, 4), SixRows()).double(), ranks=2, microbatches=2,
+        loss_fn=lambda output, target: (output.mean() - target.mean()).square(),
+    )  # fmt: skip
+    assert pipe.step(X[:5], target=Y[:5]).loss > 0
+
+
+class SixRows(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.repeat(6 // len(x), 1)
 
 
 # ---- a loss that differentiates the model

@@ -419,6 +419,26 @@ def test_items_fields_and_positions_have_rules_of_their_own() -> None:
         assert part.args[0].mask.shape == part.args[1][1].shape == (3, rows, 4)
 
 
+class Turned(nn.Module):
+    """Takes a dictionary with a tensor whose samples are columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, more: dict[str, Tensor]) -> Tensor:
+        output: Tensor = self.second(torch.tanh(self.first(x))) + more["turned"].T
+        return output
+
+
+def test_a_plain_number_stands_for_a_dimension_of_an_item_too() -> None:
+    x = torch.linspace(-1, 1, 20).double().reshape(5, 4)
+    args = (x, {"turned": x.T.contiguous()})
+    split = {1: {"turned": 1}}
+    case = Case(Turned().double(), args, None, lambda out, _: out.square().mean(), split=split)
+    compare(case, schedule="1F1B", ranks=2, microbatches=2).check(1e-12)
+
+
 IMAGES = [torch.full((3, 2, 2 + i), float(i)) for i in range(4)]
 """Of different widths."""
 

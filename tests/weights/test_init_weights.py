@@ -207,6 +207,24 @@ def test_the_users_initialiser_comes_in_its_place_and_fills_the_rest() -> None:
     assert seen == ["Linear", "Linear", "Embedding", "ModuleList", "Linear", "Titled"]
 
 
+class HalfFilled(nn.Module):
+    """Forgets a part of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 4))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight[:2])
+
+
+def test_a_weight_that_is_filled_in_part_is_named() -> None:
+    with torch.device("meta"):
+        bare = HalfFilled()
+    with pytest.raises(UsageError, match=r"no value was given to weight \(HalfFilled\)"):
+        penstock.init_weights(bare, 1)
+
+
 @pytest.mark.parametrize(
     ("call", "says"),
     [

@@ -260,6 +260,7 @@ INDICES = {
     "no name: a folder": index({"weight": "./a.safetensors"}),
     "no name: hidden": index({"weight": ".safetensors"}),
     "no name: another kind": index({"weight": "train.py"}),
+    "no name: another end": index({"weight": "a.safetensors.py"}),
 }
 
 

@@ -254,7 +254,8 @@ class Pipeline:
         self._runner = runner = Runner(schedules.proven, transport, settings.home)
         if transport is not None:
             check_plans(transport, schedules.training, details)
-        check_loss(loss, schedules.training)
+        if not self._undecided:
+            check_loss(loss, schedules.training)
         self._randomness = Randomness(runner.gather(settings.seed_here)[0])
         self._last_seed: tuple[int, int] | None = None
         self._job = PipelineJob(runner, schedules.ranks, replicas)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from os import PathLike
 
-from penstock.errors import PartitionError, ScheduleError
+from penstock._engine.runtime import forwards_first
+from penstock.errors import PartitionError, PenstockError, ScheduleError
 from penstock.partition import Partition
 from penstock.plan import Plan
 from penstock.schedule import (
@@ -14,6 +16,7 @@ from penstock.schedule import (
     add_communication,
     build,
     compute_only,
+    names,
     validate,
 )
 from penstock.schedule.action import GRADIENT_OPS, Op
@@ -174,6 +177,17 @@ def prove(schedule: Schedule) -> Schedule:
     if not report.ok:
         raise ScheduleError(f"the schedule {schedule.name!r} cannot run:\n{report}")
     return lowered
+
+
+def for_batch_losses(ranks: int, microbatches: int) -> list[str]:
+    """The names of the schedules that suit a loss ``over="batch"``: their last stage runs forwards first."""
+    fitting = []
+    for name in names():
+        with suppress(PenstockError):
+            schedule = build(name, ranks=ranks, microbatches=microbatches)
+            if schedule.trains and forwards_first(schedule):
+                fitting.append(name)
+    return fitting
 
 
 def in_flight(schedule: Schedule) -> list[int]:

@@ -31,6 +31,7 @@ from penstock.pipeline.plan import (
     Source,
     Stages,
     build_by,
+    for_batch_losses,
 )
 from penstock.schedule import Schedule, build, load
 from penstock.schedule.base import Edges, whole_number
@@ -362,6 +363,10 @@ class ModelSettings(PipelineSettings):
             stages=ranks,
             **kwargs,
         )
+        only: dict[str, Any] = {}
+        if self.loss is not None and self.loss.over == "batch":
+            # A schedule that is searched may begin backward early.
+            only = {"schedules": for_batch_losses(ranks, microbatches), "seconds": 0.0}
         plans = planning.search(
             profile,
             ranks=ranks,
@@ -369,6 +374,7 @@ class ModelSettings(PipelineSettings):
             batch=samples[0] * microbatches,
             microbatches=microbatches,
             keep=1,
+            **only,
         )
         return plans[0]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -27,10 +27,11 @@ from penstock._engine.runtime import (
     forwards_first,
 )
 from penstock._engine.transport import Circle, Transport, join, launched
-from penstock.errors import PenstockError, ScheduleError, UsageError, listed
+from penstock.errors import ScheduleError, UsageError, listed
 from penstock.partition import Partition, Shared
+from penstock.pipeline.plan import for_batch_losses
 from penstock.pipeline.settings import REMEDIES, PipelineSettings, Wrap
-from penstock.schedule import Schedule, build, names
+from penstock.schedule import Schedule
 from penstock.stage import PipelineStage, StageModule
 
 log = logging.getLogger("penstock")
@@ -113,13 +114,7 @@ def check_loss(loss: StepLoss | None, schedule: Schedule) -> None:
     """
     if loss is None or loss.over != "batch" or not schedule.trains or forwards_first(schedule):
         return
-    numbers = {"ranks": schedule.ranks, "microbatches": schedule.microbatches}
-    fitting = []
-    for name in names():
-        with suppress(PenstockError):
-            other = build(name, **numbers)
-            if other.trains and forwards_first(other):
-                fitting.append(name)
+    fitting = for_batch_losses(schedule.ranks, schedule.microbatches)
     raise ScheduleError(
         f'a loss over="batch" needs the outputs of all microbatches before the first backward, and in '
         f"{schedule.name} the last stage begins backward earlier; use {' or '.join(fitting)}"

@@ -22,7 +22,7 @@ from penstock.errors import UsageError
 from penstock.partition import Cutting, Example, Partition, Room, explained, find_shared
 from penstock.pipeline.plan import ProvenSchedules, in_flight
 from penstock.pipeline.settings import ModelSettings
-from penstock.pipeline.setup import check_loss, make_equal, wrap_stages
+from penstock.pipeline.setup import make_equal, wrap_stages
 from penstock.pipeline.weights import CUT_NOW
 from penstock.plan import Plan
 from penstock.stage import PipelineStage
@@ -171,7 +171,6 @@ class UncutModel:
     def _follow(self, plan: Plan) -> None:
         settings = self._settings.decided_by(plan)
         decided = settings.schedules(None)
-        check_loss(settings.loss, decided.training)
         self._schedules.follow(replace(decided, plan=plan))
         self._prepare(settings)
 

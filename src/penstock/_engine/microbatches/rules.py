@@ -58,7 +58,9 @@ Without a rule a tensor is split along dimension 0, and a tensor without dimensi
 The rule for ``"target"`` splits the target, and the one for ``"output"`` says how those of microbatches are
 put together; without one, dimension 0 of each tensor must count the samples.
 """
-RulesGiven: TypeAlias = Mapping[int | str, Any] | CallSplitter
+RulesGiven: TypeAlias = (
+    Mapping[int | str, Any] | Mapping[int, Any] | Mapping[str, Any] | CallSplitter
+)
 """Rules as a user gives them: a plain number stands for ``Split`` along that dimension."""
 TARGET = "target"
 """The name of ``target=`` in rules."""
