@@ -156,6 +156,7 @@ def preference(output: Any, target: Any) -> Any:
 def test_outputs_of_arguments_along_another_dimension_need_a_rule() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     x = torch.linspace(-1, 1, 24).reshape(2, 3, 4)
+    split: Any
     for split, refuses in (({0: 1}, True), ({0: 1, "output": 1}, False)):
         pipe = Pipeline(model, ranks=2, microbatches=3, split=split)
         if refuses:
