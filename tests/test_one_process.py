@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
+
+from tests.processes import Program
 
 WITHOUT_POSIX = """
     import os, signal, socket, sys
@@ -56,7 +57,7 @@ USE = """
     pipe.weights.save("weights")
     model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)])
     other = penstock.Pipeline(model, ranks=4, microbatches=4, loss_fn=loss_fn)
-    other.load("weights")
+    other.weights.load("weights")
     assert abs(other.evaluate(x, target=y).loss - after) < 1e-6
     print("trained")
 """
@@ -65,6 +66,7 @@ USE = """
 def test_one_process_needs_no_posix(tmp_path: Path) -> None:
     program = textwrap.dedent(WITHOUT_POSIX) + textwrap.dedent(USE)
     command = [sys.executable, "-c", program]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.endswith("trained\n")
+    with Program(*command, folder=tmp_path) as started:
+        ended = started.wait()
+    assert ended.status == 0, ended
+    assert ended.out.endswith("trained\n")

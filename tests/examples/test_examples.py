@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.schedule import Picture
-from tests.scripts import run_script
+from tests.processes import run_script
 
 pytestmark = pytest.mark.on_cpu("examples choose their device themselves")
 EXAMPLES = Path(__file__).parents[2] / "examples"

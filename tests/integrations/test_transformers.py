@@ -38,7 +38,7 @@ from tests.integrations.trainers import (
     squared,
     words,
 )
-from tests.scripts import run_script
+from tests.processes import run_script
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
