@@ -31,8 +31,8 @@ def steps(*command: str, processes: int = 1) -> list[str]:
 @pytest.mark.parametrize(
     "name",
     [
-        # Adapters are trained by day in tests/integrations.
-        pytest.param(name, marks=pytest.mark.nightly if name == "lora" else ())
+        # Adapters are trained by day in tests/integrations, and skip edges in tests/pipeline.
+        pytest.param(name, marks=pytest.mark.nightly if name in ("lora", "unet") else ())
         for name in sorted(PROCESSES)
     ],
 )
