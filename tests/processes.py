@@ -18,8 +18,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from multiprocessing import connection, forkserver
+from contextlib import AbstractContextManager, contextmanager, suppress
+from multiprocessing import forkserver
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -134,16 +134,15 @@ class Job:
             together: whether the others are terminated when one fails, as under torchrun.
         """
         deadline = time.monotonic() + limit
-        running = {p.sentinel: p for i, p in enumerate(self._processes) if i not in frozen}
+        running = [p for number, p in enumerate(self._processes) if number not in frozen]
         while running and time.monotonic() < deadline:
-            ready: Any = connection.wait(list(running), deadline - time.monotonic())
-            ended = [running.pop(sentinel) for sentinel in ready]
-            for process in ended:
-                process.join()
-            if together and any(process.exitcode for process in ended):
-                for process in running.values():
+            # Not a wait for their pipes, which what they have forked may hold.
+            time.sleep(0.01)
+            running = [process for process in running if process.is_alive()]
+            if together and any(process.exitcode for process in self._processes):
+                for process in running:
                     process.terminate()
-        for process in running.values():
+        for process in running:
             os.kill(process.pid, signal.SIGUSR2)  # each prints where it is
         if running:
             time.sleep(0.5)
@@ -224,56 +223,43 @@ def _run_script(*command: str) -> None:
         sys.exit(1)
 
 
-class Program:
-    """A context with a program in a process of its own, such as a real launcher; at its end it is dead.
-
-    Args:
-        command: the program, and its arguments.
-        folder: where it runs.
-        environment: what is added to its environment.
-    """
-
-    def __init__(
-        self, *command: str, folder: Path | None = None, environment: dict[str, str] | None = None
-    ) -> None:
-        self._command, self._cwd = command, folder
+@contextmanager
+def program(
+    *command: str, folder: Path | None = None, environment: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """A program in a process of its own, such as a real launcher; at the end it is dead."""
+    variables = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
         # The Python and the Penstock of the tests.
-        self._environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            **(environment or {}),
-        }
-        self._environment.pop("GLOO_SOCKET_IFNAME", None)
-        self._folder = TemporaryDirectory()
-
-    def __enter__(self) -> Program:
-        with self._file("out").open("wb") as out, self._file("err").open("wb") as err:
-            self._process = subprocess.Popen(
-                self._command, cwd=self._cwd, env=self._environment, stdout=out, stderr=err
-            )  # fmt: skip
-        self.pid = self._process.pid
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._folder.cleanup()
-
-    def _file(self, way: str) -> Path:
-        return Path(self._folder.name, way)
-
-    def wait(self, limit: float = LIMIT) -> Ended:
-        """How it ended; fail if it does not in time."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(limit)
-        printed = [self._file(way).read_text() for way in ("out", "err")]
-        assert self._process.returncode is not None, f"ran after {limit} s: {printed}"
-        return Ended(self._process.returncode, *printed)
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        **(environment or {}),
+    }
+    variables.pop("GLOO_SOCKET_IFNAME", None)
+    to = subprocess.PIPE
+    with subprocess.Popen(
+        command, cwd=folder, env=variables, stdout=to, stderr=to, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
-def torchrun(*arguments: str, processes: int) -> Program:
+def end_of(process: subprocess.Popen[str], limit: float = LIMIT) -> Ended:
+    """How a program ended."""
+    out, err = process.communicate(timeout=limit)
+    return Ended(process.returncode, out, err)
+
+
+def run_program(*command: str, limit: float = LIMIT, **options: Any) -> Ended:
+    """How a program ended; the options are those of :func:`program`."""
+    with program(*command, **options) as process:
+        return end_of(process, limit)
+
+
+def torchrun(*arguments: str, processes: int) -> AbstractContextManager[subprocess.Popen[str]]:
     """A program under torchrun."""
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
-    return Program(sys.executable, *launch, *arguments)
+    return program(sys.executable, *launch, *arguments)

@@ -6,7 +6,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from tests.processes import Program
+from tests.processes import run_program
 
 WITHOUT_POSIX = """
     import os, signal, socket, sys
@@ -65,8 +65,6 @@ USE = """
 
 def test_one_process_needs_no_posix(tmp_path: Path) -> None:
     program = textwrap.dedent(WITHOUT_POSIX) + textwrap.dedent(USE)
-    command = [sys.executable, "-c", program]
-    with Program(*command, folder=tmp_path) as started:
-        ended = started.wait()
+    ended = run_program(sys.executable, "-c", program, folder=tmp_path)
     assert ended.status == 0, ended
     assert ended.out.endswith("trained\n")

@@ -21,7 +21,7 @@ from penstock import Checkpoints
 from penstock.checkpoint import describe
 from penstock.errors import CheckpointError, InputFileError, StateDictError, UsageError
 from tests.checkpoint.runs import Keeps, linear, stepped
-from tests.processes import Job, Program, in_child, run_script
+from tests.processes import Job, in_child, run_program, run_script
 
 # ---- one run writes into a folder
 
@@ -258,8 +258,7 @@ def end_while_saving(case: str, folder: Path) -> None:
 def test_the_end_of_a_process_that_is_saving(tmp_path: Path) -> None:
     """It completes what it writes, or says what was lost, and does not wait for long."""
     code = f"from {__name__} import main; from pathlib import Path; main(Path({str(tmp_path)!r}))"
-    with Program(sys.executable, "-W", "always::ResourceWarning", "-c", code) as program:
-        ended = program.wait()
+    ended = run_program(sys.executable, "-W", "always::ResourceWarning", "-c", code)
     statuses = dict(zip(ENDS, map(int, ended.out.split()), strict=True))
     for name, (status, text) in ENDS.items():
         printed = (tmp_path / f"{name}.txt").read_text()

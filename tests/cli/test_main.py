@@ -10,7 +10,7 @@ import pytest
 import penstock
 from penstock.cli.main import main
 from penstock.train import TrainConfig
-from tests.processes import Program
+from tests.processes import run_program
 
 LIGHT = """
 import sys
@@ -25,8 +25,7 @@ for command, status in (
 
 
 def test_torch_is_not_imported_until_a_command_needs_it() -> None:
-    with Program(sys.executable, "-c", LIGHT) as program:
-        ended = program.wait()
+    ended = run_program(sys.executable, "-c", LIGHT)
     assert ended.status == 0, ended
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.faults.jobs import SLACK, run_rank
-from tests.processes import Job, free_port, run_script, torchrun, variables
+from tests.processes import Job, end_of, free_port, run_script, torchrun, variables
 
 pytestmark = [
     pytest.mark.slow,
@@ -75,7 +75,7 @@ def test_torchrun_ends_and_names_the_cause(how: str, says: str, tmp_path: Path) 
     arguments = ("-m", "tests.faults.jobs", str(tmp_path), case)
     with nothing_left(tmp_path), torchrun(*arguments, processes=RANKS) as job:
         ranks = pids(tmp_path)
-        ended = job.wait(START)
+        ended = end_of(job, START)
         assert all_gone(ranks, SLACK)
     assert ended.status == 1
     output = ended.out + ended.err

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from tests.launchers import slurm
-from tests.processes import Ended, Program, free_port
+from tests.processes import Ended, free_port, run_program
 from tests.test_pages import CODE_OF, ROOT, Block
 
 PAGE = CODE_OF[ROOT / "docs/launchers.md"]
@@ -42,8 +42,7 @@ def losses_of_one_process() -> str:
 def run(folder: Path, *command: str, environment: dict[str, str] | None = None) -> Ended:
     """Run a command beside the page's ``train.py``."""
     (folder / "train.py").write_text(block_with("ranks=2) as pipe").text)
-    with Program(*command, folder=folder, environment=environment) as program:
-        return program.wait(LIMIT)
+    return run_program(*command, limit=LIMIT, folder=folder, environment=environment)
 
 
 def check(ran: Ended) -> None:

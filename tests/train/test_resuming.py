@@ -16,7 +16,7 @@ from penstock import Pipeline, read_weights
 from penstock.cli.main import main
 from penstock.errors import InputFileError, UsageError
 from penstock.train import resolve, train
-from tests.processes import script, torchrun
+from tests.processes import end_of, script, torchrun
 from tests.train.runs import SMALL, config_for, flags, losses, run
 
 
@@ -187,7 +187,7 @@ def test_a_killed_rank(text: Path, tmp_path: Path) -> None:
             time.sleep(0.05)
         children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
         os.kill(int(children[-1]), signal.SIGKILL)
-        ended = launcher.wait(240)
+        ended = end_of(launcher, 240)
     assert ended.status == 0, ended
     assert "resumed from step " in ended.out
     outcome, _ = run(config_for(text, out=str(tmp_path / "plain"), **many))
