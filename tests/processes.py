@@ -142,12 +142,13 @@ class Job:
             if together and any(process.exitcode for process in self._processes):
                 for process in running:
                     process.terminate()
+                together = False  # a second signal would end what leaves in an orderly way
         for process in running:
             os.kill(process.pid, signal.SIGUSR2)  # each prints where it is
         if running:
             time.sleep(0.5)
         alive = [number for number, process in enumerate(self._processes) if process.is_alive()]
-        assert alive == list(frozen), f"{alive} ran after {limit} s, not {frozen}: {self.ended}"
+        assert not running and alive == list(frozen), f"{alive} ran after {limit} s, not {frozen}: {self.ended}"
         return self.ended
 
 
