@@ -6,20 +6,19 @@ make network namespaces. The cases "slow ..." are jobs that run on although some
 
 from __future__ import annotations
 
-import multiprocessing
 import re
 import tempfile
 from argparse import Namespace
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from functools import partial
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 from campaigns.run import Campaign, Rows
 from campaigns.table import Row
-from tests.faults.jobs import Ended, Job, run_job
+from tests.faults.jobs import Ended, Outcome, run_job
 from tests.faults.machines import cuts, machines
+from tests.processes import warm_up
 
 SHAPES = (2, 2), (1, 4)
 """Replicas, and ranks of each."""
@@ -78,7 +77,7 @@ SLEEPERS: dict[str, tuple[str, list[int]]] = {
 }
 
 
-def run(frozen: int, limit: float, case: dict[str, Any]) -> Job:
+def run(frozen: int, limit: float, case: dict[str, Any]) -> Outcome:
     folder = Path(tempfile.mkdtemp(prefix="penstock-table-"))
     return run_job(folder, frozen=frozen, limit=limit, **case)
 
@@ -110,7 +109,7 @@ def cut(shape: tuple[int, int], name: str) -> tuple[str, str, str]:
     return answered(job, job.ranks)
 
 
-def answered(job: Job, others: Sequence[Ended]) -> tuple[str, str, str]:
+def answered(job: Outcome, others: Sequence[Ended]) -> tuple[str, str, str]:
     # Who hangs, and ends itself, says nothing.
     said = [ended for ended in others if ended.error]
     kinds = "/".join(sorted({ended.error for ended in said}))
@@ -152,8 +151,7 @@ def rows_of(case: str, name: str, of: Any) -> Iterator[Row]:
 
 
 def cases(options: Namespace) -> Generator[tuple[str, Rows]]:
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.warm"])
-    forkserver.ensure_running()
+    warm_up()
     for name in faults(SHAPES[0]):
         yield name, partial(rows_of, name, name, tried)
     for name in CUTS:

@@ -8,7 +8,6 @@ culprit.
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import random
 import re
 import tempfile
@@ -21,6 +20,7 @@ from typing import Any
 from campaigns.run import Campaign, Rows
 from campaigns.table import Row
 from tests.faults.jobs import RANKS, run_job
+from tests.processes import warm_up
 
 STEPS, SILENT, MEETING = 6, 2.0, 10.0
 SET_UP = ("connects", "cuts")
@@ -77,7 +77,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def cases(options: Namespace) -> Generator[tuple[str, Rows]]:
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.warm"])
+    warm_up()
     chance = random.Random(options.seed)
     for number in itertools.count():
         schedule = chance.choice(("1F1B", "GPipe", "ZB-H1"))

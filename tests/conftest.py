@@ -8,10 +8,8 @@ it too. Tests marked ``whole`` always run all their cases, and those marked ``on
 from __future__ import annotations
 
 import gc
-import multiprocessing
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from multiprocessing import forkserver
 
 import pytest
 import torch
@@ -20,6 +18,7 @@ import torch.distributed as dist
 from penstock.testing import WorkerPool
 from tests import played
 from tests.device import DEVICE, NAME, switch
+from tests.processes import warm_up
 
 switch()
 
@@ -50,9 +49,7 @@ def cheap_collections() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def warm_processes() -> None:
-    """Starts the process that all others are forked from, which imports what they need meanwhile."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.warm"])
-    forkserver.ensure_running()
+    warm_up()
 
 
 @pytest.fixture(scope="session")

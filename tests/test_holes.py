@@ -26,7 +26,7 @@ def test_four(): pass
 """
 
 
-@pytest.mark.parametrize("processes", [[], ["-n", "2"]])
+@pytest.mark.parametrize("processes", [[], ["-n", "1"]])
 def test_what_never_ran_is_listed(pytester: pytest.Pytester, processes: list[str]) -> None:
     pytester.makepyfile(test_whole=WHOLE, test_some=SOME)
     result = pytester.runpytest_inprocess("-p", "tests.holes", *processes)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
+
+from tests.processes import run_program
 
 WITHOUT_POSIX = """
     import os, signal, socket, sys
@@ -64,7 +65,6 @@ USE = """
 
 def test_one_process_needs_no_posix(tmp_path: Path) -> None:
     program = textwrap.dedent(WITHOUT_POSIX) + textwrap.dedent(USE)
-    command = [sys.executable, "-c", program]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.endswith("trained\n")
+    ended = run_program(sys.executable, "-c", program, folder=tmp_path)
+    assert ended.status == 0, ended
+    assert ended.out.endswith("trained\n")

@@ -23,7 +23,7 @@ from penstock.backward import SplitBackward
 from penstock.cli.main import main
 from penstock.plan import search
 from penstock.schedule import add_communication, build, compute_only, library, merge_backward
-from tests.scripts import run_script
+from tests.processes import run_script
 from website import reference
 
 pytestmark = pytest.mark.on_cpu("pages show what a CPU prints")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from zlib import crc32
@@ -21,31 +21,24 @@ from penstock import Checkpoints
 from penstock.checkpoint import describe
 from penstock.errors import CheckpointError, InputFileError, StateDictError, UsageError
 from tests.checkpoint.runs import Keeps, linear, stepped
-from tests.scripts import run_script
+from tests.processes import Job, in_child, run_program, run_script
 
 # ---- one run writes into a folder
 
 
 def try_to_save(folder: Path) -> str:
     """What another process is told that saves there; empty if it may."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        text = "nothing was said"
+
+    def save() -> None:
         try:
             with Checkpoints(folder) as checkpoints:
                 checkpoints.save(9, model=linear())
-            text = ""
         except (UsageError, CheckpointError) as error:
-            text = str(error)
-        finally:
-            os.write(writing, text.encode())
-            os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as file:
-        text = file.read()
-    os.waitpid(child, 0)
-    return text
+            sys.stdout.write(str(error))
+
+    ended = in_child(save)
+    assert ended.status == 0, ended
+    return ended.out
 
 
 @pytest.fixture
@@ -69,11 +62,7 @@ def save_beside_and_close(folder: Path, _: Checkpoints) -> None:
 
 
 def fork_and_end(folder: Path, checkpoints: Checkpoints) -> None:
-    child = os.fork()
-    if not child:
-        checkpoints.close()
-        os._exit(0)
-    os.waitpid(child, 0)
+    assert in_child(checkpoints.close).status == 0
 
 
 def replace_and_save(folder: Path, checkpoints: Checkpoints) -> None:
@@ -102,15 +91,16 @@ def test_a_load_removes_what_a_run_left_that_was_killed(tmp_path: Path) -> None:
     elsewhere.mkdir()
     (elsewhere / "file").touch()
     folder = tmp_path / "run"
-    run = os.fork()
-    if not run:
+
+    def killed() -> None:
         checkpoints = Checkpoints(folder)
         checkpoints.save(7, model=linear())
         (folder / ".writing-9-abc").mkdir()
         (folder / ".removing-step-1").symlink_to(elsewhere)
         (folder / ".shared-abc").touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(run, 0)
+
+    assert in_child(killed).status == -signal.SIGKILL
     assert (folder / ".lock").exists()
     assert Checkpoints(folder).load(model=linear()) == 7
     assert [path.name for path in folder.iterdir()] == ["step-00000007"]
@@ -119,34 +109,30 @@ def test_a_load_removes_what_a_run_left_that_was_killed(tmp_path: Path) -> None:
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(8, model=linear())
         (folder / ".writing-9-abc").mkdir()
-        other = os.fork()
-        if not other:
-            load_beside(folder, checkpoints)
-            os._exit(0)
-        os.waitpid(other, 0)
+        assert in_child(partial(load_beside, folder, checkpoints)).status == 0
         assert (folder / ".writing-9-abc").exists()
 
 
 @pytest.mark.usefixtures("impatient")
 def test_a_killed_run_leaves_no_lock_even_if_its_children_live(tmp_path: Path) -> None:
-    (reading, writing), (waiting, ending) = os.pipe(), os.pipe()
-    run = os.fork()
-    if not run:
-        os.close(ending)
+
+    def run() -> None:
         checkpoints = Checkpoints(tmp_path)
         checkpoints.save(7, model=linear())
-        os.fork()  # both live until the test ends, or this one is killed
-        os.write(writing, b"saved")
-        os.read(waiting, 1)
-        os._exit(0)
-    assert os.read(reading, 5) == b"saved"
-    held = try_to_save(tmp_path)
-    os.kill(run, signal.SIGKILL)
-    os.waitpid(run, 0)
-    (tmp_path / ".writing-9-abc").mkdir()
-    free = try_to_save(tmp_path)
-    os.close(ending)
-    assert f"(process {run} on" in held
+        # Both live until the test ends, or this one is killed.
+        if child := os.fork():
+            sys.stdout.write(f"{child}\n")
+        signal.pause()
+
+    with Job(run, here=True) as job:
+        job.until(lambda: job.ended[0].out)
+        held = try_to_save(tmp_path)
+        os.kill(job.pids[0], signal.SIGKILL)
+        job.wait()
+        (tmp_path / ".writing-9-abc").mkdir()
+        free = try_to_save(tmp_path)
+        os.kill(int(job.ended[0].out), 0)
+    assert f"(process {job.pids[0]} on" in held
     assert free == ""
     assert list(tmp_path.glob(".writing*")) == []
 
@@ -272,9 +258,8 @@ def end_while_saving(case: str, folder: Path) -> None:
 def test_the_end_of_a_process_that_is_saving(tmp_path: Path) -> None:
     """It completes what it writes, or says what was lost, and does not wait for long."""
     code = f"from {__name__} import main; from pathlib import Path; main(Path({str(tmp_path)!r}))"
-    command = [sys.executable, "-W", "always::ResourceWarning", "-c", code]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
-    statuses = dict(zip(ENDS, map(int, done.stdout.split()), strict=True))
+    ended = run_program(sys.executable, "-W", "always::ResourceWarning", "-c", code)
+    statuses = dict(zip(ENDS, map(int, ended.out.split()), strict=True))
     for name, (status, text) in ENDS.items():
         printed = (tmp_path / f"{name}.txt").read_text()
         assert statuses[name] == status, printed

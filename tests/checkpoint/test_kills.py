@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import nn
 from penstock import Checkpoints
 from penstock._engine.weights import storage
 from penstock.checkpoint import describe
+from tests.processes import in_child
 
 MOST = 200
 """Moments of one saving; there are about fifty."""
@@ -60,19 +62,6 @@ def model_at(step: int) -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
 
 
-def in_child(function: Callable[[], None]) -> int:
-    """The status of a child that runs a function."""
-    child = os.fork()
-    if not child:
-        status = 1
-        try:
-            function()
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 @pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_a_kill_at_each_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
@@ -87,11 +76,11 @@ def test_a_kill_at_each_moment(
         checkpoints.save(step, model=model_at(step))
         checkpoints.wait()
 
-    assert in_child(lambda: save(1, 0)) == 0
+    assert in_child(lambda: save(1, 0)).status == 0
     last, statuses, steps = 1, [], set()
     for moment in range(1, MOST, 3):
         step = moment + 1
-        status = in_child(lambda step=step, moment=moment: save(step, moment))  # type: ignore[misc]
+        status = in_child(partial(save, step, moment)).status
         statuses.append(status)
         latest = Checkpoints(tmp_path).steps()[0]
         assert "DAMAGED" not in describe(tmp_path, check=True)

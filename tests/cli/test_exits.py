@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import typer
 
 from penstock.cli.main import PATIENCE, guarded
 from penstock.errors import InputFileError, NonFiniteError, PeerFailed, ScheduleError, UsageError
+from tests.processes import script
 
 Capture = pytest.CaptureFixture[str]
 
@@ -75,7 +75,8 @@ from penstock.cli import main as command
 def wait():
     try:
         print("waits", flush=True)
-        time.sleep(100)
+        while True:
+            time.sleep(0.05)  # a signal just before a sleep is handled after it
     finally:
         print("left", flush=True)
         if "twice" in sys.argv:
@@ -90,14 +91,15 @@ sys.exit(command.main())
     [(signal.SIGTERM, False, 143), (signal.SIGINT, False, 130), (signal.SIGTERM, True, -15)],
 )
 def test_a_signal_leaves_through_what_is_open_and_a_second_one_at_once(
-    number: int, twice: bool, status: int
+    number: int, twice: bool, status: int, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-c", WAITS, *(["twice"] if twice else [])]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "waits\n"
-        os.kill(process.pid, number)
-        assert process.stdout.readline() == "left\n"
+    (tmp_path / "waits.py").write_text(WAITS)
+    with script(str(tmp_path / "waits.py"), *["twice"][:twice]) as job:
+        (process,) = job.pids
+        job.until(lambda: job.ended[0].out == "waits\n")
+        os.kill(process, number)
+        job.until(lambda: "left" in job.ended[0].out)
         if twice:
-            os.kill(process.pid, number)
-    assert process.returncode == status
+            os.kill(process, number)
+        (ended,) = job.wait()
+    assert ended.status == status, ended

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 import penstock
 from penstock.cli.main import main
 from penstock.train import TrainConfig
+from tests.processes import run_program
 
 LIGHT = """
 import sys
@@ -25,7 +25,8 @@ for command, status in (
 
 
 def test_torch_is_not_imported_until_a_command_needs_it() -> None:
-    subprocess.run([sys.executable, "-c", LIGHT], stdout=subprocess.DEVNULL, check=True)
+    ended = run_program(sys.executable, "-c", LIGHT)
+    assert ended.status == 0, ended
 
 
 def test_a_flag_for_every_setting(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.schedule import Picture
-from tests.scripts import run_script
+from tests.processes import run_script
 
 pytestmark = pytest.mark.on_cpu("examples choose their device themselves")
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -31,8 +31,8 @@ def steps(*command: str, processes: int = 1) -> list[str]:
 @pytest.mark.parametrize(
     "name",
     [
-        # Adapters are trained by day in tests/integrations.
-        pytest.param(name, marks=pytest.mark.nightly if name == "lora" else ())
+        # Adapters are trained by day in tests/integrations, and skip edges in tests/pipeline.
+        pytest.param(name, marks=pytest.mark.nightly if name in ("lora", "unet") else ())
         for name in sorted(PROCESSES)
     ],
 )

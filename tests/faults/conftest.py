@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.jobs import Job, run_job
+from tests.faults.jobs import Outcome, run_job
 
 BESIDE = 5
 """So many jobs at once: most of a job's time is a wait for heartbeats that do not come."""
@@ -17,7 +17,7 @@ BESIDE = 5
 @pytest.fixture(scope="module")
 def job_of(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[dict[str, Any]], Job]]:
+) -> Iterator[Callable[[dict[str, Any]], Outcome]]:
     """Returns what came of a case: all values of ``case`` in this module start at once."""
     cases: list[Any] = [
         item.callspec.params["case"]

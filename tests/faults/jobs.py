@@ -1,12 +1,8 @@
-"""Jobs of three ranks, or of several pipelines, over gloo, that fail as they are told.
-
-The processes are forked from one that has imported everything, so that a job takes a second or two.
-"""
+"""Jobs of three ranks, or of several pipelines, over gloo, that fail as they are told."""
 
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import json
 import logging
 import math
@@ -16,8 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +27,8 @@ from torch.distributed.fsdp import fully_shard
 from penstock import Checkpoints, Loss, Pipeline, Timeouts
 from penstock.errors import AgreementError, UsageError, status_of
 from penstock.testing import Fault, fail_at
-from tests.scripts import forked, free_port
+from tests import processes
+from tests.processes import Job, free_port, variables
 
 RANKS = 3
 LIMIT = 90.0
@@ -63,7 +59,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Job:
+class Outcome:
     """What came of a job.
 
     Args:
@@ -94,7 +90,7 @@ def run_job(
     frozen: int = -1,
     limit: float = LIMIT,
     **case: Any,
-) -> Job:
+) -> Outcome:
     """Run one.
 
     Args:
@@ -112,56 +108,34 @@ def run_job(
             ``weightless``: the replica and step without a target, by which the loss is weighted;
             ``refuses``, ``raises``: the replica, rank and step with a wrong batch, or with a TimeoutError.
     """
-    with started(folder, **case) as processes:
-        deadline = time.monotonic() + limit
+    count, port = math.prod(case.get("shape", (1, RANKS))), free_port()
+    (folder / "port").write_text(str(port))
+    rows = [(rank, str(folder), case) for rank in range(count)]
+    # The first hosts the store.
+    told = [variables(rank, count, port) for rank in range(count)]
+    with Job(run_rank, rows, told) as job:
         if meddle is not None:
-            while not all((folder / f"trains-{rank}").exists() for rank in range(len(processes))):
-                assert time.monotonic() < deadline
-                assert all(p.is_alive() for p in processes)
-                time.sleep(0.02)
+            job.until(
+                lambda: all((folder / f"trains-{rank}").exists() for rank in range(count)), limit
+            )
             (folder / "fired").write_text(str(time.monotonic()))
             meddle()
-        for rank, process in enumerate(processes):
-            if rank != frozen:
-                process.join(max(0.0, deadline - time.monotonic()))
-        late = [rank for rank, process in enumerate(processes) if process.is_alive()]
-        ranks = tuple(_ended(folder, rank, p.exitcode) for rank, p in enumerate(processes))
-        assert late == ([] if frozen < 0 else [frozen]), [ended.output for ended in ranks]
+        ended = job.wait(limit, frozen=[frozen] if frozen >= 0 else [])
+    ranks = tuple(_ended(folder, rank, one) for rank, one in enumerate(ended))
     fired = folder / "fired"
-    return Job(float(fired.read_text()) if fired.exists() else 0.0, ranks, folder)
+    return Outcome(float(fired.read_text()) if fired.exists() else 0.0, ranks, folder)
 
 
-@contextmanager
-def started(folder: Path, **case: Any) -> Iterator[list[Any]]:
-    """The processes of a job; all are dead afterwards."""
-    port = free_port()
-    (folder / "port").write_text(str(port))
-    count = math.prod(case.get("shape", (1, RANKS)))
-    with forked(run_rank, ((rank, port, str(folder), case) for rank in range(count))) as processes:
-        yield processes
-
-
-def _ended(folder: Path, rank: int, status: int | None) -> Ended:
+def _ended(folder: Path, rank: int, ended: processes.Ended) -> Ended:
     path = folder / f"ended-{rank}"
     record = (
         json.loads(path.read_text()) if path.exists() else {"error": "", "text": "", "time": 0.0}
     )
-    return Ended(status, **record, output=(folder / f"out-{rank}").read_text())
+    return Ended(ended.status, **record, output=ended.out + ended.err)
 
 
-def run_rank(rank: int, port: int, folder: str, case: dict[str, Any]) -> None:
+def run_rank(rank: int, folder: str, case: dict[str, Any]) -> None:
     """Run one rank of a job in this process, and exit."""
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(math.prod(case.get("shape", (1, RANKS)))),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    out = Path(folder, f"out-{rank}").open("w", buffering=1)  # noqa: SIM115 - open to the end
-    os.dup2(out.fileno(), 1)
-    os.dup2(out.fileno(), 2)
-    sys.stdout = sys.stderr = out
     if spaces := case.get("spaces"):
         _enter(Path(folder), *spaces[rank])
     error = work(rank, Path(folder), case)
@@ -183,11 +157,6 @@ def _enter(folder: Path, space: str, device: str) -> None:
 
 def work(rank: int, folder: Path, case: dict[str, Any]) -> BaseException | None:
     """Run one rank; returns what it raised."""
-    # Where the tests run in the background, a shell has it ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    if "limit" not in case:
-        # Where it hangs, if it does.
-        faulthandler.dump_traceback_later(LIMIT - 10.0)
     torch.set_num_threads(1)
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     fired = folder / "fired"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.faults.jobs import SLACK, run_rank
-from tests.scripts import forked, free_port, run_script
+from tests.processes import Job, end_of, free_port, run_script, torchrun, variables
 
 pytestmark = [
     pytest.mark.slow,
@@ -27,25 +25,6 @@ pytestmark = [
 RANKS = 2
 START = 150.0
 """Seconds that a job may take, on a machine where others run beside."""
-
-
-@contextmanager
-def launched(folder: Path, **case: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A job under torchrun; nothing of it is alive afterwards."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    command += [str(RANKS), "-m", "tests.faults.jobs", str(folder)]
-    command += [json.dumps(case | {"shape": (1, RANKS)})]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    environment["OMP_NUM_THREADS"] = "1"
-    environment.pop("GLOO_SOCKET_IFNAME", None)
-    with (folder / "output").open("wb") as output:
-        job = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
-    with nothing_left(folder):
-        try:
-            yield job
-        finally:
-            job.kill()
-            job.wait()
 
 
 @contextmanager
@@ -92,11 +71,14 @@ def all_gone(ranks: list[int], seconds: float) -> bool:
 )
 def test_torchrun_ends_and_names_the_cause(how: str, says: str, tmp_path: Path) -> None:
     fault = {"rank": 1, "step": 3, "action": "1F2", "how": how}
-    with launched(tmp_path, fault=fault) as job:
+    case = json.dumps({"fault": fault, "shape": (1, RANKS)})
+    arguments = ("-m", "tests.faults.jobs", str(tmp_path), case)
+    with nothing_left(tmp_path), torchrun(*arguments, processes=RANKS) as job:
         ranks = pids(tmp_path)
-        assert job.wait(START) == 1
-        output = (tmp_path / "output").read_text()
+        ended = end_of(job, START)
         assert all_gone(ranks, SLACK)
+    assert ended.status == 1
+    output = ended.out + ended.err
     if how == "SIGKILL":
         # Torchrun sees it at once, and may end the others before they can say so.
         assert "Signal 9 (SIGKILL) received by PID" in output
@@ -110,13 +92,15 @@ def test_torchrun_ends_and_names_the_cause(how: str, says: str, tmp_path: Path) 
         assert "action 1F2: InjectedError" in output[output.index("Root Cause") :]
 
 
-def launch(folder: str, port: int, case: dict[str, Any]) -> None:
+def launch(folder: str, case: dict[str, Any]) -> None:
     """Start the ranks as torchrun does, and wait for them."""
     os.environ["TORCHELASTIC_RUN_ID"] = "a launcher"
+    port = free_port()
     for rank in range(RANKS):
         if not os.fork():
             try:
-                run_rank(rank, port, folder, case)
+                os.environ |= variables(rank, RANKS, port)
+                run_rank(rank, folder, case)
             finally:
                 os._exit(0)
     os.wait()
@@ -125,12 +109,11 @@ def launch(folder: str, port: int, case: dict[str, Any]) -> None:
 def test_a_launcher_that_is_killed_takes_its_workers_along(tmp_path: Path) -> None:
     fault = {"rank": 1, "step": 3, "action": "1F2", "how": "sleep"}
     case = {"fault": fault, "timeout": 60.0, "shape": (1, RANKS)}
-    with nothing_left(tmp_path), forked(launch, [(str(tmp_path), free_port(), case)]) as (job,):
+    with Job(launch, [(str(tmp_path), case)]) as job:
         ranks = pids(tmp_path)
-        while not (tmp_path / "fired").exists():
-            time.sleep(0.02)
+        job.until((tmp_path / "fired").exists)
         assert all(map(alive, ranks))
-        job.kill()
+        os.kill(job.pids[0], signal.SIGKILL)
         assert all_gone(ranks, 2.0 * SLACK)
 
 

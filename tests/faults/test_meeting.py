@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -20,7 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, b
 from penstock import Timeouts
 from penstock._engine.faults import Patience, meet
 from penstock.errors import AgreementError, UsageError
-from tests.scripts import forked, free_port
+from tests.processes import Job, free_port, variables
 
 GOOD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
 
@@ -52,10 +52,8 @@ pytestmark = [
 ]
 
 
-def work(number: int, port: int, folder: str, case: dict[str, Any]) -> None:
+def work(number: int, folder: str, case: dict[str, Any]) -> None:
     """One of two processes, in the order of their ranks."""
-    os.environ |= GOOD | {"RANK": str(number), "MASTER_PORT": str(port)}
-    os.environ |= case["environment"][number] if "environment" in case else {}
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
     if "group" in case:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -97,13 +95,19 @@ def come(group: Any, seconds: float) -> str:
 Said = tuple[list[str], list[str]]
 
 
-def run(folder: Path, *turns: tuple[float, float], port: int = 0, **case: Any) -> Said:
-    """What both say of each turn in which they came."""
+def run(
+    folder: Path,
+    *turns: tuple[float, float],
+    port: int = 0,
+    changes: Sequence[dict[str, str]] = ({}, {}),
+    **case: Any,
+) -> Said:
+    """What both say of each turn in which they came; with changes of what they are told."""
     port = port or free_port()
     case["turns"] = turns or [(60.0, 60.0)]
-    with forked(work, ((number, port, str(folder), case) for number in (0, 1))) as processes:
-        for process in processes:
-            process.join(100.0)
+    told = [variables(number, 2, port) | change for number, change in enumerate(changes)]
+    with Job(work, [(number, str(folder), case) for number in (0, 1)], told) as job:
+        job.wait()
     first, second = (json.loads((folder / str(number)).read_text()) for number in (0, 1))
     return first, second
 
@@ -118,7 +122,7 @@ def contradicted(folder: Path, change: dict[str, str]) -> Said:
     """A launcher, which has the store, tells the second process something else than the first."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    return run(folder, (3.0, 3.0), port=store.port, environment=[agent, agent | change])
+    return run(folder, (3.0, 3.0), port=store.port, changes=[agent, agent | change])
 
 
 def restarted(folder: Path) -> Said:
@@ -127,7 +131,7 @@ def restarted(folder: Path) -> Said:
     for count in ("0", "1"):
         agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": count}
         (folder / count).mkdir()
-        said = run(folder / count, port=store.port, environment=[agent, agent])
+        said = run(folder / count, port=store.port, changes=[agent, agent])
     return said
 
 
@@ -138,7 +142,7 @@ CASES: dict[str, Callable[[Path], Said]] = {
     "late": lambda folder: run(folder, (1.0, 0.0), (60.0, 60.0), (1.0, 0.0), group="world"),
     "late, in a file": lambda folder: run(folder, (1.0, 0.0), (60.0, 60.0), group="file"),
     "first late, third never": lambda folder: run(
-        folder, (9.0, 9.0), delay=4.0, environment=[{"WORLD_SIZE": "3"}] * 2
+        folder, (9.0, 9.0), delay=4.0, changes=[{"WORLD_SIZE": "3"}] * 2
     ),
     "first alone": lambda folder: run(folder, (1.0, 0.0)),
     "second alone": lambda folder: run(folder, (0.0, 1.0)),

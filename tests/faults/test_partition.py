@@ -6,11 +6,13 @@ import math
 import os
 import signal
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.faults.jobs import SILENT, SLACK, run_job
+from tests.faults.jobs import SILENT, SLACK, Outcome, run_job
 from tests.faults.machines import cuts, heal, machines
 
 pytestmark = [
@@ -58,25 +60,39 @@ def test_all_sides_of_a_cut_network_stop(tmp_path: Path, way: str, shape: tuple[
     assert job.heard() < 10.0 + SLACK
 
 
-def test_a_network_that_is_back_in_time_ends_nobody(tmp_path: Path) -> None:
-    """As when a switch fails and another takes over."""
+def fail_over(folder: Path) -> Outcome | None:
+    """A job whose network is cut for a while; none where there are no namespaces."""
     with machines() as spaces:
         if not spaces:
-            pytest.skip("this machine does not let us make network namespaces and links")
+            return None
 
-        def fail_over() -> None:
+        def meddle() -> None:
             assert cuts(spaces)["both ways"]()
             time.sleep(8.0)
             assert heal(spaces)
-            (tmp_path / "fired").write_text(str(time.monotonic()))
-            os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGINT)
+            (folder / "fired").write_text(str(time.monotonic()))
+            os.kill(int((folder / "pid-1").read_text()), signal.SIGINT)
 
-        job = run_job(
-            tmp_path,
+        return run_job(
+            folder,
             fault={"rank": 9, "step": 1, "how": "sleep"},
             steps=10**9,
             spaces=[spaces[0], *[spaces[1]] * 2],
-            meddle=fail_over,
+            meddle=meddle,
         )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def failed_over(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[Outcome | None]]:
+    """What comes of it; as it mostly waits, it runs beside the other tests."""
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(fail_over, tmp_path_factory.mktemp("job"))
+
+
+def test_a_network_that_is_back_in_time_ends_nobody(failed_over: Future[Outcome | None]) -> None:
+    """As when a switch fails and another takes over."""
+    job = failed_over.result()
+    if job is None:
+        pytest.skip("this machine does not let us make network namespaces and links")
     assert all("was interrupted by Ctrl-C" in job.ranks[rank].text for rank in (0, 2)), job.ranks
     assert [ended.status for ended in job.ranks] == [130] * 3

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.jobs import SILENT, SLACK, Job, run_job
+from tests.faults.jobs import SILENT, SLACK, Outcome, run_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -52,7 +52,7 @@ def nightly(*values: Any) -> Any:
     ids=lambda value: value["fault"]["how"] if isinstance(value, dict) else "",
 )
 def test_every_replica_names_the_culprit(
-    case: dict[str, Any], says: str, within: float, job_of: Callable[[dict[str, Any]], Job]
+    case: dict[str, Any], says: str, within: float, job_of: Callable[[dict[str, Any]], Outcome]
 ) -> None:
     job = job_of(case)
     for process in (0, 1, 3):

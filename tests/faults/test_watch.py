@@ -19,11 +19,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, b
 
 from penstock._engine.faults import Failure, Place
 from penstock.testing.faults import How
-from tests.faults.jobs import RANKS, SILENT, SLACK, Job, run_job
+from tests.faults.jobs import RANKS, SILENT, SLACK, Outcome, run_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
-JobOf = Callable[[dict[str, Any]], Job]
+JobOf = Callable[[dict[str, Any]], Outcome]
 PROMPT = 3.0 * SLACK
 """Seconds until every other rank has raised, after an exception or a death."""
 EARLY = 10.0
@@ -59,7 +59,7 @@ def nightly(*values: Any) -> Any:
 
 
 def check(
-    job: Job, culprit: int, says: str, status: int, within: float, *, reported: bool = True
+    job: Outcome, culprit: int, says: str, status: int, within: float, *, reported: bool = True
 ) -> None:
     """That all other ranks name the culprit, in time, and that the report does, where it has a folder."""
     for rank, ended in enumerate(job.ranks):

@@ -23,7 +23,7 @@ from penstock.checkpoint import export
 from penstock.errors import UsageError
 from penstock.integrations.accelerate import PipelineAccelerator, share_batches
 from tests.integrations.accelerated import data, make, run
-from tests.scripts import run_script
+from tests.processes import run_script
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

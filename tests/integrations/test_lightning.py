@@ -39,7 +39,7 @@ from tests.integrations.lightnings import (
     model_language,
     trainer_of,
 )
-from tests.scripts import run_script
+from tests.processes import run_script
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 

@@ -38,7 +38,7 @@ from tests.integrations.trainers import (
     squared,
     words,
 )
-from tests.scripts import run_script
+from tests.processes import run_script
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -345,7 +345,10 @@ TRL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(TRL))
+@pytest.mark.parametrize(
+    "name",
+    ["dpo", "packed", pytest.param("sft", marks=pytest.mark.nightly)],  # it packs less
+)
 def test_trainers_of_trl(name: str, tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")

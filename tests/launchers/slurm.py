@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.scripts import free_port
+from tests.processes import free_port
 
 COMMANDS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sinfo")
 SETTINGS = """

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -17,7 +15,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from tests.launchers import slurm
-from tests.scripts import free_port
+from tests.processes import Ended, free_port, run_program
 from tests.test_pages import CODE_OF, ROOT, Block
 
 PAGE = CODE_OF[ROOT / "docs/launchers.md"]
@@ -41,24 +39,15 @@ def losses_of_one_process() -> str:
     return f"{mse_loss(model(torch.ones(8, 16)), torch.zeros(8, 16)).item():.6f}\n"
 
 
-def run(
-    folder: Path, *command: str, environment: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run a command beside the page's ``train.py``, with the Python and the Penstock of the tests."""
+def run(folder: Path, *command: str, environment: dict[str, str] | None = None) -> Ended:
+    """Run a command beside the page's ``train.py``."""
     (folder / "train.py").write_text(block_with("ranks=2) as pipe").text)
-    paths = {
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
-    return subprocess.run(
-        command, cwd=folder, env=(environment or dict(os.environ)) | {"OMP_NUM_THREADS": "1"} | paths,
-        capture_output=True, text=True, check=False, timeout=LIMIT,
-    )  # fmt: skip
+    return run_program(*command, limit=LIMIT, folder=folder, environment=environment)
 
 
-def check(ran: subprocess.CompletedProcess[str]) -> None:
-    assert ran.returncode == 0, ran.stderr
-    assert losses_of_one_process() in ran.stdout
+def check(ran: Ended) -> None:
+    assert ran.status == 0, ran.err
+    assert losses_of_one_process() in ran.out
 
 
 WAYS = {
@@ -91,7 +80,7 @@ def test_mpirun(tmp_path: Path) -> None:
     flags = ["--allow-run-as-root", "--oversubscribe"]
     ran = run(tmp_path, "mpirun", *flags, "-n", "2", "python", "train.py")
     check(ran)
-    assert "mpirun has started 2 processes" in ran.stderr
+    assert "mpirun has started 2 processes" in ran.err
 
 
 @pytest.mark.nightly
@@ -106,10 +95,10 @@ def test_ray_train_starts_again_where_it_was(tmp_path: Path) -> None:
         f"for step in range(done, steps):\n            {dies}\n",
     )
     (tmp_path / "ray_train.py").write_text(text)
-    every_line = dict(os.environ) | {"RAY_DEDUP_LOGS": "0"}
+    every_line = {"RAY_DEDUP_LOGS": "0"}
     ran = run(tmp_path, sys.executable, "ray_train.py", environment=every_line)
-    assert ran.returncode == 0, ran.stderr
-    assert re.findall(r"step (\d)  loss", ran.stdout)[-3:] == ["4", "5", "6"]
+    assert ran.status == 0, ran.err
+    assert re.findall(r"step (\d)  loss", ran.out)[-3:] == ["4", "5", "6"]
 
 
 # ---- SLURM
@@ -130,7 +119,7 @@ def slurm_commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[st
 def test_srun(slurm_commands: dict[str, str], tmp_path: Path) -> None:
     ran = run(tmp_path, "srun", "-n", "2", "python", "train.py", environment=slurm_commands)
     check(ran)
-    assert "srun has started 2 processes" in ran.stderr
+    assert "srun has started 2 processes" in ran.err
 
 
 @pytest.mark.nightly
@@ -149,5 +138,5 @@ def test_sbatch(text: str, slurm_commands: dict[str, str], tmp_path: Path) -> No
         tmp_path, "sbatch", "--wait", "--output=job.out", "job.sh", environment=slurm_commands
     )
     output = (tmp_path / "job.out").read_text()
-    assert ran.returncode == 0, output
+    assert ran.status == 0, output
     assert losses_of_one_process() in output

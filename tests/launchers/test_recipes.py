@@ -14,7 +14,7 @@ import pytest
 from accelerate.state import AcceleratorState, GradientState
 
 from penstock import Pipeline
-from tests.scripts import run_script
+from tests.processes import run_script
 from tests.test_pages import CODE_OF, ROOT
 
 pytestmark = pytest.mark.on_cpu("recipes resume, whatever they compute on")

@@ -49,8 +49,9 @@ def run(name: str, schedule: str, group: Any = None) -> Verdict:
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [
-        # Each model with one of them; `make test-all` has all.
-        pytest.param(name, schedule, marks=pytest.mark.nightly if (i + k) % 4 else ())
+        # Every other model with one of them, in turn: what makes the bits equal knows neither models nor
+        # schedules by name. `make test-all` has all.
+        pytest.param(name, schedule, marks=pytest.mark.nightly if i % 2 or (i // 2 + k) % 4 else ())
         for (i, name), (k, schedule) in product(
             enumerate(CASES), enumerate(("1F1B", "Interleaved1F1B", "DualPipeV", "ZB-H1"))
         )

@@ -75,12 +75,17 @@ OPTIMA: list[tuple[Placement, int, tuple[float, float, float]]] = [
 """The least makespans of small steps, found by trying all orders: with memory for one microbatch, with
 1.6 times as much, and without a limit."""
 SMALL = [
-    pytest.param(placement, microbatches, room, least, id=f"{placement.rank_of}-{room}")
+    pytest.param(
+        placement, microbatches, room, least, id=f"{placement.rank_of}-{room}",
+        # By day each placement, and each amount of memory.
+        marks=() if room == 1.6 or placement == v_shaped(2) else pytest.mark.nightly,
+    )
     for placement, microbatches, optima in OPTIMA
     for room, least in zip((1.0, 1.6, math.inf), optima, strict=True)
-]
+]  # fmt: skip
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("placement", "microbatches", "room", "least"), SMALL)
 def test_small_steps_take_no_longer_than_the_optimum(
     placement: Placement, microbatches: int, room: float, least: float

@@ -24,7 +24,7 @@ from penstock.schedule import (
 )
 from penstock.testing import Case, compare
 from tests.pipeline.models import X, Y, chain, mean_loss
-from tests.scripts import run_script
+from tests.processes import run_script
 
 NAMES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 FORMATS = ("compute_only", "compute_comms")

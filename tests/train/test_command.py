@@ -10,7 +10,7 @@ import torch
 
 from penstock import read_weights
 from penstock.cli.main import main
-from tests.scripts import run_script
+from tests.processes import run_script
 from tests.train.runs import flags, losses, records
 
 Capture = pytest.CaptureFixture[str]

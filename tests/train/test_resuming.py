@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from penstock import Pipeline, read_weights
 from penstock.cli.main import main
 from penstock.errors import InputFileError, UsageError
 from penstock.train import resolve, train
-from tests.scripts import run_script
+from tests.processes import end_of, script, torchrun
 from tests.train.runs import SMALL, config_for, flags, losses, run
 
 
@@ -173,20 +171,8 @@ def test_a_run_folder_of_somebody_else_says_nowhere_where_to_write(
 # ---- under torchrun
 
 
-def torchrun(*arguments: str) -> subprocess.Popen[str]:
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return subprocess.Popen(
-        [sys.executable, *launch, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-
-
-def await_checkpoint(folder: Path, process: subprocess.Popen[str]) -> None:
-    while process.poll() is None and not list(folder.glob("checkpoints/step-*")):
-        time.sleep(0.05)
+def has_saved(folder: Path) -> bool:
+    return bool(list(folder.glob("checkpoints/step-*")))
 
 
 @pytest.mark.slow
@@ -196,13 +182,14 @@ def test_a_killed_rank(text: Path, tmp_path: Path) -> None:
     """With restarts it costs the steps since the last checkpoint, and no number changes."""
     many: dict[str, Any] = {"steps": 60, "save_every": 1, "log_every": 20}
     command = flags(text, tmp_path / "run", resume="auto", **many)
-    with torchrun("--max-restarts", "1", "-m", "penstock", *command) as process:
-        await_checkpoint(tmp_path / "run", process)
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    with torchrun("--max-restarts", "1", "-m", "penstock", *command, processes=2) as launcher:
+        while not has_saved(tmp_path / "run"):
+            time.sleep(0.05)
+        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
         os.kill(int(children[-1]), signal.SIGKILL)
-        shown, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors
-    assert "resumed from step " in shown
+        ended = end_of(launcher, 240)
+    assert ended.status == 0, ended
+    assert "resumed from step " in ended.out
     outcome, _ = run(config_for(text, out=str(tmp_path / "plain"), **many))
     assert losses(tmp_path / "run") == list(outcome.losses)
 
@@ -214,14 +201,11 @@ def test_a_signal_to_processes(text: Path, tmp_path: Path) -> None:
     changes = {"steps": 100_000, "save_every": 5, "ranks": 1, "replicas": 2}
     command = flags(text, tmp_path / "run", resume="auto", **changes)
 
-    def stop(processes: list[int]) -> None:
-        deadline = time.monotonic() + 60
-        while not list(tmp_path.glob("run/checkpoints/step-*")) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        for process in processes:
-            os.kill(process, signal.SIGTERM)
-
-    ran = run_script("-m", "penstock", *command, "--shard", processes=2, meanwhile=stop)
+    with script("-m", "penstock", *command, "--shard", processes=2) as job:
+        job.until(lambda: has_saved(tmp_path / "run"))
+        for pid in job.pids:
+            os.kill(pid, signal.SIGTERM)
+        ran = job.wait(together=True)
     shown = "".join(rank.out for rank in ran)
     assert "SIGTERM: checkpoint of step " in shown, ran
     assert "--nproc-per-node 2 -m penstock train --resume" in shown

@@ -6,9 +6,7 @@ It is a program of its own, so that nothing else counts. It prints the ratio.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
@@ -34,26 +32,24 @@ class Block(nn.Module):
         return hidden + change
 
 
-def measure() -> float:
-    """Write a model layer by layer, cut it without data, and fill one stage."""
+def make() -> nn.Module:
+    """A model without data."""
     with parameters_on_meta():
-        model = nn.Sequential(*(Block(WIDTH) for _ in range(LAYERS)))
-    cut = partition(model, STAGES)
-    with tempfile.TemporaryDirectory() as folder:
-        # In a process of its own, since the allocator keeps some of the memory that writing takes.
-        writer = multiprocessing.get_context("fork").Process(
-            target=write, args=(model, Path(folder))
-        )
-        writer.start()
-        writer.join()
-        before = memory("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")
-        load_partition(cut, [1], folder)
-        share = sum(tensor.nbytes for tensor in cut.modules[1].parameters())
-        return (memory("VmHWM") - before) / share
+        return nn.Sequential(*(Block(WIDTH) for _ in range(LAYERS)))
+
+
+def measure(folder: str) -> float:
+    """Cut the model, and fill one stage from the folder."""
+    cut = partition(make(), STAGES)
+    before = memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    load_partition(cut, [1], folder)
+    share = sum(tensor.nbytes for tensor in cut.modules[1].parameters())
+    return (memory("VmHWM") - before) / share
 
 
 def write(model: nn.Module, folder: Path) -> None:
+    """Write ones in place of its weights, layer by layer."""
     homes: dict[str, str] = {}
     for index, block in enumerate(model.children()):
         file = f"layer{index}.safetensors"
@@ -72,4 +68,4 @@ def memory(what: str) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sys.stdout.write(str(measure()))
+    sys.stdout.write(str(measure(sys.argv[1])))

@@ -19,7 +19,8 @@ from penstock._engine.weights import load_partition, parameters_on_meta, read_we
 from penstock._engine.weights.files import Entry, entries
 from penstock.errors import InputFileError, StateDictError, UsageError
 from penstock.partition import Partition, partition
-from tests.scripts import run_script
+from tests.processes import run_script
+from tests.weights import peak
 
 
 class Words(nn.Module):
@@ -208,8 +209,9 @@ def test_every_type_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak memory")
-def test_a_rank_needs_the_memory_of_its_share() -> None:
-    (ran,) = run_script("-m", "tests.weights.peak")
+def test_a_rank_needs_the_memory_of_its_share(tmp_path: Path) -> None:
+    peak.write(peak.make(), tmp_path)
+    (ran,) = run_script("-m", "tests.weights.peak", str(tmp_path))
     assert ran.status == 0, ran
     assert float(ran.out) < 1.1
 

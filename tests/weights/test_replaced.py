@@ -21,7 +21,8 @@ from penstock._engine.weights import files, lease
 from penstock.checkpoint import export
 from penstock.errors import CheckpointError, StorageError, UsageError
 from tests.checkpoint.runs import linear
-from tests.checkpoint.test_kills import in_child, kill_at
+from tests.checkpoint.test_kills import kill_at
+from tests.processes import Job, in_child
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def test_a_save_that_is_killed_leaves_the_old_weights_or_the_new(tmp_path: Path)
             kill_at(4 * number)
             pipe.weights.save(tmp_path)
 
-        status = in_child(save)
+        status = in_child(save).status
         assert status in (0, -signal.SIGKILL)
         there = expected.index(values(tmp_path))
         loaded.add(there)
@@ -78,7 +79,7 @@ def test_an_export_that_is_killed_leaves_nothing_or_all(tmp_path: Path) -> None:
         kill_at(5 * kills + 1)
         export(tmp_path / "run", out)
 
-    while in_child(write):
+    while in_child(write).status:
         kills += 1
         assert not (out / "model.safetensors.index.json").exists() or len(values(out)) == 4
         if (out / "model.safetensors.index.json").exists():
@@ -146,16 +147,17 @@ def test_two_runs_where_locks_do_nothing(
         with pytest.raises(UsageError, match=f"another run writes here .process {os.getppid()} on"):
             second()
 
-    assert in_child(refused) == 0
+    assert in_child(refused).status == 0
     checkpoints.save(3, model=linear())
     assert checkpoints.steps() == [3]
     # One that was killed gives way, once it has been silent for long enough.
-    killed = os.fork()
-    if not killed:
+
+    def killed() -> None:
         checkpoints = Checkpoints(tmp_path / "killed")
         checkpoints.save(1, model=linear())
         os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(killed, 0)
+
+    assert in_child(killed).status == -signal.SIGKILL
     Checkpoints(tmp_path / "killed").save(2, model=linear())
     assert Checkpoints(tmp_path / "killed").steps() == [2, 1]
 
@@ -165,30 +167,29 @@ def test_a_run_whose_folder_was_taken_publishes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was silent for so long, as a machine is that was stopped, that another run has begun to save."""
-    (waiting, going), (reading, writing) = os.pipe(), os.pipe()
-    other = os.fork()
-    if not other:
+
+    waiting, going = os.pipe()
+
+    def take() -> None:
         os.read(waiting, 1)
         (tmp_path / ".lock").unlink()
         taken = Checkpoints(tmp_path)
         taken.save(2, model=linear())
-        os.write(writing, b"saved")
+        sys.stdout.write("saved\n")
         signal.pause()
-    write, checkpoints = files.write_file, Checkpoints(tmp_path, keep=1)
-    checkpoints.save(1, model=linear())
 
     def write_late(*args: Any) -> Any:
         os.write(going, b"!")
-        assert os.read(reading, 5) == b"saved"
+        other.until(lambda: other.ended[0].out)
         return write(*args)
 
-    monkeypatch.setattr("penstock.checkpoint.saving.write_file", write_late)
-    try:
-        with pytest.raises(UsageError, match=f"another run writes here .process {other} on"):
+    with Job(take, here=True) as other:
+        write, checkpoints = files.write_file, Checkpoints(tmp_path, keep=1)
+        checkpoints.save(1, model=linear())
+        monkeypatch.setattr("penstock.checkpoint.saving.write_file", write_late)
+        says = f"another run writes here .process {other.pids[0]} on"
+        with pytest.raises(UsageError, match=says):
             checkpoints.save(3, model=linear())
-    finally:
-        os.kill(other, signal.SIGKILL)
-        os.waitpid(other, 0)
     assert Checkpoints(tmp_path).steps() == [2, 1]
 
 
