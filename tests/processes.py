@@ -75,7 +75,7 @@ class Job:
         *,
         here: bool = False,
     ) -> None:
-        context = multiprocessing.get_context("fork" if here else "forkserver")
+        context: Any = multiprocessing.get_context("fork" if here else "forkserver")
         self._folder = TemporaryDirectory()
         self._outputs = [f"{self._folder.name}/{number}" for number in range(len(rows))]
         of_each = zip(rows, environments or [{}] * len(rows), self._outputs, strict=True)

@@ -45,7 +45,8 @@ def values(folder: Path) -> dict[str, Any]:
 def test_a_save_that_is_killed_leaves_the_old_weights_or_the_new(tmp_path: Path) -> None:
     expected = [values_of(pipe_at(number)) for number in range(50)]
     pipe_at(0).weights.save(tmp_path)
-    loaded, number, status = set(), 0, -1
+    loaded, number = set(), 0
+    status: int | None = -1
     while status:
         number += 1
 
