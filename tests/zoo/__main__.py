@@ -28,7 +28,8 @@ KINDS = ("right", "with example", "refused", "unclear", "silent", "lost", "void"
 
 def models_of(library: str) -> dict[str, Any]:
     """What makes each model of a library, by name."""
-    models: dict[str, Any] = import_module(f"tests.zoo.{library}_models").MODELS
+    name = "tests.catalogue.models" if library == "hand" else f"tests.zoo.{library}_models"
+    models: dict[str, Any] = import_module(name).MODELS
     return models
 
 

@@ -61,6 +61,7 @@ class Program:
         split: how arguments are split.
         counts: numbers that the model counts, such as calls of its hooks; several processes add up theirs.
         example_of: what it is an example of.
+        evaluates: whether it can be evaluated too.
         refused: how it is refused; None if it is computed right.
     """
 
@@ -72,6 +73,7 @@ class Program:
     split: RulesGiven | None = None
     counts: Callable[[Any], Mapping[str, float]] | None = None
     example_of: str = ""
+    evaluates: bool = True
     refused: Refusal | None = None
 
     @property
@@ -265,6 +267,7 @@ def _judged(
 ) -> Verdict:
     mine, seed, first = pipe.replicas.index, pipe.randomness.seed, pipe.randomness.step
     program = programs[mine]
+    evaluate = evaluate and program.evaluates
     actual = _trained(pipe, program, steps, optimizer)
     evaluation = _piped(pipe, program, pipe.evaluate) if evaluate else {}
     # The pipeline knows its units when it is cut, as its first step does.
