@@ -27,7 +27,7 @@ LIBRARIES = ("transformers", "diffusers", "timm", "torchvision", "hand")
 
 def models_of(library: str) -> dict[str, Any]:
     """What makes each model of a library, by name."""
-    place = "tests.zoo.hand_models" if library == "hand" else f"campaigns.zoo.{library}_models"
+    place = "tests.catalogue.models" if library == "hand" else f"campaigns.zoo.{library}_models"
     models: dict[str, Any] = import_module(place).MODELS
     return models
 

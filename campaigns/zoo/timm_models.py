@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from campaigns.zoo.operators import have_torchvision
-from tests.zoo.judging import MICROBATCHES, SAMPLES, Example
+from penstock.testing import Program
+from tests.catalogue.making import MICROBATCHES, SAMPLES, program_of
 
 have_torchvision()
 
@@ -61,7 +62,7 @@ def _rank(name: str) -> int:
     )
 
 
-def make(name: str, **options: object) -> Example:
+def make(name: str, **options: object) -> Program:
     """A model with its calls, for small images if it takes them."""
     errors: list[Exception] = []
     for more, size in (({"img_size": SMALL}, SMALL), ({}, SMALL), ({}, None)):
@@ -74,15 +75,15 @@ def make(name: str, **options: object) -> Example:
     raise errors[-1]
 
 
-def _tried(model: nn.Module, side: int) -> Example:
+def _tried(model: nn.Module, side: int) -> Program:
     channels = getattr(model, "default_cfg", {}).get("input_size", (3,))[0]
     with torch.no_grad():
         model.train()(torch.randn(SAMPLES, channels, side, side))
     calls = [((torch.randn(SAMPLES, channels, side, side),), {}) for _ in range(MICROBATCHES)]
-    return Example(model, calls)
+    return program_of(model, calls)
 
 
-MODELS: dict[str, Callable[[], Example]] = {
+MODELS: dict[str, Callable[[], Program]] = {
     **{f"{family} {name}": partial(make, name, num_classes=10) for family, name in smallest()},
     **{
         f"features of {name}": partial(make, name, features_only=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock import Microbatches, Pipeline
-from penstock.testing import Case, judge
+from penstock.testing import Program, judge
 
 WIDTH, TOKENS, MICROBATCHES = 8, 16, 8
 
@@ -40,12 +40,12 @@ def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def case_on(device: str) -> Case:
+def case_on(device: str) -> Program:
     """The same weights and tokens in every process."""
     torch.manual_seed(0)
     tokens = torch.randint(0, TOKENS, (16, 6)).to(device)
     parts, targets = tokens.chunk(MICROBATCHES), tokens.roll(1).chunk(MICROBATCHES)
-    return Case(Tied().double().to(device), [Microbatches(parts)], targets, loss_fn)
+    return Program(Tied().double().to(device), [Microbatches(parts)], targets, loss_fn)
 
 
 def differences(
@@ -64,7 +64,7 @@ def differences(
         copy.deepcopy(case.model), schedule=schedule, ranks=2, loss_fn=loss_fn, device=device, seed=5,
         mesh=group,
     ) as pipe:  # fmt: skip
-        gaps = judge(pipe, case, steps=2).differences()
+        gaps = judge(case, pipe, steps=2).differences()
     if backend is not None:
         dist.destroy_process_group(group)
     return gaps

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock import Checkpoints, LossScaler, Pipeline
 from penstock._engine.devices import use
-from penstock.testing import Case, WorkerPool, judge, plain_loop
+from penstock.testing import Program, WorkerPool, judge, plain_loop
 from tests import played
 from tests.device import DEVICE, HAS_DEVICE, device_of_rank
 
@@ -64,9 +64,9 @@ def pipeline(net: nn.Module, schedule: str = "ZB-V", **options: Any) -> Pipeline
     return Pipeline(net, schedule=schedule, ranks=2, microbatches=MICROBATCHES, **options)
 
 
-def case(attend: Callable[..., Tensor] = causal, device: str = DEVICE) -> Case:
+def case(attend: Callable[..., Tensor] = causal, device: str = DEVICE) -> Program:
     x, y = batch(device)
-    return Case(model(attend).to(device), [x], y, functional.mse_loss)
+    return Program(model(attend).to(device), [x], y, functional.mse_loss)
 
 
 def norm(gradients: Iterable[Tensor | None]) -> float:
@@ -79,9 +79,9 @@ def compare(
     """Steps beside the plain loop; later ones are like the second."""
     attend = options.pop("attend", causal)
     with around():
-        verdict = judge(pipeline(model(attend), **options), case(attend), steps=2)
-    assert verdict.loss == pytest.approx(verdict.expected_loss, rel=rtol)
-    check_gradients(verdict.gradients, verdict.expected, rtol)
+        verdict = judge(case(attend), pipeline(model(attend), **options), steps=2)
+    assert verdict.loss == pytest.approx(verdict.expected["loss"], rel=rtol)
+    check_gradients(verdict.gradients, verdict.expected_gradients, rtol)
 
 
 def check_gradients(

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock._engine.values import map_tensors
 from penstock.errors import PartitionError, UsageError
 from penstock.partition import Partition, partition, unit_paths
 from penstock.schedule import Placement
 from penstock.stage import StageCall, StageModule
+from tests.catalogue.making import calls_of
+from tests.catalogue.models import MODELS, D, Deciding, Residual, Universal
 from tests.partition.driver import check_equal, cut, forwards
-from tests.zoo.hand_models import MODELS, D, Deciding, Residual, Universal
 
 torch.set_num_threads(1)
 
@@ -48,12 +48,10 @@ CASES = (
 
 
 def make(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """A model of the zoo in double precision, and the arguments of a microbatch."""
-    example = MODELS[name]()
-    args, kwargs = map_tensors(
-        example.calls[0], lambda t: t.double() if t.is_floating_point() else t
-    )
-    return example.model.double(), args, kwargs
+    """A model of the catalogue, and the arguments of a microbatch."""
+    program = MODELS[name]()
+    args, kwargs = calls_of(program)[0]
+    return program.model, tuple(args), dict(kwargs)
 
 
 @pytest.mark.parametrize("training", [True, False])

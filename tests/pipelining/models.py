@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.pipelining import SplitPoint, pipe_split
-from tests.zoo.hand_models import UNet, convolution
+from tests.catalogue.models import UNet, convolution
 
 SAMPLES = 8
 MICROBATCHES = 4

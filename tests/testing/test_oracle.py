@@ -11,10 +11,11 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from penstock import Loss, Microbatches, Pipeline, PipelineStage
+from penstock import Loss, Microbatches, Pipeline, PipelineStage, add_loss
 from penstock.errors import UsageError
-from penstock.testing import Case, Verdict, compare, judge, plain_loop
+from penstock.testing import Program, Refusal, Verdict, WorkerPool, compare, judge, plain_loop
 from tests.pipeline.models import X, Y, chain, gradients, mean_loss, sum_loss
 
 
@@ -30,45 +31,151 @@ class Lies(torch.autograd.Function):
         return grads[0] + 1e-6
 
 
-class WrongAfterASplit(nn.Module):
-    """Right for the whole batch, wrong for a microbatch: what a pipeline must not hide."""
+class Counting(nn.Module):
+    """Has all that a program may have: a buffer, an added loss, a count; and perhaps something wrong."""
 
-    def __init__(self, wrong: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, change: Callable[[Any, Tensor], Tensor] = lambda self, x: x) -> None:
         super().__init__()
-        self.wrong = wrong
-        self.bias = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+        self.change, self.calls = change, 0
+        self.layers = chain(2)
+        self.register_buffer("seen", torch.zeros(()))
+        self.seen: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.bias
-        return x if len(x) == len(X) else self.wrong(x)
+        x = self.change(self, self.layers[0](x))
+        if self.training:
+            self.seen += 1
+        self.calls += 1
+        add_loss("size", x.square().mean(), weight=0.5)
+        out: Tensor = self.layers[1](x)
+        return out
 
 
-def case(wrong: Callable[[Tensor], Tensor] | None = None, **options: Any) -> Case:
-    layers = [*chain(2), *([WrongAfterASplit(wrong)] if wrong else [])]
-    return Case(nn.Sequential(*layers), (X,), Y, options.pop("loss_fn", mean_loss), **options)
+def program(
+    change: Callable[[Any, Tensor], Tensor] | None = None, metric: float = 0.0, **options: Any
+) -> Program:
+    loss = Loss(mean_loss, metrics={"most": lambda output, target: output.max() + metric})
+    model = nn.Sequential(Counting() if change is None else Counting(change), *chain(3))
+    x = X.clone().requires_grad_()
+    counts: Any = lambda model: {"calls": model[0].calls}  # noqa: E731
+    return Program(model, (x,), Y, loss, counts=counts, **options)
 
 
-def run(of: Case, **options: Any) -> Verdict:
-    return compare(of, schedule="1F1B", ranks=2, microbatches=4, **options)
+def more_seen(self: Any, x: Tensor) -> Tensor:
+    self.seen += 1
+    return x
 
 
-WRONG: dict[str, Callable[[Tensor], Tensor]] = {
-    "gradient": cast("Any", Lies).apply,
-    "loss": lambda x: x + 1e-6,
-    "missing gradient": torch.Tensor.detach,
-    "not a number": lambda x: x * float("nan"),
+def more_calls(self: Any, x: Tensor) -> Tensor:
+    self.calls += 1
+    return x
+
+
+def draws(self: Any, x: Tensor) -> Tensor:
+    return nn.functional.dropout(x, 0.5, self.training)
+
+
+WRONG: dict[str, Any] = {
+    "gradient: 0.layers.0.0.weight": lambda self, x: cast("Any", Lies).apply(x),
+    "gradient of the argument 0": lambda self, x: cast("Any", Lies).apply(x),
+    "output 3": lambda self, x: x + 1e-6,
+    "losses: size": lambda self, x: x + 1e-6,
+    "loss": lambda self, x: x * float("nan"),
+    "gradient: 0.layers.0.0.bias": lambda self, x: x.detach(),
+    "buffer: 0.seen": more_seen,
+    "count: calls": more_calls,
+    "evaluation: output 0": lambda self, x: x if self.training else x + 1e-6,
+    "metrics: most": 1e-6,
 }
+"""What is wrong, and how the model of the pipeline differs from that of the program."""
 
 
-@pytest.mark.parametrize("name", sorted(WRONG))
-def test_it_is_loud_where_something_is_wrong(name: str) -> None:
-    run(case()).check(1e-12)
-    verdict = run(case(WRONG[name]))
-    with pytest.raises(AssertionError, match="differs from the unsplit model by more than 1e-12"):
-        verdict.check(1e-12)
-    if name == "gradient":
-        gaps = verdict.differences()
-        assert (gaps["0.0.weight"] > 1e-7, gaps["loss"] < 1e-12) == (True, True)
+def off(verdict: Verdict) -> set[str]:
+    return {name for name, gap in verdict.differences().items() if not gap <= 1e-12}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", WRONG)
+def test_each_value_that_is_wrong_is_named(name: str) -> None:
+    right, change = program(), WRONG[name]
+    other = program(metric=change) if isinstance(change, float) else program(change)
+    for of in (right, other):
+        with Pipeline(copy.deepcopy(of.model), ranks=2, microbatches=4, loss_fn=of.loss) as pipe:
+            verdict = judge(right, pipe, steps=2)
+        assert (name in off(verdict)) == (of is other), verdict.differences()
+        if of is other:
+            with pytest.raises(AssertionError, match=f"differs from .* by more than 1e-12.*{name}"):
+                verdict.check(1e-12)
+        else:
+            verdict.check(1e-12)
+
+
+def test_random_numbers_are_those_of_the_plain_loop_and_others_are_left_alone() -> None:
+    noisy = program(draws)
+    compare(noisy, schedule="ZB-V", ranks=2, microbatches=4, steps=2).check(1e-12)
+    with Pipeline(copy.deepcopy(noisy.model), ranks=2, loss_fn=noisy.loss) as pipe:
+        pipe.on_step(lambda event: torch.rand(1))
+        assert off(judge(noisy, pipe)) == {"random numbers"}
+
+
+def test_what_a_split_batch_changes_is_named() -> None:
+    """A pipeline and a loop over microbatches agree, but the batch as a whole gives another loss."""
+
+    class Centers(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x - x.mean(0))
+
+    model = nn.Sequential(Centers(4, 4), nn.Linear(4, 4)).double()
+    plain = Program(model, (X,), Y, mean_loss)
+    names = off(compare(plain, schedule="1F1B", ranks=2, microbatches=4))
+    assert names == {
+        f"{name}, whole batch"
+        for name in ("loss", "losses: main", "gradient: 0.weight", "gradient: 1.weight")
+    }
+    said = replace(plain, loss_fn=Loss(mean_loss, over="microbatch"))
+    compare(said, schedule="1F1B", ranks=2, microbatches=4).check(1e-12)
+
+
+def test_refusals_are_what_a_program_says() -> None:
+    refused = replace(case(loss_fn=sum_loss), refused=Refusal(UsageError, 'reduction="sum"'))
+    run(refused).check(1e-12)
+    with pytest.raises(AssertionError, match=r"'another' does not match: .*looks like a sum"):
+        run(replace(refused, refused=Refusal(UsageError, "another"))).check(1e-12)
+    with pytest.raises(AssertionError, match="was not refused by UsageError: gist"):
+        run(replace(case(), refused=Refusal(UsageError, "gist"))).check(1e-12)
+
+
+def over_replicas(group: Any) -> dict[str, float]:
+    """A worker's task: two pipelines of one rank, with a part of the batch each."""
+    parts = [Program(chain(2), (X[rows],), Y[rows], mean_loss) for rows in (slice(6), slice(6, 8))]
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    of = parts[mesh.get_local_rank("dp")]
+    options: Any = {"mesh": mesh, "replicas": "dp", "microbatches": 2, "loss_fn": mean_loss}
+    with Pipeline(of.model, stages=[["0", "1"]], **options) as pipe:
+        gaps = judge(parts, pipe).differences()
+    assert {"loss", "output 0", "gradient: 0.0.weight"} <= gaps.keys()
+    return gaps
+
+
+def test_over_replicas(workers: WorkerPool) -> None:
+    for gaps in workers.run(f"{__name__}:over_replicas", 2):
+        assert max(gaps.values()) <= 1e-12, gaps
+
+
+def test_a_loss_over_the_batch() -> None:
+    def spread(output: Tensor, target: Tensor) -> Tensor:
+        return (output.std(0) - target.std(0)).square().sum()
+
+    both = Program(chain(2), (X,), Y, Loss(spread, over="batch"))
+    compare(both, schedule="GPipe", ranks=2, microbatches=4).check(1e-12)
+
+
+def case(**options: Any) -> Program:
+    return Program(chain(2), (X,), Y, options.pop("loss_fn", mean_loss), **options)
+
+
+def run(of: Program, **options: Any) -> Verdict:
+    return compare(of, schedule="1F1B", ranks=2, microbatches=4, **options)
 
 
 def test_the_wrong_reduction_is_found() -> None:
@@ -82,15 +189,15 @@ def test_the_wrong_reduction_is_found() -> None:
 
 def test_a_pipeline_is_judged_with_the_random_numbers_of_its_next_steps() -> None:
     model = nn.Sequential(*chain(2), nn.Dropout(0.5))
-    noisy = Case(model, [Microbatches(X.split(2))], Y.split(2), mean_loss)
+    noisy = Program(model, [Microbatches(X.split(2))], Y.split(2), mean_loss)
     with Pipeline(copy.deepcopy(model), ranks=2, loss_fn=mean_loss, seed=3) as pipe:
         pipe.step(*noisy.args, target=noisy.target)
         pipe.zero_grad()
-        judge(pipe, noisy, steps=2).check(1e-12)
+        judge(noisy, pipe, steps=2).check(1e-12)
     stages = [PipelineStage(part, index, 2) for index, part in enumerate(chain(2))]
     by_hand = Pipeline.from_stages(stages, schedule="1F1B", loss_fn=mean_loss)
     with pytest.raises(UsageError, match=r"no parameter 0\.bias, 0\.weight; let the pipeline"):
-        judge(by_hand, case())
+        judge(case(), by_hand)
 
 
 def test_the_model_is_left_alone() -> None:
@@ -105,7 +212,8 @@ def test_the_model_is_left_alone() -> None:
 
 
 def verdict(actual: Tensor | None, expected: Tensor | None, loss: float = 1.0) -> Verdict:
-    return Verdict(loss, 1.0, {"w": actual}, {"w": expected})
+    name = "gradient: w"
+    return Verdict({"loss": loss, name: actual}, {"loss": 1.0, name: expected})
 
 
 A = torch.tensor([1.0, 2.0])
@@ -114,7 +222,10 @@ A = torch.tensor([1.0, 2.0])
 @pytest.mark.parametrize(
     ("actual", "expected", "gap"),
     [
-        (A, A + 0.5, 0.5),
+        (A, A / 2, 1.0),
+        (A, A * 100, 0.99),
+        (A * float("nan"), A * float("nan"), 0.0),
+        (A, A[:1], float("inf")),
         (None, None, 0.0),
         (A, None, float("inf")),
         (None, A, float("inf")),
@@ -122,7 +233,7 @@ A = torch.tensor([1.0, 2.0])
     ],
 )
 def test_differences(actual: Tensor | None, expected: Tensor | None, gap: float) -> None:
-    assert verdict(actual, expected).differences() == {"loss": 0.0, "w": gap}
+    assert verdict(actual, expected).differences() == {"loss": 0.0, "gradient: w": gap}
 
 
 def test_digests_are_equal_for_equal_bits_alone() -> None:
@@ -147,7 +258,7 @@ def test_the_plain_loop_accumulates_or_trains_between_steps() -> None:
     torch.testing.assert_close([*two.values()], [2 * g for g in one.values() if g is not None])
     verdict = run(case(), steps=3, optimizer=partial(torch.optim.SGD, lr=0.5))
     verdict.check(1e-12)
-    assert verdict.expected_loss < loss
+    assert verdict.expected["loss"] < loss
 
 
 def test_microbatches_are_run_one_by_one_and_weighed() -> None:
@@ -168,5 +279,5 @@ def test_microbatches_are_run_one_by_one_and_weighed() -> None:
     for wrong in (whole, split):
         with pytest.raises(UsageError, match="as a mean weighted by 1 and 2"):
             run(replace(wrong, loss_fn=Loss(mean_loss, weight=[1, 2, 3, 1])))
-    noisy = Case(nn.Sequential(chain(1), nn.Dropout(0.5)), [parts], split.target, mean_loss)
+    noisy = Program(nn.Sequential(chain(1), nn.Dropout(0.5)), [parts], split.target, mean_loss)
     run(noisy, steps=2).check(1e-12)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.zoo.hand_models import MODELS
+from tests.catalogue.models import MODELS
 from tests.zoo.judging import judge
 
 FEW = (

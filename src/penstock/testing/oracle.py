@@ -1,11 +1,23 @@
-"""The gradient oracle: it compares a pipelined step with the unsplit model in a plain loop."""
+"""The oracle: a pipeline computes what the plain model computes in a loop over the same microbatches.
+
+A :class:`Program` is a model as a user writes it, with a batch and a loss::
+
+    def test_my_model():
+        program = Program(MyModel().double(), (tokens,), target, token_loss)
+        compare(program, schedule="ZB-V", ranks=2, microbatches=4).check(1e-12)
+
+:func:`compare` makes the pipeline, and :func:`judge` takes one that you have made, in one process or in each
+of several.
+"""
 
 from __future__ import annotations
 
 import copy
 import hashlib
+import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any, NamedTuple
@@ -13,9 +25,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock._engine.microbatches import Microbatches, RulesGiven
-from penstock._engine.runtime import Loss, LossFunction, collect_losses
-from penstock.errors import UsageError
+from penstock._engine.microbatches import Microbatches, RulesGiven, read_rules, split_batch
+from penstock._engine.runtime import ActionEvent, Loss, LossFunction, StepResult, collect_losses
+from penstock._engine.values import flatten, map_tensors, named_leaves, tensors_in, unflatten
+from penstock.errors import PeerFailed, UsageError
 from penstock.partition import randomness
 from penstock.pipeline import Pipeline
 from penstock.pipeline.plan import Stages
@@ -28,18 +41,28 @@ LIMIT = 0.1
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
+class Refusal(NamedTuple):
+    """The error by which a program is refused, and a regular expression that its message holds."""
+
+    error: type[Exception]
+    gist: str = ""
+
+
 @dataclass(frozen=True)
-class Case:
-    """A model, a batch and a loss.
+class Program:
+    """A model as a user writes it, a batch and a loss.
 
     Args:
         model: the model, which is copied and not changed.
-        args: its positional arguments; or :class:`penstock.Microbatches`, which the plain loop also runs one
-            by one, with the same random numbers.
+        args: its positional arguments; or :class:`penstock.Microbatches`. They are copied.
         target: the target of the loss; for microbatches a list.
         loss_fn: ``(output, target) -> scalar``, or a :class:`penstock.Loss`.
         kwargs: the model's arguments by name.
         split: how arguments are split.
+        counts: numbers that the model counts, such as calls of its hooks; several processes add up theirs.
+        example_of: what it is an example of.
+        evaluates: whether it can be evaluated too.
+        refused: how it is refused; None if it is computed right.
     """
 
     model: nn.Module
@@ -48,6 +71,10 @@ class Case:
     loss_fn: LossFunction | Loss
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     split: RulesGiven | None = None
+    counts: Callable[[Any], Mapping[str, float]] | None = None
+    example_of: str = ""
+    evaluates: bool = True
+    refused: Refusal | None = None
 
     @property
     def loss(self) -> Loss:
@@ -55,34 +82,76 @@ class Case:
         loss = self.loss_fn if isinstance(self.loss_fn, Loss) else Loss(self.loss_fn)
         return replace(loss, nonfinite="warn")
 
+    def call(self) -> tuple[Sequence[Any], dict[str, Any], Any]:
+        """A copy of the arguments and of the target, which a model may change in place."""
+        args, kwargs, target = copy.deepcopy((self.args, dict(self.kwargs), self.target))
+        return args, kwargs, target
+
+    @property
+    def is_split(self) -> bool:
+        """Whether its batch is given as microbatches."""
+        return bool(self.args) and isinstance(self.args[0], Microbatches)
+
 
 @dataclass(frozen=True)
 class Verdict:
     """What the pipeline computed, and what it should have computed.
 
+    The names are such as ``"loss"``, ``"losses: main"``, ``"metrics: accuracy"``, ``"gradient: 0.weight"``,
+    ``"gradient of the argument 0"``, ``"buffer: 1.running_mean"``, ``"output 3['logits']"`` of microbatch 3,
+    ``"count: calls"``, ``"random numbers"`` (whether torch's generator was left alone), and
+    ``"evaluation: loss"``.
+
     Attributes:
-        loss: the pipeline's loss.
-        expected_loss: the plain loop's loss.
-        gradients: the gradients of the parameters in this process, by name.
-        expected: the gradients of the same parameters in the plain loop.
+        actual: what the pipeline computed in this process, by name.
+        expected: what the plain model computes in a loop over the same microbatches.
+        whole: what it computes for the batch at once, where that is the same: the loss is over samples, and
+            the model draws no random numbers, changes no buffers and adds no losses.
+        refused: how the program should be refused, if it should.
+        refusal: the error that did.
     """
 
-    loss: float
-    expected_loss: float
-    gradients: dict[str, Tensor | None]
-    expected: dict[str, Tensor | None]
+    actual: Mapping[str, Any]
+    expected: Mapping[str, Any]
+    whole: Mapping[str, Any] = field(default_factory=dict)
+    refused: Refusal | None = None
+    refusal: Exception | None = None
+
+    @property
+    def loss(self) -> float:
+        """The pipeline's loss."""
+        return float(self.actual["loss"])
+
+    @property
+    def gradients(self) -> dict[str, Tensor | None]:
+        """The gradients of the parameters in this process, by their names."""
+        return _gradients(self.actual)
+
+    @property
+    def expected_gradients(self) -> dict[str, Tensor | None]:
+        """The gradients of the same parameters in the plain loop."""
+        return _gradients(self.expected)
 
     def differences(self) -> dict[str, float]:
-        """The largest absolute difference of the loss and of each gradient."""
-        gaps = {name: _distance(grad, self.expected[name]) for name, grad in self.gradients.items()}
-        return {"loss": abs(self.loss - self.expected_loss), **gaps}
+        """The largest difference of each value, relative to its largest number if that is above 1."""
+        names = [*self.expected, *(name for name in self.actual if name not in self.expected)]
+        return {
+            **{n: _gap(self.actual.get(n, _ABSENT), self.expected.get(n, _ABSENT)) for n in names},
+            **{f"{n}, whole batch": _gap(self.actual[n], v) for n, v in self.whole.items()},
+        }
 
     def check(self, tolerance: float) -> None:
-        """Check that nothing differs by more than the tolerance.
+        """Check that nothing differs by more than the tolerance, or that the refusal is the expected one.
 
         Raises:
-            AssertionError: the loss or a gradient differs by more; the message lists all that do.
+            AssertionError: the message lists all that differs.
         """
+        if self.refused is not None:
+            error, gist = self.refused
+            if self.refusal is None:
+                raise AssertionError(f"was not refused by {error.__name__}: {gist}")
+            if not re.search(gist, str(self.refusal)):
+                raise AssertionError(f"{gist!r} does not match: {self.refusal}")
         wrong = {name: gap for name, gap in self.differences().items() if not gap <= tolerance}
         if wrong:
             raise AssertionError(
@@ -95,113 +164,223 @@ class Verdict:
         return {"loss": self.loss.hex(), **prints}
 
 
-def _distance(gradient: Tensor | None, expected: Tensor | None) -> float:
-    if gradient is None or expected is None:
-        return 0.0 if gradient is expected else float("inf")
-    gradient, expected = gradient.to_dense(), expected.to_dense()
-    return float((gradient - expected).abs().max()) if gradient.numel() else 0.0
-
-
-def _fingerprint(gradient: Tensor | None) -> str:
-    if gradient is None:
-        return "none"
-    raw = gradient.detach().to_dense().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.sha256(raw.numpy().tobytes()).hexdigest()
+# ---- running a program
 
 
 def compare(  # noqa: PLR0913 - what a user of Pipeline chooses, by name
-    case: Case,
+    program: Program,
     *,
     schedule: str | PathLike[str] | Schedule,
     microbatches: int | None = None,
     ranks: int | None = None,
     stages: Stages = None,
+    recompute: bool | Sequence[str] = False,
     mesh: Any = None,
     steps: int = 1,
     optimizer: MakeOptimizer | None = None,
+    evaluate: bool = True,
 ) -> Verdict:
-    """Run a case through a pipeline and through a plain loop.
+    """Run a program through a pipeline and through a plain loop.
 
     Args:
-        case: the case to run.
-        schedule: as for :class:`penstock.Pipeline`, like the next three.
+        program: the program to run.
+        schedule: as for :class:`penstock.Pipeline`, like the next four.
         microbatches: the number of microbatches.
         ranks: the number of ranks.
         stages: how the model is cut.
+        recompute: what backward computes again.
         mesh: as for the Pipeline; each process calls this, and gets a verdict on its own stages.
-        steps: how many steps to run; the verdict is on the last one.
-        optimizer: makes the optimizer that trains between the steps, with clipped gradients. Without it,
-            gradients add up.
+        steps: how many steps to run, as for :func:`judge`.
+        optimizer: makes the optimizer that trains between the steps.
+        evaluate: whether to compare an evaluation too.
     """
-    pipe = Pipeline(
-        copy.deepcopy(case.model),
-        schedule=schedule,
-        ranks=ranks,
-        microbatches=microbatches,
-        stages=stages,
-        loss_fn=case.loss,
-        split=case.split,
-        mesh=mesh,
-        seed=SEED,
-    )
-    with pipe:
-        return judge(pipe, case, steps=steps, optimizer=optimizer)
+    with _expecting(program.refused) as refusals:
+        pipe = Pipeline(
+            copy.deepcopy(program.model),
+            schedule=schedule,
+            ranks=ranks,
+            microbatches=microbatches,
+            stages=stages,
+            recompute=recompute,
+            loss_fn=program.loss,
+            split=program.split,
+            mesh=mesh,
+            seed=SEED,
+        )
+        with pipe:
+            return judge(program, pipe, steps=steps, optimizer=optimizer, evaluate=evaluate)
+    return Verdict({}, {}, {}, program.refused, *refusals)
 
 
 def judge(
-    pipe: Pipeline, case: Case, *, steps: int = 1, optimizer: MakeOptimizer | None = None
+    program: Program | Sequence[Program] | Pipeline,
+    pipeline: Pipeline | Program,
+    *,
+    steps: int = 1,
+    optimizer: MakeOptimizer | None = None,
+    evaluate: bool = True,
 ) -> Verdict:
-    """Run a case through a pipeline that you have made, and through a plain loop.
+    """Run a program through a pipeline that you have made, and through a plain loop.
 
-    Where the case has microbatches, the loop draws the random numbers of the pipeline.
+    The loop draws the random numbers of the pipeline.
 
     Args:
-        pipe: the pipeline, without gradients, that cuts a copy of the case's model and has its loss. Each of
-            its processes calls this, and gets a verdict on its own stages.
-        case: the case to run.
+        program: the program to run; for replicas a list with one for each, which differ in their batches.
+        pipeline: the pipeline, without gradients, that cuts a copy of the program's model and has its loss.
+            Each of its processes calls this, and gets a verdict on its own stages.
         steps: how many steps to run; the verdict is on the last one.
         optimizer: makes the optimizer that trains between the steps, with clipped gradients. Without it,
             gradients add up.
+        evaluate: whether to compare an evaluation after the steps too, unless the model draws random numbers
+            in it.
 
     Raises:
-        UsageError: the case's model has other parameters than the pipeline.
+        UsageError: the program's model has other parameters than the pipeline.
     """
-    seed, first = pipe.randomness.seed, pipe.randomness.step
+    if isinstance(program, Pipeline):  # The doctor's order, until it changes.
+        program, pipeline = pipeline, program  # type: ignore[assignment]
+    pipe: Pipeline = pipeline  # type: ignore[assignment]
+    programs: list[Program] = [program] if isinstance(program, Program) else [*program]  # type: ignore[list-item]
+    refused = programs[0].refused
+    with _expecting(refused) as refusals:
+        return _judged(programs, pipe, steps, optimizer, evaluate)
+    return Verdict({}, {}, {}, refused, *refusals)
+
+
+@contextmanager
+def _expecting(refused: Refusal | None) -> Iterator[list[Exception]]:
+    """Catches the error by which a program should be refused, here or on another rank."""
+    caught: list[Exception] = []
+    kinds: tuple[type[Exception], ...] = (refused.error, PeerFailed) if refused else ()
+    try:
+        yield caught
+    except kinds as error:
+        caught.append(error)
+
+
+def _judged(
+    programs: Sequence[Program],
+    pipe: Pipeline,
+    steps: int,
+    optimizer: MakeOptimizer | None,
+    evaluate: bool,
+) -> Verdict:
+    mine, seed, first = pipe.replicas.index, pipe.randomness.seed, pipe.randomness.step
+    program = programs[mine]
+    evaluate = evaluate and program.evaluates
+    actual = _trained(pipe, program, steps, optimizer)
+    evaluation = _piped(pipe, program, pipe.evaluate) if evaluate else {}
+    # The pipeline knows its units when it is cut, as its first step does.
+    draws = _no_draws if seed == "off" else _RandomNumbers(seed, first, pipe.units)
+    plain = _Plain(programs, mine, pipe.schedule.microbatches, draws, optimizer)
+    expected = plain.train(steps)
+    unknown = sorted(_gradients(actual).keys() - _gradients(expected).keys())
+    if unknown:
+        raise UsageError(
+            f"the program's model has no parameter {', '.join(unknown)}; let the pipeline cut a copy of it"
+        )
+    if evaluate and (evaluated := plain.evaluate()) is not None:
+        actual |= {f"evaluation: {name}": value for name, value in evaluation.items()}
+        expected |= {f"evaluation: {name}": value for name, value in evaluated.items()}
+    whole = _Plain(programs, mine, None, _no_draws, optimizer).train_whole(steps)
+    if seed == "off":
+        del actual["random numbers"], expected["random numbers"]
+    return Verdict(
+        actual,
+        {name: v for name, v in expected.items() if name in actual or not _is_local(name)},
+        {name: value for name, value in whole.items() if name in actual},
+        program.refused,
+    )
+
+
+def _trained(
+    pipe: Pipeline, program: Program, steps: int, optimizer: MakeOptimizer | None
+) -> dict[str, Any]:
+    """What the last of some steps gives, and what they leave in this process."""
     trainer = optimizer(pipe.parameters()) if optimizer else None
+    state = torch.get_rng_state()
     for step in range(steps):
         if step and trainer:
             pipe.clip_grad_norm_(LIMIT)
             _train(trainer)
-        result = pipe.step(*case.args, target=case.target, **case.kwargs)
-    gradients = {name: p.grad for name, p in pipe.weights.here.named_parameters()}
-    # The pipeline knows its units when it is cut, as its first step does.
-    draws = None if seed == "off" else _RandomNumbers(seed, first, pipe.units)
-    loss, expected = _loop(case, steps, optimizer, draws)
-    if unknown := sorted(gradients.keys() - expected.keys()):
-        raise UsageError(
-            f"the case's model has no parameter {', '.join(unknown)}; let the pipeline cut a copy of it"
-        )
-    return Verdict(result.loss, loss, gradients, {name: expected[name] for name in gradients})
+        values = _piped(pipe, program, pipe.step)
+    values["random numbers"] = bool(torch.equal(torch.get_rng_state(), state))
+    values |= {f"gradient: {name}": p.grad for name, p in pipe.weights.here.named_parameters()}
+    if pipe.model is not None:
+        buffers = {name: b for name, b in pipe.model.named_buffers() if not b.is_meta}
+        values |= {f"buffer: {name}": buffer for name, buffer in buffers.items()}
+    if program.counts is not None:
+        counted = pipe.job.agree(dict(program.counts(pipe.model)))
+        for counts in counted[:: len(pipe.local_ranks)]:
+            for name, count in counts.items():
+                values[f"count: {name}"] = values.get(f"count: {name}", 0) + count
+    return {name: _kept(value) for name, value in values.items()}
 
 
-def _train(optimizer: torch.optim.Optimizer) -> None:
-    optimizer.step()
-    optimizer.zero_grad()
+def _is_local(name: str) -> bool:
+    """Whether only the process that has a stage has the value."""
+    return name.removeprefix("evaluation: ").startswith(("gradient", "buffer", "output"))
+
+
+def _piped(pipe: Pipeline, program: Program, run: Callable[..., StepResult]) -> dict[str, Any]:
+    """What a call of the pipeline gives, with the outputs of the last stage if it is here."""
+    args, kwargs, target = program.call()
+    outputs: dict[int, Any] = {}
+
+    def note(event: ActionEvent) -> None:
+        if event.action.stage == pipe.schedule.stages - 1:
+            output = event.outputs if pipe.model is None else event.outputs[0]
+            outputs[event.action.microbatch] = map_tensors(output, _kept)
+
+    with pipe.on("*F*", after=note):
+        result = run(*args, target=target, **kwargs)
+    return {
+        "loss": result.loss,
+        **{f"losses: {name}": value for name, value in result.losses.items()},
+        **{f"metrics: {name}": value for name, value in result.metrics.items()},
+        **_named_outputs(outputs),
+        **(_of_arguments(args, kwargs) if run == pipe.step else {}),
+    }
+
+
+def _named_outputs(outputs: Mapping[int, Any]) -> dict[str, Any]:
+    leaves = [named_leaves(outputs[index], f"output {index}") for index in sorted(outputs)]
+    return {name: leaf for named in leaves for name, leaf in named}
+
+
+def _of_arguments(args: Any, kwargs: Any) -> dict[str, Any]:
+    """The gradients of the arguments that ask for one."""
+    given = (args[0].calls, {}) if args and isinstance(args[0], Microbatches) else (args, kwargs)
+    return {
+        f"gradient of the argument {place}": _kept(leaf.grad)
+        for place, leaf in enumerate(tensors_in(given))
+        if leaf.requires_grad and leaf.is_leaf
+    }
+
+
+# ---- the plain loop
 
 
 def plain_loop(
-    case: Case, steps: int = 1, optimizer: MakeOptimizer | None = None
+    program: Program, steps: int = 1, optimizer: MakeOptimizer | None = None
 ) -> tuple[float, dict[str, Tensor | None]]:
     """The loss and gradients of the unsplit model, with the losses that it adds.
 
-    The loop runs all samples at once, or microbatches one by one where the case has them.
+    The loop runs all samples at once, or microbatches one by one where the program has them.
 
     Args:
-        case: the case to run.
+        program: the program to run.
         steps: the number of steps.
         optimizer: makes the optimizer that trains between the steps.
     """
-    return _loop(case, steps, optimizer, _RandomNumbers(SEED, 0, None))
+    # A batch of all samples draws numbers that no microbatch would.
+    draws = _RandomNumbers(SEED, 0, None) if program.is_split else _no_draws
+    values = _Plain([program], 0, None, draws, optimizer).train(steps)
+    return values["loss"], _gradients(values)
+
+
+_Draws = Callable[[nn.Module, int, int], AbstractContextManager[None]]
+"""Draws in the context what a pipeline does for a model, a step and a microbatch."""
 
 
 class _RandomNumbers(NamedTuple):
@@ -211,59 +390,258 @@ class _RandomNumbers(NamedTuple):
     first: int
     units: Sequence[str] | None
 
-    def of(self, model: nn.Module, step: int, microbatch: int) -> AbstractContextManager[None]:
+    def __call__(
+        self, model: nn.Module, step: int, microbatch: int
+    ) -> AbstractContextManager[None]:
         step += self.first
         return randomness(model, seed=self.seed, step=step, microbatch=microbatch, units=self.units)
 
 
-def _loop(
-    case: Case, steps: int, optimizer: MakeOptimizer | None, draws: _RandomNumbers | None
-) -> tuple[float, dict[str, Tensor | None]]:
-    model = copy.deepcopy(case.model)
-    trainer = optimizer(model.parameters()) if optimizer else None
-    # A batch of all samples draws numbers that no microbatch would.
-    draws = draws if _is_split(case) else None
-    for step in range(steps):
-        if step and trainer:
-            nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
-            _train(trainer)
-        loss = 0.0
-        for index, part in enumerate(_parts(case)):
-            with draws.of(model, step, index) if draws else nullcontext():
-                loss += _train_on(case, model, part)
-    return loss, {name: p.grad for name, p in model.named_parameters()}
+def _no_draws(model: nn.Module, step: int, microbatch: int) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
-def _train_on(case: Case, model: nn.Module, part: _Part) -> float:
-    args, kwargs, target, share = part
-    with collect_losses() as added:
-        output = model(*args, **kwargs)
-    loss = (case.loss.function(output, target) + added.total()) * share
-    loss.backward()
-    return float(loss.detach())
+class _Part(NamedTuple):
+    """One call of the plain loop: the index of the microbatch, its arguments, target and samples."""
+
+    index: int
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    target: Any
+    samples: int
 
 
-def _parts(case: Case) -> Iterator[_Part]:
-    if not _is_split(case):
-        yield case.args, case.kwargs, case.target, 1.0
-        return
-    parts = case.args[0].parts
-    loss = case.loss
-    weigh = loss.weight if callable(loss.weight) else None
-    weights = [
-        float(weigh(target)) if weigh else part.samples
-        for part, target in zip(parts, case.target, strict=True)
-    ]
-    for part, target, weight in zip(parts, case.target, weights, strict=True):
+class _Plain:
+    """The unsplit model in a loop over the microbatches of all replicas.
+
+    Args:
+        programs: one for each replica.
+        mine: the index of the replica whose outputs are of interest.
+        microbatches: into how many each batch is split; None leaves it whole.
+        draws: draws the random numbers of a microbatch.
+        optimizer: makes the optimizer that trains between the steps.
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        mine: int,
+        microbatches: int | None,
+        draws: _Draws,
+        optimizer: MakeOptimizer | None,
+    ) -> None:
+        self.programs, self.loss = programs, programs[0].loss
+        self.mine, self.microbatches, self.draws = mine, microbatches, draws
+        self.model = copy.deepcopy(programs[0].model)
+        self._optimizer = optimizer(self.model.parameters()) if optimizer else None
+
+    def train(self, steps: int) -> dict[str, Any]:
+        for step in range(steps):
+            if step and self._optimizer is not None:
+                nn.utils.clip_grad_norm_(self.model.parameters(), LIMIT)
+                _train(self._optimizer)
+            values = self._run(step)
+        values |= {f"gradient: {name}": p.grad for name, p in self.model.named_parameters()}
+        values |= {f"buffer: {name}": b for name, b in self.model.named_buffers()}
+        if self.programs[0].counts is not None:
+            counts = self.programs[0].counts(self.model)
+            values |= {f"count: {name}": count for name, count in counts.items()}
+        values["random numbers"] = True
+        return {name: _kept(value) for name, value in values.items()}
+
+    def train_whole(self, steps: int) -> dict[str, Any]:
+        """The loss and the gradients of whole batches; nothing where microbatches may give others."""
+        if self.loss.over != "samples" or self.programs[0].is_split or len(self.programs) > 1:
+            return {}
+        with torch.random.fork_rng():
+            before = _states(self.model)
+            values = self.train(steps)
+            if any(
+                not torch.equal(*pair) for pair in zip(before, _states(self.model), strict=True)
+            ):
+                return {}
+        adds = {name for name in values if name.startswith("losses") and name != "losses: main"}
+        return {} if adds else {n: v for n, v in values.items() if n.startswith(("loss", "grad"))}
+
+    def evaluate(self) -> dict[str, Any] | None:
+        """What an evaluation gives; None if it draws random numbers or changes buffers."""
+        self.model.eval()
+        with torch.no_grad(), torch.random.fork_rng():
+            before = _states(self.model)
+            values = self._run(None)
+            drawn = zip(before, _states(self.model), strict=True)
+            return values if all(torch.equal(*pair) for pair in drawn) else None
+
+    def _run(self, step: int | None) -> dict[str, Any]:
+        """Run each microbatch; also backward, if it is a step."""
+        calls = [program.call() for program in self.programs]
+        batches = [self._parts(*pair) for pair in zip(self.programs, calls, strict=True)]
+        tally = _Tally(self.loss, [part for batch in batches for part in batch])
+        for place, part in enumerate(tally.parts):
+            draws = nullcontext() if step is None else self.draws(self.model, step, part.index)
+            with draws, collect_losses() as added:
+                output = self.model(*part.args, **part.kwargs)
+                loss = tally.add(place, output, added.terms)
+                if loss.requires_grad:
+                    loss.backward(retain_graph=self.loss.over == "batch")
+        if self.loss.over == "batch" and (loss := tally.add_batch()).requires_grad:
+            loss.backward()
+        start = sum(map(len, batches[: self.mine]))
+        outputs = tally.outputs[start : start + len(batches[self.mine])]
+        arguments = {} if step is None else _of_arguments(*calls[self.mine][:2])
+        return tally.values() | _named_outputs(dict(enumerate(outputs))) | arguments
+
+    def _parts(self, program: Program, call: tuple[Any, Any, Any]) -> list[_Part]:
+        args, kwargs, target = call
+        if self.microbatches is None and not program.is_split:
+            return [_Part(0, args, kwargs, target, 1)]
+        count = self.microbatches or 1
+        batch = split_batch(args, kwargs, target, read_rules(program.split), count, fewer=True)
+        targets = batch.targets or [None] * len(batch.parts or ())
+        samples = batch.weights or batch.samples or [1] * len(targets)
+        return [
+            _Part(index, part.args, part.kwargs | part.local, target, count)
+            for index, (part, target, count) in enumerate(
+                zip(batch.parts or (), targets, samples, strict=True)
+            )
+        ]
+
+
+class _Tally:
+    """Adds up what the parts of a batch give, each by its share."""
+
+    def __init__(self, loss: Loss, parts: Sequence[_Part]) -> None:
+        self.parts, self.outputs = parts, list[Any]()
+        self._loss = loss
+        by_name = loss.weight if isinstance(loss.weight, Mapping) else {"main": loss.weight}
+        self._weights = {name: one for name, one in by_name.items() if not isinstance(one, str)}
+        self._sums: defaultdict[str, float] = defaultdict(float, {"loss": 0.0, "losses: main": 0.0})
+        self._metrics: dict[str, list[tuple[float, float]]] = {name: [] for name in loss.metrics}
+        self._apart: list[tuple[Any, Any]] = []
+
+    def add(self, place: int, output: Any, added: Sequence[tuple[str, Tensor, float]]) -> Tensor:
+        """Note what a part gives; its share of the loss of the batch."""
+        target, share = self.parts[place].target, self._share("main", place)
+        self.outputs.append(map_tensors(output, _kept))
+        terms = [self._term(n, value, self._share(n, place), by) for n, value, by in added]
+        if self._loss.over == "batch":
+            self._apart.append((output, target))
         # A part of weight 0 may have no loss: a mean over nothing is NaN.
-        if weight:
-            share = weight / sum(weights) if loss.reduction == "mean" else 1.0
-            yield part.args, part.kwargs, target, share
+        elif share:
+            terms.append(self._term("main", self._loss.function(output, target), share))
+        with torch.no_grad():
+            for name, metric in self._loss.metrics.items():
+                value, count = metric(output, target), self._counts("main")[place]
+                pair = value if isinstance(value, tuple) else (float(value) * count, count)
+                self._metrics[name].append((float(pair[0]), float(pair[1])))
+        return self._sum(terms)
+
+    def add_batch(self) -> Tensor:
+        """The loss of all outputs together."""
+        output, target = map(_joined, zip(*self._apart, strict=True))
+        return self._sum([self._term("main", self._loss.function(output, target), 1.0)])
+
+    def values(self) -> dict[str, float]:
+        """The loss, losses and metrics by name."""
+        sums = {name: [*map(sum, zip(*of, strict=True))] for name, of in self._metrics.items()}
+        ratios = {f"metrics: {n}": a / b if b else float("nan") for n, (a, b) in sums.items()}
+        return {**self._sums, **ratios}
+
+    def _term(self, name: str, value: Tensor, share: float, weight: float = 1.0) -> Tensor:
+        self._sums[f"losses: {name}"] += float(value.detach()) * share
+        return value.reshape(()) * (weight * share)
+
+    def _sum(self, terms: Sequence[Tensor]) -> Tensor:
+        total = sum(terms[1:], terms[0]) if terms else torch.zeros(())
+        self._sums["loss"] += float(total.detach())
+        return total
+
+    def _counts(self, name: str) -> list[float]:
+        """How much each part counts."""
+        weight = self._weights.get(name, self._weights.get("main"))
+        samples = [float(part.samples or 1) for part in self.parts]
+        if weight is None:
+            return samples
+        if callable(weight):
+            return [float(weight(part.target)) for part in self.parts]
+        if isinstance(weight, Sequence):
+            return [float(one) for one in weight]
+        return [float(weight) * count / sum(samples) for count in samples]
+
+    def _share(self, name: str, place: int) -> float:
+        """The factor of a part's loss in the loss of the batch."""
+        adds_up, counts = self._loss.reduction == "sum", self._counts(name)
+        if adds_up and self._weights.get(name, self._weights.get("main")) is None:
+            return 1.0
+        return (1.0 if adds_up else counts[place]) / sum(counts) if sum(counts) else 0.0
 
 
-_Part = tuple[Sequence[Any], Mapping[str, Any], Any, float]
-"""One call of the plain loop: arguments, arguments by name, target, and its share of the loss."""
+def _train(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
 
 
-def _is_split(case: Case) -> bool:
-    return bool(case.args) and isinstance(case.args[0], Microbatches)
+def _joined(values: Sequence[Any]) -> Any:
+    """The outputs or targets of all parts as one."""
+    leaves, (structure, *_) = zip(*map(flatten, values), strict=True)
+    joined = [
+        torch.cat(same) if isinstance(same[0], Tensor) and same[0].dim() else same[0]
+        for same in zip(*leaves, strict=True)
+    ]
+    return unflatten(joined, structure)
+
+
+def _states(model: nn.Module) -> list[Tensor]:
+    """What says whether a model has drawn random numbers or changed its buffers."""
+    kinds = {p.device.type for p in model.parameters()} - {"cpu", "meta"}
+    modules: list[Any] = [torch.get_device_module(kind) for kind in sorted(kinds)]
+    drawn = [torch.get_rng_state(), *(module.get_rng_state() for module in modules)]
+    return [*drawn, *(buffer.detach().clone() for buffer in model.buffers())]
+
+
+# ---- comparing
+
+
+_ABSENT: Any = object()
+"""Stands for a value that one side lacks."""
+
+
+def _kept(value: Any) -> Any:
+    """A value as it is now, of which later changes show nothing."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _gradients(values: Mapping[str, Any]) -> dict[str, Tensor | None]:
+    return {
+        name.removeprefix("gradient: "): value
+        for name, value in values.items()
+        if name.startswith("gradient: ")
+    }
+
+
+def _gap(actual: Any, expected: Any) -> float:
+    if not isinstance(expected, Tensor | float | int) or not isinstance(
+        actual, Tensor | float | int
+    ):
+        return 0.0 if actual is expected or bool(actual == expected) else float("inf")
+    a, b = map(_number, (actual, expected))
+    if a.shape != b.shape:
+        return float("inf")
+    if not a.numel():
+        return 0.0
+    same = (a == b) | (a.isnan() & b.isnan())
+    largest = float(b.abs().nan_to_num(0.0, 0.0).max())
+    return float(torch.where(same, 0.0, (a - b).abs()).max()) / max(1.0, largest)
+
+
+def _number(value: Tensor | float) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach().to_dense().to("cpu", torch.complex128)
+    return torch.tensor(value, dtype=torch.complex128)
+
+
+def _fingerprint(gradient: Tensor | None) -> str:
+    if gradient is None:
+        return "none"
+    raw = gradient.detach().to_dense().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(raw.numpy().tobytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""Models as people write them by hand: one of each common kind."""
+"""Architectures as people write them by hand: one of each common kind."""
 
 from __future__ import annotations
 
@@ -15,30 +15,40 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from tests.zoo.judging import MICROBATCHES, SAMPLES, Example
+from penstock.errors import PartitionError, PlanError, UsageError
+from penstock.testing import Program, Refusal
+from tests.catalogue.making import MICROBATCHES, SAMPLES, mapped, program_of
 
 D = 8
 """The width of most models."""
-MODELS: dict[str, Callable[[], Example]] = {}
+MODELS: dict[str, Callable[[], Program]] = {}
 
 
-def add(name: str, give: Callable[[], Any]) -> Callable[[Any], Any]:
-    """Put a class of models into the table, with what makes the arguments of a microbatch."""
+def add(name: str, give: Callable[[], Any], **options: Any) -> Callable[[Any], Any]:
+    """Put a class of models into the table, with what makes the arguments of a microbatch.
+
+    Args:
+        name: what the program is an example of.
+        give: makes the arguments, by position or by name.
+        options: of the Program, such as how it is refused.
+    """
 
     def note(kind: Any) -> Any:
-        def make() -> Example:
+        def make() -> Program:
             torch.manual_seed(0)
-            model = kind().train()
-            calls = []
-            for _ in range(MICROBATCHES):
-                call = give()
-                calls.append(((), call) if isinstance(call, dict) else (tuple(call), {}))
-            return Example(model, calls)
+            model = kind().train().double()
+            given = [give() for _ in range(MICROBATCHES)]
+            calls = [((), one) if isinstance(one, dict) else (tuple(one), {}) for one in given]
+            return program_of(model, mapped(calls, double), example_of=name, **options)
 
         MODELS[name] = make
         return kind
 
     return note
+
+
+def double(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def rows(*sizes: int) -> Callable[[], tuple[Tensor, ...]]:
@@ -215,6 +225,7 @@ class ChosenByUnits(Gpt):
 @add(
     "true lengths of masks",
     lambda: {"ids": words()[0], "mask": torch.arange(6) < lengths()[:, None]},
+    refused=Refusal(PlanError, "depends on the numbers"),
 )
 class TrueLengths(Gpt):
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
@@ -253,7 +264,11 @@ class Alibi(nn.Module):
         return self.bias
 
 
-@add("ALiBi by a shared helper that caches", words)
+@add(
+    "ALiBi by a shared helper that caches",
+    words,
+    refused=Refusal(UsageError, "'alibi.bias' was replaced"),
+)
 class WithAlibi(Gpt):
     def __init__(self) -> None:
         super().__init__()
@@ -510,7 +525,11 @@ class Lstm(nn.Module):
         return self.head(x[:, -1])
 
 
-@add("packed sequences, packed for each unit", lambda: (torch.randn(SAMPLES, 6, D), lengths()))
+@add(
+    "packed sequences, packed for each unit",
+    lambda: (torch.randn(SAMPLES, 6, D), lengths()),
+    refused=Refusal(PartitionError, "_pack_padded_sequence runs neither without data"),
+)
 class Packed(Lstm):
     def forward(self, x: Tensor, count: Tensor) -> Tensor:  # type: ignore[override]
         for layer in self.layers:
@@ -519,7 +538,11 @@ class Packed(Lstm):
         return self.head(x.mean(1))
 
 
-@add("a packed sequence that travels", lambda: (torch.randn(SAMPLES, 6, D), lengths()))
+@add(
+    "a packed sequence that travels",
+    lambda: (torch.randn(SAMPLES, 6, D), lengths()),
+    refused=Refusal(PlanError, "depends on the numbers"),
+)
 class PackedTravels(Lstm):
     def forward(self, x: Tensor, count: Tensor) -> Tensor:  # type: ignore[override]
         packed: PackedSequence = pack_padded_sequence(x, count, batch_first=True)
@@ -1686,7 +1709,7 @@ class Turing(nn.Module):
         return self.head(read)
 
 
-@add("an energy whose gradient is the output, in units", rows())
+@add("an energy whose gradient is the output, in units", rows(), evaluates=False)
 class Energy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1709,7 +1732,11 @@ class Score(nn.Module):
         return x - slope
 
 
-@add("an equation: gradients of the output", rows(2))
+@add(
+    "an equation: gradients of the output",
+    rows(2),
+    refused=Refusal(PartitionError, "takes gradients between its units"),
+)
 class Pinn(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1782,7 +1809,11 @@ class ConvLstm(nn.Module):
         return self.head(frames[-1])
 
 
-@add("what hooks collect inside", rows())
+@add(
+    "what hooks collect inside",
+    rows(),
+    refused=Refusal(PartitionError, "leaves a tensor in a list"),
+)
 class Collected(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1798,7 +1829,11 @@ class Collected(nn.Module):
         return self.head(x + sum(self.kept))
 
 
-@add("a running mean outside of units", rows())
+@add(
+    "a running mean outside of units",
+    rows(),
+    refused=Refusal(PartitionError, "changes the buffer 'mean'"),
+)
 class RunningMean(nn.Module):
     def __init__(self) -> None:
         super().__init__()
