@@ -552,7 +552,7 @@ class _Tally:
         return value.reshape(()) * (weight * share)
 
     def _sum(self, terms: Sequence[Tensor]) -> Tensor:
-        total = sum(terms[1:], terms[0]) if terms else torch.zeros(())
+        total = sum(terms[1:], terms[0]) if terms else torch.zeros((), device="cpu")
         self._sums["loss"] += float(total.detach())
         return total
 
@@ -637,7 +637,7 @@ def _gap(actual: Any, expected: Any) -> float:
 def _number(value: Tensor | float) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach().to_dense().to("cpu", torch.complex128)
-    return torch.tensor(value, dtype=torch.complex128)
+    return torch.tensor(value, dtype=torch.complex128, device="cpu")
 
 
 def _fingerprint(gradient: Tensor | None) -> str:
