@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from campaigns.zoo.operators import have_torchvision
-from penstock.testing import Program
-from tests.catalogue.making import MICROBATCHES, SAMPLES, mapped, program_of
+from penstock.testing import Case
+from tests.catalogue.making import MICROBATCHES, SAMPLES, case_of, mapped
 
 have_torchvision()
 
@@ -210,7 +210,7 @@ def _call(
     return found
 
 
-def make(name: str) -> Program:
+def make(name: str) -> Case:
     """A model with its calls."""
     special = SPECIAL.get(name, {})
     kind = getattr(diffusers, name)
@@ -228,7 +228,7 @@ def make(name: str) -> Program:
         try:
             with torch.no_grad():
                 model(**mapped(give(), torch.clone))
-            return program_of(model, [((), give()) for _ in range(MICROBATCHES)])
+            return case_of(model, [((), give()) for _ in range(MICROBATCHES)])
         except Exception as error:
             errors.append(error)
     texts = dict.fromkeys(str(error)[:120] for error in errors)
@@ -444,4 +444,4 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "PRXTransformer2DModel": {"config": {"axes_dim": [8, 8], "context_in_dim": 64}},
 }  # fmt: skip
 """What is special, by class: ``config`` sizes and ``call`` arguments; ``None`` leaves one out."""
-MODELS: dict[str, Callable[[], Program]] = {name: partial(make, name) for name in names()}
+MODELS: dict[str, Callable[[], Case]] = {name: partial(make, name) for name in names()}

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from campaigns.zoo.operators import have_torchvision
-from penstock.testing import Program
-from tests.catalogue.making import MICROBATCHES, SAMPLES, program_of
+from penstock.testing import Case
+from tests.catalogue.making import MICROBATCHES, SAMPLES, case_of
 
 have_torchvision()
 
@@ -62,7 +62,7 @@ def _rank(name: str) -> int:
     )
 
 
-def make(name: str, **options: object) -> Program:
+def make(name: str, **options: object) -> Case:
     """A model with its calls, for small images if it takes them."""
     errors: list[Exception] = []
     for more, size in (({"img_size": SMALL}, SMALL), ({}, SMALL), ({}, None)):
@@ -75,15 +75,15 @@ def make(name: str, **options: object) -> Program:
     raise errors[-1]
 
 
-def _tried(model: nn.Module, side: int) -> Program:
+def _tried(model: nn.Module, side: int) -> Case:
     channels = getattr(model, "default_cfg", {}).get("input_size", (3,))[0]
     with torch.no_grad():
         model.train()(torch.randn(SAMPLES, channels, side, side))
     calls = [((torch.randn(SAMPLES, channels, side, side),), {}) for _ in range(MICROBATCHES)]
-    return program_of(model, calls)
+    return case_of(model, calls)
 
 
-MODELS: dict[str, Callable[[], Program]] = {
+MODELS: dict[str, Callable[[], Case]] = {
     **{f"{family} {name}": partial(make, name, num_classes=10) for family, name in smallest()},
     **{
         f"features of {name}": partial(make, name, features_only=True)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from campaigns.zoo.operators import have_torchvision
-from penstock.testing import Program
-from tests.catalogue.making import MICROBATCHES, SAMPLES, program_of
+from penstock.testing import Case
+from tests.catalogue.making import MICROBATCHES, SAMPLES, case_of
 
 have_torchvision()
 
@@ -46,13 +46,13 @@ DETECTORS = (
 )  # fmt: skip
 
 
-def _example(model: nn.Module, give: Callable[[], dict[str, Any] | tuple[Any, ...]]) -> Program:
+def _example(model: nn.Module, give: Callable[[], dict[str, Any] | tuple[Any, ...]]) -> Case:
     calls = [give() for _ in range(MICROBATCHES)]
     split = [((), call) if isinstance(call, dict) else (call, {}) for call in calls]
-    return program_of(model.train(), split)  # type: ignore[arg-type]
+    return case_of(model.train(), split)  # type: ignore[arg-type]
 
 
-def classifier(name: str, size: int) -> Program:
+def classifier(name: str, size: int) -> Case:
     options: dict[str, Any] = {"num_classes": 10}
     if name in ("googlenet", "inception_v3"):
         options["init_weights"] = False
@@ -62,12 +62,12 @@ def classifier(name: str, size: int) -> Program:
     return _example(model, lambda: (torch.randn(SAMPLES, 3, size, size),))
 
 
-def segmenter(name: str) -> Program:
+def segmenter(name: str) -> Case:
     model = models.get_model(name, **WHOLE, num_classes=5)
     return _example(model, lambda: (torch.randn(SAMPLES, 3, 48, 48),))
 
 
-def video(name: str, frames: int, size: int) -> Program:
+def video(name: str, frames: int, size: int) -> Case:
     options = {"num_classes": 10}
     if name == "mvit_v1_b" or name == "mvit_v2_s":
         kind = models.video.mvit._mvit
@@ -109,7 +109,7 @@ def _boxes(name: str, size: int) -> dict[str, Any]:
     return {"images": images, "targets": targets}
 
 
-def detector(name: str) -> Program:
+def detector(name: str) -> Case:
     size = 320 if name.startswith("ssdlite") else 300 if name.startswith("ssd") else 64
     options: dict[str, Any] = {"num_classes": 4}
     if "rcnn" in name:
@@ -125,7 +125,7 @@ def detector(name: str) -> Program:
     return _example(model, lambda: _boxes(name, size))
 
 
-def flow(name: str) -> Program:
+def flow(name: str) -> Case:
     def give() -> dict[str, Any]:
         a, b = torch.rand(2, SAMPLES, 3, 128, 128)
         return {"image1": a, "image2": b, "num_flow_updates": 3}
@@ -133,7 +133,7 @@ def flow(name: str) -> Program:
     return _example(models.get_model(name, weights=None), give)
 
 
-def features(kind: str) -> Program:
+def features(kind: str) -> Case:
     body = models.resnet18(weights=None)
     layers = {"layer2": "a", "layer4": "b"}
     model = (
@@ -144,7 +144,7 @@ def features(kind: str) -> Program:
     return _example(model, lambda: (torch.randn(SAMPLES, 3, 64, 64),))
 
 
-MODELS: dict[str, Callable[[], Program]] = {
+MODELS: dict[str, Callable[[], Case]] = {
     **{name: partial(classifier, name, size) for name, size in CLASSIFIERS.items()},
     **{name: partial(segmenter, name) for name in SEGMENTERS},
     **{name: partial(video, name, *shape) for name, shape in VIDEOS.items()},

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from campaigns.zoo.operators import have_torchvision
-from penstock.testing import Program
-from tests.catalogue.making import MICROBATCHES, SAMPLES, Call, mapped, program_of
+from penstock.testing import Case
+from tests.catalogue.making import MICROBATCHES, SAMPLES, Call, case_of, mapped
 
 have_torchvision()  # before transformers looks for it
 
@@ -429,7 +429,7 @@ def families() -> Iterator[tuple[str, str, str]]:
         yield family, kind, name
 
 
-def make(family: str, kind: str, name: str) -> Program:
+def make(family: str, kind: str, name: str) -> Case:
     """A model with its calls."""
     special = SPECIAL.get(family, {})
     model_class = getattr(transformers, special.get("model", name))
@@ -446,7 +446,7 @@ def make(family: str, kind: str, name: str) -> Program:
     raise errors[0]
 
 
-def _made(model_class: Any, config: Any, changes: Mapping[str, Any]) -> Program:
+def _made(model_class: Any, config: Any, changes: Mapping[str, Any]) -> Case:
     torch.manual_seed(0)
     with torch.device("meta"), contextlib.suppress(NotImplementedError, RuntimeError):
         weights = sum(p.numel() for p in model_class(copy.deepcopy(config)).parameters())
@@ -454,7 +454,7 @@ def _made(model_class: Any, config: Any, changes: Mapping[str, Any]) -> Program:
             raise ValueError(f"{weights / 1e6:.0f} million parameters")
     model = model_class(config).train()
     calls = [call_for(model, changes) for _ in range(MICROBATCHES)]
-    return program_of(model, [_repaired(model, call) for call in calls])
+    return case_of(model, [_repaired(model, call) for call in calls])
 
 
 LARGEST_MODEL = 60e6
@@ -681,7 +681,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "sam3_video": {"model": "Sam3Model"},
 }  # fmt: skip
 """What is special, by family: the model, ``config`` sizes and ``call`` arguments; ``None`` leaves one out."""
-MODELS: dict[str, Callable[[], Program]] = {
+MODELS: dict[str, Callable[[], Case]] = {
     f"{family} {SPECIAL.get(family, {}).get('model', name)}": partial(make, family, kind, name)
     for family, kind, name in families()
 }

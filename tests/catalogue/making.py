@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Loss, Microbatches
-from penstock.testing import Program
+from penstock.testing import Case
 
 Call = tuple[Sequence[Any], Mapping[str, Any]]
 """The arguments of one microbatch."""
@@ -20,16 +20,16 @@ LARGEST = 1e4
 """Numbers of an output that are larger mask something, and are no part of the loss."""
 
 
-def program_of(model: nn.Module, calls: Sequence[Call], **options: Any) -> Program:
+def case_of(model: nn.Module, calls: Sequence[Call], **options: Any) -> Case:
     """A model and its microbatches, with a loss of each microbatch by itself."""
     if any(args and kwargs for args, kwargs in calls):
         raise ValueError("give a microbatch's arguments by position or by name")
     whole = [dict(kwargs) if kwargs else tuple(args) for args, kwargs in calls]
     batch = Microbatches(whole, samples=[SAMPLES] * len(calls))
-    return Program(model, [batch], None, Loss(loss_of, over="microbatch"), **options)
+    return Case(model, [batch], None, Loss(loss_of, over="microbatch"), **options)
 
 
-def calls_of(program: Program) -> list[Call]:
+def calls_of(program: Case) -> list[Call]:
     """The arguments of each microbatch."""
     return [((), call) if isinstance(call, dict) else (call, {}) for call in program.args[0].calls]
 

@@ -16,12 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.errors import PartitionError, PlanError, UsageError
-from penstock.testing import Program, Refusal
-from tests.catalogue.making import MICROBATCHES, SAMPLES, mapped, program_of
+from penstock.testing import Case, Refusal
+from tests.catalogue.making import MICROBATCHES, SAMPLES, case_of, mapped
 
 D = 8
 """The width of most models."""
-MODELS: dict[str, Callable[[], Program]] = {}
+MODELS: dict[str, Callable[[], Case]] = {}
 
 
 def add(name: str, give: Callable[[], Any], **options: Any) -> Callable[[Any], Any]:
@@ -30,16 +30,16 @@ def add(name: str, give: Callable[[], Any], **options: Any) -> Callable[[Any], A
     Args:
         name: what the program is an example of.
         give: makes the arguments, by position or by name.
-        options: of the Program, such as how it is refused.
+        options: of the Case, such as how it is refused.
     """
 
     def note(kind: Any) -> Any:
-        def make() -> Program:
+        def make() -> Case:
             torch.manual_seed(0)
             model = kind().train().double()
             given = [give() for _ in range(MICROBATCHES)]
             calls = [((), one) if isinstance(one, dict) else (tuple(one), {}) for one in given]
-            return program_of(model, mapped(calls, double), example_of=name, **options)
+            return case_of(model, mapped(calls, double), example_of=name, **options)
 
         MODELS[name] = make
         return kind

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from penstock.testing import Program, Verdict, compare
+from penstock.testing import Case, Verdict, compare
 from tests.catalogue.models import MODELS
 from tests.pipeline.cases import BATCHES, CASES, LANGUAGE
 from tests.values.kinds import KINDS, ONLY_CUT, case_of
@@ -19,7 +19,7 @@ TOLERANCE = 1e-9
 class Row(NamedTuple):
     """A program, how it is cut, and by which schedule one process runs it."""
 
-    make: Callable[[], Program]
+    make: Callable[[], Case]
     stages: Any = None
     schedule: str = "ZB-V"
 
@@ -28,7 +28,7 @@ IN_TWO = {"levels with repeats", "BYOL that moves its target in the forward"}
 """What is right in two stages, and refused in four, where stages would share what a step changes."""
 
 
-def _kind(name: str) -> Callable[[], Program]:
+def _kind(name: str) -> Callable[[], Case]:
     return lambda: case_of((KINDS | ONLY_CUT)[name])
 
 

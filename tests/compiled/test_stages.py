@@ -17,7 +17,7 @@ from penstock._engine.compiled import halves, names
 from penstock._engine.compiled.halves import HalvesError
 from penstock.backward import PendingGradients, SplitBackward
 from penstock.errors import StageError, UsageError
-from penstock.testing import Program, Verdict, judge
+from penstock.testing import Case, Verdict, judge
 from tests.backward.graphs import Stage, of, rerun, x
 from tests.backward.oracle import Staged, check, trained
 
@@ -80,7 +80,7 @@ def judged(model: nn.Module, plain: nn.Module, **options: Any) -> tuple[Pipeline
     defaults: dict[str, Any] = {"schedule": "ZB-H1", "ranks": 2, "microbatches": 4, "seed": 1}
     pipe = Pipeline(model, loss_fn=loss_fn, **(defaults | options))
     values, targets = (tensor.chunk(4) for tensor in batch())
-    verdict = judge(Program(plain, [Microbatches(values)], targets, loss_fn), pipe, steps=2)
+    verdict = judge(Case(plain, [Microbatches(values)], targets, loss_fn), pipe, steps=2)
     verdict.check(1e-12)
     return pipe, verdict
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock import Microbatches, Pipeline
-from penstock.testing import Program, judge
+from penstock.testing import Case, judge
 
 WIDTH, TOKENS, MICROBATCHES = 8, 16, 8
 
@@ -40,12 +40,12 @@ def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def case_on(device: str) -> Program:
+def case_on(device: str) -> Case:
     """The same weights and tokens in every process."""
     torch.manual_seed(0)
     tokens = torch.randint(0, TOKENS, (16, 6)).to(device)
     parts, targets = tokens.chunk(MICROBATCHES), tokens.roll(1).chunk(MICROBATCHES)
-    return Program(Tied().double().to(device), [Microbatches(parts)], targets, loss_fn)
+    return Case(Tied().double().to(device), [Microbatches(parts)], targets, loss_fn)
 
 
 def differences(

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock import Checkpoints, LossScaler, Pipeline
 from penstock._engine.devices import use
-from penstock.testing import Program, WorkerPool, judge, plain_loop
+from penstock.testing import Case, WorkerPool, judge, plain_loop
 from tests import played
 from tests.device import DEVICE, HAS_DEVICE, device_of_rank
 
@@ -64,9 +64,9 @@ def pipeline(net: nn.Module, schedule: str = "ZB-V", **options: Any) -> Pipeline
     return Pipeline(net, schedule=schedule, ranks=2, microbatches=MICROBATCHES, **options)
 
 
-def case(attend: Callable[..., Tensor] = causal, device: str = DEVICE) -> Program:
+def case(attend: Callable[..., Tensor] = causal, device: str = DEVICE) -> Case:
     x, y = batch(device)
-    return Program(model(attend).to(device), [x], y, functional.mse_loss)
+    return Case(model(attend).to(device), [x], y, functional.mse_loss)
 
 
 def norm(gradients: Iterable[Tensor | None]) -> float:

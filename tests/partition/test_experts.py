@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock import Microbatches
-from penstock.testing import Program, compare
+from penstock.testing import Case, compare
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 torch.set_num_threads(1)
@@ -46,7 +46,7 @@ def check(model: Any, loss_fn: Callable[[Any, Any], Tensor], schedule: str, **kw
     """One step has the loss and gradients of a plain loop over the same microbatches."""
     parts = TOKENS.split(2)
     calls = [{"input_ids": p, "labels": p, "use_cache": False, **kwargs} for p in parts]
-    case = Program(model, (Microbatches(calls, samples=[2, 2, 2]),), parts, loss_fn)
+    case = Case(model, (Microbatches(calls, samples=[2, 2, 2]),), parts, loss_fn)
     compare(case, schedule=schedule, ranks=2, microbatches=3).check(1e-5)
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock import Pipeline
 from penstock.errors import StageError
-from penstock.testing import Program, compare
+from penstock.testing import Case, compare
 
 WIDTH = 4
 X = torch.linspace(-1, 1, 6 * WIDTH).reshape(6, WIDTH)
@@ -173,6 +173,6 @@ class GivesArgumentBack(nn.Module):
 
 def test_a_checkpoint_that_gives_an_argument_back() -> None:
     torch.manual_seed(0)
-    case = Program(GivesArgumentBack(), (torch.randn(4, 4),), torch.ones(4, 4), mse_loss)
+    case = Case(GivesArgumentBack(), (torch.randn(4, 4),), torch.ones(4, 4), mse_loss)
     stages = [["first", "second"], ["last"]]
     compare(case, stages=stages, schedule="1F1B", ranks=2, microbatches=2).check(1e-5)

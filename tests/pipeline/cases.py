@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock import REPLICATE, Loss, Microbatches, Pipeline, Split, add_loss
 from penstock._engine.microbatches import Rules
 from penstock.schedule import Edge
-from penstock.testing import Program
+from penstock.testing import Case
 from tests.pipeline.draws import BETWEEN, noisy
 from tests.pipeline.models import (
     WIDTH,
@@ -128,34 +128,34 @@ RAGGED = [draw(2, 5), draw(1, 9, seed=1), draw(3, 2, seed=2), draw(2, 7, seed=3)
 PLACES = draw(3, SAMPLES, 6, seed=1) % 9
 
 
-def language(args: Sequence[Any] = (TOKENS,), target: Any = NEXT, **options: Any) -> Program:
+def language(args: Sequence[Any] = (TOKENS,), target: Any = NEXT, **options: Any) -> Case:
     """A language model on a batch; options that a case has are the case's."""
     of_case = {name: options.pop(name) for name in ("kwargs", "split") if name in options}
     loss_fn = options.pop("loss_fn", token_loss)
     torch.manual_seed(3)
     model = Language(**options).double()
-    return Program(model, args, target, loss_fn, **of_case)
+    return Case(model, args, target, loss_fn, **of_case)
 
 
-def ragged(**options: Any) -> Program:
+def ragged(**options: Any) -> Case:
     targets = [part.roll(-1, 1) for part in RAGGED]
     return language([Microbatches(RAGGED)], targets, **options)
 
 
-def some_count() -> Program:
+def some_count() -> Case:
     """Ragged, and of the last microbatch nothing counts."""
     case = ragged(loss_fn=BY_TOKENS)
     targets = [part.masked_fill(part == 3, IGNORED) for part in case.target]
     return replace(case, target=[*targets[:-1], torch.full_like(targets[-1], IGNORED)])
 
 
-def frozen() -> Program:
+def frozen() -> Case:
     case = language(tied=True)
     case.model.get_parameter("embed.weight").requires_grad_(False)
     return case
 
 
-def sparse() -> Program:
+def sparse() -> Case:
     case = language(tied=True)
     case.model.get_submodule("embed").sparse = True  # type: ignore[assignment] # an Embedding
     return case
@@ -169,12 +169,12 @@ def by_length(args: Any, kwargs: Any, target: Any, count: int) -> Microbatches:
     return Microbatches(args[0].split([3, 3, 1, 1]), targets=target.split([3, 3, 1, 1]))
 
 
-def placed(places: Tensor, rule: Any) -> Program:
+def placed(places: Tensor, rule: Any) -> Case:
     kwargs = {"places": places, "scale": torch.tensor(2.0)}
     return language(kwargs=kwargs, split={"places": rule}, placed=True)
 
 
-LANGUAGE: dict[str, Callable[[], Program]] = {
+LANGUAGE: dict[str, Callable[[], Case]] = {
     "attention": language,
     "skip edges": partial(language, skips=True),
     "recomputed": partial(language, recompute=True),
@@ -246,7 +246,7 @@ class Translator(nn.Module):
         return self.answer(begun["normed"], self.decode(**begun))
 
 
-def translator() -> Program:
+def translator() -> Case:
     """Both lengths are others in each microbatch."""
     torch.manual_seed(3)
     calls = [
@@ -254,7 +254,7 @@ def translator() -> Program:
         for i in range(4)
     ]
     targets = [call["said"].roll(-1, 1) for call in calls]
-    return Program(Translator().double(), [Microbatches(calls)], targets, token_loss)
+    return Case(Translator().double(), [Microbatches(calls)], targets, token_loss)
 
 
 EDGES = (
@@ -331,10 +331,10 @@ USES: dict[str, tuple[Callable[[Fork], Tensor], Tensor, set[str]]] = {
 """How the end of a model uses two values, its batch, and which of them have no gradient."""
 
 
-def missing(use: str) -> Program:
+def missing(use: str) -> Case:
     torch.manual_seed(0)
     function, x, _ = USES[use]
-    return Program(
+    return Case(
         nn.Sequential(Forked(), Forked(), Forked(), Join(function)).double(), (x,), Y, mean_loss
     )
 
@@ -473,9 +473,9 @@ ODD: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
-def odd(name: str) -> Program:
+def odd(name: str) -> Case:
     torch.manual_seed(0)
-    return Program(ODD[name]().double(), (X,), Y, mean_loss)
+    return Case(ODD[name]().double(), (X,), Y, mean_loss)
 
 
 class Aside(nn.Module):
@@ -497,8 +497,8 @@ class Aside(nn.Module):
 MASK = (X > 0).double()
 
 
-def arguments(*args: Any, split: Rules | None = None, **kwargs: Any) -> Program:
-    return Program(named(), args, Y, mean_loss, kwargs=kwargs, split=split)
+def arguments(*args: Any, split: Rules | None = None, **kwargs: Any) -> Case:
+    return Case(named(), args, Y, mean_loss, kwargs=kwargs, split=split)
 
 
 def nested_loss(output: Tensor, target: dict[str, Any]) -> Tensor:
@@ -511,11 +511,11 @@ def square_loss(output: Tensor, target: None) -> Tensor:
     return output.square().mean()
 
 
-def uneven(samples: int, loss_fn: Any) -> Program:
-    return Program(chain(4), (X[:samples],), Y[:samples], loss_fn)
+def uneven(samples: int, loss_fn: Any) -> Case:
+    return Case(chain(4), (X[:samples],), Y[:samples], loss_fn)
 
 
-BATCHES: dict[str, Callable[[], Program]] = {
+BATCHES: dict[str, Callable[[], Case]] = {
     "seven samples": partial(uneven, 7, mean_loss),
     "five, a sum": partial(uneven, 5, Loss(sum_loss, reduction="sum")),
     "by name": partial(arguments, x=X),
@@ -523,15 +523,15 @@ BATCHES: dict[str, Callable[[], Program]] = {
     "a whole mask": partial(arguments, X, mask=MASK[0], split={"mask": REPLICATE}),
     "a plain value": partial(arguments, X, scale=3.0),
     "nothing in its place": partial(arguments, X, mask=None),
-    "another dimension": lambda: Program(
+    "another dimension": lambda: Case(
         nn.Sequential(Does(lambda x: x.t(), learns=False), *chain(3)).double(),
         (X.t(),),
         Y,
         mean_loss,
         split={0: Split(1)},
     ),
-    "a nested target": lambda: Program(chain(4), (X,), {"values": (Y,), "scale": 2.0}, nested_loss),
-    "no target": lambda: Program(chain(4), (X,), None, square_loss),
+    "a nested target": lambda: Case(chain(4), (X,), {"values": (Y,), "scale": 2.0}, nested_loss),
+    "no target": lambda: Case(chain(4), (X,), None, square_loss),
 }
 
 # ---- all of them
@@ -540,7 +540,7 @@ BATCHES: dict[str, Callable[[], Program]] = {
 class Trained(NamedTuple):
     """A case, how it is cut into four stages, and whether an optimizer can train it."""
 
-    make: Callable[[], Program]
+    make: Callable[[], Case]
     stages: Any = 4
     trains: bool = True
 
@@ -549,7 +549,7 @@ CASES: dict[str, Trained] = {
     **{name: Trained(make) for name, make in (LANGUAGE | BATCHES).items()},
     "looped": Trained(LANGUAGE["looped"], LOOPED),
     "encoder-decoder": Trained(translator),
-    "a result that nobody uses": Trained(lambda: Program(Aside().double(), (X,), Y, mean_loss)),
+    "a result that nobody uses": Trained(lambda: Case(Aside().double(), (X,), Y, mean_loss)),
     **{f"gradient: {name}": Trained(partial(missing, name)) for name in USES},
     **{f"model: {name}": Trained(partial(odd, name), trains="sparse" not in name) for name in ODD},
     **{f"draws: {name}": Trained(partial(noisy, name), trains=False) for name in BETWEEN},
@@ -557,7 +557,7 @@ CASES: dict[str, Trained] = {
 CASES["sparse"] = Trained(sparse)
 
 
-def pipeline(of: Program, stages: Any = 4, **options: Any) -> Pipeline:
+def pipeline(of: Case, stages: Any = 4, **options: Any) -> Pipeline:
     """A pipeline of a copy of a case's model; ``cut`` cuts it at once, by the arguments of the case."""
     cut = options.pop("cut", False)
     usual: dict[str, Any] = {"microbatches": 8, "loss_fn": of.loss_fn}

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from penstock import Microbatches
-from penstock.testing import Program
+from penstock.testing import Case
 from tests.pipeline.models import Recomputing
 
 WIDTH, SAMPLES = 6, 8
@@ -177,7 +177,7 @@ def noisy_loss(output: Tensor, target: Tensor) -> Tensor:
     return functional.mse_loss(output + 0.1 * torch.randn_like(output), target)
 
 
-def noisy(name: str) -> Program:
+def noisy(name: str) -> Case:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = BETWEEN[name]()
@@ -186,4 +186,4 @@ def noisy(name: str) -> Program:
         torch.randn(SAMPLES, WIDTH, generator=generator),
         torch.randn(SAMPLES, 3, generator=generator),
     )
-    return Program(model, [Microbatches(x.chunk(4))], y.chunk(4), noisy_loss)
+    return Case(model, [Microbatches(x.chunk(4))], y.chunk(4), noisy_loss)

@@ -26,7 +26,7 @@ from penstock import (
 from penstock._engine.microbatches import MISSING
 from penstock.errors import UsageError
 from penstock.schedule import Placement, Schedule, parse_action
-from penstock.testing import Program, WorkerPool, plain_loop
+from penstock.testing import Case, WorkerPool, plain_loop
 from tests.pipeline.cases import (
     IGNORED,
     WORDS,
@@ -159,7 +159,7 @@ def test_replicas_weigh_by_what_all_have(averaged: bool, loss: Any, factor: floa
 # ---- losses of stages
 
 
-def split(case: Program, sizes: Sequence[int]) -> Program:
+def split(case: Case, sizes: Sequence[int]) -> Case:
     """The case with its microbatches ready."""
     cut = list(sizes)
     return replace(

@@ -31,7 +31,7 @@ from penstock.schedule import (
     register,
     save,
 )
-from penstock.testing import Program, WorkerPool, compare, plain_loop
+from penstock.testing import Case, WorkerPool, compare, plain_loop
 from tests.pipeline.cases import NEXT, RAGGED, TOKENS, language, pipeline, ragged
 from tests.pipeline.models import (
     STAGES,
@@ -120,7 +120,7 @@ def test_a_schedule_that_is_built_takes_a_short_last_batch(
 ) -> None:
     monkeypatch.setattr(library, "RECIPES", dict(library.RECIPES))
     register("last-first", last_first)
-    case = Program(chain(), (X[:3],), Y[:3], mean_loss)
+    case = Case(chain(), (X[:3],), Y[:3], mean_loss)
     compare(case, schedule=schedule, ranks=3, microbatches=4).check(1e-12)
 
 
@@ -168,7 +168,7 @@ def test_layers_may_be_frozen_and_thawed_between_steps() -> None:
 def test_shapes_and_the_number_of_microbatches_may_change_from_step_to_step() -> None:
     pipe = make()
     for count, batch in ((4, X), (1, X.reshape(4, 2, WIDTH)), (7, X[:6]), (3, X), (None, X)):
-        loss, grads = plain_loop(Program(chain(), (batch,), batch, mean_loss))
+        loss, grads = plain_loop(Case(chain(), (batch,), batch, mean_loss))
         pipe.zero_grad()
         result = pipe.step(batch, target=batch, microbatches=count)
         assert result.loss == pytest.approx(loss)
@@ -282,7 +282,7 @@ class InPlace(nn.Linear):
 def test_in_place_as_first_op_and_hooks_in_every_step(schedule: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(InPlace(WIDTH, WIDTH) for _ in range(4))).double()
-    expected = plain_loop(Program(model, (X.clone(),), X, mean_loss))[1]
+    expected = plain_loop(Case(model, (X.clone(),), X, mean_loss))[1]
     pipe, batch, InPlace.fired = make(model, schedule=schedule), X.clone(), 0
     for step in range(1, 4):
         pipe.zero_grad()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from penstock import Pipeline
 from penstock.plan import Device, Profile, UnitCost, UnitCosts, ValueCost, search
-from penstock.testing import Program, plain_loop
+from penstock.testing import Case, plain_loop
 
 SLOW = Device("slow", {"float32": 1e9}, 1e6, 1e12, compute_efficiency=1.0, launch=1e-9)
 """A billion operations per second, and memory that is never in the way."""
@@ -68,7 +68,7 @@ class Skips(nn.Module):
 def stepped(model: nn.Module, **options: Any) -> Pipeline:
     """A pipeline after a step, which has given the gradients of the plain model."""
     x, y = torch.randn(64, 16), torch.randn(64, 64)
-    case = Program(model, (x,), y, nn.functional.mse_loss)
+    case = Case(model, (x,), y, nn.functional.mse_loss)
     model.zero_grad()
     with Pipeline(model, loss_fn=case.loss_fn, **options) as pipe:
         pipe.step(x, target=y)

@@ -36,7 +36,7 @@ from penstock.schedule import (
     v_shaped,
     validate,
 )
-from penstock.testing import Program, compare
+from penstock.testing import Case, compare
 
 FEW = 0.03
 """Effort that takes a tenth of a second."""
@@ -329,5 +329,5 @@ def test_what_is_found_is_saved_and_trains(placement: Placement, tmp_path: Path)
     )
     batch, target = torch.randn(2, 8, 3)
     model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(placement.stages)])
-    case = Program(model, (batch,), target, nn.functional.mse_loss)
+    case = Case(model, (batch,), target, nn.functional.mse_loss)
     compare(case, schedule=result, microbatches=4).check(1e-6)

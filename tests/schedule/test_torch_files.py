@@ -22,7 +22,7 @@ from penstock.schedule import (
     validate,
     wait_for_sends,
 )
-from penstock.testing import Program, compare
+from penstock.testing import Case, compare
 from tests.pipeline.models import X, Y, chain, mean_loss
 from tests.processes import run_script
 
@@ -59,7 +59,7 @@ def test_torchs_files_load_are_proven_and_train(
     validate(read).raise_if_bad()
     validate(add_communication(read)).raise_if_bad()
     assert simulate(read).makespan > 0
-    case = Program(chain(2 * ranks), (X.repeat(2, 1),), Y.repeat(2, 1), mean_loss)
+    case = Case(chain(2 * ranks), (X.repeat(2, 1),), Y.repeat(2, 1), mean_loss)
     compare(case, schedule=path, microbatches=4 * ranks).check(1e-12)
 
 
@@ -90,7 +90,7 @@ def test_waits_for_sends_and_for_the_sums_of_gradients_are_read_and_run(tmp_path
         "0REDUCE_GRAD,0WAIT_REDUCE_GRAD", "0WAIT_REDUCE_GRAD,0REDUCE_GRAD"
     )
     assert "0WAIT_REDUCE_GRAD: needs 0REDUCE_GRAD" in str(validate(from_csv(early)))
-    case = Program(chain(2), (X,), Y, mean_loss)
+    case = Case(chain(2), (X,), Y, mean_loss)
     compare(case, schedule=path, microbatches=2).check(1e-12)
 
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from penstock import Loss, Microbatches, Pipeline, PipelineStage, add_loss
 from penstock.errors import UsageError
-from penstock.testing import Program, Refusal, Verdict, WorkerPool, compare, judge, plain_loop
+from penstock.testing import Case, Refusal, Verdict, WorkerPool, compare, judge, plain_loop
 from tests.pipeline.models import X, Y, chain, gradients, mean_loss, sum_loss
 
 
@@ -53,12 +53,12 @@ class Counting(nn.Module):
 
 def program(
     change: Callable[[Any, Tensor], Tensor] | None = None, metric: float = 0.0, **options: Any
-) -> Program:
+) -> Case:
     loss = Loss(mean_loss, metrics={"most": lambda output, target: output.max() + metric})
     model = nn.Sequential(Counting() if change is None else Counting(change), *chain(3))
     x = X.clone().requires_grad_()
     counts: Any = lambda model: {"calls": model[0].calls}  # noqa: E731
-    return Program(model, (x,), Y, loss, counts=counts, **options)
+    return Case(model, (x,), Y, loss, counts=counts, **options)
 
 
 def more_seen(self: Any, x: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def test_what_a_split_batch_changes_is_named() -> None:
             return super().forward(x - x.mean(0))
 
     model = nn.Sequential(Centers(4, 4), nn.Linear(4, 4)).double()
-    plain = Program(model, (X,), Y, mean_loss)
+    plain = Case(model, (X,), Y, mean_loss)
     names = off(compare(plain, schedule="1F1B", ranks=2, microbatches=4))
     assert names == {
         f"{name}, whole batch"
@@ -147,7 +147,7 @@ def test_refusals_are_what_a_program_says() -> None:
 
 def over_replicas(group: Any) -> dict[str, float]:
     """A worker's task: two pipelines of one rank, with a part of the batch each."""
-    parts = [Program(chain(2), (X[rows],), Y[rows], mean_loss) for rows in (slice(6), slice(6, 8))]
+    parts = [Case(chain(2), (X[rows],), Y[rows], mean_loss) for rows in (slice(6), slice(6, 8))]
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
     of = parts[mesh.get_local_rank("dp")]
     options: Any = {"mesh": mesh, "replicas": "dp", "microbatches": 2, "loss_fn": mean_loss}
@@ -166,15 +166,15 @@ def test_a_loss_over_the_batch() -> None:
     def spread(output: Tensor, target: Tensor) -> Tensor:
         return (output.std(0) - target.std(0)).square().sum()
 
-    both = Program(chain(2), (X,), Y, Loss(spread, over="batch"))
+    both = Case(chain(2), (X,), Y, Loss(spread, over="batch"))
     compare(both, schedule="GPipe", ranks=2, microbatches=4).check(1e-12)
 
 
-def case(**options: Any) -> Program:
-    return Program(chain(2), (X,), Y, options.pop("loss_fn", mean_loss), **options)
+def case(**options: Any) -> Case:
+    return Case(chain(2), (X,), Y, options.pop("loss_fn", mean_loss), **options)
 
 
-def run(of: Program, **options: Any) -> Verdict:
+def run(of: Case, **options: Any) -> Verdict:
     return compare(of, schedule="1F1B", ranks=2, microbatches=4, **options)
 
 
@@ -189,7 +189,7 @@ def test_the_wrong_reduction_is_found() -> None:
 
 def test_a_pipeline_is_judged_with_the_random_numbers_of_its_next_steps() -> None:
     model = nn.Sequential(*chain(2), nn.Dropout(0.5))
-    noisy = Program(model, [Microbatches(X.split(2))], Y.split(2), mean_loss)
+    noisy = Case(model, [Microbatches(X.split(2))], Y.split(2), mean_loss)
     with Pipeline(copy.deepcopy(model), ranks=2, loss_fn=mean_loss, seed=3) as pipe:
         pipe.step(*noisy.args, target=noisy.target)
         pipe.zero_grad()
@@ -279,5 +279,5 @@ def test_microbatches_are_run_one_by_one_and_weighed() -> None:
     for wrong in (whole, split):
         with pytest.raises(UsageError, match="as a mean weighted by 1 and 2"):
             run(replace(wrong, loss_fn=Loss(mean_loss, weight=[1, 2, 3, 1])))
-    noisy = Program(nn.Sequential(chain(1), nn.Dropout(0.5)), [parts], split.target, mean_loss)
+    noisy = Case(nn.Sequential(chain(1), nn.Dropout(0.5)), [parts], split.target, mean_loss)
     run(noisy, steps=2).check(1e-12)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from penstock import Microbatches
 from penstock._engine.transport.nccl import in_rounds
 from penstock.schedule import add_communication, build
-from penstock.testing import Program, WorkerPool, compare, record_messages
+from penstock.testing import Case, WorkerPool, compare, record_messages
 from tests.pipeline.models import X, Y, chain, make, mean_loss
 
 
@@ -75,7 +75,7 @@ def differences(group: Any, width: int) -> dict[str, float]:
     """A worker's task: what a message of two tensors of a size changes beside a plain loop."""
     torch.manual_seed(0)
     layers = nn.Linear(2, width), Pair(), Sum(), nn.Linear(width, 2)
-    case = Program(nn.Sequential(*layers).double(), (X[:, :2],), Y[:, :2], mean_loss)
+    case = Case(nn.Sequential(*layers).double(), (X[:, :2],), Y[:, :2], mean_loss)
     verdict = compare(case, schedule="1F1B", stages=["2"], microbatches=2, mesh=group)
     return verdict.differences()
 

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from penstock import Pipeline, PipelineStage
-from penstock.testing import Program
+from penstock.testing import Case
 
 WIDTH = 4
 X = torch.linspace(-1, 1, 8 * WIDTH, dtype=torch.float64).reshape(8, WIDTH)
@@ -242,8 +242,8 @@ def layers(kind: Kind) -> list[Layer]:
     return [Layer(None, kind), Layer(kind, kind), Layer(kind, kind), Layer(kind, None)]
 
 
-def case_of(kind: Kind) -> Program:
-    return Program(nn.Sequential(*layers(kind)), (X,), X.flip(0), loss)
+def case_of(kind: Kind) -> Case:
+    return Case(nn.Sequential(*layers(kind)), (X,), X.flip(0), loss)
 
 
 def run_by_hand(group: Any = None, *, schedule: str, names: list[str]) -> dict[str, dict[str, str]]:

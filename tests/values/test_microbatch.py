@@ -27,7 +27,7 @@ from penstock._engine.microbatches import (
 )
 from penstock._engine.values import tensors_in
 from penstock.errors import MicrobatchError
-from penstock.testing import Program, compare
+from penstock.testing import Case, compare
 
 
 def split(
@@ -370,7 +370,7 @@ class Reads(nn.Module):
 def test_a_batch_of_the_users_class_stays_as_it_is() -> None:
     x, scale = torch.rand(4, 4, dtype=torch.float64), torch.rand(4, 1, dtype=torch.float64)
     batch = Inputs({"x": x, "scale": scale})
-    case = Program(Reads().double(), (batch,), x.flip(0), nn.functional.mse_loss)
+    case = Case(Reads().double(), (batch,), x.flip(0), nn.functional.mse_loss)
     by_items: Rules = {0: {"x": Split(0)}}
     for ruled in (case, replace(case, split=by_items)):
         compare(ruled, schedule="1F1B", ranks=2, microbatches=2, steps=2).check(1e-12)
@@ -393,7 +393,7 @@ class Denoises(nn.Module):
 
 def test_a_loop_trains_on_lists_as_collated() -> None:
     pair = list(torch.rand(2, 6, 4, dtype=torch.float64))
-    case = Program(Denoises().double(), (pair,), None, lambda output, _: output.square().mean())
+    case = Case(Denoises().double(), (pair,), None, lambda output, _: output.square().mean())
     compare(case, schedule="1F1B", ranks=2, microbatches=3, steps=2).check(1e-12)
 
 
@@ -435,7 +435,7 @@ def test_a_plain_number_stands_for_a_dimension_of_an_item_too() -> None:
     x = torch.linspace(-1, 1, 20).double().reshape(5, 4)
     args = (x, {"turned": x.T.contiguous()})
     split = {1: {"turned": 1}}
-    case = Program(Turned().double(), args, None, lambda out, _: out.square().mean(), split=split)
+    case = Case(Turned().double(), args, None, lambda out, _: out.square().mean(), split=split)
     compare(case, schedule="1F1B", ranks=2, microbatches=2).check(1e-12)
 
 

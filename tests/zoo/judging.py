@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penstock import Pipeline
 from penstock.errors import PenstockError
-from penstock.testing import Program, oracle, plain_loop
-from tests.catalogue.making import MICROBATCHES, Call, calls_of, mapped, program_of
+from penstock.testing import Case, oracle, plain_loop
+from tests.catalogue.making import MICROBATCHES, Call, calls_of, case_of, mapped
 
 RANKS = 4
 SEED = 11
@@ -45,7 +45,7 @@ class Row:
     text: str = ""
 
 
-def judge(name: str, make: Callable[[], Program], schedules: Sequence[str]) -> Iterator[Row]:
+def judge(name: str, make: Callable[[], Case], schedules: Sequence[str]) -> Iterator[Row]:
     """Compare a model with itself; a row for each schedule."""
     try:
         program, dtype = _in_double(make())
@@ -59,7 +59,7 @@ def judge(name: str, make: Callable[[], Program], schedules: Sequence[str]) -> I
             yield Row(name, schedule, "lost", text=_sentence(error))
 
 
-def _judged(row: Row, program: Program, dtype: torch.dtype) -> Row:
+def _judged(row: Row, program: Case, dtype: torch.dtype) -> Row:
     row = _tried(row, program, dtype, None)
     if row.kind in ("refused", "unclear"):
         again = _tried(dataclasses.replace(row), program, dtype, calls_of(program)[0])
@@ -69,7 +69,7 @@ def _judged(row: Row, program: Program, dtype: torch.dtype) -> Row:
     return row
 
 
-def _tried(row: Row, program: Program, dtype: torch.dtype, shown: Call | None) -> Row:
+def _tried(row: Row, program: Case, dtype: torch.dtype, shown: Call | None) -> Row:
     pipe = Pipeline(
         copy.deepcopy(program.model), schedule=row.schedule, ranks=RANKS, microbatches=MICROBATCHES,
         loss_fn=program.loss, seed=SEED,
@@ -106,12 +106,12 @@ def _sentence(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _in_double(program: Program) -> tuple[Program, torch.dtype]:
+def _in_double(program: Case) -> tuple[Case, torch.dtype]:
     """The program in double precision, or as it is if its operations have none."""
     errors = []
     for dtype in CLOSE:
         model = copy.deepcopy(program.model).to(dtype)
-        cast = program_of(model, [_cast(call, dtype) for call in calls_of(program)])
+        cast = case_of(model, [_cast(call, dtype) for call in calls_of(program)])
         try:
             with torch.random.fork_rng(devices=[]):
                 plain_loop(cast)
@@ -128,7 +128,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 # ---- the work
 
 
-def share_of(program: Program, units: Sequence[Sequence[str]]) -> float:
+def share_of(program: Case, units: Sequence[Sequence[str]]) -> float:
     """The part of the forward's operations that the busiest stage has."""
     model = copy.deepcopy(program.model)
     stage_of = {path: stage for stage, paths in reversed(list(enumerate(units))) for path in paths}

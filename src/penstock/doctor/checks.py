@@ -79,7 +79,7 @@ class SmallPipeline:
     def _difference(self) -> float:
         """The largest difference of loss, output and gradients from the plain loop, over all ranks."""
         case = self._case
-        verdict = judge(self.pipe, case)
+        verdict = judge(case, self.pipe)
         self.pipe.zero_grad()
         outputs = self.pipe.predict(*case.args)
         with torch.no_grad():

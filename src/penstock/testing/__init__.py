@@ -1,16 +1,14 @@
 """The tools with which Penstock tests itself, also for its users' tests."""
 
 from penstock.testing.faults import Fault, InjectedError, fail_at
-from penstock.testing.oracle import Program, Refusal, Verdict, compare, judge, plain_loop
+from penstock.testing.oracle import Case, Refusal, Verdict, compare, judge, plain_loop
 from penstock.testing.recording import Recorded, RecordingTransport, Traffic, record_messages
 from penstock.testing.workers import WorkerError, WorkerPool
 
-Case = Program  # The doctor's name for it, until it changes.
-
 __all__ = [
+    "Case",
     "Fault",
     "InjectedError",
-    "Program",
     "Recorded",
     "RecordingTransport",
     "Refusal",

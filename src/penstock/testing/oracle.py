@@ -1,10 +1,10 @@
 """The oracle: a pipeline computes what the plain model computes in a loop over the same microbatches.
 
-A :class:`Program` is a model as a user writes it, with a batch and a loss::
+A :class:`Case` is a model as a user writes it, with a batch and a loss::
 
     def test_my_model():
-        program = Program(MyModel().double(), (tokens,), target, token_loss)
-        compare(program, schedule="ZB-V", ranks=2, microbatches=4).check(1e-12)
+        case = Case(MyModel().double(), (tokens,), target, token_loss)
+        compare(case, schedule="ZB-V", ranks=2, microbatches=4).check(1e-12)
 
 :func:`compare` makes the pipeline, and :func:`judge` takes one that you have made, in one process or in each
 of several.
@@ -42,14 +42,14 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Refusal(NamedTuple):
-    """The error by which a program is refused, and a regular expression that its message holds."""
+    """The error by which a case is refused, and a regular expression that its message holds."""
 
     error: type[Exception]
     gist: str = ""
 
 
 @dataclass(frozen=True)
-class Program:
+class Case:
     """A model as a user writes it, a batch and a loss.
 
     Args:
@@ -107,7 +107,7 @@ class Verdict:
         expected: what the plain model computes in a loop over the same microbatches.
         whole: what it computes for the batch at once, where that is the same: the loss is over samples, and
             the model draws no random numbers, changes no buffers and adds no losses.
-        refused: how the program should be refused, if it should.
+        refused: how the case should be refused, if it should.
         refusal: the error that did.
     """
 
@@ -164,11 +164,11 @@ class Verdict:
         return {"loss": self.loss.hex(), **prints}
 
 
-# ---- running a program
+# ---- running a case
 
 
 def compare(  # noqa: PLR0913 - what a user of Pipeline chooses, by name
-    program: Program,
+    case: Case,
     *,
     schedule: str | PathLike[str] | Schedule,
     microbatches: int | None = None,
@@ -180,10 +180,10 @@ def compare(  # noqa: PLR0913 - what a user of Pipeline chooses, by name
     optimizer: MakeOptimizer | None = None,
     evaluate: bool = True,
 ) -> Verdict:
-    """Run a program through a pipeline and through a plain loop.
+    """Run a case through a pipeline and through a plain loop.
 
     Args:
-        program: the program to run.
+        case: the case to run.
         schedule: as for :class:`penstock.Pipeline`, like the next four.
         microbatches: the number of microbatches.
         ranks: the number of ranks.
@@ -194,39 +194,39 @@ def compare(  # noqa: PLR0913 - what a user of Pipeline chooses, by name
         optimizer: makes the optimizer that trains between the steps.
         evaluate: whether to compare an evaluation too.
     """
-    with _expecting(program.refused) as refusals:
+    with _expecting(case.refused) as refusals:
         pipe = Pipeline(
-            copy.deepcopy(program.model),
+            copy.deepcopy(case.model),
             schedule=schedule,
             ranks=ranks,
             microbatches=microbatches,
             stages=stages,
             recompute=recompute,
-            loss_fn=program.loss,
-            split=program.split,
+            loss_fn=case.loss,
+            split=case.split,
             mesh=mesh,
             seed=SEED,
         )
         with pipe:
-            return judge(program, pipe, steps=steps, optimizer=optimizer, evaluate=evaluate)
-    return Verdict({}, {}, {}, program.refused, *refusals)
+            return judge(case, pipe, steps=steps, optimizer=optimizer, evaluate=evaluate)
+    return Verdict({}, {}, {}, case.refused, *refusals)
 
 
 def judge(
-    program: Program | Sequence[Program] | Pipeline,
-    pipeline: Pipeline | Program,
+    case: Case | Sequence[Case],
+    pipe: Pipeline,
     *,
     steps: int = 1,
     optimizer: MakeOptimizer | None = None,
     evaluate: bool = True,
 ) -> Verdict:
-    """Run a program through a pipeline that you have made, and through a plain loop.
+    """Run a case through a pipeline that you have made, and through a plain loop.
 
     The loop draws the random numbers of the pipeline.
 
     Args:
-        program: the program to run; for replicas a list with one for each, which differ in their batches.
-        pipeline: the pipeline, without gradients, that cuts a copy of the program's model and has its loss.
+        case: the case to run; for replicas a list with one for each, which differ in their batches.
+        pipe: the pipeline, without gradients, that cuts a copy of the case's model and has its loss.
             Each of its processes calls this, and gets a verdict on its own stages.
         steps: how many steps to run; the verdict is on the last one.
         optimizer: makes the optimizer that trains between the steps, with clipped gradients. Without it,
@@ -235,21 +235,18 @@ def judge(
             in it.
 
     Raises:
-        UsageError: the program's model has other parameters than the pipeline.
+        UsageError: the case's model has other parameters than the pipeline.
     """
-    if isinstance(program, Pipeline):  # The doctor's order, until it changes.
-        program, pipeline = pipeline, program  # type: ignore[assignment]
-    pipe: Pipeline = pipeline  # type: ignore[assignment]
-    programs: list[Program] = [program] if isinstance(program, Program) else [*program]  # type: ignore[list-item]
-    refused = programs[0].refused
+    cases = [case] if isinstance(case, Case) else [*case]
+    refused = cases[0].refused
     with _expecting(refused) as refusals:
-        return _judged(programs, pipe, steps, optimizer, evaluate)
+        return _judged(cases, pipe, steps, optimizer, evaluate)
     return Verdict({}, {}, {}, refused, *refusals)
 
 
 @contextmanager
 def _expecting(refused: Refusal | None) -> Iterator[list[Exception]]:
-    """Catches the error by which a program should be refused, here or on another rank."""
+    """Catches the error by which a case should be refused, here or on another rank."""
     caught: list[Exception] = []
     kinds: tuple[type[Exception], ...] = (refused.error, PeerFailed) if refused else ()
     try:
@@ -259,42 +256,42 @@ def _expecting(refused: Refusal | None) -> Iterator[list[Exception]]:
 
 
 def _judged(
-    programs: Sequence[Program],
+    cases: Sequence[Case],
     pipe: Pipeline,
     steps: int,
     optimizer: MakeOptimizer | None,
     evaluate: bool,
 ) -> Verdict:
     mine, seed, first = pipe.replicas.index, pipe.randomness.seed, pipe.randomness.step
-    program = programs[mine]
-    evaluate = evaluate and program.evaluates
-    actual = _trained(pipe, program, steps, optimizer)
-    evaluation = _piped(pipe, program, pipe.evaluate) if evaluate else {}
+    case = cases[mine]
+    evaluate = evaluate and case.evaluates
+    actual = _trained(pipe, case, steps, optimizer)
+    evaluation = _piped(pipe, case, pipe.evaluate) if evaluate else {}
     # The pipeline knows its units when it is cut, as its first step does.
-    draws = _no_draws if seed == "off" else _RandomNumbers(seed, first, pipe.units)
-    plain = _Plain(programs, mine, pipe.schedule.microbatches, draws, optimizer)
+    draws: Any = _no_draws if seed == "off" else _RandomNumbers(seed, first, pipe.units)
+    plain = _Plain(cases, mine, pipe.schedule.microbatches, draws, optimizer)
     expected = plain.train(steps)
     unknown = sorted(_gradients(actual).keys() - _gradients(expected).keys())
     if unknown:
         raise UsageError(
-            f"the program's model has no parameter {', '.join(unknown)}; let the pipeline cut a copy of it"
+            f"the case's model has no parameter {', '.join(unknown)}; let the pipeline cut a copy of it"
         )
     if evaluate and (evaluated := plain.evaluate()) is not None:
         actual |= {f"evaluation: {name}": value for name, value in evaluation.items()}
         expected |= {f"evaluation: {name}": value for name, value in evaluated.items()}
-    whole = _Plain(programs, mine, None, _no_draws, optimizer).train_whole(steps)
+    whole = _Plain(cases, mine, None, _no_draws, optimizer).train_whole(steps)
     if seed == "off":
         del actual["random numbers"], expected["random numbers"]
     return Verdict(
         actual,
         {name: v for name, v in expected.items() if name in actual or not _is_local(name)},
         {name: value for name, value in whole.items() if name in actual},
-        program.refused,
+        case.refused,
     )
 
 
 def _trained(
-    pipe: Pipeline, program: Program, steps: int, optimizer: MakeOptimizer | None
+    pipe: Pipeline, case: Case, steps: int, optimizer: MakeOptimizer | None
 ) -> dict[str, Any]:
     """What the last of some steps gives, and what they leave in this process."""
     trainer = optimizer(pipe.parameters()) if optimizer else None
@@ -303,14 +300,14 @@ def _trained(
         if step and trainer:
             pipe.clip_grad_norm_(LIMIT)
             _train(trainer)
-        values = _piped(pipe, program, pipe.step)
+        values = _piped(pipe, case, pipe.step)
     values["random numbers"] = bool(torch.equal(torch.get_rng_state(), state))
     values |= {f"gradient: {name}": p.grad for name, p in pipe.weights.here.named_parameters()}
     if pipe.model is not None:
         buffers = {name: b for name, b in pipe.model.named_buffers() if not b.is_meta}
         values |= {f"buffer: {name}": buffer for name, buffer in buffers.items()}
-    if program.counts is not None:
-        counted = pipe.job.agree(dict(program.counts(pipe.model)))
+    if case.counts is not None:
+        counted = pipe.job.agree(dict(case.counts(pipe.model)))
         for counts in counted[:: len(pipe.local_ranks)]:
             for name, count in counts.items():
                 values[f"count: {name}"] = values.get(f"count: {name}", 0) + count
@@ -322,15 +319,15 @@ def _is_local(name: str) -> bool:
     return name.removeprefix("evaluation: ").startswith(("gradient", "buffer", "output"))
 
 
-def _piped(pipe: Pipeline, program: Program, run: Callable[..., StepResult]) -> dict[str, Any]:
+def _piped(pipe: Pipeline, case: Case, run: Callable[..., StepResult]) -> dict[str, Any]:
     """What a call of the pipeline gives, with the outputs of the last stage if it is here."""
-    args, kwargs, target = program.call()
+    args, kwargs, target = case.call()
     outputs: dict[int, Any] = {}
 
     def note(event: ActionEvent) -> None:
         if event.action.stage == pipe.schedule.stages - 1:
             output = event.outputs if pipe.model is None else event.outputs[0]
-            outputs[event.action.microbatch] = map_tensors(output, _kept)
+            outputs[event.action.microbatch or 0] = map_tensors(output, _kept)
 
     with pipe.on("*F*", after=note):
         result = run(*args, target=target, **kwargs)
@@ -350,10 +347,11 @@ def _named_outputs(outputs: Mapping[int, Any]) -> dict[str, Any]:
 
 def _of_arguments(args: Any, kwargs: Any) -> dict[str, Any]:
     """The gradients of the arguments that ask for one."""
-    given = (args[0].calls, {}) if args and isinstance(args[0], Microbatches) else (args, kwargs)
+    is_split = bool(args) and isinstance(args[0], Microbatches)
+    values = (args[0].calls, {}) if is_split else (args, kwargs)
     return {
         f"gradient of the argument {place}": _kept(leaf.grad)
-        for place, leaf in enumerate(tensors_in(given))
+        for place, leaf in enumerate(tensors_in(values))
         if leaf.requires_grad and leaf.is_leaf
     }
 
@@ -362,24 +360,24 @@ def _of_arguments(args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def plain_loop(
-    program: Program, steps: int = 1, optimizer: MakeOptimizer | None = None
+    case: Case, steps: int = 1, optimizer: MakeOptimizer | None = None
 ) -> tuple[float, dict[str, Tensor | None]]:
     """The loss and gradients of the unsplit model, with the losses that it adds.
 
-    The loop runs all samples at once, or microbatches one by one where the program has them.
+    The loop runs all samples at once, or microbatches one by one where the case has them.
 
     Args:
-        program: the program to run.
+        case: the case to run.
         steps: the number of steps.
         optimizer: makes the optimizer that trains between the steps.
     """
     # A batch of all samples draws numbers that no microbatch would.
-    draws = _RandomNumbers(SEED, 0, None) if program.is_split else _no_draws
-    values = _Plain([program], 0, None, draws, optimizer).train(steps)
+    draws: Any = _RandomNumbers(SEED, 0, None) if case.is_split else _no_draws
+    values = _Plain([case], 0, None, draws, optimizer).train(steps)
     return values["loss"], _gradients(values)
 
 
-_Draws = Callable[[nn.Module, int, int], AbstractContextManager[None]]
+_Draws = Callable[[nn.Module, int, int], AbstractContextManager[Any]]
 """Draws in the context what a pipeline does for a model, a step and a microbatch."""
 
 
@@ -401,10 +399,10 @@ def _no_draws(model: nn.Module, step: int, microbatch: int) -> AbstractContextMa
     return nullcontext()
 
 
-class _Part(NamedTuple):
-    """One call of the plain loop: the index of the microbatch, its arguments, target and samples."""
+class _PlainCall(NamedTuple):
+    """One call of the plain loop: the number of the microbatch, its arguments, target and samples."""
 
-    index: int
+    number: int
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     target: Any
@@ -415,7 +413,7 @@ class _Plain:
     """The unsplit model in a loop over the microbatches of all replicas.
 
     Args:
-        programs: one for each replica.
+        cases: one for each replica.
         mine: the index of the replica whose outputs are of interest.
         microbatches: into how many each batch is split; None leaves it whole.
         draws: draws the random numbers of a microbatch.
@@ -424,15 +422,15 @@ class _Plain:
 
     def __init__(
         self,
-        programs: Sequence[Program],
+        cases: Sequence[Case],
         mine: int,
         microbatches: int | None,
         draws: _Draws,
         optimizer: MakeOptimizer | None,
     ) -> None:
-        self.programs, self.loss = programs, programs[0].loss
+        self.cases, self.loss = cases, cases[0].loss
         self.mine, self.microbatches, self.draws = mine, microbatches, draws
-        self.model = copy.deepcopy(programs[0].model)
+        self.model = copy.deepcopy(cases[0].model)
         self._optimizer = optimizer(self.model.parameters()) if optimizer else None
 
     def train(self, steps: int) -> dict[str, Any]:
@@ -443,15 +441,15 @@ class _Plain:
             values = self._run(step)
         values |= {f"gradient: {name}": p.grad for name, p in self.model.named_parameters()}
         values |= {f"buffer: {name}": b for name, b in self.model.named_buffers()}
-        if self.programs[0].counts is not None:
-            counts = self.programs[0].counts(self.model)
+        if self.cases[0].counts is not None:
+            counts = self.cases[0].counts(self.model)
             values |= {f"count: {name}": count for name, count in counts.items()}
         values["random numbers"] = True
         return {name: _kept(value) for name, value in values.items()}
 
     def train_whole(self, steps: int) -> dict[str, Any]:
         """The loss and the gradients of whole batches; nothing where microbatches may give others."""
-        if self.loss.over != "samples" or self.programs[0].is_split or len(self.programs) > 1:
+        if self.loss.over != "samples" or self.cases[0].is_split or len(self.cases) > 1:
             return {}
         with torch.random.fork_rng():
             before = _states(self.model)
@@ -474,11 +472,11 @@ class _Plain:
 
     def _run(self, step: int | None) -> dict[str, Any]:
         """Run each microbatch; also backward, if it is a step."""
-        calls = [program.call() for program in self.programs]
-        batches = [self._parts(*pair) for pair in zip(self.programs, calls, strict=True)]
+        calls = [case.call() for case in self.cases]
+        batches = [self._parts(*pair) for pair in zip(self.cases, calls, strict=True)]
         tally = _Tally(self.loss, [part for batch in batches for part in batch])
         for place, part in enumerate(tally.parts):
-            draws = nullcontext() if step is None else self.draws(self.model, step, part.index)
+            draws = nullcontext() if step is None else self.draws(self.model, step, part.number)
             with draws, collect_losses() as added:
                 output = self.model(*part.args, **part.kwargs)
                 loss = tally.add(place, output, added.terms)
@@ -491,16 +489,16 @@ class _Plain:
         arguments = {} if step is None else _of_arguments(*calls[self.mine][:2])
         return tally.values() | _named_outputs(dict(enumerate(outputs))) | arguments
 
-    def _parts(self, program: Program, call: tuple[Any, Any, Any]) -> list[_Part]:
+    def _parts(self, case: Case, call: tuple[Any, Any, Any]) -> list[_PlainCall]:
         args, kwargs, target = call
-        if self.microbatches is None and not program.is_split:
-            return [_Part(0, args, kwargs, target, 1)]
+        if self.microbatches is None and not case.is_split:
+            return [_PlainCall(0, args, kwargs, target, 1)]
         count = self.microbatches or 1
-        batch = split_batch(args, kwargs, target, read_rules(program.split), count, fewer=True)
+        batch = split_batch(args, kwargs, target, read_rules(case.split), count, fewer=True)
         targets = batch.targets or [None] * len(batch.parts or ())
         samples = batch.weights or batch.samples or [1] * len(targets)
         return [
-            _Part(index, part.args, part.kwargs | part.local, target, count)
+            _PlainCall(index, part.args, part.kwargs | part.local, target, count)
             for index, (part, target, count) in enumerate(
                 zip(batch.parts or (), targets, samples, strict=True)
             )
@@ -510,7 +508,7 @@ class _Plain:
 class _Tally:
     """Adds up what the parts of a batch give, each by its share."""
 
-    def __init__(self, loss: Loss, parts: Sequence[_Part]) -> None:
+    def __init__(self, loss: Loss, parts: Sequence[_PlainCall]) -> None:
         self.parts, self.outputs = parts, list[Any]()
         self._loss = loss
         by_name = loss.weight if isinstance(loss.weight, Mapping) else {"main": loss.weight}
