@@ -80,7 +80,9 @@ def judged(model: nn.Module, plain: nn.Module, **options: Any) -> tuple[Pipeline
     defaults: dict[str, Any] = {"schedule": "ZB-H1", "ranks": 2, "microbatches": 4, "seed": 1}
     pipe = Pipeline(model, loss_fn=loss_fn, **(defaults | options))
     values, targets = (tensor.chunk(4) for tensor in batch())
-    verdict = judge(Case(plain, [Microbatches(values)], targets, loss_fn), pipe, steps=2)
+    case = Case(plain, [Microbatches(values)], targets, loss_fn)
+    # An evaluation would be compiled too.
+    verdict = judge(case, pipe, steps=2, evaluate=False)
     verdict.check(1e-12)
     return pipe, verdict
 

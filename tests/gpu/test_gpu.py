@@ -34,7 +34,8 @@ def check_ranks(replies: list[dict[str, float]]) -> None:
     """Each rank has the loss of a plain loop, and the gradients of its weights; all have some rank."""
     assert max(gap for reply in replies for gap in reply.values()) < 1e-9
     weights = [name for name, _ in steps.Tied().named_parameters()]
-    assert {name for reply in replies for name in reply} == {"loss", *weights}
+    gradients = {f"gradient: {name}" for name in weights}
+    assert {"loss", *gradients} <= {name for reply in replies for name in reply}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
