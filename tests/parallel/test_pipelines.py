@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn.functional import mse_loss
@@ -346,7 +346,9 @@ def test_wrapping_before_the_cut_is_refused_with_the_remedy(workers: WorkerPool,
 
 def run_along_one_dimension(group: Any) -> float:
     """A worker's task: a mesh of nothing but the pipeline."""
-    pipe = Pipeline(chain(), mesh=mesh_of("pp"), microbatches=2, loss_fn=mse_loss)
+    # A mesh made anew would make groups that the pool's other processes lack.
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",))
+    pipe = Pipeline(chain(), mesh=mesh, microbatches=2, loss_fn=mse_loss)
     return pipe.step(X, target=Y).loss
 
 

@@ -146,20 +146,21 @@ def test_refusals_are_what_a_program_says() -> None:
 
 
 def over_replicas(group: Any) -> dict[str, float]:
-    """A worker's task: two pipelines of one rank, with a part of the batch each."""
+    """A worker's task: two pipelines of two ranks, with a part of the batch each."""
     parts = [Case(chain(2), (X[rows],), Y[rows], mean_loss) for rows in (slice(6), slice(6, 8))]
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     of = parts[mesh.get_local_rank("dp")]
     options: Any = {"mesh": mesh, "replicas": "dp", "microbatches": 2, "loss_fn": mean_loss}
-    with Pipeline(of.model, stages=[["0", "1"]], **options) as pipe:
-        gaps = judge(parts, pipe).differences()
-    assert {"loss", "output 0", "gradient: 0.0.weight"} <= gaps.keys()
-    return gaps
+    with Pipeline(copy.deepcopy(of.model), **options) as pipe:
+        return judge(parts, pipe).differences()
 
 
 def test_over_replicas(workers: WorkerPool) -> None:
-    for gaps in workers.run(f"{__name__}:over_replicas", 2):
+    answers = workers.run(f"{__name__}:over_replicas", 4)
+    for gaps in answers:
         assert max(gaps.values()) <= 1e-12, gaps
+    names = {name for gaps in answers for name in gaps}
+    assert {"loss", "output 0", "gradient: 0.0.weight", "gradient: 1.0.weight"} <= names
 
 
 def test_a_loss_over_the_batch() -> None:
