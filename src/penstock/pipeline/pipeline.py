@@ -175,9 +175,10 @@ class Pipeline:
             uncut = UncutModel(
                 settings, schedules, connection.transport, self._replicas, self._held.take_cut
             )
-            self._held.wait(uncut)
-            if not (uncut.needs_call or uncut.is_bare):
-                self._held.cut_now()
+            if uncut.needs_call or uncut.is_bare:
+                self._held.wait(uncut)
+            else:
+                self._runner.cut_now(uncut)
         self._job.stand_beside(siblings_of(mesh, self._replicas))
 
     @classmethod
