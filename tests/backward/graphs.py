@@ -1,7 +1,12 @@
-"""Stages whose graphs a split backward pass is easily wrong about; each entry makes a fresh one."""
+"""A table of programs: stages whose graphs a split backward pass is easily wrong about.
+
+Each is held against the plain loop as the first of two stages, of which the second passes all on.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from functools import partial, reduce
 from typing import Any
@@ -11,19 +16,26 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils import checkpoint
+from torch.utils._pytree import tree_leaves
+
+from penstock import Loss, Microbatches, Pipeline
+from penstock.schedule import Schedule
+from penstock.testing import Case, Verdict, judge
+from tests.catalogue.making import loss_of
+from tests.catalogue.models import Attention, Experts
 
 WIDTH = 6
 
 
 class Stage(nn.Module):
-    """A function of modules, parameters and inputs, in float64 unless a parameter is complex.
+    """A function of modules, parameters and inputs.
 
     Args:
         run: takes the stage and the inputs.
         inputs: makes a microbatch's input, or a tuple of them.
         waits: how many uses of weights wait in each microbatch, where that matters.
-        unused: by microbatch, which of the output's tensors get no gradient.
-        members: what ``run`` uses; tensors become parameters.
+        unused: by microbatch, which of the output's values get no gradient.
+        module: what ``run`` uses besides what each stage has.
     """
 
     def __init__(
@@ -33,24 +45,40 @@ class Stage(nn.Module):
         *,
         waits: int | None = None,
         unused: Mapping[int, Collection[int]] | None = None,
-        **members: nn.Module | Tensor,
+        module: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.run, self.make, self.waits, self.unused = run, inputs or x, waits, unused or {}
-        for name, member in members.items():
-            setattr(self, name, nn.Parameter(member) if isinstance(member, Tensor) else member)
-        if not any(parameter.is_complex() for parameter in self.parameters()):
-            self.double()
+        self.layer, self.other, self.block = linear(), linear(), Attention().double()
+        self.w, self.u, self.b = (nn.Parameter(weight(*size)) for size in [(6, 6), (6, 6), (6,)])
+        self.experts, self.kernel = nn.Parameter(weight(2, 6, 6)), nn.Parameter(weight(2, 4, 3))
+        self.embedding, self.module = nn.Embedding(11, 8, dtype=torch.float64), module
 
     def inputs(self) -> list[Any]:
         values = self.make()
         return list(values) if isinstance(values, tuple) else [values]
 
-    def forward(self, *inputs: Any) -> Any:
-        return self.run(self, *inputs)
+    def forward(self, inputs: Any) -> Any:
+        return self.run(self, *(inputs if isinstance(inputs, tuple) else (inputs,)))
 
 
-Make = Callable[[], Stage]
+def loss_of_used(output: Any, unused: Collection[int] = ()) -> Tensor:
+    """A number to which those values of an output contribute that are used."""
+    used = [value for place, value in enumerate(tree_leaves(output)) if place not in unused]
+    return loss_of(used)
+
+
+def judged(
+    stage: Stage, schedule: str | Schedule, *, microbatches: int = 2, steps: int = 1, **options: Any
+) -> Verdict:
+    """A pipeline whose second stage passes on what the first gives, beside the plain loop."""
+    model, loss = nn.Sequential(stage, nn.Identity()), Loss(loss_of_used, over="microbatch")
+    plain = copy.deepcopy(model)
+    pipe = Pipeline(model, schedule=schedule, ranks=2, stages=2, loss_fn=loss, seed=1, **options)
+    inputs = [(tuple(stage.inputs()),) for _ in range(microbatches)]
+    targets = [stage.unused.get(microbatch, ()) for microbatch in range(microbatches)]
+    batch = Microbatches(inputs, samples=[1] * microbatches)
+    return judge(Case(plain, [batch], targets, loss), pipe, steps=steps, evaluate=False)
 
 
 def of(module: nn.Module, inputs: Callable[[], Any] | None = None, **options: Any) -> Stage:
@@ -62,12 +90,16 @@ def x(*shape: int, grad: bool = True, dtype: torch.dtype = torch.float64) -> Ten
     return torch.randn(*shape or (4, WIDTH), dtype=dtype, requires_grad=grad)
 
 
+def wide() -> Tensor:
+    return x(2, 5, 8)
+
+
 def ids() -> Tensor:
     return torch.randint(0, 11, (2, 5))
 
 
-def linear(out: int = WIDTH, **options: Any) -> nn.Linear:
-    return nn.Linear(WIDTH, out, dtype=torch.float64, **options)
+def linear(out: int = WIDTH) -> nn.Linear:
+    return nn.Linear(WIDTH, out, dtype=torch.float64)
 
 
 def weight(*shape: int) -> Tensor:
@@ -79,55 +111,18 @@ def looped(module: Callable[[Any], Any], value: Any) -> Any:
 
 
 def rerun(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-    return checkpoint.checkpoint(function, *inputs, use_reentrant=False, **options)
+    return checkpoint.checkpoint(function, *inputs, **{"use_reentrant": False, **options})
 
 
-# ---- modules and functions
+# ---- functions in Python
 
 
-class TransformerBlock(nn.Module):
-    """Pre-norm attention and SwiGLU."""
-
-    def __init__(self, width: int, heads: int = 2) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.RMSNorm(width)])
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.gate_up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(2 * width, width, bias=False)
-
-    def forward(self, value: Tensor) -> Tensor:
-        value = value + self.attend(self.norms[0](value))
-        gate, up = self.gate_up(self.norms[1](value)).chunk(2, dim=-1)
-        hidden: Tensor = value + self.down(functional.silu(gate) * up)
-        return hidden
-
-    def attend(self, value: Tensor) -> Tensor:
-        batch, length, width = value.shape
-        split = self.qkv(value).view(batch, length, 3, self.heads, width // self.heads)
-        query, key, value_ = split.permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(query, key, value_, is_causal=True)
-        out: Tensor = self.out(attended.transpose(1, 2).reshape(value.shape))
-        return out
-
-
-def experts(m: Any, value: Tensor) -> Any:
-    """A mixture of four experts; the last gets no tokens, the others unequal numbers."""
-    tokens = value.reshape(-1, value.shape[-1])
-    weights = m.router(tokens).softmax(dim=-1)
-    choice = torch.arange(len(tokens)).remainder(6).clamp(max=2)
-    out = torch.zeros_like(tokens)
-    for index, expert in enumerate(m.experts):
-        rows = (choice == index).nonzero().squeeze(-1)
-        out = out.index_add(0, rows, expert(tokens[rows]) * weights[rows, index, None])
-    return out.view_as(value)
+CALLS: Counter[str] = Counter()
+"""How often the backward of each has run."""
 
 
 class CountedLinear(torch.autograd.Function):
-    """A linear layer in Python that counts its backward calls and leaves the bias unreduced."""
-
-    calls = 0
+    """A linear layer that leaves the bias unreduced."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, scale: float, weight: Tensor, bias: Tensor) -> Tensor:
@@ -136,17 +131,14 @@ class CountedLinear(torch.autograd.Function):
         return value @ weight.t() * scale + bias
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        CountedLinear.calls += 1
+    def backward(ctx: Any, *grads: Any) -> Any:
+        CALLS["linear"] += 1
         value, weight = ctx.saved_tensors
-        grad = grad_outputs[0]
-        return grad @ weight * ctx.scale, None, grad.t() @ value * ctx.scale, grad
+        return grads[0] @ weight * ctx.scale, None, grads[0].t() @ value * ctx.scale, grads[0]
 
 
 class Standardise(torch.autograd.Function):
-    """A function of a weight alone, in Python, that saves its result."""
-
-    calls = 0
+    """A function of a weight alone that saves its result."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
@@ -155,9 +147,9 @@ class Standardise(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        Standardise.calls += 1
-        return grad_outputs[0] * ctx.saved_tensors[0]
+    def backward(ctx: Any, *grads: Any) -> Any:
+        CALLS["standardise"] += 1
+        return grads[0] * ctx.saved_tensors[0]
 
 
 class Ends(torch.autograd.Function):
@@ -168,50 +160,39 @@ class Ends(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> None:
+    def backward(ctx: Any, *grads: Any) -> None:
         return None
 
 
-def ended(value: Tensor) -> Tensor:
-    result: Tensor = Ends.apply(value)  # type: ignore[no-untyped-call]
-    return result
+ended: Callable[[Tensor], Tensor] = Ends.apply
+standardise: Callable[[Tensor], Tensor] = Standardise.apply
 
 
-def counted_linear(value: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    result: Tensor = CountedLinear.apply(value, 0.5, weight, bias)  # type: ignore[no-untyped-call]
-    return result
-
-
-def standardise(weight: Tensor) -> Tensor:
-    result: Tensor = Standardise.apply(weight)  # type: ignore[no-untyped-call]
-    return result
+def counted_linear(value: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    return CountedLinear.apply(value, 0.5, weight, bias)  # type: ignore[no-untyped-call]
 
 
 # ---- graphs that take some lines
 
 
-def tied_embedding(m: Any, value: Tensor, tokens: Tensor) -> Any:
-    return m.block(value + m.embedding(tokens)) @ m.embedding.weight.t()
-
-
 def cached_parametrization(m: Any, value: Tensor) -> Any:
     with parametrize.cached():
-        return looped(m.layer, value)
+        return looped(m.module, value)
 
 
 def shared_expression(m: Any, value: Tensor) -> Any:
-    scale = m.scale.exp()
-    return looped(lambda v: (v @ m.matrix * scale).tanh(), value)
+    scale = m.b.exp()
+    return looped(lambda v: (v @ m.w * scale).tanh(), value)
 
 
 def outputs_in_dict(m: Any, value: Tensor) -> Any:
-    hidden = m.a(value)
-    nested = {"deep": [m.b(hidden), {"none": None, "length": 3}], "detached": hidden.detach()}
+    hidden = m.layer(value)
+    nested = {"deep": [m.other(hidden), {"none": None, "length": 3}], "detached": hidden.detach()}
     return {"hidden": hidden, "count": 7, "nothing": None, "nested": nested, "text": "x"}
 
 
 def nested_weight_outputs(m: Any, value: Tensor) -> Any:
-    first = m.matrix.exp()
+    first = m.w.exp()
     second = first.sin()
     return value @ second, second, first, standardise(second)
 
@@ -222,32 +203,32 @@ def same_output_twice(m: Any, value: Tensor) -> Any:
 
 
 def in_place_on_view(m: Any, value: Tensor) -> Any:
-    hidden = m.a(value)
-    hidden[:, :2] *= m.scale
-    hidden[:, 1:].add_(m.scale.sum())
-    return m.b(hidden)
+    hidden = m.layer(value)
+    hidden[:, :2] *= m.b[:2]
+    hidden[:, 1:].add_(m.b.sum())
+    return m.other(hidden)
 
 
 def complex_weights(m: Any, value: Tensor) -> Any:
-    hidden = value @ m.matrix + m.shift
-    return hidden.real, (hidden * m.matrix[0]).tanh()
+    hidden = value @ m.module[0] + m.b
+    return hidden.real, (hidden * m.module[0][0]).tanh()
 
 
 def custom_function(m: Any, value: Tensor) -> Any:
-    hidden = counted_linear(m.a(value), m.weight, m.bias).tanh()
-    return m.b(counted_linear(hidden, m.weight, m.bias))
+    hidden = counted_linear(m.layer(value), m.w, m.b).tanh()
+    return m.other(counted_linear(hidden, m.w, m.b))
 
 
 def gradient_in_forward(m: Any, value: Tensor) -> Any:
-    energy = m.b(m.a(value).tanh()).square().sum()
+    energy = m.other(m.layer(value).tanh()).square().sum()
     (force,) = torch.autograd.grad(energy, value, create_graph=True)
     return energy, force
 
 
 def gradient_penalty_in_forward(m: Any, value: Tensor) -> Any:
-    hidden = m.a(value).sin()
-    (slope,) = torch.autograd.grad(hidden.sum(), m.a.weight, retain_graph=True)
-    return m.a(hidden) * slope.mean()
+    hidden = m.layer(value).sin()
+    (slope,) = torch.autograd.grad(hidden.sum(), m.layer.weight, retain_graph=True)
+    return m.layer(hidden) * slope.mean()
 
 
 def selective_checkpoint(m: Any, value: Tensor) -> Any:
@@ -256,182 +237,125 @@ def selective_checkpoint(m: Any, value: Tensor) -> Any:
     return rerun(m.block, value, context_fn=context)
 
 
-def nested_checkpoint(m: Any, value: Tensor) -> Any:
-    return rerun(lambda v: rerun(m.b, rerun(m.a, v).tanh()), value)
+def long_expression(m: Any, value: Tensor) -> Any:
+    return value @ reduce(lambda one, _: one * 1.5, range(70), m.w)
 
 
-def ab(run: Callable[..., Any], **options: Any) -> Make:
-    """A stage with two linear layers."""
-    return lambda: Stage(run, a=linear(), b=linear(), **options)
-
-
-def layer(
-    run: Callable[..., Any], inputs: Callable[[], Any] | None = None, out: int = WIDTH
-) -> Make:
-    """A stage with a linear layer."""
-    return lambda: Stage(run, inputs, layer=linear(out))
-
-
-def block(run: Callable[..., Any], **members: Any) -> Make:
-    """A stage with a block, and things to make."""
-    return lambda: Stage(
-        run,
-        lambda: x(2, 5, 8),
-        block=TransformerBlock(8),
-        **{name: make() for name, make in members.items()},
-    )
-
-
-CHECKPOINTED: dict[str, Make] = {
-    "full checkpoint": block(
-        lambda m, v: rerun(m.other, rerun(m.block, v)), other=lambda: TransformerBlock(8)
-    ),
-    "selective checkpoint": block(selective_checkpoint),
-    "nested checkpoint": ab(nested_checkpoint),
-    "checkpoint whose gradient ends": ab(
-        lambda m, v: rerun(lambda u: ended(m.a(u)) + m.b(u).tanh(), v)
-    ),
-    "checkpointed weight": lambda: Stage(
-        lambda m, v: m.after(rerun(m.layer, v)),
-        layer=parametrizations.weight_norm(linear()),
-        after=linear(),
-    ),
-}
-
+Make = Callable[[], Stage]
 GRAPHS: dict[str, Make] = {
     # ---- layers
     "mlp": lambda: of(nn.Sequential(linear(), nn.GELU(), linear(), nn.Tanh(), linear(3)), waits=3),
-    "transformer": lambda: of(
-        nn.Sequential(TransformerBlock(8), TransformerBlock(8)), lambda: x(2, 5, 8), waits=8
-    ),
-    "first stage": lambda: of(
-        nn.Sequential(nn.Embedding(11, 8), TransformerBlock(8), nn.Linear(8, 3)), ids, waits=6
-    ),
+    "transformer": lambda: Stage(lambda m, v: m.block(v), wide, waits=4),
+    "first stage": lambda: Stage(lambda m, v: m.block(m.embedding(v)), ids, waits=5),
     "convolutions": lambda: of(
-        nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 2, 3)),
-        lambda: x(2, 2, 6, 6),
-        waits=2,
+        nn.Sequential(
+            nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 2, 3)
+        ).double(),
+        lambda: x(2, 2, 6, 6), waits=2,
     ),
     "attention": lambda: Stage(
-        lambda m, v: m.attention(v, v, v, need_weights=True),
-        lambda: x(2, 5, WIDTH),
-        attention=nn.MultiheadAttention(WIDTH, 2, batch_first=True),
+        lambda m, v: m.module(v, v, v, need_weights=True), lambda: x(2, 5, WIDTH),
+        module=nn.MultiheadAttention(WIDTH, 2, batch_first=True, dtype=torch.float64),
     ),
-    "lstm": lambda: of(nn.LSTM(WIDTH, 5, num_layers=2, bidirectional=True), lambda: x(4, 2, WIDTH)),
-    "gru": lambda: of(nn.GRU(WIDTH, 5, num_layers=2), lambda: x(4, 2, WIDTH)),
-    "experts": lambda: Stage(
-        experts,
-        lambda: x(3, 5, WIDTH),
-        router=linear(4),
-        experts=nn.ModuleList(linear() for _ in range(4)),
+    "lstm": lambda: of(
+        nn.LSTM(WIDTH, 5, num_layers=2, bidirectional=True).double(), lambda: x(4, 2, WIDTH)
     ),
+    "gru": lambda: of(nn.GRU(WIDTH, 5, num_layers=2).double(), lambda: x(4, 2, WIDTH)),
+    "experts": lambda: of(Experts().double(), wide),
     "sparse embedding": lambda: Stage(
-        lambda m, v, tokens: v * m.embedding(tokens),
-        lambda: (x(2, 5, 8), ids()),
-        embedding=nn.Embedding(11, 8, sparse=True),
+        lambda m, v, tokens: v * m.module(tokens), lambda: (wide(), ids()),
+        module=nn.Embedding(11, 8, sparse=True).double(),
     ),
     # ---- weights with several uses, and computed ones
-    "reused": layer(lambda m, v: looped(m.layer, v)),
-    "reused block": block(lambda m, v: looped(m.block, v)),
+    "reused": lambda: Stage(lambda m, v: looped(m.layer, v)),
+    "reused block": lambda: Stage(lambda m, v: looped(m.block, v), wide),
     "reused convolution": lambda: Stage(
-        lambda m, v: looped(m.conv, v).relu(),
-        lambda: x(2, 2, 5, 5),
-        conv=nn.Conv2d(2, 2, 3, padding=1),
+        lambda m, v: looped(m.module, v).relu(), lambda: x(2, 2, 5, 5),
+        module=nn.Conv2d(2, 2, 3, padding=1).double(),
     ),
-    "parallel uses": layer(lambda m, v: m.layer(v.sin()) * m.layer(v.cos()) @ m.layer.weight),
-    "used in two ways": layer(
+    "parallel uses": lambda: Stage(
+        lambda m, v: m.layer(v.sin()) * m.layer(v.cos()) @ m.layer.weight
+    ),
+    "used in two ways": lambda: Stage(
         lambda m, v: m.layer(v) @ m.layer.weight + m.layer.weight.sum(0) + m.layer.bias.exp()
     ),
     "tied embedding": lambda: Stage(
-        tied_embedding,
-        lambda: (x(2, 5, 8), ids()),
-        embedding=nn.Embedding(11, 8),
-        block=TransformerBlock(8),
+        lambda m, v, tokens: m.block(v + m.embedding(tokens)) @ m.embedding.weight.t(),
+        lambda: (wide(), ids()),
     ),
     "weight norm": lambda: of(
         nn.Sequential(parametrizations.weight_norm(linear()), nn.Tanh(), linear()), waits=2
     ),
     "cached parametrization": lambda: Stage(
-        cached_parametrization, layer=parametrizations.orthogonal(linear())
+        cached_parametrization, module=parametrizations.orthogonal(linear())
     ),
-    "shared expression": lambda: Stage(shared_expression, matrix=weight(), scale=weight(WIDTH)),
+    "shared expression": lambda: Stage(shared_expression),
     "low rank": lambda: Stage(
-        lambda m, v: m.base(v.tanh()) + functional.linear(functional.linear(v.tanh(), m.a), m.b),
-        base=linear().requires_grad_(False),
-        a=weight(2, WIDTH),
-        b=weight(WIDTH, 2),
-        waits=2,
+        lambda m, v: m.module(v.tanh()) + v.tanh() @ m.w[:, :2] @ m.u[:2],
+        module=linear().requires_grad_(False), waits=2,
     ),
     "frozen": lambda: of(nn.Sequential(linear(), nn.Tanh(), linear()).requires_grad_(False)),
-    "no weights": lambda: of(nn.Sequential(nn.Tanh(), nn.Softmax(-1))),
-    "an unused weight": ab(lambda m, v: m.a(v)),
-    "a detached use": layer(lambda m, v: m.layer(v) @ m.layer.weight.detach()),
-    "detached in the middle": ab(lambda m, v: m.b(m.b(m.a(v).detach())) + v),
-    "a detached branch": ab(lambda m, v: m.b(m.a(v.detach()).tanh()) * v),
+    "no weights": lambda: Stage(lambda m, v: v.tanh().softmax(-1)),
+    "a detached use": lambda: Stage(lambda m, v: m.layer(v) @ m.layer.weight.detach()),
+    "detached in the middle": lambda: Stage(
+        lambda m, v: m.other(m.other(m.layer(v).detach())) + v
+    ),
+    "a detached branch": lambda: Stage(lambda m, v: m.other(m.layer(v.detach()).tanh()) * v),
     "complex weights": lambda: Stage(
-        complex_weights,
-        lambda: x(dtype=torch.complex128),
-        matrix=torch.randn(WIDTH, WIDTH, dtype=torch.complex128),
-        shift=weight(WIDTH),
+        complex_weights, lambda: x(dtype=torch.complex128),
+        module=nn.ParameterList([torch.randn(WIDTH, WIDTH, dtype=torch.complex128)]),
     ),
-    "a gradient that ends": ab(lambda m, v: ended(m.a(v)) + m.b(v)),
-    "a weight that is a long expression": lambda: Stage(
-        lambda m, v: v @ reduce(lambda value, _: value * 1.5, range(70), m.matrix),
-        matrix=weight(),
-        waits=0,
-    ),
+    "a gradient that ends": lambda: Stage(lambda m, v: ended(m.layer(v)) + m.other(v)),
+    "a weight that is a long expression": lambda: Stage(long_expression, waits=0),
     # ---- inputs and outputs
     "a loss": lambda: Stage(
-        lambda m, v: functional.cross_entropy(m.head(v), torch.arange(4)), head=linear(5), waits=1
+        lambda m, v: functional.cross_entropy(m.layer(v), torch.arange(4)), waits=1
     ),
-    "inputs without gradient": ab(
-        lambda m, v, mask, factor: m.b(m.a(v) * mask).tanh() * factor,
-        inputs=lambda: (x(), x(grad=False), 2),
+    "inputs without gradient": lambda: Stage(
+        lambda m, v, mask, factor: m.other(m.layer(v) * mask).tanh() * factor,
+        lambda: (x(), x(grad=False), 2),
     ),
-    "an unused input": layer(lambda m, v, _: m.layer(v), lambda: (x(), x())),
-    "an input used twice": ab(lambda m, v: m.a(v) * m.b(v) + v),
-    "inputs among the outputs": layer(lambda m, v, w: (v, m.layer(v * w), w), lambda: (x(), x())),
-    "outputs in a dict": ab(outputs_in_dict),
-    "chunks": layer(lambda m, v: m.layer(v).chunk(2, dim=-1)),
-    "one of the chunks": lambda: Stage(
-        lambda m, v: m.head(m.layer(v).split(3, dim=-1)[1]), layer=linear(9), head=nn.Linear(3, 2)
+    "an unused input": lambda: Stage(lambda m, v, _: m.layer(v), lambda: (x(), x())),
+    "an input used twice": lambda: Stage(lambda m, v: m.layer(v) * m.other(v) + v),
+    "inputs among the outputs": lambda: Stage(
+        lambda m, v, w: (v, m.layer(v * w), w), lambda: (x(), x())
     ),
-    "a transposed output": layer(lambda m, v: functional.glu(m.layer(v)).t(), out=8),
+    "outputs in a dict": lambda: Stage(outputs_in_dict),
+    "chunks": lambda: Stage(lambda m, v: m.layer(v).chunk(2, dim=-1)),
+    "one of the chunks": lambda: Stage(lambda m, v: m.layer(v).split(3, dim=-1)[1] @ m.w[:3]),
+    "a transposed output": lambda: Stage(lambda m, v: functional.glu(m.layer(v)).t()),
     "an output of weights": lambda: Stage(
-        lambda m, v: (m.layer(v), m.layer.weight.square().sum(), m.other.exp()),
-        layer=linear(),
-        other=weight(3),
+        lambda m, v: (m.layer(v), m.layer.weight.square().sum(), m.b.exp())
     ),
-    "a weight as output": lambda: Stage(
-        lambda m, v: (m.layer(v), m.layer.weight, m.other), layer=linear(), other=weight(3)
-    ),
-    "nested outputs of weights": lambda: Stage(nested_weight_outputs, matrix=weight()),
-    "an output twice": layer(same_output_twice),
+    "a weight as output": lambda: Stage(lambda m, v: (m.layer(v), m.layer.weight, m.b)),
+    "nested outputs of weights": lambda: Stage(nested_weight_outputs),
+    "an output twice": lambda: Stage(same_output_twice),
     "outputs that are not always used": lambda: Stage(
-        lambda m, v: (m.a(v), m.b(v), m.c.exp()),
-        a=linear(),
-        b=linear(),
-        c=weight(2),
-        unused={0: {1, 2}, 1: {0}},
+        lambda m, v: (m.layer(v), m.other(v), m.b.exp()), unused={0: {1, 2}, 1: {0}}
     ),
-    "outputs that are never used": ab(lambda m, v: (m.a(v), m.b(v)), unused={0: {0, 1}, 1: {0, 1}}),
     # ---- what forward may do
-    "changed in place first": ab(lambda m, v: m.b(m.a((v * 1).relu_()).sigmoid_())),
-    "changed in place through a view": lambda: Stage(
-        in_place_on_view, a=linear(), b=linear(), scale=weight(2)
+    "changed in place first": lambda: Stage(
+        lambda m, v: m.other(m.layer((v * 1).relu_()).sigmoid_())
     ),
-    "a function in Python": lambda: Stage(
-        custom_function, a=linear(), b=linear(), weight=weight(), bias=weight(WIDTH), waits=2
-    ),
+    "changed in place through a view": lambda: Stage(in_place_on_view),
+    "a function in Python": lambda: Stage(custom_function, waits=2),
     "weights through Python": lambda: Stage(
-        lambda m, v: counted_linear(v, standardise(m.w), standardise(m.b)) @ m.w,
-        w=weight(),
-        b=weight(WIDTH),
+        lambda m, v: counted_linear(v, standardise(m.w), standardise(m.b)) @ m.w
     ),
-    "a gradient in forward": ab(gradient_in_forward),
-    "a gradient for a weight in forward": ab(gradient_penalty_in_forward),
-    **CHECKPOINTED,
-}
+    "a gradient in forward": lambda: Stage(gradient_in_forward),
+    "a gradient for a weight in forward": lambda: Stage(gradient_penalty_in_forward),
+    "full checkpoint": lambda: Stage(lambda m, v: rerun(m.block, rerun(m.block, v)), wide),
+    "selective checkpoint": lambda: Stage(selective_checkpoint, wide),
+    "nested checkpoint": lambda: Stage(
+        lambda m, value: rerun(lambda v: rerun(m.other, rerun(m.layer, v).tanh()), value)
+    ),
+    "checkpoint whose gradient ends": lambda: Stage(
+        lambda m, v: rerun(lambda u: ended(m.layer(u)) + m.other(u).tanh(), v)
+    ),
+    "checkpointed weight": lambda: Stage(
+        lambda m, v: m.other(rerun(m.module, v)), module=parametrizations.weight_norm(linear())
+    ),
+}  # fmt: skip
 
 
 # ---- operations with a weight: those of which a gradient waits, and others
@@ -513,20 +437,8 @@ TRANSFORMED: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
-def _operation(run: Callable[[Any, Tensor], Any], waits: int | None) -> Make:
-    return lambda: Stage(
-        run,
-        waits=waits,
-        w=weight(),
-        b=weight(6),
-        experts=weight(2, 6, 6),
-        kernel=weight(2, 4, 3),
-        layer=linear(),
-    )
-
-
+RUNS = WAITING | AT_ONCE | TRANSFORMED
 OPERATIONS: dict[str, Make] = {
-    name: _operation(run, waits)
-    for table, waits in ((WAITING, 1), (AT_ONCE, 0), (TRANSFORMED, None))
-    for name, run in table.items()
+    name: partial(Stage, run, waits=1 if name in WAITING else 0 if name in AT_ONCE else None)
+    for name, run in RUNS.items()
 }

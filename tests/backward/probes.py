@@ -14,6 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
+def storages_of(values: Any) -> dict[int, torch.UntypedStorage]:
+    dense = (t for t in tree_leaves(values) if isinstance(t, Tensor) and t.layout == torch.strided)
+    return {id(storage): storage for storage in (t.untyped_storage() for t in dense)}
+
+
 class Probe(TorchDispatchMode):
     """Counts the operations that run, and remembers, weakly, every storage that they return."""
 
@@ -25,15 +30,12 @@ class Probe(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.counts[func.overloadpacket.__name__] += 1
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-                storage = leaf.untyped_storage()
-                self._storages[id(storage)] = weakref.ref(storage)
+        made = storages_of(result)
+        self._storages |= {key: weakref.ref(storage) for key, storage in made.items()}
         return result
 
     def __enter__(self) -> Probe:
-        # What is freed is freed without the garbage collector.
-        gc.disable()
+        gc.disable()  # what is freed is freed without the garbage collector
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -48,7 +50,6 @@ class Probe(TorchDispatchMode):
 
     def alive(self, besides: Iterable[Tensor | None]) -> int:
         """The bytes that are alive, less those of some tensors."""
-        dense = [t for t in besides if t is not None and t.layout == torch.strided]
-        skipped = {id(tensor.untyped_storage()) for tensor in dense}
+        skipped = storages_of(list(besides))
         storages = {id(storage): storage for ref in self._storages.values() if (storage := ref())}
         return sum(s.nbytes() for key, s in storages.items() if key not in skipped)

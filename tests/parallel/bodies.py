@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -14,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.testing import Case
 
 X = torch.linspace(-1, 1, 16 * 3 * 4, dtype=torch.float64).reshape(16, 3, 4)
 Y = X.flip(0)
@@ -62,8 +65,9 @@ def half_of(mesh: DeviceMesh, samples: int = 16) -> slice:
 def wrap(module: Any, how: str, mesh: DeviceMesh) -> Any:
     """As a user would write it; some give the module back and some do not."""
     blocks = [part for part in module.modules() if isinstance(part, Mlp)]
-    if how == "ddp":
-        return DistributedDataParallel(module, process_group=mesh.get_group("dp"))
+    if how in ("ddp", "ddp in buckets"):
+        options: dict[str, Any] = {"bucket_cap_mb": 0.0001} if how == "ddp in buckets" else {}
+        return DistributedDataParallel(module, process_group=mesh.get_group("dp"), **options)
     if how in ("tp", "tp and fsdp"):
         for block in blocks:
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -72,21 +76,26 @@ def wrap(module: Any, how: str, mesh: DeviceMesh) -> Any:
     if how == "mixed":
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         return fully_shard(module, mesh=mesh["dp"], mp_policy=policy)
-    if how == "blocks":
-        for block in blocks:
-            fully_shard(block, mesh=mesh["dp"])
+    for block in blocks if how == "blocks" else ():
+        fully_shard(block, mesh=mesh["dp"])
     if how == "nameless fsdp":
         return fully_shard(module, mesh=DeviceMesh.from_group(mesh.get_group("dp"), "cpu"))
     return fully_shard(module, mesh=mesh["dp"])
 
 
+def halves_of(case: Case, x: Tensor = X, y: Tensor = Y) -> list[Case]:
+    """What each of two replicas has of a case."""
+    parts = zip(x.chunk(2), y.chunk(2), strict=True)
+    return [dataclasses.replace(case, args=(a,), target=b) for a, b in parts]
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Each for itself, where only some weights are spread: torch's kernels for many take no mixture."""
+    return torch.optim.AdamW([{"params": [p]} for p in parameters], lr=0.01)
+
+
 def gap_of(parameters: Iterable[tuple[str, nn.Parameter]], whole: nn.Module) -> float:
     """How far gradients are from those of the same name."""
-    largest = 0.0
-    for name, parameter in parameters:
-        actual, expected = parameter.grad, whole.get_parameter(name).grad
-        assert actual is not None
-        assert expected is not None
-        part = actual.full_tensor() if isinstance(actual, DTensor) else actual
-        largest = max(largest, float((part - expected).abs().max()))
-    return largest
+    pairs: list[Any] = [(p.grad, whole.get_parameter(name).grad) for name, p in parameters]
+    parts = [(a.full_tensor() if isinstance(a, DTensor) else a, b) for a, b in pairs]
+    return max(float((a - b).abs().max()) for a, b in parts)

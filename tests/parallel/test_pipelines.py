@@ -1,8 +1,9 @@
-"""Pipeline over meshes: stages wrapped after the cut, over two by two processes, beside one process."""
+"""Pipeline over meshes: stages wrapped after the cut, over two by two processes, beside a plain loop."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -15,24 +16,23 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock import ActionEvent, Loss, Pipeline
+from penstock import ActionEvent, Loss, Microbatches, Pipeline
 from penstock.errors import PeerFailed, UsageError
-from penstock.testing import WorkerPool
-from tests.parallel.bodies import Collectives, Mlp, X, Y, chain, gap_of, half_of, mesh_of, wrap
-from tests.pipeline.cases import LANGUAGE, SAMPLES, pipeline
+from penstock.testing import Case, WorkerPool, judge
+from tests.catalogue.models import MODELS
+from tests.parallel.bodies import Collectives, Mlp, X, Y, adamw, chain, halves_of, mesh_of, wrap
 
 SCHEDULES = ("1F1B", "Interleaved1F1B", "ZB-H1", "ZB-V")
 HOWS = ("ddp", "fsdp", "blocks", "mixed", "tp")
 MICROBATCHES = 4
-STEPS = 2
 
 
 class Blocks(nn.Module):
     """Blocks one after the other, and a value that goes past all of them."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Mlp() for _ in range(count)])
+        self.blocks = nn.ModuleList([Mlp() for _ in range(4)])
         self.head = nn.Linear(4, 4)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -43,99 +43,64 @@ class Blocks(nn.Module):
         return result
 
 
-def backward(whole: nn.Module, how: str) -> float:
-    """A step's backward in one process; with mixed precision as each microbatch of each replica does it."""
-    if how != "mixed":
-        loss = mse_loss(whole(X), Y)
-        loss.backward()
-        return float(loss)
-    total = 0.0
-    inputs, targets = X.float().chunk(2 * MICROBATCHES), Y.float().chunk(2 * MICROBATCHES)
-    for x, y in zip(inputs, targets, strict=True):
-        low = copy.deepcopy(whole).bfloat16()
-        low.zero_grad()
-        loss = mse_loss(low(x.bfloat16()), y) / len(inputs)
-        loss.backward()
-        total += float(loss)
-        for into, out in zip(whole.parameters(), low.parameters(), strict=True):
-            assert out.grad is not None
-            into.grad = out.grad.float() + (0 if into.grad is None else into.grad)
-    return total
+class Lowered(Blocks):
+    """Computes with its weights in half the precision."""
+
+    inside = False
+
+    def forward(self, hidden: Tensor) -> Any:
+        if self.inside:
+            return super().forward(hidden)
+        self.inside = True
+        low = {name: parameter.bfloat16() for name, parameter in self.named_parameters()}
+        result = torch.func.functional_call(self, low, (hidden.bfloat16(),))
+        self.inside = False
+        return result
 
 
-def run(group: Any, schedule: str, how: str) -> dict[str, Any]:  # noqa: PLR0915 - one story
-    """A worker's task: some steps with clipping and an optimizer, beside the same in one process."""
+def run(group: Any, schedule: str, how: str) -> dict[str, Any]:
+    """A worker's task: some steps with clipping and an optimizer, beside the same in a plain loop."""
     mesh = mesh_of(*{"tp": ("tp", "pp"), "tp and fsdp": ("dp", "pp", "tp")}.get(how, ("dp", "pp")))
     torch.manual_seed(0)
-    model = Blocks(4).to(torch.float32 if how == "mixed" else torch.float64)
-    whole, kind = copy.deepcopy(model), model.head.weight.dtype
+    kind = torch.float32 if how == "mixed" else torch.float64
+    model = Blocks().to(kind)
+    plain = Lowered() if how == "mixed" else copy.deepcopy(model)
+    plain.load_state_dict(model.state_dict())
+    metrics = {"largest": lambda output, target: output.amax()}
+    case = Case(plain, (X.to(kind),), Y.to(kind), Loss(mse_loss, metrics=metrics))
+    cases = [case] if how == "tp" else halves_of(case, X.to(kind), Y.to(kind))
     pipe = Pipeline(
-        model,
-        schedule=schedule,
-        microbatches=MICROBATCHES,
-        loss_fn=Loss(mse_loss, metrics={"largest": lambda output, target: output.amax()}),
-        mesh=mesh,
-        wrap=lambda module, stage: wrap(module, how, mesh),
-        replicas=None if how == "tp" else "dp",
-    )
+        model, schedule=schedule, microbatches=MICROBATCHES, loss_fn=case.loss, mesh=mesh,
+        wrap=lambda module, stage: wrap(module, how, mesh), replicas=None if how == "tp" else "dp",
+    )  # fmt: skip
     if how != "ddp":  # the others replace weights
         pipe.cut(X[:2].to(kind))
-    half = slice(None) if how == "tp" else half_of(mesh)
-    x, y = X[half].to(kind), Y[half].to(kind)
-    options: Any = {"fused": True} if schedule == "ZB-V" else {"foreach": True}
-    # Each for itself, where only some weights are spread: torch's kernels for many take no mixture.
-    optimizer = torch.optim.AdamW([{"params": [p]} for p in pipe.parameters()], lr=0.01, **options)
-    plain = torch.optim.AdamW(whole.parameters(), lr=0.01)
-    gaps = dict.fromkeys(("loss", "norm", "gradients", "weights", "evaluated"), 0.0)
-    waits: list[bool] = []
+    mine, waits = cases[pipe.replicas.index], list[bool]()
 
     def look(event: ActionEvent) -> None:
         """Whether the gradient of a matrix still waits after the inputs' half."""
-        matrix = next(p for p in event.module.parameters() if p.dim() > 1)
-        waits.append(matrix.grad is None)
+        waits.append(next(p for p in event.module.parameters() if p.dim() > 1).grad is None)
 
     with pipe:
-        with pipe.on("*I0", after=look):
-            pipe.step(x, target=y)
+        with pipe.on("*I0", after=look), Collectives() as collectives:
+            pipe.step(*mine.args, target=mine.target)
         pipe.zero_grad()
-        for _ in range(STEPS):
-            with Collectives() as collectives:
-                result = pipe.step(x, target=y)
-            gaps["loss"] = max(gaps["loss"], abs(result.loss - backward(whole, how)))
-            gaps["gradients"] = max(
-                gaps["gradients"], gap_of(pipe.weights.here.named_parameters(), whole)
-            )
-            norm = float(nn.utils.clip_grad_norm_(whole.parameters(), 0.1))
-            gaps["norm"] = max(gaps["norm"], abs(pipe.clip_grad_norm_(0.1) / norm - 1))
-            clipped = nn.utils.get_total_norm(
-                [p.grad for p in whole.parameters() if p.grad is not None]
-            )
-            gaps["norm"] = max(gaps["norm"], abs(pipe.weights.grad_norm() / float(clipped) - 1))
-            for one in (optimizer, plain):
-                one.step()
-                one.zero_grad()
-        if how != "mixed":
-            gaps["evaluated"] = float((pipe.predict(x) - whole(x)).abs().max())
-        names = [name for name, _ in pipe.weights.here.named_parameters()]
+        gaps = judge(cases, pipe, steps=3, optimizer=adamw, evaluate=how != "mixed").differences()
         full = pipe.weights.state_dict(full=True)
-        local = pipe.weights.state_dict()
-        pipe.weights.load_state_dict(
-            {name: value + 1 for name, value in whole.state_dict().items()}
-        )
+        pipe.weights.load_state_dict({n: v + 1 for n, v in plain.state_dict().items()})
         moved = pipe.weights.state_dict(full=True)
-        leads = sum(pipe.job.agree(pipe.is_main_process))
-    for name, value in whole.state_dict().items() if full else ():
-        gaps["weights"] = max(gaps["weights"], float((full[name] - value).abs().max()))
-        assert torch.equal(moved[name], value + 1)
+        main = sum(pipe.job.agree(pipe.is_main_process))
+    assert full.keys() == moved.keys()
+    assert full.keys() in (set(), plain.state_dict().keys())
+    assert all(torch.equal(value, plain.state_dict()[n] + 1) for n, value in moved.items())
     return {
-        "gaps": gaps,
+        "gap": max(gaps.values()),
         "waits": waits,
         "counts": dict(collectives.counts),
         "stages": [stage.index for stage in pipe.stages],
         "blocks": sum(isinstance(m, Mlp) for s in pipe.stages for m in s.code.modules()),
-        "head": any(name.startswith("head") for name in names),
-        "strange": sorted({*names, *local, *full} - {name for name, _ in whole.named_parameters()}),
-        "leads": [leads, not any(mesh.get_coordinate() or [1])],
+        "head": any(name.startswith("head") for name, _ in pipe.weights.here.named_parameters()),
+        "main": [main, not any(mesh.get_coordinate() or [1])],
     }
 
 
@@ -146,28 +111,23 @@ def least(how: str, answer: dict[str, Any]) -> dict[str, int]:
         return {"allreduce_": stages}
     if how == "tp":
         # Nothing goes back through what has the batch as its input.
-        first = 0 in answer["stages"]
-        return {"all_reduce": MICROBATCHES * (2 * blocks - first)}
+        return {"all_reduce": MICROBATCHES * (2 * blocks - (0 in answer["stages"]))}
     groups = blocks + answer["head"] if how == "blocks" else stages
     return {"allgather_base": groups, "reduce_scatter_base": groups}
 
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_wrapped_stages_equal_one_process(workers: WorkerPool, schedule: str, how: str) -> None:
-    answers = workers.run(f"{__name__}:run", 4, 60.0, schedule=schedule, how=how)
-    for answer in answers:
-        limits = dict.fromkeys(answer["gaps"], 1e-5 if how == "mixed" else 1e-12)
-        assert {n: g for n, g in answer["gaps"].items() if g > limits[n]} == {}
-        assert answer["strange"] == []
+def test_wrapped_stages_are_right_and_reduce_once_a_step(
+    workers: WorkerPool, schedule: str, how: str
+) -> None:
+    for answer in workers.run(f"{__name__}:run", 4, 60.0, schedule=schedule, how=how):
+        assert answer["gap"] < (1e-5 if how == "mixed" else 1e-12)
         # DTensors that are multiplied as such do not wait.
         halves = schedule.startswith("ZB") * len(answer["stages"])
         assert answer["waits"] == [how != "tp"] * halves
-        counts = {
-            kind: sum(n for name, n in answer["counts"].items() if kind in name)
-            for kind in least(how, answer)
-        }
-        assert counts == least(how, answer), answer["counts"]
+        for kind, wanted in least(how, answer).items():
+            assert sum(n for name, n in answer["counts"].items() if kind in name) == wanted
 
 
 def run_without_sums(group: Any) -> float:
@@ -186,8 +146,8 @@ def run_without_sums(group: Any) -> float:
         patch.setattr(FSDPParamGroup, "post_backward", with_sums)
         for name in sums:
             patch.delattr(FSDPParam, name)
-        gaps: dict[str, float] = run(group, "1F1B", "mixed")["gaps"]
-    return max(gaps.values())
+        gap: float = run(group, "1F1B", "mixed")["gap"]
+    return gap
 
 
 def test_mixed_precision_where_only_torch_can_add_up(workers: WorkerPool) -> None:
@@ -201,44 +161,30 @@ def test_mixed_precision_where_only_torch_can_add_up(workers: WorkerPool) -> Non
 def test_pipeline_replicas_and_tensor_parallelism_together(schedule: str) -> None:
     with WorkerPool(8) as pool:
         answers = pool.run(f"{__name__}:run", 8, 90.0, schedule=schedule, how="tp and fsdp")
-    for answer in answers:
-        assert max(answer["gaps"].values()) < 1e-12, answer
+    assert max(answer["gap"] for answer in answers) < 1e-12
     # Of the two pipelines with the same first rank, one prints and writes.
-    leads, first = zip(*(answer["leads"] for answer in answers), strict=True)
-    assert (sum(leads), sum(first)) == (2, 1)
-
-
-# ---- weights that stages share
+    main, first = zip(*(answer["main"] for answer in answers), strict=True)
+    assert (sum(main), sum(first)) == (2, 1)
 
 
 def run_tied(group: Any, schedule: str, how: str) -> float | str:
-    """A worker's task: two steps without zeroing gradients; how far they are from one process."""
-    mesh, of = mesh_of("dp", "pp"), LANGUAGE["tied"]()
-    half, count = half_of(mesh, SAMPLES), 4 if schedule == "ZB-V" else 2
+    """A worker's task: two steps without zeroing gradients of weights that stages share."""
+    mesh, case = mesh_of("dp", "pp"), MODELS["gpt"]()
+    calls = case.args[0].calls
+    cases = [
+        dataclasses.replace(case, args=[Microbatches(half, samples=[2, 2])])
+        for half in (calls[:2], calls[2:])
+    ]
     try:
-        pipe = pipeline(
-            of,
-            count,
-            schedule=schedule,
-            microbatches=4,
-            mesh=mesh,
-            replicas="dp",
-            wrap=lambda module, stage: wrap(module, how, mesh),
-            cut=True,
-        )
+        pipe = Pipeline(
+            copy.deepcopy(case.model), schedule=schedule, mesh=mesh, replicas="dp", loss_fn=case.loss,
+            stages=4 if schedule == "ZB-V" else 2, wrap=lambda module, stage: wrap(module, how, mesh),
+        )  # fmt: skip
+        with pipe:
+            pipe.cut(cases[0].args[0])
+            return max(judge(cases, pipe, steps=2).differences().values())
     except (UsageError, PeerFailed) as error:
         return str(error)
-    with pipe:
-        for _ in range(2):
-            pipe.step(of.args[0][half], target=of.target[half])
-            of.loss_fn(of.model(*of.args), of.target).backward()
-        norm = float(
-            nn.utils.get_total_norm([p.grad for p in of.model.parameters() if p.grad is not None])
-        )
-        return max(
-            gap_of(pipe.weights.here.named_parameters(), of.model),
-            abs(pipe.weights.grad_norm() / norm - 1),
-        )
 
 
 @pytest.mark.parametrize(
@@ -257,12 +203,12 @@ def test_weights_that_stages_share(workers: WorkerPool, schedule: str, how: str)
 
 
 class Around(nn.Module):
-    """A wrapper of the user's, with a weight of its own."""
+    """A wrapper of the user's, perhaps with a weight of its own."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, gain: Tensor | None = None) -> None:
         super().__init__()
         self.inner = inner
-        self.gain = nn.Parameter(torch.ones(()))
+        self.gain = None if gain is None else nn.Parameter(gain)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.inner(*args, **kwargs)
@@ -275,11 +221,9 @@ def test_names_are_those_of_the_unsplit_model_whatever_is_around() -> None:
     def around(module: nn.Module, stage: int) -> nn.Module | None:
         for name, block in module.named_children():
             setattr(module, name, checkpoint_wrapper(block))
-        return Around(module) if stage == 0 else None
+        return Around(module, torch.ones(())) if stage == 0 else None
 
     pipe = Pipeline(model, stages=2, loss_fn=mse_loss, wrap=around)
-    first = pipe.stages[0].module
-    pipe.stages[0].module = Around(pipe.stages[0].code)
     names = set(whole.state_dict())
     assert names == {name for name, _ in pipe.weights.here.named_parameters()} - {"gain"}
     assert names == pipe.weights.state_dict().keys() - {"gain"}
@@ -287,33 +231,31 @@ def test_names_are_those_of_the_unsplit_model_whatever_is_around() -> None:
     grads = {name: parameter.grad for name, parameter in plain.named_parameters()}
     for name, parameter in pipe.weights.here.named_parameters():
         assert name == "gain" or torch.equal(parameter.grad, grads[name])  # type: ignore[arg-type]
-    pipe.stages[0].module = first
     pipe.weights.load_state_dict(whole.state_dict(), strict=False)
     assert torch.equal(pipe.weights.state_dict()["0.up.weight"], whole.state_dict()["0.up.weight"])
 
 
-class Lower(Around):
-    """A wrapper that computes in another type, which the run without data does not see."""
+in_bfloat16 = torch.autocast("cpu", torch.bfloat16)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
-            return self.inner(*args, **kwargs)
+
+class Lower(Around):
+    """Computes in another type, which the run without data does not see."""
+
+    forward = in_bfloat16(Around.forward)
+
+
+class LowerModel(nn.Sequential):
+    forward = in_bfloat16(nn.Sequential.forward)
 
 
 def test_a_wrapper_may_change_types() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
-    x, y = X.float(), Y.float()
-    whole = copy.deepcopy(model)
-    with torch.autocast("cpu", torch.bfloat16):
-        output = whole(x)
-    loss = mse_loss(output, y)
-    loss.backward()
+    plain = LowerModel(*[nn.Linear(4, 4) for _ in range(4)])
+    model = nn.Sequential(*copy.deepcopy(plain))
     pipe = Pipeline(model, stages=2, loss_fn=mse_loss, wrap=lambda module, stage: Lower(module))
-    assert pipe.step(x, target=y).loss == pytest.approx(loss.item(), rel=1e-4)
-    named = [(n, p) for n, p in pipe.weights.here.named_parameters() if not n.endswith("gain")]
-    assert len(named) == 8
-    assert gap_of(named, whole) < 1e-2
+    verdict = judge(Case(plain, (X.float(),), Y.float(), mse_loss), pipe, evaluate=False)
+    verdict.check(1e-2)
+    assert len(verdict.gradients) == 8
 
 
 @pytest.mark.parametrize(
@@ -329,19 +271,29 @@ def test_what_wrap_must_give(function: Any, says: str) -> None:
         Pipeline(chain(), stages=2, wrap=function)
 
 
-def run_wrapped_before(group: Any, how: str) -> str:
-    """A worker's task."""
-    mesh = mesh_of("dp", "pp")
+def run_refused(group: Any) -> list[str]:
+    """A worker's task: wrapping before the cut, and over four processes of which two are replicas."""
+    mesh, said = mesh_of("dp", "pp"), []
+    for how in ("ddp", "blocks"):
+        with pytest.raises(UsageError) as refusal:
+            Pipeline(wrap(chain(), how, mesh), mesh=mesh)
+        said.append(str(refusal.value))
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("other", "dp", "pp"))
+
+    def wrapped(module: nn.Module, stage: int) -> nn.Module:
+        return DistributedDataParallel(module, process_group=group)
+
     with pytest.raises(UsageError) as refusal:
-        Pipeline(wrap(chain(), how, mesh), mesh=mesh)
-    return str(refusal.value)
+        Pipeline(chain(), mesh=mesh, replicas="dp", wrap=wrapped).cut(X)
+    return [*said, str(refusal.value)]
 
 
-@pytest.mark.parametrize("how", ["ddp", "blocks"])
-def test_wrapping_before_the_cut_is_refused_with_the_remedy(workers: WorkerPool, how: str) -> None:
-    (said, *_) = workers.run(f"{__name__}:run_wrapped_before", 4, 60.0, how=how)
-    assert "wrap=lambda module, stage: " in said
-    assert ("fully_shard(module" if how == "blocks" else "DistributedDataParallel(module") in said
+def test_wrapping_too_early_or_too_far_is_refused_with_the_remedy(workers: WorkerPool) -> None:
+    for ddp, blocks, too_far in workers.run(f"{__name__}:run_refused", 4, 60.0):
+        assert "wrap=lambda module, stage: DistributedDataParallel(module" in ddp
+        assert "wrap=lambda module, stage: fully_shard(module" in blocks
+        assert "over the processes [0, 1, 2, 3], but replicas= holds" in too_far
+        assert 'replicas="dp"' in too_far
 
 
 def run_along_one_dimension(group: Any) -> float:
@@ -354,24 +306,5 @@ def run_along_one_dimension(group: Any) -> float:
 
 def test_a_mesh_may_be_the_pipeline_alone(workers: WorkerPool) -> None:
     wanted = mse_loss(chain()(X), Y).item()
-    assert workers.run(f"{__name__}:run_along_one_dimension", 2, 60.0) == pytest.approx(
-        [wanted] * 2
-    )
-
-
-def run_wrapped_too_far(group: Any) -> str:
-    """A worker's task: DDP averages over four processes, of which two are replicas of each other."""
-    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("other", "dp", "pp"))
-
-    def wrapped(module: nn.Module, stage: int) -> nn.Module:
-        return DistributedDataParallel(module, process_group=group)
-
-    with pytest.raises(UsageError) as refusal:
-        Pipeline(chain(), mesh=mesh, replicas="dp", wrap=wrapped).cut(X)
-    return str(refusal.value)
-
-
-def test_wrapping_over_others_than_the_replicas_is_refused(workers: WorkerPool) -> None:
-    for said in workers.run(f"{__name__}:run_wrapped_too_far", 4, 60.0):
-        assert "over the processes [0, 1, 2, 3], but replicas= holds" in said
-        assert 'replicas="dp"' in said
+    losses = workers.run(f"{__name__}:run_along_one_dimension", 2, 60.0)
+    assert losses == pytest.approx([wanted] * 2)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock._engine.microbatches import Microbatches, RulesGiven, read_rules, split_batch
+from penstock._engine.parallel import whole
 from penstock._engine.runtime import ActionEvent, Loss, LossFunction, StepResult, collect_losses
 from penstock._engine.values import flatten, map_tensors, named_leaves, tensors_in, unflatten
 from penstock.errors import PeerFailed, UsageError
@@ -279,13 +280,13 @@ def _judged(
     if evaluate and (evaluated := plain.evaluate()) is not None:
         actual |= {f"evaluation: {name}": value for name, value in evaluation.items()}
         expected |= {f"evaluation: {name}": value for name, value in evaluated.items()}
-    whole = _Plain(cases, mine, None, _no_draws, optimizer).train_whole(steps)
+    at_once = _Plain(cases, mine, None, _no_draws, optimizer).train_whole(steps)
     if seed == "off":
         del actual["random numbers"], expected["random numbers"]
     return Verdict(
         actual,
         {name: v for name, v in expected.items() if name in actual or not _is_local(name)},
-        {name: value for name, value in whole.items() if name in actual},
+        {name: value for name, value in at_once.items() if name in actual},
         case.refused,
     )
 
@@ -605,8 +606,8 @@ _ABSENT: Any = object()
 
 
 def _kept(value: Any) -> Any:
-    """A value as it is now, of which later changes show nothing."""
-    return value.detach().clone() if isinstance(value, Tensor) else value
+    """A value as it is now, of which later changes show nothing; of a tensor that is sharded the whole."""
+    return whole(value).clone() if isinstance(value, Tensor) else value
 
 
 def _gradients(values: Mapping[str, Any]) -> dict[str, Tensor | None]:
