@@ -177,6 +177,7 @@ class PipelineStage:
         is_first: whether the batch enters here.
         is_last: whether the loss is computed here.
         shared_context: a context in which the gradients that :meth:`share_gradients` collects are ``.grad``.
+        on_undo: called after a forward that failed compiled, before the module runs again as it is.
 
     Raises:
         UsageError: the index is not below the count.
@@ -206,6 +207,7 @@ class PipelineStage:
         self._pending: dict[int, Any] = {}
         self._settings = compilation_of(compile)
         self._reduces_later = False
+        self.on_undo: Callable[[], object] | None = None
         self.share_gradients(())
         self._set_up()
 
@@ -381,6 +383,8 @@ class PipelineStage:
                 raise
             log.warning("%s; it runs without compilation", error)
             self._compiled.undo()
+            if self.on_undo is not None:
+                self.on_undo()
             self._settings = None
             self._set_up()
             return self._call(*args, **kwargs)

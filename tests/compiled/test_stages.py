@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock import Loss, Microbatches, Pipeline, PipelineStage
+from penstock import Loss, Microbatches, Pipeline, PipelineStage, add_loss
 from penstock._engine.compiled import halves, names
 from penstock._engine.compiled.halves import HalvesError
 from penstock.backward import PendingGradients, SplitBackward
@@ -159,7 +159,7 @@ def test_a_model_that_is_cut_by_its_calls_is_compiled_piece_by_piece(waiting: li
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["gpt", "rotary tables", "mixture of experts", "segmentation"])
+@pytest.mark.parametrize("name", ["gpt", "rotary tables", "mixture of experts", "transformer of torch"])
 def test_architectures(name: str) -> None:
     case = MODELS[name]()
     pipe = Pipeline(
@@ -450,10 +450,9 @@ def test_what_cannot_be_captured_runs_without(logged: pytest.LogCaptureFixture) 
 
 
 class Twice(nn.Module):
-    """Differentiates through its own gradient, and counts its calls in buffers."""
+    """Differentiates through its own gradient, adds a loss, and counts its calls in a buffer."""
 
     calls: Tensor
-    replaced: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -463,6 +462,7 @@ class Twice(nn.Module):
     def forward(self, value: Tensor) -> Any:
         self.calls += 1
         energy = functional.dropout(self.layer(value).tanh(), 0.5).square().sum()
+        add_loss("energy", energy, 0.1)
         torch._dynamo.graph_break()
         (force,) = torch.autograd.grad(energy, value, create_graph=True)
         return force
@@ -584,4 +584,4 @@ def test_inductor(waiting: list[int], logged: pytest.LogCaptureFixture) -> None:
     judged(stage, "ZB-H1", compile=how).check(1e-5)
     assert waiting[0] == 2
     assert "compiled stages run without CUDA graphs" in logged.text
-    assert "runs without compilation" not in logged.text
+    assert "stage 0: torch.compile cannot" not in logged.text

@@ -60,6 +60,8 @@ class StageLosses:
         """
         loss, call = step.call.loss, step.agreement.model_call
         self._step, self._question, self._batch = step, None, None
+        for stage in self._stages.values():
+            stage.on_undo = self.added.clear
         self.seeds.clear()
         if loss is None or not has_last:
             return
