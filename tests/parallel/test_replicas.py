@@ -1,4 +1,4 @@
-"""``replicas=`` alone is data parallelism: two by two processes beside one process on the whole batch."""
+"""``replicas=`` alone is data parallelism: two by two processes beside a plain loop over the whole batch."""
 
 from __future__ import annotations
 
@@ -20,15 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock import Loss, Pipeline, PipelineStage, Replicas, add_loss, collect_losses
 from penstock._engine.transport import Circle
 from penstock.errors import NonFiniteError, PenstockError
-from penstock.testing import WorkerPool
-from tests.parallel.bodies import Collectives, Mlp, gap_of, half_of, mesh_of, wrap
+from penstock.testing import Case, WorkerPool, judge
+from tests.parallel.bodies import Collectives, Mlp, adamw, half_of, halves_of, mesh_of, wrap
 
 X = torch.linspace(-1, 1, 16 * 4, dtype=torch.float64).reshape(16, 4)
 Y = X.flip(0) * torch.linspace(0, 2, 16, dtype=torch.float64)[:, None]
-CASES = {
-    "1F1B": ("weighted", "sum", "tied"),
-    "ZB-V": ("plain", "accumulated", "unused", "tied"),
-}
+CASES = {"1F1B": ("weighted", "sum", "tied"), "ZB-V": ("plain", "unused", "tied")}
 
 
 class Choice(nn.Module):
@@ -42,28 +39,13 @@ class Choice(nn.Module):
         return (self.low if hidden.sum() < 0 else self.high)(hidden)
 
 
-class Tied(nn.Module):
-    """The first and the last unit have one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.blocks = nn.Linear(4, 4), nn.ModuleList([Mlp() for _ in range(2)])
-        self.last = nn.Linear(4, 4)
-        self.last.weight = self.first.weight
-
-    def forward(self, hidden: Tensor) -> Any:
-        hidden = self.first(hidden)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.last(hidden)
-
-
-def model_of(case: str, seed: int = 0) -> nn.Module:
+def model_of(case: str, seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
-    if case == "tied":
-        return Tied().double()
-    first = Choice() if case == "unused" else Mlp()
-    return nn.Sequential(first, *[Mlp() for _ in range(3)]).double()
+    first: nn.Module = {"unused": Choice, "tied": partial(nn.Linear, 4, 4)}.get(case, Mlp)()
+    last = nn.Linear(4, 4)
+    if isinstance(first, nn.Linear):
+        last.weight = first.weight
+    return nn.Sequential(first, Mlp(), Mlp(), last).double()
 
 
 def weight_of(target: Tensor) -> Tensor:
@@ -71,79 +53,60 @@ def weight_of(target: Tensor) -> Tensor:
     return (target.abs() > 0.5).sum() + 1
 
 
-def run_case(case: str, schedule: str, mesh: DeviceMesh) -> dict[str, Any]:
-    """Two updates, beside the same in one process; each replica has other first weights."""
-    replica, half = mesh.get_local_rank("dp"), half_of(mesh)
-    whole, total = model_of(case), case == "sum"
-    reduction: Any = "sum" if total else "mean"
-    loss_fn = partial(mse_loss, reduction=reduction)
-    options: dict[str, Any] = (
-        {"weight": weight_of, "over": "microbatch"} if case == "weighted" else {}
-    )
-    pipe = Pipeline(
-        model_of(case, seed=replica), schedule=schedule, microbatches=4, mesh=mesh,
-        replicas="dp", loss_fn=Loss(loss_fn, reduction=reduction, **options),
-    )  # fmt: skip
-    accumulate = 2 if case == "accumulated" else 1
-    gap, missing = 0.0, []
-    with pipe:
-        optimizers = [
-            torch.optim.SGD(m.parameters(), 0.001 if total else 0.1) for m in (pipe, whole)
-        ]
-        for _ in range(2):
-            for turn in range(accumulate):
-                x, y = X.roll(turn, 1), Y.roll(turn, 1)
-                result = pipe.step(x[half], target=y[half], accumulate=accumulate)
-                loss = loss_of(case, whole, loss_fn, x, y) / accumulate
-                loss.backward()
-                gap = max(gap, abs(result.loss / accumulate - float(loss)))
-            norm = nn.utils.get_total_norm(
-                [p.grad for p in whole.parameters() if p.grad is not None]
-            )
-            gap = max(gap, abs(pipe.weights.grad_norm() - float(norm)))
-            pairs = [
-                (p, whole.get_parameter(name)) for name, p in pipe.weights.here.named_parameters()
-            ]
-            grads = [
-                (p.grad, q.grad) for p, q in pairs if p.grad is not None and q.grad is not None
-            ]
-            missing.append(len(grads) < sum(q.grad is not None for _, q in pairs))
-            missing.append(len(grads) < sum(p.grad is not None for p, _ in pairs))
-            for optimizer in optimizers:
-                optimizer.step()
-            gap = max([gap, *(float((a - b).abs().max()) for a, b in (*grads, *pairs))])
-            for optimizer in optimizers:
-                optimizer.zero_grad()
+def piped(mesh: DeviceMesh, model: nn.Module, loss_fn: Any = mse_loss, **options: Any) -> Pipeline:
+    """A pipeline with replicas of four microbatches each."""
+    defaults: dict[str, Any] = {"microbatches": 4, "replicas": "dp"}
+    return Pipeline(model, mesh=mesh, loss_fn=loss_fn, **(defaults | options))
+
+
+def run_case(case: str, schedule: str, mesh: DeviceMesh) -> tuple[float, int]:
+    """Three updates; each replica has other first weights. Also the reductions of a step."""
+    loss = {
+        "weighted": Loss(mse_loss, weight=weight_of, over="microbatch"),
+        "sum": Loss(partial(mse_loss, reduction="sum"), reduction="sum"),
+        "unused": Loss(mse_loss, over="microbatch"),
+    }.get(case, Loss(mse_loss))
+    cases = halves_of(Case(model_of(case), (X,), Y, loss), X, Y)
+    model = model_of(case, seed=mesh.get_local_rank("dp"))
+    with piped(mesh, model, loss, schedule=schedule) as pipe:
+        gaps = judge(cases, pipe, steps=3, optimizer=adamw).differences()
         with Collectives() as collectives:
-            pipe.step(X[half], target=Y[half])
-    reductions = sum(n for name, n in collectives.counts.items() if "allreduce" in name)
-    return {"gap": gap, "missing": any(missing), "reductions": reductions}
+            pipe.step(*cases[0].args, target=cases[0].target)
+    counts = collectives.counts.items()
+    return max(gaps.values()), sum(n for name, n in counts if "allreduce" in name)
 
 
-def loss_of(case: str, whole: nn.Module, loss_fn: Any, x: Tensor, y: Tensor) -> Any:
-    """The loss of the whole batch; where its parts matter, from the microbatches of the replicas."""
-    if case not in ("weighted", "unused"):
-        return loss_fn(whole(x), y)
-    parts = list(zip(x.chunk(8), y.chunk(8), strict=True))
-    weights = [weight_of(b) if case == "weighted" else torch.ones(()) for _, b in parts]
-    losses = [loss_fn(whole(a), b) * w for (a, b), w in zip(parts, weights, strict=True)]
-    return torch.stack(losses).sum() / torch.stack(weights).sum()
-
-
-def run(group: Any, schedule: str) -> dict[str, dict[str, Any]]:
+def run(group: Any, schedule: str) -> dict[str, tuple[float, int]]:
     """A worker's task."""
     mesh = mesh_of("dp", "pp")
     return {case: run_case(case, schedule, mesh) for case in CASES[schedule]}
 
 
 @pytest.mark.parametrize("schedule", CASES)
-def test_replicas_equal_one_process_on_the_whole_batch(workers: WorkerPool, schedule: str) -> None:
+def test_replicas_equal_a_plain_loop_and_reduce_once(workers: WorkerPool, schedule: str) -> None:
     for answer in workers.run(f"{__name__}:run", 4, 60.0, schedule=schedule):
-        wrong = {case: of for case, of in answer.items() if of["gap"] > 1e-12 or of["missing"]}
-        assert wrong == {}
+        assert {case: gap for case, (gap, _) in answer.items() if gap > 1e-12} == {}
         # One of all weights of each stage, which are below 25 MB.
         stages = 2 if schedule == "ZB-V" else 1
-        assert {of["reductions"] for of in answer.values()} == {stages}
+        assert {reductions for _, reductions in answer.values()} == {stages}
+
+
+def run_accumulated(group: Any) -> float:
+    """A worker's task: two steps that each count half, and the same batch at once."""
+    mesh = mesh_of("dp", "pp")
+    half = half_of(mesh)
+    with piped(mesh, model_of("plain"), schedule="ZB-V") as pipe:
+        pipe.step(X[half], target=Y[half])
+        whole = {name: p.grad for name, p in pipe.weights.here.named_parameters()}
+        pipe.zero_grad()
+        for _ in range(2):
+            pipe.step(X[half], target=Y[half], accumulate=2)
+        parts: list[Any] = [(p.grad, whole[n]) for n, p in pipe.weights.here.named_parameters()]
+    return max(float((a - b).abs().max()) for a, b in parts)
+
+
+def test_steps_that_accumulate(workers: WorkerPool) -> None:
+    assert max(workers.run(f"{__name__}:run_accumulated", 4, 60.0)) < 1e-12
 
 
 # ---- when the averages start
@@ -152,10 +115,7 @@ def test_replicas_equal_one_process_on_the_whole_batch(workers: WorkerPool, sche
 def run_early(group: Any) -> list[int]:
     """A worker's task: how many averages have started before each stage's last backward, and in all."""
     mesh, counts = mesh_of("dp", "pp"), list[int]()
-    pipe = Pipeline(
-        model_of("plain"), schedule="Interleaved1F1B", microbatches=2, loss_fn=mse_loss, mesh=mesh,
-        replicas="dp",
-    )  # fmt: skip
+    pipe = piped(mesh, model_of("plain"), schedule="Interleaved1F1B", microbatches=2)
     with pipe, Collectives() as collectives:
 
         def count() -> int:
@@ -173,19 +133,12 @@ def test_a_stages_average_starts_while_other_stages_still_go_backward(workers: W
 
 
 def run_uneven(group: Any, schedule: str) -> float:
-    """A worker's task: how far gradients are from one process, if one replica has fewer microbatches."""
-    mesh = mesh_of("dp", "pp")
-    part = slice(0, 14) if mesh.get_local_rank("dp") == 0 else slice(14, 16)
-    whole = model_of("plain")
-    pipe = Pipeline(
-        copy.deepcopy(whole), schedule=schedule, microbatches=4, mesh=mesh, replicas="dp",
-        loss_fn=mse_loss,
-    )  # fmt: skip
-    with pipe:
-        for _ in range(2):
-            pipe.step(X[part], target=Y[part])
-            mse_loss(whole(X), Y).backward()
-        return gap_of(pipe.weights.here.named_parameters(), whole)
+    """A worker's task: one replica has fewer microbatches."""
+    mesh, model = mesh_of("dp", "pp"), model_of("plain")
+    parts = [slice(0, 14), slice(14, 16)]
+    cases = [Case(model, (X[part],), Y[part], mse_loss) for part in parts]
+    with piped(mesh, copy.deepcopy(model), schedule=schedule) as pipe:
+        return max(judge(cases, pipe, steps=2).differences().values())
 
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZB-V"])
@@ -221,13 +174,7 @@ def run_named(group: Any) -> list[Any]:
     names: list[str] = []
     model = nn.Sequential(Adds(names), Mlp(), Adds(names), Mlp()).double()
     metrics = {"mean": lambda o, t: o.mean(), mine: lambda o, t: ((o > 0).sum(), o.numel())}
-    pipe = Pipeline(
-        model,
-        microbatches=2,
-        mesh=mesh,
-        replicas="dp",
-        loss_fn=Loss(mse_loss, metrics=metrics),
-    )
+    pipe = piped(mesh, model, Loss(mse_loss, metrics=metrics), microbatches=2)
     part = slice(0, 12) if replica == 0 else slice(12, 16)
     seen = []
     with pipe:
@@ -285,9 +232,7 @@ def run_adding(group: Any, alike: bool) -> str:
     )
     others = Replicas(2, circle.sum, index=circle.rank)
     try:
-        with Pipeline(
-            model.double(), microbatches=2, mesh=mesh, replicas=others, loss_fn=mse_loss
-        ) as pipe:
+        with piped(mesh, model.double(), microbatches=2, replicas=others) as pipe:
             return " ".join(pipe.step(X, target=Y).losses)
     except PenstockError as error:
         return str(error)
@@ -327,8 +272,7 @@ def run_sparse(group: Any) -> list[Any]:
     mesh = mesh_of("dp", "pp")
     half = half_of(mesh)
     torch.manual_seed(half.start)
-    pipe = Pipeline(Words().double(), microbatches=2, mesh=mesh, replicas="dp", loss_fn=mse_loss)
-    with pipe:
+    with piped(mesh, Words().double(), microbatches=2) as pipe:
         pipe.step(torch.arange(16)[half], target=Y[half])
         grads = {
             name: p.grad for name, p in pipe.weights.here.named_parameters() if p.grad is not None
@@ -362,19 +306,14 @@ def wrap_some(module: nn.Module, stage: int, how: str, mesh: DeviceMesh) -> Any:
 
 
 def run_wrapped(group: Any, how: str) -> float:
-    """A worker's task: how far gradients are from one process, where wrappers reduce some or none."""
+    """A worker's task: wrappers reduce some gradients or none."""
     sizes = {"dp": 2, "pp": 1, "tp": 2} if how == "tp" else {"dp": 2, "pp": 2}
     mesh = init_device_mesh("cpu", (*sizes.values(),), mesh_dim_names=(*sizes,))
-    half, whole = half_of(mesh), model_of("plain")
-    pipe = Pipeline(
-        copy.deepcopy(whole), microbatches=4, mesh=mesh, replicas="dp", loss_fn=mse_loss,
-        wrap=lambda module, stage: wrap_some(module, stage, how, mesh),
-    )  # fmt: skip
-    with pipe:
-        for _ in range(2):
-            pipe.step(X[half], target=Y[half])
-            mse_loss(whole(X), Y).backward()
-        return gap_of(pipe.weights.here.named_parameters(), whole)
+    case = Case(model_of("plain"), (X,), Y, mse_loss)
+    with piped(
+        mesh, copy.deepcopy(case.model), wrap=lambda m, stage: wrap_some(m, stage, how, mesh)
+    ) as pipe:
+        return max(judge(halves_of(case, X, Y), pipe, steps=2).differences().values())
 
 
 @pytest.mark.parametrize("how", ["ddp", "replicate", "block", "tp"])
@@ -387,10 +326,8 @@ def run_nonfinite(group: Any, sharded: bool) -> str:
     mesh = mesh_of("dp", "pp")
     factor = 1.0 - mesh.get_local_rank("dp")
     loss_fn: Callable[..., Tensor] = lambda o, t: (o * t).abs().sqrt().mean()  # noqa: E731
-    pipe = Pipeline(
-        model_of("plain"), mesh=mesh, microbatches=2, replicas="dp", loss_fn=loss_fn,
-        wrap=(lambda module, _: wrap(module, "fsdp", mesh)) if sharded else None,
-    )  # fmt: skip
+    wrapped: Any = (lambda module, _: wrap(module, "fsdp", mesh)) if sharded else None
+    pipe = piped(mesh, model_of("plain"), loss_fn, microbatches=2, wrap=wrapped)
     with pipe, pytest.raises(NonFiniteError) as caught:
         pipe.step(X[:8], target=Y[:8] * factor + 1e-3 * factor)
     return str(caught.value)
@@ -443,7 +380,7 @@ REFUSED = {
     "ddp over others": ["DistributedDataParallel over the processes", "but replicas= holds"],
     "ddp, weighted": ["the loss has weights", "without replicas=", "DistributedDataParallel"],
     "ddp, weighted later": ["the loss has weights", "without replicas=", "DistributedDataParallel"],
-    "tied, ddp on one": ["stages [0, 1] share 'first.weight'", "in stages [0] only"],
+    "tied, ddp on one": ["stages [0, 1] share '0.weight'", "in stages [0] only"],
 }
 
 
