@@ -6,7 +6,7 @@ import pytest
 
 from penstock.errors import ScheduleError
 from penstock.schedule import Action, Op, Overlap, matching, parse_action
-from penstock.schedule.action import message, misfit
+from penstock.schedule.action import message
 
 EXAMPLES = {
     "2F0": Action(2, Op.F, 0),
@@ -26,12 +26,6 @@ def test_text_and_action_are_each_others_inverse(text: str) -> None:
     assert str(EXAMPLES[text]) == text
 
 
-@pytest.mark.parametrize("op", Op)
-def test_every_op_has_a_text_form(op: Op) -> None:
-    action = Action(1, op) if misfit(Action(1, op, 0)) else Action(1, op, 0)
-    assert parse_action(str(action)) == action
-
-
 NOT_ACTIONS = ",F0,0,0F,0f0,0F0 , 0F0,0F-1,+0F0,0F0@1,0UNSHARD0,00F0,0F00"
 
 
@@ -47,10 +41,7 @@ def test_what_is_no_action_is_refused_with_its_text(text: str) -> None:
     [
         ("0B0;0F1", "must hold an F and then a B or I"),
         ("0F0;0W0", "must hold an F and then a B or I"),
-        ("0F0;0F1", "must hold an F and then a B or I"),
         ("0F0", "is not an action"),
-        ("0F0;0B1;0B2", "is not an action"),
-        ("0F0;x", "is not an action"),
     ],
 )
 def test_an_overlap_holds_a_forward_and_a_backward(pair: str, says: str) -> None:
@@ -79,14 +70,11 @@ ALL = "0F0 3F0 3F1 13F0 3B0 3I10 3SEND_F0 0SEND_F1@5 0SEND_F1 3UNSHARD"
     [
         ("3F0", "3F0"),
         ("*F*", "0F0 3F0 3F1 13F0"),
-        ("*F0", "0F0 3F0 13F0"),
         ("3F*", "3F0 3F1"),
         ("3*0", "3F0 3B0 3SEND_F0"),
         ("3*", "3F0 3F1 3B0 3I10 3SEND_F0 3UNSHARD"),
-        ("3**", "3F0 3F1 3B0 3I10 3SEND_F0 3UNSHARD"),
         ("*", ALL),
         ("*UNSHARD", "3UNSHARD"),
-        ("*UNSHARD*", "3UNSHARD"),
         ("*SEND_F*", "3SEND_F0 0SEND_F1@5 0SEND_F1"),
         ("0SEND_F1", "0SEND_F1@5 0SEND_F1"),
         ("0SEND_F1@5", "0SEND_F1@5"),

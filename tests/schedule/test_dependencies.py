@@ -7,15 +7,15 @@ import pytest
 from penstock.schedule import (
     Action,
     Dependencies,
-    Op,
     Schedule,
     add_communication,
     build,
+    merged,
+    names,
     parse_action,
     prefetch,
     reduce_gradients,
 )
-from penstock.schedule.dependencies import counterpart
 from tests.schedule.programs import SKIPPING, schedule
 
 
@@ -59,13 +59,6 @@ def test_a_microbatch_may_differ_from_others_in_its_backward() -> None:
     assert before(mixed, "1REDUCE_GRAD") == ["1B0", "1W1"]
 
 
-def test_sharded_stages_compute_where_they_are_gathered() -> None:
-    sharded = prefetch(PLAIN)
-    assert before(sharded, "1F0") == ["0F0", "1UNSHARD"]
-    assert Dependencies(sharded).shards(1)
-    assert not Dependencies(PLAIN).shards(1)
-
-
 def test_general_edges() -> None:
     plain = build("Interleaved1F1B", ranks=2, microbatches=1).with_edges(SKIPPING)
     lowered = add_communication(plain)
@@ -77,25 +70,16 @@ def test_general_edges() -> None:
     assert before(lowered, "1SEND_B0") == ["1B0", "3B0"]
 
 
-def test_messages_that_an_action_makes_possible_or_needs() -> None:
-    rule = Dependencies(build("Interleaved1F1B", ranks=2, microbatches=1).with_edges(SKIPPING))
-    assert [str(a) for a in rule.sends(Action(0, Op.F, 0))] == ["0SEND_F0"]
-    assert [str(a) for a in rule.sends(Action(3, Op.B, 0))] == ["1SEND_B0", "3SEND_B0"]
-    assert [str(a) for a in rule.receives(Action(3, Op.F, 0))] == ["1RECV_F0", "3RECV_F0"]
-    assert [str(a) for a in rule.receives(Action(0, Op.B, 0))] == ["0RECV_B0"]
-    assert rule.sends(Action(0, Op.W, 0)) == rule.receives(Action(0, Op.W, 0)) == []
-
-
-def test_the_ends_of_a_message_name_each_other() -> None:
-    for pair in ("0SEND_F1 1RECV_F1", "2SEND_B0@0 0RECV_B0@2", "3SEND_B1 2RECV_B1"):
-        first, second = map(parse_action, pair.split())
-        assert isinstance(first, Action)
-        assert isinstance(second, Action)
-        assert (counterpart(first), counterpart(second)) == (second, first)
-
-
-def test_the_rule_answers_for_every_action_of_every_pass() -> None:
-    made = reduce_gradients(prefetch(LOWERED))
-    rule = Dependencies(made)
-    present = {action for rank in range(3) for action in made.actions(rank)}
-    assert all(set(rule.before(action)) <= present for action in present)
+@pytest.mark.parametrize("name", names())
+def test_all_ranks_actions_have_an_order_in_which_each_comes_after_what_it_needs(name: str) -> None:
+    made = reduce_gradients(prefetch(build(name, ranks=4, microbatches=9)))
+    order, rule, done = merged(made), Dependencies(made), set[Action]()
+    for action in order:
+        assert done.issuperset(rule.before(action)), action
+        done.add(action)
+    for rank in range(made.ranks):
+        stages = made.placement.stages_on(rank)
+        assert [a for a in order if a.stage in stages] == list(made.actions(rank))
+    for pair in made.pairs:
+        assert order.index(pair.backward) == order.index(pair.forward) + 1
+    assert merged(add_communication(made)) == order

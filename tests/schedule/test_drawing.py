@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -16,8 +17,11 @@ from penstock.schedule import (
     build,
     draw_svg,
     draw_text,
+    names,
     simulate,
 )
+from penstock.schedule.library import find
+from website.pictures import PAGE, drawn, kept
 
 ONE_F_ONE_B = simulate(build("1F1B", ranks=2, microbatches=3)).timeline
 
@@ -46,9 +50,9 @@ def test_text_is_escaped() -> None:
 
 def test_times_have_a_fitting_unit() -> None:
     spans = (Span(0, Action(0, Op.F, 0), 0, 0.002), Span(0, Action(0, Op.B, 0), 0.002, 0.025))
-    drawn = texts(draw_svg(Timeline(spans, 1)))
-    assert "time in ms; makespan 25 ms" in drawn
-    assert {"0", "5", "10", "15", "20", "25"} <= {*drawn}, "ticks are round"
+    shown = texts(draw_svg(Timeline(spans, 1)))
+    assert "time in ms; makespan 25 ms" in shown
+    assert {"0", "5", "10", "15", "20", "25"} <= {*shown}, "ticks are round"
     assert "time in us; makespan 25 us" in texts(draw_svg(Timeline(spans, 1, "ms")))
     assert "time; makespan 0" in texts(draw_svg(Timeline((), 1, "")))
 
@@ -60,36 +64,11 @@ def test_the_text_is_at_most_as_wide_as_asked(width: int) -> None:
     assert 0.6 * width < len(lines[0]) <= width
 
 
-def test_a_measured_timeline_takes_all_of_the_width() -> None:
-    spans = (Span(0, Action(0, Op.F, 0), 0, 0.002), Span(0, Action(0, Op.B, 0), 0.0021, 0.25))
-    assert len(draw_text(Timeline(spans, 1), width=100).splitlines()[0]) == 100
-
-
 def test_the_text_shows_the_schedule() -> None:
     rows = draw_text(ONE_F_ONE_B, width=8 + 36 + 14).splitlines()
     assert rows[0].startswith("rank 0 |F0 F1 ......B0    F2 B1    ...B2")
     assert rows[1].startswith("rank 1 |...F0 B0    F1 B1")
     assert rows[1].endswith("25.0 % idle")
-
-
-def test_the_text_has_a_line_per_stage_where_ranks_hold_several() -> None:
-    line = simulate(build("ZB-V", ranks=2, microbatches=2)).timeline
-    drawn = draw_text(line, width=120).splitlines()
-    assert [row.partition("|")[0].rstrip() for row in drawn[:4]] == [
-        "rank 0 stage 0",
-        "       stage 3",
-        "rank 1 stage 1",
-        "       stage 2",
-    ]
-    first, last = (row.partition("|")[2] for row in drawn[:2])
-    assert first.startswith("F0 ")
-    assert last.lstrip(" .").startswith("F0 ")
-    # Where a rank works, no line of it says that it is idle.
-    assert not [
-        at
-        for at, pair in enumerate(zip(first, last, strict=False))
-        if "." in pair and set(pair) & set("FIW")
-    ]
 
 
 def test_every_action_is_in_the_text_also_where_two_overlap() -> None:
@@ -115,18 +94,6 @@ def test_colours_change_nothing_but_the_colour() -> None:
     assert coloured.count("\x1b[30;48;5;") == len(line.spans) + 3
 
 
-def test_a_forward_is_drawn_above_the_backward_that_runs_beside_it() -> None:
-    line = simulate(build("DualPipeV", ranks=2, microbatches=6), Costs(overlap=1)).timeline
-    tree = ElementTree.fromstring(draw_svg(line))
-    boxes = {
-        (box[0].text or "").partition(":")[0]: box[1] for box in tree if box.tag.endswith("}g")
-    }
-    for pair in line.pairs:
-        forward, backward = (boxes[str(half)] for half in pair)
-        end = float(forward.attrib["y"]) + float(forward.attrib["height"])
-        assert float(backward.attrib["y"]) == end
-
-
 def test_the_svg_frames_what_overlaps() -> None:
     made = build("DualPipeV", ranks=2, microbatches=6)
     svg = draw_svg(simulate(made).timeline)
@@ -134,3 +101,15 @@ def test_the_svg_frames_what_overlaps() -> None:
     assert svg.count('class="pair"') == len(made.pairs)
     assert "framed: F and B that overlap" in svg
     assert "framed" not in draw_svg(ONE_F_ONE_B)
+
+
+@pytest.mark.parametrize("file", [pytest.param(file, id=file.name) for file in kept()])
+def test_what_the_repository_shows_is_current(file: Path) -> None:
+    assert file.read_text() == kept()[file], "not current: run `python -m website.pictures`"
+
+
+def test_every_schedule_has_a_picture_and_its_page_shows_it() -> None:
+    for name in names():
+        path = f"schedules/{name.lower()}.svg"
+        assert path in drawn()
+        assert not find(name)[1].trains or f"]({path})" in PAGE.read_text()

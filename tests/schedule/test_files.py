@@ -12,7 +12,6 @@ from penstock.errors import InputFileError, ScheduleError, UsageError
 from penstock.schedule import (
     Edge,
     Limits,
-    Op,
     Schedule,
     add_communication,
     build,
@@ -26,7 +25,6 @@ from penstock.schedule import (
     save,
     to_csv,
     to_json,
-    validate,
     wait_for_sends,
 )
 from penstock.schedule.files import csv_table
@@ -46,12 +44,6 @@ def test_round_trips_are_exact(name: str) -> None:
         assert from_csv(to_csv(made)) == made
 
 
-def test_csv_looks_like_torchs() -> None:
-    assert (
-        to_csv(build("1F1B", ranks=2, microbatches=2)) == "0F0,0F1,0B0,0B1\r\n1F0,1B0,1F1,1B1\r\n"
-    )
-
-
 def test_json_holds_edges_and_csv_refuses_them() -> None:
     edges = (Edge("x", 0, (1, 2)), Edge("mask", 0, (2,), gradient=False), Edge("y", 1, (2,)))
     made = add_communication(build("1F1B", ranks=3, microbatches=2).with_edges(edges))
@@ -64,16 +56,10 @@ def test_json_holds_edges_and_csv_refuses_them() -> None:
     ("text", "expected"),
     [
         ("", "no rows"),
-        ("\n\n", "no rows"),
         ("0F0,0B0\n1F0,=cmd()", r"row 2, column 2: '=cmd\(\)' is not an action"),
         ("0F0,0X0", "row 1, column 2: '0X0' is not an action"),
-        ("0F0,0F", "row 1, column 2: '0F' is not an action"),
-        ("0F0, 0F1 0B0", "row 1, column 2: '0F1 0B0' is not an action"),
-        ("0F0,(0F1;0F2)OVERLAP_F_B", "row 1, column 2: .* is not an action"),
-        ("0F0,-1F0", "row 1, column 2: '-1F0'"),
         ("0F0,٣F0", "row 1, column 2"),
         ("0F0,9999999999F0", "row 1, column 2"),
-        ("0F0,00B0", "row 1, column 2: '00B0'"),
         ("0F0\n0B0", "row 2: stage 0 computes in row 1 already"),
         ("0F0\n\n1F0", "row 2: computes nothing"),
         ("0F0\n2F0", "no row computes stage 1, but stage 2 is there"),
@@ -100,19 +86,14 @@ GOOD = json.loads(to_json(build("1F1B", ranks=2, microbatches=1)))
         ({"version": 2}, "version: .* 1, not 2"),
         ({"extra": 1}, "extra: Extra inputs"),
         ({"microbatches": "1"}, "microbatches: .* valid integer, not '1'"),
-        ({"microbatches": 10**4000}, "microbatches: .* less than"),
         ({"microbatches": 10**7}, "more than 10000000 forwards"),
-        ({"microbatches": True}, "microbatches: .* valid integer, not True"),
         ({"microbatches": 0}, "microbatches=0: must be at least 1"),
         ({"microbatches": 10**12}, "microbatches: .* less than"),
         ({"placement": [0, 10**9]}, r"placement: 1000000000 is not a rank"),
-        ({"placement": [0, "1"]}, r"placement\[1\]: .* valid integer, not '1'"),
-        ({"programs": [["0F0"], "1F0"]}, r"programs\[1\]: .* valid list, not '1F0'"),
         ({"programs": [["0F0"], [None]]}, r"programs\[1\]\[0\]: .* valid string, not None"),
         ({"programs": [["0F0"], ["1F0", "x"]]}, r"programs\[1\]\[1\]: 'x' is not an action"),
         ({"programs": [["0F0"]]}, "1 programs for 2 ranks"),
         ({"programs": [["0F0"], ["1F5"]]}, "there is no microbatch 5"),
-        ({"edges": [1]}, r"edges\[0\]: .* valid dictionary, not 1"),
         ({"\x1b[2J": 1}, r"^\\x1b\[2J: Extra inputs"),
         (
             {"edges": [{"value": "\x1b[2J", "source": 0, "targets": [1], "gradient": True}]},
@@ -140,7 +121,6 @@ def test_wrong_json_names_the_place(change: dict[str, object], expected: str) ->
     [
         ("{", "not JSON"),
         ("[" * 100_000, "not JSON"),
-        ("[]", "the file: .* valid dictionary"),
         ('{"name": "a", "name": "b"}', "a key occurs twice"),
         ('{"version": NaN}', "format: Field required"),
         ('{"version": ' + "9" * 5000 + "}", "not JSON: .* 5000 digits"),
@@ -215,8 +195,3 @@ def test_compute_only_undoes_the_other_passes() -> None:
     plain, *others = forms("DualPipeV")
     for made in others:
         assert compute_only(made) == plain
-
-
-def test_a_loaded_schedule_is_validated_like_any_other() -> None:
-    assert not validate(from_csv("0F0,0SEND_F0,0RECV_B0,0B0\n1F0,1B0,1SEND_B0")).ok
-    assert Op.SEND_F in from_csv("0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0").ops

@@ -96,7 +96,6 @@ def test_few_buffers_wait_and_messages_are_received_in_the_order_of_their_sends(
     [
         ("1F1B", lambda s: add_communication(s, ahead=0), "ahead=0: must be at least 1"),
         ("DualPipeV", lambda s: prefetch(s, unsharded=1), "=1: must be at least 2 for DualPipeV"),
-        ("GPipe", lambda s: prefetch(s, unsharded=0), "unsharded=0: must be at least 1 for GPipe"),
     ],
 )
 def test_bounds_that_are_too_small_are_refused(name: str, use: Pass, says: str) -> None:

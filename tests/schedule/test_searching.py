@@ -155,13 +155,6 @@ def test_equal_costs_take_no_longer_than_the_schedule_made_for_them(name: str, l
     assert lower_bound(Costs(), **step) <= least
 
 
-def drawn(random: Random, stages: int) -> Costs:
-    """Costs of which none are equal, with a stash as large as the activations."""
-    kinds = ("forward", "input", "weight", "activation")
-    each = {kind: [round(random.uniform(1, 3), 2) for _ in range(stages)] for kind in kinds}
-    return Costs(**each, stash=each["activation"], latency=0.1)  # type: ignore[arg-type]
-
-
 UNEQUAL = Costs(
     forward=[2.23, 2.12, 1.95, 1.68, 2.34, 1.69, 2.46, 1.66],
     input=[2.2, 1.9, 2.8, 1.75, 1.69, 1.05, 2.1, 1.18],
@@ -172,23 +165,13 @@ UNEQUAL = Costs(
 )
 
 
-@pytest.mark.parametrize(
-    ("costs", "memory", "microbatches", "least"),
-    [
-        (UNEQUAL, [5.26, 10.98, 8.02, 7.6], 6, 104.17),
-        (drawn(Random("2"), 10), [8.3] * 5, 8, 164.87),
-    ],
-    ids=["4 ranks", "5 ranks"],
-)
-def test_in_a_v_with_memory_for_two_microbatches_the_result_is_near_the_best_known(
-    costs: Costs, memory: Sequence[float], microbatches: int, least: float
-) -> None:
+def test_in_a_v_with_memory_for_two_microbatches_the_result_is_near_the_best_known() -> None:
     """No schedule of the library fits; a tenth of the default effort comes this near."""
-    placement = v_shaped(len(memory))
-    assert not any(fits(simulate(each, costs), memory) for each in library(placement, microbatches))
-    step = step_of(placement, microbatches, memory)
+    memory, costs = [5.26, 10.98, 8.02, 7.6], UNEQUAL
+    assert not any(fits(simulate(each, costs), memory) for each in library(v_shaped(4), 6))
+    step = step_of(v_shaped(4), 6, memory)
     ran = simulate(search(costs, **step, effort=0.1, seconds=math.inf), costs)
-    assert lower_bound(costs, **step) <= ran.makespan * (1 + 1e-9) <= 1.05 * least
+    assert lower_bound(costs, **step) <= ran.makespan * (1 + 1e-9) <= 1.05 * 104.17
     assert fits(ran, memory)
 
 
@@ -283,18 +266,13 @@ def test_the_bound_is_the_busiest_rank_and_what_must_come_before_and_after_it() 
 LACKING = r"memory=2 is too little .* hold \[1.0, 3.0\]: .* or 3 to all, make microbatches smaller"
 WRONG: list[tuple[dict[str, Any], type[PenstockError], str]] = [
     ({"ranks": 0}, ScheduleError, "ranks=0: must be at least 1"),
-    ({"ranks": 1.5}, UsageError, "ranks=1.5: must be a whole number"),
-    ({"microbatches": 0}, ScheduleError, "microbatches=0: must be at least 1"),
     ({"memory": 2}, ScheduleError, LACKING),
     ({"memory": [1, 2]}, ScheduleError, r"memory=\[1, 2\] is too little"),
     ({"memory": math.nan}, UsageError, "memory=nan: must be a number, at least 0"),
-    ({"memory": [1, -3]}, UsageError, "memory=-3: must be a number"),
-    ({"memory": "80"}, UsageError, "memory='8': must be a number"),
     ({"memory": [3, 3, 3]}, ScheduleError, "3 numbers for 2 ranks: give one"),
     ({"placement": looped(3)}, ScheduleError, "ranks=2, but the placement has 3"),
     ({"placement": looped(2, 2)}, UsageError, "activation has 2 numbers for 4 stages"),
     ({"costs": Costs(forward=[1, 2, 3])}, ScheduleError, "not a multiple of ranks"),
-    ({"costs": Costs(forward=[])}, ScheduleError, "costs list 0 stages"),
     ({"costs": Costs(forward=[1, 2], input=[1])}, UsageError, r"costs list \[1, 2\] stages: give"),
     ({"edges": [Edge("x", 0, (5,))]}, ScheduleError, "stages beyond the last"),
 ]
@@ -308,12 +286,6 @@ def test_numbers_that_do_not_go_together_are_refused(
     arguments = {"costs": Costs(activation=[1, 3]), "ranks": 2, "microbatches": 2, **change}
     with pytest.raises(error, match=text):
         call(arguments.pop("costs"), **arguments)
-
-
-@pytest.mark.parametrize("change", [{"seconds": math.nan}, {"seconds": -1}, {"effort": -1}])
-def test_limits_that_are_none_are_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="must be"):
-        search(Costs(), ranks=2, microbatches=2, **change)
 
 
 @pytest.mark.parametrize("placement", [looped(3), v_shaped(2)])

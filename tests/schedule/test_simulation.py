@@ -86,15 +86,6 @@ def test_gaps_name_what_is_waited_for() -> None:
         assert str(gap.waits_for) == last
 
 
-def test_of_a_pair_the_half_that_is_waited_for_is_named() -> None:
-    pair = "0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1B0 1F1 (1F2;1B1)OVERLAP_F_B 1B2"
-    gaps = simulate(schedule(*pair, microbatches=3)).gaps(0)
-    assert [(str(gap.action), str(gap.waits_for)) for gap in gaps] == [
-        ("0B0", "1B0"),
-        ("0B1", "1B1"),
-    ]
-
-
 def test_the_critical_path_goes_through_the_ranks() -> None:
     for example in (
         schedule("0F0 0B0", "1F0 1B0"),
