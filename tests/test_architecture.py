@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from importlib import import_module
@@ -126,23 +126,12 @@ def edges_inside_schedule() -> set[tuple[str, str]]:
     return {(user, used) for user, used in pairs if user != used}
 
 
-@pytest.mark.parametrize(
-    ("edges", "table"),
-    [
-        pytest.param(edges_between_parts, "parts", id="parts"),
-        pytest.param(edges_inside_schedule, "schedule", id="schedule"),
-    ],
-)
-def test_imports_are_those_of_the_table(
-    edges: Callable[[], set[tuple[str, str]]], table: str
-) -> None:
-    allowed = {(user, used) for user, row in TABLE[table].items() for used in row}
-    assert edges() == allowed
-
-
-@pytest.mark.parametrize("name", ["parts", "schedule"])
-def test_the_table_has_no_cycle(name: str) -> None:
-    tuple(TopologicalSorter(TABLE[name]).static_order())
+def test_imports_are_those_of_the_table_which_has_no_cycle() -> None:
+    edges = {"parts": edges_between_parts(), "schedule": edges_inside_schedule()}
+    for table, used_by in edges.items():
+        allowed = {(user, used) for user, row in TABLE[table].items() for used in row}
+        assert used_by == allowed
+        tuple(TopologicalSorter(TABLE[table]).static_order())
 
 
 def test_every_part_and_every_module_of_the_schedule_stands_in_the_table() -> None:
@@ -365,58 +354,6 @@ def torch_attributes() -> set[str]:
     return {"_schedule_visualizer", *re.findall(r"\bself\.(_\w+)", "".join(sources))}
 
 
-def test_no_class_name_stands_twice() -> None:
-    """Not even with an underscore."""
-    homes: dict[str, list[str]] = {}
-    for path in FILES:
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.ClassDef):
-                homes.setdefault(node.name.lstrip("_"), []).append(module_of(path))
-    of_torch = {name.lstrip("_") for name in torch_names()}
-    for name in of_torch & set(homes):
-        homes[name] = [home for home in homes[name] if part_of(home) != "pipelining"]
-    assert {name: where for name, where in homes.items() if len(where) > 1} == {}
-
-
-PROTOCOLS = {
-    "forward backward train state_dict load_state_dict named_parameters": "torch's modules and functions",
-    "rank stages": "the field's words",
-    "send gather abort settle take wait": "transports, circles, and what they give back",
-    "open close": "what holds files, threads, connections or other modules' calls",
-    "start": "clocks and timers that are used again",
-    "run": "what carries a task, a program or a forward out, to its end",
-    "plan": "what a model's calls will do: of stages, weights, saves, and of whole runs",
-    "read load": "files, and what was written there",
-    "to_json": "values that are files too",
-    "add": "collections and tallies",
-    "check": "raises if something is amiss",
-}
-"""Names of functions that stand in many modules, since they mean one thing."""
-
-
-def functions_of(path: Path) -> Iterator[str]:
-    """The names of a module's functions and methods; what is inside one of them has no other readers."""
-    waiting: list[ast.AST] = [ast.parse(path.read_text())]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.FunctionDef):
-            yield node.name
-        else:
-            waiting += ast.iter_child_nodes(node)
-
-
-def test_function_names_stand_in_four_modules_or_are_a_protocol() -> None:
-    homes: dict[str, set[str]] = {}
-    for path in FILES:
-        for name in functions_of(path):
-            homes.setdefault(name, set()).add(module_of(path))
-    many = {name: where for name, where in homes.items() if len(where) > 4}
-    known = set(" ".join(PROTOCOLS).split())
-    named = {name for name in many if not name.startswith("__")}
-    assert {name: many[name] for name in named - known} == {}
-    assert known <= named
-
-
 MAY_BE_PRIVATE = re.compile(
     r"(?<!\bself)(?<!\bcls)(?<!\bos)(?<!\btorch)\._[A-Za-z]"
     r"|^ *_[A-Za-z]\w*,$|\bimport .*\b_[A-Za-z]|etattr\(.*\"_",
@@ -470,23 +407,3 @@ def test_tests_speak_the_public_language() -> None:
     tests = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "campaigns").rglob("*.py")]
     lines = [line for path in tests for line in private_names(path)]
     assert [line for line in lines if line.rpartition(" ")[2] in private] == []
-
-
-def names_of(node: ast.AST) -> str:
-    """The name that a node gives to something, or reads; empty for other nodes."""
-    for attribute in ("id", "attr", "arg", "name"):
-        if isinstance(name := getattr(node, attribute, None), str):
-            return name
-    return ""
-
-
-def test_a_name_says_what_the_thing_is() -> None:
-    """A variable is called what it holds, not how it came about."""
-    empty = {"found", "given", "told", "made", "own"}
-    lines = [
-        f"{module_of(path)}:{getattr(node, 'lineno', 0)}: {names_of(node)}"
-        for path in FILES
-        for node in ast.walk(tree_of(path))
-        if names_of(node).strip("_").lower() in empty
-    ]
-    assert lines == []

@@ -22,7 +22,7 @@ from penstock import Pipeline
 from penstock.backward import SplitBackward
 from penstock.cli.main import main
 from penstock.plan import search
-from penstock.schedule import add_communication, build, compute_only, library, merge_backward
+from penstock.schedule import library
 from tests.processes import run_script
 from website import reference
 
@@ -228,13 +228,6 @@ def test_the_way_of_a_batch_goes_by_these_names() -> None:
         assert exists(f"penstock.{file.replace('/', '.')}.{name}"), name
     for file in re.findall(r"`([\w/]+\.py)`", page):
         assert (ROOT / "src/penstock" / file).exists(), file
-
-
-def test_what_undoes_passes_leaves_whole_backwards_whole() -> None:
-    """docs/schedules.md."""
-    plain = build("ZB-H1", ranks=3, microbatches=4)
-    merged = merge_backward(plain)
-    assert compute_only(add_communication(merged)) == merged != plain
 
 
 def test_the_batch_of_a_tokenizer_travels() -> None:

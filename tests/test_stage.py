@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from penstock import PipelineStage
 from penstock.errors import UsageError
-from penstock.stage import is_compiled, without_compilation
 
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
 ONES = torch.ones(2, 3)
@@ -81,77 +80,15 @@ def test_it_lives_where_its_module_does_or_moves_it() -> None:
     assert stage.device == torch.device("cpu")
 
 
-def test_it_loads_as_much_of_a_state_as_there_is() -> None:
-    stage = linear_stage()
-    bias = weight(stage, "bias").detach().clone()
-    stage.load_state_dict({"weight": torch.ones(3, 3), "of another stage": ONES})
-    assert_equal(stage.state_dict(), {"weight": torch.ones(3, 3), "bias": bias})
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_model_that_is_compiled_whole_is_given_back_plain(in_place: bool) -> None:
-    model: Any = nn.Linear(3, 3)
-    compiled: Any = model if in_place else torch.compile(model, fullgraph=True)
-    if in_place:
-        model.compile(fullgraph=True)
-    assert is_compiled(compiled)
-    plain, settings = without_compilation(compiled, None)
-    assert plain is model
-    assert not is_compiled(plain)
-    assert isinstance(settings, dict)
-    assert settings["fullgraph"]
-
-
 # ---- gradients
-
-
-class Mixed(nn.Module):
-    """Takes and gives tensors with and without gradients, and other values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(3, 3)
-        self.unused = nn.Parameter(torch.ones(1))
-
-    def forward(
-        self, pair: tuple[Tensor, Tensor], scale: float, mask: Tensor | None = None
-    ) -> dict[str, Any]:
-        hidden = self.lin(pair[0]) * scale + pair[1]
-        return {"hidden": hidden, "mask": mask, "twice": [hidden * 2, 7]}
-
-
-def test_nested_arguments_and_outputs(backward: Backward) -> None:
-    stage, plain = PipelineStage(Mixed(), 0, 2), Mixed()
-    plain.load_state_dict(stage.module.state_dict())
-    pair, mask = (learning(), learning(X * 2), X), torch.ones(2).bool()
-    output = stage.forward(0, (pair, 3.0), {"mask": mask})
-    gradients = backward(stage, 0, [ONES, None])
-    expected = plain(pair, 3.0, mask)
-    expected["hidden"].backward(ONES)
-    assert_equal(output, expected)
-    assert_equal(gradients, (pair[0].grad, pair[1].grad))  # One for each tensor that requires grad.
-    for one, other in zip(stage.module.parameters(), plain.parameters(), strict=True):
-        assert_equal(one.grad, other.grad)
-
-
-def test_a_loss_is_where_backward_starts(backward: Backward) -> None:
-    stage, x = linear_stage(), learning()
-    output = stage.forward(0, (x,), loss=lambda output: output.sum())
-    (gradient,) = backward(stage, 0, None)
-    assert output.shape == (2, 3)
-    assert torch.allclose(gradient, weight(stage).sum(0).expand(2, 3))
 
 
 def test_backward_may_start_from_what_was_computed_of_the_output(backward: Backward) -> None:
     stage, x = linear_stage(), learning()
-    stage.start_from(0, stage_output(stage, x).square().sum())
+    output: Tensor = stage.forward(0, (x,))
+    stage.start_from(0, output.square().sum())
     (gradient,) = backward(stage, 0, None)
     torch.testing.assert_close(gradient, 2 * stage.module(X) @ weight(stage))
-
-
-def stage_output(stage: PipelineStage, x: Tensor) -> Tensor:
-    output: Tensor = stage.forward(0, (x,))
-    return output
 
 
 def test_microbatches_are_apart_and_weights_may_come_in_another_order(backward: Backward) -> None:
@@ -328,22 +265,6 @@ def test_activations_are_freed_with_their_last_use(backward: Backward) -> None:
         assert alive[0]() is None
     finally:
         gc.enable()
-
-
-class FSDPModule(nn.Linear):
-    """Is taken for one of FSDP2, which reduces gradients as soon as it has them."""
-
-
-def test_weights_of_a_sharded_stage_wait_if_their_gradients_are_reduced_later() -> None:
-    for later in (False, True):
-        stage = PipelineStage(FSDPModule(3, 3), 0, 1)
-        if later:
-            stage.reduce_later()
-        stage.forward(0, (learning(),))
-        stage.backward_input(0, [ONES])
-        assert (weight(stage).grad is None) == later
-        stage.backward_weight(0)
-        assert weight(stage).grad is not None
 
 
 def test_each_backward_comes_once_after_its_forward() -> None:
