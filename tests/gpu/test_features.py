@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from itertools import pairwise
@@ -178,7 +179,7 @@ def test_generation() -> None:
     assert generated.tolist() == wanted
 
 
-def sharded(group: Any) -> list[float]:
+def sharded(group: Any) -> float:
     """A worker's task: two replicas of a pipeline of one rank, whose weights are sharded over both."""
     rank = dist.get_rank(group)
     device = device_of_rank(rank)
@@ -194,16 +195,16 @@ def sharded(group: Any) -> list[float]:
         whole: Any = fully_shard(stage, mesh=mesh["dp"])
         return cast("nn.Module", whole)
 
-    x, y = batch(device)
-    mine = slice(0, BATCH // 2) if rank == 0 else slice(BATCH // 2, BATCH)
+    cases = [
+        dataclasses.replace(case(device=device), args=[x], target=y)
+        for x, y in zip(*(tensor.chunk(2) for tensor in batch(device)), strict=True)
+    ]
     with Pipeline(
         model(), schedule="1F1B", mesh=mesh, replicas="dp", microbatches=2, device=device,
         wrap=wrap, loss_fn=functional.mse_loss,
     ) as pipe:  # fmt: skip
-        pipe.cut(x[:1])
-        loss = pipe.step(x[mine], target=y[mine]).loss
-        weights: list[Any] = list(pipe.parameters())
-        return [loss, float(nn.utils.get_total_norm([w.grad.full_tensor() for w in weights]))]
+        pipe.cut(cases[0].args[0][:1])
+        return max(judge(cases, pipe).differences().values())
 
 
 @pytest.mark.skipif(
@@ -211,8 +212,5 @@ def sharded(group: Any) -> list[float]:
     reason="needs two devices with collectives",
 )
 def test_fsdp_with_prefetch() -> None:
-    loss, gradients = plain_loop(case(device="cpu"))
     with WorkerPool(2) as workers:
-        replies = workers.run(f"{__name__}:sharded", 2, timeout=100)
-    for reply in replies:
-        assert reply == pytest.approx([loss, norm(gradients.values())], rel=1e-4)
+        assert max(workers.run(f"{__name__}:sharded", 2, timeout=100)) < 1e-4

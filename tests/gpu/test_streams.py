@@ -8,10 +8,9 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 from torch import Tensor
 
-from penstock._engine.transport import VALUES, nccl
+from penstock._engine.transport import VALUES
 from penstock._engine.transport.base import GRADIENTS
 from penstock.errors import PenstockError
 from penstock.schedule import names
@@ -36,9 +35,6 @@ OTHERS = [
 ]
 
 send, group_send, group_recv = PlayedTransport.send, PlayedGroup.send, PlayedGroup.recv
-wait = PlayedWork.wait
-last: list[int] = []
-stages: dict[int, Tensor] = {}
 
 
 def unwaited(direction: int) -> Callable[[], Any]:
@@ -53,13 +49,6 @@ def unwaited(direction: int) -> Callable[[], Any]:
     return lambda: patch.object(PlayedGroup, "recv", recv)
 
 
-def waits_for_another(self: PlayedWork) -> None:
-    """Of two messages in a row, the second one's wait is the first one's."""
-    event, self.event = self.event, min([self.event, *last])
-    last[:] = [event]
-    wait(self)
-
-
 def seems_to_have_left(self: PlayedWork) -> bool:
     """A message is done as soon as somebody looks, so that what is sent may be freed."""
     self.arrive()
@@ -72,13 +61,6 @@ def changes(self: PlayedTransport, peer: int, tag: int, tensors: Any, way: int =
     for tensor in tensors:
         tensor.data.add_(0)
     return sending
-
-
-def staged(buffers: list[Tensor]) -> list[Tensor]:
-    """What is sent is copied into one buffer for all messages of a size."""
-    parcel = torch.cat(buffers)
-    stage = stages.setdefault(parcel.numel(), torch.empty_like(parcel))
-    return [stage.copy_(parcel)]
 
 
 def unordered(self: PlayedGroup, parcels: Sequence[Tensor], place: int, tag: int) -> PlayedWork:
@@ -107,13 +89,10 @@ def run(group: Any, case: str, schedule: str, fault: str = "", fails: bool = Fal
 
 
 FAULTS: dict[str, Callable[[], Any]] = {
-    "values are used before their wait": unwaited(VALUES),
     "gradients are used before their wait": unwaited(GRADIENTS),
     "a parcel is unpacked before its wait": unwaited(VALUES),
-    "another message is waited for": lambda: patch.object(PlayedWork, "wait", waits_for_another),
     "freed while it is sent": lambda: patch.object(PlayedWork, "is_completed", seems_to_have_left),
     "changed while it is sent": lambda: patch.object(PlayedTransport, "send", changes),
-    "one buffer for messages of a size": lambda: patch.object(nccl, "packed", staged),
     "sent before it is computed": lambda: patch.object(PlayedGroup, "send", unordered),
 }
 
@@ -130,23 +109,7 @@ def test_a_failure_in_the_middle_of_a_step_races_neither(workers: WorkerPool) ->
     assert workers.run(f"{__name__}:run", 2, 60.0, **options) == [[], []]
 
 
-FAULTS_BY_DAY = {
-    "gradients are used before their wait",
-    "a parcel is unpacked before its wait",
-    "freed while it is sent",
-    "changed while it is sent",
-    "sent before it is computed",
-}
-"""One of each kind."""
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(fault, marks=() if fault in FAULTS_BY_DAY else pytest.mark.nightly)
-        for fault in FAULTS
-    ],
-)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_faults_that_are_put_in_are_found(workers: WorkerPool, fault: str) -> None:
     several = fault.startswith("a parcel")
     options = {"case": "model: nested values" if several else "attention", "schedule": "ZB-V"}
