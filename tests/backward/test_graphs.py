@@ -163,13 +163,13 @@ def step(draw: Random, hows: list[str]) -> Callable[[Any, Tensor], Tensor]:
     is_chain = how in ("again", "reentrant", "saved by hooks")
     inner = [step(draw, HOWS[:8]) for _ in range(draw.randint(1, 2))] if is_chain else []
 
-    def operation(m: Any, value: Tensor) -> Tensor:
+    def operation(m: Any, value: Tensor) -> Any:
         names = "b", "experts", "kernel", "layer"
         members = SimpleNamespace(w=of(m), **{name: getattr(m, name) for name in names})
         out = run(members, value)
         return out.reshape(4, 6) if out.numel() == 24 else value + out.mean()
 
-    def chain(m: Any, value: Tensor) -> Tensor:
+    def chain(m: Any, value: Tensor) -> Any:
         return reduce(lambda v, one: one(m, v).tanh(), inner, value)
 
     def perform(m: Any, value: Tensor) -> Any:

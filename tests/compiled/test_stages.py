@@ -6,6 +6,7 @@ import copy
 import logging
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -127,7 +128,8 @@ def test_shapes_may_change_and_are_compiled_twice_at_most(waiting: list[int]) ->
     for rows in [8], [8, 12, 8], [8, 12, 20, 8]:
         torch.compiler.reset()
         before, sizes = names.graphs_compiled(), iter(rows)
-        stage = of(sequence(1), lambda sizes=sizes: x(next(sizes), WIDTH))
+        stage = of(sequence(1))
+        stage.make = partial(lambda left: x(next(left), WIDTH), sizes)
         judged(stage, "ZB-H1", microbatches=len(rows), compile=PLAIN).check(1e-12)
         counts.append(names.graphs_compiled() - before)
     assert counts[0] < counts[1] == counts[2]
@@ -159,7 +161,9 @@ def test_a_model_that_is_cut_by_its_calls_is_compiled_piece_by_piece(waiting: li
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["gpt", "rotary tables", "mixture of experts", "transformer of torch"])
+@pytest.mark.parametrize(
+    "name", ["gpt", "rotary tables", "mixture of experts", "transformer of torch"]
+)
 def test_architectures(name: str) -> None:
     case = MODELS[name]()
     pipe = Pipeline(
@@ -486,6 +490,13 @@ def test_what_fails_compiled_is_undone_and_runs_without(
     judged(stage, "ZB-H1", compile=how).check(1e-12)
     assert says in logged.text
     assert "runs without" in logged.text
+    # Also random numbers, where no pipeline gives each module its own.
+    module, value = sequence(1, kind), batch()[0].requires_grad_()
+    torch.manual_seed(5)
+    expected = copy.deepcopy(module)(value)
+    torch.manual_seed(5)
+    actual = PipelineStage(module, 0, 1, compile=how).forward(0, [value])
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.nightly

@@ -41,8 +41,8 @@ class Choice(nn.Module):
 
 def model_of(case: str, seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
-    first: nn.Module = {"unused": Choice, "tied": partial(nn.Linear, 4, 4)}.get(case, Mlp)()
-    last = nn.Linear(4, 4)
+    first: nn.Module = nn.Linear(4, 4) if case == "tied" else Mlp()
+    first, last = Choice() if case == "unused" else first, nn.Linear(4, 4)
     if isinstance(first, nn.Linear):
         last.weight = first.weight
     return nn.Sequential(first, Mlp(), Mlp(), last).double()
