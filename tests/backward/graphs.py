@@ -211,7 +211,11 @@ def in_place_on_view(m: Any, value: Tensor) -> Any:
 
 def complex_weights(m: Any, value: Tensor) -> Any:
     hidden = value @ m.module[0] + m.b
-    return hidden.real, (hidden * m.module[0][0]).tanh()
+    both = (
+        torch.bmm(hidden.view(2, 2, 6), m.module[1]),
+        torch.bmm(m.module[1], hidden.view(2, 6, 2)),
+    )
+    return hidden.real, (hidden * m.module[0][0]).tanh(), *both
 
 
 def custom_function(m: Any, value: Tensor) -> Any:
@@ -303,7 +307,9 @@ GRAPHS: dict[str, Make] = {
     "a detached branch": lambda: Stage(lambda m, v: m.other(m.layer(v.detach()).tanh()) * v),
     "complex weights": lambda: Stage(
         complex_weights, lambda: x(dtype=torch.complex128),
-        module=nn.ParameterList([torch.randn(WIDTH, WIDTH, dtype=torch.complex128)]),
+        module=nn.ParameterList(
+            torch.randn(*size, dtype=torch.complex128) for size in [(6, 6), (2, 6, 6)]
+        ),
     ),
     "a gradient that ends": lambda: Stage(lambda m, v: ended(m.layer(v)) + m.other(v)),
     "a weight that is a long expression": lambda: Stage(long_expression, waits=0),

@@ -559,6 +559,11 @@ def test_options_that_there_are_not(compile_: Any, says: str) -> None:
         PipelineStage(sequence(1), 0, 1, compile=compile_)
 
 
+def test_what_is_compiled_is_not_recomputed() -> None:
+    with pytest.raises(UsageError, match="recompute= cannot be used with compile="):
+        Pipeline(sequence(), ranks=2, recompute=True, compile=PLAIN)
+
+
 @pytest.mark.nightly
 def test_without_a_compiler_graphs_run_as_they_are(
     monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
