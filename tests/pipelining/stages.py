@@ -174,7 +174,7 @@ class Held:
         loss: Callable[..., Tensor] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Compare output, losses and gradients with the plain model's; ``loss`` is that of the whole batch."""
+        """Compare output, losses and gradients with the plain model's; ``loss`` is the whole batch's."""
         loss = loss or self.loss
         _, expected = plain_loop(Case(self.plain, (X,), Y, loss, kwargs))
         if self.is_last:

@@ -29,7 +29,6 @@ from tests.pipelining.stages import (
     THEIRS,
     WIDTH,
     Held,
-    Layer,
     Names,
     X,
     Y,
@@ -605,7 +604,5 @@ def test_drawings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         OURS.visualize_schedule(rows, "schedule.png")
     # Steps of a stage that is gathered again.
     gathered = ["0UNSHARD,0F0,0RESHARD,0UNSHARD,0B0", "1F0,1B0"]
-    steps = [
-        OURS.row(row) for row in ("0UNSHARD,0F0,0RESHARD,0UNSHARD,-,0B0", "-,-,1F0,1B0,-,-")
-    ]
+    steps = [OURS.row(row) for row in ("0UNSHARD,0F0,0RESHARD,0UNSHARD,-,0B0", "-,-,1F0,1B0,-,-")]
     assert OURS.add_schedule_op_spacing([*map(OURS.row, gathered)]) == steps
