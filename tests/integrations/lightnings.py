@@ -116,7 +116,7 @@ class Measured(Classifier):
 
 
 class LanguageModel(LightningModule):
-    """The catalogue's GPT, whose head is its embedding; sequences have different lengths, with ``-1`` behind."""
+    """The catalogue's GPT; sequences have different lengths, with ``-1`` behind them."""
 
     def __init__(self) -> None:
         super().__init__()
