@@ -15,7 +15,7 @@ from penstock.pipelining import PipelineStage, ScheduleGPipe
 from penstock.pipelining.schedules import PipelineScheduleSingle
 from penstock.testing import WorkerPool
 from tests.pipelining.stages import OURS, WIDTH, Held, Layer, X, Y, sum_loss
-from tests.pipelining.test_processes import loop_of_fills
+from tests.pipelining.test_processes import loop_of_turns
 
 PART = X[:2]
 
@@ -125,7 +125,7 @@ def test_a_loop_that_failed_leaves_nothing_for_the_next_step() -> None:
             raise ZeroDivisionError
         return sum_loss(output, target)
 
-    loop = held.schedule(loop_of_fills(OURS), loss_fn=loss)
+    loop = held.schedule(loop_of_turns(OURS), loss_fn=loss)
     with pytest.raises(ZeroDivisionError):
         held.step(loop)
     held.check_steps(loop, 1)

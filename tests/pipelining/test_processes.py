@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.testing import WorkerError, WorkerPool
@@ -388,54 +387,20 @@ def deferred(group: Any, package: str, schedule: str) -> list[int]:
     return [module.weighed for module in held.modules]
 
 
-# ---- loops that say themselves what happens, stage call by stage call
-
-
-def loop_of_fills(names: Any) -> Any:
-    """All forwards, then all backwards; messages go peer by peer."""
-
-    class Fills(names.PipelineScheduleSingle):  # type: ignore[misc] # of either package
-        def wait(self, works: Any) -> None:
-            for work in works.values():
-                names._wait_batch_p2p(work)
-
-        def _step_microbatches(self, *batch: Any, return_outputs: bool = True, **more: Any) -> None:
-            args, kwargs, targets, losses = [*batch, None, None, None, None][:4]
-            args, kwargs = self._check_inputs(args, kwargs, targets, losses)
-            stage, count = self._stage, self._n_microbatches
-            self._initialize_stage(
-                args[0], kwargs[0], targets and targets[0], more.get("loss_kwargs")
-            )
-            sent = []
-            for i in range(count):
-                self.wait(names._sorted_batch_p2p(stage.get_fwd_recv_ops(i), desc="forward"))
-                output = stage.forward_one_chunk(
-                    i, args[i], kwargs[i], save_forward_output=return_outputs
-                )
-                sent.append(names._sorted_batch_p2p(stage.get_fwd_send_ops(i)))
-                self._maybe_compute_loss(stage, output, targets, i, more.get("loss_kwargs"))
-            for i in range(count):
-                self.wait(names._sorted_batch_p2p(stage.get_bwd_recv_ops(i), desc="backward"))
-                loss = self._maybe_get_loss(stage, i)
-                stage.backward_one_chunk(i, loss=loss, last_backward=i == count - 1)
-                sent.append(names._sorted_batch_p2p(stage.get_bwd_send_ops(i)))
-            for works in sent:
-                self.wait(works)
-            self._update_losses(stage, losses)
-            stage.perform_reduce_grad(count if self.scale_grads else 1)
-
-    return Fills
+# ---- a loop that says itself what happens, stage call by stage call
 
 
 def loop_of_turns(names: Any) -> Any:
     """One forward, one backward in halves; what is sent and what is received go together."""
 
     class Turns(names.PipelineScheduleSingle):  # type: ignore[misc] # of either package
-        def _step_microbatches(self, *batch: Any, **_: Any) -> None:
+        def _step_microbatches(self, *batch: Any, **more: Any) -> None:
             args, kwargs, targets, losses = [*batch, None, None, None, None][:4]
             args, kwargs = self._check_inputs(args, kwargs, targets, losses)
             stage, count = self._stage, self._n_microbatches
-            self._initialize_stage(args[0], kwargs[0], targets and targets[0])
+            self._initialize_stage(
+                args[0], kwargs[0], targets and targets[0], more.get("loss_kwargs")
+            )
             warm = min(count, stage.num_stages - stage.stage_index)
             sends: list[Any] = []
             done = 0
@@ -454,20 +419,18 @@ def loop_of_turns(names: Any) -> Any:
                     sends = stage.get_bwd_send_ops(done)
                     stage.backward_weight_one_chunk(done, last_backward=done == count - 1)
                     done += 1
-            names._wait_batch_p2p(names._batch_p2p(sends))
+            for work in names._sorted_batch_p2p(sends, desc="bwd_send").values():
+                names._wait_batch_p2p(work)
             self._update_losses(stage, losses)
             stage.perform_reduce_grad(count if self.scale_grads else 1)
 
     return Turns
 
 
-LOOPS: dict[str, Callable[[Any], Any]] = {"fills": loop_of_fills, "turns": loop_of_turns}
-
-
-def own_loop(group: Any, package: str, kind: str) -> list[int]:
+def own_loop(group: Any, package: str) -> list[int]:
     """Evaluation and training in turn."""
     held = Held(EITHER[package], group, "GPipe")
-    loop = held.schedule(LOOPS[kind](held.names))
+    loop = held.schedule(loop_of_turns(held.names))
     for _ in range(2):
         _, losses = held.step(loop, "eval")
         held.check_steps(loop, 1)
@@ -482,7 +445,7 @@ SAME: list[tuple[str, dict[str, Any]]] = [
     *(("called_back", {"schedule": "DualPipeV", "threads": of}) for of in (False, True)),
     ("called_back", {"schedule": "InterleavedZeroBubble", "threads": False}),
     *(("deferred", {"schedule": name}) for name in ("1F1B", "InterleavedZeroBubble")),
-    *(("own_loop", {"kind": kind}) for kind in LOOPS),
+    ("own_loop", {}),
 ]
 
 
@@ -515,30 +478,31 @@ def first_of(hidden: Tensor, *_: Tensor) -> Tensor:
 
 
 KINDS: dict[str, tuple[Callable[[Tensor], Any], Callable[..., Tensor]]] = {
-    "a mask": (
-        lambda out: (out, out.detach() > 0),
-        lambda hidden, mask: torch.where(mask, hidden, hidden * 0.5),
+    "a mask and an unused value": (
+        lambda out: [out, out.detach() > 0, out.sum()],
+        lambda hidden, mask, _: torch.where(mask, hidden, hidden * 0.5),
     ),
-    "unused values": (lambda out: [out, out * 2, out.sum()], first_of),
-    "a turned view": (lambda out: out.repeat(1, 2)[:, ::2].t(), lambda hidden: hidden.t()),
+    "a turned view of another type": (
+        lambda out: out.double().repeat(1, 2)[:, ::2].t(),
+        lambda hidden: hidden.float().t(),
+    ),
     "an expanded view": (
         lambda out: out.unsqueeze(1).expand(-1, 3, -1),
         lambda hidden: hidden.mean(1),
     ),
-    "another type": (lambda out: out.double(), lambda hidden: hidden.float()),
-    "a dict": (first_of, first_of),
+    "no parameters, and a dict": (first_of, first_of),
     "a frozen stage": (first_of, first_of),
-    "no parameters": (first_of, first_of),
 }
 
 
 def modules_of(kind: str) -> Sequence[nn.Module]:
     give, take = KINDS[kind]
     first, middle, last = Between(give, first_of), Between(give, take), Between(first_of, take)
-    if kind == "a dict":
-        last.give = lambda out: {"logits": out, "rest": (out * 3, out + 1)}
     first.requires_grad_(kind != "a frozen stage")
-    return [first, nn.Identity() if kind == "no parameters" else middle, last]
+    if "dict" not in kind:
+        return [first, middle, last]
+    last.give = lambda out: {"logits": out, "rest": (out * 3, out + 1)}
+    return [first, nn.Identity(), last]
 
 
 def loss_of(output: Any, target: Tensor) -> Any:
@@ -547,7 +511,7 @@ def loss_of(output: Any, target: Tensor) -> Any:
 
 def handed(group: Any, schedule: str) -> None:
     """Three ranks, under a schedule or a loop of one's own."""
-    chosen = LOOPS[schedule](OURS) if schedule in LOOPS else schedule
+    chosen = loop_of_turns(OURS) if schedule == "turns" else schedule
     for kind in KINDS:
         held = Held(OURS, group, "1F1B", partial(modules_of, kind), loss_of)
         try:
@@ -556,7 +520,7 @@ def handed(group: Any, schedule: str) -> None:
             raise AssertionError(f"{kind}: {error}") from error
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", *LOOPS])
+@pytest.mark.parametrize("schedule", ["1F1B", "turns"])
 def test_values_between_stages(workers: WorkerPool, schedule: str) -> None:
     run(workers, "handed", 3, schedule=schedule)
 
@@ -567,62 +531,36 @@ def test_values_between_stages(workers: WorkerPool, schedule: str) -> None:
 class Replicas(Held):
     """The same for two replicas or shards of two ranks, which share the batch; the loss is a mean.
 
-    The stages are made without data, wrapped, and filled then, as torchtitan does.
+    Shards are made without data, and filled once they are sharded, as torchtitan does.
 
     Args:
         schedule: the name of the schedule that places the stages.
-        wrap: replicates or shards a module over a mesh.
+        how: ``"ddp"`` or ``"fsdp"``.
     """
 
-    def __init__(self, schedule: str, wrap: Callable[[nn.Module, Any], Any]) -> None:
+    def __init__(self, schedule: str, how: str) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-        meta = {"each": lambda _, module: module.to("meta") and {}}
-        super().__init__(OURS, mesh["pp"].get_group(), schedule, loss=mean_loss, **meta)
+        super().__init__(OURS, mesh["pp"].get_group(), schedule, loss=mean_loss)
         start = 4 * mesh["dp"].get_local_rank()
         self.half = slice(start, start + 4)
         for place, stage in enumerate(self.stages):
             module, values = self.modules[place], self.plain[self.here[place]].state_dict()
-            if wrap is ddp:
-                # It compares the replicas' values, so there must be some.
-                fill(module, values)
-            self.modules[place] = stage.submod = wrap(module, mesh["dp"])
-            if wrap is not ddp:
-                fill(module, values)
-
-    def gradients(self) -> dict[str, Any]:
-        return {name.replace("module.", ""): grad for name, grad in super().gradients().items()}
-
-
-def fill(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Give parameters that have no memory yet their values."""
-    module.to_empty(device="cpu")
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            value = values[name]
-            if isinstance(parameter, DTensor):
-                mesh, placements = parameter.device_mesh, parameter.placements
-                value = distribute_tensor(value, mesh, placements, src_data_rank=None)
-            parameter.copy_(value)
-
-
-def ddp(module: nn.Module, mesh: Any) -> nn.Module:
-    return DistributedDataParallel(module, process_group=mesh.get_group())
-
-
-WRAPS: dict[str, Callable[[nn.Module, Any], Any]] = {
-    "ddp": ddp,
-    "fsdp": lambda module, mesh: fully_shard(module, mesh=mesh, reshard_after_forward=False),
-    "replicate": lambda module, mesh: replicate(module, mesh=mesh),
-}
+            if how == "ddp":
+                replicas = mesh["dp"].get_group()
+                stage.submod = DistributedDataParallel(module, process_group=replicas)
+            else:
+                stage.submod = fully_shard(module.to("meta"), mesh=mesh["dp"])
+                module.to_empty(device="cpu")
+                options = StateDictOptions(full_state_dict=True)
+                set_model_state_dict(module, values, options=options)
 
 
 def spread(group: Any, schedule: str, how: str) -> None:
-    """Three steps of two replicas of two ranks, under a name, a loop or an order with collectives."""
-    at = "GPipe" if schedule in LOOPS else "Interleaved1F1B" if "order" in schedule else schedule
-    held = Replicas(at, WRAPS[how])
-    if schedule in LOOPS:
-        one = held.schedule(LOOPS[schedule](OURS))
-    elif "order" in schedule:
+    """Three steps of two replicas of two ranks, under a loop or an order that has the collectives."""
+    held = Replicas("GPipe" if schedule == "turns" else "Interleaved1F1B", how)
+    if schedule == "turns":
+        one = held.schedule(loop_of_turns(OURS))
+    else:
         # It says when sharded stages are gathered, freed and reduced.
         order = held.schedule("Interleaved1F1B").pipeline_order
         rows = {rank: OURS._add_unshard_reshard(row) for rank, row in order.items()}
@@ -630,8 +568,6 @@ def spread(group: Any, schedule: str, how: str) -> None:
         rows = OURS._add_send_recv(rows, lambda stage: stage % 2, 4)
         one = held.schedule(OURS._PipelineScheduleRuntime)
         one._prepare_schedule_with_comms(rows, format="compute_comms")
-    else:
-        one = held.schedule(schedule)
     models = [*held.modules, held.plain]
     optimizers = [torch.optim.AdamW(model.parameters(), 0.01) for model in models]
     for _ in range(3):
@@ -643,14 +579,6 @@ def spread(group: Any, schedule: str, how: str) -> None:
     dist.barrier(group=group)
 
 
-@pytest.mark.whole
-@pytest.mark.parametrize(
-    ("schedule", "how"),
-    [
-        *[("ZBVZeroBubble", "replicate"), ("turns", "ddp"), ("whole order", "fsdp")],
-        pytest.param("fills", "ddp", marks=pytest.mark.nightly),
-        pytest.param("turns", "fsdp", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.parametrize(("schedule", "how"), [("turns", "ddp"), ("whole order", "fsdp")])
 def test_replicated_and_sharded_stages(workers: WorkerPool, schedule: str, how: str) -> None:
     run(workers, "spread", 4, schedule=schedule, how=how)
