@@ -67,7 +67,7 @@ def test_outputs_of_a_pipeline_hold_the_loss_of_the_batch(name: str) -> None:
 
 def test_labels_may_have_other_names() -> None:
     model, places = answering().eval(), torch.arange(8) % 5
-    batch = {"start_positions": places, "end_positions": places + 1}
+    batch: dict[str, Any] = {"start_positions": places, "end_positions": places + 1}
     batch["input_ids"] = BATCH["input_ids"]
     expected = copy.deepcopy(model)(**batch).loss.item()
     found = Pipeline(model, ranks=2, microbatches=4).evaluate(**batch)

@@ -304,7 +304,7 @@ def a_pipe(p: Names, _: Path) -> None:
         (RuntimeError, Branches(), {}),
         (ValueError, model, {"split_spec": {}, "split_policy": lambda module: module}),
     ):
-        refuse(kind, lambda m=module, o=options: p.pipeline(m, (x,), **o))
+        refuse(kind, functools.partial(p.pipeline, module, (x,), **options))
 
 
 # ---- parts of a batch, examples of arguments, and what tensors look like

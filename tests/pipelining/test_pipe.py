@@ -97,8 +97,8 @@ def of(kind: Callable[[], nn.Module], *sizes: int, count: int = 1) -> Callable[[
 
     def make() -> Case:
         torch.manual_seed(0)
-        calls = [(torch.randn(CHUNKS, count, 2, *sizes).double()[i], {}) for i in range(CHUNKS)]
-        return case_of(kind().double(), [(tuple(args), kwargs) for args, kwargs in calls])
+        given = torch.randn(CHUNKS, count, 2, *sizes, dtype=torch.float64)
+        return case_of(kind().double(), [(tuple(args), {}) for args in given])
 
     return make
 
@@ -119,7 +119,8 @@ EXAMPLES: dict[str, tuple[Callable[[], Case], dict[str, SplitPoint] | None]] = {
 
 def cut(name: str, model: nn.Module) -> Pipe:
     make, cuts = EXAMPLES[name]
-    return pipeline(model, *copy.deepcopy(calls_of(make())[0]), split_spec=cuts)
+    (args, kwargs), *_ = copy.deepcopy(calls_of(make()))
+    return pipeline(model, tuple(args), dict(kwargs), split_spec=cuts)
 
 
 def close(value: Any, expected: Any) -> None:
@@ -236,20 +237,20 @@ def test_a_pipe_over_processes(workers: WorkerPool, name: str, schedule: str) ->
 
 def test_torch_cuts_the_same() -> None:
     case, cuts = EXAMPLES["resnet"][0](), EXAMPLES["resnet"][1] or {}
-    (args, kwargs), *_ = calls_of(case)
+    (args, _), *_ = calls_of(case)
     model = case.model.eval()
     spec = {path: THEIRS.SplitPoint[where.name] for path, where in cuts.items()}
     # Ours takes torch's split points, too.
-    ours = pipeline(model, args, kwargs, split_spec=spec)
+    ours = pipeline(model, (*args,), split_spec=spec)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        theirs = THEIRS.pipeline(copy.deepcopy(model), args, kwargs, split_spec=spec)
+        theirs = THEIRS.pipeline(copy.deepcopy(model), (*args,), split_spec=spec)
     assert ours.num_stages == theirs.num_stages
     for index in range(ours.num_stages):
         pair = (pipe.get_stage_module(index) for pipe in (ours, theirs))
         names, others = ({name for name, _ in stage.named_parameters()} for stage in pair)
         assert names == others
-    outputs = [[v for v in pipe(*args, **kwargs) if v is not None] for pipe in (ours, theirs)]
+    outputs = [[v for v in pipe(*args) if v is not None] for pipe in (ours, theirs)]
     close(*outputs)
 
 

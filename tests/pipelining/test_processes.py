@@ -58,7 +58,8 @@ class Pair(Layer):
 
 
 def scaled_loss(output: Any, target: Tensor, factor: float = 1.0) -> Tensor:
-    return mean_loss(output[0] if isinstance(output, tuple) else output, target) * factor
+    loss: Tensor = mean_loss(output[0] if isinstance(output, tuple) else output, target)
+    return loss * factor
 
 
 def asked(group: Any, package: str, schedule: str) -> None:
@@ -86,7 +87,7 @@ def asked(group: Any, package: str, schedule: str) -> None:
     # torch 2.13 runs the backwards of schedules in a V all the same.
     for call in ("step", "eval") if package == "penstock" or schedule not in IN_A_V else ():
         held = Held(names, group, schedule, loss=mean_loss)
-        options = {"loss_fn": None} if call == "step" else {}
+        options: dict[str, Any] = {"loss_fn": None} if call == "step" else {}
         with torch.no_grad():
             output, losses = held.step(held.schedule(schedule, **options), call)
         if held.is_last:
