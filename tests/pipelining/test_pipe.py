@@ -229,8 +229,14 @@ def piped(group: Any, name: str, schedule: str) -> None:
             close(parameter.grad, expected.get_parameter(path).grad)
 
 
-@pytest.mark.parametrize("name", [WORDS, "marked", "sizes"])
-@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble", "by hand"])
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        *[("marked", "Interleaved1F1B"), ("sizes", "ZBVZeroBubble"), ("marked", "by hand")],
+        pytest.param("words", "Interleaved1F1B", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_pipe_over_processes(workers: WorkerPool, name: str, schedule: str) -> None:
     workers.run(f"{__name__}:piped", 2, 100.0, name=name, schedule=schedule)
 
