@@ -112,7 +112,7 @@ def after_a_step(group: Any, package: str) -> dict[str, Any]:
     output, _ = held.step(held.schedule("GPipe"))
     shown = {
         "graph": output is not None and output.requires_grad,
-        "left": (len(stage.output_chunks), len(getattr(stage, "fwd_cache", ()))),
+        "outputs": len(stage.output_chunks),
         "ranks": {str(index): rank for index, rank in stage.stage_index_to_group_rank.items()},
         "stage": (stage.chunks, stage.log_prefix, stage.has_backward, stage.group is group),
         "place": (stage.group_rank, stage.group_size, stage.is_first, stage.is_last),
