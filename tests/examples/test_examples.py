@@ -31,8 +31,8 @@ def steps(*command: str, processes: int = 1) -> list[str]:
 @pytest.mark.parametrize(
     "name",
     [
-        # Adapters are trained by day in tests/integrations, and skip edges in tests/pipeline.
-        pytest.param(name, marks=pytest.mark.nightly if name in ("lora", "unet") else ())
+        # What the others are examples of is trained by day in integrations, the catalogue and parallel.
+        pytest.param(name, marks=() if name in ("llama", "hand_placed") else pytest.mark.nightly)
         for name in sorted(PROCESSES)
     ],
 )

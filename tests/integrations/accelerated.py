@@ -1,18 +1,10 @@
-"""A loop of Accelerate, with a pipeline and without; as a script, what tests launch.
-
-``python -m tests.integrations.accelerated FOLDER`` trains under torchrun, and rank 0 writes what came out
-into ``FOLDER/report.json``. With ``FOLDER pipelines``, four processes form two pipelines, and each writes
-what it saw into ``FOLDER/report-RANK.json``.
-"""
+"""A loop of Accelerate, with a pipeline and without, and the setting in which a worker runs it."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,14 +12,11 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import set_seed
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from penstock import Pipeline, PipelineModule
 from penstock.integrations.accelerate import PipelineAccelerator
-
-PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def make() -> nn.Sequential:
@@ -80,28 +69,6 @@ def run(load: Any = None, save: Any = None, **options: Any) -> dict[str, Any]:
     return {"rows": rows, "outputs": gathered.tolist(), "total": float(total)}
 
 
-def count() -> dict[str, Any]:
-    """What a rank of two pipelines of two ranks sees of a step with other numbers in each pipeline."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    replica = mesh.get_local_rank("dp")
-    pipe = Pipeline(make(), mesh=mesh, replicas="dp", microbatches=2, loss_fn=cross_entropy)
-    accelerator: Any = PipelineAccelerator(pipe, cpu=True)
-    optimizer: Any = torch.optim.SGD(pipe.parameters(), lr=1.0)
-    schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    model, optimizer, schedule = accelerator.prepare(PipelineModule(pipe), optimizer, schedule)
-    x, target = (part[16 * replica :][:8] for part in data().tensors)
-    accelerator.backward(model(x, target=target))
-    optimizer.step()
-    schedule.step()
-    return {
-        "rate": schedule.get_last_lr()[0],
-        "gathered": accelerator.gather(torch.tensor([replica, replica + 10])).tolist(),
-        "objects": accelerator.gather_for_metrics([f"of {replica}"], use_gather_object=True),
-        "sum": accelerator.reduce(torch.tensor(1.0 + replica), "sum").item(),
-        "mean": accelerator.reduce(torch.tensor(1.0 + replica), "mean").item(),
-    }
-
-
 @contextmanager
 def launched(rank: int, processes: int) -> Iterator[None]:
     """What a launcher says in the environment, and what libraries keep for a whole process."""
@@ -124,14 +91,3 @@ def launched(rank: int, processes: int) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-if __name__ == "__main__":
-    to = Path(sys.argv[1])
-    if sys.argv[2:] == ["pipelines"]:
-        (to / f"report-{os.environ['RANK']}.json").write_text(json.dumps(count()))
-        sys.exit()
-    options: dict[str, Any] = {"schedule": "ZB-V", "ranks": PROCESSES}
-    found = {"whole": run(save=to / "two", **options), "resumed": run(load=to / "one", **options)}
-    if os.environ["RANK"] == "0":
-        (to / "report.json").write_text(json.dumps(found))

@@ -24,6 +24,7 @@ from torchmetrics import Accuracy, F1Score, MeanMetric, MetricCollection
 
 from penstock.errors import AgreementError
 from penstock.integrations.lightning import FabricPipelineStrategy, PipelineStrategy
+from tests.catalogue.models import Gpt
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 STEPS = 6
@@ -114,37 +115,15 @@ class Measured(Classifier):
         self.right.clear()
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
-        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        heads, _ = self.attention(hidden, hidden, hidden, attn_mask=mask, need_weights=False)
-        hidden = self.norm(hidden + heads)
-        result: Tensor = hidden + self.down(torch.tanh(self.up(hidden)))
-        return result
-
-
 class LanguageModel(LightningModule):
-    """Its head is its embedding; sequences have different lengths, with ``-1`` behind them."""
+    """The catalogue's GPT; sequences have different lengths, with ``-1`` behind them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(20, 16)
-        self.register_buffer("positions", torch.linspace(0, 1, 12)[:, None])
-        self.blocks = nn.ModuleList([Block() for _ in range(6)])
-        self.head = nn.Linear(16, 20, bias=False)
-        self.head.weight = self.embed.weight
+        self.net = Gpt()
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embed(tokens.clamp(min=0)) + self.positions
-        mask = torch.ones(12, 12, dtype=torch.bool).triu(1)
-        for block in self.blocks:
-            hidden = block(hidden, mask)
-        logits: Tensor = self.head(hidden)
-        return logits
+    def forward(self, tokens: Tensor) -> Any:
+        return self.net(tokens.clamp(min=0))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         logits, labels = self(batch["tokens"])[:, :-1], batch["tokens"][:, 1:]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,64 +16,90 @@ pytest.importorskip("accelerate")
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
 
 from penstock import Pipeline, PipelineModule
 from penstock.checkpoint import export
 from penstock.errors import UsageError
 from penstock.integrations.accelerate import PipelineAccelerator, share_batches
-from tests.integrations.accelerated import data, make, run
-from tests.processes import run_script
+from penstock.testing import WorkerPool
+from tests.integrations.accelerated import data, launched, make, run
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+def alone(**options: Any) -> dict[str, Any]:
+    with launched(0, 1):
+        return run(**options)
+
+
 @cache
 def plain() -> dict[str, Any]:
-    return run()
+    return alone()
 
 
 def assert_equal(found: dict[str, Any], rows: Any) -> None:
     assert [number for row in found["rows"] for number in row] == pytest.approx(
-        [number for row in rows for number in row], abs=1e-5
+        [number for row in rows for number in row], abs=1e-9
     )
-    assert found["outputs"] == [pytest.approx(row, abs=1e-5) for row in plain()["outputs"]]
+    assert found["outputs"] == [pytest.approx(row, abs=1e-9) for row in plain()["outputs"]]
     assert found["total"] == 1.0
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZB-V"])
 def test_in_one_process(schedule: str, tmp_path: Path) -> None:
-    assert_equal(run(save=tmp_path / "state", schedule=schedule, ranks=2), plain()["rows"])
+    assert_equal(alone(save=tmp_path / "state", schedule=schedule, ranks=2), plain()["rows"])
     (file,) = export(tmp_path / "state/penstock", tmp_path / "weights")
     assert load_file(file).keys() == make().state_dict().keys()
-    assert_equal(run(load=tmp_path / "state", schedule="1F1B", ranks=3), plain()["rows"][4:])
+    assert_equal(alone(load=tmp_path / "state", schedule="1F1B", ranks=3), plain()["rows"][4:])
+
+
+def run_and_resume(group: Any, folder: str) -> list[dict[str, Any]]:
+    options: dict[str, Any] = {"schedule": "ZB-V", "ranks": 4}
+    with launched(group.rank(), 4):
+        whole = run(save=Path(folder) / "two", **options)
+        return [whole, run(load=Path(folder) / "one", **options)]
 
 
 @pytest.mark.slow
-def test_between_processes(tmp_path: Path) -> None:
-    run(save=tmp_path / "one", schedule="1F1B", ranks=3)
-    ran = run_script("-m", "tests.integrations.accelerated", str(tmp_path), processes=2)
-    assert [one.status for one in ran] == [0, 0], ran
-    found = json.loads((tmp_path / "report.json").read_text())
-    assert_equal(found["whole"], plain()["rows"])
-    assert_equal(found["resumed"], plain()["rows"][4:])
-    assert_equal(run(load=tmp_path / "two", schedule="1F1B", ranks=4), plain()["rows"][4:])
+def test_between_processes(workers: WorkerPool, tmp_path: Path) -> None:
+    alone(save=tmp_path / "one", schedule="1F1B", ranks=3)
+    task = f"{__name__}:run_and_resume"
+    for whole, resumed in workers.run(task, 4, 60.0, folder=str(tmp_path)):
+        assert_equal(whole, plain()["rows"])
+        assert_equal(resumed, plain()["rows"][4:])
+    assert_equal(alone(load=tmp_path / "two", schedule="1F1B", ranks=2), plain()["rows"][4:])
 
 
-@pytest.mark.slow
-def test_two_pipelines_of_two_ranks_count_as_two_processes(tmp_path: Path) -> None:
+def count(group: Any) -> dict[str, Any]:
+    """What a rank of two pipelines of two ranks sees of a step with other numbers in each pipeline."""
+    with launched(group.rank(), 4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+        replica = mesh.get_local_rank("dp")
+        loss_fn = nn.functional.cross_entropy
+        pipe = Pipeline(make(), mesh=mesh, replicas="dp", microbatches=2, loss_fn=loss_fn)
+        accelerator: Any = PipelineAccelerator(pipe, cpu=True)
+        optimizer: Any = torch.optim.SGD(pipe.parameters(), lr=1.0)
+        schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        model, optimizer, schedule = accelerator.prepare(PipelineModule(pipe), optimizer, schedule)
+        x, target = (part[16 * replica :][:8] for part in data().tensors)
+        accelerator.backward(model(x, target=target))
+        optimizer.step()
+        schedule.step()
+        return {
+            "rate": schedule.get_last_lr()[0],
+            "gathered": accelerator.gather(torch.tensor([replica, replica + 10])).tolist(),
+            "objects": accelerator.gather_for_metrics([f"of {replica}"], use_gather_object=True),
+            "sum": accelerator.reduce(torch.tensor(1.0 + replica), "sum").item(),
+            "mean": accelerator.reduce(torch.tensor(1.0 + replica), "mean").item(),
+        }
+
+
+def test_two_pipelines_of_two_ranks_count_as_two_processes(workers: WorkerPool) -> None:
     """A scheduler steps for each, and what is gathered or added up has each pipeline's numbers once."""
-    command = ("-m", "tests.integrations.accelerated", str(tmp_path), "pipelines")
-    ran = run_script(*command, processes=4)
-    assert [one.status for one in ran] == [0] * 4, ran
-    expected = {
-        "rate": 0.25,
-        "gathered": [0, 10, 1, 11],
-        "objects": ["of 0", "of 1"],
-        "sum": 3.0,
-        "mean": 1.5,
-    }
-    for rank in range(4):
-        assert json.loads((tmp_path / f"report-{rank}.json").read_text()) == expected
+    objects = ["of 0", "of 1"]
+    expected = {"rate": 0.25, "gathered": [0, 10, 1, 11], "objects": objects, "sum": 3, "mean": 1.5}
+    assert workers.run(f"{__name__}:count", 4, 60.0) == [expected] * 4
 
 
 def tied() -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -32,52 +33,57 @@ from tests.pipeline.models import (
     restless,
 )
 
-LOOPS: dict[str, Any] = {
-    "two forwards": lambda model: (model(X) + model(X * 2)).backward(),
-    "scaled": lambda model: (model(X) / 3 * 128).backward(),
-    "a function of it": lambda model: (model(X).exp() + model(X * 2) ** 2).backward(),
-    "accumulated": lambda model: [(model(x) / 2).backward() for x in (X, X * 2)],
-    "in the other order": lambda model: [
-        loss.backward() for loss in reversed([model(X), model(X * 2)])
+LOOPS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "two forwards": lambda loss, x: (loss(x) + loss(x * 2)).backward(),
+    "scaled": lambda loss, x: (loss(x) / 3 * 128).backward(),
+    "a function of it": lambda loss, x: (loss(x).exp() + loss(x * 2) ** 2).backward(),
+    "accumulated": lambda loss, x: [(loss(part) / 2).backward() for part in (x, x * 2)],
+    "in the other order": lambda loss, x: [
+        one.backward() for one in reversed([loss(x), loss(x * 2)])
     ],
-    "one that is dropped": lambda model: (model(X), (model(X * 2) * 2).backward()),
+    "one that is dropped": lambda loss, x: (loss(x), (loss(x * 2) * 2).backward()),
 }
-
-
-class WithLoss(nn.Module):
-    """A plain model and its loss."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        return mean_loss(self.model(x), Y)
+"""Loops over a function that computes the loss."""
 
 
 def as_module(**options: Any) -> PipelineModule:
     return PipelineModule(make(**options))
 
 
-def called(model: PipelineModule) -> Any:
+def plain_loss(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda x: mean_loss(model(x), Y)
+
+
+def called(model: PipelineModule) -> Callable[[Tensor], Any]:
     return lambda x: model(x, target=Y)
 
 
-def after(loop: str) -> dict[str, Tensor]:
-    """The gradients of a plain model."""
-    model = WithLoss(chain())
-    LOOPS[loop](model)
-    return gradients(model.model)
+def gap(name: str, **options: Any) -> float:
+    """How far gradients, of the input too, are from the plain loop's, as far as they are here."""
+    model, plain = as_module(model=chain(4), **options), chain(4)
+    inputs = [X.clone().requires_grad_() for _ in range(2)]
+    LOOPS[name](called(model), inputs[0])
+    LOOPS[name](plain_loss(plain), inputs[1])
+    found, expected = gradients(model), gradients(plain)
+    assert found
+    pairs = [(gradient, expected[name]) for name, gradient in found.items()]
+    pairs.append((inputs[0].grad, inputs[1].grad))  # type: ignore[arg-type]
+    return max(float((a - b).abs().max()) for a, b in pairs)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZB-V"])
-@pytest.mark.parametrize("loop", sorted(LOOPS))
+@pytest.mark.parametrize("loop", LOOPS)
 def test_gradients_are_those_of_the_plain_loop(loop: str, schedule: str) -> None:
-    model = as_module(model=chain(4), schedule=schedule)
-    plain = WithLoss(chain(4))
-    LOOPS[loop](called(model))
-    LOOPS[loop](plain)
-    assert_same(gradients(model), gradients(plain.model))
+    assert gap(loop, schedule=schedule) < 1e-12
+
+
+def gaps(group: Any) -> dict[str, float]:
+    return {name: gap(name, mesh=group, ranks=3) for name in LOOPS}
+
+
+def test_processes_train_together(workers: WorkerPool) -> None:
+    for found in workers.run(f"{__name__}:gaps", 3, 30.0):
+        assert max(found.values()) < 1e-12, found
 
 
 class Clashing(nn.Module):
@@ -114,32 +120,16 @@ def test_arguments_of_the_model_may_have_any_name(loss_fn: Any) -> None:
 
 
 def test_a_forward_leaves_gradients_alone_and_a_backward_adds() -> None:
-    model = as_module()
-    LOOPS["scaled"](called(model))
+    model, plain = as_module(), chain()
+    LOOPS["scaled"](called(model), X)
+    LOOPS["scaled"](plain_loss(plain), X)
     before = {name: gradient.clone() for name, gradient in gradients(model).items()}
     tensors = list(gradients(model).values())
     loss = model(X, target=Y)
     assert_same(gradients(model), before)
     assert all(a is b for a, b in zip(gradients(model).values(), tensors, strict=True))
     (loss * 2).backward()
-    once = after("scaled")
-    assert_same(gradients(model), {n: g * (1 + 2 * 3 / 128) for n, g in once.items()})
-
-
-def test_the_steps_gradients_are_not_copied() -> None:
-    model = as_module()
-    inside: list[int] = []
-    model.pipe.on_step(lambda event: inside.extend(g.data_ptr() for g in gradients(model).values()))
-    (model(X, target=Y) / 3).backward()
-    assert [g.data_ptr() for g in gradients(model).values()] == inside
-
-
-def test_arguments_get_gradients_times_what_arrives() -> None:
-    model, plain = as_module(), WithLoss(chain())
-    x, z = X.clone().requires_grad_(), X.clone().requires_grad_()
-    (model(x * 2, target=Y) * 3).backward()
-    (plain(z * 2) * 3).backward()
-    torch.testing.assert_close(x.grad, z.grad)
+    assert_same(gradients(model), {n: g * (1 + 2 * 3 / 128) for n, g in gradients(plain).items()})
 
 
 def test_it_evaluates_without_training_or_gradients() -> None:
@@ -173,13 +163,13 @@ def test_weights_have_the_names_of_the_unsplit_model() -> None:
     assert_same(model.state_dict(), zeros)
 
 
-def twice() -> Any:
+def step_twice() -> None:
     loss = as_module()(X, target=Y)
     loss.backward(retain_graph=True)
     loss.backward()
 
 
-def change_a_weight() -> Any:
+def change_a_weight() -> None:
     model = as_module()
     loss = model(X, target=Y)
     with torch.no_grad():
@@ -187,24 +177,20 @@ def change_a_weight() -> Any:
     loss.backward()
 
 
-WRONG: dict[str, tuple[Any, str]] = {
-    "second derivatives": (
-        lambda: as_module()(X, target=Y).backward(create_graph=True),
-        "create_graph",
-    ),
-    "backward twice": (twice, "second time"),
-    "a changed weight": (change_a_weight, "0.0.weight was changed in place"),
-    "no target": (lambda: as_module()(X), "no target was given"),
-    "to": (lambda: as_module().float(), "Pipeline\\(device="),
-    "accumulate": (lambda: as_module()(X, target=Y, accumulate=2), "divide or scale the loss"),
-}
+WRONG: list[tuple[Any, str]] = [
+    (lambda: as_module()(X, target=Y).backward(create_graph=True), "create_graph"),
+    (step_twice, "second time"),
+    (change_a_weight, "0.0.weight was changed in place"),
+    (lambda: as_module()(X), "no target was given"),
+    (lambda: as_module().float(), r"Pipeline\(device="),
+    (lambda: as_module()(X, target=Y, accumulate=2), "divide or scale the loss"),
+]
 
 
-@pytest.mark.parametrize("name", sorted(WRONG))
-def test_wrong_use_is_named(name: str) -> None:
-    call, message = WRONG[name]
-    with pytest.raises(UsageError, match=message):
-        call()
+def test_wrong_use_is_named() -> None:
+    for call, message in WRONG:
+        with pytest.raises(UsageError, match=message):
+            call()
 
 
 # ---- gradients through outputs, and those of weights that the user looks at
@@ -260,8 +246,7 @@ def test_the_forward_that_runs_again_is_in_the_mode_of_the_first() -> None:
     for evaluates in (False, True):
         model = PipelineModule(make(restless(), loss_fn=None)).train()
         output = model(X)
-        if evaluates:
-            model.eval()
+        model.train(not evaluates)
         output.square().sum().backward()
         assert model.training is not evaluates
         found.append(gradients(model))
@@ -391,22 +376,6 @@ def test_a_state_dict_names_all_weights_and_no_file_has_holes(workers: WorkerPoo
     )
 
 
-def train(group: Any, loop: str) -> Any:
-    model = as_module(mesh=group, ranks=3)
-    loss = called(model)(X)
-    LOOPS[loop](called(model))
-    found = {name: g.tolist() for name, g in gradients(model).items()}
-    return float(loss.detach()), found
-
-
-def test_processes_train_together(workers: WorkerPool) -> None:
-    loop = "a function of it"
-    ran = workers.run(f"{__name__}:train", 3, 30.0, loop=loop)
-    assert len({loss for loss, _ in ran}) == 1
-    found = {name: torch.tensor(g, dtype=X.dtype) for _, of in ran for name, g in of.items()}
-    assert_same(found, after(loop))
-
-
 class Skips(nn.Module):
     """A model of which both stages use the input; without a pipeline, it computes the loss itself."""
 
@@ -471,9 +440,12 @@ BEHIND: dict[str, tuple[Any, bool, Any]] = {
 """The loop; whether the model in front is a pipeline, or copied on each rank; and what the one behind is."""
 
 
-def train_behind(group: Any, name: str) -> float:
+def train_behind(group: Any) -> dict[str, float]:
     """A worker's task: the gaps between weights here and those of the plain loop, after two steps."""
-    loop, cut, kind = BEHIND[name]
+    return {name: gap_behind(group, *case) for name, case in BEHIND.items()}
+
+
+def gap_behind(group: Any, loop: Any, cut: bool, kind: Any) -> float:
     loss_fn = mean_loss if loop in (follow_with_loss, make_targets) else None
     front: nn.Module = chain(2)
     if cut:
@@ -493,18 +465,17 @@ def train_behind(group: Any, name: str) -> float:
         for _ in range(2):
             loop(*models, update)
         trained.append([dict(model.named_parameters()) for model in models])
-    gaps = [
+    return sum(
         float((weight - plain[name]).abs().max())
         for here, plain in zip(*trained, strict=True)
         for name, weight in here.items()
         if not is_elsewhere(weight)
-    ]
-    return sum(gaps)
+    )
 
 
-@pytest.mark.parametrize("name", BEHIND)
-def test_gradients_flow_through_inputs_on_every_rank(workers: WorkerPool, name: str) -> None:
-    assert max(workers.run(f"{__name__}:train_behind", 2, 30.0, name=name)) < 1e-12
+def test_gradients_flow_through_inputs_on_every_rank(workers: WorkerPool) -> None:
+    for gaps in workers.run(f"{__name__}:train_behind", 2, 60.0):
+        assert max(gaps.values()) < 1e-12, gaps
 
 
 def share_inputs(group: Any) -> tuple[bool | None, str]:
@@ -531,12 +502,10 @@ class Shifted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = (nn.Linear(WIDTH, WIDTH).double() for _ in range(2))
+        self.chain = chain(2)
 
-    def forward(self, x: Tensor, *, scale: Tensor, shift: Tensor, spare: Tensor) -> Tensor:
-        hidden: Tensor = self.second(torch.tanh(self.first(x * scale))) + shift
-        return hidden
+    def forward(self, x: Tensor, *, scale: Tensor, shift: Tensor, spare: Tensor) -> Any:
+        return self.chain(x * scale) + shift
 
 
 def name_arguments(group: Any) -> list[bool]:
@@ -546,11 +515,10 @@ def name_arguments(group: Any) -> list[bool]:
         {name: X.sin().add(place).requires_grad_() for place, name in enumerate(names)}
         for _ in range(2)
     )
-    pipe, plain = make(Shifted(), mesh=group, ranks=2), Shifted()
-    order = names if dist.get_rank(group) else names[::-1]
+    order = names if group.rank() else names[::-1]
     inputs: dict[str, Any] = {name: named[name] for name in order}
-    pipe.step(X, target=Y, **inputs)
-    mean_loss(plain(X, **of_plain), Y).backward()
+    make(Shifted(), mesh=group, ranks=2).step(X, target=Y, **inputs)
+    mean_loss(Shifted()(X, **of_plain), Y).backward()
     pairs = [(named[name].grad, of_plain[name].grad) for name in names]
     return [a is b if a is None or b is None else torch.allclose(a, b) for a, b in pairs]
 
@@ -559,9 +527,8 @@ def test_arguments_that_are_named_in_any_order_get_their_own_gradients(workers: 
     assert workers.run(f"{__name__}:name_arguments", 2, 30.0) == [[True] * 3] * 2
 
 
-def clip(group: Any, with_loss: bool) -> list[float]:
-    """A loop that empties gradients between forward and backward."""
-    model = as_module(mesh=group, ranks=2, loss_fn=mean_loss if with_loss else None)
+def clip(model: Any, with_loss: bool) -> list[float]:
+    """A loop that empties gradients between forward and backward; their norms."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     norms = []
     for _ in range(2):
@@ -573,21 +540,15 @@ def clip(group: Any, with_loss: bool) -> list[float]:
     return norms
 
 
-@pytest.mark.whole
-@pytest.mark.parametrize("with_loss", [True, False])
-def test_gradients_emptied_before_backward_are_clipped_whole(
-    workers: WorkerPool, with_loss: bool
-) -> None:
-    model, norms = chain(), []
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for _ in range(2):
-        loss = mean_loss(model(X), Y)
-        optimizer.zero_grad()
-        loss.backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.01)))
-        optimizer.step()
-    for found in workers.run(f"{__name__}:clip", 2, 30.0, with_loss=with_loss):
-        assert found == pytest.approx(norms, rel=1e-9)
+def clip_both(group: Any) -> list[list[float]]:
+    losses = {True: mean_loss, False: None}
+    return [clip(as_module(mesh=group, loss_fn=fn), has) for has, fn in losses.items()]
+
+
+def test_gradients_emptied_before_backward_are_clipped_whole(workers: WorkerPool) -> None:
+    norms = clip(chain(), with_loss=False)
+    for both in workers.run(f"{__name__}:clip_both", 2, 30.0):
+        assert both == [pytest.approx(norms, rel=1e-9)] * 2
 
 
 def alone(group: Any, then: str) -> str:
@@ -610,12 +571,13 @@ def alone(group: Any, then: str) -> str:
     return "silent"
 
 
-@pytest.mark.parametrize("then", ["goes on", "sleeps"])
+@pytest.mark.parametrize("then", ["goes on", pytest.param("sleeps", marks=pytest.mark.nightly)])
 def test_a_call_on_one_rank_alone_is_named_on_all(workers: WorkerPool, then: str) -> None:
     for text in workers.run(f"{__name__}:alone", 2, 30.0, then=then):
         assert "rank 0 is in save_model, which every rank must call" in text
 
 
+@pytest.mark.nightly  # it ends the pool's workers
 def test_it_is_named_to_a_rank_in_a_collective_of_its_own(workers: WorkerPool) -> None:
     # A wait that is the program's own cannot be ended: the process ends itself.
     with pytest.raises(WorkerError, match="rank 0 is in save_model, which every rank must call"):
@@ -708,21 +670,21 @@ def replicate(group: Any, views: bool) -> Any:
     (losses[0].exp() + losses[1] ** 2).backward()
     by_output = PipelineModule(make(chain(4), mesh=mesh, replicas="dp", loss_fn=None))
     mean_loss(by_output(X[half]), Y[half]).backward()
-    listed = [
-        {name: grad.tolist() for name, grad in gradients(one).items()} for one in (model, by_output)
-    ]
-    return float(losses[0].detach()), *listed
+    gaps = []
+    for found, loop in (
+        (model, LOOPS["a function of it"]),
+        (by_output, lambda f, x: f(x).backward()),
+    ):
+        plain = chain(4)
+        loop(plain_loss(plain), X)
+        expected = gradients(plain)
+        gaps += [float((grad - expected[n]).abs().max()) for n, grad in gradients(found).items()]
+    return float(losses[0].detach()), max(gaps)
 
 
-@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("views", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_replicas_wrapped_by_ddp(workers: WorkerPool, views: bool) -> None:
-    ran = workers.run(f"{__name__}:replicate", 4, 60.0, views=views)
-    plain = WithLoss(chain(4))
-    LOOPS["a function of it"](plain)
-    mean = WithLoss(chain(4))
-    mean(X).backward()
-    for of_ranks, expected in zip(list(zip(*ran, strict=True))[1:], (plain, mean), strict=True):
-        grads = {n: torch.tensor(g, dtype=X.dtype) for of in of_ranks for n, g in of.items()}
-        assert_same(grads, gradients(expected.model))
-    assert len({loss for loss, *_ in ran}) == 1
-    assert ran[0][0] == pytest.approx(float(WithLoss(chain(4))(X).detach()))
+    expected = float(mean_loss(chain(4)(X), Y).detach())
+    for loss, largest in workers.run(f"{__name__}:replicate", 4, 60.0, views=views):
+        assert loss == pytest.approx(expected)
+        assert largest < 1e-12

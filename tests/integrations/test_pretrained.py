@@ -13,7 +13,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from penstock import Pipeline, PipelineModule
 from penstock.errors import AgreementError, UsageError
 from penstock.testing import WorkerPool
-from tests.integrations.trainers import SIZES, TOKENS, Examples, make_model
+from tests.integrations.trainers import SIZES, TOKENS, Examples, answering, make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ROWS = Examples("text", 8, 1)
@@ -66,45 +66,27 @@ def test_outputs_of_a_pipeline_hold_the_loss_of_the_batch(name: str) -> None:
 
 
 def test_labels_may_have_other_names() -> None:
-    config = transformers.BertConfig(
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        vocab_size=64,
-    )
-    model = transformers.BertForQuestionAnswering(config).eval()
-    plain, places = copy.deepcopy(model), torch.arange(8) % 5
-    batch: Any = {
-        "input_ids": BATCH["input_ids"],
-        "start_positions": places,
-        "end_positions": places + 1,
-    }
+    model, places = answering().eval(), torch.arange(8) % 5
+    batch: dict[str, Any] = {"start_positions": places, "end_positions": places + 1}
+    batch["input_ids"] = BATCH["input_ids"]
+    expected = copy.deepcopy(model)(**batch).loss.item()
     found = Pipeline(model, ranks=2, microbatches=4).evaluate(**batch)
-    assert found.loss == pytest.approx(plain(**batch).loss.item())
+    assert found.loss == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
+def test_a_step_without_the_models_loss_says_what_it_needs() -> None:
+    labels = BATCH["labels"]
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({}, "LlamaForCausalLM computed no loss, .* give it labels=.*; pass labels="),
-        ({"target": BATCH["labels"]}, "LlamaForCausalLM computed no loss, .* give it labels="),
-        (
-            {"labels": BATCH["labels"], "return_dict": False},
-            "returned a tuple, .* with return_dict=True",
-        ),
-    ],
-)
-def test_a_step_without_the_models_loss_says_what_it_needs(given: Any, says: str) -> None:
-    pipe = Pipeline(make_model("llama"), ranks=2, microbatches=4)
-    with pytest.raises(UsageError, match=says):
-        pipe.step(BATCH["input_ids"], **given)
-
-
-def test_wrong_use_is_named() -> None:
-    module = as_module(make_model("llama")).train()
+        ({"target": labels}, "LlamaForCausalLM computed no loss, .* give it labels="),
+        ({"labels": labels, "return_dict": False}, "returned a tuple, .* with return_dict=True"),
+    ]
+    for given, says in wrong:
+        pipe = Pipeline(make_model("llama"), ranks=2, microbatches=4)
+        with pytest.raises(UsageError, match=says):
+            pipe.step(BATCH["input_ids"], **given)
     with pytest.raises(AttributeError, match="resize_token_embeddings"):
-        module.resize_token_embeddings(60)
+        as_module(make_model("llama")).resize_token_embeddings(60)
 
 
 def test_a_loss_of_the_logits() -> None:

@@ -1,4 +1,7 @@
-"""The Trainer of transformers, as a pipeline and without."""
+"""The Trainer of transformers, as a pipeline and without.
+
+``make campaign ARGS=loops`` runs many more families, options, adapters and trainers.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,7 @@ from transformers import Trainer, TrainerCallback
 
 from penstock.errors import UsageError
 from penstock.integrations.transformers import PipelineTrainer
-from penstock.testing import WorkerPool
-from tests.integrations.accelerated import launched
 from tests.integrations.trainers import (
-    FAMILIES,
     PAIRS,
     SENTENCES,
     Distilled,
@@ -60,15 +60,7 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1F1B", "ZB-V"])
-@pytest.mark.parametrize(
-    "family",
-    [
-        # By day the others are trained in processes, or with options.
-        pytest.param(family, marks=() if family in ("t5", "vit") else pytest.mark.nightly)
-        for family in sorted(FAMILIES)
-    ],
-)
+@pytest.mark.parametrize(("family", "schedule"), [("t5", "1F1B"), ("vit", "ZB-V")])
 def test_in_one_process(family: str, schedule: str, tmp_path: Path) -> None:
     pipeline = {"schedule": schedule, "ranks": 2, "microbatches": 4}
     trainer = make(PipelineTrainer, family, tmp_path, STEPS, pipeline=pipeline)
@@ -78,45 +70,27 @@ def test_in_one_process(family: str, schedule: str, tmp_path: Path) -> None:
         assert torch.equal(parameter, weights[name])
 
 
-def check_launched(folder: Path, processes: int, *cases: str, steps: int = STEPS) -> None:
-    """Run families as FAMILY/SCHEDULE/REPLICAS, and compare them with the Trainer's."""
-    command = ["-m", "tests.integrations.trainers", str(folder), str(steps), *cases]
-    ran = run_script(*command, processes=processes, limit=350.0)
-    assert [one.status for one in ran] == [0] * processes, ran
-    # One rank prints what is logged.
-    assert ["'loss'" in one.out for one in ran] == [True] + [False] * (processes - 1)
-    for family in (case.split("/")[0] for case in cases):
-        report = json.loads((folder / family / "report.json").read_text())
-        assert_equal(report, plain(family, steps, 20))
-        if "tokens" in report:
-            tokens = saved(family, folder / family).generate(
-                Examples("text", 4, 3).tokens, max_new_tokens=8
-            )
-            assert report["tokens"] == tokens.tolist()
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_in_processes_and_resumed_in_one(tmp_path: Path) -> None:
-    """Two pipelines of two processes, which see other batches than each other; by night also one of four."""
-    check_launched(tmp_path, 4, "gpt2/ZB-V/2")
+    """Two pipelines of two processes, which see other batches than each other; then one of two ranks."""
+    expected = plain("gpt2", STEPS, 20)
+    command = ["-m", "tests.integrations.trainers", str(tmp_path), str(STEPS)]
+    ran = run_script(*command, processes=4, limit=350.0)
+    assert [one.status for one in ran] == [0] * 4, ran
+    # One rank prints what is logged.
+    assert ["'loss'" in one.out for one in ran] == [True, False, False, False]
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert_equal(found, expected)
+    tokens = Examples("text", 4, 3).tokens
+    assert found["tokens"] == saved("gpt2", tmp_path).generate(tokens, max_new_tokens=8).tolist()
     pipeline = {"schedule": "1F1B", "ranks": 2, "microbatches": 2}
     trainer = make(
         PipelineTrainer, "gpt2", tmp_path / "again", STEPS, pipeline=pipeline, evaluated=20
     )
-    resumed = report(trainer, tmp_path, str(tmp_path / f"gpt2/checkpoint-{STEPS // 2}"))
     # The log of the checkpoint comes first.
-    assert_equal(resumed, plain("gpt2", STEPS, 20))
-
-
-@pytest.mark.nightly
-@pytest.mark.whole
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("layout", ["2 1F1B/1", "2 ZB-V/1", "4 1F1B/1", "4 ZB-V/1", "4 1F1B/2"])
-def test_every_layout(layout: str, tmp_path: Path) -> None:
-    processes, rest = layout.split()
-    cases = [f"{family}/{rest}" for family in sorted(FAMILIES)]
-    check_launched(tmp_path, int(processes), *cases, steps=20)
+    resumed = report(trainer, tmp_path, str(tmp_path / f"checkpoint-{STEPS // 2}"))
+    assert_equal(resumed, expected)
 
 
 @pytest.mark.parametrize(
@@ -170,19 +144,18 @@ def test_a_callback_stops_a_run(tmp_path: Path) -> None:
     assert trainer.state.global_step == 2
 
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "optimizers": ({"optimizers": (True, None)}, "optimizer_cls_and_kwargs"),
-    "torch_compile": ({"arguments": {"torch_compile": True}}, "'compile': True"),
-    "neftune": ({"arguments": {"neftune_noise_alpha": 5.0}}, "neftune_noise_alpha cannot be used"),
-    "batch size": ({"arguments": {"auto_find_batch_size": True}}, "choose a batch size"),
-}
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"optimizers": (True, None)}, "optimizer_cls_and_kwargs"),
+    ({"arguments": {"torch_compile": True}}, "'compile': True"),
+    ({"arguments": {"neftune_noise_alpha": 5.0}}, "neftune_noise_alpha cannot be used"),
+    ({"arguments": {"auto_find_batch_size": True}}, "choose a batch size"),
+]
 
 
-@pytest.mark.parametrize("name", sorted(WRONG))
-def test_what_a_pipeline_cannot_do_is_refused(name: str, tmp_path: Path) -> None:
-    options, message = WRONG[name]
-    with pytest.raises(UsageError, match=message):
-        make(PipelineTrainer, "vit", tmp_path, 2, pipeline={"ranks": 2}, **options)
+def test_what_a_pipeline_cannot_do_is_refused(tmp_path: Path) -> None:
+    for options, message in WRONG:
+        with pytest.raises(UsageError, match=message):
+            make(PipelineTrainer, "vit", tmp_path, 2, pipeline={"ranks": 2}, **options)
 
 
 def test_a_loss_that_uses_the_weights_of_the_head_is_refused_by_its_trainers_name(
@@ -267,31 +240,18 @@ def test_answers_to_questions_have_other_labels(tmp_path: Path) -> None:
     assert reports[0] == pytest.approx(reports[1], abs=1e-5)
 
 
-# ---- adapters of PEFT
+# ---- adapters of PEFT, and trainers of TRL
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "adapter",
-    [
-        "lora",
-        pytest.param("dora", marks=pytest.mark.nightly),
-        pytest.param("prompt", marks=pytest.mark.nightly),
-    ],
-)
-def test_adapters_are_trained_and_saved_as_peft_does(adapter: str, tmp_path: Path) -> None:
+def test_adapters_are_trained_and_saved_as_peft_does(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    made: dict[str, Any] = {
-        "lora": peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"]),
-        "dora": peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], use_dora=True),
-        "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
-    }
+    adapter = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])
     reports, states = [], []
-    kinds: list[tuple[Any, dict[str, Any]]]
-    kinds = [(Trainer, {}), (PipelineTrainer, {"pipeline": {"ranks": 2}})]
-    for kind, options in kinds:
+    kinds: dict[Any, dict[str, Any]] = {Trainer: {}, PipelineTrainer: {"pipeline": {"ranks": 2}}}
+    for kind, options in kinds.items():
         torch.manual_seed(1)
-        model = peft.get_peft_model(make_model("llama"), made[adapter])
+        model = peft.get_peft_model(make_model("llama"), adapter)
         trainer = make(kind, "llama", tmp_path, 3, model=model, measures=False, **options)
         trainer.train()
         evaluated = trainer.evaluate()["eval_loss"]
@@ -308,51 +268,18 @@ def test_adapters_are_trained_and_saved_as_peft_does(adapter: str, tmp_path: Pat
     assert peft.get_peft_model_state_dict(loaded).keys() == states[0].keys()
 
 
-def saves_an_adapter(group: Any, folder: str) -> list[str]:
-    """A layer of its own, and a model that asks tensors for their device, which Accelerate calls cpu:0."""
-    peft = importlib.import_module("peft")
-    with launched(torch.distributed.get_rank(), 4):
-        torch.set_default_dtype(torch.float32)
-        config = peft.LoraConfig(target_modules=["v_proj"], modules_to_save=["lm_head"])
-        model = peft.get_peft_model(make_model("llama"), config)
-        options: dict[str, Any] = {"model": model, "measures": False, "pipeline": {"ranks": 2}}
-        trainer = make(PipelineTrainer, "llama", Path(folder), 1, **options)
-        trainer.train()
-        trainer.save_model(folder)
-        trainer.pipe.close()
-        return sorted(name for name, p in model.named_parameters() if p.requires_grad)
-
-
-@pytest.mark.nightly
-def test_an_adapter_is_saved_by_one_process(tmp_path: Path, workers: WorkerPool) -> None:
-    pytest.importorskip("peft")
-    learned, *_ = workers.run(f"{__name__}:saves_an_adapter", 4, 100.0, folder=str(tmp_path))
-    assert len(load_file(tmp_path / "adapter_model.safetensors")) == len(learned)
-
-
-# ---- trainers of TRL
-
-
-TRL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "sft": ("SFT", {"input_ids": SENTENCES.tolist()}, {}),
-    "packed": ("SFT", {"input_ids": SENTENCES.tolist()}, {"packing": True, "max_length": 16}),
-    "dpo": (
-        "DPO",
-        PAIRS,
-        {},
-    ),
-}  # fmt: skip
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    ["dpo", "packed", pytest.param("sft", marks=pytest.mark.nightly)],  # it packs less
+    ("kind", "columns", "options"),
+    [
+        ("SFT", {"input_ids": SENTENCES.tolist()}, {"packing": True, "max_length": 16}),
+        ("DPO", PAIRS, {}),
+    ],
+    ids=["packed", "dpo"],
 )
-def test_trainers_of_trl(name: str, tmp_path: Path) -> None:
+def test_trainers_of_trl(kind: str, columns: Any, options: Any, tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
-    kind, columns, options = TRL[name]
     plain_kind, config = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
     both = type("Both", (PipelineTrainer, plain_kind), {})
     data, logs = datasets.Dataset.from_dict(columns), []

@@ -14,20 +14,20 @@ from penstock.partition import Shared
 from penstock.pipelining import PipelineStage, ScheduleGPipe
 from penstock.pipelining.schedules import PipelineScheduleSingle
 from penstock.testing import WorkerPool
-from tests.pipelining.either import WIDTH, Layer, Seat, X, sum_loss
-from tests.pipelining.programs import LOOPS
+from tests.pipelining.stages import OURS, WIDTH, Held, Layer, X, Y, sum_loss
+from tests.pipelining.test_processes import loop_of_turns
 
 PART = X[:2]
 
 
-def driven(count: int = 2, **examples: Any) -> Seat:
+def driven(count: int = 2, **examples: Any) -> Held:
     """Stages that know what travels."""
-    seat = Seat("penstock", None, {0: list(range(count))}, **examples)
+    held = Held(OURS, at={0: [*range(count)]}, **examples)
     passed: Any = (PART,)
-    for stage in seat.stages:
+    for stage in held.stages:
         passed = stage._prepare_forward_infra(2, passed, {}, has_backward=True)
         stage._prepare_backward_infra(2)
-    return seat
+    return held
 
 
 def squares(module: Any, output: Tensor) -> Tensor:
@@ -39,8 +39,8 @@ def squares(module: Any, output: Tensor) -> Tensor:
 @pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("examples", [{}, {"output_args": PART.clone().requires_grad_()}])
 def test_without_a_schedule(halves: bool, examples: dict[str, Any]) -> None:
-    seat = driven(**examples)
-    first, last = seat.stages
+    held = driven(**examples)
+    first, last = held.stages
     for microbatch in range(2):
         output = first.forward_one_chunk(microbatch, (PART,))
         assert first.get_fwd_send_ops(microbatch) == []
@@ -53,11 +53,9 @@ def test_without_a_schedule(halves: bool, examples: dict[str, Any]) -> None:
             stage.backward_weight_one_chunk(microbatch)
     for stage in (first, last):
         stage.perform_reduce_grad(2)
-    squares(seat.reference[1], seat.expected(PART)).backward()
-    torch.testing.assert_close(seat.gradients(), [p.grad for p in seat.reference.parameters()])
-    assert len(last.output_chunks) == 2
-    last.clear_runtime_states()
-    assert last.output_chunks == []
+    squares(held.plain[1], held.plain(PART)).backward()
+    expected = {name: p.grad for name, p in held.plain.named_parameters()}
+    torch.testing.assert_close(held.gradients(), expected)
 
 
 class Masks(nn.Module):
@@ -119,7 +117,7 @@ def test_the_next_step_drops_what_was_left() -> None:
 
 
 def test_a_loop_that_failed_leaves_nothing_for_the_next_step() -> None:
-    seat = Seat("penstock", None, {0: [0]})
+    held = Held(OURS, at={0: [0]})
     calls = count()
 
     def loss(output: Tensor, target: Tensor) -> Any:
@@ -127,10 +125,10 @@ def test_a_loop_that_failed_leaves_nothing_for_the_next_step() -> None:
             raise ZeroDivisionError
         return sum_loss(output, target)
 
-    loop = seat.schedule(LOOPS["fills"](seat.names), loss_fn=loss)
+    loop = held.schedule(loop_of_turns(OURS), loss_fn=loss)
     with pytest.raises(ZeroDivisionError):
-        seat.step(loop)
-    seat.check_steps(loop, 1)
+        held.step(loop)
+    held.check_steps(loop, 1)
 
 
 class Early(PipelineScheduleSingle):
@@ -164,33 +162,29 @@ def by_the_schedule_too(stage: Any, args: Any) -> None:
     PipelineScheduleSingle._step_microbatches(Early.current)
 
 
-WRONG = {"other_values": other_values, "too_early": too_early, "both": by_the_schedule_too}
+WRONG: list[tuple[Any, int, str]] = [
+    (other_values, 0, "SpecError: 0SEND_F1: .*float32.2, 4.*float32.1, 4"),
+    (too_early, 1, "stage 1 has nothing for microbatch 0; get_fwd_recv_ops comes first"),
+    (by_the_schedule_too, 0, "either by a loop over stages or by the schedule"),
+]
+"""What a loop does wrong, and which rank says what."""
 
 
-def wrong_loop(group: Any, what: str) -> str:
-    seat = Seat("penstock", group, "GPipe")
-    Early.says, Early.current = staticmethod(WRONG[what]), seat.schedule(Early, 2)
-    try:
-        Early.current.step(*([PART] if seat.is_first else []), return_outputs=False)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+def wrong_loops(group: Any) -> list[str]:
+    texts = []
+    for function, *_ in WRONG:
+        held = Held(OURS, group, "GPipe")
+        Early.says, Early.current = staticmethod(function), held.schedule(Early, 2)
+        with pytest.raises(Exception, match=r".") as caught:
+            Early.current.step(*([PART] if held.is_first else []), return_outputs=False)
+        texts.append(f"{caught.typename}: {caught.value}")
+    return texts
 
 
-@pytest.mark.parametrize(
-    ("what", "rank", "says"),
-    [
-        ("other_values", 0, "SpecError: 0SEND_F1: .*float32.2, 4.*float32.1, 4"),
-        ("too_early", 1, "stage 1 has nothing for microbatch 0; get_fwd_recv_ops comes first"),
-        ("both", 0, "either by a loop over stages or by the schedule"),
-    ],
-)
-def test_a_loop_that_goes_wrong_is_named_on_every_rank(
-    workers: WorkerPool, what: str, rank: int, says: str
-) -> None:
-    answers = workers.run(f"{__name__}:wrong_loop", 2, 60.0, what=what)
-    assert re.search(says, answers[rank])
-    assert all(answers)
+def test_a_loop_that_goes_wrong_is_named_on_every_rank(workers: WorkerPool) -> None:
+    ranks = workers.run(f"{__name__}:wrong_loops", 2, 60.0)
+    for place, (_, rank, says) in enumerate(WRONG):
+        assert re.search(says, ranks[rank][place])
 
 
 # ---- weights that stages share: equal where that is asked for
@@ -205,19 +199,19 @@ def tied() -> list[nn.Module]:
 
 
 def train(group: Any, asked: bool) -> list[list[float]]:
-    seat = Seat("penstock", group, "GPipe", tied)
-    (stage,) = seat.stages
+    held = Held(OURS, group, "GPipe", tied)
+    (stage,) = held.stages
     stage.shared = TABLE if asked else ()
-    schedule = seat.schedule("GPipe")
-    optimizer = torch.optim.AdamW(stage.submod.parameters(), 0.1)
-    plain = torch.optim.AdamW(seat.reference.parameters(), 0.1)
+    schedule = held.schedule("GPipe")
+    optimizers = [torch.optim.AdamW(one.parameters(), 0.1) for one in (stage.submod, held.plain)]
     for _ in range(5):
-        optimizer.zero_grad()
-        result = seat.step(schedule)
-        if asked:
-            seat.check(*result)
-        for one in (optimizer, plain):
-            one.step()
+        held.step(schedule)
+        sum_loss(held.plain(X), Y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    if asked:
+        torch.testing.assert_close(stage.submod.weight, held.plain[0].weight)
     weight: list[list[float]] = stage.submod.weight.tolist()
     return weight
 

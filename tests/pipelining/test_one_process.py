@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
 from inspect import Parameter, signature
 from pathlib import Path
@@ -9,25 +11,493 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils import _pytree as pytree
 
 from penstock.errors import UsageError
-from tests.pipelining.alike import BODIES, perform
-from tests.pipelining.differences import DIFFERENCES, answer
-from tests.pipelining.either import MODULES, Names
+from tests.pipelining.stages import (
+    EITHER,
+    IN_A_V,
+    MODULES,
+    MULTI,
+    OURS,
+    SINGLE,
+    THEIRS,
+    WIDTH,
+    Held,
+    Names,
+    X,
+    Y,
+    alone,
+    mean_loss,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated.*:FutureWarning")
 """torch's own tracing."""
 
 
-@pytest.mark.parametrize("name", sorted(BODIES))
-def test_either_import_does_the_same(name: str, tmp_path: Path) -> None:
-    theirs, their_form = pytree.tree_flatten(perform(name, "torch", tmp_path))
-    ours, form = pytree.tree_flatten(perform(name, "penstock", tmp_path))
+def refuse(kind: type[Exception], *calls: Callable[[], Any]) -> None:
+    for call in calls:
+        with pytest.raises(kind):
+            call()
+
+
+# ---- rows of actions, as tests of torch's passes are written
+
+
+def joined(rows: Any) -> list[str]:
+    """Rows as texts, without idle steps at their ends."""
+    return [",".join("" if a is None else str(a) for a in row).rstrip(",") for row in rows]
+
+
+def classes(p: Names, _: Path) -> list[str]:
+    s = p.schedules
+    known = [*SINGLE, *MULTI, "PipelineScheduleSingle"]
+    found = [s.get_schedule_class(f(name)) for name in known for f in (str, str.upper, str.lower)]
+    assert issubclass(p.ScheduleGPipe, s.PipelineScheduleSingle)
+    assert issubclass(s._ScheduleForwardOnly, s.PipelineScheduleSingle)
+    assert issubclass(s._PipelineScheduleRuntime, s.PipelineScheduleMulti)
+    assert issubclass(p.ScheduleInterleaved1F1B, s._PipelineScheduleRuntime)
+    assert all(issubclass(one, s._PipelineSchedule) for one in found)
+    return [one.__name__ for one in found]
+
+
+def errors_and_places(p: Names, _: Path) -> list[Any]:
+    """An unknown name, too few microbatches, uneven rounds, other counts of stages than a V has."""
+    refuse(
+        ValueError,
+        lambda: p.get_schedule_class("ScheduleThatDoesNotExist"),
+        lambda: p.Schedule1F1B(p.mock(4, 4), 2),
+        lambda: p.ScheduleInterleaved1F1B([p.mock(4, 8)] * 2, 11),
+        lambda: p.ScheduleInterleavedZeroBubble([p.mock(4, 8)] * 2, 11),
+        lambda: p.ScheduleZBVZeroBubble([p.mock(2, 2)], 4),
+        lambda: p.ScheduleDualPipeV([p.mock(2, 6)] * 3, 8),
+        lambda: p.ScheduleDualPipeV([p.mock(2, 4)] * 2, 3),
+        lambda: p.generate_stage_to_rank_mapping(2, 4, "w"),
+        lambda: p.generate_stage_to_rank_mapping(2, 5, "v"),
+    )
+    places = (p._utils.generate_stage_to_rank_mapping, p._utils.generate_rank_to_stage_mapping)
+    return [f(*of, style) for f in places for of in [(2, 4), (3, 6)] for style in ("loop", "v")]
+
+
+SIZES = [(2, 2, 2), (3, 12, 4), (4, 10, 5), (2, 3, 4)]
+"""Stages a rank, microbatches, ranks."""
+
+
+def work_and_messages(p: Names, _: Path) -> list[list[str]]:
+    """What each rank does, in any order; a full backward counts as its halves."""
+    work: list[list[str]] = []
+    for name in MULTI:
+        for each, microbatches, ranks in SIZES if name not in IN_A_V else [(2, 8, 2), (2, 10, 4)]:
+            one = p.scheduled(name, ranks, each, microbatches)
+            if name in ("Interleaved1F1B", "InterleavedZeroBubble"):
+                rounds = one.number_of_rounds * one.microbatches_per_round
+                assert (one.n_local_stages, rounds) == (each, microbatches)
+            style = "v" if name in IN_A_V else "loop"
+            places = p.generate_stage_to_rank_mapping(ranks, each * ranks, style)
+            order = one.pipeline_order
+            if name in IN_A_V:
+                checked = p._validate_schedule(order, ranks, 2 * ranks, microbatches)
+                assert checked == places
+            if name != "DualPipeV":
+                # torch 2.13 adds no messages to overlapped pairs.
+                order = p._add_send_recv(
+                    order, stage_to_rank=places.__getitem__, num_stages=each * ranks
+                )
+            for row in order.values():
+                parts = [part for a in row if a for part in a.sub_actions or (a,)]
+                ops = [(a, a.computation_type.value) for a in parts]
+                work.append(
+                    sorted(
+                        f"{a.stage_index}{half}{a.microbatch_index}"
+                        for a, op in ops
+                        for half in (("I", "W") if op == "B" else (op,))
+                    )
+                )
+    return work
+
+
+ACTIONS = "1F0 2I1 0W3 0B3 1UNSHARD 3RESHARD 0REDUCE_GRAD 2SEND_B2 1RECV_F1 (2F1;3B0)OVERLAP_F_B"
+
+
+def actions_from_text(p: Names, _: Path) -> list[Any]:
+    s = p.schedules
+    read = [s._Action.from_str(text) for text in ACTIONS.split()]
+    assert [repr(action) for action in read] == [*map(str, read)] == ACTIONS.split()
+    assert read[0] == s._Action(1, s.F, 0)
+    assert (read[4], read[-1].computation_type) == (s._Action(1, s.UNSHARD), s.OVERLAP_F_B)
+    assert s._Action.from_str("  ") is None
+    refuse(RuntimeError, lambda: s._Action.from_str("zz"))
+    return [(a.stage_index, a.microbatch_index, a.is_compute_op) for a in read]
+
+
+ROWS = {
+    "0F0,0F1,   ,0B0,0B1": 2,
+    "0F0,0F1,1F0,1F1,1B0,1B1,0B0,0B1": 2,
+    "0F0,0F1,0F2,0I0,0I1,0W0,0I2,0W2,0W1": 3,
+    "0F0,2F0,4F0,6F0,6I0,6W0,4I0,4W0,2B0,0I0,0W0": 1,
+}
+"""Actions, and the number of microbatches."""
+
+
+def passes(p: Names, _: Path) -> list[Any]:
+    s, rows = p.schedules, []
+    for text, microbatches in ROWS.items():
+        rows += [s._merge_bw(p.row(text)), s._add_reduce_grad(p.row(text), microbatches)]
+        rows += [s._add_unshard_reshard(p.row(text)), s._add_unshard_reshard(p.row(text), 2)]
+    order = p.scheduled("DualPipeV", 4, 2, 10).pipeline_order
+    shown = {rank: [action for action in row if action] for rank, row in order.items()}
+    tables = [s._format_pipeline_order(shown, error_step_number=step) for step in (None, 3)]
+    # Not 1F1B: what torch 2.13 gives for its last rank begins at microbatch 1.
+    gpipe = p.ScheduleGPipe(p.mock(4, 4), 4)._get_pipeline_order()
+    computed = [[a for a in gpipe[rank] if a and a.is_compute_op] for rank in range(4)]
+    return joined([*rows, *shown.values(), *computed]) + tables
+
+
+def what_a_schedule_is_checked_for(p: Names, _: Path) -> list[Any]:
+    check = p.schedules._validate_schedule
+    good = {0: p.row("0F0,0I0,0W0"), 1: p.row("1F0,1B0")}
+    wrong: list[dict[int, Any]] = [{0: good[0]}, {**good, 1: p.row("1F0")}]
+    wrong += [{**good, 0: p.row(of)} for of in ("0I0,0F0,0W0", "0F0,0W0,0I0", "0F0,0I0")]
+    wrong.append({0: good[0], 1: p.row("1F0,1B0,0F0")})
+    for order in wrong:
+        refuse(AssertionError, functools.partial(check, order, 2, 2, 1))
+    first, last = p.row("1F1,0B0")
+    both = [p._Action(-1, p.OVERLAP_F_B, None, pair) for pair in ((first, last), (last, first))]
+    orders = [[*p.row("0F0,1F0,1B0,0F1"), pair, *p.row("1B1,0B1")] for pair in both]
+    return [check(good, 2, 2, 1), *(check({0: order}, 1, 2, 2) for order in orders)]
+
+
+def steps_with_messages(p: Names, _: Path) -> None:
+    """Every action in a step in which it can run; a weight backward after a full one too."""
+    simulate = functools.partial(p._simulate_comms_compute, stage_to_rank=int, num_stages=2)
+    steps = simulate(
+        {0: p.row("0F0,0SEND_F0,0RECV_B0,0B0,0W0"), 1: p.row("1RECV_F0,1F0,1B0,1SEND_B0,1W0")}
+    )
+    at = {str(action): step for row in steps.values() for step, action in enumerate(row)}
+    assert at["0SEND_F0"] <= at["1F0"] < at["1SEND_B0"] <= at["0B0"] < at["0W0"]
+    refuse(ValueError, lambda: simulate({0: p.row("0F0,0SEND_F0"), 1: p.row("1F0")}))
+
+
+def files(p: Names, folder: Path) -> None:
+    """Messages come back from files, and a file without a schedule is refused."""
+
+    def fresh() -> Any:
+        return p.schedules._PipelineScheduleRuntime([p.mock(2, 4)] * 2, 4)
+
+    for name in MULTI:
+        first, second, third = fresh(), fresh(), fresh()
+        first._prepare_schedule_with_comms(p.scheduled(name, 2, 2, 4).pipeline_order)
+        first._dump_csv(str(folder / name))
+        second._load_csv(str(folder / name), format="compute_comms")
+        third._prepare_schedule_with_comms(second.pipeline_order_with_comms, format="compute_comms")
+        orders = [one.pipeline_order_with_comms for one in (first, second, third)]
+        assert orders[0] == orders[1] == orders[2]
+    (folder / "rows.csv").write_text("0F0,zz,0B0")
+    with pytest.raises(RuntimeError, match="zz"):
+        fresh()._load_csv(str(folder / "rows.csv"))
+
+
+def rows_of_schedules(p: Names, _: Path) -> list[str]:
+    shown: list[str] = []
+    for name in ("Interleaved1F1B", "InterleavedZeroBubble", "DualPipeV"):
+        rows = [[a for a in row if a] for row in p.get_schedule_ops(name, 2, 8)]
+        full = p.get_schedule_ops(name, 2, 8, with_comms=True, defer_pp_recv=True)
+        assert [[a for a in row if a and a.is_compute_op] for row in full] == rows
+        # torch 2.13 finds no such rows for GPipe and 1F1B, and loses count of ranks that end first in a V.
+        shown += [*joined(rows), *joined(p.get_schedule_ops(name, 4, 8, add_spacing=True))]
+    refuse(ValueError, lambda: p.get_schedule_ops("GPipe", 2, 4, None, True, True))
+    refuse(AssertionError, lambda: p.get_schedule_ops(p.ScheduleGPipe, 2, 4, 2))
+    pair = [p.row("0F0,0F1,0B0,0B1"), p.row("1F0,1B0,1F1,1B1")]
+    return [*shown, *joined(p.add_schedule_op_spacing(pair))]
+
+
+# ---- steps on one rank
+
+
+def one_stage(p: Names, _: Path) -> None:
+    """Schedules of several stages take one, too."""
+    for name in ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS"):
+        held = Held(p, at={0: [0]})
+        held.check_steps(held.schedule(name))
+
+
+def a_schedule_of_ones_own(p: Names, _: Path) -> list[str]:
+    """A class that writes its rows as torch's classes do, with custom functions."""
+    s = p.schedules
+
+    class Own(s._PipelineScheduleRuntime):  # type: ignore[name-defined,misc]
+        def __init__(self, stages: Any, n_microbatches: int, **options: Any) -> None:
+            self.pp_group_size = stages[0].group_size
+            super().__init__(stages=stages, n_microbatches=n_microbatches, **options)
+            self.n_local_stages, self.rank = len(stages), stages[0].group_rank
+            self.pipeline_order: dict[int, list[Any]] = {0: self._calculate_operations()}
+            self._prepare_schedule_with_comms(self.pipeline_order)
+
+        def _calculate_operations(self) -> list[Any]:
+            count = self._n_microbatches
+            ahead = [s._Action(i, s.F, m) for i in range(2) for m in range(count)]
+            behind = [s._Action(i, s.B, m) for i in (1, 0) for m in range(count)]
+            return [*ahead, None, *behind]
+
+    held = Held(p)
+    schedule = held.schedule(Own)
+    seen: list[str] = []
+    for kind in (s.UNSHARD, s.RESHARD):
+        schedule.register_custom_function(kind, lambda action, _: seen.append(str(action)))
+    held.check_steps(schedule, 1)
+    assert schedule.pipeline_order[0][8] is None
+    return seen
+
+
+def parts_of_a_step(p: Names, _: Path) -> list[Any]:
+    """A subclass that replaces what a step does besides running stages."""
+
+    class Own(p.ScheduleGPipe):  # type: ignore[name-defined,misc]
+        def _split_inputs(self, args: Any, kwargs: Any = None) -> Any:
+            return super()._split_inputs((args[0] * 2,), kwargs)
+
+        def _compute_loss(self, output: Any, target: Any, *rest: Any, **more: Any) -> Any:
+            return 3 * super()._compute_loss(output, target, *rest, **more)
+
+        def _merge_outputs(self, output_chunks: Any) -> Any:
+            return [len(output_chunks), super()._merge_outputs(output_chunks)]
+
+    held = Held(p, at={0: [0]})
+    one = held.schedule(Own, 2, loss_fn=nn.MSELoss(), scale_grads=True)
+    assert one._check_inputs() == ([(), ()], [{}, {}])
+    refuse(TypeError, lambda: one._check_inputs(arg_mbs=()))
+    refuse(ValueError, lambda: one._check_inputs(target_mbs=[X]))
+    (count, output), losses = held.step(one)
+    torch.testing.assert_close(output, held.plain(2 * X))
+    numbers: list[Tensor] = [*losses, *held.gradients().values()]
+    return [count, *(round(float(number.detach().sum()), 4) for number in numbers)]
+
+
+class Branches(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+def a_pipe(p: Names, _: Path) -> None:
+    """What it offers; `test_pipe.py` shows what its stages compute."""
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), X[:2]
+    model[1].weight = model[0].weight
+    pipe = p.pipeline(model, (x,), split_spec={"1": p.SplitPoint.BEGINNING})
+    assert isinstance(pipe, p.Pipe)
+    assert pipe.num_stages == 2
+    torch.testing.assert_close(pipe(x)[0], model(x))
+    names = {name for i in range(2) for name in pipe.get_stage_module(i).state_dict()}
+    assert names == set(model.state_dict())
+    assert pipe.replicated_params == [{"submod_pp_0": "0.weight", "submod_pp_1": "1.weight"}]
+    info = pipe.info()
+    assert (info.num_stages, info.has_loss_and_backward) == (2, False)
+    assert {n.op for n in info.graph.nodes} >= {"placeholder", "output"}
+    stages = [name for name, _ in pipe.split_gm.named_children()]
+    assert stages == ["submod_pp_0", "submod_pp_1"]
+    refuse(ValueError, lambda: pipe.get_stage_module(2))
+    for kind, module, options in (
+        (AttributeError, model, {"split_spec": {"blocks.1": p.SplitPoint.END}}),
+        (RuntimeError, Branches(), {}),
+        (ValueError, model, {"split_spec": {}, "split_policy": lambda module: module}),
+    ):
+        refuse(kind, functools.partial(p.pipeline, module, (x,), **options))
+
+
+# ---- parts of a batch, examples of arguments, and what tensors look like
+
+NESTED = ((X, [X + 1, {"a": X + 2}]), {"flag": True, "mask": X > 0, "none": None})
+MESH: dict[str, Any] = {"_init_backend": False, "_rank": 0}
+
+
+def splitting(p: Names, _: Path) -> list[Any]:
+    m = p.microbatch
+    split = [m.split_args_kwargs_into_chunks(*NESTED, count) for count in (1, 2, 3, 8, 9)]
+    specs = m.TensorChunkSpec.from_tuple((0, 1)), m.TensorChunkSpec.from_dict({"b": 1})
+    named = {**specs[1], "c": m._Replicate}
+    split.append(m.split_args_kwargs_into_chunks((X, X), {"b": X, "c": X}, 2, specs[0], named))
+    refuse(
+        AssertionError,
+        lambda: m._split_tensor(X, m.TensorChunkSpec(0), 9),
+        lambda: m.split_args_kwargs_into_chunks((X, X), {}, 2, (0,)),
+    )
+    assert str(m.TensorChunkSpec(2)) == "TensorChunkSpec(2)"
+    x = torch.ones(4, 2, requires_grad=True)
+    parts = m._split_tensor(x, m.TensorChunkSpec(0), 2)
+    (parts[0] * 3).sum().backward()
+    assert torch.equal(parts[0].grad, torch.full((2, 2), 3.0))
+    return split
+
+
+def merging(p: Names, _: Path) -> list[Any]:
+    m = p.microbatch
+    chunks = [(X[:2], {"s": torch.tensor(1.0)}, 3), (X[2:], {"s": torch.tensor(2.0)}, 3)]
+    largest = m._CustomReducer(torch.tensor(0.0), torch.maximum)
+    assert isinstance(m.sum_reducer, m._LossReducer)
+    refuse(ValueError, lambda: m.merge_chunks([(X, X)], (m.TensorChunkSpec(0),)))
+    refuse(AssertionError, lambda: m.merge_chunks([(1,), (2,)], (3,)))
+    mesh = DeviceMesh("cpu", torch.arange(2), **MESH)
+    cut, copied = (
+        DTensor.from_local(X, mesh, [at], run_check=False) for at in (Shard(0), Replicate())
+    )
+    for other, says in ((copied, "placement mismatch"), (X, "mix")):
+        with pytest.raises(AssertionError, match=says):
+            m.merge_chunks([cut, other], None)
+    return [
+        m.merge_chunks(chunks, (m.TensorChunkSpec(0), {"s": m.sum_reducer}, None)),
+        m.merge_chunks([X[:1], X[1:]], None),
+        m.merge_chunks([torch.tensor(2.0), torch.tensor(5.0)], largest),
+    ]
+
+
+def block_masks(p: Names, _: Path) -> None:
+    m = p.microbatch
+
+    def after(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q >= kv) & (kv >= b)
+
+    mask = create_block_mask(after, 5, None, 8, 8, device="cpu", BLOCK_SIZE=4)
+    parts = m._split_block_mask(mask, 2)
+    assert [part.kv_num_blocks.size(0) for part in parts] == [3, 2]
+    assert torch.equal(torch.cat([part.to_dense() for part in parts]), mask.to_dense())
+    one = create_block_mask(after, None, None, 8, 8, device="cpu", BLOCK_SIZE=4)
+    assert len(m._split_block_mask(one, 3)) == 3
+    refuse(AssertionError, lambda: m._split_block_mask(mask, 6))
+
+
+def examples_are_tensors(p: Names, _: Path) -> None:
+    u, x, y = p._utils, torch.ones(2), torch.ones(2, requires_grad=True)
+    tuples = u.validate_and_normalize_to_tuple
+    assert tuples(None) is None
+    assert tuples(x)[0] is x
+    assert [type(value) for value in tuples([x, y])] == [Tensor, Tensor]
+    assert tuples((x, None), allow_none=True)[1] is None
+    make = functools.partial(p.PipelineStage, nn.Linear(2, 2), 0, 1, torch.device("cpu"))
+    wrong: list[Callable[[], Any]] = [
+        functools.partial(tuples, of) for of in ((x, None), (x, 3), "x")
+    ]
+    wrong += [lambda: make(input_args=("a",)), lambda: make(input_args=x, output_args=3)]
+    refuse(u.PipeliningMetadataError, *wrong)
+    nested = (torch.ones(2, requires_grad=True) * 2, {"k": [3, torch.ones(1)]})
+    assert [type(value) for value in u.flatten_args(nested)] == [Tensor, int, Tensor]
+    again, values = u.flatten_args(nested, detach=True)
+    assert again[0] is values[0]
+    assert again[1]["k"][1] is values[2]
+    assert values[0].is_leaf
+    assert [values[0].requires_grad, values[2].requires_grad] == [True, False]
+
+
+def what_tensors_look_like(p: Names, _: Path) -> list[Any]:
+    u = p._utils
+    x = torch.ones(2, 4, requires_grad=True)
+    mesh = DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("tp",), **MESH)
+    spread = DTensor.from_local(x.detach(), mesh, [Shard(0)], run_check=False)
+    plain, sharded = u.extract_tensor_meta(x), u.extract_tensor_meta(spread)
+    again = sharded.to_dtensor("cpu", mesh)
+    same = [again.shape, again.placements, again.to_local().shape]
+    assert same == [spread.shape, spread.placements, x.shape]
+    assert plain.to_tensor("cpu").requires_grad
+    assert u.to_local_if_dtensor(x) is x
+    assert type(u.to_local_if_dtensor(spread, True)) is Tensor
+    wider = u.extract_tensor_meta(torch.ones(2, 5))
+    check = functools.partial(u.validate_metadata, "the input", plain)
+    several = functools.partial(u.validate_tensors_metadata, "grads", (plain, None))
+    assert several((x, None)) == []
+    refuse(
+        u.PipeliningMetadataError,
+        lambda: u._TensorMeta.from_tensor(spread),
+        lambda: check(wider, raise_on_mismatch=True),
+        *(functools.partial(several, of) for of in ((x,), (x, x), (x.double(), None))),
+    )
+    with pytest.warns(UserWarning, match="Metadata mismatch"):
+        check(wider, warn_on_mismatch=True)
+    kinds = [len(check(other)) > 0 for other in (sharded, x.double(), x.t(), x.detach())]
+    unlike = [check(wider), sharded.get_diff(u.extract_tensor_meta(spread))]
+    names, layout = sharded.mesh_cache_key
+    count = len(several((x.double(), x), raise_on_mismatch=False))
+    return [*kinds, *unlike, names, str(layout), count]
+
+
+BODIES = [
+    *(classes, errors_and_places, work_and_messages, actions_from_text, passes),
+    *(what_a_schedule_is_checked_for, steps_with_messages, files, rows_of_schedules),
+    *(one_stage, a_schedule_of_ones_own, parts_of_a_step, a_pipe, splitting, merging, block_masks),
+    *(examples_are_tensors, what_tensors_look_like),
+]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_either_import_does_the_same(body: Callable[[Names, Path], Any], tmp_path: Path) -> None:
+    with alone():
+        theirs, their_form = pytree.tree_flatten(body(THEIRS, tmp_path))
+        ours, form = pytree.tree_flatten(body(OURS, tmp_path))
     assert form == their_form
     for mine, other in zip(ours, theirs, strict=True):
         assert torch.equal(mine, other) if isinstance(mine, Tensor) else mine == other
+
+
+# ---- what docs/coming-from-torch.md says to differ: torch 2.13's answer, and ours
+
+
+def two_steps(p: Names, samples: int = 8, times: int = 2) -> bool:
+    """Whether gradients that add up are those of a plain loop."""
+    held = Held(p, loss=mean_loss)
+    schedule = held.schedule("Interleaved1F1B", 2)
+    for _ in range(times):
+        schedule.step(X[:samples], target=Y[:samples])
+        mean_loss(held.plain(X[:samples]), Y[:samples]).backward()
+    expected = held.plain.get_parameter("0.first.weight").grad
+    return torch.allclose(held.gradients()["0.first.weight"], expected, atol=1e-6)  # type: ignore[arg-type]
+
+
+def a_batch_with_a_gradient(p: Names) -> float:
+    held, (x, z) = Held(p, loss=mean_loss), (X.clone().requires_grad_() for _ in range(2))
+    held.schedule("Interleaved1F1B", 2).step(x, target=Y)
+    mean_loss(held.plain(z), Y).backward()
+    return round(float(x.grad.norm() / z.grad.norm()), 3)  # type: ignore[union-attr]
+
+
+def losses_hold_graphs(p: Names) -> bool:
+    held = Held(p)
+    return any(loss.requires_grad for loss in held.step(held.schedule("Interleaved1F1B"))[1])
+
+
+def specs_by_name(p: Names) -> list[tuple[int, ...]]:
+    spec = {"b": p.microbatch.TensorChunkSpec(0), "a": p.microbatch.TensorChunkSpec(1)}
+    named = {"a": torch.ones(2, 4), "b": torch.ones(4, 2)}
+    _, kwargs = p.microbatch.split_args_kwargs_into_chunks((), named, 2, None, spec)
+    return [tuple(kwargs[0][name].shape) for name in "ab"]
+
+
+def backwards_of_looped_bfs(p: Names) -> list[str]:
+    order = p.scheduled("LoopedBFS", 1, 1, 2).pipeline_order
+    return [str(action) for action in order[0] if "B" in str(action)]
+
+
+def order_of_1f1b(p: Names) -> str:
+    return str(p.Schedule1F1B(p.mock(1, 1), 2)._get_pipeline_order()[0][0])
+
+
+def nowhere_to_cut(p: Names) -> list[int]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipe = p.pipeline(nn.Sequential(nn.Linear(4, 4)), (torch.ones(3, 4),))
+    return [pipe.num_stages, sum("no split point" in str(one.message) for one in caught)]
+
+
+DIFFERENCES: list[tuple[Callable[[Names], Any], Any, Any]] = [
+    (two_steps, False, True),
+    (lambda p: two_steps(p, samples=7, times=1), False, True),
+    (a_batch_with_a_gradient, 2.0, 1.0),
+    (losses_hold_graphs, True, False),
+    (specs_by_name, [(1, 4), (4, 1)], [(2, 2), (2, 2)]),
+    (backwards_of_looped_bfs, ["0B1", "0B0"], ["0B0", "0B1"]),
+    (order_of_1f1b, "0F1", "0F0"),
+    (nowhere_to_cut, [1, 0], [1, 1]),
+]
 
 
 @pytest.mark.parametrize(
@@ -36,8 +506,11 @@ def test_either_import_does_the_same(name: str, tmp_path: Path) -> None:
 def test_what_differs_is_as_the_page_says(
     row: Callable[[Names], Any], theirs: Any, ours: Any
 ) -> None:
-    assert (answer(row, "torch"), answer(row, "penstock")) == (theirs, ours)
+    with alone():
+        assert (row(THEIRS), row(OURS)) == (theirs, ours)
 
+
+# ---- names
 
 OTHERS = {
     "_CustomFunctionProtocol",
@@ -52,7 +525,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("module", MODULES)
 def test_parameters_have_torchs_names_and_places(module: str) -> None:
-    ours, theirs = (vars(getattr(Names(package), module)) for package in ("penstock", "torch"))
+    ours, theirs = (vars(getattr(names, module)) for names in (OURS, THEIRS))
     for name in ours.keys() & theirs.keys() - OTHERS:
         home = getattr(theirs[name], "__module__", "")
         if callable(theirs[name]) and home.startswith("torch.distributed.pipelining"):
@@ -63,22 +536,38 @@ def test_parameters_have_torchs_names_and_places(module: str) -> None:
             assert all(p.default is not Parameter.empty for p in more), name
 
 
-def test_steps_of_a_stage_that_is_gathered_again() -> None:
-    p = Names("penstock")
-    rows = ["0UNSHARD,0F0,0RESHARD,0UNSHARD,0B0", "1F0,1B0"]
-    steps = [p.row(row) for row in ("0UNSHARD,0F0,0RESHARD,0UNSHARD,-,0B0", "-,-,1F0,1B0,-,-")]
-    assert p.add_schedule_op_spacing(list(map(p.row, rows))) == steps
+LIBRARIES = {
+    # torchtitan 0.3.0
+    "top": "PipelineStage",
+    "schedules": "_PipelineSchedule _PipelineScheduleRuntime PipelineScheduleMulti PipelineScheduleSingle "
+    "ScheduleDualPipeV ScheduleZBVZeroBubble get_schedule_class _Action _PipelineContext _wait_batch_p2p "
+    "FORWARD BACKWARD_INPUT BACKWARD_WEIGHT FULL_BACKWARD OVERLAP_F_B REDUCE_GRAD RESHARD UNSHARD",
+    # besides these, NeMo AutoModel 0.7
+    "microbatch": "_split_block_mask BlockMask TensorChunkSpec _Replicate",
+    "stage": "PipelineStage _normalize_model_output_as_tuple _PipelineStageBase extract_tensor_metas",
+    "_backward": "stage_backward stage_backward_input stage_backward_weight",
+    "_schedule_visualizer": "get_schedule_ops visualize_schedule",
+}
+
+
+@pytest.mark.parametrize("package", EITHER)
+def test_names_that_libraries_import(package: str) -> None:
+    homes = [(getattr(EITHER[package], module), names) for module, names in LIBRARIES.items()]
+    assert [n for home, names in homes for n in names.split() if not hasattr(home, n)] == []
 
 
 def test_drawings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    visualizer = Names("penstock")
-    rows = visualizer.get_schedule_ops("DualPipeV", 2, 4, add_spacing=True)
-    visualizer.visualize_schedule(rows)
+    rows = OURS.get_schedule_ops("DualPipeV", 2, 4, add_spacing=True)
+    OURS.visualize_schedule(rows)
     assert capsys.readouterr().out.startswith("rank 0 stage 0 |")
     file = tmp_path / "schedule.svg"
-    visualizer.visualize_schedule(rows, str(file))
+    OURS.visualize_schedule(rows, str(file))
     assert "0F0" in file.read_text()
     with pytest.raises(AssertionError, match="is not the class of a named schedule"):
-        visualizer.get_schedule_ops("PipelineScheduleMulti", 2, 4)
+        OURS.get_schedule_ops("PipelineScheduleMulti", 2, 4)
     with pytest.raises(UsageError, match=r"name it schedule\.svg"):
-        visualizer.visualize_schedule(rows, "schedule.png")
+        OURS.visualize_schedule(rows, "schedule.png")
+    # Steps of a stage that is gathered again.
+    gathered = ["0UNSHARD,0F0,0RESHARD,0UNSHARD,0B0", "1F0,1B0"]
+    steps = [OURS.row(row) for row in ("0UNSHARD,0F0,0RESHARD,0UNSHARD,-,0B0", "-,-,1F0,1B0,-,-")]
+    assert OURS.add_schedule_op_spacing([*map(OURS.row, gathered)]) == steps

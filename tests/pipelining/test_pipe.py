@@ -20,20 +20,107 @@ from penstock.pipelining import (
     PipelineStage,
     ScheduleInterleaved1F1B,
     SplitPoint,
+    pipe_split,
     pipeline,
 )
 from penstock.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
-from penstock.testing import WorkerPool
+from penstock.testing import Case, WorkerPool, judge
+from tests.catalogue.making import calls_of, case_of, loss_of
+from tests.catalogue.models import MODELS
 from tests.partition.families import make
-from tests.pipelining.either import CHUNKS, Names, placed
-from tests.pipelining.models import EXAMPLES, Example, Marked, Named, Words, before
+from tests.pipelining.stages import CHUNKS, THEIRS, placed
 
 X = torch.ones(2, 4)
 
 
-def cut(example: Example, model: nn.Module) -> Pipe:
-    args, kwargs = example.microbatch()
-    return pipeline(model, args, kwargs, split_spec=example.cuts or None)
+class Marked(nn.Module):
+    """Cut where its code says; one value skips a stage, and one is used by two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        first = self.parts[0](x).tanh()
+        pipe_split()
+        second = self.parts[1](first).tanh() * gate
+        pipe_split()
+        third = self.parts[2](second).tanh()
+        pipe_split()
+        return self.parts[3](third) + first * x  # type: ignore[no-any-return]
+
+
+class Named(nn.Module):
+    """Arguments by place or name, and sizes that stages far from the arguments use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor | None = None, *, scale: float = 2.0) -> Tensor:
+        count, length, _ = x.shape
+        hidden = self.parts[0](x).view(count, length, 2, 2)
+        pipe_split()
+        hidden = self.parts[1](hidden.reshape(count * length, 4)).tanh()
+        pipe_split()
+        hidden = self.parts[2](hidden).view(count, length, 4) * scale
+        pipe_split()
+        out: Tensor = self.parts[3](hidden)
+        return out if y is None else out + y
+
+
+class InPlace(nn.Module):
+    """Changes in place what it was passed: an argument, and a value that a later part uses again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.a(x * 1.5)
+        x += 1.0
+        second = self.b(first * 1.5)
+        first.mul_(2.0)
+        return self.d(self.c(second + first) + x)  # type: ignore[no-any-return]
+
+
+def before(*paths: str) -> dict[str, SplitPoint]:
+    return dict.fromkeys(paths, SplitPoint.BEGINNING)
+
+
+def after(*paths: str) -> dict[str, SplitPoint]:
+    return dict.fromkeys(paths, SplitPoint.END)
+
+
+def of(kind: Callable[[], nn.Module], *sizes: int, count: int = 1) -> Callable[[], Case]:
+    """A case with as many random tensors as arguments."""
+
+    def make() -> Case:
+        torch.manual_seed(0)
+        given = torch.randn(CHUNKS, count, 2, *sizes, dtype=torch.float64)
+        return case_of(kind().double(), [(tuple(args), {}) for args in given])
+
+    return make
+
+
+EXAMPLES: dict[str, tuple[Callable[[], Case], dict[str, SplitPoint] | None]] = {
+    "unet": (MODELS["U-Net"], before("down2", "middle") | after("up2")),
+    "resnet": (
+        MODELS["residual network"],
+        after("layer1.0", "layer1.1") | before("layer2.1.norm"),
+    ),
+    "words": (MODELS["gpt"], before("layers.1", "layers.3", "norm")),
+    "marked": (of(Marked, 6, count=2), None),
+    "sizes": (of(Named, 3, 4), None),
+    "in place": (of(InPlace, 6), before("b", "c", "d")),
+}
+"""What makes a case, and where its model is cut; None where its code says."""
+
+
+def cut(name: str, model: nn.Module) -> Pipe:
+    make, cuts = EXAMPLES[name]
+    (args, kwargs), *_ = copy.deepcopy(calls_of(make()))
+    return pipeline(model, tuple(args), dict(kwargs), split_spec=cuts)
 
 
 def close(value: Any, expected: Any) -> None:
@@ -44,19 +131,19 @@ def stages_of(pipe: Pipe, group: Any = None, here: Any = range(4)) -> list[Pipel
     return [pipe.build_stage(index, "cpu", group) for index in here]
 
 
-def plain_step(model: nn.Module, example: Example) -> float:
+def batch_of(case: Case) -> dict[str, Any]:
+    """Its microbatches, as a schedule takes them."""
+    args, kwargs = zip(*copy.deepcopy(calls_of(case)), strict=True)
+    targets = [torch.zeros(2)] * CHUNKS
+    return {"arg_mbs": [*args], "kwarg_mbs": [*kwargs], "target_mbs": targets}
+
+
+def plain_step(model: nn.Module, case: Case) -> float:
     """The mean loss of the microbatches, whose gradients are in the model."""
-    total = 0.0
-    for index in range(CHUNKS):
-
-        def part(value: Any, at: int = index) -> Any:
-            return value.chunk(CHUNKS)[at].clone() if isinstance(value, Tensor) else value
-
-        named = {name: part(value) for name, value in example.kwargs.items()}
-        loss = example.loss(model(*map(part, example.args), **named), part(example.target)) / CHUNKS
-        loss.backward()
-        total += float(loss.detach())
-    return total
+    losses = [loss_of(model(*args, **kwargs)) for args, kwargs in copy.deepcopy(calls_of(case))]
+    mean = torch.stack(losses).mean()
+    mean.backward()
+    return float(mean.detach())
 
 
 # ---- numbers and names
@@ -68,9 +155,9 @@ WORDS = pytest.param("words", marks=pytest.mark.nightly)
 
 @pytest.mark.parametrize("name", ["unet", "resnet", WORDS, "marked", "in place", "sizes"])
 def test_a_cut_model_computes_and_trains_as_the_model_does_under_its_names(name: str) -> None:
-    example = EXAMPLES[name]
-    model, expected = example.model(), example.model()
-    pipe = cut(example, model)
+    case = EXAMPLES[name][0]()
+    model, expected = case.model, copy.deepcopy(case.model)
+    pipe = cut(name, model)
     stages = stages_of(pipe)
     names = [name for stage in stages for name in stage.submod.state_dict()]
     assert sorted(names) == sorted(model.state_dict())
@@ -79,14 +166,13 @@ def test_a_cut_model_computes_and_trains_as_the_model_does_under_its_names(name:
     assert sorted(n for n in buffers if "lifted_tensor" not in n) == sorted(
         n for n, _ in model.named_buffers()
     )
-    schedule = ScheduleInterleaved1F1B(stages, CHUNKS, loss_fn=example.loss)
+    schedule = ScheduleInterleaved1F1B(stages, CHUNKS, loss_fn=loss_of)
     optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (model, expected)]
     for _ in range(2):
         losses: list[Tensor] = []
-        args = copy.deepcopy(example.args)
-        schedule.step(*args, target=example.target, losses=losses, **example.kwargs)
+        schedule.step(**batch_of(case), losses=losses)
         mean = float(torch.stack(losses).mean())
-        assert mean == pytest.approx(plain_step(expected, example), abs=1e-12)
+        assert mean == pytest.approx(plain_step(expected, case), abs=1e-12)
         gradients = {name: p.grad for name, p in model.named_parameters()}
         close(gradients, {name: p.grad for name, p in expected.named_parameters()})
         for optimizer in optimizers:
@@ -95,7 +181,7 @@ def test_a_cut_model_computes_and_trains_as_the_model_does_under_its_names(name:
     close(dict(model.named_buffers()), dict(expected.named_buffers()))
     for training in (True, False):
         pipe.train(training)
-        args, kwargs = example.microbatch()
+        args, kwargs = calls_of(case)[0]
         plain = expected.train(training)(*copy.deepcopy(args), **kwargs)
         close(pipe.split_gm(*copy.deepcopy(args), **kwargs), plain)
 
@@ -123,48 +209,54 @@ class Loop(PipelineScheduleMulti):
 
 def piped(group: Any, name: str, schedule: str) -> None:
     """Two steps of this process's stages: the gradients are the model's."""
-    example = EXAMPLES[name]
-    model, expected = example.model(), example.model()
-    rank = dist.get_rank(group)
-    stages = stages_of(cut(example, model), group, placed(schedule, 2)[rank])
+    case, rank = EXAMPLES[name][0](), dist.get_rank(group)
+    model, expected = case.model, copy.deepcopy(case.model)
+    stages = stages_of(cut(name, model), group, placed(schedule, 2)[rank])
     kind: Any = Loop if schedule == "by hand" else get_schedule_class(schedule)
-    one = kind(stages, CHUNKS, loss_fn=example.loss)
+    one = kind(stages, CHUNKS, loss_fn=loss_of)
     for _ in range(2):
-        args = copy.deepcopy(example.args) if rank == 0 else ()
-        kwargs = example.kwargs if rank == 0 else {}
-        target = example.target if any(stage.is_last for stage in stages) else None
+        batch = batch_of(case)
+        if rank:
+            del batch["arg_mbs"], batch["kwarg_mbs"]
+        if not any(stage.is_last for stage in stages):
+            del batch["target_mbs"]
         for each in (model, expected):
             each.zero_grad()
-        one.step(*args, target=target, **kwargs)
-        plain_step(expected, example)
+        one.step(**batch)
+        plain_step(expected, case)
     for stage in stages:
         for path, parameter in stage.submod.named_parameters():
             close(parameter.grad, expected.get_parameter(path).grad)
 
 
-@pytest.mark.parametrize("name", [WORDS, "marked", "sizes"])
-@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble", "by hand"])
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        *[("marked", "Interleaved1F1B"), ("sizes", "ZBVZeroBubble"), ("marked", "by hand")],
+        pytest.param("words", "Interleaved1F1B", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_pipe_over_processes(workers: WorkerPool, name: str, schedule: str) -> None:
     workers.run(f"{__name__}:piped", 2, 100.0, name=name, schedule=schedule)
 
 
-@pytest.mark.parametrize("name", ["resnet", pytest.param("untied", marks=pytest.mark.nightly)])
-def test_torch_cuts_the_same(name: str) -> None:
-    example = EXAMPLES[name]
-    args, kwargs = example.microbatch()
-    model, peer = example.model().eval(), Names("torch")
-    spec = {path: peer.SplitPoint[where.name] for path, where in example.cuts.items()}
+def test_torch_cuts_the_same() -> None:
+    case, cuts = EXAMPLES["resnet"][0](), EXAMPLES["resnet"][1] or {}
+    (args, _), *_ = calls_of(case)
+    model = case.model.eval()
+    spec = {path: THEIRS.SplitPoint[where.name] for path, where in cuts.items()}
     # Ours takes torch's split points, too.
-    ours = pipeline(model, args, kwargs, split_spec=spec)
+    ours = pipeline(model, (*args,), split_spec=spec)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        theirs = peer.pipeline(copy.deepcopy(model), args, kwargs, split_spec=spec)
+        theirs = THEIRS.pipeline(copy.deepcopy(model), (*args,), split_spec=spec)
     assert ours.num_stages == theirs.num_stages
     for index in range(ours.num_stages):
         pair = (pipe.get_stage_module(index) for pipe in (ours, theirs))
         names, others = ({name for name, _ in stage.named_parameters()} for stage in pair)
         assert names == others
-    outputs = [[v for v in pipe(*args, **kwargs) if v is not None] for pipe in (ours, theirs)]
+    outputs = [[v for v in pipe(*args) if v is not None] for pipe in (ours, theirs)]
     close(*outputs)
 
 
@@ -172,7 +264,7 @@ def test_torch_cuts_the_same(name: str) -> None:
 
 
 def test_skips_are_sent_once_from_their_maker(capsys: pytest.CaptureFixture[str]) -> None:
-    pipe = cut(EXAMPLES["unet"], EXAMPLES["unet"].model())
+    pipe = cut("unet", EXAMPLES["unet"][0]().model)
     used = [(edge.source, edge.targets) for edge in pipe.info().edges or ()]
     assert sorted(used) == [(0, (1,)), (0, (3,)), (1, (2,)), (1, (2,)), (2, (3,))]
     lines = str(pipe).splitlines()
@@ -197,11 +289,10 @@ def test_a_stage_by_hand_takes_values_by_name() -> None:
 
 
 def test_a_chain_makes_a_pipeline() -> None:
-    example = EXAMPLES["resnet"]
-    stages = stages_of(cut(example, example.model()))
-    run = Pipeline.from_stages(stages, schedule="GPipe", microbatches=4, loss_fn=example.loss)
-    loss = run.step(*example.args, target=example.target).loss
-    assert loss == pytest.approx(plain_step(example.model(), example), abs=1e-12)
+    case = EXAMPLES["resnet"][0]()
+    stages = stages_of(cut("resnet", copy.deepcopy(case.model)))
+    options: dict[str, Any] = {"schedule": "GPipe", "microbatches": 4, "loss_fn": case.loss}
+    judge(case, Pipeline.from_stages(stages, **options)).check(1e-12)
 
 
 class Chained(nn.Module):
@@ -240,7 +331,7 @@ def test_a_policy_puts_cuts_into_the_graph() -> None:
     def halve(module: fx.GraphModule) -> fx.GraphModule:
         calls = [n for n in module.graph.nodes if n.op == "call_function" and "linear" in n.name]
         with module.graph.inserting_before(calls[len(calls) // 2]):
-            module.graph.call_function(Names("penstock").pipe_split)
+            module.graph.call_function(pipe_split)
         module.recompile()
         return module
 
@@ -277,9 +368,9 @@ def test_stages_hold_what_they_use_under_the_models_names() -> None:
 
 
 def test_tracing_leaves_the_model_alone() -> None:
-    model = EXAMPLES["resnet"].model()
+    model = EXAMPLES["resnet"][0]().model
     state, noise = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    cut(EXAMPLES["resnet"], model)
+    cut("resnet", model)
     close(model.state_dict(), state)
     assert torch.equal(noise, torch.get_rng_state())
     assert not any(module._forward_pre_hooks for module in model.modules())
@@ -345,22 +436,6 @@ def test_a_pipe_takes_what_the_model_takes(by: tuple[str, ...]) -> None:
         torch.testing.assert_close(schedule.step(x, y=y), expected)
 
 
-def test_named_arguments_come_in_any_order() -> None:
-    model = Chained(lambda m, x, scale, shift: m.b(m.a(x) * scale) + shift)
-    pipe = pipeline(model, (X,), {"scale": 2 * X, "shift": 3 * X}, split_spec=before("b"))
-    expected = model(X, scale=4 * X, shift=5 * X)
-    torch.testing.assert_close(pipe.split_gm(X, shift=5 * X, scale=4 * X), expected)
-
-
-def test_sizes_are_no_skipped_values() -> None:
-    """A stage sees them in the values that arrive; only what it cannot see is sent."""
-    pipe = pipeline(Named(), (torch.ones(2, 3, 4),))
-    edges = pipe.info().edges or ()
-    assert [(edge.source, edge.targets, edge.gradient) for edge in edges] == [
-        (0, (2,), False), (0, (1,), True), (1, (2,), True), (2, (3,), True),
-    ]  # fmt: skip
-
-
 class Twice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -421,9 +496,9 @@ def counts() -> nn.Module:
 IN_B = {"split_spec": before("b")}
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "unknown path": (
-        Words,
-        {"split_spec": before("block.1")},
-        r"no module 'block.1' in the model; did you mean blocks.1",
+        lambda: MODELS["gpt"]().model,
+        {"split_spec": before("layer.1")},
+        r"no module 'layer.1' in the model; did you mean layers.1",
     ),
     "not a point": (chain, {"split_spec": {"1": 2}}, r"split_spec\['1'\] is 2: must be SplitPoint"),
     "both": (chain, {"split_spec": {}, "split_policy": lambda m: m}, r"cannot both be given"),
@@ -474,9 +549,7 @@ def test_no_cut_is_one_stage_and_said_so() -> None:
     assert ends.num_stages == 2
 
 
-# ---- transformers' models, unedited
-
-LAYERS = {"gpt2": "transformer.h", "bert": "bert.encoder.layer", "llama": "model.layers"}
+# ---- a model of transformers, unedited
 
 
 def square(output: Any, target: Tensor) -> Tensor:
@@ -484,16 +557,13 @@ def square(output: Any, target: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name != "llama")) for name in LAYERS]
-)
-def test_a_model_is_cut_unedited(name: str) -> None:
+def test_a_model_is_cut_unedited() -> None:
     """Outputs and gradients are those of the unsplit model."""
-    model, kwargs, _ = make(name, training=False)
+    model, kwargs, _ = make("llama", training=False)
     model.config.use_cache = False  # type: ignore[union-attr]
     samples = len(kwargs["input_ids"])
     half = {key: value[: samples // 2] for key, value in kwargs.items()}
-    pipe = pipeline(model, (), half, split_spec=before(*(f"{LAYERS[name]}.{i}" for i in (1, 2))))
+    pipe = pipeline(model, (), half, split_spec=before("model.layers.1", "model.layers.2"))
     target = torch.arange(samples, dtype=torch.float64)
     expected = model(**kwargs)
     parameters = list(model.parameters())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from penstock import Pipeline, read_weights
 from penstock.cli.main import main
 from penstock.errors import InputFileError, UsageError
 from penstock.train import resolve, train
-from tests.processes import end_of, script, torchrun
+from tests.processes import script
 from tests.train.runs import SMALL, config_for, flags, losses, run
 
 
@@ -173,25 +172,6 @@ def test_a_run_folder_of_somebody_else_says_nowhere_where_to_write(
 
 def has_saved(folder: Path) -> bool:
     return bool(list(folder.glob("checkpoints/step-*")))
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-@pytest.mark.timeout(300)
-def test_a_killed_rank(text: Path, tmp_path: Path) -> None:
-    """With restarts it costs the steps since the last checkpoint, and no number changes."""
-    many: dict[str, Any] = {"steps": 60, "save_every": 1, "log_every": 20}
-    command = flags(text, tmp_path / "run", resume="auto", **many)
-    with torchrun("--max-restarts", "1", "-m", "penstock", *command, processes=2) as launcher:
-        while not has_saved(tmp_path / "run"):
-            time.sleep(0.05)
-        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-        os.kill(int(children[-1]), signal.SIGKILL)
-        ended = end_of(launcher, 240)
-    assert ended.status == 0, ended
-    assert "resumed from step " in ended.out
-    outcome, _ = run(config_for(text, out=str(tmp_path / "plain"), **many))
-    assert losses(tmp_path / "run") == list(outcome.losses)
 
 
 @pytest.mark.slow
