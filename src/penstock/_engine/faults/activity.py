@@ -6,6 +6,7 @@ threads read it. A reader may see parts of two moments, but verdicts wait for se
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import sys
@@ -15,8 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from threading import get_ident
+from threading import Lock, get_ident
 from time import monotonic
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -246,7 +248,7 @@ class Activity:
         """A wait that nobody has noted, as in a wrapper's or the user's own collective."""
         if monotonic() - self.since < LONG:
             return None
-        frame = sys._current_frames().get(self._thread)
+        frame = _frames().get(self._thread)
         while frame is not None and frame.f_code.co_filename == _OPERATORS:
             frame = frame.f_back
         file = "" if frame is None else frame.f_code.co_filename
@@ -255,6 +257,24 @@ class Activity:
         return f"{frame.f_code.co_name}() of torch.distributed"
 
 
+def _frames() -> dict[int, FrameType]:
+    """The frames that the threads of this process run.
+
+    A collection of garbage in this call can deadlock with a thread that ends, up to Python 3.11.9 and 3.12.4:
+    https://github.com/python/cpython/issues/106883
+    """
+    with _LOOKING:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if collects:
+                gc.enable()
+
+
+_LOOKING = Lock()
+"""Only one thread at a time turns the collection of garbage off and on."""
 LONG = 1.0
 """Seconds without progress after which it is looked where the program's thread is."""
 _OPERATORS = str(Path(torch.__file__).parent / "_ops.py")
