@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 import penstock
 from penstock import Pipeline
-from tests.pipeline.cases import CASES, pipeline
+from tests.catalogue.cases import CASES, pipeline
 
 HOME = str(Path(penstock.__file__).parent)
 READS = frozenset(
@@ -51,7 +51,7 @@ def count(pipe: Pipeline, args: Any, target: Any) -> dict[str, int]:
 
 def of_two_counts(group: Any, case: str, schedule: str) -> list[dict[str, int]]:
     """A worker's task: the reads of a step of four microbatches, and of one of eight."""
-    of = CASES[case].make()
+    of = CASES[case]()
     counts = []
     for microbatches in (4, 8):
         options: dict[str, Any] = {

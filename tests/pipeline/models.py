@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from penstock import Pipeline
 from penstock._engine.elsewhere import is_elsewhere
@@ -66,23 +65,6 @@ class Model(nn.Module):
             hidden = block(hidden)
         head: Tensor = self.head(hidden)
         return head
-
-
-class Recomputing(nn.Module):
-    """Computes ``mixed``, and perhaps again in backward."""
-
-    def __init__(self, recompute: bool = False) -> None:
-        super().__init__()
-        self.recompute = recompute
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        if not self.recompute:
-            return self.mixed(hidden)
-        mixed: Tensor = checkpoint(self.mixed, hidden, use_reentrant=False)
-        return mixed
-
-    def mixed(self, hidden: Tensor) -> Tensor:
-        raise NotImplementedError
 
 
 STAGES = [["embed", "blocks.0"], ["blocks.1", "head"]]

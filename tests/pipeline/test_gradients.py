@@ -19,7 +19,7 @@ from penstock import schedule as ps
 from penstock.errors import ScheduleError
 from penstock.pipeline import Pipeline
 from penstock.testing import Verdict, WorkerPool, compare, plain_loop
-from tests.pipeline.cases import CASES, EDGES, LANGUAGE, USES, translator
+from tests.catalogue.cases import CASES, EDGES, LANGUAGE, USES, translator
 from tests.pipeline.models import X, Y, chain, mean_loss
 
 RANKS = {"ZB-H1": 2, "1F1B": 4, "Interleaved1F1B": 2, "ZB-V": 2, "DualPipeV": 2}

@@ -27,7 +27,7 @@ from penstock._engine.microbatches import MISSING
 from penstock.errors import UsageError
 from penstock.schedule import Placement, Schedule, parse_action
 from penstock.testing import Case, WorkerPool, plain_loop
-from tests.pipeline.cases import (
+from tests.catalogue.cases import (
     IGNORED,
     WORDS,
     draw,

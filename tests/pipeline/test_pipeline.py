@@ -32,7 +32,7 @@ from penstock.schedule import (
     save,
 )
 from penstock.testing import Case, WorkerPool, compare, plain_loop
-from tests.pipeline.cases import NEXT, RAGGED, TOKENS, language, pipeline, ragged
+from tests.catalogue.cases import NEXT, RAGGED, TOKENS, language, pipeline, ragged
 from tests.pipeline.models import (
     STAGES,
     WIDTH,

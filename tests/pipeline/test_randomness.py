@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from penstock import Loss, Pipeline, PipelineStage
 from penstock.errors import PartitionError, UsageError
 from penstock.testing import WorkerPool
-from tests.pipeline.draws import WIDTH, chain
+from tests.catalogue.draws import WIDTH, chain
 
 
 def test_each_step_and_microbatch_draws_anew() -> None:

@@ -14,7 +14,7 @@ from penstock import Pipeline, PipelineStage
 from penstock.errors import AgreementError, UsageError
 from penstock.partition import Shared
 from penstock.testing import WorkerPool
-from tests.pipeline.cases import LANGUAGE, LOOPED, pipeline
+from tests.catalogue.cases import LANGUAGE, LOOPED, pipeline
 from tests.pipeline.models import X, Y, mean_loss
 
 TIED, LOOPING = LANGUAGE["tied"], LANGUAGE["looped"]

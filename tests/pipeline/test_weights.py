@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from penstock import Pipeline, PipelineStage, init_weights, read_weights
 from penstock.errors import NonFiniteError, StateDictError, UsageError
 from penstock.testing import WorkerPool, plain_loop
-from tests.pipeline.cases import LANGUAGE, LOOPED, pipeline
+from tests.catalogue.cases import LANGUAGE, LOOPED, pipeline
 from tests.pipeline.models import X, Y, assert_same, chain, make, mean_loss, restless
 
 ORDERS = (2.0, 1.0, math.inf)

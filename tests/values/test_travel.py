@@ -15,7 +15,7 @@ from penstock.errors import PartitionError, SpecError
 from penstock.testing import WorkerPool, compare
 from tests import played
 from tests.device import DEVICE
-from tests.values.kinds import (
+from tests.catalogue.kinds import (
     KINDS,
     ONLY_CUT,
     REFUSED,
@@ -32,7 +32,7 @@ from tests.values.kinds import (
     run_by_hand,
 )
 
-BY_HAND = "tests.values.kinds:run_by_hand"
+BY_HAND = "tests.catalogue.kinds:run_by_hand"
 SPARSE = pytest.mark.skipif(DEVICE == played.NAME, reason="a played device has no sparse tensors")
 
 
@@ -115,7 +115,7 @@ def test_what_cannot_travel_is_refused(name: str) -> None:
 
 
 def test_so_it_is_on_every_rank_of_several_processes(workers: WorkerPool) -> None:
-    for kind, text in workers.run("tests.values.kinds:refusal", 2, 100.0, name="set"):
+    for kind, text in workers.run("tests.catalogue.kinds:refusal", 2, 100.0, name="set"):
         assert kind in {"SpecError", "PeerFailed"}
         assert f"what stage 0 returned{REFUSED['set'][1]}" in text
 
