@@ -17,8 +17,7 @@ from penstock import Checkpoints, Pipeline
 from penstock._engine.elsewhere import is_elsewhere
 from penstock._engine.weights import init_weights, parameters_on_meta
 from penstock.errors import PartitionError, StageError, UsageError
-from penstock.schedule import build
-from penstock.testing import WorkerPool
+from penstock.testing import Case, WorkerPool, plain_loop
 from tests.pipeline.models import WIDTH, X, Y, assert_same, gradients, mean_loss
 
 
@@ -223,56 +222,42 @@ def test_the_numbers_of_the_batch_are_used_where_ones_do_not_do() -> None:
 
 
 class Vision(nn.Module):
-    """A plain container holds nearly all of the work, and the classifier nearly all of the weights."""
+    """A plain container holds nearly all of the work."""
 
     def __init__(self) -> None:
         super().__init__()
-        layers = [
-            nn.Sequential(nn.Conv2d(16 if i else 3, 16, 3, padding=1), nn.ReLU()) for i in range(8)
-        ]
-        self.features = nn.Sequential(*[layer for pair in layers for layer in pair])
-        self.classifier = nn.Linear(16 * 64, 40)
+        layers = [nn.Conv2d(16 if i else 3, 16, 3, padding=1) for i in range(8)]
+        self.features, self.classifier = nn.Sequential(*layers), nn.Linear(16 * 64, 40)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.classifier(self.features(x).flatten(1))  # type: ignore[no-any-return]
 
 
-def test_stages_have_equal_work_and_a_container_is_taken_apart() -> None:
-    pipe = Pipeline(Vision(), ranks=4, microbatches=2, loss_fn=lambda output, _: output.mean())
-    pipe.step(torch.randn(4, 3, 8, 8))
-    shares = [
-        float(line.rpartition(" - ")[2].partition("%")[0]) for line in repr(pipe).split("\n")[1:]
-    ]
+def test_a_container_is_taken_apart_unless_it_is_named() -> None:
+    options: dict[str, Any] = {"microbatches": 2, "loss_fn": lambda output, _: output.mean()}
+    pipe = Pipeline(Vision(), ranks=4, **options)
+    named = Pipeline(Vision(), stages=[["features"], ["classifier"]], **options)
+    for one in (pipe, named):
+        one.step(torch.randn(4, 3, 8, 8))
+    shares = [line.rpartition(" - ")[2].partition("%")[0] for line in repr(pipe).split("\n")[1:]]
     assert len(shares) == 4
-    assert max(shares) <= 35
-
-
-def test_what_stands_in_the_way_is_said() -> None:
-    stages = [["features"], ["classifier"]]
-    pipe = Pipeline(
-        Vision(), stages=stages, microbatches=2, loss_fn=lambda output, _: output.mean()
-    )
-    pipe.step(torch.randn(4, 3, 8, 8))
-    assert "'features' holds 9" in repr(pipe)
-    assert "name its children in stages=" in repr(pipe)
+    assert max(map(float, shares)) <= 35
+    assert "'features' holds 9" in repr(named)
+    assert "name its children in stages=" in repr(named)
 
 
 # ---- between processes
 
 
-def run(group: Any, schedule: str, first: str) -> Any:
-    """A worker's task: only the first rank has the arguments, and only the last one the target."""
-    rank = group.rank()
-    last = rank == build(schedule, ranks=2, microbatches=4).placement.rank_of[-1]
-    pipe = make(model(), ranks=None, schedule=schedule, mesh=group)
+def run(group: Any) -> Any:
+    """A worker's task: only the first rank has the arguments and the target."""
+    pipe = make(model(), ranks=None, schedule="ZB-V", mesh=group)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
     everywhere = len(list(pipe.parameters()))
     held = sum(not is_elsewhere(p) for p in pipe.parameters())
-    options: dict[str, Any] = {"target": Y} if last else {}
-    call = (X,) if rank == 0 else ()
-    if first == "eval":
-        pipe.evaluate(*call, **options)
-    weights = trained(pipe, lambda: pipe.step(*call, **options), optimizer)
+    call, target = ((), {}) if group.rank() else ((X,), {"target": Y})
+    pipe.evaluate(*call, **target)
+    weights = trained(pipe, lambda: pipe.step(*call, **target), optimizer)
     assert_same(weights, {name: plain()[name] for name in weights})
     assert len(list(pipe.parameters())) == everywhere
     assert all(not is_elsewhere(p) for p in optimizer.state)
@@ -281,9 +266,8 @@ def run(group: Any, schedule: str, first: str) -> Any:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("schedule", "first"), [("1F1B", "step"), ("ZB-V", "eval")])
-def test_ranks_cut_by_one_description(workers: WorkerPool, schedule: str, first: str) -> None:
-    rows = workers.run(f"{__name__}:run", 2, 100.0, schedule=schedule, first=first)
+def test_ranks_cut_by_one_description(workers: WorkerPool) -> None:
+    rows = workers.run(f"{__name__}:run", 2, 100.0)
     assert all(held == everywhere for held, _, everywhere in rows)
     assert all(after < everywhere for _, after, everywhere in rows)
     assert sum(after for _, after, _ in rows) == rows[0][2]
@@ -337,48 +321,15 @@ def test_a_refused_cut_is_raised_on_all_ranks(workers: WorkerPool, tmp_path: Pat
             assert gist in text
 
 
-def resume(group: Any, folder: str, writes: bool) -> list[str]:
-    """A worker's task: train two steps and save; or resume before the first batch, and train the second."""
-    pipe = make(model(), ranks=None, schedule="ZB-V" if writes else "1F1B", mesh=group)
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
-    with Checkpoints(folder) as checkpoints:
-        if writes:
-            trained(pipe, lambda: pipe.step(X, target=Y), optimizer, 1)
-            checkpoints.save(1, pipe=pipe, optimizer=optimizer)
-        else:
-            assert checkpoints.load(pipe=pipe, optimizer=optimizer) == 1
-    if writes:
-        pipe.close()
-        return []
-    weights = trained(pipe, lambda: pipe.step(X, target=Y), optimizer, 1)
-    assert_same(weights, {name: plain()[name] for name in weights})
-    left = [name for name, p in pipe.named_parameters() if is_elsewhere(p) and p in optimizer.state]
-    pipe.close()
-    return left
-
-
-@pytest.mark.timeout(120)
-def test_a_run_resumes_before_the_first_batch(workers: WorkerPool, tmp_path: Path) -> None:
-    for writes in (True, False):
-        left = workers.run(f"{__name__}:resume", 2, 100.0, folder=str(tmp_path), writes=writes)
-        assert left == [[], []]
-
-
 def beside(group: Any) -> list[Any]:
     """A worker's task: two pipelines of two ranks, whose first batches have other sizes."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    replica = mesh.get_local_rank("dp")
-    pipe = make(model(), ranks=None, mesh=mesh, replicas="dp", microbatches=2)
-    part = slice(0, 6) if replica == 0 else slice(6, 8)
-    pipe.step(X[part], target=Y[part])
-    gaps = gradients(pipe)
-    whole = model()
-    mean_loss(whole(X), Y).backward()
-    expected = {name: p.grad for name, p in whole.named_parameters() if name in gaps}
-    assert_same(gaps, expected)
-    names, leads = sorted(gaps), pipe.is_main_process
-    pipe.close()
-    return [names, leads]
+    with make(model(), ranks=None, mesh=mesh, replicas="dp", microbatches=2) as pipe:
+        part = slice(0, 6) if mesh.get_local_rank("dp") == 0 else slice(6, 8)
+        pipe.step(X[part], target=Y[part])
+        found, expected = gradients(pipe), plain_loop(Case(model(), (X,), Y, mean_loss))[1]
+        assert_same(found, {name: expected[name] for name in found})
+        return [sorted(found), pipe.is_main_process]
 
 
 @pytest.mark.timeout(120)
