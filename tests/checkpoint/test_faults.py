@@ -16,12 +16,12 @@ from zlib import crc32
 import pytest
 import torch
 
-from campaigns.kills import flips, rewrite_table, tables
+from campaigns.kills import flips, rewrite_table
 from penstock import Checkpoints
 from penstock.checkpoint import describe
 from penstock.errors import CheckpointError, InputFileError, StateDictError, UsageError
 from tests.checkpoint.runs import Keeps, linear, stepped
-from tests.processes import Job, in_child, run_program, run_script
+from tests.processes import Job, in_child, run_program
 
 # ---- one run writes into a folder
 
@@ -180,8 +180,7 @@ def save_whole(checkpoints: Checkpoints, step: int) -> None:
     checkpoints.wait()
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("moment", range(1, 8, 2))
+@pytest.mark.parametrize(("moment", "asynchronous"), [(1, True), (3, False), (5, True), (7, False)])
 def test_a_full_disk_leaves_the_last_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int, asynchronous: bool
 ) -> None:
@@ -328,7 +327,7 @@ def pieces(*of_weight: list[Any]) -> Callable[[Path], None]:
     return lambda path: rewrite_table(path.parent, divide)
 
 
-NAMES = ("../x.json", "/tmp/x/config.json", "a/config.json", "..", ".config.json", "train.py")
+NAMES = ("../x.json", "/tmp/x/config.json", ".config.json", "train.py")
 FILE = {"name": "states-00001.safetensors", "bytes": 1, "crc32": 1}
 ODD_TABLES: dict[str, tuple[Callable[[Path], None], str]] = {
     "pipe": (pipe_instead, "not a regular file"),
@@ -336,22 +335,13 @@ ODD_TABLES: dict[str, tuple[Callable[[Path], None], str]] = {
     "huge": (huge, "more than 256,000,000 bytes"),
     "deep": (nested(150), "deeper than 100"),
     "very deep": (nested(100_000), "is not JSON"),
-    "wrong type": (changed(tensors=[1]), "tensors"),
     "unknown field": (changed(more=1), "more"),
-    "no number": (changed(layout={"replicas": "1", "processes": 1}), "layout/replicas"),
     "outside": (changed(files=[FILE | {"name": "../x"}], tensors={}), "files/0/name"),
     "no such file": (changed(files=[]), "a type or place that it does not list"),
-    "no such type": (changed(types=[]), "a type or place that it does not list"),
     "no piece": (pieces(), "do not make it up"),
-    "two pieces": (pieces([[0, 0], [2, 3]], [[0, 0], [2, 3]]), "do not make it up"),
     "a hole": (pieces([[0, 0], [1, 3]], [[1, 0], [1, 2]]), "do not make it up"),
     "over the edge": (pieces([[0, 0], [1, 3]], [[1, 0], [2, 3]]), "do not make it up"),
     "crossed": (pieces([[0, 0], [2, 2]], [[0, 1], [2, 2]]), "do not make it up"),
-    "odd piece": (pieces([[0], [2, 3]]), "do not make it up"),
-    "beyond memory": (
-        changed(types=[{"dtype": "F32", "shape": [0, 1 << 61, 1 << 61]}]),
-        "no tensor",
-    ),
     **{
         f"beside: {name}": (changed(beside={name: ""}), "no file that belongs beside it")
         for name in NAMES
@@ -392,9 +382,7 @@ def test_a_table_names_each_tensor_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"betas": 3}, {"betas": [0.9]}, {"params": []}, {"lr": None}, {"lr": "x"}, {"lr": 10**400}],
-    ids=str,
+    "settings", [{"betas": [0.9]}, {"params": []}, {"lr": "x"}, {"lr": 10**400}], ids=str
 )
 def test_settings_that_are_none_are_named_before_anything_is_changed(
     tmp_path: Path, settings: dict[str, Any]
@@ -423,21 +411,5 @@ def test_settings_that_are_none_are_named_before_anything_is_changed(
     optimizer.step()
 
 
-def test_crafted_tables_with_right_checksums() -> None:
-    outcome = tables(40)
-    assert outcome["problems"] == []
-    assert outcome["outcomes"]["InputFileError"] > 20
-
-
 def test_bytes_that_were_flipped() -> None:
     assert flips(10) == {"damaged": 10, "named": 10, "the one before was taken": 10}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("count", [2, pytest.param(12, marks=pytest.mark.nightly)])
-def test_ranks_and_launchers_that_are_killed(count: int) -> None:
-    command = ("-m", "campaigns", "kills", "--only", "kills", "--count", str(count))
-    (ran,) = run_script(*command, limit=500.0)
-    assert ran.status == 0, ran
-    assert "| kills | good |" in ran.out, ran

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,9 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from campaigns.team import LOAD, SAVE
 from penstock import Checkpoints, Pipeline, PipelineStage
-from penstock._engine.transport import Circle
 from penstock.checkpoint import describe
 from penstock.errors import PenstockError
 from penstock.testing import WorkerPool
@@ -240,44 +236,3 @@ def test_different_weights_of_one_name_on_two_ranks(workers: WorkerPool, tmp_pat
     for outcomes in workers.run(f"{__name__}:by_hand", 2, 60.0, **folders):
         assert len(outcomes) == 3
         assert all("several stages have weights named 0." in text for text in outcomes)
-
-
-def counted(group: Any, folder: str) -> list[tuple[int, int]]:
-    """A worker's task: of a first save, another one and a load the messages, and the bytes for the leader."""
-    messages, counts = list[int](), []
-
-    def counting(move: Any) -> Any:
-        def inner(circle: Circle, value: Any) -> Any:
-            messages.append(len(json.dumps(value)) if move.__name__ == "to_first" else 0)
-            return move(circle, value)
-
-        return inner
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("to_first", "from_first"):
-            patch.setattr(Circle, name, counting(getattr(Circle, name)))
-        model = nn.Sequential(*(linear() for _ in range(20)))
-        checkpoints = Checkpoints(folder, group=group)
-        calls: list[Callable[[], object]] = [
-            partial(checkpoints.save, step, model=model) for step in (1, 2)
-        ]
-        calls.append(partial(checkpoints.load, model=model))
-        for call in calls:
-            messages.clear()
-            call()
-            counts.append((len(messages), sum(messages)))
-        checkpoints.close()
-    return counts
-
-
-def test_a_save_and_a_load_take_so_many_messages(workers: WorkerPool, tmp_path: Path) -> None:
-    """However many processes there are; what they have alike is told by one, and written by all."""
-    for ranks in (2, 4):
-        folder = tmp_path / str(ranks)
-        counts = workers.run(f"{__name__}:counted", ranks, folder=str(folder))
-        assert [[count for count, _ in one] for one in counts] == [[SAVE, SAVE, LOAD]] * ranks
-        leader, *others = (one[0][1] for one in counts)
-        assert max(others) < leader / 2
-        sizes = [path.stat().st_size for path in folder.glob("step-00000001/states-*")]
-        assert len(sizes) == ranks
-        assert max(sizes) < 1.5 * min(sizes)

@@ -90,7 +90,7 @@ def clipped_in_half(group: Any) -> tuple[float, float]:
     for weight in model.parameters():
         weight.data.fill_(2**-6)
     pipe = Pipeline(
-        model, ranks=2, microbatches=2, mesh=group, 
+        model, ranks=2, microbatches=2, mesh=group,
         loss_fn=Loss(lambda output, target: (output.float() * target).sum(), reduction="sum"),
     )  # fmt: skip
     with pipe:
