@@ -83,12 +83,9 @@ def test_unequal_counts_of_tokens(reduction: str) -> None:
         assert (result.loss, result.weight) == (pytest.approx(loss, abs=1e-14), 13)
         assert_same(gradients(pipe), grads)
         assert pipe.evaluate(X, target=RAGGED_Y).loss == pytest.approx(loss, abs=1e-14)
-
-
-def test_a_number_is_dealt_by_samples() -> None:
+    # A number is dealt by samples.
     result = make().step(X, target=Y, loss_weight=14.0)
-    assert result.loss == pytest.approx(whole_batch(Y)[0])
-    assert result.weight == 14
+    assert (result.loss, result.weight) == (pytest.approx(whole_batch(Y)[0]), 14)
 
 
 @pytest.mark.parametrize("reduction", OF_TOKENS)
@@ -316,47 +313,15 @@ def test_metrics() -> None:
 # ---- the scaler
 
 
-def trained(scaled: bool, bad: Sequence[int]) -> tuple[list[float], dict[str, Tensor]]:
-    """Scales and weights of a pipeline, or of a plain loop with torch's scaler; some steps overflow."""
-    model = language().model
-    pipe = Pipeline(model, ranks=2, microbatches=4, loss_fn=token_loss) if scaled else None
-    kind: Any = LossScaler if scaled else torch.amp.GradScaler
-    scaler = kind(**({} if scaled else {"device": "cpu"}), init_scale=64.0, growth_interval=2)
-    optimizer, scales = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for index in range(8):
-        if pipe is not None:
-            pipe.step(X, target=Y, scaler=scaler)
-        else:
-            scaler.scale(token_loss(model(X), Y)).backward()
-        if index in bad:
-            grad = model.get_parameter("head.bias").grad
-            assert grad is not None
-            grad[0] = float("inf")
-        scaler.unscale_(optimizer)
-        norm = (
-            pipe.clip_grad_norm_(1.0) if pipe else nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        )
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        scales += [scaler.get_scale(), float(norm)]
-    return scales, {name: p.detach() for name, p in model.named_parameters()}
-
-
-def test_a_scaled_run_is_that_of_torchs_scaler() -> None:
-    scales, weights = trained(True, (2, 3, 6))
-    expected = trained(False, (2, 3, 6))
-    assert scales == pytest.approx(expected[0])
-    assert_same(weights, expected[1])
-
-
-def test_a_scaler_decides_about_a_loss_that_is_not_finite() -> None:
-    model, scaler = language().model, LossScaler(64.0)
-    pipe = Pipeline(
-        model, ranks=2, microbatches=4, loss_fn=lambda x, y: token_loss(x, y) * math.inf
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = copy.deepcopy(model.state_dict())
+def test_a_scaler_scales_the_loss_and_decides_about_one_that_is_not_finite() -> None:
+    model, scaler, times = language().model, LossScaler(64.0), [1.0]
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 4}
+    pipe = Pipeline(model, loss_fn=lambda x, y: token_loss(x, y) * times[0], **options)
+    optimizer, (loss, grads) = torch.optim.SGD(model.parameters(), lr=0.1), whole_batch(Y)
+    assert pipe.step(X, target=Y, scaler=scaler).loss == pytest.approx(loss)
+    assert_same(gradients(pipe), {name: 64 * grad for name, grad in grads.items()})
+    pipe.zero_grad()
+    times[0], before = math.inf, copy.deepcopy(model.state_dict())
     result = pipe.step(X, target=Y, scaler=scaler)
     scaler.step(optimizer)
     scaler.update()

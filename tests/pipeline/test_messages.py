@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from penstock import Pipeline, PipelineStage, Timeouts
+from penstock import Pipeline, PipelineStage
 from penstock.errors import UsageError
 from penstock.schedule import Edge, from_csv, validate
 from penstock.testing import WorkerPool, record_messages
@@ -306,21 +305,3 @@ def test_each_pair_that_shares_exchanges_one_gradient(
     answers = workers.run(f"{__name__}:run_shared", 3, 100.0, uses=uses, frozen=frozen)
     rows = sorted(row for answer in answers for row in answer)
     assert [tuple(row[:2]) for row in rows if row[3] >= WIDTH * WIDTH * DOUBLE] == expected
-
-
-def work_between_calls(group: Any) -> float:
-    """A worker's task: after an exchange outside of a step, longer on its own than a rank may be silent."""
-    limits = Timeouts(first_step=60.0, step=3.0)
-    pipe = Pipeline(
-        chain(4), ranks=2, microbatches=2, loss_fn=mean_loss, mesh=group, timeout=limits
-    )
-    pipe.step(X, target=Y)
-    pipe.clip_grad_norm_(1.0)
-    time.sleep(6)
-    return float(pipe.step(X, target=Y).loss)
-
-
-@pytest.mark.nightly  # it takes its time
-def test_between_two_calls_a_rank_may_take_its_time(workers: WorkerPool) -> None:
-    first, second = workers.run(f"{__name__}:work_between_calls", 2)
-    assert first == second

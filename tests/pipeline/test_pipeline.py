@@ -6,7 +6,6 @@ import copy
 import random
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,6 @@ from penstock.schedule import (
     build,
     library,
     register,
-    save,
 )
 from penstock.testing import Case, WorkerPool, compare, plain_loop
 from tests.catalogue.cases import NEXT, RAGGED, TOKENS, language, pipeline, ragged
@@ -102,14 +100,6 @@ def test_ways_to_say_the_same(way: str) -> None:
     assert pipe.step(X, target=Y).loss == pytest.approx(float(loss.detach()))
     assert [stage.index for stage in pipe.stages] == list(range(sizes[1]))
     assert_same(gradients(pipe), gradients(plain))
-
-
-@pytest.mark.parametrize(("suffix", "kind"), [(".json", str), (".csv", Path)])
-def test_a_schedule_may_come_from_a_file(tmp_path: Path, suffix: str, kind: type[Any]) -> None:
-    path, proven = tmp_path / f"schedule{suffix}", add_communication(VALUE)
-    save(proven, path)
-    pipe = make(chain(), schedule=kind(path), ranks=None, microbatches=None)
-    assert pipe.schedule.programs == proven.programs
 
 
 @pytest.mark.parametrize("schedule", [last_first, "Last-First", "1F1B"])
