@@ -7,7 +7,6 @@ import os
 import random
 import threading
 from collections import Counter, OrderedDict, deque
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.optim import lr_scheduler
 
-from penstock import Checkpoints, LossScaler, Pipeline, PipelineStage
+from penstock import Checkpoints, LossScaler, Pipeline
 from penstock._engine.weights import read_weights
 from penstock.checkpoint import describe, export
 from penstock.errors import CheckpointError, InputFileError, StateDictError, UsageError
@@ -256,17 +255,6 @@ SAVES: list[tuple[dict[str, Any], str]] = [
 def test_what_cannot_be_saved(tmp_path: Path, states: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         Checkpoints(tmp_path).save(**{"step": 1, **states})
-
-
-def test_different_weights_of_one_name_are_refused(tmp_path: Path) -> None:
-    """Two stages made by hand, whose modules call their weights alike."""
-    stages = [PipelineStage(nn.Sequential(linear()), i, 2) for i in range(2)]
-    pipe = Pipeline.from_stages(stages, schedule="GPipe")
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, model=nn.Sequential(linear()))
-    for call in (checkpoints.load, partial(checkpoints.save, 2)):
-        with pytest.raises(UsageError, match=r"several stages have weights named 0\.weight"):
-            call(pipe=pipe)
 
 
 def test_a_pipeline_goes_on_from_a_plain_loop(tmp_path: Path, caplog: Any) -> None:

@@ -84,6 +84,10 @@ class Differs(Keeps):
         return rank
 
 
+class AnotherAdamW(torch.optim.AdamW):
+    """An optimizer of another class that keeps the same."""
+
+
 def outcome(call: Callable[..., object], *args: Any, **states: Any) -> str:
     """The error of a call; empty if there is none."""
     try:
@@ -94,28 +98,41 @@ def outcome(call: Callable[..., object], *args: Any, **states: Any) -> str:
 
 
 def parted(group: Any, folder: str) -> list[str]:
-    """A worker's task: a sharded module without a pipeline; one rank that fails, one with another state."""
+    """A worker's task: what one rank fails at, or has another state or class of; then it saves."""
     mesh = DeviceMesh.from_group(group, "cpu")
-    module = nn.Module()
+    module, rank = nn.Module(), mesh.get_rank()
     module.weight = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
-    checkpoints, rank = Checkpoints(folder, group=group), mesh.get_rank()
-    cases = Keeps(2), Differs([rank, True]), Differs([rank, False])
-    return [
-        outcome(checkpoints.save, step, model=module, keeps=keeps)
-        for step, keeps in enumerate(cases)
+    checkpoints, model = Checkpoints(folder, group=group), linear()
+    optimizer, other = stepped(model), stepped(model)
+    other.__class__ = AnotherAdamW if rank else torch.optim.AdamW
+    cases: list[dict[str, Any]] = [
+        {"model": module, "keeps": Differs([rank, True])},
+        {"model": module, "keeps": Differs([rank, False])},
+        {"model": model, "optimizer": other},
+        {"model": module, "keeps": Keeps(2)},
+        {"model": model, "optimizer": optimizer},
     ]
+    return [outcome(checkpoints.save, step, **case) for step, case in enumerate(cases)]
 
 
 def test_a_failure_on_one_rank_is_an_error_on_all(workers: WorkerPool, tmp_path: Path) -> None:
     first, second = workers.run(f"{__name__}:parted", 2, folder=str(tmp_path))
-    assert first[:2] == ["", "CheckpointError: rank 1 cannot save: lost its place"]
-    assert second[:2] == ["", "OSError: lost its place"]
-    assert "keeps= has another state on rank 1 than on rank 0; give what differs" in first[2]
-    assert first[2] == second[2]
-    whole = nn.Module()
+    assert (first[0], second[0]) == (
+        "CheckpointError: rank 1 cannot save: lost its place",
+        "OSError: lost its place",
+    )
+    assert first[1:] == second[1:]
+    assert "keeps= has another state on rank 1 than on rank 0; give what differs" in first[1]
+    assert "optimizer= is of the classes AdamW, AnotherAdamW on different ranks" in first[2]
+    # What is saved after it is whole.
+    assert first[3:] == ["", ""]
+    whole, model = nn.Module(), linear()
     whole.weight = nn.Parameter(torch.zeros(4, 2))
-    assert Checkpoints(tmp_path).load(model=whole) == 0
+    optimizer = stepped(model, steps=0)
+    assert Checkpoints(tmp_path).load(3, model=whole) == 3
     assert torch.equal(whole.weight, torch.ones(4, 2))
+    assert Checkpoints(tmp_path).load(model=model, optimizer=optimizer) == 4
+    assert all(state["step"] == 2 for state in optimizer.state.values())
     assert list(tmp_path.glob(".writing*")) == []
 
 
@@ -147,42 +164,18 @@ def test_a_failure_beside_the_training_is_an_error_on_all(
     assert {*os.listdir(tmp_path)} == {"step-00000001", "step-00000003"}
 
 
-class AnotherAdamW(torch.optim.AdamW):
-    """An optimizer of another class that keeps the same."""
-
-
-def corrected(group: Any, folder: str) -> list[str]:
-    """A worker's task: the ranks save optimizers of two classes, and then of one."""
-    model, checkpoints = linear(), Checkpoints(folder, group=group)
-    optimizer, other = stepped(model), stepped(model)
-    if group.rank():
-        other.__class__ = AnotherAdamW
-    states = [{"model": model, "optimizer": one} for one in (other, optimizer)]
-    return [outcome(checkpoints.save, step, **of) for step, of in enumerate(states)]
-
-
-def test_a_save_after_one_that_was_refused_is_whole(workers: WorkerPool, tmp_path: Path) -> None:
-    for refused, saved_one in workers.run(f"{__name__}:corrected", 2, folder=str(tmp_path)):
-        assert "optimizer= is of the classes AdamW, AnotherAdamW on different ranks" in refused
-        assert saved_one == ""
-    model = linear()
-    optimizer = stepped(model, steps=0)
-    assert Checkpoints(tmp_path).load(model=model, optimizer=optimizer) == 1
-    assert all(state["step"] == 2 for state in optimizer.state.values())
-
-
 def slow_beside(group: Any, folder: str) -> str:
     """A worker's task: all wait while one rank writes for longer than a rank may make no progress."""
     model, fsync = nn.Sequential(linear(), nn.Linear(2, 2)), os.fsync
 
     def slowly(handle: Any) -> None:
-        time.sleep(2.5)
+        time.sleep(1.3)
         fsync(handle)
 
     with (
         pytest.MonkeyPatch.context() as patch,
         Checkpoints(folder, asynchronous=True) as checkpoints,
-        Pipeline(model, ranks=2, mesh=group, timeout=2.0) as pipe,
+        Pipeline(model, ranks=2, mesh=group, timeout=1.0) as pipe,
     ):
         pipe.cut(torch.ones(2, 3))
         if pipe.rank == 1:
