@@ -20,7 +20,7 @@ from campaigns.kills import flips, rewrite_table
 from penstock import Checkpoints
 from penstock.checkpoint import describe
 from penstock.errors import CheckpointError, InputFileError, StateDictError, UsageError
-from tests.checkpoint.runs import Keeps, linear, stepped
+from tests.checkpoint.runs import linear, stepped
 from tests.processes import Job, in_child, run_program
 
 # ---- one run writes into a folder
@@ -47,39 +47,34 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock._engine.weights.lease.PATIENCE", 0.5)
 
 
-def read_lock(folder: Path, _: Checkpoints) -> None:
-    (folder / ".lock").read_text()
+ACTS: dict[str, Callable[[Path, Checkpoints], object]] = {
+    "read the lock": lambda folder, _: (folder / ".lock").read_text(),
+    "load beside": lambda folder, _: load_beside(folder),
+    "save beside and close": lambda folder, _: save_beside(folder),
+    "fork and end": lambda _, checkpoints: in_child(checkpoints.close),
+    "replace and save": lambda folder, checkpoints: (
+        (folder / ".lock").unlink(),
+        checkpoints.save(2, model=linear()),
+    ),
+}
 
 
-def load_beside(folder: Path, _: Checkpoints) -> None:
+def load_beside(folder: Path) -> None:
     with Checkpoints(folder) as other:
         other.load(model=linear())
 
 
-def save_beside_and_close(folder: Path, _: Checkpoints) -> None:
+def save_beside(folder: Path) -> None:
     with Checkpoints(folder) as other:
         other.save(2, model=linear())
 
 
-def fork_and_end(folder: Path, checkpoints: Checkpoints) -> None:
-    assert in_child(checkpoints.close).status == 0
-
-
-def replace_and_save(folder: Path, checkpoints: Checkpoints) -> None:
-    (folder / ".lock").unlink()
-    checkpoints.save(2, model=linear())
-
-
 @pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize(
-    "act",
-    [read_lock, load_beside, save_beside_and_close, fork_and_end, replace_and_save],
-    ids=lambda act: act.__name__,
-)
-def test_a_lock_is_kept(tmp_path: Path, act: Callable[[Path, Checkpoints], None]) -> None:
+@pytest.mark.parametrize("act", ACTS)
+def test_a_lock_is_kept(tmp_path: Path, act: str) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, model=linear())
-    act(tmp_path, checkpoints)
+    ACTS[act](tmp_path, checkpoints)
     text = f"another run writes here (process {os.getpid()} on"
     assert text in try_to_save(tmp_path)
     checkpoints.close()
@@ -109,7 +104,7 @@ def test_a_load_removes_what_a_run_left_that_was_killed(tmp_path: Path) -> None:
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(8, model=linear())
         (folder / ".writing-9-abc").mkdir()
-        assert in_child(partial(load_beside, folder, checkpoints)).status == 0
+        assert in_child(partial(load_beside, folder)).status == 0
         assert (folder / ".writing-9-abc").exists()
 
 
@@ -208,14 +203,13 @@ def test_a_full_disk_leaves_the_last_one(
 def test_a_failure_beside_the_training_is_raised_by_the_next_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    model = linear()
     checkpoints = Checkpoints(tmp_path, asynchronous=True)
     with monkeypatch.context() as patched:
         disk_that_is_full_at(patched, 1)
-        checkpoints.save(1, model=model)
-        arguments: dict[str, Any] = {"save": {"step": 2, "model": model}, "load": {"model": model}}
+        checkpoints.save(1, model=linear())
+        options = {"save": {"step": 2, "model": linear()}, "load": {"model": linear()}}
         with pytest.raises(CheckpointError, match="No space left on device"):
-            getattr(checkpoints, call)(**arguments.get(call, {}))
+            getattr(checkpoints, call)(**options.get(call, {}))
     checkpoints.close()
     assert list(tmp_path.glob("[!.]*")) == []
 
@@ -342,6 +336,10 @@ ODD_TABLES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a hole": (pieces([[0, 0], [1, 3]], [[1, 0], [1, 2]]), "do not make it up"),
     "over the edge": (pieces([[0, 0], [1, 3]], [[1, 0], [2, 3]]), "do not make it up"),
     "crossed": (pieces([[0, 0], [2, 2]], [[0, 1], [2, 2]]), "do not make it up"),
+    "beyond memory": (
+        changed(types=[{"dtype": "F32", "shape": [0, 1 << 61, 1 << 61]}]),
+        "no tensor",
+    ),
     **{
         f"beside: {name}": (changed(beside={name: ""}), "no file that belongs beside it")
         for name in NAMES
@@ -368,17 +366,14 @@ def test_an_odd_table_is_one_error_and_changes_nothing(tmp_path: Path, name: str
 
 
 def test_a_table_names_each_tensor_once(tmp_path: Path) -> None:
-    model = linear()
-    states = {"model": model, "a": Keeps([torch.ones(9)]), "b": Keeps([torch.ones(9)])}
+    states = {"a": Keeps([torch.ones(9)]), "b": Keeps([torch.ones(9)])}
     path = Checkpoints(tmp_path).save(1, **states).path
     assert path is not None
     for tensors in (["b/0"], ["a/0", "a/0"]):
         value = [{"$": "tensor", "of": key} for key in tensors]
         changed(alike=[{"value": value, "keys": ["a"]}])(path / "checkpoint.json")
-        with pytest.raises(
-            InputFileError, match="names a tensor twice, or one that is not its own"
-        ):
-            Checkpoints(tmp_path).load(model=model, a=states["a"])
+        with pytest.raises(InputFileError, match="twice, or one that is not its own"):
+            Checkpoints(tmp_path).load(a=states["a"])
 
 
 @pytest.mark.parametrize(
