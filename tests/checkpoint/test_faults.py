@@ -20,7 +20,7 @@ from campaigns.kills import flips, rewrite_table
 from penstock import Checkpoints
 from penstock.checkpoint import describe
 from penstock.errors import CheckpointError, InputFileError, StateDictError, UsageError
-from tests.checkpoint.runs import linear, stepped
+from tests.checkpoint.runs import Keeps, linear, stepped
 from tests.processes import Job, in_child, run_program
 
 # ---- one run writes into a folder

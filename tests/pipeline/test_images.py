@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -157,3 +158,55 @@ def test_a_rule_of_the_users_comes_first() -> None:
     target = torch.zeros(4, LENGTH, SIZE).double()
     ruled, usual = pipeline(split={"pixel_values": by_pairs}), pipeline()
     assert ruled.step(**batch, target=target).loss == usual.step(**batch, target=target).loss
+
+
+def batch_for(family: str, images: list[list[Grid]]) -> dict[str, Any]:
+    """A batch as the processor of a family makes it, but for the order of its tokens."""
+    batch = batch_of(images, has_grid=True)
+    tokens, grid = batch["input_ids"].masked_fill(batch["input_ids"] == IMAGE, 40), None
+    if "pixel_values" in batch:
+        grid = batch["image_grid_thw"]
+    if family == "qwen_vl":
+        batch = {"input_ids": tokens, "mm_token_type_ids": (tokens == 40).int()}
+        if grid is not None:
+            batch |= {
+                "pixel_values": torch.randn(int(grid.prod(1).sum()), 96),
+                "image_grid_thw": grid,
+            }
+        return batch
+    tokens = torch.zeros(4, 100, dtype=torch.long)
+    for row, of in zip(tokens, images, strict=True):
+        row[: 16 * len(of)] = 40
+    pixels = {} if grid is None else {"pixel_values": torch.randn(len(grid), 3, 16, 16)}
+    return {"input_ids": tokens, **pixels}
+
+
+def next_tokens(output: Any, labels: Tensor) -> Tensor:
+    logits = output.logits[:, :-1].flatten(0, 1)
+    return nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("family", "schedule"), [("qwen_vl", "ZB-V"), ("llava", "1F1B")])
+def test_models_of_transformers(family: str, schedule: str) -> None:
+    pytest.importorskip("transformers")
+    from tests.weights.test_families import MAKE
+
+    torch.manual_seed(0)
+    whole = MAKE[family]().train()
+    sizes: dict[str, Any] = {"ranks": 2, "microbatches": 2, "loss_fn": next_tokens}
+    pipe = Pipeline(copy.deepcopy(whole), schedule=schedule, **sizes)
+    for images in BATCHES + BATCHES[::-1]:
+        batch = batch_for(family, images)
+        pipe.zero_grad()
+        loss, grads = plain_loop(Case(whole, (), batch["input_ids"], next_tokens, kwargs=batch))
+        assert pipe.step(**batch, target=batch["input_ids"]).loss == pytest.approx(loss, rel=1e-5)
+        for name, weight in pipe.named_parameters():
+            there, zeros = grads[name], torch.zeros_like(weight)
+            torch.testing.assert_close(
+                zeros if weight.grad is None else weight.grad,
+                zeros if there is None else there,
+                rtol=1e-3,
+                atol=1e-5,
+            )

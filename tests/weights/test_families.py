@@ -53,8 +53,18 @@ def llava() -> Any:
     return transformers.LlavaForConditionalGeneration(config)
 
 
+def qwen_vl() -> Any:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    vision: dict[str, Any] = {"depth": 2, "hidden_size": 32, "num_heads": 4, "out_hidden_size": 32}
+    vision |= {"intermediate_size": 48, "patch_size": 4, "fullatt_block_indexes": [1]}
+    config = transformers.Qwen2_5_VLConfig(
+        text_config={**TEXT, "rope_parameters": rope}, vision_config=vision, image_token_id=40
+    )
+    return transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
 MAKE: dict[str, Callable[[], Any]] = {name: make for name, (make, _) in FAMILIES.items()}
-MAKE |= {make.__name__: make for make in (mixtral, gpt_oss, llava)}
+MAKE |= {make.__name__: make for make in (mixtral, gpt_oss, llava, qwen_vl)}
 
 
 def alike(model: Any, state: dict[str, Any]) -> bool:
