@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -91,3 +93,16 @@ def assert_same(actual: Mapping[str, Tensor], expected: Mapping[str, Any]) -> No
     assert actual.keys() == expected.keys()
     gaps = {name: float((actual[name] - expected[name]).abs().max()) for name in expected}
     assert max(gaps.values()) < 1e-12, gaps
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What Penstock logs meanwhile; in a worker's task, where caplog does not reach."""
+    lines: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("penstock")
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)

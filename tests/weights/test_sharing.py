@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import nn
 
 from penstock import Pipeline
 from penstock.testing import WorkerPool
+from tests.pipeline.models import logged
 
 
 def tied(seed: int) -> nn.Sequential:
@@ -21,30 +21,13 @@ def tied(seed: int) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-class Lines(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def shared(group: Any, odd: int) -> tuple[list[str], list[float]]:
     """A worker's task: what the log says where one rank has made another model, and its first weights."""
-    handler, logger = Lines(), logging.getLogger("penstock")
-    logger.addHandler(handler)
-    try:
-        with Pipeline(tied(group.rank() == odd), ranks=3, mesh=group) as pipe:
-            pipe.cut(torch.ones(2, 3))
-            (stage,) = pipe.stages
-            weight = next(p for p in stage.module.parameters() if p.dim() == 2)
-            lines = [line for line in handler.lines if "differed" in line]
-            return lines, weight.flatten().tolist()
-    finally:
-        logger.removeHandler(handler)
+    with logged() as lines, Pipeline(tied(group.rank() == odd), ranks=3, mesh=group) as pipe:
+        pipe.cut(torch.ones(2, 3))
+        (stage,) = pipe.stages
+        weight = next(p for p in stage.module.parameters() if p.dim() == 2)
+    return [line for line in lines if "differed" in line], weight.flatten().tolist()
 
 
 def test_only_the_ranks_with_another_weight_are_named(workers: WorkerPool) -> None:
