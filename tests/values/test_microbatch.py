@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +27,7 @@ from penstock._engine.microbatches import (
 from penstock._engine.values import tensors_in
 from penstock.errors import MicrobatchError
 from penstock.testing import Case, compare
+from tests.catalogue.kinds import Frozen, Pair, State
 
 
 def split(
@@ -187,18 +187,15 @@ def test_outputs_are_merged_along_the_samples_or_by_a_rule() -> None:
     assert both["sum"] == TOKENS.sum()
 
 
-def test_what_is_no_sample_may_be_the_same_in_all_outputs_of_a_loss() -> None:
-    """Such as a temperature beside the logits."""
-    table = torch.ones(3)
-    both = merged([table, table], sizes=(2, 3), alike=True)
+def test_what_is_no_sample_may_be_the_same_or_tokens() -> None:
+    """Such as a temperature beside the logits, in the outputs of a loss."""
+    table, sizes = torch.ones(3), (2, 3)
+    both = merged([table, table], sizes=sizes, alike=True)
     both.mul_(2)
     assert table.tolist() == [1, 1, 1]
     rows = [torch.ones(4, 2), torch.ones(6, 2)]
-    assert merged(rows, sizes=(2, 3), guesses=True).shape == (10, 2)
-
-
-def test_outputs_of_tokens_are_merged_along_them() -> None:
-    """Those without the first token of a row too; and what each sequence has, in dimension 0."""
+    assert merged(rows, sizes=sizes, guesses=True).shape == (10, 2)
+    # Tokens, also without the first one of each row; and what each sequence has, in dimension 0.
     ways = [(1, (6, 9)), (1, (5, 8)), (0, (2, 1))]
     for lacking in (0, 1):
         rows = [torch.zeros(1, 6 - lacking), torch.zeros(1, 9 - lacking)]
@@ -238,16 +235,14 @@ def test_outputs_that_cannot_be_put_together_are_refused(name: str) -> None:
 # ---- what a process was given
 
 
-def test_fewer_samples_than_microbatches() -> None:
+def test_what_a_process_was_given_tells_the_sizes() -> None:
     batch = split_batch((TOKENS[:3],), {}, TOKENS[:3], None, 4, fewer=True)
     assert (batch.count, batch.samples) == (3, [1, 1, 1])
     # What is not split is one microbatch, unless a function splits it.
     assert split_batch((5,), {"text": "a"}, MISSING, None, 4, fewer=True).count == 1
     halves: Rules = {"text": lambda value, sizes: list(value)}
     assert split_batch((5,), {"text": "abcd"}, MISSING, halves, 4, fewer=True).count == 4
-
-
-def test_a_target_alone_tells_the_sizes_and_nothing_tells_nothing() -> None:
+    # A target alone tells the sizes, and nothing tells nothing.
     batch = split_batch((), {}, TOKENS, {0: Split(1)}, 2)
     assert (batch.parts, batch.samples, batch.count) == (None, [3, 2], 2)
     assert batch.targets is not None
@@ -257,23 +252,6 @@ def test_a_target_alone_tells_the_sizes_and_nothing_tells_nothing() -> None:
 
 
 # ---- kinds of batches
-
-
-@dataclass
-class Item:
-    tokens: Tensor
-    mask: Tensor | None = None
-    name: str = "item"
-
-
-@dataclass(frozen=True)
-class Frozen:
-    tokens: Tensor
-
-
-class Point(NamedTuple):
-    tokens: Tensor
-    scale: float = 1.0
 
 
 class Encoding(UserDict[str, Any]):
@@ -302,23 +280,17 @@ class Inputs(MutableMapping[str, Any]):
         return len(self.inner)
 
 
-def with_default() -> defaultdict[str, Any]:
-    filled: defaultdict[str, Any] = defaultdict(list)
-    filled["tokens"] = TOKENS
-    return filled
-
-
 KINDS: dict[str, Callable[[], Any]] = {
     "tuple": lambda: (TOKENS, TOKENS),
     "list": lambda: [TOKENS, None, 3],
     "dict": lambda: {"a": TOKENS, "b": {"c": TOKENS}},
-    "dataclass": lambda: Item(TOKENS, TOKENS > 2),
-    "frozen dataclass": lambda: Frozen(TOKENS),
-    "named tuple": lambda: Point(TOKENS, 3.0),
+    "dataclass": lambda: State(TOKENS, TOKENS > 2),
+    "frozen dataclass": lambda: Frozen(State(TOKENS)),
+    "named tuple": lambda: Pair(TOKENS, 3.0),
     "ordered dict": lambda: OrderedDict(tokens=TOKENS, more=[TOKENS]),
     "dict of the user's": lambda: Encoding(tokens=TOKENS),
     "mapping of the user's": lambda: Inputs({"tokens": TOKENS}),
-    "dict with a default": with_default,
+    "dict with a default": lambda: defaultdict(list, tokens=TOKENS),
     "dict that cannot be changed": lambda: MappingProxyType({"tokens": TOKENS}),
 }
 
@@ -387,7 +359,7 @@ def test_items_fields_and_positions_have_rules_of_their_own() -> None:
         "batch": {"positions": Split(1), "table": REPLICATE}, 0: {"mask": Split(1)}, 1: {1: Split(1)},
         "ids": Split(1),
     }  # fmt: skip
-    args = (Item(TOKENS, POSITIONS), (TOKENS, POSITIONS))
+    args = (State(TOKENS, POSITIONS), (TOKENS, POSITIONS))
     for part, rows in zip(
         split(args, {"batch": batch, "ids": POSITIONS}, 2, rules), (3, 2), strict=True
     ):
@@ -449,16 +421,16 @@ def test_chunks_hold_an_entry_for_every_sample() -> None:
 
 PATCHES = torch.arange(12.0).reshape(6, 2)
 """Of five images: 1, 2, 1, 1 and 1 patches."""
-COUNTS = [1, 2, 1, 1, 1]
-
-
-def patches(value: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    ends = torch.tensor([0, *COUNTS]).cumsum(0)
-    starts = torch.tensor([0, *sizes]).cumsum(0)
-    return [value[ends[a] : ends[b]] for a, b in pairwise(starts)]
 
 
 def test_a_function_splits_an_argument_and_the_target() -> None:
+    asked: list[Sequence[int]] = []
+
+    def patches(value: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        asked.append(list(sizes))
+        ends = torch.tensor([0, 1, 3, 4, 5, 6])[torch.tensor([0, *sizes]).cumsum(0)].tolist()
+        return [value[a:b] for a, b in pairwise(ends)]
+
     rules: Rules = {"patches": patches, "target": patches}
     batch = split_batch((TOKENS,), {"patches": PATCHES}, PATCHES, rules, 3)
     assert batch.parts is not None
@@ -468,42 +440,23 @@ def test_a_function_splits_an_argument_and_the_target() -> None:
     assert [len(target) for target in batch.targets] == [3, 2, 1]
     # They are not alike, though they hold as many samples.
     assert [part.kind for part in batch.parts] == [None] * 3
-
-
-def test_samples_without_images_get_none() -> None:
-    """Models take it for a text without any, where an empty tensor would be a batch of none."""
-    rule = ByImages([2, 0, 0, 1])
-    first, second, third = rule(PATCHES[:3], [1, 2, 1])
+    # Alone it learns the sizes of the target, or of the first argument that is split.
+    batch = split_batch((TOKENS,), {}, TOKENS, {0: patches}, 2)
+    assert batch.samples == asked[-1] == [3, 2]
+    split_batch((TOKENS,), {}, MISSING, {0: patches}, 4)
+    assert asked[-1] == [2, 1, 1, 1]
+    # Samples without images get None, which models take for a text without any.
+    first, second, third = ByImages([2, 0, 0, 1])(PATCHES[:3], [1, 2, 1])
     assert second is None
     assert (first.tolist(), third.tolist()) == (PATCHES[:2].tolist(), PATCHES[2:3].tolist())
 
 
-def test_functions_alone_learn_the_sizes() -> None:
-    """Of the target's samples, or those of the first argument that is split; parts weigh their targets."""
-    asked: list[Sequence[int]] = []
-
-    def columns(value: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        asked.append(list(sizes))
-        return list(value.tensor_split(len(sizes)))
-
-    batch = split_batch((PATCHES,), {}, TOKENS, {0: columns, "target": columns}, 2)
-    assert asked == [[3, 2], [3, 2]]
-    assert batch.samples == [3, 2]
-    batch = split_batch((PATCHES,), {}, MISSING, {0: columns}, 4)
-    assert asked[-1] == [2, 2, 1, 1]
-    assert batch.samples == [2, 2, 1, 1]
-
-
-def by_length(
-    args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, count: int
-) -> Microbatches:
-    """Long rows and short ones apart."""
-    assert kwargs == {}
-    long = args[0][:, -1] > 10
-    return Microbatches([args[0][long], args[0][~long]], targets=[target[long], target[~long]])
-
-
 def test_a_function_splits_the_call() -> None:
+    def by_length(args: Any, kwargs: Any, target: Any, count: int) -> Microbatches:
+        """Long rows and short ones apart."""
+        long = args[0][:, -1] > 10
+        return Microbatches([args[0][long], args[0][~long]], targets=[target[long], target[~long]])
+
     batch = split_batch((TOKENS,), {}, TOKENS + 1, by_length, 4)
     assert (batch.count, batch.samples, batch.presplit) == (2, [3, 2], True)
     assert batch.parts is not None
