@@ -201,10 +201,9 @@ def test_a_first_step_is_like_one_whose_shapes_are_known(schedule: str, looks: b
     first = nn.Sequential(*(Changing(looks=looks) for _ in range(4)))
     model: Any
     states, models = [], [first, copy.deepcopy(first)]
-    for model, knows in zip(models, (False, True), strict=True):
-        pipe = make(model, schedule=schedule)
-        if knows:
-            pipe.predict(X)
+    pipes = [make(model, schedule=schedule) for model in models]
+    pipes[1].predict(X)
+    for model, pipe in zip(models, pipes, strict=True):
         before = [module.calls for module in model]
         for seed in (torch.manual_seed, random.seed, np.random.seed):
             seed(1)
