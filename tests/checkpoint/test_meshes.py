@@ -64,14 +64,6 @@ def test_two_by_two_and_back(workers: WorkerPool, tmp_path: Path, how: str) -> N
     # Any other layout goes on from it.
     assert resumed(folder, "plain", 1) == pytest.approx(expected, abs=LIMIT)
     assert resumed(folder, "ZB-V", 4) == pytest.approx(expected, abs=LIMIT)
-    if how == "replicas":
-        four = workers.run(f"{__name__}:in_four", 4, folder=str(folder))
-        assert all(losses == pytest.approx(expected, abs=LIMIT) for losses in four)
-
-
-def in_four(group: Any, folder: str) -> list[float]:
-    """A worker's task: four stages in four processes."""
-    return resumed(Path(folder), "1F1B", 4, group)
 
 
 class Differs(Keeps):
