@@ -270,10 +270,6 @@ def test_a_pipeline_goes_on_from_a_plain_loop(tmp_path: Path, caplog: Any) -> No
 # ---- the folder
 
 
-def spoil(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
 def test_the_latest_is_the_one_written_last_and_old_ones_go(tmp_path: Path, caplog: Any) -> None:
     with pytest.raises(UsageError, match="keep=0: must be how many"):
         Checkpoints(tmp_path, keep=0)
@@ -293,7 +289,8 @@ def test_the_latest_is_the_one_written_last_and_old_ones_go(tmp_path: Path, capl
     with pytest.raises(UsageError, match="has no checkpoint of it; it has those of steps 3, 5"):
         checkpoints.load(2, model=model)
     # Nothing older is taken silently; the campaign flips bytes anywhere, and asks for the one before.
-    spoil(paths[0] / "states-00001.safetensors")
+    files = [path / "states-00001.safetensors" for path in paths]
+    files[0].write_bytes(files[0].read_bytes()[:-1])
     with pytest.raises(InputFileError, match=r"3-3/states.*is damaged.*load\(step=5\) takes that"):
         Checkpoints(tmp_path).load(model=model)
     auto = Checkpoints(tmp_path)
@@ -301,7 +298,7 @@ def test_the_latest_is_the_one_written_last_and_old_ones_go(tmp_path: Path, capl
     assert "resumes from step 5, not from the newest, step 3: " in caplog.text
     assert "3-3/states-00001.safetensors is damaged" in auto.skipped[0]
     # When none is whole, all are named.
-    spoil(paths[1] / "states-00001.safetensors")
+    files[1].write_bytes(files[1].read_bytes() + b"more")
     with pytest.raises(
         InputFileError, match=r"no checkpoint in .* is whole: .*3-3/states.*; .*5/states"
     ):

@@ -89,18 +89,19 @@ def test_a_target_with_a_graph_of_its_own_gets_its_gradient() -> None:
     torch.testing.assert_close(base.grad, alone.grad)
 
 
-@pytest.mark.parametrize("call", ["predict", "eval"])
-def test_a_kind_may_first_be_met_in_inference_mode(call: str) -> None:
+def test_a_kind_may_first_be_met_in_inference_mode() -> None:
     model = Asks().eval()
-    pipe = make(model, stages=["middle", "last"], ranks=3)
-    with torch.inference_mode():
-        if call == "predict":
-            assert torch.allclose(pipe.predict(X), model(X))
-        else:
-            assert pipe.evaluate(X, target=Y).loss == pytest.approx(float(mean_loss(model(X), Y)))
-    # What it has found out serves a call with gradients as well.
-    assert pipe.evaluate(X, target=Y).loss == pytest.approx(float(mean_loss(model(X), Y).detach()))
-    pipe.step(X, target=Y)
+    expected = pytest.approx(float(mean_loss(model(X), Y).detach()))
+    for predicts in (True, False):
+        pipe = make(model, stages=["middle", "last"], ranks=3)
+        with torch.inference_mode():
+            if predicts:
+                assert torch.allclose(pipe.predict(X), model(X))
+            else:
+                assert pipe.evaluate(X, target=Y).loss == expected
+        # What it has found out serves a call with gradients as well.
+        assert pipe.evaluate(X, target=Y).loss == expected
+        pipe.step(X, target=Y)
 
 
 class Counts(Asks):
@@ -215,54 +216,43 @@ class Skips(nn.Module):
         return result
 
 
-def mix(group: Any) -> list[float]:
-    """A worker's task: losses where a value goes to other stages in each microbatch, in either order."""
-    losses = []
+def mix(group: Any = None) -> None:
+    """Steps where a value goes to other stages in each microbatch, in either order; also a worker's task."""
+    case = Case(Skips(), (), Y.split(4), mean_loss, evaluates=False)
     with make(Skips(), stages=["second", "third"], ranks=3, mesh=group) as pipe:
         for ways in ((0, 1), (1, 0), (0, 1)):
-            calls = [(X[4 * part : 4 * part + 4], skips) for part, skips in enumerate(ways)]
-            losses.append(pipe.step(Microbatches(calls), target=Y.split(4)).loss)
-    return losses
+            calls = list(zip(X.split(4), ways, strict=True))
+            pipe.zero_grad()
+            judge(replace(case, args=[Microbatches(calls)]), pipe).check(1e-12)
 
 
 def test_a_value_goes_to_other_stages_in_each_microbatch(workers: WorkerPool) -> None:
-    model = Skips()
-    outputs = [torch.cat([model(X[:4], a), model(X[4:], b)]) for a, b in ((0, 1), (1, 0), (0, 1))]
-    expected = [float(mean_loss(output, Y).detach()) for output in outputs]
-    for losses in workers.run(f"{__name__}:mix", 3, 60.0):
-        assert losses == pytest.approx(expected, rel=1e-12)
+    workers.run(f"{__name__}:mix", 3, 60.0)
 
 
 # ---- what travels
 
 
-class Sometimes(nn.Module):
+class Sometimes(nn.Linear):
     """Gives two values, one of which has no gradient from the third microbatch on."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.calls = nn.Linear(4, 4).double(), 0
+    calls = 0
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
+    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
         self.calls += 1
-        a, b = self.layer(x), self.layer(-x)
+        a, b = super().forward(x), super().forward(-x)
         return {"a": a.detach() if self.calls > 2 else a, "b": b}
 
 
-class Sums(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4).double()
-
-    def forward(self, x: dict[str, Tensor]) -> Tensor:
-        result: Tensor = self.layer(x["a"] * 2 + x["b"])
-        return result
+class Sums(nn.Linear):
+    def forward(self, x: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
+        return super().forward(x["a"] * 2 + x["b"])
 
 
 def lose(group: Any) -> str:
     """A worker's task: what it is told of a gradient that is no longer wanted."""
     torch.manual_seed(0)
-    module = Sometimes() if group.rank() == 0 else Sums()
+    module = (Sums if group.rank() else Sometimes)(4, 4).double()
     stage = PipelineStage(module, group.rank(), 2)
     pipe = Pipeline.from_stages(
         [stage], schedule="GPipe", microbatches=4, loss_fn=mean_loss, mesh=group

@@ -147,7 +147,6 @@ class Counting(nn.Linear):
     def __init__(self) -> None:
         super().__init__(4, 4, dtype=torch.float64)
         self.calls = 0
-        self.register_buffer("kept", torch.zeros(3))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -159,12 +158,12 @@ class Inside(nn.Module):
 
     def __init__(self, function: Any, noise: float = 0.0) -> None:
         super().__init__()
-        self.begin, self.model = Counting(), chain()
+        self.model = chain()
         self.counting, self.dropout = Counting(), nn.Dropout(0.5)
         self.function, self.noise = function, noise
 
     def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
-        output = self.dropout(self.counting(self.model(self.begin(x))))
+        output = self.dropout(self.counting(self.model(x)))
         if self.noise:
             output = output + self.noise * torch.rand_like(output)
         return {"loss": self.function(output, target), "logits": output}
@@ -298,6 +297,11 @@ def test_a_loss_that_reads_what_a_module_kept_of_the_last_call_is_let_be() -> No
     assert Pipeline(model, ranks=2, microbatches=2, loss_fn=loss_fn).step(X, target=Y).loss > 0
 
 
+class SixRows(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.repeat(6 // len(x), 1)
+
+
 def test_what_cannot_be_asked_is_let_be() -> None:
     """A loss with random numbers, and outputs that cannot be put together."""
     drawn = piped(lambda output, y: (functional.dropout(output, 0.5) - y).abs().mean())
@@ -308,11 +312,6 @@ def test_what_cannot_be_asked_is_let_be() -> None:
         loss_fn=lambda output, target: (output.mean() - target.mean()).square(),
     )  # fmt: skip
     assert pipe.step(X[:5], target=Y[:5]).loss > 0
-
-
-class SixRows(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.repeat(6 // len(x), 1)
 
 
 # ---- a loss that differentiates the model
@@ -367,16 +366,11 @@ def test_a_batch_norm_in_training_is_a_warning_once(caplog: pytest.LogCaptureFix
     assert ["1 normalises each of the 2 microbatches" in text for text in texts] == [True]
 
 
-class PoolsGraphs(nn.Module):
+class PoolsGraphs(nn.Sequential):
     """One output for each graph, from the nodes of all graphs of a microbatch."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, nodes: Tensor, graph: Tensor) -> Tensor:
-        hidden = self.second(self.first(nodes).tanh())
+    def forward(self, nodes: Tensor, graph: Tensor) -> Tensor:  # type: ignore[override]
+        hidden = self[1](self[0](nodes).tanh())
         return torch.zeros(2, 4, dtype=hidden.dtype).index_add(0, graph, hidden)
 
 
@@ -386,13 +380,12 @@ def test_a_microbatch_of_graphs_weighs_its_targets() -> None:
         (X[: sum(of)], torch.repeat_interleave(torch.arange(2), torch.tensor(of))) for of in sizes
     ]
     targets = [Y[:2], Y[2:4]]
-    model = PoolsGraphs().double()
-    losses = [
+    model = PoolsGraphs(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    one, two = (
         float(mean_loss(model(*call), y).detach()) for call, y in zip(calls, targets, strict=True)
-    ]
+    )
     pipe = Pipeline(model, ranks=2, loss_fn=mean_loss)
     result = pipe.step(Microbatches(calls), target=targets)
-    assert result.loss == pytest.approx(sum(losses) / 2)
-    assert result.weight == 4
+    assert (result.loss, result.weight) == (pytest.approx((one + two) / 2), 4)
     weighed = pipe.step(Microbatches(calls, samples=[1, 3]), target=targets)
-    assert weighed.loss == pytest.approx((losses[0] + 3 * losses[1]) / 4)
+    assert weighed.loss == pytest.approx((one + 3 * two) / 4)
