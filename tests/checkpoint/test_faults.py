@@ -310,6 +310,14 @@ def changed(**fields: Any) -> Callable[[Path], None]:
     return lambda path: rewrite_table(path.parent, lambda table: table | fields)
 
 
+def fewer_bytes(path: Path) -> None:
+    def change(table: Any) -> Any:
+        table["files"][0]["bytes"] -= 1
+        return table
+
+    rewrite_table(path.parent, change)
+
+
 def pieces(*of_weight: list[Any]) -> Callable[[Path], None]:
     """The weight, of [2, 3], is in these pieces of the first file."""
     listed = [{"file": 0, "offsets": offsets, "sizes": sizes} for offsets, sizes in of_weight]
@@ -325,6 +333,7 @@ NAMES = ("../x.json", "/tmp/x/config.json", ".config.json", "train.py")
 FILE = {"name": "states-00001.safetensors", "bytes": 1, "crc32": 1}
 ODD_TABLES: dict[str, tuple[Callable[[Path], None], str]] = {
     "pipe": (pipe_instead, "not a regular file"),
+    "fewer bytes": (fewer_bytes, "were written"),
     "device": (device_instead, "not a regular file"),
     "huge": (huge, "more than 256,000,000 bytes"),
     "deep": (nested(150), "deeper than 100"),
@@ -362,7 +371,7 @@ def test_an_odd_table_is_one_error_and_changes_nothing(tmp_path: Path, name: str
     assert text in str(raised.value)
     assert "\n" not in str(raised.value)
     assert bool((model.weight == 5).all())
-    assert "DAMAGED" in describe(tmp_path)
+    assert "DAMAGED" in describe(tmp_path, check=True)
 
 
 def test_a_table_names_each_tensor_once(tmp_path: Path) -> None:
