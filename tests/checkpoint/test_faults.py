@@ -52,11 +52,13 @@ ACTS: dict[str, Callable[[Path, Checkpoints], object]] = {
     "load beside": lambda folder, _: load_beside(folder),
     "save beside and close": lambda folder, _: save_beside(folder),
     "fork and end": lambda _, checkpoints: in_child(checkpoints.close),
-    "replace and save": lambda folder, checkpoints: (
-        (folder / ".lock").unlink(),
-        checkpoints.save(2, model=linear()),
-    ),
+    "replace and save": lambda folder, checkpoints: replace_and_save(folder, checkpoints),
 }
+
+
+def replace_and_save(folder: Path, checkpoints: Checkpoints) -> None:
+    (folder / ".lock").unlink()
+    checkpoints.save(2, model=linear())
 
 
 def load_beside(folder: Path) -> None:
@@ -207,7 +209,10 @@ def test_a_failure_beside_the_training_is_raised_by_the_next_call(
     with monkeypatch.context() as patched:
         disk_that_is_full_at(patched, 1)
         checkpoints.save(1, model=linear())
-        options = {"save": {"step": 2, "model": linear()}, "load": {"model": linear()}}
+        options: dict[str, Any] = {
+            "save": {"step": 2, "model": linear()},
+            "load": {"model": linear()},
+        }
         with pytest.raises(CheckpointError, match="No space left on device"):
             getattr(checkpoints, call)(**options.get(call, {}))
     checkpoints.close()

@@ -246,7 +246,8 @@ def run(group: Any) -> Any:
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
     everywhere = len(list(pipe.parameters()))
     held = sum(not is_elsewhere(p) for p in pipe.parameters())
-    call, target = ((), {}) if group.rank() else ((X,), {"target": Y})
+    call: Any = () if group.rank() else (X,)
+    target: Any = {} if group.rank() else {"target": Y}
     pipe.evaluate(*call, **target)
     weights = trained(pipe, lambda: pipe.step(*call, **target), optimizer)
     assert_same(weights, {name: plain()[name] for name in weights})

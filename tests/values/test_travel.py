@@ -59,7 +59,7 @@ def train(group: Any = None) -> dict[str, float]:
         with by_hand(group, *parts, schedule="ZB-V", microbatches=4) as pipe:
             for _ in range(2):
                 pipe.step(X, target=X.flip(0))
-        grads = plain_loop(case_of(kind), 2)[1]
+        grads: Any = plain_loop(case_of(kind), 2)[1]
         mine = {
             n: p.grad for n, p in nn.Sequential(*parts).named_parameters() if p.grad is not None
         }

@@ -48,7 +48,9 @@ def trained(group: Any = None, clips: str = "pipe") -> list[Any]:
     numbers = []
     with pipe:
         pipe.predict(X)
-        output.backward()  # of the weights that were; only those that are here learn from it
+        torch.autograd.backward(
+            output
+        )  # of the weights that were; only those that are here learn from it
         pipe.zero_grad()
         for _ in range(3):
             loss = pipe.step(X, target=Y).loss

@@ -204,8 +204,8 @@ def test_the_users_initialiser_comes_in_its_place_and_must_fill_the_rest() -> No
         ),
         (lambda: penstock.init_weights(half, 1), r"no value was given to weight \(HalfFilled\)"),
         (lambda: penstock.init_weights(model(), 1.5), "whole number"),  # type: ignore[arg-type]
-        (lambda: penstock.init_weights(3, 1), "has no weights"),  # type: ignore[arg-type]
-        (lambda: penstock.init_weights([model(), 3], 1), "is neither"),  # type: ignore[list-item]
+        (lambda: penstock.init_weights(3, 1), "has no weights"),
+        (lambda: penstock.init_weights([model(), 3], 1), "is neither"),
         (
             lambda: penstock.init_weights(Pipeline(model(), ranks=2), 1, device="cpu"),
             "leave out dev",
