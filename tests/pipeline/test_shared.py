@@ -14,7 +14,7 @@ from penstock.errors import AgreementError, UsageError
 from penstock.partition import Shared
 from penstock.testing import WorkerPool, judge
 from tests.catalogue.cases import LANGUAGE, LOOPED, pipeline
-from tests.pipeline.models import X, Y, gradients, mean_loss
+from tests.pipeline.models import X, Y, gradients, logged, mean_loss
 
 TIED = LANGUAGE["tied"]
 
@@ -142,6 +142,30 @@ def test_a_shared_buffer_that_a_step_changes_is_refused() -> None:
         pipe.step(X, target=Y)
     block.eval()
     pipe.step(X, target=Y)
+
+
+def run_unlike(group: Any, odd: int) -> tuple[list[str], list[float]]:
+    """A worker's task: what the log says where one rank has made another model, and its first weights."""
+    torch.manual_seed(group.rank() == odd)
+    layers = [nn.Linear(3, 3) for _ in range(3)]
+    for layer in layers[1:]:
+        layer.weight = layers[0].weight
+    with logged() as lines, Pipeline(nn.Sequential(*layers), ranks=3, mesh=group) as pipe:
+        pipe.cut(torch.ones(2, 3))
+        (stage,) = pipe.stages
+        weight = next(p for p in stage.module.parameters() if p.dim() == 2)
+    return [line for line in lines if "differed" in line], weight.flatten().tolist()
+
+
+def test_copies_start_equal_and_the_ranks_with_another_one_are_named(workers: WorkerPool) -> None:
+    alike, unlike = (workers.run(f"{__name__}:run_unlike", 3, 60.0, odd=odd) for odd in (-1, 2))
+    first = alike[0][1]
+    assert all(weight == first for _, weight in (*alike, *unlike))
+    assert [line for lines, _ in alike for line in lines] == []
+    (said,) = (line for lines, _ in unlike for line in lines)
+    assert (
+        "'0.weight' differed between the ranks that share it: ranks [2] got that of rank 0" in said
+    )
 
 
 def run_by_hand(group: Any, told: list[int], width: int) -> str:

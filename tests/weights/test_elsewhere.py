@@ -41,16 +41,15 @@ def trained(group: Any = None, clips: str = "pipe") -> list[Any]:
     """Three steps with an optimizer made before the cut; norms and losses, and what is here after them."""
     model = rooms()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    before, output, pipe = list(model.parameters()), model(X).sum(), piped(model, group)
+    before, output = list(model.parameters()), model(X).sum()
+    pipe = piped(model, group)
     weak = [weakref.ref(p) for p in before]
     assert [id(p) for p in before] == [id(p) for p in pipe.parameters()]
     lists = {"pipe": pipe.parameters, "model": model.parameters, "before": lambda: before}
     numbers = []
     with pipe:
         pipe.predict(X)
-        torch.autograd.backward(
-            output
-        )  # of the weights that were; only those that are here learn from it
+        output.backward()  # of the weights that were; only those that are here learn from it
         pipe.zero_grad()
         for _ in range(3):
             loss = pipe.step(X, target=Y).loss
