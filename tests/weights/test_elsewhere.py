@@ -45,7 +45,11 @@ def trained(group: Any = None, clips: str = "pipe") -> list[Any]:
     pipe = piped(model, group)
     weak = [weakref.ref(p) for p in before]
     assert [id(p) for p in before] == [id(p) for p in pipe.parameters()]
-    lists = {"pipe": pipe.parameters, "model": model.parameters, "before": lambda: before}
+    lists: dict[str, Callable[[], Any]] = {
+        "pipe": pipe.parameters,
+        "model": model.parameters,
+        "before": lambda: before,
+    }
     numbers = []
     with pipe:
         pipe.predict(X)
