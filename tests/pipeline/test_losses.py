@@ -288,6 +288,28 @@ def test_weights_by_name_are_checked(caplog: pytest.LogCaptureFixture) -> None:
     assert len(losses) == 1
 
 
+class Masked(nn.Sequential):
+    """Adds a mean over those samples that a mask leaves."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        hidden = self[0](x)
+        add_loss("kept", (hidden.square().mean(1) * mask).sum() / mask.sum())
+        output: Tensor = self[1](hidden.tanh())
+        return output
+
+
+def test_a_mean_over_nothing_does_not_reach_the_gradients() -> None:
+    x = torch.linspace(-1, 1, 6 * WIDTH).double().reshape(6, WIDTH)
+    mask = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0]).double()
+    weight = {"kept": lambda target: target[:, 0].sum()}
+    loss_fn = Loss(lambda output, _: output.square().mean(), weight=weight)
+    model = Masked(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double()
+    expected = plain_loop(Case(model, (x, mask), mask[:, None], loss_fn))[1]
+    pipe = Pipeline(model, ranks=2, microbatches=3, loss_fn=loss_fn)
+    pipe.step(x, mask, target=mask[:, None])
+    assert_same(gradients(pipe), expected)
+
+
 # ---- what else comes back
 
 

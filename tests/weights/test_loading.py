@@ -235,6 +235,7 @@ INDICES = {
     "no name: a path": index({"weight": "/etc/x.safetensors"}),
     "no name: a folder": index({"weight": "./a.safetensors"}),
     "no name: another kind": index({"weight": "train.py"}),
+    "no name: another end": index({"weight": "a.safetensors.py"}),
 }
 
 
