@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock import ActionEvent, Loss, Pipeline
 from penstock.errors import PeerFailed, UsageError
 from penstock.testing import WorkerPool
-from tests.parallel.bodies import Collectives, Mlp, X, Y, chain, gap_of, half_of, mesh_of, wrap
 from tests.catalogue.cases import LANGUAGE, SAMPLES, pipeline
+from tests.parallel.bodies import Collectives, Mlp, X, Y, chain, gap_of, half_of, mesh_of, wrap
 
 SCHEDULES = ("1F1B", "Interleaved1F1B", "ZB-H1", "ZB-V")
 HOWS = ("ddp", "fsdp", "blocks", "mixed", "tp")
