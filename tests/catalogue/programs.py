@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.testing import Case, Verdict, compare
+from tests.catalogue.cases import BATCHES, CASES, LANGUAGE, LOOPED
+from tests.catalogue.kinds import KINDS, ONLY_CUT, case_of
 from tests.catalogue.models import MODELS
-from tests.pipeline.cases import BATCHES, CASES, LANGUAGE
-from tests.values.kinds import KINDS, ONLY_CUT, case_of
 
 TOLERANCE = 1e-9
 """The largest difference in double precision."""
@@ -32,16 +32,18 @@ def _kind(name: str) -> Callable[[], Case]:
     return lambda: case_of((KINDS | ONLY_CUT)[name])
 
 
+def _group(name: str) -> str:
+    return "batch" if name in BATCHES else "language" if name in LANGUAGE else "odd"
+
+
 PROGRAMS: dict[str, Row] = {
     **{
         f"architecture: {name}": Row(make, schedule="ZB-H1" if name in IN_TWO else "ZB-V")
         for name, make in MODELS.items()
     },
     **{
-        f"{'batch' if name in BATCHES else 'language' if name in LANGUAGE else 'odd'}: {name}": Row(
-            case.make, None if case.stages == 4 else case.stages
-        )
-        for name, case in CASES.items()
+        f"{_group(name)}: {name}": Row(make, LOOPED if name == "looped" else 4)
+        for name, make in CASES.items()
     },
     **{f"value: {name}": Row(_kind(name)) for name in KINDS | ONLY_CUT},
 }
@@ -50,8 +52,14 @@ ALONE = (
     "architecture: a state list kept by the model",
 )
 """What is right in one process and refused between processes, where each has but its own stages."""
-BETWEEN = [name for name in PROGRAMS if name.startswith("arch") and name not in ALONE]
-"""What runs in two processes; values, and what wires carry of the others, have tests of their own."""
+ON_WIRES = (
+    *(f"language: {one}" for one in ("skip edges", "tied", "looped", "ragged, some count")),
+    *(f"odd: {one}" for one in ("encoder-decoder", "draws: chain", "draws: between, all")),
+    *("architecture: ", "language: added losses", "odd: gradient: ", "odd: model: "),
+)
+"""How the names of those begin by which other things travel than by the rest, or nothing."""
+BETWEEN = [name for name in PROGRAMS if name.startswith(ON_WIRES) and name not in ALONE]
+"""What runs in two processes. Values that stages by hand return have a test of their own."""
 WAYS = ("one process", "two processes")
 """How the matrix runs each of them, always with backward in halves."""
 
@@ -59,7 +67,7 @@ WAYS = ("one process", "two processes")
 def run(name: str, group: Any = None) -> Verdict:
     """Run a program in one of the ways."""
     make, stages, schedule = PROGRAMS[name]
-    # What is cut by lists has four stages, of which each process has two.
+    # What is cut into four stages has two in each process.
     schedule = "ZB-H1" if group is not None and stages is None else schedule
     torch.manual_seed(0)
     return compare(make(), schedule=schedule, ranks=2, microbatches=4, stages=stages, mesh=group)

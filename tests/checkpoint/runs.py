@@ -17,7 +17,6 @@ from penstock._engine.rng import Randomness
 
 WIDTH, SAMPLES, MICROBATCHES = 6, 8, 4
 BEFORE, AFTER = 2, 3
-SCHEDULES = ("1F1B", "ZB-V", "Interleaved1F1B")
 
 
 class Keeps:
@@ -169,25 +168,21 @@ class Run:
             self.pipe.close()
 
 
-def saved(
-    folder: Path, schedule: str, ranks: int, group: Any = None, **options: Any
-) -> list[float]:
+def saved(folder: Path, schedule: str, ranks: int, group: Any = None) -> list[float]:
     """The losses after a checkpoint was saved."""
     run = Run(schedule, ranks, group)
     run.train(BEFORE)
-    run.save(folder, **options)
+    run.save(folder)
     after = run.train(AFTER)
     run.close()
     return after
 
 
-def resumed(
-    folder: Path, schedule: str, ranks: int, group: Any = None, **options: Any
-) -> list[float]:
+def resumed(folder: Path, schedule: str, ranks: int, group: Any = None) -> list[float]:
     """The losses of a run that goes on from a checkpoint."""
     run = Run(schedule, ranks, group)
     run.train(1)  # what a run has kept before it loads must leave no trace
-    assert run.load(folder, **options) == BEFORE
+    assert run.load(folder) == BEFORE
     after = run.train(AFTER)
     run.close()
     return after
@@ -198,7 +193,4 @@ def in_processes(
 ) -> list[Any]:
     """A worker's task: save, go on, and resume from checkpoints of other layouts."""
     after = saved(Path(folder), schedule, ranks_of, group)
-    return [
-        after,
-        [resumed(Path(source), schedule, ranks_of, group) for source in [folder, *sources]],
-    ]
+    return [after, [resumed(Path(one), schedule, ranks_of, group) for one in [folder, *sources]]]

@@ -16,12 +16,12 @@ from zlib import crc32
 import pytest
 import torch
 
-from campaigns.kills import flips, rewrite_table, tables
+from campaigns.kills import flips, rewrite_table
 from penstock import Checkpoints
 from penstock.checkpoint import describe
 from penstock.errors import CheckpointError, InputFileError, StateDictError, UsageError
 from tests.checkpoint.runs import Keeps, linear, stepped
-from tests.processes import Job, in_child, run_program, run_script
+from tests.processes import Job, in_child, run_program
 
 # ---- one run writes into a folder
 
@@ -47,22 +47,13 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock._engine.weights.lease.PATIENCE", 0.5)
 
 
-def read_lock(folder: Path, _: Checkpoints) -> None:
-    (folder / ".lock").read_text()
-
-
-def load_beside(folder: Path, _: Checkpoints) -> None:
-    with Checkpoints(folder) as other:
-        other.load(model=linear())
-
-
-def save_beside_and_close(folder: Path, _: Checkpoints) -> None:
-    with Checkpoints(folder) as other:
-        other.save(2, model=linear())
-
-
-def fork_and_end(folder: Path, checkpoints: Checkpoints) -> None:
-    assert in_child(checkpoints.close).status == 0
+ACTS: dict[str, Callable[[Path, Checkpoints], object]] = {
+    "read the lock": lambda folder, _: (folder / ".lock").read_text(),
+    "load beside": lambda folder, _: load_beside(folder),
+    "save beside and close": lambda folder, _: save_beside(folder),
+    "fork and end": lambda _, checkpoints: in_child(checkpoints.close),
+    "replace and save": lambda folder, checkpoints: replace_and_save(folder, checkpoints),
+}
 
 
 def replace_and_save(folder: Path, checkpoints: Checkpoints) -> None:
@@ -70,16 +61,22 @@ def replace_and_save(folder: Path, checkpoints: Checkpoints) -> None:
     checkpoints.save(2, model=linear())
 
 
+def load_beside(folder: Path) -> None:
+    with Checkpoints(folder) as other:
+        other.load(model=linear())
+
+
+def save_beside(folder: Path) -> None:
+    with Checkpoints(folder) as other:
+        other.save(2, model=linear())
+
+
 @pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize(
-    "act",
-    [read_lock, load_beside, save_beside_and_close, fork_and_end, replace_and_save],
-    ids=lambda act: act.__name__,
-)
-def test_a_lock_is_kept(tmp_path: Path, act: Callable[[Path, Checkpoints], None]) -> None:
+@pytest.mark.parametrize("act", ACTS)
+def test_a_lock_is_kept(tmp_path: Path, act: str) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, model=linear())
-    act(tmp_path, checkpoints)
+    ACTS[act](tmp_path, checkpoints)
     text = f"another run writes here (process {os.getpid()} on"
     assert text in try_to_save(tmp_path)
     checkpoints.close()
@@ -109,7 +106,7 @@ def test_a_load_removes_what_a_run_left_that_was_killed(tmp_path: Path) -> None:
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(8, model=linear())
         (folder / ".writing-9-abc").mkdir()
-        assert in_child(partial(load_beside, folder, checkpoints)).status == 0
+        assert in_child(partial(load_beside, folder)).status == 0
         assert (folder / ".writing-9-abc").exists()
 
 
@@ -180,8 +177,7 @@ def save_whole(checkpoints: Checkpoints, step: int) -> None:
     checkpoints.wait()
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("moment", range(1, 8, 2))
+@pytest.mark.parametrize(("moment", "asynchronous"), [(1, True), (3, False), (5, True), (7, False)])
 def test_a_full_disk_leaves_the_last_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int, asynchronous: bool
 ) -> None:
@@ -209,14 +205,16 @@ def test_a_full_disk_leaves_the_last_one(
 def test_a_failure_beside_the_training_is_raised_by_the_next_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    model = linear()
     checkpoints = Checkpoints(tmp_path, asynchronous=True)
     with monkeypatch.context() as patched:
         disk_that_is_full_at(patched, 1)
-        checkpoints.save(1, model=model)
-        arguments: dict[str, Any] = {"save": {"step": 2, "model": model}, "load": {"model": model}}
+        checkpoints.save(1, model=linear())
+        options: dict[str, Any] = {
+            "save": {"step": 2, "model": linear()},
+            "load": {"model": linear()},
+        }
         with pytest.raises(CheckpointError, match="No space left on device"):
-            getattr(checkpoints, call)(**arguments.get(call, {}))
+            getattr(checkpoints, call)(**options.get(call, {}))
     checkpoints.close()
     assert list(tmp_path.glob("[!.]*")) == []
 
@@ -317,6 +315,14 @@ def changed(**fields: Any) -> Callable[[Path], None]:
     return lambda path: rewrite_table(path.parent, lambda table: table | fields)
 
 
+def fewer_bytes(path: Path) -> None:
+    def change(table: Any) -> Any:
+        table["files"][0]["bytes"] -= 1
+        return table
+
+    rewrite_table(path.parent, change)
+
+
 def pieces(*of_weight: list[Any]) -> Callable[[Path], None]:
     """The weight, of [2, 3], is in these pieces of the first file."""
     listed = [{"file": 0, "offsets": offsets, "sizes": sizes} for offsets, sizes in of_weight]
@@ -328,26 +334,22 @@ def pieces(*of_weight: list[Any]) -> Callable[[Path], None]:
     return lambda path: rewrite_table(path.parent, divide)
 
 
-NAMES = ("../x.json", "/tmp/x/config.json", "a/config.json", "..", ".config.json", "train.py")
+NAMES = ("../x.json", "/tmp/x/config.json", ".config.json", "train.py")
 FILE = {"name": "states-00001.safetensors", "bytes": 1, "crc32": 1}
 ODD_TABLES: dict[str, tuple[Callable[[Path], None], str]] = {
     "pipe": (pipe_instead, "not a regular file"),
+    "fewer bytes": (fewer_bytes, "were written"),
     "device": (device_instead, "not a regular file"),
     "huge": (huge, "more than 256,000,000 bytes"),
     "deep": (nested(150), "deeper than 100"),
     "very deep": (nested(100_000), "is not JSON"),
-    "wrong type": (changed(tensors=[1]), "tensors"),
     "unknown field": (changed(more=1), "more"),
-    "no number": (changed(layout={"replicas": "1", "processes": 1}), "layout/replicas"),
     "outside": (changed(files=[FILE | {"name": "../x"}], tensors={}), "files/0/name"),
     "no such file": (changed(files=[]), "a type or place that it does not list"),
-    "no such type": (changed(types=[]), "a type or place that it does not list"),
     "no piece": (pieces(), "do not make it up"),
-    "two pieces": (pieces([[0, 0], [2, 3]], [[0, 0], [2, 3]]), "do not make it up"),
     "a hole": (pieces([[0, 0], [1, 3]], [[1, 0], [1, 2]]), "do not make it up"),
     "over the edge": (pieces([[0, 0], [1, 3]], [[1, 0], [2, 3]]), "do not make it up"),
     "crossed": (pieces([[0, 0], [2, 2]], [[0, 1], [2, 2]]), "do not make it up"),
-    "odd piece": (pieces([[0], [2, 3]]), "do not make it up"),
     "beyond memory": (
         changed(types=[{"dtype": "F32", "shape": [0, 1 << 61, 1 << 61]}]),
         "no tensor",
@@ -374,27 +376,22 @@ def test_an_odd_table_is_one_error_and_changes_nothing(tmp_path: Path, name: str
     assert text in str(raised.value)
     assert "\n" not in str(raised.value)
     assert bool((model.weight == 5).all())
-    assert "DAMAGED" in describe(tmp_path)
+    assert "DAMAGED" in describe(tmp_path, check=True)
 
 
 def test_a_table_names_each_tensor_once(tmp_path: Path) -> None:
-    model = linear()
-    states = {"model": model, "a": Keeps([torch.ones(9)]), "b": Keeps([torch.ones(9)])}
+    states = {"a": Keeps([torch.ones(9)]), "b": Keeps([torch.ones(9)])}
     path = Checkpoints(tmp_path).save(1, **states).path
     assert path is not None
     for tensors in (["b/0"], ["a/0", "a/0"]):
         value = [{"$": "tensor", "of": key} for key in tensors]
         changed(alike=[{"value": value, "keys": ["a"]}])(path / "checkpoint.json")
-        with pytest.raises(
-            InputFileError, match="names a tensor twice, or one that is not its own"
-        ):
-            Checkpoints(tmp_path).load(model=model, a=states["a"])
+        with pytest.raises(InputFileError, match="twice, or one that is not its own"):
+            Checkpoints(tmp_path).load(a=states["a"])
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"betas": 3}, {"betas": [0.9]}, {"params": []}, {"lr": None}, {"lr": "x"}, {"lr": 10**400}],
-    ids=str,
+    "settings", [{"betas": [0.9]}, {"params": []}, {"lr": "x"}, {"lr": 10**400}], ids=str
 )
 def test_settings_that_are_none_are_named_before_anything_is_changed(
     tmp_path: Path, settings: dict[str, Any]
@@ -423,21 +420,5 @@ def test_settings_that_are_none_are_named_before_anything_is_changed(
     optimizer.step()
 
 
-def test_crafted_tables_with_right_checksums() -> None:
-    outcome = tables(40)
-    assert outcome["problems"] == []
-    assert outcome["outcomes"]["InputFileError"] > 20
-
-
 def test_bytes_that_were_flipped() -> None:
     assert flips(10) == {"damaged": 10, "named": 10, "the one before was taken": 10}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("count", [2, pytest.param(12, marks=pytest.mark.nightly)])
-def test_ranks_and_launchers_that_are_killed(count: int) -> None:
-    command = ("-m", "campaigns", "kills", "--only", "kills", "--count", str(count))
-    (ran,) = run_script(*command, limit=500.0)
-    assert ran.status == 0, ran
-    assert "| kills | good |" in ran.out, ran

@@ -96,21 +96,17 @@ def test_states_by_name_between_processes(workers: WorkerPool, tmp_path: Path) -
 
 def one_for_all(group: Any, path: str) -> str:
     """A worker's task: the leader's own state dict, loaded by everyone."""
-    run = Run("1F1B", 2, group)
+    run, other = Run("1F1B", 2, group), Run("1F1B", 2, group)
     assert run.pipe is not None
     run.train(BEFORE)
     if run.pipe.is_main_process:
         torch.save(run.optimizer.state_dict(), path)
     run.pipe.job.agree(None)
-    other = Run("1F1B", 2, group)
     try:
         other.optimizer.load_state_dict(torch.load(path))
         other.train(1)
     except StateDictError as error:
         return str(error)
-    except ValueError as error:
-        # torch looks at how many parameters there are.
-        return f"torch: {error}"
     finally:
         run.close()
         other.close()

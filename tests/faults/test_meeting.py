@@ -118,20 +118,22 @@ def listened_to(folder: Path) -> Said:
         return run(folder, (1.0, 1.0), port=server.getsockname()[1])
 
 
+AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
 def contradicted(folder: Path, change: dict[str, str]) -> Said:
     """A launcher, which has the store, tells the second process something else than the first."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    return run(folder, (3.0, 3.0), port=store.port, changes=[agent, agent | change])
+    return run(folder, (3.0, 3.0), port=store.port, changes=[AGENT, AGENT | change])
 
 
 def restarted(folder: Path) -> Said:
     """A launcher, which has the store, starts all processes again."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for count in ("0", "1"):
-        agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": count}
         (folder / count).mkdir()
-        said = run(folder / count, port=store.port, changes=[agent, agent])
+        changes = [AGENT | {"TORCHELASTIC_RESTART_COUNT": count}] * 2
+        said = run(folder / count, port=store.port, changes=changes)
     return said
 
 
@@ -142,7 +144,7 @@ CASES: dict[str, Callable[[Path], Said]] = {
     "late": lambda folder: run(folder, (1.0, 0.0), (60.0, 60.0), (1.0, 0.0), group="world"),
     "late, in a file": lambda folder: run(folder, (1.0, 0.0), (60.0, 60.0), group="file"),
     "first late, third never": lambda folder: run(
-        folder, (9.0, 9.0), delay=4.0, changes=[{"WORLD_SIZE": "3"}] * 2
+        folder, (5.0, 5.0), delay=2.0, changes=[{"WORLD_SIZE": "3"}] * 2
     ),
     "first alone": lambda folder: run(folder, (1.0, 0.0)),
     "second alone": lambda folder: run(folder, (0.0, 1.0)),
@@ -173,48 +175,35 @@ def test_a_group_is_started_or_used(said: Of) -> None:
 
 
 def test_who_does_not_come_is_named_and_may_come_later(said: Of) -> None:
-    first, second = said("late")
+    come = [f"{rank} of 2 is (0, 1), True lo" for rank in (0, 1)]
     text = "AgreementError: after 1 s ranks [1] of 2 have not come to make their pipeline; "
-    assert first[0].startswith(f"{text}start them, or wait longer with timeout=")
-    assert [first[1], *second] == [f"{rank} of 2 is (0, 1), True lo" for rank in (0, 1)]
-    assert first[2].startswith(f"{text}rank 1 was here before, as process ")
-
-
-def test_all_name_who_is_absent_and_no_other(said: Of) -> None:
-    """Also one that was there first, and waited for the store."""
+    for way in ("late", "late, in a file"):
+        first, second = said(way)
+        assert first[0].startswith(f"{text}start them, or wait longer with timeout=")
+        assert [first[1], *second] == come
+    assert said("late")[0][2].startswith(f"{text}rank 1 was here before, as process ")
+    # All name who is absent and no other; also one that was there first, and waited for the store.
     first, second = said("first late, third never")
     assert first == second
     assert first[0].startswith(
-        "AgreementError: after 9 s ranks [2] of 3 have not come to 127.0.0.1:"
+        "AgreementError: after 5 s ranks [2] of 3 have not come to 127.0.0.1:"
     )
 
 
-def test_ranks_meet_in_a_file_too(said: Of) -> None:
-    first, second = said("late, in a file")
-    assert first[0].startswith("AgreementError: after 1 s ranks [1] of 2 have not come to make")
-    assert [first[1], *second] == [f"{rank} of 2 is (0, 1), True lo" for rank in (0, 1)]
-
-
-@pytest.mark.parametrize(
-    ("who", "says"),
-    [
-        ("first alone", "AgreementError: after 1 s ranks [1] of 2 have not come to 127.0.0.1:"),
-        ("second alone", "AgreementError: rank 1 found no store of torch at 127.0.0.1:"),
-    ],
-)
-def test_who_comes_alone_says_so(who: str, says: str, said: Of) -> None:
-    first, second = said(who)
-    assert [line.startswith(says) for line in first + second] == [True]
+def test_who_comes_alone_says_so(said: Of) -> None:
+    for who, says in {
+        "first alone": "AgreementError: after 1 s ranks [1] of 2 have not come to 127.0.0.1:",
+        "second alone": "AgreementError: rank 1 found no store of torch at 127.0.0.1:",
+    }.items():
+        first, second = said(who)
+        assert [line.startswith(says) for line in first + second] == [True]
 
 
 @pytest.mark.parametrize(
     ("what", "says"),
     [
         ("another size", {"ranks differ in WORLD_SIZE: rank "}),
-        (
-            "the same rank",
-            {"two processes have come with RANK=0", "after 3 s ranks [1] of 2"},
-        ),
+        ("the same rank", {"two processes have come with RANK=0", "after 3 s ranks [1] of 2"}),
     ],
 )
 def test_a_launcher_that_contradicts_itself_is_told(what: str, says: set[str], said: Of) -> None:

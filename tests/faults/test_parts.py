@@ -120,31 +120,9 @@ def test_groups_are_short_texts(ranks: tuple[int, ...]) -> None:
     assert ranges(range(0, 1024, 8)) == "0-1016/8"
     for text in ("", "0-9/0", "x", "9" * 5000, "0-999999999999/1,"):
         assert in_ranges(text, range(3)) == []
-
-
-def test_a_count_of_collectives_that_is_no_number_is_none() -> None:
+    # A count of collectives that is no number is none.
     for count in ("x", "-1", "9" * 5000):
         assert not works(1, arrived=f"0-2/1={count}").has_come_to("0-2/1", 1)
-
-
-def test_collectives_are_counted_by_group() -> None:
-    activity = Activity(1, (2, 3), replica=1)
-    for expected in (1, 2):
-        assert activity.arrive() == ("2-3/1", expected)
-    activity.come("an average", (1, 3))
-    place = activity.place()
-    assert (place.waits, place.awaited, place.collective) == ("an average", "1-3/2", 1)
-    assert place.arrived == "2-3/1=2 1-3/2=1"
-    assert place.name == "replica 1, rank 1, global rank 3"
-
-
-def test_a_place_says_what_the_rank_does() -> None:
-    outside = Place(1, 1, inside=False, step=4, age=9.0)
-    assert str(outside) == "rank 1 is between steps, after step 4, in its own code for 9.0 s"
-    setting_up = replace(outside, setup="loads its weights")
-    assert setting_up.doing == "is making its pipeline (loads its weights)"
-    waiting = Place(1, 3, waits="1RECV_B2", awaited="4")
-    assert str(waiting) == "rank 1, global rank 3 waits for 1RECV_B2 from global rank 4 for 0.0 s"
 
 
 def test_calls_without_training_count_until_there_is_a_step() -> None:
@@ -225,13 +203,25 @@ def test_texts_cannot_steer_a_terminal() -> None:
     assert printable("déjà vu\t…") == "déjà vu\t…"
 
 
-def test_the_user_s_error_is_the_one_that_is_named() -> None:
+class Untold(Exception):
+    status = 512
+    """HTTP clients and others have such an attribute, which is no exit status."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def test_errors_of_users_are_named() -> None:
     error = StageError("rank 1, stage 1: boom")
     error.__cause__ = KeyError("boom")
     activity = Activity(1)
     assert of_exception(error, activity.place()).error == "StageError", "which alone says where"
     activity.act(parse_action("1F0"))
     assert of_exception(error, activity.place()).error == "KeyError"
+    # Also one without words.
+    for untold in (Untold(), AssertionError()):
+        failure = of_exception(untold, Activity(1).place())
+        assert (failure.status, str(failure)) == (70, f"rank 1: {type(untold).__name__}")
 
 
 def test_exit_statuses() -> None:
@@ -240,26 +230,6 @@ def test_exit_statuses() -> None:
     ends = [SystemExit(code) for code in (None, 0, 1, "text", -1, 256, 2**40)]
     assert [status_of(end) for end in ends] == [0, 0, 1, 1, 255, 70, 70], "0 means success alone"
     assert status_of(PeerFailed("rank 1 failed", status=76)) == 76
-
-
-@pytest.mark.parametrize("status", [None, "failed", 0, 512, 404])
-def test_the_status_of_a_foreign_error_is_not_an_exit_status(status: object) -> None:
-    """HTTP clients and others have such an attribute."""
-    error = ValueError("the server said so")
-    error.status = status  # type: ignore[attr-defined]
-    failure = of_exception(error, Activity(1).place())
-    assert (failure.status, str(failure)) == (70, "rank 1: ValueError: the server said so")
-
-
-class Untold(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no words")
-
-
-def test_an_error_without_words_is_told_nonetheless() -> None:
-    for error in (Untold(), AssertionError()):
-        failure = of_exception(error, Activity(1).place())
-        assert str(failure) == f"rank 1: {type(error).__name__}"
 
 
 def test_a_report_shows_nothing_of_the_environment_and_stays(

@@ -31,23 +31,15 @@ def silent(how: str, action: str = "0F2", step: int = 2, **more: Any) -> dict[st
 NEVER = fault("sleep", step=99)
 
 
-def nightly(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.nightly)
-
-
 @pytest.mark.parametrize(
     ("case", "says", "within"),
     [
         (fault("exception"), "step 2, stage 0, microbatch 2, action 0F2: InjectedError", 3.0),
         (fault("SIGKILL"), "its process died without reporting an error", 3.0),
-        nightly(fault("exception", "between", 3), "step 2: InjectedError", 3.0),
-        nightly(fault("exit", "between", 3), "its process died without reporting an error", 3.0),
         (fault("short iterator", step=3), "left after 2 training steps, while others go on", 3.0),
         (silent("sleep", "between", 3), "it is between steps, after step 2", SILENT + 5.0),
         # Rank 0 of the other replica waits in a collective of the wrapper's, which nobody notes.
         (silent("sleep", shards=True), "it is in 0F2 for", SILENT + 5.0),
-        nightly(silent("sleep"), "it is in 0F2 for", SILENT + 5.0),
-        nightly(silent("SIGSTOP"), "is stopped by a signal", SILENT + 5.0),
     ],
     ids=lambda value: value["fault"]["how"] if isinstance(value, dict) else "",
 )

@@ -15,8 +15,8 @@ from penstock._engine.transport.base import GRADIENTS
 from penstock.errors import PenstockError
 from penstock.schedule import names
 from penstock.testing import WorkerPool, fail_at
+from tests.catalogue.cases import CASES, pipeline
 from tests.gpu.streams import PlayedGroup, PlayedTransport, PlayedWork, played
-from tests.pipeline.cases import CASES, pipeline
 
 pytestmark = pytest.mark.on_cpu("plays a GPU's streams itself")
 SHAPES = (
@@ -71,8 +71,7 @@ def unordered(self: PlayedGroup, parcels: Sequence[Tensor], place: int, tag: int
 
 def run(group: Any, case: str, schedule: str, fault: str = "", fails: bool = False) -> list[str]:
     """A worker's task: the races of some steps, an evaluation between them, and perhaps a failure."""
-    trained = CASES[case]
-    of = trained.make()
+    of = CASES[case]()
     options = {"split": of.split, "mesh": group}
     pipe = pipeline(of, None, schedule=schedule, ranks=2, microbatches=4, **options)
     with pipe, ExitStack() as stack:

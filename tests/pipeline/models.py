@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from penstock import Pipeline
 from penstock._engine.elsewhere import is_elsewhere
@@ -68,23 +69,6 @@ class Model(nn.Module):
         return head
 
 
-class Recomputing(nn.Module):
-    """Computes ``mixed``, and perhaps again in backward."""
-
-    def __init__(self, recompute: bool = False) -> None:
-        super().__init__()
-        self.recompute = recompute
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        if not self.recompute:
-            return self.mixed(hidden)
-        mixed: Tensor = checkpoint(self.mixed, hidden, use_reentrant=False)
-        return mixed
-
-    def mixed(self, hidden: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
 STAGES = [["embed", "blocks.0"], ["blocks.1", "head"]]
 
 
@@ -105,7 +89,20 @@ def gradients(of: nn.Module | Pipeline) -> dict[str, Tensor]:
     return {name: p.grad for name, p in named if p.grad is not None and not is_elsewhere(p)}
 
 
-def assert_same(actual: Mapping[str, Tensor], expected: Mapping[str, Any]) -> None:
+def assert_same(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     assert actual.keys() == expected.keys()
     gaps = {name: float((actual[name] - expected[name]).abs().max()) for name in expected}
     assert max(gaps.values()) < 1e-12, gaps
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What Penstock logs meanwhile; in a worker's task, where caplog does not reach."""
+    lines: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("penstock")
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)

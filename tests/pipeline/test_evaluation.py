@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 from penstock import REPLICATE, Loss, Pipeline, PipelineModule, Split
 from penstock.errors import MicrobatchError, PenstockError
-from penstock.testing import WorkerPool
-from tests.pipeline.models import X, Y, chain, make, mean_loss, restless
+from penstock.testing import Case, WorkerPool, compare, plain_loop
+from tests.pipeline.models import X, Y, assert_same, chain, make, mean_loss, restless
 
 CALLS: dict[str, Callable[[Pipeline], Any]] = {
     "eval": lambda pipe: pipe.evaluate(X, target=Y).loss,
@@ -60,16 +61,15 @@ def test_every_rank_has_what_the_model_gives_without_a_trace(workers: WorkerPool
             torch.testing.assert_close(actual, torch.as_tensor(expected(name)).double())
 
 
-@pytest.mark.parametrize("name", [None, *CALLS])
-def test_it_does_not_disturb_training(name: str | None) -> None:
+def test_it_does_not_disturb_training() -> None:
     """Nor does a first step, which finds shapes, draw other numbers than a later one."""
     pipe, losses = make(restless(), seed="off"), []
-    for _ in range(2):
+    for calls in ([], [*CALLS.values()], [CALLS["predict"]]):
         torch.manual_seed(3)
         losses.append(pipe.step(X, target=Y).loss)
-        if name is not None:
-            CALLS[name](pipe)
-    assert losses[0] == losses[1]
+        for call in calls:
+            call(pipe)
+    assert len({*losses}) == 1
 
 
 def test_batches_may_be_smaller_than_in_training() -> None:
@@ -99,16 +99,14 @@ class Does(nn.Module):
         return self.function(x, self.training)
 
 
-def test_without_split_arguments_there_is_one_microbatch() -> None:
-    model = nn.Sequential(Does(lambda upto, _: torch.arange(upto)), nn.Identity())
-    assert make(model).predict(5).tolist() == [0, 1, 2, 3, 4]
-
-
 def test_nested_outputs_are_merged() -> None:
     nested = Does(lambda x, _: {"logits": (x, x.sum(1)), "name": "n", "no": None})
     found = make(nn.Sequential(chain(), nested)).predict(X)
     assert [part.shape for part in found["logits"]] == [X.shape, X.shape[:1]]
     assert (found["name"], found["no"]) == ("n", None)
+    # Without arguments to split there is one microbatch.
+    counts = nn.Sequential(Does(lambda upto, _: torch.arange(upto)), nn.Identity())
+    assert make(counts).predict(5).tolist() == [0, 1, 2, 3, 4]
 
 
 def mean(parts: Any, sizes: Any) -> Any:
@@ -171,15 +169,14 @@ def test_a_loss_of_blocks_of_all_samples_needs_a_rule(over: str) -> None:
     """As in DPO, where the model runs chosen and rejected answers as one batch inside."""
     plain = nn.Sequential(chain(), Does(lambda x, _: torch.cat([x, x.flip(1)])))
     loss_fn = Loss(preference, over=over)  # type: ignore[arg-type]
-    options: dict[str, Any] = {"schedule": "GPipe", "loss_fn": loss_fn}
+    case = Case(plain, (X[:7],), None, loss_fn, evaluates=False)
     with pytest.raises(PenstockError, match=r"Split\(0, chunks=2\)"):
-        make(copy.deepcopy(plain), **options).step(X[:7], target=None)
-    pipe = make(copy.deepcopy(plain), split={"output": Split(0, chunks=2)}, **options)
-    loss = preference(plain(X[:7]), None)
-    loss.backward()
-    assert pipe.step(X[:7], target=None).loss == pytest.approx(loss.item())
-    for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad)
+        compare(case, schedule="GPipe", ranks=2, microbatches=4)
+    ruled = replace(case, split={"output": Split(0, chunks=2)})
+    verdict = compare(ruled, schedule="GPipe", ranks=2, microbatches=4)
+    loss, grads = plain_loop(case)
+    assert verdict.loss == pytest.approx(loss)
+    assert_same(verdict.gradients, grads)
 
 
 def test_a_model_may_give_other_values_in_evaluation() -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Pipeline
-from penstock._engine.elsewhere import is_elsewhere
 from penstock.errors import MicrobatchError, PenstockError
-from penstock.testing import WorkerPool
+from penstock.testing import Case, WorkerPool, plain_loop
+from tests.pipeline.models import assert_same
 
 IMAGE, LENGTH, SIZE = 9, 16, 8
 Grid = tuple[int, int]
@@ -57,7 +57,7 @@ class Describes(nn.Module):
             pixels = layer(pixels).tanh()
         images = [*pixels] if grid is None else pixels.split(grid.prod(1).tolist())
         # Four patches make a token.
-        seen = torch.cat([image.reshape(-1, 4, SIZE).mean(1) * len(images) for image in images])
+        seen = torch.cat([image.reshape(-1, 4, SIZE).mean(1) * len(image) for image in images])
         places = tokens == IMAGE
         if int(places.sum()) != len(seen):
             raise ValueError(f"{int(places.sum())} tokens for images of {len(seen)}")
@@ -87,57 +87,34 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def train(schedule: str, *, has_grid: bool, group: Any = None) -> None:
-    """Steps, each with the loss and the gradients of the plain model, over the same microbatches."""
+def pipeline(schedule: str = "1F1B", group: Any = None, **options: Any) -> Pipeline:
+    ranks = None if group else 2
+    sizes: dict[str, Any] = {"ranks": ranks, "microbatches": 2, "mesh": group}
+    return Pipeline(model(), schedule=schedule, loss_fn=loss_of, seed=0, **sizes, **options)
+
+
+def model() -> Describes:
     torch.manual_seed(0)
-    model = Describes().double()
-    plain = copy.deepcopy(model)
-    pipe = Pipeline(
-        model,
-        schedule=schedule,
-        ranks=None if group else 2,
-        microbatches=2,
-        loss_fn=loss_of,
-        mesh=group,
-    )
-    for images in BATCHES + BATCHES[::-1]:
-        batch = batch_of(images, has_grid=has_grid)
-        target = torch.randn(4, LENGTH, SIZE).double()
-        loss = 0.0
-        plain.zero_grad()
-        for samples, of in zip((slice(0, 2), slice(2, 4)), halves(images, batch), strict=True):
-            part = loss_of(plain(**of), target[samples]) / 2
-            part.backward()
-            loss += part.item()
-        pipe.zero_grad()
-        assert pipe.step(**batch, target=target).loss == pytest.approx(loss, rel=1e-12)
-        for name, weight in pipe.named_parameters():
-            if not is_elsewhere(weight):
-                expected = plain.get_parameter(name).grad
-                zero = torch.zeros_like(weight)
-                torch.testing.assert_close(
-                    zero if weight.grad is None else weight.grad,
-                    zero if expected is None else expected,
-                    rtol=1e-10,
-                    atol=1e-14,
-                )
-    pipe.close()
+    return Describes().double()
 
 
-def halves(images: list[list[Grid]], batch: dict[str, Any]) -> list[dict[str, Any]]:
-    """Both halves of a batch, by hand."""
-    first = sum(len(of) for of in images[:2])
-    grid, pixels = batch.get("image_grid_thw"), batch.get("pixel_values")
-    parts: list[dict[str, Any]] = []
-    for samples, of in ((slice(0, 2), slice(0, first)), (slice(2, 4), slice(first, None))):
-        part = {"input_ids": batch["input_ids"][samples]}
-        if pixels is not None and any(images[samples]):
-            part["pixel_values"] = pixels[of]
-            if grid is not None:
-                rows = pixels.split(grid.prod(1).tolist())
-                part |= {"image_grid_thw": grid[of], "pixel_values": torch.cat(rows[of])}
-        parts.append(part)
-    return parts
+def train(schedule: str, *, has_grid: bool, group: Any = None) -> None:
+    """Steps, each with the loss and gradients of the whole batch, through one pipeline."""
+    torch.manual_seed(0)
+    with pipeline(schedule, group) as pipe:
+        for images in BATCHES + BATCHES[::-1]:
+            pipe.zero_grad()
+            target = torch.randn(4, LENGTH, SIZE).double()
+            batch = batch_of(images, has_grid=has_grid)
+            loss, grads = plain_loop(Case(model(), (), target, loss_of, kwargs=batch))
+            assert pipe.step(**batch, target=target).loss == pytest.approx(loss, rel=1e-12)
+            here = {name: p.grad for name, p in pipe.weights.here.named_parameters()}
+            # Of a tower that was given no images some have no gradients, and some zeros.
+            zeros = torch.zeros(())
+            assert_same(
+                {name: zeros if grad is None else grad for name, grad in here.items()},
+                {name: zeros if grads[name] is None else grads[name] for name in here},
+            )
 
 
 @pytest.mark.parametrize(("schedule", "has_grid"), [("1F1B", True), ("ZB-V", False)])
@@ -148,32 +125,16 @@ def test_images_differ_in_number_and_size(schedule: str, has_grid: bool) -> None
 def run(group: Any, schedule: str, has_grid: bool) -> None:
     """A worker's task: every rank is given the batch; then only one is."""
     train(schedule, has_grid=has_grid, group=group)
-    pipe = Pipeline(Describes().double(), microbatches=2, loss_fn=loss_of, mesh=group)
-    batch = batch_of(BATCHES[0], has_grid=has_grid)
-    target = torch.zeros(4, LENGTH, SIZE).double()
-    with pytest.raises(PenstockError, match="give every rank the batch"):
-        pipe.step(**({} if group.rank() else batch), target=target)
-    pipe.close()
+    batch = batch_of(BATCHES[0], has_grid=has_grid) if group.rank() else {}
+    says = "give every rank the batch"
+    with pipeline(schedule, group) as pipe, pytest.raises(PenstockError, match=says):
+        pipe.step(**batch, target=torch.zeros(4, LENGTH, SIZE).double())
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("schedule", "has_grid"), [("ZB-V", True), ("1F1B", False)])
 def test_images_between_processes(workers: WorkerPool, schedule: str, has_grid: bool) -> None:
     workers.run(f"{__name__}:run", 2, 100.0, schedule=schedule, has_grid=has_grid)
-
-
-class Wrapped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Describes()
-
-    def forward(self, **arguments: Tensor) -> Tensor:
-        return self.model(**arguments)  # type: ignore[no-any-return]
-
-
-def pipeline(**options: Any) -> Pipeline:
-    torch.manual_seed(0)
-    return Pipeline(Wrapped().double(), ranks=2, microbatches=2, loss_fn=loss_of, **options)
 
 
 def test_images_that_belong_to_nobody_are_refused() -> None:
@@ -199,72 +160,25 @@ def test_a_rule_of_the_users_comes_first() -> None:
     assert ruled.step(**batch, target=target).loss == usual.step(**batch, target=target).loss
 
 
-# ---- models of transformers
-
-
-TEXT = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
-
-
-def qwen() -> Any:
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
-    text = {**TEXT, "vocab_size": 20, "num_key_value_heads": 2, "use_cache": False}
-    rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}
-    vision = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 4,
-        "patch_size": 4,
-    }
-    more = {"out_hidden_size": 32, "window_size": 16, "fullatt_block_indexes": [1]}
-    config = Qwen2_5_VLConfig(
-        text_config={**text, "rope_parameters": rope},
-        vision_config={**vision, **more},
-        image_token_id=IMAGE,
-        video_token_id=IMAGE + 1,
-    )
-    return Qwen2_5_VLForConditionalGeneration(config)
-
-
-def gemma() -> Any:
-    from transformers import (
-        Gemma3Config,
-        Gemma3ForConditionalGeneration,
-        Gemma3TextConfig,
-        SiglipVisionConfig,
-    )
-
-    text = Gemma3TextConfig(**TEXT, vocab_size=20, head_dim=8, sliding_window=8, use_cache=False)
-    vision = SiglipVisionConfig(**TEXT, image_size=16, patch_size=4, vision_use_head=False)
-    config = Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_id=IMAGE
-    )
-    return Gemma3ForConditionalGeneration(config)
-
-
 def batch_for(family: str, images: list[list[Grid]]) -> dict[str, Any]:
     """A batch as the processor of a family makes it, but for the order of its tokens."""
     batch = batch_of(images, has_grid=True)
-    tokens, grid = batch["input_ids"], batch.pop("image_grid_thw", None)
-    batch.pop("pixel_values", None)
-    if family == "qwen":
-        batch["mm_token_type_ids"] = (tokens == IMAGE).int()
+    tokens, grid = batch["input_ids"].masked_fill(batch["input_ids"] == IMAGE, 40), None
+    if "pixel_values" in batch:
+        grid = batch["image_grid_thw"]
+    if family == "qwen_vl":
+        batch = {"input_ids": tokens, "mm_token_type_ids": (tokens == 40).int()}
         if grid is not None:
-            pixels = torch.randn(int(grid.prod(1).sum()), 3 * 2 * 4 * 4)
-            batch |= {"image_grid_thw": grid, "pixel_values": pixels}
+            batch |= {
+                "pixel_values": torch.randn(int(grid.prod(1).sum()), 96),
+                "image_grid_thw": grid,
+            }
         return batch
-    tokens[tokens == IMAGE] = 0
-    tokens = torch.cat([tokens, torch.zeros(4, 20, dtype=torch.long)], 1)
+    tokens = torch.zeros(4, 100, dtype=torch.long)
     for row, of in zip(tokens, images, strict=True):
-        row[: 4 * len(of)] = IMAGE
-    batch = {"input_ids": tokens, "token_type_ids": (tokens == IMAGE).long()}
-    return batch | ({"pixel_values": torch.randn(len(grid), 3, 16, 16)} if grid is not None else {})
+        row[: 16 * len(of)] = 40
+    pixels = {} if grid is None else {"pixel_values": torch.randn(len(grid), 3, 16, 16)}
+    return {"input_ids": tokens, **pixels}
 
 
 def next_tokens(output: Any, labels: Tensor) -> Tensor:
@@ -273,28 +187,26 @@ def next_tokens(output: Any, labels: Tensor) -> Tensor:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("family", ["qwen", "gemma"])
-@pytest.mark.parametrize("schedule", ["1F1B", "ZB-V"])
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("family", "schedule"), [("qwen_vl", "ZB-V"), ("llava", "1F1B")])
 def test_models_of_transformers(family: str, schedule: str) -> None:
     pytest.importorskip("transformers")
+    from tests.weights.test_families import MAKE
+
     torch.manual_seed(0)
-    model = {"qwen": qwen, "gemma": gemma}[family]().train()
-    plain = copy.deepcopy(model)
-    pipe = Pipeline(model, schedule=schedule, ranks=2, microbatches=2, loss_fn=next_tokens)
+    whole = MAKE[family]().train()
+    sizes: dict[str, Any] = {"ranks": 2, "microbatches": 2, "loss_fn": next_tokens}
+    pipe = Pipeline(copy.deepcopy(whole), schedule=schedule, **sizes)
     for images in BATCHES + BATCHES[::-1]:
         batch = batch_for(family, images)
-        labels = batch["input_ids"]
         pipe.zero_grad()
-        plain.zero_grad()
-        expected = next_tokens(plain(**batch), labels)
-        expected.backward()
-        assert pipe.step(**batch, target=labels).loss == pytest.approx(expected.item(), rel=1e-5)
-        for name, weight in plain.named_parameters():
-            found, wanted = model.get_parameter(name).grad, weight.grad
-            zero = torch.zeros_like(weight)
+        loss, grads = plain_loop(Case(whole, (), batch["input_ids"], next_tokens, kwargs=batch))
+        assert pipe.step(**batch, target=batch["input_ids"]).loss == pytest.approx(loss, rel=1e-5)
+        for name, weight in pipe.named_parameters():
+            there, zeros = grads[name], torch.zeros_like(weight)
             torch.testing.assert_close(
-                zero if found is None else found,
-                zero if wanted is None else wanted,
+                zeros if weight.grad is None else weight.grad,
+                zeros if there is None else there,
                 rtol=1e-3,
                 atol=1e-5,
             )

@@ -17,7 +17,6 @@ from torch.nn import functional
 from penstock import (
     Loss,
     LossScaler,
-    Microbatches,
     Pipeline,
     Replicas,
     add_loss,
@@ -26,8 +25,8 @@ from penstock import (
 from penstock._engine.microbatches import MISSING
 from penstock.errors import UsageError
 from penstock.schedule import Placement, Schedule, parse_action
-from penstock.testing import Case, WorkerPool, plain_loop
-from tests.pipeline.cases import (
+from penstock.testing import Case, WorkerPool, compare, plain_loop
+from tests.catalogue.cases import (
     IGNORED,
     WORDS,
     draw,
@@ -48,14 +47,11 @@ RAGGED_Y = torch.where(
 """Its rows have 1, 5, 0, 0, 2, 4 and 1 valid tokens: one of four microbatches has none."""
 SIZES = [2, 2, 2, 1]
 """Of four microbatches of seven samples."""
-BALANCED = {"adds": "balance"}
 
 
-def make(stages: int = 2, model: Any = None, **options: Any) -> Pipeline:
-    """Of a language model; ``model`` holds its options."""
-    return pipeline(
-        language(**(model or {})), stages, **({"ranks": 2, "microbatches": 4} | options)
-    )
+def make(stages: int = 2, **options: Any) -> Pipeline:
+    """Of a language model."""
+    return pipeline(language(), stages, **({"ranks": 2, "microbatches": 4} | options))
 
 
 def whole_batch(target: Tensor, steps: int = 1, rows: slice = slice(None)) -> tuple[float, Any]:
@@ -69,30 +65,26 @@ OF_TOKENS: dict[str, Loss] = {
     "mean": Loss(token_loss, weight=valid),
     "sum": Loss(token_sum, weight=valid, reduction="sum"),
 }
-WEIGHTS: dict[str, Any] = {
-    "the pipeline's": None,
-    "a list": [float(valid(part)) for part in RAGGED_Y.split(SIZES)],
-    "a number": lambda target: int(valid(target)),
-    "one number in a tensor": lambda target: valid(target).float()[None],
-}
+WEIGHTS: list[Any] = [
+    None,
+    [float(valid(part)) for part in RAGGED_Y.split(SIZES)],
+    lambda target: int(valid(target)),
+    lambda target: valid(target).float()[None],
+]
+"""The pipeline's own, and others that a step is given."""
 
 
-@pytest.mark.parametrize("weight", WEIGHTS)
 @pytest.mark.parametrize("reduction", OF_TOKENS)
-@pytest.mark.parametrize("schedule", ["1F1B", "ZB-V"])
-def test_unequal_counts_of_tokens(schedule: str, reduction: str, weight: str) -> None:
-    pipe = make(4 if schedule == "ZB-V" else 2, schedule=schedule, loss_fn=OF_TOKENS[reduction])
+def test_unequal_counts_of_tokens(reduction: str) -> None:
     loss, grads = whole_batch(RAGGED_Y)
-    result = pipe.step(X, target=RAGGED_Y, loss_weight=WEIGHTS[weight])
-    assert result.loss == pytest.approx(loss, abs=1e-14)
-    assert result.weight == 13
-    assert_same(gradients(pipe), grads)
-    assert pipe.evaluate(X, target=RAGGED_Y).loss == pytest.approx(loss, abs=1e-14)
-    pipe.step(X, target=RAGGED_Y)
-    assert_same(gradients(pipe), whole_batch(RAGGED_Y, steps=2)[1])
-
-
-def test_a_number_is_dealt_by_samples() -> None:
+    for weight in WEIGHTS:
+        pipe = make(4, schedule="ZB-V", loss_fn=OF_TOKENS[reduction])
+        result = pipe.step(X, target=RAGGED_Y, loss_weight=weight)
+        assert result.loss == pytest.approx(loss, abs=1e-14)
+        assert result.weight == 13
+        assert_same(gradients(pipe), grads)
+        assert pipe.evaluate(X, target=RAGGED_Y).loss == pytest.approx(loss, abs=1e-14)
+    # A number is dealt by samples.
     result = make().step(X, target=Y, loss_weight=14.0)
     assert result.loss == pytest.approx(whole_batch(Y)[0])
     assert result.weight == 14
@@ -139,17 +131,14 @@ def test_what_a_step_weighs_among_others_must_be_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("averaged", "loss", "factor"), [(False, token_loss, 0.5), (True, token_loss, 1.0), (True, token_sum,
-        14.0 * LENGTH)]
-)  # fmt: skip
-def test_replicas_weigh_by_what_all_have(averaged: bool, loss: Any, factor: float) -> None:
+    ("averaged", "reduction", "factor"),
+    [(False, "mean", 0.5), (True, "mean", 1.0), (True, "sum", 14.0 * LENGTH)],
+)
+def test_replicas_weigh_by_what_all_have(averaged: bool, reduction: Any, factor: float) -> None:
     """As if another pipeline had the same batch: its share of the gradient is added by nobody here."""
     others = Replicas(2, lambda values: values * 2, averaged=averaged)
-    reduction: Any = "mean" if loss is token_loss else "sum"
-    pipe, (mean, grads) = (
-        make(replicas=others, loss_fn=Loss(loss, reduction=reduction)),
-        whole_batch(Y),
-    )
+    loss_fn = Loss(token_loss if reduction == "mean" else token_sum, reduction=reduction)
+    pipe, (mean, grads) = make(replicas=others, loss_fn=loss_fn), whole_batch(Y)
     result = pipe.step(X, target=Y)
     assert result.loss == pytest.approx(mean * (1 if reduction == "mean" else factor))
     assert result.weight == 14
@@ -157,30 +146,6 @@ def test_replicas_weigh_by_what_all_have(averaged: bool, loss: Any, factor: floa
 
 
 # ---- losses of stages
-
-
-def split(case: Case, sizes: Sequence[int]) -> Case:
-    """The case with its microbatches ready."""
-    cut = list(sizes)
-    return replace(
-        case, args=[Microbatches(case.args[0].split(cut))], target=case.target.split(cut)
-    )
-
-
-def test_losses_of_all_stages_are_named() -> None:
-    pipe, case = make(4, BALANCED, schedule="ZB-V"), split(language((X,), Y, **BALANCED), SIZES)
-    model, named = case.model, {"main": 0.0, "balance": 0.0}
-    for x, y in zip(X.split(SIZES), Y.split(SIZES), strict=True):
-        with collect_losses() as losses:
-            main = token_loss(model(x), y)
-        for name, value in {"main": main, **losses.named()}.items():
-            named[name] += float(value.detach()) * len(x) / len(X)
-    loss, grads = plain_loop(case)
-    for result in (pipe.evaluate(X, target=Y), pipe.step(X, target=Y)):
-        assert dict(result.losses) == pytest.approx(named, abs=1e-14)
-        assert result.loss == pytest.approx(loss, abs=1e-14)
-        assert result.loss == pytest.approx(named["main"] + 0.25 * named["balance"], abs=1e-14)
-    assert_same(gradients(pipe), grads)
 
 
 class Adds(nn.Module):
@@ -210,21 +175,16 @@ def test_names_may_come_and_go_and_elsewhere_nothing_happens() -> None:
         pipe.predict(X)
 
 
-@pytest.mark.parametrize(
-    ("adds", "says"),
-    [
-        (
-            lambda x: torch.no_grad()(add_loss)("a", x.mean()),
-            "with gradients disabled, so it would",
-        ),
-        (lambda x: add_loss("main", x.mean()), "must be a text other than 'main'"),
-        (lambda x: add_loss("a", x), r"needs a scalar tensor, not \[2, 5, 4\]"),
-    ],
-)
-def test_a_loss_that_is_none_is_refused(adds: Any, says: str) -> None:
-    pipe = Pipeline(chained(adds), ranks=2, microbatches=4, loss_fn=token_loss)
-    with pytest.raises(UsageError, match=says):
-        pipe.step(X, target=Y)
+def test_a_loss_that_is_none_is_refused() -> None:
+    adds: dict[str, Callable[[Tensor], Any]] = {
+        "with gradients disabled, so it would": lambda x: torch.no_grad()(add_loss)("a", x.mean()),
+        "must be a text other than 'main'": lambda x: add_loss("main", x.mean()),
+        r"needs a scalar tensor, not \[2, 5, 4\]": lambda x: add_loss("a", x),
+    }
+    for says, add in adds.items():
+        pipe = Pipeline(chained(add), ranks=2, microbatches=4, loss_fn=token_loss)
+        with pytest.raises(UsageError, match=says):
+            pipe.step(X, target=Y)
 
 
 class Ahead(nn.Module):
@@ -253,78 +213,88 @@ BY_NAME = {"main": valid, "ahead": valid_ahead}
 """Of the last microbatch, whose added loss is a mean over nothing, the second is 0."""
 
 
-def train_ahead(group: Any = None) -> tuple[float, dict[str, float], float]:
-    """A step: its loss, the losses by name, and the gaps of gradients to those of the plain model."""
-    plain = Ahead()
-    with collect_losses() as losses:
-        main = token_loss(plain(X, RAGGED_Y), RAGGED_Y)
-    (main + losses.total()).backward()
-    loss = float((main + losses.total()).detach())
-    loss_fn = Loss(token_loss, weight=BY_NAME)
-    pipe = Pipeline(Ahead(), ranks=2, microbatches=4, loss_fn=loss_fn, mesh=group)
-    is_last = pipe.rank == 1 or group is None
-    result = pipe.step(X, RAGGED_Y, target=RAGGED_Y if is_last else MISSING)
-    gradients_of_plain = gradients(plain)
-    gaps = [float((g - gradients_of_plain[n]).abs().max()) for n, g in gradients(pipe).items()]
-    return result.loss - loss, dict(result.losses), sum(gaps)
+AHEAD = Case(Ahead(), (X, RAGGED_Y), RAGGED_Y, Loss(token_loss, weight=BY_NAME))
+
+
+def ahead(weight: Any = None, **options: Any) -> Pipeline:
+    loss_fn = Loss(token_loss, weight=weight)
+    return Pipeline(Ahead(), ranks=2, microbatches=4, loss_fn=loss_fn, **options)
+
+
+def train_ahead(group: Any = None) -> None:
+    """A step with the numbers of the whole batch; also a worker's task."""
+    loss, grads = plain_loop(AHEAD)
+    with collect_losses() as added:
+        AHEAD.model(X, RAGGED_Y)
+    with ahead(BY_NAME, mesh=group) as pipe:
+        result = pipe.step(X, RAGGED_Y, target=RAGGED_Y)
+        here = gradients(pipe)
+    assert result.loss == pytest.approx(loss, abs=1e-14)
+    assert result.losses["ahead"] == pytest.approx(float(added.named()["ahead"]), abs=1e-14)
+    assert_same(here, {name: grads[name] for name in here})
 
 
 def test_an_added_loss_counts_by_a_weight_of_its_own(workers: WorkerPool) -> None:
-    """The target is given to the last stage's rank alone, where there are two processes."""
-    with collect_losses() as losses:
-        Ahead()(X, RAGGED_Y)
-    ahead = float(losses.named()["ahead"])
-    for off, named, gap in (train_ahead(), *workers.run(f"{__name__}:train_ahead", 2)):
-        assert abs(off) < 1e-14
-        assert named["ahead"] == pytest.approx(ahead, abs=1e-14)
-        assert gap < 1e-14
+    train_ahead()
+    workers.run(f"{__name__}:train_ahead", 2)
 
 
 def test_steps_of_a_larger_batch_divide_each_loss_by_its_own_total() -> None:
-    pipe, plain = (
-        Pipeline(Ahead(), ranks=2, microbatches=2, loss_fn=Loss(token_loss, weight=BY_NAME)),
-        Ahead(),
-    )
-    with collect_losses() as losses:
-        main = token_loss(plain(X, RAGGED_Y), RAGGED_Y)
-    (main + losses.total()).backward()
+    pipe = Pipeline(Ahead(), ranks=2, microbatches=2, loss_fn=AHEAD.loss_fn)
     totals = {name: float(count(RAGGED_Y)) for name, count in BY_NAME.items()}
     for rows in (slice(0, 4), slice(4, 7)):
         pipe.step(X[rows], RAGGED_Y[rows], target=RAGGED_Y[rows], total_weight=totals)
-    assert_same(gradients(pipe), gradients(plain))
+    assert_same(gradients(pipe), plain_loop(AHEAD)[1])
     with pytest.raises(UsageError, match=r"total_weight= a dict with a number for each"):
         pipe.step(X, RAGGED_Y, target=RAGGED_Y, total_weight=13.0)
 
 
-def test_a_weight_of_no_loss_is_named_and_weights_may_be_a_tensor(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    labels = RAGGED_Y.clone()
-    labels[6, 1] = 0
-    pipe = Pipeline(Ahead(), ranks=2, microbatches=4, loss_fn=token_loss)
-    misspelt: Any = {"main": valid, "haed": valid, "ahead": "microbatch"}
-    pipe.step(X, labels, target=labels, loss_weight=misspelt)
-    assert ["names haed, and no such loss was added" in r.message for r in caplog.records] == [True]
-    counts = [float(valid(part)) for part in labels.tensor_split(4)]
-    results = [
-        pipe.step(X, labels, target=labels, loss_weight={**misspelt, "main": main})
-        for main in (counts, torch.tensor(counts))
+LABELS = RAGGED_Y.index_put((torch.tensor(6), torch.tensor(1)), torch.tensor(0))
+"""Each microbatch has both losses."""
+
+
+def test_weights_by_name_are_checked(caplog: pytest.LogCaptureFixture) -> None:
+    def said(pipe: Pipeline, weight: Any = None) -> list[str]:
+        caplog.clear()
+        pipe.step(X, LABELS, target=LABELS, loss_weight=weight)
+        return [record.getMessage() for record in caplog.records]
+
+    # One of no loss is named; one that counts something else is a warning, once.
+    pipe, misspelt = ahead(), {"main": valid, "haed": valid, "ahead": "microbatch"}
+    assert ["names haed, and no such loss was added" in one for one in said(pipe, misspelt)] == [
+        True
     ]
-    assert results[0].loss == results[1].loss
+    pipe = ahead(valid)
+    assert ["weight={'main': ..., 'ahead': a function" in one for one in said(pipe, valid)] == [
+        True
+    ]
+    assert said(pipe, valid) == said(pipe, {"ahead": "microbatch"}) == []
+    assert said(ahead({"main": valid, "ahead": "microbatch"})) == said(ahead(BY_NAME)) == []
+    wrong: Any = {"main": valid, "ahead": valid}
+    with pytest.raises(UsageError, match=r"the weight of 'ahead' does not count"):
+        said(ahead(wrong))
+    with pytest.raises(
+        UsageError, match=r"weight\['ahead'\]='tokens' of the loss: must be a number"
+    ):
+        said(ahead(wrong), wrong | {"ahead": "tokens"})
+    # Numbers may come in a list or in a tensor.
+    counts = [float(valid(part)) for part in LABELS.tensor_split(4)]
+    losses = {
+        ahead()
+        .step(X, LABELS, target=LABELS, loss_weight={"main": main, "ahead": "microbatch"})
+        .loss
+        for main in (counts, torch.tensor(counts))
+    }
+    assert len(losses) == 1
 
 
-class Masked(nn.Module):
+class Masked(nn.Sequential):
     """Adds a mean over those samples that a mask leaves."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = (nn.Linear(WIDTH, WIDTH).double() for _ in range(2))
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        hidden = self.first(x)
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        hidden = self[0](x)
         add_loss("kept", (hidden.square().mean(1) * mask).sum() / mask.sum())
-        output: Tensor = self.second(hidden.tanh())
+        output: Tensor = self[1](hidden.tanh())
         return output
 
 
@@ -333,39 +303,11 @@ def test_a_mean_over_nothing_does_not_reach_the_gradients() -> None:
     mask = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0]).double()
     weight = {"kept": lambda target: target[:, 0].sum()}
     loss_fn = Loss(lambda output, _: output.square().mean(), weight=weight)
-    pipe, plain = Pipeline(Masked(), ranks=2, microbatches=3, loss_fn=loss_fn), Masked()
+    model = Masked(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double()
+    expected = plain_loop(Case(model, (x, mask), mask[:, None], loss_fn))[1]
+    pipe = Pipeline(model, ranks=2, microbatches=3, loss_fn=loss_fn)
     pipe.step(x, mask, target=mask[:, None])
-    with collect_losses() as losses:
-        main = plain(x, mask).square().mean()
-    (main + losses.total()).backward()
-    assert_same(gradients(pipe), gradients(plain))
-
-
-def test_an_added_loss_that_counts_something_else_is_named(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    labels = RAGGED_Y.clone()
-    labels[6, 1] = 0
-    pipe = Pipeline(Ahead(), ranks=2, microbatches=4, loss_fn=Loss(token_loss, weight=valid))
-    weights: Any
-    for weights, warns in ((valid, 1), (valid, 0), ({"ahead": "microbatch"}, 0)):
-        caplog.clear()
-        pipe.step(X, labels, target=labels, loss_weight=weights)
-        assert len(caplog.records) == warns
-        assert all("weight={'main': ..., 'ahead': a function" in r.message for r in caplog.records)
-    by_custom = {"main": valid, "ahead": "microbatch"}
-    for weights in (by_custom, BY_NAME):
-        train = Pipeline(Ahead(), ranks=2, microbatches=4, loss_fn=Loss(token_loss, weight=weights))
-        train.step(X, labels, target=labels)
-    assert not caplog.records
-    wrong: Any = {"main": valid, "ahead": valid}
-    train = Pipeline(Ahead(), ranks=2, microbatches=4, loss_fn=Loss(token_loss, weight=wrong))
-    with pytest.raises(UsageError, match=r"the weight of 'ahead' does not count"):
-        train.step(X, labels, target=labels)
-    with pytest.raises(
-        UsageError, match=r"weight\['ahead'\]='tokens' of the loss: must be a number"
-    ):
-        train.step(X, labels, target=labels, loss_weight=wrong | {"ahead": "tokens"})
+    assert_same(gradients(pipe), expected)
 
 
 # ---- what else comes back
@@ -383,68 +325,27 @@ def highest(logits: Tensor, target: Tensor) -> float:
 METRICS = {"accuracy": accuracy, "highest": highest}
 
 
-@pytest.mark.parametrize("trains", [True, False])
-def test_metrics_and_outputs(trains: bool) -> None:
-    pipe, target = make(loss_fn=Loss(token_loss, metrics=METRICS)), RAGGED_Y if trains else Y
-    weight: Any = {"loss_weight": valid} if trains else {}
-    call: Any = pipe.step if trains else pipe.evaluate
-    result = call(X, target=target, outputs=True, **weight)
-    logits = language().model(X).detach()
-    right, count = accuracy(logits, target)
-    weights = [float(valid(t)) if trains else len(t) for t in target.split(SIZES)]
-    means = [float(part.mean()) for part in logits.split(SIZES)]
-    weighed = sum(w * m for w, m in zip(weights, means, strict=True)) / sum(weights)
-    assert dict(result.metrics) == pytest.approx(
-        {"accuracy": int(right) / int(count), "highest": weighed}
-    )
-    torch.testing.assert_close(result.outputs, logits)
-    assert not result.outputs.requires_grad
+def test_metrics() -> None:
+    loss_fn = Loss(token_loss, weight=valid, metrics=METRICS)
+    case = language((X,), RAGGED_Y, loss_fn=loss_fn)
+    verdict = compare(case, schedule="1F1B", ranks=2, microbatches=4)
+    verdict.check(1e-12)
+    right, count = accuracy(case.model(X), RAGGED_Y)
+    assert verdict.actual["metrics: accuracy"] == pytest.approx(int(right) / int(count))
 
 
 # ---- the scaler
 
 
-def trained(scaled: bool, bad: Sequence[int]) -> tuple[list[float], dict[str, Tensor]]:
-    """Scales and weights of a pipeline, or of a plain loop with torch's scaler; some steps overflow."""
-    model = language().model
-    pipe = Pipeline(model, ranks=2, microbatches=4, loss_fn=token_loss) if scaled else None
-    kind: Any = LossScaler if scaled else torch.amp.GradScaler
-    scaler = kind(**({} if scaled else {"device": "cpu"}), init_scale=64.0, growth_interval=2)
-    optimizer, scales = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for index in range(8):
-        if pipe is not None:
-            pipe.step(X, target=Y, scaler=scaler)
-        else:
-            scaler.scale(token_loss(model(X), Y)).backward()
-        if index in bad:
-            grad = model.get_parameter("head.bias").grad
-            assert grad is not None
-            grad[0] = float("inf")
-        scaler.unscale_(optimizer)
-        norm = (
-            pipe.clip_grad_norm_(1.0) if pipe else nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        )
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        scales += [scaler.get_scale(), float(norm)]
-    return scales, {name: p.detach() for name, p in model.named_parameters()}
-
-
-def test_a_scaled_run_is_that_of_torchs_scaler() -> None:
-    scales, weights = trained(True, (2, 3, 6))
-    expected = trained(False, (2, 3, 6))
-    assert scales == pytest.approx(expected[0])
-    assert_same(weights, expected[1])
-
-
-def test_a_scaler_decides_about_a_loss_that_is_not_finite() -> None:
-    model, scaler = language().model, LossScaler(64.0)
-    pipe = Pipeline(
-        model, ranks=2, microbatches=4, loss_fn=lambda x, y: token_loss(x, y) * math.inf
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = copy.deepcopy(model.state_dict())
+def test_a_scaler_scales_the_loss_and_decides_about_one_that_is_not_finite() -> None:
+    model, scaler, times = language().model, LossScaler(64.0), [1.0]
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 4}
+    pipe = Pipeline(model, loss_fn=lambda x, y: token_loss(x, y) * times[0], **options)
+    optimizer, (loss, grads) = torch.optim.SGD(model.parameters(), lr=0.1), whole_batch(Y)
+    assert pipe.step(X, target=Y, scaler=scaler).loss == pytest.approx(loss)
+    assert_same(gradients(pipe), {name: 64 * grad for name, grad in grads.items()})
+    pipe.zero_grad()
+    times[0], before = math.inf, copy.deepcopy(model.state_dict())
     result = pipe.step(X, target=Y, scaler=scaler)
     scaler.step(optimizer)
     scaler.update()
@@ -457,39 +358,31 @@ def test_a_scaler_decides_about_a_loss_that_is_not_finite() -> None:
 
 def everything(group: Any, schedule: str, everywhere: bool) -> list[Any]:
     """A worker's task: the target is given to all, or to the rank that needs it and rank 1."""
-    ranks = group.size()
-    stages = ranks if schedule == "1F1B" else 2 * ranks
+    stages = group.size() if schedule == "1F1B" else 2 * group.size()
     loss_fn = Loss(token_loss, weight=valid, metrics=METRICS)
-    case = language((X,), RAGGED_Y, loss_fn=loss_fn, **BALANCED)
-    options: dict[str, Any] = {"mesh": group}
-    pipe = pipeline(case, stages, schedule=schedule, microbatches=6, **options)
+    case = language((X,), RAGGED_Y, loss_fn=loss_fn, adds="balance")
+    pipe = pipeline(case, stages, schedule=schedule, microbatches=6, mesh=group)
     last = stages - 1 in pipe.schedule.placement.stages_on(group.rank())
     target = RAGGED_Y if everywhere or last or group.rank() == 1 else MISSING
     result = pipe.step(X, target=target, outputs=True)
-    grads = gradients(pipe)
     evaluated = pipe.evaluate(X[:3], target=target[:3] if target is not MISSING else MISSING)
-    expected: Any = plain_loop(split(case, [2, 1, 1, 1, 1, 1]))[1]
     numbers = [[r.loss, dict(r.losses), dict(r.metrics), r.weight] for r in (result, evaluated)]
-    gap = max(float((grads[name] - expected[name]).abs().max()) for name in grads)
-    return [gap, numbers, result.outputs.tolist()]
+    return [numbers, result.outputs.tolist()]
 
 
 @pytest.mark.parametrize(
-    ("schedule", "ranks", "everywhere"), [("1F1B", 2, False), ("ZB-V", 3, False), ("DualPipeV", 2, True)]
-)  # fmt: skip
+    ("schedule", "ranks", "everywhere"), [("ZB-V", 3, False), ("1F1B", 2, True)]
+)
 def test_every_rank_has_the_same_numbers(
     workers: WorkerPool, schedule: str, ranks: int, everywhere: bool
 ) -> None:
     task = f"{__name__}:everything"
     answers = workers.run(task, ranks, 100.0, schedule=schedule, everywhere=everywhere)
-    gaps, numbers, outputs = zip(*answers, strict=True)
-    assert max(gaps) < 1e-12
-    assert all(row == numbers[0] for row in numbers)
-    _, losses, _, weight = numbers[0][0]
-    assert (losses.keys(), weight) == ({"main", "balance"}, 13)
-    for output in outputs:
-        actual = torch.tensor(output, dtype=torch.float64)
-        torch.testing.assert_close(actual, language(**BALANCED).model(X).detach())
+    assert all(answer == answers[0] for answer in answers)
+    (numbers, *_), outputs = answers[0]
+    assert (numbers[1].keys(), numbers[3]) == ({"main", "balance"}, 13)
+    actual = torch.tensor(outputs, dtype=torch.float64)
+    torch.testing.assert_close(actual, language(adds="balance").model(X).detach())
 
 
 def overflowing(group: Any) -> list[Any]:
@@ -554,16 +447,14 @@ OWN = Schedule(
 """Microbatches end out of order."""
 
 
-@pytest.mark.parametrize("others", [[], ["0.weight"], ["2.weight", "3.weight"]])
-@pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1", "DualPipeV", OWN])
-def test_a_loss_may_use_weights(schedule: Any, others: list[str]) -> None:
+@pytest.mark.parametrize("schedule", ["ZB-H1", "DualPipeV", OWN])
+def test_a_loss_may_use_weights(schedule: Any) -> None:
     torch.manual_seed(1)
     value, target = torch.randn(8, WIDTH, dtype=torch.float64), torch.randint(0, WORDS, (8,))
-    plain, model = with_head(), with_head()
-    loss_with(plain, others)(plain(value), target).backward()
-    Pipeline(
-        model, ranks=2, schedule=schedule, microbatches=2 if schedule is OWN else 4,
-        loss_fn=loss_with(model, others),
-    ).step(value, target=target)  # fmt: skip
-    assert len(gradients(plain)) == 5
-    assert_same(gradients(model), gradients(plain))
+    for others in ([], ["0.weight"], ["2.weight", "3.weight"]):
+        plain, model = with_head(), with_head()
+        loss_with(plain, others)(plain(value), target).backward()
+        options = {"schedule": schedule, "microbatches": 2 if schedule is OWN else 4}
+        pipe = Pipeline(model, ranks=2, loss_fn=loss_with(model, others), **options)
+        pipe.step(value, target=target)
+        assert_same(gradients(model), gradients(plain))

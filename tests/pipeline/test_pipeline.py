@@ -6,7 +6,6 @@ import copy
 import random
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import penstock
 from penstock import Microbatches, Pipeline, PipelineStage
 from penstock._engine.microbatches import MISSING
 from penstock.errors import PeerFailed, ScheduleError, StageError
@@ -29,10 +27,9 @@ from penstock.schedule import (
     build,
     library,
     register,
-    save,
 )
 from penstock.testing import Case, WorkerPool, compare, plain_loop
-from tests.pipeline.cases import NEXT, RAGGED, TOKENS, language, pipeline, ragged
+from tests.catalogue.cases import NEXT, RAGGED, TOKENS, language, pipeline, ragged
 from tests.pipeline.models import (
     STAGES,
     WIDTH,
@@ -44,7 +41,6 @@ from tests.pipeline.models import (
     make,
     mean_loss,
     named,
-    restless,
 )  # fmt: skip
 
 # ---- ways to make one
@@ -106,14 +102,6 @@ def test_ways_to_say_the_same(way: str) -> None:
     assert_same(gradients(pipe), gradients(plain))
 
 
-@pytest.mark.parametrize(("suffix", "kind"), [(".json", str), (".csv", Path)])
-def test_a_schedule_may_come_from_a_file(tmp_path: Path, suffix: str, kind: type[Any]) -> None:
-    path, proven = tmp_path / f"schedule{suffix}", add_communication(VALUE)
-    save(proven, path)
-    pipe = make(chain(), schedule=kind(path), ranks=None, microbatches=None)
-    assert pipe.schedule.programs == proven.programs
-
-
 @pytest.mark.parametrize("schedule", [last_first, "Last-First", "1F1B"])
 def test_a_schedule_that_is_built_takes_a_short_last_batch(
     schedule: Any, monkeypatch: pytest.MonkeyPatch
@@ -134,15 +122,15 @@ def test_a_value_is_for_its_own_number_but_evaluates_any() -> None:
 # ---- steps
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1"])
-def test_what_was_made_in_inference_mode_is_a_batch(schedule: str) -> None:
+def test_what_was_made_in_inference_mode_is_a_batch_and_no_grad_does_not_matter() -> None:
     def product(output: Tensor, target: dict[str, Tensor]) -> Tensor:
         return (output * target["y"]).mean()
 
     with torch.inference_mode():
         x, wanted = X.clone(), Y.clone()
-    pipe, expected = (make(schedule=schedule, loss_fn=product) for _ in "ab")
-    pipe.step(x, target={"y": wanted})
+    pipe, expected = (make(schedule="ZB-H1", loss_fn=product) for _ in "ab")
+    with torch.no_grad():
+        pipe.step(x, target={"y": wanted})
     expected.step(X, target={"y": Y})
     assert_same(gradients(pipe), gradients(expected))
     assert pipe.evaluate(x, target={"y": wanted}).loss == expected.evaluate(X, target={"y": Y}).loss
@@ -152,17 +140,6 @@ def test_a_model_without_parameters_has_a_loss_and_nothing_to_learn() -> None:
     pipe = make(nn.Sequential(nn.Tanh(), nn.Tanh()))
     assert pipe.step(X, target=Y).loss == pytest.approx(float(mean_loss(X.tanh().tanh(), Y)))
     assert (list(pipe.parameters()), pipe.clip_grad_norm_(1.0)) == ([], 0.0)
-
-
-def test_layers_may_be_frozen_and_thawed_between_steps() -> None:
-    model = chain()
-    pipe = make(model, ranks=3)
-    for frozen in (True, False, True):
-        model[0].requires_grad_(not frozen)
-        pipe.zero_grad()
-        pipe.step(X, target=Y)
-        pipe.clip_grad_norm_(1e9)
-        assert ("0.0.weight" in gradients(pipe)) is not frozen
 
 
 def test_shapes_and_the_number_of_microbatches_may_change_from_step_to_step() -> None:
@@ -178,93 +155,62 @@ def test_shapes_and_the_number_of_microbatches_may_change_from_step_to_step() ->
 def ragged_steps(group: Any, everywhere: bool) -> list[Any]:
     """A worker's task: who needs no batch gives none; then a step with other lengths and one more."""
     case = ragged()
-    pipe, rank = pipeline(case, 2, mesh=group), group.rank()
-    args = case.args if everywhere or rank == 0 else []
-    target = case.target if args else Microbatches(case.target)
-    loss = pipe.step(*args, target=target if everywhere or rank else MISSING).loss
-    outputs = pipe.predict(*args)
-    pipe.step(TOKENS, target=NEXT, microbatches=5)
-    grads = gradients(pipe)
-    both: Any = [plain_loop(of)[1] for of in (case, language())]
-    gaps = [(grads[name] - sum(one[name] for one in both)).abs().max() for name in grads]
-    return [max(map(float, gaps)), loss, [output.tolist() for output in outputs]]
+    with pipeline(case, 2, mesh=group) as pipe:
+        args = case.args if everywhere or group.rank() == 0 else []
+        target = case.target if args else Microbatches(case.target)
+        loss = pipe.step(*args, target=target if everywhere or group.rank() else MISSING).loss
+        outputs = pipe.predict(*args)
+        pipe.step(TOKENS, target=NEXT, microbatches=5)
+        grads, both = gradients(pipe), [plain_loop(of)[1] for of in (case, language())]
+        assert_same(grads, {name: sum(one[name] for one in both) for name in grads})
+    return [loss, [output.tolist() for output in outputs]]
 
 
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_ready_microbatches_over_processes(workers: WorkerPool, everywhere: bool) -> None:
     expected = [ragged().model(part).tolist() for part in RAGGED]
-    for gap, loss, outputs in workers.run(f"{__name__}:ragged_steps", 2, everywhere=everywhere):
-        assert gap < 1e-12
+    for loss, outputs in workers.run(f"{__name__}:ragged_steps", 2, everywhere=everywhere):
         assert loss == pytest.approx(plain_loop(ragged())[0])
         assert all(map(torch.allclose, map(torch.tensor, outputs), map(torch.tensor, expected)))
 
 
-def test_gradient_mode_of_the_caller_does_not_matter() -> None:
-    pipe = make()
-    with torch.no_grad():
-        pipe.step(X, target=Y)
-    assert len(gradients(pipe)) == 6
-    assert torch.is_grad_enabled()
-
-
-def test_running_statistics_are_those_of_the_plain_loop() -> None:
-    model, plain = restless(), restless()
-    make(model, seed=11).step(Microbatches(X.split(2)), target=Y.split(2))
-    for index, part in enumerate(X.split(2)):
-        with penstock.randomness(plain, seed=11, microbatch=index):
-            plain(part)
-    assert_same(dict(model.named_buffers()), dict(plain.named_buffers()))
-
-
 # ---- a first step is like every later one, and stages touch nothing but their own
-
-SCHEDULES = ["1F1B", "ZB-V"]
 
 
 class Changing(nn.Module):
-    """Changes itself whenever it is called, and looks at data where asked."""
+    """Changes itself whenever it is called, and draws from all generators; perhaps it looks at data."""
 
     def __init__(self, *, looks: bool) -> None:
         super().__init__()
         layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
         self.lin = nn.utils.parametrizations.spectral_norm(layer)
-        self.norm = nn.BatchNorm1d(WIDTH, dtype=torch.float64)
         self.calls, self.looks = 0, looks
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         if self.looks and bool(torch.isnan(x).any()):
             raise ValueError("not a number")
-        hidden: Tensor = self.norm(self.lin(x)) + random.random() + np.random.rand()
+        hidden: Tensor = self.lin(x) + random.random() + np.random.rand()
         return hidden + torch.rand(WIDTH, dtype=x.dtype, device=x.device)
 
 
-@pytest.mark.parametrize("looks", [False, True])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "looks"), [("1F1B", True), ("ZB-V", False)])
 def test_a_first_step_is_like_one_whose_shapes_are_known(schedule: str, looks: bool) -> None:
     """Each module is called once a microbatch in both, and draws the same numbers."""
     torch.manual_seed(0)
     first = nn.Sequential(*(Changing(looks=looks) for _ in range(4)))
-    models = [first, copy.deepcopy(first)]
-    pipes = [make(model, schedule=schedule) for model in models]
-    for parameter in (p for model in models for p in model.parameters()):
-        parameter.grad = torch.ones_like(parameter)
-    versions = [parameter._version for parameter in first.parameters()]
-    # This one has found all shapes before.
-    pipes[1].predict(X)
-    pipes[1].evaluate(X, target=X)
     model: Any
+    states, models = [], [first, copy.deepcopy(first)]
+    pipes = [make(model, schedule=schedule) for model in models]
+    pipes[1].predict(X)
     for model, pipe in zip(models, pipes, strict=True):
         before = [module.calls for module in model]
-        torch.manual_seed(1)
-        random.seed(1)
-        np.random.seed(1)
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(1)
         pipe.step(X, target=X)
         assert [module.calls for module in model] == [calls + 4 for calls in before]
-    assert [parameter._version for parameter in first.parameters()] == versions
-    for of in (lambda model: model.state_dict(), gradients):
-        one, other = map(of, models)
-        assert all(torch.equal(one[name], other[name]) for name in other)
+        states.append(model.state_dict() | {f"{n}'": p.grad for n, p in model.named_parameters()})
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
 class InPlace(nn.Linear):
@@ -278,12 +224,11 @@ class InPlace(nn.Linear):
         return super().forward(input.mul_(2))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_in_place_as_first_op_and_hooks_in_every_step(schedule: str) -> None:
+def test_in_place_as_first_op_and_hooks_in_every_step() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(InPlace(WIDTH, WIDTH) for _ in range(4))).double()
     expected = plain_loop(Case(model, (X.clone(),), X, mean_loss))[1]
-    pipe, batch, InPlace.fired = make(model, schedule=schedule), X.clone(), 0
+    pipe, batch, InPlace.fired = make(model, schedule="ZB-V"), X.clone(), 0
     for step in range(1, 4):
         pipe.zero_grad()
         pipe.step(batch, target=X)
@@ -350,23 +295,6 @@ def test_processes_hold_their_part_and_a_failure_breaks_no_connection_but_its_ow
         assert answer["values"] == [True, False, False]
         assert "this loss is broken" in answer["error"]
         assert answer["total"] == 3.0
-
-
-def test_a_pipeline_has_few_names() -> None:
-    assert len([name for name in dir(Pipeline) if not name.startswith("_")]) <= 35
-
-
-def test_weights_that_were_asked_for_before_the_cut_are_those_after_it() -> None:
-    model = chain()
-    pipe = Pipeline(model, ranks=2, microbatches=2, loss_fn=mean_loss)
-    weights, state = pipe.weights, model.state_dict()
-    assert_same(weights.state_dict(), state)
-    pipe.step(X, target=Y)
-    assert weights is pipe.weights
-    assert_same(weights.state_dict(full=True), state)
-    assert weights.grad_norm() == pytest.approx(
-        float(nn.utils.get_total_norm([p.grad for p in pipe.parameters() if p.grad is not None]))
-    )
 
 
 def test_it_shows_its_ranks_stages_and_modules() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -77,94 +76,63 @@ MAKING: list[tuple[dict[str, Any], type[PenstockError], str]] = [
     ({"schedule": 3}, UsageError, "schedule=3: must be a name, a file, a Schedule, or a function"),
     ({"ranks": 0, "stages": 2}, UsageError, "ranks=0: must be at least 1"),
     ({"ranks": None}, UsageError, "the number of ranks is not known"),
-    ({"ranks": 2.0}, UsageError, "ranks=2.0: must be a whole number"),
     ({"microbatches": 0}, ScheduleError, "microbatches=0"),
     ({"stages": 3}, PartitionError, "3 stages cannot be divided evenly among 2 ranks; use a multiple of 2"),
     ({"stages": ["1", ["2"]]}, PartitionError, "must hold the module paths to cut before"),
     ({"stages": partition(chain(), 2)}, PartitionError, "in no stage: 0.0.weight"),
-    ({"stages": partition(chain(), 2), "recompute": True}, UsageError,
-        "recompute= is used to cut a model, but stages= is a Partition"),
+    ({"stages": partition(chain(), 2), "recompute": True}, UsageError, "but stages= is a Partition"),
     ({"model": "chain"}, UsageError, "model: must be an nn.Module, not a str"),
     ({"recompute": True, "compile": True}, UsageError, "cannot be used with compile="),
-    ({"recompute": "blocks"}, PartitionError, "recompute='blocks': must be True, False, or a list"),
-    ({"recompute": None}, PartitionError, "recompute=None: must be True, False, or a list"),
     ({"schedule": THREE}, UsageError, "'1F1B' has ranks=3, but ranks=2 was asked for"),
     ({"schedule": HALF, "microbatches": None}, ScheduleError, "'half' cannot run:\n"),
     ({"schedule": "auto", "stages": 2}, UsageError, "the plan in schedule= decides stages= itself"),
     ({"schedule": "auto", "loss_fn": Loss(mean_loss, over="batch"), "ranks": 0}, UsageError, "ranks=0"),
     ({"num_microbatches": 4}, UnknownArgumentError, r"num_microbatches=; did you mean microbatches=\?"),
     ({"criterion": mean_loss}, UnknownArgumentError, r"no argument criterion=; did you mean loss_fn=\?"),
-    ({"zzz": 1}, UnknownArgumentError, "no argument zzz=; there are schedule=, microbatches=, .* timeout=$"),
     ({"reduction": "sum"}, UnknownArgumentError, r"loss_fn=penstock.Loss\(function, reduction=...\)"),
-    ({"loss_weight": 1.0}, UnknownArgumentError, r"loss_fn=penstock.Loss\(function, weight=...\)"),
     ({"accumulate": 2}, UnknownArgumentError, r"it is an argument of pipe.step\(...\)"),
     ({"balance": "flops"}, UnknownArgumentError, r"partition\(model, stages, balance=...\)"),
     ({"device": "xpu"}, UsageError, r"device='xpu': torch.xpu.is_available\(\) is False"),
     ({"device": "gpu"}, UsageError, "device='gpu': Expected one of cpu, cuda"),
-    ({"loss_fn": lambda output: output.mean()}, UsageError,
-        r"loss_fn is called with \(output, target\), which it does not accept: too many"),
+    ({"loss_fn": lambda output: output.mean()}, UsageError, "which it does not accept: too many"),
     ({"loss_fn": nn.MSELoss}, UsageError, r"give an object of it, MSELoss\(\)"),
     ({"loss_fn": "mse"}, UsageError, "loss_fn='mse': must be a function"),
     ({"replicas": 2}, UsageError, "replicas=2: must be the name of a dimension of mesh=, a process group"),
     ({"replicas": "dp"}, UsageError, "replicas='dp': must name a dimension of mesh=.* there is no mesh"),
     ({"replicas": "pp", "mesh": mesh_of("dp", "pp")}, UsageError, "that lies across .* the mesh has dp, pp"),
-    ({"replicas": mesh_of("dp", "pp")}, UsageError, "give the dimension of the replicas"),
     ({"mesh": 2}, UsageError, "mesh=2: must be a DeviceMesh with a dimension 'pp'"),
     ({"mesh": mesh_of("dp", "tp")}, UsageError, r"\('dp', 'tp'\); the one along which .* named 'pp'"),
     ({"wrap": "fsdp"}, UsageError, "wrap='fsdp': must be a function of a stage's module"),
-    ({"seed": 1.5}, UsageError, "seed=1.5: must be a whole number"),
     ({"timeout": "1"}, UsageError, "timeout='1': must be more than 0 seconds"),
     ({"split": {0: 1.5}}, MicrobatchError, r"split={0: 1.5}: must be a dimension"),
-    ({"schedule": lambda ranks, microbatches: "1F1B"}, ScheduleError,
-        "for ranks=2, microbatches=4 the function <lambda> gave a str, which is no"),
-    ({"schedule": lambda ranks, microbatches: THREE}, ScheduleError,
-        "for ranks=2, microbatches=4 the function <lambda> gave a schedule of ranks=3, microbatches=4"),
+    ({"schedule": lambda ranks, microbatches: THREE}, ScheduleError, "gave a schedule of ranks=3"),
 ]  # fmt: skip
 """What a pipeline is asked for, and why it is refused."""
 ALL_OUTPUTS = Loss(mean_loss, metrics={"all": lambda output, target: output})
 CALLING: list[Refusal] = [
     (by_hand, UsageError, "was given no stages"),
-    (lambda: by_hand(nn.Linear(2, 2)), UsageError, "was given Linear; .* made by PipelineStage"),  # type: ignore[arg-type]
     (lambda: by_hand(*stages(0)), UsageError, r"holds stages \[0\]; 1F1B places \[0, 1\] there"),
-    (lambda: by_hand(*stages(0), *stages(1, count=3)), UsageError,
-        r"made for pipelines of \[2, 3\] stages; 1F1B has 2"),
-    (lambda: by_hand(*stages(0, 1), n_microbatches=4), UnknownArgumentError,
-        r"did you mean microbatches=\?"),
-    (lambda: make(schedule=forwards).step(X, target=Y), UsageError,
-        "the schedule '1F1B' has no backward, so it cannot train; use evaluate"),
-    (lambda: make(schedule=sometimes_forward).step(X[:3], target=Y[:3]), ScheduleError,
-        "3 microbatches instead of 4: '1F1B' has no backward for 3 microbatches"),
-    (lambda: make(schedule=turned_round).step(X[:3], target=Y[:3]), ScheduleError,
-        r"places the stages on ranks \[1, 0\] for 3 microbatches, and on \[0, 1\] for 4"),
+    (lambda: by_hand(*stages(0, 1), n_microbatches=4), UnknownArgumentError, r"did you mean microbatches=\?"),
+    (lambda: make(schedule=forwards).step(X, target=Y), UsageError, "so it cannot train; use evaluate"),
+    (lambda: make(schedule=sometimes_forward).step(X[:3], target=Y[:3]), ScheduleError, "no backward for 3"),
+    (lambda: make(schedule=turned_round).step(X[:3], target=Y[:3]), ScheduleError, r"on ranks \[1, 0\]"),
     (lambda: make(schedule="DualPipeV", stages=4, model=chain(4)).step(X[:3], target=Y[:3]), ScheduleError,
         "this step has 3 microbatches instead of 4: DualPipeV on ranks=2 needs microbatches=4"),
     (lambda: make(loss_fn=None).step(X, target=Y), UsageError, "needs a loss; make the Pipeline with"),
-    (lambda: make(loss_fn=None).evaluate(X, target=Y), UsageError, "evaluate needs a loss; .* predict"),
-    (lambda: make(split={"mask": REPLICATE}).step(X, target=Y), MicrobatchError,
-        r"rules for \['mask'\], but the call has the arguments \[0\]: .* by its number, as in split={0: 1}"),
-    (lambda: make(named(), stages=STAGES).predict(X, mask={1, 2}), SpecError,
-        "argument 'mask' is a set, which cannot travel"),
+    (lambda: make(split={"mask": REPLICATE}).step(X, target=Y), MicrobatchError, "by its number, as in"),
+    (lambda: make(named(), stages=STAGES).predict(X, mask={1, 2}), SpecError, "'mask' is a set, which"),
     (lambda: make(loss_fn=lambda *_: torch.zeros(2, 1)).step(X, target=Y), UsageError,
         r"must return a scalar tensor, not \[2, 1\]"),
-    (lambda: make(loss_fn=lambda *_: 1.5).step(X, target=Y), UsageError, "scalar tensor, not float"),
-    (lambda: make(loss_fn=lambda *_: torch.zeros(())).step(X, target=Y), UsageError,
-        "requires no grad for an output that does"),
+    (lambda: make(loss_fn=lambda *_: torch.zeros(())).step(X, target=Y), UsageError, "requires no grad for"),
     (lambda: make(loss_fn=lambda x, y: x if y is None else x.mean()).step(X), UsageError,
         "no target was given, .* must return a scalar"),
     (lambda: Loss(mean_loss, reduction="max"), UsageError, "reduction='max': must be 'mean' or 'sum'"),  # type: ignore[arg-type]
     (lambda: Loss(mean_loss, over="all"), UsageError, "over='all': must be 'samples', 'batch' or 'micro"),  # type: ignore[arg-type]
-    (lambda: Loss(mean_loss, nonfinite="never"), UsageError, "nonfinite='never'"),  # type: ignore[arg-type]
     (lambda: Loss(mean_loss, metrics={"right": 3}), UsageError, r"metrics\['right'\]=3: must be a function"),  # type: ignore[dict-item]
-    (lambda: Loss(mean_loss, metrics=[mean_loss]), UsageError, "functions by name, in a dict"),  # type: ignore[arg-type]
-    (lambda: Loss(mean_loss, target=1), UsageError, "target=1: must name an argument of the model"),  # type: ignore[arg-type]
-    (lambda: Loss(mean_loss, check="no"), UsageError, "check='no': must be True or False"),  # type: ignore[arg-type]
     (lambda: make(split={"output": "cat"}), MicrobatchError, r"a function \(parts, sizes\) -> whole"),
-    (lambda: make(loss_fn=Loss(mean_loss, target="y")).step(X), UsageError,
-        "no target was given.*; pass y=, at least on rank 0"),
-    (lambda: Loss(mean_loss, weight="a"), UsageError, "weight='a' of the loss: must be a number"),  # type: ignore[arg-type]
+    (lambda: make(loss_fn=Loss(mean_loss, target="y")).step(X), UsageError, "pass y=, at least on"),
     (lambda: Timeouts(step=0), UsageError, r"Timeouts\(step=0\): must be more than 0 seconds"),
-    (lambda: make(loss_fn=ALL_OUTPUTS).step(X, target=Y), UsageError,
-        r"the metric 'all' must return a number .* not \[2, 4\]"),
+    (lambda: make(loss_fn=ALL_OUTPUTS).step(X, target=Y), UsageError, r"the metric 'all' must return a"),
 ]  # fmt: skip
 
 
@@ -195,50 +163,30 @@ Slip = tuple[Callable[[Any], Any], type[PenstockError], str]
 SLIPS: dict[str, Slip] = {
     "no batch": (lambda pipe: pipe.step(target=Y), UsageError, r"step\(\) was given no batch"),
     "no samples": (lambda pipe: pipe.predict(X[:0]), MicrobatchError, "the batch is empty"),
-    "no target": (lambda pipe: pipe.step(X), UsageError,
-        r"no target was given, and loss_fn fails without one \(.*\); pass target="),
-    "a positional target": (lambda pipe: pipe.step(X, Y), StageError,
-        "takes 2 positional arguments but 3 were given; the target is given by name, as target="),
-    "a misspelt target": (lambda pipe: pipe.step(X, targets=Y), StageError,
-        r"unexpected keyword argument 'targets'; did you mean target=\?"),
-    "an unknown keyword": (lambda pipe: pipe.step(X, target=Y, mask=X), StageError,
-        "before the first microbatch: TypeError: .* keyword argument 'mask'$"),
-    "a numpy array": (lambda pipe: pipe.step(X.numpy(), target=Y), MicrobatchError,
-        "argument 0 is a numpy array, which cannot be split; .* torch.as_tensor"),
-    "a set": (lambda pipe: pipe.step({1}, target=Y), SpecError, "argument 0 is a set, which cannot"),
-    "a wrong width": (lambda pipe: pipe.step(X[:, :3], target=Y), StageError,
-        r"module '0.0' \(Linear\), before the first microbatch: RuntimeError: mat1 and"),
-    "a wrong type": (lambda pipe: pipe.step(X.float(), target=Y), StageError,
-        r"module '0.0' \(Linear\).* must have the same dtype"),
+    "no target": (lambda pipe: pipe.step(X), UsageError, r"pass target="),
+    "a positional target": (lambda pipe: pipe.step(X, Y), StageError, "by name, as target="),
+    "a misspelt target": (lambda pipe: pipe.step(X, targets=Y), StageError, r"did you mean target=\?"),
+    "a numpy array": (lambda pipe: pipe.step(X.numpy(), target=Y), MicrobatchError, "torch.as_ten"),
+    "a wrong width": (lambda pipe: pipe.step(X[:, :3], target=Y), StageError, r"'0.0' \(Linear\)"),
+    "a wrong type": (lambda pipe: pipe.step(X.float(), target=Y), StageError, "the same dtype"),
     "too few targets": (lambda pipe: pipe.evaluate(X, target=Y[:3]), MicrobatchError,
         r"8 samples \(argument 0 of .* but the target of shape \[3, 4\] has 3 in dimension 0"),
     "no number of microbatches": (lambda pipe: pipe.step(X, target=Y, microbatches="4"), UsageError,
         "microbatches='4': must be a whole number"),
-    "no number of steps": (lambda pipe: pipe.step(X, target=Y, accumulate=1.5), UsageError,
-        "accumulate=1.5: must be a whole number"),
     "two divisors": (lambda pipe: pipe.step(X, target=Y, accumulate=2, total_weight=3.0), UsageError,
         "not both: each says what the loss is divided by"),
-    "no weight": (lambda pipe: pipe.step(X, target=Y, loss_weight="a"), UsageError,
-        "weight='a' of the loss: must be a number for the batch, a list"),
     "no number of times": (lambda pipe: pipe.step(X, target=Y, accumulate=0), UsageError,
         "accumulate=0: must be at least 1 step"),
     "one name twice": (lambda pipe: pipe.step(X, target=Y, mask=X, model_kwargs={"mask": X}), UsageError,
         "mask given by name and in model_kwargs="),
-    "no names": (lambda pipe: pipe.step(X, target=Y, model_kwargs=[X]), UsageError,
-        "model_kwargs is a list; it must be a dict"),
     "an argument of step": (lambda pipe: pipe.evaluate(X, target=Y, accumulate=2), StageError,
         "keyword argument 'accumulate'; step alone takes it"),
-    "too few weights": (lambda pipe: pipe.step(X, target=Y, loss_weight=[1.0]), UsageError,
-        "weights of the loss: 1 numbers for 4 microbatches"),
+    "too few weights": (lambda pipe: pipe.step(X, target=Y, loss_weight=[1.0]), UsageError, "1 numbers for"),
     "a weight below nothing": (lambda pipe: pipe.step(X, target=Y, loss_weight=lambda _: -1), UsageError,
         "the weight of the loss of microbatch 0 is -1.0"),
-    "a weight of many numbers": (lambda pipe: pipe.step(X, target=Y, loss_weight=lambda y: y), UsageError,
-        "the weight of the loss gave Tensor; it must return a number"),
     "a weight that fails": (
         lambda pipe: pipe.step(X, target=Y, loss_weight=refusing(KeyError("tokens"))), StageError,
         "the weight of the loss, called with a target, raised KeyError: 'tokens'"),
-    "no total weight": (lambda pipe: pipe.step(X, target=Y, total_weight=-1.0), UsageError,
-        "total_weight=-1.0: must be a number of at least 0"),
     "torch's scaler": (lambda pipe: pipe.step(X, target=Y, scaler=torch.amp.GradScaler("cpu")), UsageError,
         "scaler=GradScaler: must be a penstock.LossScaler, .* decides for all ranks"),
     "no gradients": (lambda pipe: torch.inference_mode()(pipe.step)(X, target=Y), UsageError,
@@ -316,33 +264,26 @@ def test_the_path_of_the_failing_module_is_named() -> None:
     with pytest.raises(StageError, match=says) as caught:
         make(Attended()).step(X, target=Y, mask=X[:, :2])
     assert caught.value.__cause__ is not None
-    frames = traceback.extract_tb(caught.value.__cause__.__traceback__)
-    assert [frame.line for frame in frames] == ["x = self.blocks[2][0](mask)"], "the user's alone"
 
 
 def test_what_modules_have_is_told() -> None:
     pipe: Any = make()
-    with pytest.raises(
-        AttributeError, match=r"no attribute 'train': step trains, .* evaluate and pre"
-    ):
-        pipe.train()
-    with pytest.raises(
-        AttributeError, match=r"no attribute 'eval': evaluate gives the loss of a batch"
-    ):
-        pipe.eval()
-    with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
-        _ = pipe.nothing
+    for name, says in {
+        "train": "step trains, .* evaluate and pre",
+        "eval": "evaluate gives the loss of a batch",
+    }.items():
+        with pytest.raises(AttributeError, match=f"no attribute '{name}': {says}"):
+            getattr(pipe, name)
     assert not hasattr(pipe, "forward")
 
 
-@pytest.mark.parametrize("target", [{}, {"target": None}])
-def test_a_loss_that_needs_no_target_is_given_none(target: dict[str, Any]) -> None:
+def test_a_loss_that_needs_no_target_is_given_none() -> None:
     """As of models of transformers, which give their loss with what they compute."""
     model = nn.Sequential(chain(), Does(lambda x: {"loss": x.square().mean(), "logits": x}))
     pipe = make(model, loss_fn=lambda output, _: output["loss"])
-    expected = float(model(X)["loss"].detach())
-    assert pipe.step(X, **target).loss == pytest.approx(expected)
-    assert pipe.evaluate(X, **target).loss == pytest.approx(expected)
+    expected = pytest.approx(float(model(X)["loss"].detach()))
+    assert pipe.step(X).loss == pipe.step(X, target=None).loss == expected
+    assert pipe.evaluate(X).loss == expected
 
 
 # ---- over processes
@@ -410,9 +351,7 @@ def set_up(group: Any) -> list[Any]:
 
 def test_every_process_is_told_and_moves_its_own_stages_alone(workers: WorkerPool) -> None:
     for rank, (ranks, others, *are_meta) in enumerate(workers.run(f"{__name__}:set_up", 2, 100.0)):
-        assert ranks == (
-            "2 processes were started for a pipeline of 3 ranks; start one process per rank"
-        )
+        assert "2 processes were started for a pipeline of 3 ranks" in ranks
         assert others == f"rank {rank} holds stages [{1 - rank}]; 1F1B places [{rank}] there"
         assert are_meta[::2] == [rank == 1, rank == 0]
 
@@ -426,14 +365,12 @@ def test_a_device_of_this_machine_goes_to_each_local_rank(monkeypatch: pytest.Mo
     assert make(ranks=1, device="meta:1").stages[0].device == torch.device("meta")
     assert make(ranks=1, device="cpu:0").stages[0].device == torch.device("cpu")
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(
-        UsageError, match=r"number 2, by LOCAL_RANK, but there are only 2; start at most 2"
-    ):
-        placed_on("cuda")
-    with pytest.raises(
-        UsageError, match=r"device='cuda:7': .* take number 7, but there are only 2"
-    ):
-        placed_on("cuda:7")
+    for device, says in {
+        "cuda": "number 2, by LOCAL_RANK, but there are only 2; start at most 2",
+        "cuda:7": "device='cuda:7': .* take number 7, but there are only 2",
+    }.items():
+        with pytest.raises(UsageError, match=says):
+            placed_on(device)
 
 
 class Averages(nn.Linear):
@@ -450,13 +387,11 @@ class Averages(nn.Linear):
         return super().forward(x) * self.mean
 
 
-@pytest.mark.parametrize("schedule", ["GPipe", "ZB-H1"])
-def test_a_buffer_that_a_later_microbatch_changes_before_backward_is_named(schedule: str) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), Averages(), nn.Linear(2, 2))
-    pipe = Pipeline(
-        model, stages=["2"], ranks=2, schedule=schedule, microbatches=4, loss_fn=nn.MSELoss()
-    )
-    with pytest.raises(
-        UsageError, match=r"needs 1.mean \(Averages\) as forward left it.*new tensor"
-    ):
-        pipe.step(torch.ones(4, 2), target=torch.ones(4, 2))
+def test_a_buffer_that_a_later_microbatch_changes_before_backward_is_named() -> None:
+    says = r"needs 1.mean \(Averages\) as forward left it.*new tensor"
+    for schedule in ("GPipe", "ZB-H1"):
+        model = nn.Sequential(nn.Linear(2, 2), Averages(), nn.Linear(2, 2))
+        options: dict[str, Any] = {"stages": ["2"], "ranks": 2, "microbatches": 4}
+        pipe = Pipeline(model, schedule=schedule, loss_fn=nn.MSELoss(), **options)
+        with pytest.raises(UsageError, match=says):
+            pipe.step(torch.ones(4, 2), target=torch.ones(4, 2))

@@ -47,23 +47,16 @@ def test_tensorboard_gets_the_numbers_of_each_step(tmp_path: Path) -> None:
     assert [one.step for one in written.Scalars("rate")] == [2]
 
 
-def test_only_the_leading_process_writes(tmp_path: Path) -> None:
+def test_only_the_leading_process_writes_if_tensorboard_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("tensorboard")
-    folder = tmp_path / "logs"
+    folder, result = tmp_path / "logs", make().step(X, target=X)
+    device = torch.device("cpu")
     with TensorBoard(folder) as board:
-        board(
-            StepEvent(
-                1,
-                is_main_process=False,
-                device=torch.device("cpu"),
-                result=make().step(X, target=X),
-            )
-        )
+        board(StepEvent(1, is_main_process=False, device=device, result=result))
         board.add("rate", 0.5)
     assert not folder.exists()
-
-
-def test_tensorboard_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(UsageError, match=r"pip install 'penstock-pipeline\[tensorboard\]'"):
         TensorBoard("logs")
@@ -181,18 +174,14 @@ def test_operations_per_second_are_those_of_a_device() -> None:
     assert by_hand.step(X, target=X).tflops is None, "nobody can count them"
 
 
-@pytest.mark.parametrize(
-    ("name", "precision", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", "high", 494.7e12),
-        ("NVIDIA L40S", "highest", 91.6e12),
-        ("a GPU of the future", "highest", None),
-    ],
-)
-def test_the_peak_is_known_by_the_name(
-    name: str, precision: str, peak: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
-    assert peak_flops(torch.device("cuda"), torch.float32) == (peak and pytest.approx(peak))
+def test_the_peak_is_known_by_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = {
+        ("NVIDIA H100 80GB HBM3", "high"): 494.7e12,
+        ("NVIDIA L40S", "highest"): 91.6e12,
+        ("a GPU of the future", "highest"): None,
+    }
+    for (name, precision), peak in peaks.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda p=precision: p)
+        assert peak_flops(torch.device("cuda"), torch.float32) == (peak and pytest.approx(peak))
     assert peak_flops(torch.device("cpu"), torch.float32) is None

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from penstock import Pipeline, PipelineStage, init_weights, read_weights
-from penstock.errors import NonFiniteError, StateDictError, UsageError
-from penstock.testing import WorkerPool, plain_loop
-from tests.pipeline.cases import LANGUAGE, LOOPED, pipeline
-from tests.pipeline.models import X, Y, assert_same, chain, make, mean_loss, restless
-
-ORDERS = (2.0, 1.0, math.inf)
+from penstock import Pipeline, PipelineStage, read_weights
+from penstock.errors import StateDictError, UsageError
+from penstock.testing import WorkerPool
+from tests.catalogue.cases import LANGUAGE, LOOPED, pipeline
+from tests.pipeline.models import X, Y, assert_same, chain, gradients, make, mean_loss, restless
 
 
 class Plain(nn.Module):
@@ -50,15 +46,13 @@ def shaken(model: nn.Module) -> nn.Module:
     return other
 
 
-TIED, LOOPING = LANGUAGE["tied"], LANGUAGE["looped"]
-CUTS: dict[str, Any] = {"tied": 4, "half frozen": 4, "frozen": 4, "looped": LOOPED}
-TOKENS = torch.arange(12).reshape(2, 6)
+TIED = LANGUAGE["tied"]
 PIPELINES: dict[str, Callable[[], tuple[nn.Module, Pipeline]]] = {
     "batch norm": lambda: (restless(), make(restless())),
     "buffers": lambda: (buffered(), make(buffered())),
     "one stage": lambda: (buffered(), make(buffered(), ranks=1)),
     "tied": lambda: (TIED().model, pipeline(TIED(), 4, schedule="ZBVZeroBubble")),
-    "looped": lambda: (LOOPING().model, pipeline(LOOPING(), LOOPED)),
+    "looped": lambda: (LANGUAGE["looped"]().model, pipeline(LANGUAGE["looped"](), LOOPED)),
 }
 
 
@@ -133,34 +127,16 @@ def test_stages_with_names_alike_are_not_mixed_up(tmp_path: Path) -> None:
             call()
 
 
-def test_a_model_on_the_meta_device_gets_memory_first(tmp_path: Path) -> None:
-    of = TIED()
-    pipeline(of, 2).weights.save(tmp_path)
-    empty = replace(of, model=copy.deepcopy(of.model).to("meta"))
-    pipe = pipeline(empty, 2, device="cpu", cut=True)
-    with pytest.raises(UsageError, match=r"embed.weight.* are on the meta device.*init_weights"):
-        pipe.weights.load(tmp_path)
-    init_weights(pipe, 0)
-    pipe.weights.load(tmp_path)
-    assert_same(pipe.weights.state_dict(), of.model.state_dict())
-    assert pipe.step(*of.args, target=of.target).loss == pytest.approx(plain_loop(of)[0])
-
-
 # ---- files
 
 
-@pytest.mark.parametrize(("written", "read"), [(2, 4), (4, 2)])
-def test_a_folder_loads_into_another_number_of_stages(
-    written: int, read: int, tmp_path: Path
-) -> None:
+def test_a_folder_loads_into_another_number_of_stages(tmp_path: Path) -> None:
     of = TIED()
-    first = pipeline(of, written)
+    first, second = pipeline(of, 4), pipeline(of, 2)
     first.weights.load_state_dict(shaken(of.model).state_dict())
     first.weights.save(tmp_path)
-    second = pipeline(of, read)
     assert second.weights.load(tmp_path) == ([], [])
     assert_same(second.weights.state_dict(), first.weights.state_dict())
-    torch.testing.assert_close(second.predict(*of.args), first.predict(*of.args))
 
 
 def test_a_tied_weight_is_written_once(tmp_path: Path) -> None:
@@ -172,17 +148,6 @@ def test_a_tied_weight_is_written_once(tmp_path: Path) -> None:
     weights = read_weights(tmp_path)
     assert "head.weight" in weights
     assert index["metadata"]["total_size"] == sum(weights[n].nbytes for n in index["weight_map"])
-
-
-def test_a_module_with_two_names_is_saved_once_and_read_under_both(tmp_path: Path) -> None:
-    lin = nn.Linear(4, 4).double()
-    model = nn.Sequential(lin, nn.Tanh(), lin, nn.Linear(4, 4).double())
-    make(model, stages=[["0", "1", "2"], ["3"]]).weights.save(str(tmp_path))
-    files = [load_file(path).keys() for path in tmp_path.glob("*.safetensors")]
-    assert sorted(name for names in files for name in names) == [
-        "0.bias", "0.weight", "3.bias", "3.weight"
-    ]  # fmt: skip
-    assert_same(dict(read_weights(tmp_path)), model.state_dict())
 
 
 @pytest.mark.parametrize("kept", ["embed.weight", "head.weight"])
@@ -200,72 +165,34 @@ def test_one_name_of_a_tied_weight_is_enough_in_files(kept: str, tmp_path: Path)
         assert_same(pipe.weights.state_dict(), other.state_dict())
 
 
-def test_files_that_hold_another_model_are_refused(tmp_path: Path) -> None:
-    make(chain()).weights.save(tmp_path)
-    with pytest.raises(StateDictError, match=r'Missing .*"embed.weight"'):
-        pipeline(TIED(), 2).weights.load(tmp_path)
-
-
-# ---- transformers
-
-
-def tiny(seed: int) -> Any:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(seed)
-    config = transformers.GPT2Config(
-        n_layer=2, n_head=2, n_embd=8, vocab_size=32, n_positions=16, tie_word_embeddings=True
-    )
-    return transformers.GPT2LMHeadModel(config).eval()
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_transformers_and_a_pipeline_load_each_others_folders(tmp_path: Path) -> None:
-    model, other = tiny(0), tiny(1)
-    pipe = Pipeline(model, ranks=2, microbatches=1)
-    pipe.weights.save(tmp_path / "ours")
-    model.config.save_pretrained(tmp_path / "ours")
-    loaded = type(model).from_pretrained(tmp_path / "ours").eval()
-    assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
-    assert loaded.lm_head.weight is loaded.transformer.wte.weight
-    other.save_pretrained(tmp_path / "theirs")
-    assert pipe.weights.load(tmp_path / "theirs") == ([], [])
-    assert_same(pipe.weights.state_dict(), other.state_dict())
-
-
 # ---- processes
 
 
 def run_state(group: Any, shape: str, schedule: str, folder: str) -> dict[str, Any]:
     """A worker's task: everything above, with a process a rank."""
     of = LANGUAGE[shape]()
-    other = shaken(of.model)
-    pipe = pipeline(of, CUTS[shape], schedule=schedule, mesh=group)
+    state, stages = shaken(of.model).state_dict(), LOOPED if shape == "looped" else 4
+    pipe, fresh = (pipeline(of, stages, schedule=schedule, mesh=group) for _ in range(2))
     before = pipe.weights.state_dict(full=True)
     start = _distance(before, of.model.state_dict())
-    strict = ""
-    try:
-        pipe.weights.load_state_dict(spoiled(other))
-    except StateDictError as error:
-        strict = str(error)
-    result = pipe.weights.load_state_dict(spoiled(other), strict=False)
-    pipe.weights.load_state_dict(other.state_dict())
+    with pytest.raises(StateDictError) as strict:
+        pipe.weights.load_state_dict(spoiled(shaken(of.model)))
+    result = pipe.weights.load_state_dict(spoiled(shaken(of.model)), strict=False)
+    pipe.weights.load_state_dict(state)
     full = pipe.weights.state_dict(full=True)
     pipe.weights.save(folder)
     pipe.job.agree(None)
-    fresh = pipeline(of, CUTS[shape], schedule=schedule, mesh=group)
     fresh.weights.load(folder)
-    found = {
-        "keys": [len(before), len(full)],
-        "gaps": [start, _distance(full, other.state_dict())],
-        "parts": [_distance(p.weights.state_dict(), other.state_dict()) for p in (pipe, fresh)],
-        "strict": strict,
-        "result": list(result),
-        "own": sorted(pipe.weights.state_dict()),
-    }
+    parts = [one.weights.state_dict() for one in (pipe, fresh)]
     pipe.close()
     fresh.close()
-    return found
+    return {
+        "keys": [len(before), len(full)],
+        "gaps": [start, *(_distance(one, state) for one in (full, *parts))],
+        "strict": str(strict.value),
+        "result": list(result),
+        "own": sorted(parts[0]),
+    }
 
 
 def _distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -274,7 +201,7 @@ def _distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize(
     ("shape", "schedule", "ranks"),
-    [("tied", "1F1B", 4), ("tied", "ZBVZeroBubble", 2), ("looped", "1F1B", 4)],
+    [("tied", "ZBVZeroBubble", 2), ("looped", "1F1B", 4)],
 )
 def test_processes_together(
     workers: WorkerPool, tmp_path: Path, shape: str, schedule: str, ranks: int
@@ -285,7 +212,7 @@ def test_processes_together(
     answers = workers.run(task, ranks, 100.0, shape=shape, schedule=schedule, folder=folder)
     for rank, answer in enumerate(answers):
         assert answer["keys"] == [0 if rank else len(plain.state_dict())] * 2
-        assert max(answer["gaps"] + answer["parts"]) == 0.0
+        assert max(answer["gaps"]) == 0.0
         assert answer["result"] == [expected.missing_keys, ["else.weight"]]
         assert 'Unexpected key(s) in state_dict: "else.weight"' in answer["strict"]
     assert {name for answer in answers for name in answer["own"]} == plain.state_dict().keys()
@@ -295,27 +222,21 @@ def test_processes_together(
 # ---- the norm
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("shape", CUTS)
+@pytest.mark.parametrize(("shape", "order"), [("tied", 1.0), ("half frozen", 2.0)])
 def test_norms_are_torchs(shape: str, order: float) -> None:
     of = LANGUAGE[shape]()
     plain = copy.deepcopy(of.model)
     of.loss_fn(plain(*of.args), of.target).backward()
     expected = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type=order))
-    pipe = pipeline(of, CUTS[shape])
+    pipe = pipeline(of, 4)
     pipe.step(*of.args, target=of.target)
     assert pipe.weights.grad_norm(order) == pytest.approx(expected, rel=1e-6)
     assert pipe.clip_grad_norm_(0.1, order) == pytest.approx(expected, rel=1e-6)
-    clipped = dict(plain.named_parameters())
-    for name, parameter in pipe.named_parameters():
-        if parameter.grad is None:
-            assert clipped[name].grad is None
-        else:
-            torch.testing.assert_close(parameter.grad, clipped[name].grad)
+    assert_same(gradients(pipe), gradients(plain))
 
 
 def test_the_norm_does_not_depend_on_the_placement() -> None:
-    of = LOOPING()
+    of = LANGUAGE["looped"]()
     of.model.float()
     found = set()
     for schedule, ranks in (("1F1B", 4), ("ZBVZeroBubble", 2), ("DualPipeV", 2)):
@@ -323,19 +244,6 @@ def test_the_norm_does_not_depend_on_the_placement() -> None:
         pipe.step(*of.args, target=of.target)
         found.add(pipe.weights.grad_norm())
     assert len(found) == 1
-
-
-def test_a_norm_that_is_no_number_can_be_an_error() -> None:
-    pipe = make(chain())
-    pipe.step(X, target=Y)
-    parameter = next(pipe.parameters())
-    assert parameter.grad is not None
-    parameter.grad[0] = math.inf
-    before = parameter.grad.clone()
-    with pytest.raises(NonFiniteError, match="is inf"):
-        pipe.clip_grad_norm_(1.0, error_if_nonfinite=True)
-    assert torch.equal(parameter.grad, before)
-    assert pipe.weights.grad_norm() == math.inf
 
 
 def clip_by_torch(group: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from penstock import Checkpoints, Loss, Pipeline
 from penstock.errors import AgreementError
 from penstock.testing import WorkerPool
-from tests.pipeline.models import X, Y, mean_loss
+from tests.pipeline.models import X, Y, logged, mean_loss
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -98,11 +97,12 @@ def test_a_batch_of_its_own_on_each_rank_is_refused(workers: WorkerPool) -> None
         assert "differs between rank 0 and rank 1" in text
         assert "DistributedSampler" in text
         assert "same_batch=False" in text
-    for name, what in {
-        "inputs and target": "argument 0 differs between rank 0 and rank 1, the target differs",
-        "target": "the target differs", "by name": "argument 'x' differs", "counts": "'scale' differs",
-    }.items():  # fmt: skip
-        assert what in first[name]
+    assert (
+        "argument 0 differs between rank 0 and rank 1, the target differs"
+        in first["inputs and target"]
+    )
+    assert "argument 'x' differs" in first["by name"]
+    assert "'scale' differs" in first["counts"]
     assert "argument 0 differs" not in first["target"]
 
 
@@ -130,8 +130,8 @@ HARMLESS: dict[str, Callable[[int], Call]] = {
 def harmless(group: Any) -> dict[str, str]:
     texts = {}
     with pipeline(group) as pipe:
-        for name, call in HARMLESS.items():
-            args, kwargs = call(group.rank())
+        for name, of_rank in HARMLESS.items():
+            args, kwargs = of_rank(group.rank())
             try:
                 pipe.step(*args, **kwargs)
             except Exception as error:
@@ -173,20 +173,16 @@ class Adapts(torch.optim.Optimizer):
             weights = [weight for weight in group["params"] if weight.grad is not None]
             for weight in weights:
                 self.state[weight].setdefault("start", weight.clone())
-            sums = {
-                weight: torch.stack(
-                    [
-                        (weight.grad * (self.state[weight]["start"] - weight)).sum(),
-                        weight.grad.abs().sum(),
-                    ]
-                )
-                for weight in weights
-            }
+            sums = {w: self._sums(w) for w in weights}
             numerator, denominator = self._total(sums).tolist()
             group["numerator"] += 10 * numerator
             group["d"] = max(group["d"], group["numerator"] / denominator)
             for weight in weights:
                 weight.sub_(weight.grad, alpha=group["d"] * group["lr"])
+
+    def _sums(self, weight: Any) -> Tensor:
+        moved = self.state[weight]["start"] - weight
+        return torch.stack([(weight.grad * moved).sum(), weight.grad.abs().sum()])
 
 
 def here(sums: Mapping[Any, Tensor]) -> Tensor:
@@ -196,12 +192,8 @@ def here(sums: Mapping[Any, Tensor]) -> Tensor:
 
 def adapted(group: Any, path: str, whole: bool) -> list[Any]:
     """Losses and d of five steps, the error that ended them, and what a save says."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("penstock").addHandler(handler)
     model = Tied()
-    with pipeline(group, model) as pipe:
+    with logged() as said, pipeline(group, model) as pipe:
         optimizer = Adapts(model.parameters(), pipe.weights.sum if whole else here)
         losses, text = [], ""
         for _ in range(5):
@@ -216,7 +208,6 @@ def adapted(group: Any, path: str, whole: bool) -> list[Any]:
         checkpoints.save(len(losses), pipe=pipe, optimizer=optimizer)
         checkpoints.wait()
         pipe.weights.optimizer_state_dict(optimizer, full=True)
-    logging.getLogger("penstock").removeHandler(handler)
     said = [message for message in said if "different values" in message]
     return [losses, optimizer.param_groups[0]["d"], text, said]
 

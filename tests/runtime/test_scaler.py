@@ -46,9 +46,8 @@ def history(scaler: Any, steps: list[bool], *, early: bool = False) -> list[Any]
 
 
 @pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("seed", range(3))
-def test_its_history_is_that_of_torchs(seed: int, early: bool) -> None:
-    draw = random.Random(seed)
+def test_its_history_is_that_of_torchs(early: bool) -> None:
+    draw = random.Random(0)
     steps = [draw.random() < 0.4 for _ in range(40)]
     theirs, mine = torchs_scaler(), LossScaler(**OPTIONS)
     assert history(mine, steps, early=early) == history(theirs, steps, early=early)
@@ -66,9 +65,7 @@ def test_all_skip_what_one_rank_must() -> None:
     assert scaler.attach(add_another_rank) == 64.0
     assert history(scaler, [False]) == [(pytest.approx(64.0 * 0.3), [1.0] * 3)]
     assert here == [0.0]
-
-
-def test_a_rank_without_gradients_decides_with_the_others() -> None:
+    # A rank without gradients decides with the others.
     scaler = LossScaler(**OPTIONS)
     scaler.attach(torch.clone)
     scaler.step(torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1))

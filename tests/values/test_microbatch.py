@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +27,7 @@ from penstock._engine.microbatches import (
 from penstock._engine.values import tensors_in
 from penstock.errors import MicrobatchError
 from penstock.testing import Case, compare
+from tests.catalogue.kinds import Frozen, Pair, State
 
 
 def split(
@@ -50,16 +50,23 @@ def shapes(parts: Sequence[Any], name: str) -> list[list[int]]:
 # ---- splitting
 
 
-@pytest.mark.parametrize("batch", [1, 2, 7, 12])
-def test_every_sample_is_in_one_microbatch_in_order(batch: int) -> None:
-    whole = torch.arange(float(2 * batch)).reshape(batch, 2)
-    for count in range(1, batch + 1):
+def test_every_sample_is_in_one_microbatch_in_order() -> None:
+    for batch, count in ((1, 1), (7, 1), (7, 3), (7, 7), (12, 5)):
+        whole = torch.arange(float(2 * batch)).reshape(batch, 2)
         parts = split((whole,), {}, count)
         sizes = [part.samples for part in parts]
         assert torch.equal(torch.cat([part.args[0] for part in parts]), whole)
         assert max(sizes) - min(sizes) <= 1
         storages = {part.args[0].untyped_storage().data_ptr() for part in parts}
         assert storages == {whole.untyped_storage().data_ptr()}
+    # A change in place to one lets the backward of another be.
+    weight = torch.ones(4, requires_grad=True)
+    first, second = split((torch.ones(4, 4),), {}, 2)
+    loss = (second.args[0] * weight).sum()
+    first.args[0].mul_(5)
+    loss.backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [2.0] * 4
 
 
 def test_what_is_split_and_what_goes_whole_to_every_microbatch() -> None:
@@ -78,16 +85,6 @@ def test_what_is_split_and_what_goes_whole_to_every_microbatch() -> None:
     ] * 3
 
 
-def test_a_change_in_place_to_one_microbatch_lets_backward_of_another_be() -> None:
-    weight = torch.ones(4, requires_grad=True)
-    first, second = split((torch.ones(4, 4),), {}, 2)
-    loss = (second.args[0] * weight).sum()
-    first.args[0].mul_(5)
-    loss.backward()
-    assert weight.grad is not None
-    assert weight.grad.tolist() == [2.0] * 4
-
-
 def gives_a_list(*_: Any) -> Any:
     return [TOKENS]
 
@@ -100,8 +97,6 @@ def error_of(
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "too few samples": (error_of(TOKENS, count=6), "5 samples cannot be split into 6"),
-    "no microbatches": (error_of(TOKENS, count=0), "into 0 microbatches; use at least 1"),
-    "a rule for nothing": (error_of(TOKENS, rules={"mask": REPLICATE}), r"rules for \['mask'\]"),
     "no such dimension": (error_of(TOKENS, rules={0: Split(2)}), r"\[5, 4\] has no dimension 2"),
     "a scalar to be split": (error_of(torch.tensor(1.0), rules={0: Split()}), "keep it whole with REPLICATE"),
     "another first dimension": (
@@ -109,7 +104,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"the batch has 5 samples \(argument 0 of shape \[5, 4\] has 5 in dimension 0\), but argument "
         r"'position_ids' of shape \[3, 5, 4\] has 3 in dimension 0; use split=",
     ),
-    "in a list": (error_of(TOKENS, y=[POSITIONS]), r"but argument 'y'\[0\] of shape \[3, 5, 4\] has 3"),
     "the first, as most are right": (error_of(POSITIONS, TOKENS, mask=TOKENS), "but argument 0 of shape"),
     "those without a rule": (
         error_of(b=TOKENS, c=TOKENS, a=torch.zeros(3), rules={"a": Split()}),
@@ -127,13 +121,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "as many images as channels": (
         error_of((torch.zeros(3, 4, 5),) * 3, target=torch.zeros(3)), "is a tuple of 3, and looks like"
-    ),
-    "a list of samples": (
-        error_of([torch.zeros(3, 2 + i) for i in range(4)], target=torch.zeros(4)), "is a list of 4, and"
-    ),
-    "a target of entries of different sizes": (
-        error_of(TOKENS, target=[torch.zeros(1 + i) for i in range(5)]),
-        r"the target is a list .* split={'target': Split\(None\)}"
     ),
     "a dimension that has no such chunks": (
         error_of(TOKENS, rules={0: Split(0, chunks=2)}), r"\[5, 4\] does not consist of 2 chunks"
@@ -200,18 +187,15 @@ def test_outputs_are_merged_along_the_samples_or_by_a_rule() -> None:
     assert both["sum"] == TOKENS.sum()
 
 
-def test_what_is_no_sample_may_be_the_same_in_all_outputs_of_a_loss() -> None:
-    """Such as a temperature beside the logits."""
-    table = torch.ones(3)
-    both = merged([table, table], sizes=(2, 3), alike=True)
+def test_what_is_no_sample_may_be_the_same_or_tokens() -> None:
+    """Such as a temperature beside the logits, in the outputs of a loss."""
+    table, sizes = torch.ones(3), (2, 3)
+    both = merged([table, table], sizes=sizes, alike=True)
     both.mul_(2)
     assert table.tolist() == [1, 1, 1]
     rows = [torch.ones(4, 2), torch.ones(6, 2)]
-    assert merged(rows, sizes=(2, 3), guesses=True).shape == (10, 2)
-
-
-def test_outputs_of_tokens_are_merged_along_them() -> None:
-    """Those without the first token of a row too; and what each sequence has, in dimension 0."""
+    assert merged(rows, sizes=sizes, guesses=True).shape == (10, 2)
+    # Tokens, also without the first one of each row; and what each sequence has, in dimension 0.
     ways = [(1, (6, 9)), (1, (5, 8)), (0, (2, 1))]
     for lacking in (0, 1):
         rows = [torch.zeros(1, 6 - lacking), torch.zeros(1, 9 - lacking)]
@@ -226,7 +210,6 @@ UNLIKE: dict[str, tuple[Callable[[], Any], str]] = {
     "types": (lambda: merged([TOKENS, (TOKENS,)]), "different structures"),
     "lengths": (lambda: merged([(1,), (1, 2)]), r"different structures .* split={'output': Split\(None\)}"),
     "keys": (lambda: merged([{"a": 1}, {"b": 1}], {"a": Split(1)}), "different structures"),
-    "values": (lambda: merged([1, 2]), "not tensors and differ"),
     "scalars": (
         lambda: merged([{"loss": torch.tensor(1.0)}] * 2),
         r"output\['loss'\] has the shapes .* split={'output': {'loss': rule}}: if it is a mean .*REPLICATE",
@@ -238,9 +221,7 @@ UNLIKE: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "rules for items of a tensor": (lambda: merged(HALVES, {"b": Split(1)}), "is a Tensor without items"),
     "no such dimension": (lambda: merged(HALVES, Split(2)), "no dimension 2"),
-    "lengths along others": (lambda: merged([HALVES[0], HALVES[1][:, 1:]]), "cannot be joined along"),
     "different replicates": (lambda: merged(HALVES, REPLICATE), "not the same in all microbatches"),
-    "rules for no item": (lambda: merged([{"a": 1}] * 2, {"b": Split(1)}), r"rules for \['b'\] of the"),
 }  # fmt: skip
 
 
@@ -254,16 +235,14 @@ def test_outputs_that_cannot_be_put_together_are_refused(name: str) -> None:
 # ---- what a process was given
 
 
-def test_fewer_samples_than_microbatches() -> None:
+def test_what_a_process_was_given_tells_the_sizes() -> None:
     batch = split_batch((TOKENS[:3],), {}, TOKENS[:3], None, 4, fewer=True)
     assert (batch.count, batch.samples) == (3, [1, 1, 1])
     # What is not split is one microbatch, unless a function splits it.
     assert split_batch((5,), {"text": "a"}, MISSING, None, 4, fewer=True).count == 1
     halves: Rules = {"text": lambda value, sizes: list(value)}
     assert split_batch((5,), {"text": "abcd"}, MISSING, halves, 4, fewer=True).count == 4
-
-
-def test_a_target_alone_tells_the_sizes_and_nothing_tells_nothing() -> None:
+    # A target alone tells the sizes, and nothing tells nothing.
     batch = split_batch((), {}, TOKENS, {0: Split(1)}, 2)
     assert (batch.parts, batch.samples, batch.count) == (None, [3, 2], 2)
     assert batch.targets is not None
@@ -273,23 +252,6 @@ def test_a_target_alone_tells_the_sizes_and_nothing_tells_nothing() -> None:
 
 
 # ---- kinds of batches
-
-
-@dataclass
-class Item:
-    tokens: Tensor
-    mask: Tensor | None = None
-    name: str = "item"
-
-
-@dataclass(frozen=True)
-class Frozen:
-    tokens: Tensor
-
-
-class Point(NamedTuple):
-    tokens: Tensor
-    scale: float = 1.0
 
 
 class Encoding(UserDict[str, Any]):
@@ -318,23 +280,17 @@ class Inputs(MutableMapping[str, Any]):
         return len(self.inner)
 
 
-def with_default() -> defaultdict[str, Any]:
-    filled: defaultdict[str, Any] = defaultdict(list)
-    filled["tokens"] = TOKENS
-    return filled
-
-
 KINDS: dict[str, Callable[[], Any]] = {
     "tuple": lambda: (TOKENS, TOKENS),
     "list": lambda: [TOKENS, None, 3],
     "dict": lambda: {"a": TOKENS, "b": {"c": TOKENS}},
-    "dataclass": lambda: Item(TOKENS, TOKENS > 2),
-    "frozen dataclass": lambda: Frozen(TOKENS),
-    "named tuple": lambda: Point(TOKENS, 3.0),
+    "dataclass": lambda: State(TOKENS, TOKENS > 2),
+    "frozen dataclass": lambda: Frozen(State(TOKENS)),
+    "named tuple": lambda: Pair(TOKENS, 3.0),
     "ordered dict": lambda: OrderedDict(tokens=TOKENS, more=[TOKENS]),
     "dict of the user's": lambda: Encoding(tokens=TOKENS),
     "mapping of the user's": lambda: Inputs({"tokens": TOKENS}),
-    "dict with a default": with_default,
+    "dict with a default": lambda: defaultdict(list, tokens=TOKENS),
     "dict that cannot be changed": lambda: MappingProxyType({"tokens": TOKENS}),
 }
 
@@ -355,88 +311,63 @@ def test_a_batch_keeps_its_kind_and_is_merged_again(name: str, by_item: bool) ->
         assert torch.equal(joined, whole)
 
 
-class Reads(nn.Module):
-    """Takes a mapping."""
+class Takes(nn.Module):
+    """Two layers, and a function of them and of the batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first, self.last, self.function = nn.Linear(4, 4), nn.Linear(4, 4), function
 
-    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        output: Tensor = self.last(self.first(batch["x"]) * batch["scale"])
-        return output
-
-
-def test_a_batch_of_the_users_class_stays_as_it_is() -> None:
-    x, scale = torch.rand(4, 4, dtype=torch.float64), torch.rand(4, 1, dtype=torch.float64)
-    batch = Inputs({"x": x, "scale": scale})
-    case = Case(Reads().double(), (batch,), x.flip(0), nn.functional.mse_loss)
-    by_items: Rules = {0: {"x": Split(0)}}
-    for ruled in (case, replace(case, split=by_items)):
-        compare(ruled, schedule="1F1B", ranks=2, microbatches=2, steps=2).check(1e-12)
-    assert batch["x"] is x
-    assert batch["scale"] is scale
+    def forward(self, *batch: Any) -> Tensor:
+        return self.function(self.first, self.last, *batch)
 
 
-class Denoises(nn.Module):
-    """Takes a batch as a loader collates it, and computes its error inside."""
+ROWS, SCALE = torch.rand(2, 6, 4, dtype=torch.float64)
+AS_GIVEN: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...], Any]] = {
+    "a mapping of the user's": (
+        lambda first, last, batch: last(first(batch["x"]) * batch["scale"]),
+        (Inputs({"x": ROWS, "scale": SCALE}),), None,
+    ),
+    "a rule for its items": (
+        lambda first, last, batch: last(first(batch["x"]) * batch["scale"]),
+        (Inputs({"x": ROWS, "scale": SCALE}),), {0: {"x": Split(0)}},
+    ),
+    "a list as collated": (
+        lambda first, last, batch: last(first(batch[0]).tanh()) - batch[1], ([ROWS, SCALE],), None
+    ),
+    "a plain number as the rule of an item": (
+        lambda first, last, x, more: last(first(x).tanh()) + more["turned"].T,
+        (ROWS, {"turned": ROWS.T.contiguous()}), {1: {"turned": 1}},
+    ),
+}  # fmt: skip
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
 
-    def forward(self, batch: list[Tensor]) -> Tensor:
-        noisy, clean = batch
-        output: Tensor = self.last(self.first(noisy).tanh()) - clean
-        return output
-
-
-def test_a_loop_trains_on_lists_as_collated() -> None:
-    pair = list(torch.rand(2, 6, 4, dtype=torch.float64))
-    case = Case(Denoises().double(), (pair,), None, lambda output, _: output.square().mean())
+@pytest.mark.parametrize("name", AS_GIVEN)
+def test_a_loop_trains_on_batches_as_they_are(name: str) -> None:
+    function, args, rules = AS_GIVEN[name]
+    loss = nn.functional.mse_loss
+    case = Case(Takes(function).double(), args, ROWS.flip(0), loss, split=rules)
     compare(case, schedule="1F1B", ranks=2, microbatches=3, steps=2).check(1e-12)
 
 
 # ---- rules
 
 
-def test_a_rule_says_along_which_dimension() -> None:
-    parts = split((TOKENS,), {"position_ids": POSITIONS}, 2, {"position_ids": Split(1)})
-    assert shapes(parts, "position_ids") == [[3, 3, 4], [3, 2, 4]]
-    assert torch.equal(torch.cat([p.kwargs["position_ids"] for p in parts], 1), POSITIONS)
-
-
 def test_items_fields_and_positions_have_rules_of_their_own() -> None:
     batch = {"tokens": TOKENS, "positions": POSITIONS, "table": torch.zeros(7)}
     rules: Rules = {
         "batch": {"positions": Split(1), "table": REPLICATE}, 0: {"mask": Split(1)}, 1: {1: Split(1)},
+        "ids": Split(1),
     }  # fmt: skip
-    args = (Item(TOKENS, POSITIONS), (TOKENS, POSITIONS))
-    for part, rows in zip(split(args, {"batch": batch}, 2, rules), (3, 2), strict=True):
+    args = (State(TOKENS, POSITIONS), (TOKENS, POSITIONS))
+    for part, rows in zip(
+        split(args, {"batch": batch, "ids": POSITIONS}, 2, rules), (3, 2), strict=True
+    ):
         assert part.kwargs["batch"]["positions"].shape == (3, rows, 4)
         assert len(part.kwargs["batch"]["tokens"]) == rows
+        assert part.kwargs["ids"].shape == (3, rows, 4)
         assert part.kwargs["batch"]["table"] is batch["table"]
         assert part.args[0].mask.shape == part.args[1][1].shape == (3, rows, 4)
-
-
-class Turned(nn.Module):
-    """Takes a dictionary with a tensor whose samples are columns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, more: dict[str, Tensor]) -> Tensor:
-        output: Tensor = self.second(torch.tanh(self.first(x))) + more["turned"].T
-        return output
-
-
-def test_a_plain_number_stands_for_a_dimension_of_an_item_too() -> None:
-    x = torch.linspace(-1, 1, 20).double().reshape(5, 4)
-    args = (x, {"turned": x.T.contiguous()})
-    split = {1: {"turned": 1}}
-    case = Case(Turned().double(), args, None, lambda out, _: out.square().mean(), split=split)
-    compare(case, schedule="1F1B", ranks=2, microbatches=2).check(1e-12)
 
 
 IMAGES = [torch.full((3, 2, 2 + i), float(i)) for i in range(4)]
@@ -451,7 +382,9 @@ def test_a_list_of_samples_is_split_by_its_entries() -> None:
     assert batch.targets is not None
     assert [part.args for part in batch.parts] == [(IMAGES[:2],), (IMAGES[2:],)]
     assert [*batch.targets] == [boxes[:2], boxes[2:]]
-    # Entries may have any shapes.
+    # Entries may have any shapes; or each has all samples, if a rule says so.
+    by_row = split(([TOKENS, TOKENS],), {}, 2, {0: Split(0)})
+    assert [[len(t) for t in part.args[0]] for part in by_row] == [[3, 3], [2, 2]]
     assert [(part.samples, part.kind) for part in batch.parts] == [(2, None)] * 2
 
 
@@ -472,15 +405,6 @@ def test_a_list_as_collated_holds_all_samples_in_each_tensor(shape: tuple[int, .
             assert sum(map(len, of_whole)) == shape[0]
 
 
-def test_a_rule_says_what_a_list_is() -> None:
-    by_entry = split(([TOKENS, TOKENS],), {}, 2, {0: Split(None)})
-    assert [len(part.args[0]) for part in by_entry] == [1, 1]
-    by_row = split(([TOKENS, TOKENS],), {}, 2, {0: Split(0)})
-    assert [[len(t) for t in part.args[0]] for part in by_row] == [[3, 3], [2, 2]]
-    images = split(([torch.zeros(3, 4, 4)] * 3,), {}, 3, {0: Split(0)})
-    assert [len(part.args[0]) for part in images] == [3, 3, 3]
-
-
 def test_chunks_hold_an_entry_for_every_sample() -> None:
     """Such as the chosen answers of all samples, followed by the rejected ones."""
     pairs = torch.cat([TOKENS, -TOKENS])
@@ -497,16 +421,16 @@ def test_chunks_hold_an_entry_for_every_sample() -> None:
 
 PATCHES = torch.arange(12.0).reshape(6, 2)
 """Of five images: 1, 2, 1, 1 and 1 patches."""
-COUNTS = [1, 2, 1, 1, 1]
-
-
-def patches(value: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    ends = torch.tensor([0, *COUNTS]).cumsum(0)
-    starts = torch.tensor([0, *sizes]).cumsum(0)
-    return [value[ends[a] : ends[b]] for a, b in pairwise(starts)]
 
 
 def test_a_function_splits_an_argument_and_the_target() -> None:
+    asked: list[Sequence[int]] = []
+
+    def patches(value: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        asked.append(list(sizes))
+        ends = torch.tensor([0, 1, 3, 4, 5, 6])[torch.tensor([0, *sizes]).cumsum(0)].tolist()
+        return [value[a:b] for a, b in pairwise(ends)]
+
     rules: Rules = {"patches": patches, "target": patches}
     batch = split_batch((TOKENS,), {"patches": PATCHES}, PATCHES, rules, 3)
     assert batch.parts is not None
@@ -516,42 +440,23 @@ def test_a_function_splits_an_argument_and_the_target() -> None:
     assert [len(target) for target in batch.targets] == [3, 2, 1]
     # They are not alike, though they hold as many samples.
     assert [part.kind for part in batch.parts] == [None] * 3
-
-
-def test_samples_without_images_get_none() -> None:
-    """Models take it for a text without any, where an empty tensor would be a batch of none."""
-    rule = ByImages([2, 0, 0, 1])
-    first, second, third = rule(PATCHES[:3], [1, 2, 1])
+    # Alone it learns the sizes of the target, or of the first argument that is split.
+    batch = split_batch((TOKENS,), {}, TOKENS, {0: patches}, 2)
+    assert batch.samples == asked[-1] == [3, 2]
+    split_batch((TOKENS,), {}, MISSING, {0: patches}, 4)
+    assert asked[-1] == [2, 1, 1, 1]
+    # Samples without images get None, which models take for a text without any.
+    first, second, third = ByImages([2, 0, 0, 1])(PATCHES[:3], [1, 2, 1])
     assert second is None
     assert (first.tolist(), third.tolist()) == (PATCHES[:2].tolist(), PATCHES[2:3].tolist())
 
 
-def test_functions_alone_learn_the_sizes() -> None:
-    """Of the target's samples, or those of the first argument that is split; parts weigh their targets."""
-    asked: list[Sequence[int]] = []
-
-    def columns(value: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        asked.append(list(sizes))
-        return list(value.tensor_split(len(sizes)))
-
-    batch = split_batch((PATCHES,), {}, TOKENS, {0: columns, "target": columns}, 2)
-    assert asked == [[3, 2], [3, 2]]
-    assert batch.samples == [3, 2]
-    batch = split_batch((PATCHES,), {}, MISSING, {0: columns}, 4)
-    assert asked[-1] == [2, 2, 1, 1]
-    assert batch.samples == [2, 2, 1, 1]
-
-
-def by_length(
-    args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, count: int
-) -> Microbatches:
-    """Long rows and short ones apart."""
-    assert kwargs == {}
-    long = args[0][:, -1] > 10
-    return Microbatches([args[0][long], args[0][~long]], targets=[target[long], target[~long]])
-
-
 def test_a_function_splits_the_call() -> None:
+    def by_length(args: Any, kwargs: Any, target: Any, count: int) -> Microbatches:
+        """Long rows and short ones apart."""
+        long = args[0][:, -1] > 10
+        return Microbatches([args[0][long], args[0][~long]], targets=[target[long], target[~long]])
+
     batch = split_batch((TOKENS,), {}, TOKENS + 1, by_length, 4)
     assert (batch.count, batch.samples, batch.presplit) == (2, [3, 2], True)
     assert batch.parts is not None
@@ -565,64 +470,43 @@ def test_a_function_splits_the_call() -> None:
 RAGGED = [torch.zeros(2, 3), torch.zeros(1, 5), torch.zeros(2, 1)]
 
 
+def ready(target: Any = MISSING, **options: Any) -> Any:
+    return split_batch((Microbatches(RAGGED, **options),), {}, target, None, 8)
+
+
 def test_ready_microbatches() -> None:
-    batch = split_batch((Microbatches(RAGGED),), {}, [1, 2, 3], None, 8)
+    batch = ready([1, 2, 3])
     assert (batch.count, batch.samples, batch.targets) == (3, [2, 1, 2], [1, 2, 3])
-    assert batch.parts is not None
     assert [part.args[0] for part in batch.parts] == RAGGED
-
-
-def test_ready_microbatches_count_their_targets_if_all_have_some() -> None:
-    rows = Microbatches([torch.zeros(3, 2), torch.zeros(2, 2)])
-    assert rows.batch([torch.zeros(1), torch.zeros(4)]).samples == [1, 4]
-    assert rows.batch([torch.zeros(1), "none"]).samples == [3, 2]
-
-
-def test_arguments_of_ready_microbatches() -> None:
     calls = [(RAGGED[0], 2), {"x": RAGGED[1], "scale": 3}, RAGGED[2]]
     parts = Microbatches(calls, samples=[4, 5, 6]).parts
     assert [len(part.args) for part in parts] == [2, 0, 1]
     assert parts[1].kwargs == {"x": RAGGED[1], "scale": 3}
     assert [part.samples for part in parts] == [4, 5, 6]
+    # They count their targets, if all have some.
+    rows = Microbatches([torch.zeros(3, 2), torch.zeros(2, 2)])
+    assert rows.batch([torch.zeros(1), torch.zeros(4)]).samples == [1, 4]
+    assert rows.batch([torch.zeros(1), "none"]).samples == [3, 2]
+    assert ready().targets is None
+    assert ready(None).targets == [None] * 3
+    assert ready(targets="abc").targets == ready(None, targets="abc").targets == "abc"
 
 
-def ready(target: Any = MISSING, **options: Any) -> Any:
-    return split_batch((Microbatches(RAGGED, **options),), {}, target, None, 8).targets
+def with_others(*args: Any, **kwargs: Any) -> Any:
+    return split_batch(args, kwargs, None, None, 8)
 
 
-def test_targets_of_ready_microbatches() -> None:
-    assert ready() is None
-    assert ready(None) == [None] * 3
-    assert ready(targets="abc") == "abc"
-    assert ready(None, targets="abc") == "abc"
-
-
-REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
-    "none": (lambda: Microbatches([]), "holds no microbatches"),
-    "too few targets": (
-        lambda: Microbatches(RAGGED, targets=[1]),
-        r"3 microbatches, but \{'targets': 1\}",
-    ),
-    "too many samples": (
-        lambda: Microbatches(RAGGED, samples=[1] * 4),
-        r"3 microbatches, but \{'samples': 4\}",
-    ),
-    "a list too short": (lambda: ready([1, 2]), "3 microbatches, but target=2; give a list"),
-    "one tensor": (lambda: ready(torch.zeros(3)), "but target=Tensor; give a list"),
-    "twice": (lambda: ready([1, 2, 3], targets=[1, 2, 3]), "passed both"),
-    "with others": (
-        lambda: split_batch((Microbatches(RAGGED), 1), {}, None, None, 8),
-        "pass no others beside them",
-    ),
-    "by name": (
-        lambda: split_batch((), {"x": Microbatches(RAGGED)}, None, None, 8),
-        "pass no others beside them",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", sorted(REFUSALS))
-def test_what_is_refused(name: str) -> None:
-    call, says = REFUSALS[name]
-    with pytest.raises(MicrobatchError, match=says):
-        call()
+def test_what_is_no_set_of_ready_microbatches() -> None:
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("holds no microbatches", lambda: Microbatches([])),
+        (r"3 microbatches, but \{'targets': 1\}", lambda: Microbatches(RAGGED, targets=[1])),
+        (r"3 microbatches, but \{'samples': 4\}", lambda: Microbatches(RAGGED, samples=[1] * 4)),
+        ("3 microbatches, but target=2; give a list", lambda: ready([1, 2])),
+        ("but target=Tensor; give a list", lambda: ready(torch.zeros(3))),
+        ("passed both", lambda: ready([1, 2, 3], targets=[1, 2, 3])),
+        ("pass no others beside them", lambda: with_others(Microbatches(RAGGED), 1)),
+        ("pass no others beside them", lambda: with_others(x=Microbatches(RAGGED))),
+    ]
+    for says, call in calls:
+        with pytest.raises(MicrobatchError, match=says):
+            call()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from itertools import pairwise
 from typing import Any
@@ -22,6 +21,7 @@ from penstock import Pipeline
 from penstock._engine.microbatches import MISSING, REPLICATE, Batch, Rules, Split, split_batch
 from penstock._engine.values import Structure, flatten, unflatten
 from penstock.errors import MicrobatchError, UsageError
+from penstock.testing import Case, compare
 
 torch.set_num_threads(1)
 LENGTHS = (5, 1, 9, 3, 4, 6, 2)
@@ -99,6 +99,21 @@ def test_rows_of_other_shapes() -> None:
     assert [(call["z"].shape, len(call["each"])) for call in calls] == [((2, 15), 3), ((2, 15), 4)]
 
 
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_no_microbatch_has_much_more_than_the_others(count: int) -> None:
+    bounds, x = BOUNDS.long(), torch.zeros(1, TOTAL)
+    tokens = split(count, x=x, cu_seqlens=bounds)[0].samples
+    assert tokens is not None
+    assert min(tokens) > 0
+    ways = torch.combinations(torch.arange(1, 7), count - 1) if count > 1 else torch.zeros(1, 0)
+    ends = [pairwise([0, *way.int().tolist(), 7]) for way in ways]
+    assert max(tokens) == min(max(int(bounds[b] - bounds[a]) for a, b in of) for of in ends)
+    # A list of sequences likewise.
+    rows = [*TOKENS[0].split(list(LENGTHS))]
+    batch, _ = split(count, {"x": Split(None, by="tokens")}, x=rows)
+    assert batch.weights == tokens
+
+
 def test_what_is_no_packed_row() -> None:
     plain = torch.arange(30)[None]
     ways: list[dict[str, Any]] = [
@@ -114,23 +129,6 @@ def test_what_is_no_packed_row() -> None:
     )
     assert several.samples == [1, 1]
     assert [call["cu_seq_lens_q"].tolist() for call in calls] == [[0, 5, 6, 15], [0, 3, 7, 13, 15]]
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 7])
-def test_no_microbatch_has_much_more_than_the_others(count: int) -> None:
-    torch.manual_seed(count)
-    lengths = torch.randint(1, 50, (7,)).tolist()
-    bounds = torch.tensor([0, *lengths]).cumsum(0)
-    tokens = split(count, x=torch.zeros(1, sum(lengths)), cu_seqlens=bounds)[0].samples
-    assert tokens is not None
-    assert len(tokens) == count
-    assert min(tokens) > 0
-    ways = torch.combinations(torch.arange(1, 7), count - 1) if count > 1 else torch.zeros(1, 0)
-    least = min(
-        max(int(bounds[b] - bounds[a]) for a, b in pairwise([0, *way.int().tolist(), 7]))
-        for way in ways
-    )
-    assert max(tokens) == least
 
 
 MASK = (torch.arange(20) < torch.tensor([[20], [3], [4], [5], [2], [6]])).long()
@@ -161,14 +159,6 @@ def test_padded_sequences_by_tokens() -> None:
     for says, rule in wrong.items():
         with pytest.raises(MicrobatchError, match=says):
             Pipeline(Attends(), split={0: rule})
-
-
-def test_a_list_of_sequences_by_tokens() -> None:
-    rows = [*TOKENS[0].split(list(LENGTHS))]
-    batch, calls = split(3, {"x": Split(None, by="tokens")}, x=rows)
-    assert [[len(row) for row in call["x"]] for call in calls] == [[5, 1], [9, 3], [4, 6, 2]]
-    assert batch.samples == [2, 2, 3]
-    assert batch.weights == [6, 12, 12]
 
 
 # ---- the loss of the whole batch
@@ -222,23 +212,18 @@ BATCHES: dict[str, tuple[dict[str, Any], Tensor, Rules | None]] = {
 }
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "ZB-V"])
 @pytest.mark.parametrize("name", sorted(BATCHES))
-def test_the_loss_and_gradients_are_those_of_the_whole_batch(name: str, schedule: str) -> None:
+def test_the_loss_and_gradients_are_those_of_the_whole_batch(name: str) -> None:
     kwargs, labels, rules = BATCHES[name]
-    model = Attends().double()
-    plain = copy.deepcopy(model)
-    pipe = Pipeline(model, schedule=schedule, ranks=2, microbatches=3, loss_fn=loss_fn, split=rules)
+    case = Case(Attends().double(), (), labels, loss_fn, kwargs=kwargs, split=rules)
+    verdict = compare(case, schedule="ZB-V", ranks=2, microbatches=3)
+    assert verdict.whole
+    verdict.check(1e-12)
+    pipe = Pipeline(case.model, ranks=2, microbatches=3, loss_fn=loss_fn, split=rules)
     result = pipe.step(**kwargs, target=labels, outputs=name != "padded")
-    logits = plain(**kwargs)
-    expected = loss_fn(logits, labels)
-    expected.backward()
-    assert result.loss == pytest.approx(expected.item(), rel=1e-12)
     assert result.weight == int((labels != -100).sum())
     if name != "padded":
-        torch.testing.assert_close(result.outputs, logits)
-    for (path, mine), theirs in zip(pipe.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, msg=path)
+        torch.testing.assert_close(result.outputs, case.model(**kwargs))
 
 
 # ---- FlexAttention's masks
@@ -295,15 +280,11 @@ def test_a_block_mask_is_split_with_the_batch(name: str) -> None:
     batch, length = (1, TOTAL) if packed else (4, 8)
     mask = create_block_mask(function, batch, None, length, length, device="cpu", BLOCK_SIZE=4)
     x, y = torch.randn(2, batch, length, 8)
-    model = Flexes()
-    plain = copy.deepcopy(model)
-    pipe = Pipeline(model, ranks=2, microbatches=2, loss_fn=mse_loss)
-    result = pipe.step(x, mask=mask, target=y, **packed)
-    loss = mse_loss(plain(x, mask), y)
-    loss.backward()
-    assert result.loss == pytest.approx(loss.item(), rel=1e-5)
-    for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad)
+    case = Case(Flexes(), (x,), y, mse_loss, kwargs={"mask": mask, **packed}, evaluates=False)
+    verdict = compare(case, schedule="1F1B", ranks=2, microbatches=2)
+    assert verdict.whole
+    verdict.check(1e-6)
+    pipe, plain = Pipeline(case.model, ranks=2, microbatches=2), case.model
     if not packed:
         with torch.no_grad():
             torch.testing.assert_close(pipe.predict(x, mask=mask), plain(x, mask))

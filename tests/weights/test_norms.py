@@ -24,21 +24,15 @@ def pipeline(dtype: torch.dtype = torch.float32) -> tuple[Pipeline, list[nn.Para
     return Pipeline(model, ranks=2), list(same.parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("order", [2.0, 1.0, 3.0, 0.5, math.inf, -math.inf, 0.0])
-def test_the_norm_is_torchs(order: float, dtype: torch.dtype) -> None:
-    pipe, same = pipeline(dtype)
+def test_the_norm_is_torchs(order: float) -> None:
+    pipe, same = pipeline(torch.bfloat16 if order == 2.0 else torch.float32)
     expected = nn.utils.get_total_norm([p.grad.double() for p in same if p.grad is not None], order)
     assert pipe.weights.grad_norm(order) == pytest.approx(float(expected), rel=1e-6)
-
-
-@pytest.mark.parametrize("order", [2.0, math.inf, 0.0])
-def test_each_norm_by_its_name_is_torchs(order: float) -> None:
-    pipe, same = pipeline()
-    expected = [float(torch.linalg.vector_norm(p.grad, order)) for p in same if p.grad is not None]
-    assert pipe.weights.grad_norms(order) == pytest.approx(
-        dict(zip(("0.weight", "0.bias", "1.weight"), expected, strict=True))
-    )
+    if order in (2.0, math.inf, 0.0):
+        norms = [float(torch.linalg.vector_norm(p.grad, order)) for p in same if p.grad is not None]
+        names = ("0.weight", "0.bias", "1.weight")
+        assert pipe.weights.grad_norms(order) == pytest.approx(dict(zip(names, norms, strict=True)))
 
 
 @pytest.mark.parametrize("largest", [0.0, 1.0, 5.0, 100.0, float("inf")])
@@ -50,8 +44,7 @@ def test_clipping_is_torchs(largest: float) -> None:
         torch.testing.assert_close(one.grad, other.grad)
 
 
-@pytest.mark.parametrize("order", [2.0, math.inf])
-@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize(("value", "order"), [(math.inf, 2.0), (math.nan, math.inf)])
 def test_what_is_no_number_can_be_an_error(value: float, order: float) -> None:
     pipe, _ = pipeline()
     first = next(pipe.parameters())

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,9 @@ from penstock import REPLICATE, Loss, Microbatches, Pipeline, Split, add_loss
 from penstock._engine.microbatches import Rules
 from penstock.schedule import Edge
 from penstock.testing import Case
-from tests.pipeline.draws import BETWEEN, noisy
+from tests.catalogue.draws import BETWEEN, noisy
 from tests.pipeline.models import (
     WIDTH,
-    Recomputing,
     X,
     Y,
     chain,
@@ -39,16 +38,24 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 # ---- a language model, in many variants
 
 
-class Block(Recomputing):
+class Block(nn.Module):
     """Attends, and perhaps drops, adds a loss that balances its gates, or computes itself again."""
 
     def __init__(self, *, adds: str = "", drop: float = 0.0, recompute: bool = False) -> None:
-        super().__init__(recompute)
-        self.adds = adds
+        super().__init__()
+        self.adds, self.recompute = adds, recompute
         self.norm = nn.LayerNorm(WIDTH)
         self.mix = nn.Linear(WIDTH, 3 * WIDTH)
         self.out = nn.Linear(WIDTH, WIDTH, bias=False)
         self.drop = nn.Dropout(drop)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        again: Tensor = (
+            checkpoint(self.mixed, hidden, use_reentrant=False)
+            if self.recompute
+            else self.mixed(hidden)
+        )
+        return again
 
     def mixed(self, hidden: Tensor) -> Tensor:
         query, key, value = self.mix(self.norm(hidden)).chunk(3, -1)
@@ -177,7 +184,6 @@ def placed(places: Tensor, rule: Any) -> Case:
 LANGUAGE: dict[str, Callable[[], Case]] = {
     "attention": language,
     "skip edges": partial(language, skips=True),
-    "recomputed": partial(language, recompute=True),
     "tied": partial(language, tied=True),
     "half frozen": partial(language, tied=True, detached=True),
     "frozen": frozen,
@@ -318,22 +324,22 @@ def first_of_two(value: Fork) -> Tensor:
     return first
 
 
-USES: dict[str, tuple[Callable[[Fork], Tensor], Tensor, set[str]]] = {
-    "a branch of microbatch 2": (on_a_branch, MARKED, set()),
-    "a branch never taken": (on_a_branch, MARKED.abs(), {"b"}),
-    "a branch taken for zeros alone": (lambda v: on_a_branch(v, 1e-9), X.abs() + 1, {"b"}),
-    "never": (lambda value: value["a"], X, {"b"}),
-    "detached": (lambda value: value["a"] + value["b"].detach(), X, {"b"}),
-    "neither": (lambda value: value["a"].detach(), X, {"a", "b"}),
-    "a reentrant checkpoint that leaves it alone": (in_a_checkpoint, X, {"b"}),
-    "a function without a gradient": (first_of_two, X, {"b"}),
+USES: dict[str, tuple[Callable[[Fork], Tensor], Tensor]] = {
+    "a branch of microbatch 2": (on_a_branch, MARKED),
+    "a branch never taken": (on_a_branch, MARKED.abs()),
+    "a branch taken for zeros alone": (lambda v: on_a_branch(v, 1e-9), X.abs() + 1),
+    "never": (lambda value: value["a"], X),
+    "detached": (lambda value: value["a"] + value["b"].detach(), X),
+    "neither": (lambda value: value["a"].detach(), X),
+    "a reentrant checkpoint that leaves it alone": (in_a_checkpoint, X),
+    "a function without a gradient": (first_of_two, X),
 }
-"""How the end of a model uses two values, its batch, and which of them have no gradient."""
+"""How the end of a model uses two values, which may get no gradient, and its batch."""
 
 
 def missing(use: str) -> Case:
     torch.manual_seed(0)
-    function, x, _ = USES[use]
+    function, x = USES[use]
     return Case(
         nn.Sequential(Forked(), Forked(), Forked(), Join(function)).double(), (x,), Y, mean_loss
     )
@@ -358,13 +364,6 @@ def changed(x: Tensor) -> Tensor:
     return x.mul_(2).add_(1)
 
 
-class Lookup(nn.Linear):
-    """Looks at its data."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) + self.bias[int((input.detach().sum() > 1e9).item())]
-
-
 def two(x: Any) -> tuple[Tensor, dict[str, Any]]:
     """Takes a tensor or a pair, gives a pair."""
     x = x[0] + x[1]["deep"][0] if isinstance(x, tuple) else x
@@ -374,19 +373,6 @@ def two(x: Any) -> tuple[Tensor, dict[str, Any]]:
 def one(pair: tuple[Tensor, dict[str, Any]]) -> Tensor:
     product: Tensor = pair[0] * pair[1]["deep"][0] * pair[1]["mask"]
     return product
-
-
-def kept(state: Any) -> Any:
-    """A dict of a tensor, a mask, a count and a list, which grows."""
-    if isinstance(state, Tensor):
-        state = {"hidden": state, "mask": state[:, :1] > -0.5, "calls": 0, "all": []}
-    hidden = torch.where(state["mask"], state["hidden"].tanh(), state["hidden"])
-    return state | {"hidden": hidden, "calls": state["calls"] + 1, "all": [*state["all"], hidden]}
-
-
-def stacked(state: Mapping[str, Any]) -> Tensor:
-    mean: Tensor = torch.stack(state["all"]).sum(0) / state["calls"]
-    return mean
 
 
 def doubles(module: nn.Module, inward: Any, _: Any) -> Any:
@@ -403,11 +389,6 @@ def hooked() -> nn.Module:
     return model
 
 
-def shared_layers() -> nn.Module:
-    act, lin = nn.Tanh(), [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
-    return nn.Sequential(lin[0], act, lin[1], act, lin[0], act)
-
-
 def partly_frozen() -> nn.Module:
     model = chain(4)
     model[0].requires_grad_(False)
@@ -416,11 +397,6 @@ def partly_frozen() -> nn.Module:
 
 def linear() -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH)
-
-
-def again(x: Tensor) -> Tensor:
-    recomputed: Tensor = checkpoint(torch.tanh, x, use_reentrant=False)
-    return recomputed
 
 
 class Picks(nn.Linear):
@@ -445,32 +421,22 @@ class Leaves(nn.Module):
 
 
 ODD: dict[str, Callable[[], nn.Module]] = {
-    "modules at several places": shared_layers,
     "frozen layers": partly_frozen,
     "a user without gradient": Leaves,
     "in place at the start of a stage": lambda: nn.Sequential(
         linear(), Does(changed, learns=False), linear(), Does(changed, learns=False)
     ),
     "nested values": lambda: nn.Sequential(linear(), Does(two), Does(two), Does(one), linear()),
-    "a dict that grows": lambda: nn.Sequential(Does(kept), Does(kept), Does(kept), Does(stacked)),
-    "a tuple that is one argument": lambda: nn.Sequential(
-        Does(lambda x: x[:, None]), nn.LSTM(WIDTH, WIDTH, batch_first=True), Does(lambda both: both[0][:,
-            0]), linear()
-    ),
-    "data-dependent": lambda: nn.Sequential(Lookup(4, 4), linear(), Lookup(4, 4), linear()),
     "sparse gradients": lambda: nn.Sequential(
-        Does(lambda x: (x[:, 0] > 0).long(), learns=False), nn.Embedding(8, WIDTH, sparse=True), linear(),
-        linear()
+        Does(lambda x: (x[:, 0] > 0).long(), learns=False),
+        nn.Embedding(8, WIDTH, sparse=True),
+        linear(),
+        linear(),
     ),
-    "checkpoints": lambda: nn.Sequential(Does(again), Does(again), linear(), Does(again)),
     "hooks": hooked,
-    # Conjugated in name only.
-    "complex numbers": lambda: nn.Sequential(
-        linear(), Does(lambda x: torch.complex(x, x * 2).conj()), Does(lambda x: x.imag * x.real,
-            learns=False), linear()
-    ),
+    "a result that nobody uses": lambda: Aside(),
     "no parameters at the end": lambda: nn.Sequential(linear(), nn.Tanh(), linear(), nn.Tanh()),
-}  # fmt: skip
+}
 
 
 def odd(name: str) -> Case:
@@ -501,16 +467,6 @@ def arguments(*args: Any, split: Rules | None = None, **kwargs: Any) -> Case:
     return Case(named(), args, Y, mean_loss, kwargs=kwargs, split=split)
 
 
-def nested_loss(output: Tensor, target: dict[str, Any]) -> Tensor:
-    scale: float = target["scale"]
-    return mean_loss(output, target["values"][0]) * scale
-
-
-def square_loss(output: Tensor, target: None) -> Tensor:
-    assert target is None
-    return output.square().mean()
-
-
 def uneven(samples: int, loss_fn: Any) -> Case:
     return Case(chain(4), (X[:samples],), Y[:samples], loss_fn)
 
@@ -530,31 +486,25 @@ BATCHES: dict[str, Callable[[], Case]] = {
         mean_loss,
         split={0: Split(1)},
     ),
-    "a nested target": lambda: Case(chain(4), (X,), {"values": (Y,), "scale": 2.0}, nested_loss),
-    "no target": lambda: Case(chain(4), (X,), None, square_loss),
+    "a nested target": lambda: Case(
+        chain(4),
+        (X,),
+        {"values": (Y,), "scale": 2.0},
+        lambda output, target: mean_loss(output, target["values"][0]) * target["scale"],
+    ),
+    "no target": lambda: Case(chain(4), (X,), None, lambda output, _: output.square().mean()),
 }
 
 # ---- all of them
 
-
-class Trained(NamedTuple):
-    """A case, how it is cut into four stages, and whether an optimizer can train it."""
-
-    make: Callable[[], Case]
-    stages: Any = 4
-    trains: bool = True
-
-
-CASES: dict[str, Trained] = {
-    **{name: Trained(make) for name, make in (LANGUAGE | BATCHES).items()},
-    "looped": Trained(LANGUAGE["looped"], LOOPED),
-    "encoder-decoder": Trained(translator),
-    "a result that nobody uses": Trained(lambda: Case(Aside().double(), (X,), Y, mean_loss)),
-    **{f"gradient: {name}": Trained(partial(missing, name)) for name in USES},
-    **{f"model: {name}": Trained(partial(odd, name), trains="sparse" not in name) for name in ODD},
-    **{f"draws: {name}": Trained(partial(noisy, name), trains=False) for name in BETWEEN},
+CASES: dict[str, Callable[[], Case]] = {
+    **LANGUAGE,
+    **BATCHES,
+    "encoder-decoder": translator,
+    **{f"gradient: {name}": partial(missing, name) for name in USES},
+    **{f"model: {name}": partial(odd, name) for name in ODD},
+    **{f"draws: {name}": partial(noisy, name) for name in BETWEEN},
 }
-CASES["sparse"] = Trained(sparse)
 
 
 def pipeline(of: Case, stages: Any = 4, **options: Any) -> Pipeline:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from penstock import Pipeline, PipelineStage
 from penstock.testing import Case
 
 WIDTH = 4
@@ -67,18 +66,8 @@ pytree.register_pytree_node(
     Cache,
     lambda cache: ([cache.keys, cache.length], None),
     lambda items, _: Cache(*items),
-    serialized_type_name="tests.values.kinds.Cache",
+    serialized_type_name="tests.catalogue.kinds.Cache",
 )
-
-
-class Nameless(Cache):
-    """Registered, but under no name that another rank could look up."""
-
-    def __init__(self, keys: Tensor) -> None:
-        super().__init__(keys, 1)
-
-
-pytree.register_pytree_node(Nameless, lambda x: ([x.keys], None), lambda items, _: Nameless(*items))
 
 
 class Rows(list[Any]):
@@ -90,11 +79,6 @@ class Rows(list[Any]):
 
 class Table(dict[str, Any]):
     """A dict of a class of its own."""
-
-
-class Unregistered:
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
 
 
 class Mode(enum.Enum):
@@ -199,20 +183,6 @@ ONLY_CUT: dict[str, Kind] = {
     ),
 }
 """These cannot travel; where the author's forward is cut, only tensors do, and each stage has the rest."""
-REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "set": (lambda h: {"a": [h, {h}]}, "['a'][1] is a set"),
-    "class": (lambda h: {"a": Unregistered(h)}, "['a'] is a Unregistered"),
-    "complex number": (lambda h: [h, 1j], "[1] is a complex"),
-    "constant": (lambda h: {"h": h, "dtype": torch.float32}, "['dtype'] is a dtype"),
-    "sparse tensor": (lambda h: [h.to_sparse()], "[0] is a sparse_coo tensor"),
-    "quantized tensor": (
-        lambda h: [h, torch.quantize_per_tensor(h.detach().float(), 0.1, 0, torch.quint8)],
-        "[1] is a quantized tensor",
-    ),
-    "class without a name": (lambda h: {"h": Nameless(h)}, " is a tests.values.kinds.Nameless"),
-    "key": (lambda h: {(1, 2): h}, " is a dict with ((1, 2),)"),
-    "bytes": (lambda h: {"h": h, "bytes": b"a"}, "['bytes'] is a bytes"),
-}
 
 
 class Layer(nn.Module):
@@ -244,52 +214,3 @@ def layers(kind: Kind) -> list[Layer]:
 
 def case_of(kind: Kind) -> Case:
     return Case(nn.Sequential(*layers(kind)), (X,), X.flip(0), loss)
-
-
-def run_by_hand(group: Any = None, *, schedule: str, names: list[str]) -> dict[str, dict[str, str]]:
-    """For each kind the gradients of two steps of stages by hand, as bits; also a worker's task."""
-    answers: dict[str, dict[str, str]] = {}
-    for name in names:
-        parts = layers(KINDS[name])
-        stages = [PipelineStage(part, index, 4) for index, part in enumerate(parts)]
-        with Pipeline.from_stages(
-            stages if group is None else [s for s in stages if rank_of(schedule, s.index) == group.rank()],
-            schedule=schedule, microbatches=4, loss_fn=loss, mesh=group,
-        ) as pipe:  # fmt: skip
-            for _ in range(2):
-                pipe.step(X, target=X.flip(0))
-        answers[name] = {
-            f"{index}.{key}": p.grad.cpu().numpy().tobytes().hex()
-            for index, part in enumerate(parts)
-            for key, p in part.named_parameters()
-            if p.grad is not None
-        }
-    return answers
-
-
-def rank_of(schedule: str, stage: int) -> int:
-    """Of two ranks."""
-    return min(stage, 3 - stage) if schedule == "ZB-V" else stage % 2
-
-
-class Gives(nn.Module):
-    def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.lin, self.wrap = nn.Linear(WIDTH, WIDTH, dtype=torch.float64), wrap
-
-    def forward(self, x: Tensor) -> Any:
-        return self.wrap(self.lin(x))
-
-
-def refusal(group: Any = None, *, name: str) -> list[str]:
-    """The error's class and text where a stage by hand returns what cannot travel; also a worker's task."""
-    stages = [PipelineStage(Gives(REFUSED[name][0]), 0, 2), PipelineStage(Layer(None, None), 1, 2)]
-    try:
-        with Pipeline.from_stages(
-            stages if group is None else [stages[group.rank()]],
-            schedule="1F1B", microbatches=2, loss_fn=loss, mesh=group,
-        ) as pipe:  # fmt: skip
-            pipe.step(X, target=X)
-    except Exception as error:
-        return [type(error).__name__, str(error)]
-    return []
