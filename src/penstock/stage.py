@@ -38,28 +38,30 @@ class StageCall:
     """What one call of a :class:`StageModule` belongs to.
 
     Args:
-        plan: what the partition's ``plan`` returned for calls of this kind.
+        plan: what the partition's ``plan`` returned for calls of this signature.
         microbatch: which microbatch it is.
+        score: what the author's forward does in it; None if it runs as it is, in one stage.
         draws: seeds the random numbers of the step and microbatch; None leaves the generators alone.
         may_cast: whether wrappers may change types, which a plan does not know; by default, none do.
     """
 
     # Neither a tuple nor a dataclass, which wrappers would look into for tensors.
-    __slots__ = ("draws", "may_cast", "microbatch", "plan")
+    __slots__ = ("draws", "may_cast", "microbatch", "plan", "score")
 
     def __init__(
         self,
         plan: Any,
         microbatch: int,
+        score: Any = None,
         draws: Draws | None = None,
         may_cast: Callable[[], bool] = bool,
     ) -> None:
-        self.plan, self.microbatch, self.draws = plan, microbatch, draws
+        self.plan, self.microbatch, self.score, self.draws = plan, microbatch, score, draws
         self.may_cast = may_cast
 
 
 class StageModule(nn.Module):
-    """A stage's code as the runtime calls it: the author's forward, of which it runs one stage's part.
+    """A stage of a model that was cut, as the runtime calls it.
 
     Attributes:
         index: which stage it is.
@@ -68,30 +70,31 @@ class StageModule(nn.Module):
     index: int
 
     @abstractmethod
-    def state(self) -> Any:
-        """What a plan depends on in this stage and in the author's code around its units.
+    def scores(
+        self, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any], Draws | None]]
+    ) -> Sequence[Any]:
+        """Run the author's forward of microbatches without the work in it, and write down what happens.
 
-        Those are the modes of modules, their hooks, which weights learn, and plain attributes. While the
-        states of all stages are equal, a plan holds. It is quick enough for every step.
+        Args:
+            calls: for each, the model's arguments, with their numbers; its keyword arguments; and what seeds
+                the author's draws between units, or None to leave the generators alone.
 
         Returns:
-            Nested tuples of plain values.
+            For each something with a ``digest``, which is equal for microbatches of one call signature, in
+            all processes; and ``batch``, the tensors among the arguments that learn. None if the model is
+            one stage.
         """
 
     @abstractmethod
-    def plan(
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        states: Mapping[int, Any] | None = None,
-    ) -> Any:
-        """What all stages of the model do in a call with arguments like these; a new plan at every call.
+    def settings(self) -> str:
+        """A hash of the modes, hooks and flags of modules, and of which weights learn, in this process."""
+
+    @abstractmethod
+    def plan(self, score: Any) -> Any:
+        """What all stages of the model do in microbatches of a call signature.
 
         Args:
-            args: the model's arguments for a microbatch; only shapes, types and plain values count.
-            kwargs: its keyword arguments, likewise.
-            states: by index, what :meth:`state` gave for the stages, where they are in other processes: the
-                plan is made for these.
+            score: one of what :meth:`scores` gave.
 
         Returns:
             Something with ``edges``, the values that travel; ``with_output(function, counts)``, which calls
@@ -99,19 +102,13 @@ class StageModule(nn.Module):
             ``apart(function, *args)``, which calls one that may not see what units of other stages keep.
         """
 
-    @property
     @abstractmethod
-    def reads_numbers(self) -> bool:
-        """Whether plans depend on the numbers in the model's arguments, as far as is known."""
-
-    @abstractmethod
-    def fits(self, plan: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a plan is one for a call with these numbers, among calls that look like its own.
+    def given(self, score: Any, plan: Any) -> list[Tensor]:
+        """The tensors of the batch, and those made of it alone, that this stage uses, for a wrapper to cast.
 
         Args:
-            plan: what :meth:`plan` gave in the same state.
-            args: the model's arguments for a microbatch.
-            kwargs: its keyword arguments.
+            score: one of what :meth:`scores` gave.
+            plan: its plan.
         """
 
     @abstractmethod
@@ -119,7 +116,7 @@ class StageModule(nn.Module):
         """The floating-point operations of products, convolutions and attention in the model's forward.
 
         Args:
-            args: the model's arguments for a microbatch, on the meta device.
+            args: the model's arguments for a microbatch; only their shapes count.
             kwargs: its keyword arguments, likewise.
         """
 
@@ -145,11 +142,11 @@ class StageModule(nn.Module):
         """Run this stage's part of the model.
 
         Args:
-            call: which plan the model is called by, and for which microbatch.
+            call: what the model does in it, and for which microbatch.
             values: what other stages have made for this one, by the name of the edge.
-            args: the model's positional arguments; tensors that this process was not given are on the meta
-                device.
-            kwargs: its keyword arguments, likewise.
+            args: the tensors of the batch that learn; without a score, the model's arguments.
+            kwargs: without a score, the model's keyword arguments; with one, what a wrapper has made of
+                :meth:`given`, as ``given``.
 
         Returns:
             The model's output in the last stage and None in others; and the values that this stage makes
@@ -299,8 +296,12 @@ class PipelineStage:
     def called_modules(self) -> Iterator[nn.Module]:
         """All modules that the stage may call: its own, and those of the author around them."""
         yield from self._module.modules()
-        if isinstance(self.code, StageModule):
-            yield from self.code.around
+        yield from self.around
+
+    @property
+    def around(self) -> Sequence[nn.Module]:
+        """The author's modules around the units of a model that was cut."""
+        return self.code.around if isinstance(self.code, StageModule) else ()
 
     def reduce_later(self) -> None:
         """Expect that sharded gradients are reduced only when the weights' half is done."""

@@ -66,11 +66,14 @@ def forwards(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     draws: Draws | None = None,
-    plan: CallPlan | None = None,
 ) -> Forwarded:
     named = dict(kwargs or {})
-    plan = cut.plan(args, named) if plan is None else plan
+    first: Any = cut.modules[0]
+    (score,) = first.scores([(args, named, draws)])
+    plan = first.plan(score)
     done = Forwarded(plan)
+    batch = [fresh(tensor, gradient=True).clone() for tensor in score.batch] if score else args
+    rest = {} if score else named
     values: dict[str, Tensor] = {}
     gradients = {edge.value: edge.gradient for edge in plan.edges}
     for index, module in enumerate(cut.modules):
@@ -80,7 +83,7 @@ def forwards(
             n: torch.empty_like(t).copy_(t) if t.requires_grad else t for n, t in leaves.items()
         }
         with penstock.collect_losses() as losses:
-            output, sent = module(StageCall(plan, 0, draws), arrived, *args, **named)
+            output, sent = module(StageCall(plan, 0, score, draws), arrived, *batch, **rest)
         assert set(sent) == {edge.value for edge in plan.edges if edge.source == index}
         done.arrived.append(leaves)
         done.sent.append(sent)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.errors import PartitionError
 from tests.partition.driver import check_equal, cut, forwards
 from tests.partition.families import FAMILIES, make
 
@@ -89,17 +88,8 @@ def test_what_is_collected_from_layers_reaches_the_last_stage() -> None:
 
 def test_layers_that_are_left_out_by_chance() -> None:
     model, kwargs, _ = make("m2m")
-    model.model.decoder.layerdrop = 1.0  # type: ignore[union-attr]
-    parts = cut(model, 2, (), kwargs)
-    parts.plan((), kwargs)
     model.model.decoder.layerdrop = 0.5  # type: ignore[union-attr]
-    with pytest.raises(PartitionError, match=r"went another way in stage .*chance"):
-        run_often(parts, kwargs)
-
-
-def run_often(parts: Any, kwargs: Any) -> None:
-    for _ in range(20):
-        forwards(parts, (), kwargs)
+    check_equal(model, 2, (), kwargs, draws=True, repeat=4)
 
 
 @pytest.mark.parametrize("layers", [16, pytest.param(80, marks=pytest.mark.nightly)])

@@ -386,6 +386,11 @@ def _is_container(kind: Any) -> bool:
     return isinstance(kind, type) and _unregistered(kind) is not None
 
 
+def is_container(kind: type) -> bool:
+    """Whether objects of a class are taken apart; others are leaves."""
+    return _CONTAINERS[kind] is not None
+
+
 def _find_class(name: str) -> type:
     """The class that a description names, if this process has imported its module.
 

@@ -10,9 +10,9 @@ from penstock.partition.base import (
     named_tensors,
 )
 from penstock.partition.cutting import Cutting, explained, partition, unit_paths
+from penstock.partition.doors import Door
 from penstock.partition.draws import randomness
-from penstock.partition.plan import CallPlan
-from penstock.partition.seen import Door
+from penstock.partition.planning import CallPlan
 
 __all__ = [
     "CallPlan",

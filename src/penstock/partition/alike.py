@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -12,17 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.nn.modules import module as torchs
 from torch.utils._python_dispatch import _disable_current_modes
 
-from penstock._engine.devices import autocast_types
-from penstock._engine.values import PLAIN, Place, Structure, flatten, unflatten
-from penstock.partition.memory import storage_of
-from penstock.partition.seen import Door
-from penstock.partition.settings import REGISTRIES
+from penstock._engine.values import PLAIN
+from penstock.partition.doors import Door
+from penstock.partition.kept import REGISTRIES
+from penstock.partition.templates import Look, look_of
 
-Look = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
-"""The shape, strides, type and device of a tensor, and whether it learns."""
 Numbers = dict[tuple[int, str], int]
 """Attributes that may be the number of a layer, by the position of their module and their name."""
 _MOST = 4_000
@@ -37,45 +32,12 @@ _SKIPPED = REGISTRIES | {"training", _FORWARD, _COMPILED}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-class Answer(NamedTuple):
-    """What a unit gave and did.
-
-    Attributes:
-        leaves: for each leaf of its result its kind, and the look of a tensor, the position of an argument
-            that it is (of no kind), or a plain value.
-        tree: the structure of its result.
-        written: the positions, among the unit's own tensors, of those into which it wrote.
-        work: the counts of its operations.
-        inner: the work of modules inside, by their position.
-        needs_data: whether it has read numbers of its tensors.
-    """
-
-    leaves: tuple[Any, ...]
-    tree: Structure
-    written: tuple[int, ...]
-    work: tuple[float, ...]
-    inner: dict[int, float]
-    needs_data: bool
-
-    def result(self, arguments: Sequence[Tensor], mode: FakeTensorMode) -> Any:
-        """The result, of new fake tensors and of those among the arguments."""
-        leaves: list[Any] = []
-        for kind, leaf in self.leaves:
-            if kind is Tensor:
-                tensor = without_data(mode, leaf)
-                # Code between units may change it in place, which a leaf does not allow.
-                leaves.append(tensor.clone() if tensor.requires_grad else tensor)
-            else:
-                leaves.append(arguments[leaf] if kind is None else leaf)
-        return unflatten(leaves, self.tree)
-
-
 class Memo:
     """Remembers what units gave, by how they and their arguments looked."""
 
     def __init__(self) -> None:
         self._is_trusted = True
-        self._of: dict[Any, Answer] = {}
+        self._of: dict[Any, Any] = {}
         self._reads: dict[Any, frozenset[tuple[int, str]]] = {}
 
     def distrust(self) -> None:
@@ -83,11 +45,11 @@ class Memo:
         self._is_trusted = False
         self._of.clear()
 
-    def get(self, look: Any, numbers: Numbers) -> Answer | None:
+    def get(self, look: Any, numbers: Numbers) -> Any:
         """What a unit gave that looks like this; layers' numbers count if such a unit has read them."""
         return self._of.get(self._key(look, numbers)) if self._is_trusted else None
 
-    def put(self, look: Any, numbers: Numbers, reads: set[tuple[int, str]], answer: Answer) -> None:
+    def put(self, look: Any, numbers: Numbers, reads: set[tuple[int, str]], answer: Any) -> None:
         """Remember what a unit gave that has read these of its numbers."""
         self._reads[look] = self._reads.get(look, frozenset()) | reads
         self._of[self._key(look, numbers)] = answer
@@ -97,63 +59,6 @@ class Memo:
     def _key(self, look: Any, numbers: Numbers) -> Any:
         reads = self._reads.get(look, ())
         return look, frozenset((place, numbers.get(place)) for place in reads)
-
-
-def look_of_call(args: Any, kwargs: Any) -> Any:
-    """How a call looks; None if it has anything but tensors and plain values."""
-    leaves, tree = flatten((tuple(args), kwargs))
-    same: dict[int, int] = {}
-    row: list[Any] = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            if not _is_blank(leaf):
-                return None
-            numbers = [same.setdefault(key, len(same)) for key in (id(leaf), storage_of(leaf))]
-            row.append((*numbers, leaf.storage_offset(), *_look(leaf)))
-        elif type(leaf) in PLAIN or isinstance(leaf, torch.dtype | torch.device):
-            row.append((type(leaf), leaf))
-        else:
-            return None
-    modes = torch.is_grad_enabled(), torch.get_default_dtype(), *autocast_types()
-    return None if torchs._has_any_global_hook() else (modes, tree, tuple(row))
-
-
-def look_of_result(result: Any, slots: Sequence[Any], places: Sequence[Place]) -> Any:
-    """The leaves and the structure of what a unit gave; None if it has anything but tensors and plain values.
-
-    Args:
-        result: what it gave.
-        slots: for each of its tensors a number, or the place of the argument that it is.
-        places: the places of all tensors among the arguments.
-    """
-    leaves, tree = flatten(result)
-    rest, memory, row = iter(slots), set[int](), list[Any]()
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor):
-            if type(leaf) not in PLAIN:
-                return None
-            row.append((type(leaf), leaf))
-        elif isinstance(slot := next(rest), int):
-            if (
-                not isinstance(leaf, FakeTensor)
-                or not _is_blank(leaf)
-                or storage_of(leaf) in memory
-            ):
-                return None
-            memory.add(storage_of(leaf))
-            row.append((Tensor, _look(leaf)))
-        else:
-            row.append((None, places.index(slot)))
-    return tuple(row), tree
-
-
-def _is_blank(tensor: Tensor) -> bool:
-    """Whether a fake tensor has no numbers; torch remembers the number of some that hold only one."""
-    return tensor.layout is torch.strided and getattr(tensor, "constant", None) is None
-
-
-def _look(tensor: Tensor) -> Look:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def without_data(mode: FakeTensorMode, look: Look) -> FakeTensor:
@@ -197,7 +102,7 @@ class Looks:
     def _of_part(self, part: nn.Module) -> Any:
         state, position = vars(part), self._positions[id(part)]
         tables = part._parameters, part._buffers
-        tensors = [(n, *_look(t)) for table in tables for n, t in table.items() if t is not None]
+        tensors = [(n, *look_of(t)) for table in tables for n, t in table.items() if t is not None]
         modules = [(n, self._positions[id(m)]) for n, m in part._modules.items() if m is not None]
         hooks = [self._of(hook) for name in _HOOKS for hook in state[name].values()]
         held: list[Any] = []
@@ -220,7 +125,7 @@ class Looks:
         if id(value) in self._positions:
             return self._positions[id(value)]
         if isinstance(value, Tensor) and value.layout is torch.strided:
-            return kind, *_look(value)
+            return kind, *look_of(value)
         closed = depth == _DEEP or isinstance(value, nn.Module | Tensor)
         if closed or (inside := _inside(value)) is None:
             return _Itself(value)

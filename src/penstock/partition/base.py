@@ -71,7 +71,7 @@ class Partition:
         Raises:
             PartitionError: the model cannot be cut this way; the message names the module and the line.
         """
-        return self.planner.plan(args, kwargs)
+        return self.planner.rehearsed(args, kwargs)
 
     @property
     def units(self) -> list[str]:
@@ -139,6 +139,12 @@ def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters and buffers, under each of their names."""
     parameters = module.named_parameters(remove_duplicate=False)
     return [*parameters, *module.named_buffers(remove_duplicate=False)]
+
+
+def home_of(model: nn.Module) -> torch.device:
+    """The device of a model; the CPU for one without data."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return next((t.device for t in tensors if t.device.type != "meta"), torch.device("cpu"))
 
 
 def count_parameters(module: nn.Module) -> int:

@@ -6,20 +6,26 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from penstock.errors import PartitionError, PenstockError, StageError, UsageError
-from penstock.partition.author import Author, check_not_compiled, has_compiled_forward, hooked_in
+from penstock.partition.alike import Memo
 from penstock.partition.balance import Room, choose_cuts, use_up_to
 from penstock.partition.base import Example, Partition, count_parameters, find_shared, named_tensors
+from penstock.partition.doors import Door
 from penstock.partition.order import CallOrder
-from penstock.partition.owners import decides_early, first_uses
-from penstock.partition.run import WithoutData
-from penstock.partition.seen import Door
-from penstock.partition.stage import CutStage
-from penstock.partition.trace import Trace
+from penstock.partition.planning import deciding_early, first_uses, lines_of
+from penstock.partition.score import Score, ScoreTree
+from penstock.partition.stage import (
+    CutModel,
+    CutStage,
+    check_hooks,
+    check_not_compiled,
+    has_compiled_forward,
+    hooked_in,
+)
 from penstock.partition.units import (
     at_points,
     find_units,
@@ -59,7 +65,7 @@ class Cutting:
         UsageError: an argument is wrong.
     """
 
-    def __init__(  # noqa: PLR0913 - all that a user may say of a cut
+    def __init__(
         self,
         model: nn.Module,
         stages: Where,
@@ -96,11 +102,11 @@ class Cutting:
             most = len(find_units(model, _MANY))
             if not most or (is_sequential(model) and most < stages):
                 raise self._too_few(most)
-        forward = (
+        self._forward: Callable[..., Any] = (
             model if has_forward(model) else _chain(model, [p for of in self._listed for p in of])
         )
-        self._run = WithoutData(model, forward, example)
-        self._trace: Trace | None = None
+        self._memo = Memo()
+        self._draft: _Draft | None = None
 
     def _count(self) -> int:
         if isinstance(self._stages, int):
@@ -171,7 +177,7 @@ class Cutting:
         Raises:
             PartitionError: the model cannot be cut, or only by a call, and there is none.
         """
-        self._trace = None
+        self._draft = None
         if call is None:
             if self.needs_call:
                 why = f"the {type(self.model).__name__} is cut in the order in which it calls its modules"
@@ -184,7 +190,7 @@ class Cutting:
         if self._listed and (not isinstance(self._stages, int) or self.count == 1):
             homes = self._homes_of(self._listed)
             if self.needs_call:
-                self._trace = self._record(list(homes), call)
+                self._draft = self._write(list(homes), call)
             return self._with_loose(homes)
         if not isinstance(self._stages, int):
             return self._with_loose(self._at_points(call))
@@ -206,8 +212,8 @@ class Cutting:
         if not loose:
             return homes
         uses: Mapping[str, int] = {}
-        if self._trace is not None:
-            uses = first_uses(self._trace, _with_weights(self.model, homes))
+        if self._draft is not None:
+            uses = first_uses(self._draft.score, _with_weights(self.model, homes))
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         known = {id(tensor): uses[n] for n, tensor in parameters.items() if n in uses}
         for name, near in loose.items():
@@ -216,27 +222,37 @@ class Cutting:
             homes[name] = [known.setdefault(id(parameters[name]), other)]
         return homes
 
-    def _record(self, units: Sequence[str], call: Example, *, counts: bool = False) -> Trace:
-        """The trace of a call; with ``counts``, the work of modules inside units is counted."""
-        doors = doors_of(self.model, units)
-        inside = {id(part) for door in doors for part in door.module.modules()}
-        outside = [module for module in self.model.modules() if id(module) not in inside]
+    def _write(self, units: Sequence[str], call: Example, *, counts: bool = False) -> _Draft:
+        """The score of a call; with ``counts``, the work of modules inside units is counted."""
+        tree = ScoreTree(self.model, self._forward, once(self.model, units), self._memo)
+        outside = [module for _, module in tree.outside]
+        hooked: list[Door] = []
         if self.count > 1:
             check_not_compiled(self.model, outside)
-            doors += hooked_in(self.model, outside, doors)
-        inside -= {id(door.module) for door in doors}
+            check_hooks(tree)
+            hooked = hooked_in(self.model, outside, tree.doors)
+        placed = {id(module) for module in tree.units.values()}
         inner = [
             Door(module, path)
             for path, module in self.model.named_modules()
-            if counts and id(module) in inside and next(module.children(), None) is not None
+            if counts
+            and id(module) in tree.unit_of
+            and id(module) not in placed
+            and next(module.children(), None) is not None
         ]
-        return self._run.record(doors, call, inner=inner)
+        score = tree.rehearse(call, hooked, inner)
+        work = dict(score.inner_work)
+        for line in lines_of(score):
+            if line.unit and line.what in tree.units:
+                key = id(tree.units[line.what])
+                work[key] = work.get(key, 0.0) + line.work
+        return _Draft(tree, score, work)
 
     def _at_points(self, call: Example) -> Homes:
         points = [str(path) for path in self._stages]  # type: ignore[union-attr] # no number
         units = units_at_points(self.model, points)
-        self._trace = self._record(units, call)
-        order = CallOrder(self.model, units, self._trace)
+        self._draft = self._write(units, call)
+        order = CallOrder(self.model, units, lines_of(self._draft.score))
         paths = [item.path for item in order.once()]
         return self._homes_of(at_points(self.model, points, paths))
 
@@ -249,20 +265,20 @@ class Cutting:
         whole: set[str] = set()
         while deciding := self._deciding(homes) - whole:
             whole |= deciding
-            trace = self._trace
+            draft = self._draft
             coarser = self.order(call, whole).even(self.count, self._placement, self._room)
             if coarser is None:
                 # The refusal of these says more than that there are too few.
-                self._trace = trace
+                self._draft = draft
                 break
             homes = coarser
         return homes
 
     def _deciding(self, homes: Homes) -> set[str]:
         """The modules with units inside, whose code needs numbers that not all later stages have."""
-        assert self._trace is not None
-        early = decides_early(self._trace, homes, self.count)
-        return {_holder(path, homes) for path in early} - {""}
+        assert self._draft is not None
+        early = deciding_early(lines_of(self._draft.score), homes, self.count)
+        return {_holder(line.module, homes) for line in early} - {""}
 
     def _too_few(self, most: int) -> PartitionError:
         return PartitionError(
@@ -277,32 +293,31 @@ class Cutting:
             call: as for :meth:`decide`.
             whole: the paths of parts that stay whole.
         """
-        model = self.model
-        whole = {*whole}
+        model, whole = self.model, {*whole}
         units = find_units(model, self.count, whole=whole)
-        try:
-            self._trace = trace = self._record(units, call, counts=True)
-        except PartitionError:
-            raise
-        except Exception:
-            coarse = find_units(model, 1, whole=whole)
-            if coarse == units:
-                raise
-            self._trace = trace = self._record(coarse, call, counts=True)
-            whole |= {*coarse} - {*units}
-            units = coarse
-        for _ in range(_ROUNDS):
-            finer = find_units(model, self.count, _work_in(trace), units, whole)
-            if finer == units:
-                break
+        draft: _Draft | None = None
+        rounds = 0
+        while draft is None or rounds < _ROUNDS:
+            finer = units
+            if draft is not None:
+                finer = find_units(model, self.count, draft.work_of, units, whole)
+                rounds += 1
+                if finer == units:
+                    break
             try:
-                trace = self._record(finer, call, counts=True)
-            except Exception:
-                # What cannot be taken apart stays whole. On made-up numbers its code may raise anything.
-                whole |= {*units} - {*finer}
-            else:
-                self._trace, units = trace, finer
-        order = CallOrder(model, units, self._trace)
+                draft, units = self._write(finer, call, counts=True), finer
+            except Exception as error:
+                if draft is not None:
+                    # What cannot be taken apart stays whole. On made-up numbers its code may raise anything.
+                    whole |= {*units} - {*finer}
+                    continue
+                coarse = find_units(model, 1, whole=whole)
+                if coarse == units or isinstance(error, PartitionError):
+                    raise
+                whole |= {*coarse} - {*units}
+                units = coarse
+        self._draft = draft
+        order = CallOrder(model, units, lines_of(draft.score))
         self._weigh(order)
         return order
 
@@ -327,21 +342,41 @@ class Cutting:
         Raises:
             PartitionError: the model cannot be cut there.
         """
-        trace, self._trace = self._trace, None
+        draft, self._draft = self._draft, None
         model = self.model
         modules = dict(model.named_modules(remove_duplicate=False))
-        units = [path for path in homes if path in modules]
-        doors = [Door(modules[path], path) for path in units]
+        units = once(model, [path for path in homes if path in modules])
+        if draft is not None and {*draft.tree.units} != {*units}:
+            draft = None
+        if draft is None and call is not None and self.count > 1:
+            draft = self._write(units, call)
+        tree = ScoreTree(model, self._forward, units, self._memo) if draft is None else draft.tree
         recomputes = _recomputed(units, self._recompute)
-        author = Author(
-            model, doors, self._run, recomputes, _with_weights(model, homes), self.count
-        )
-        stages = tuple(CutStage(author, index) for index in range(self.count))
-        result = Partition(stages, find_shared(model, stages), author)
+        cut = CutModel(tree, _with_weights(model, homes), self.count, recomputes)
+        stages = tuple(CutStage(cut, index) for index in range(self.count))
+        result = Partition(stages, find_shared(model, stages), cut)
         result.check_covers(model)
-        if call is not None:
-            author.expect(call, trace)
+        if draft is not None and self.count > 1:
+            cut.plan(draft.score)
         return result
+
+
+class _Draft(NamedTuple):
+    """A score by which a model is cut.
+
+    Attributes:
+        tree: its lines.
+        score: the score.
+        work: the operations of each unit, and of the modules in it, by their identity.
+    """
+
+    tree: ScoreTree
+    score: Score
+    work: dict[int, float]
+
+    def work_of(self, module: nn.Module) -> float:
+        """The operations of a module."""
+        return self.work.get(id(module), 0.0)
 
 
 def _holder(path: str, units: Iterable[str]) -> str:
@@ -362,7 +397,7 @@ def partition(
 ) -> Partition:
     """Cut a model into stages that together compute what it computes.
 
-    Every stage runs the author's own forward, but only its own units in it.
+    Each stage plays its own lines of the author's forward; see docs/partition.md.
 
     Args:
         model: any module; the stages hold its parameters, not copies of them.
@@ -418,21 +453,6 @@ def unit_paths(model: nn.Module, stages: int, example: Example) -> list[str]:
     with explained(model):
         order = Cutting(model, stages, example=example).order(example)
     return [item.path for item in order.once()]
-
-
-def doors_of(model: nn.Module, units: Sequence[str]) -> list[Door]:
-    """The doors of units, each module once."""
-    return [Door(model.get_submodule(path), path) for path in once(model, units)]
-
-
-def _work_in(trace: Trace) -> Callable[[nn.Module], float]:
-    """How much work each module has, of those that are units or inside one."""
-    work = dict(trace.work)
-    modules = {door.path: id(door.module) for door in trace.doors}
-    for event in trace.events:
-        if event.is_unit:
-            work[modules[event.what]] = work.get(modules[event.what], 0.0) + event.work
-    return lambda module: work.get(id(module), 0.0)
 
 
 def _with_weights(model: nn.Module, homes: Homes) -> Homes:

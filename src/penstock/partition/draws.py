@@ -9,9 +9,8 @@ from typing import Any
 from torch import nn
 
 from penstock._engine.rng import LOSS, Draws, generators_kept
-from penstock.partition.cutting import doors_of
-from penstock.partition.seen import Door, Seeded, opened
-from penstock.partition.units import find_units
+from penstock.partition.doors import Door, Seeded, opened
+from penstock.partition.units import find_units, once
 
 
 @contextmanager
@@ -39,7 +38,8 @@ def randomness(
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     device = next((d for d in devices if d.type not in {"cpu", "meta"}), None)
     draws = Draws(seed, step, microbatch, device)
-    seeded = Seeded(doors_of(model, find_units(model, 2) if units is None else units), draws, {})
+    paths = once(model, find_units(model, 2) if units is None else units)
+    seeded = Seeded([Door(model.get_submodule(path), path) for path in paths], draws, {})
     root = Door(model, "")
 
     def call(_: Door, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,37 +84,29 @@ def may_draw(function: Any) -> bool:
     return answer
 
 
-# ---- calls that are carried out as calls of another function
+NORMS = frozenset({"batch_norm", "instance_norm", "sync_batch_norm"})
+"""Functions that write into running statistics without moving a version."""
 
 
-class Rewritten(NamedTuple):
-    """A call in place of another: the function, its arguments, and what makes the result."""
-
-    function: Any
-    args: tuple[Any, ...]
-    result: Callable[[Any], Any]
-
-
-_ITERATE: Any = Tensor.__iter__
-_EXPAND_AS: Any = Tensor.expand_as
-REWRITTEN = frozenset({_ITERATE, _EXPAND_AS})
-"""The functions that :func:`rewritten` knows."""
+def name_of(function: Any) -> str:
+    """The name of a function, or of the property that it reads or sets."""
+    name = getattr(function, "__name__", str(function))
+    if name in ("__get__", "__set__"):
+        name = getattr(getattr(function, "__self__", None), "__name__", name)
+    return str(name)
 
 
-def rewritten(
-    function: Any, args: tuple[Any, ...], is_followed: Callable[[Any], bool]
-) -> Rewritten | None:
-    """The call that every run makes in place of another, of what units made; None for that one itself.
+# ---- calls that need only the shape of an argument
 
-    Args:
-        function: one of ``REWRITTEN``.
-        args: its arguments.
-        is_followed: whether an argument comes from units or parameters.
-    """
-    if function is _ITERATE:
-        return Rewritten(Tensor.unbind, args, iter)
-    if len(args) == 2 and not is_followed(args[0]):
-        # Only a shape is taken of what units made: every stage has the result, with its numbers.
-        return Rewritten(Tensor.expand, (args[0], args[1].shape), lambda output: output)
-    # In the stage of the first, the second may have no shape yet but a made-up one.
-    return None
+_LIKES = "zeros_like ones_like empty_like full_like rand_like randn_like"
+_NEWS = "new_zeros new_ones new_empty new_full new_tensor"
+AS_SHAPES: dict[Any, int] = {
+    **{getattr(torch, name): 0 for name in _LIKES.split()},
+    **{getattr(_TENSOR, name): 0 for name in _NEWS.split()},
+    _TENSOR.expand_as: 1,
+    _TENSOR.type_as: 1,
+    _TENSOR.view_as: 1,
+    _TENSOR.reshape_as: 1,
+    _TENSOR.to: 1,
+}
+"""Functions of which one argument, at this place, counts only by its shape, type and device."""

@@ -16,6 +16,8 @@ _LIBRARIES = tuple(
     f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
 )
 """By their folders: the author's own may be called so too."""
+_METHODS = tuple(f"{os.sep}torch{os.sep}{file}" for file in ("_tensor.py", "overrides.py"))
+"""Where PyTorch defines the methods of tensors in Python."""
 
 
 def where(paths: Mapping[int, str], unit: str = "") -> str:
@@ -50,6 +52,14 @@ def running(paths: Mapping[int, str]) -> tuple[nn.Module | None, str]:
             break
         frame = frame.f_back
     return None, line
+
+
+def is_called_by_library() -> bool:
+    """Whether code of PyTorch calls the method of a tensor that runs now, and not the author's."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.endswith(_METHODS):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES)
 
 
 def line_of(module: nn.Module) -> str:

@@ -1,4 +1,4 @@
-"""Stages of equal work, from the trace of one call: the order of the units, and where to cut it."""
+"""Stages of equal work, from the score of one call: the order of the units, and where to cut it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import nn
 
 from penstock.partition.balance import Room, choose_cuts
 from penstock.partition.base import named_tensors
-from penstock.partition.owners import Owners
-from penstock.partition.trace import Event, Trace, Value
+from penstock.partition.planning import Owners
+from penstock.partition.score import Line
+from penstock.partition.templates import Number
 from penstock.schedule import Placement
 
 _LIGHT = 0.02
@@ -47,18 +48,18 @@ class CallOrder:
     Args:
         model: the model.
         units: the paths of its units, in the order in which the model holds them.
-        trace: a run without data.
+        lines: those of a score.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[str], trace: Trace) -> None:
-        self._model, self._units, self._trace = model, units, trace
+    def __init__(self, model: nn.Module, units: Sequence[str], lines: Sequence[Line]) -> None:
+        self._model, self._units, self._lines = model, units, lines
         self._owners: dict[int, list[str]] = defaultdict(list)
         for path in units:
             for tensor in {id(t) for _, t in named_tensors(model.get_submodule(path))}:
                 self._owners[tensor].append(path)
         named = named_tensors(model)
         self._readers = {name: self._owners.get(id(tensor), []) for name, tensor in named}
-        self.calls = Counter(trace.calls())
+        self.calls = Counter(line.what for line in lines if line.unit)
         self.items = self._all_items()
         self.total = sum(item.weight for item in self.items)
 
@@ -70,14 +71,14 @@ class CallOrder:
         items: list[Item] = []
         met: set[str] = set()
         work = nbytes = 0.0
-        for index, event in enumerate(self._trace.events):
-            new = [self._item(path, None) for path in self._read_by(event, met)]
+        for index, line in enumerate(self._lines):
+            new = [self._item(path, None) for path in self._read_by(line, met)]
             new = [item for item in new if self._is_early(index, item.path)]
-            if event.is_unit:
-                new.append(self._item(event.what, event.number))
+            if line.unit:
+                new.append(self._item(line.what, line.call))
             met.update(item.path for item in new)
             items += new
-            work, nbytes = work + event.work, nbytes + event.nbytes
+            work, nbytes = work + line.work, nbytes + line.nbytes
             if items:
                 last = items[-1]
                 items[-1] = last._replace(
@@ -92,27 +93,25 @@ class CallOrder:
         trained = sum(tensor.nbytes for tensor in tensors if tensor.requires_grad)
         return Item(path, call, held=sum(t.nbytes for t in tensors) + (COPIES - 1) * trained)
 
-    def _read_by(self, event: Event, met: set[str]) -> list[str]:
-        """The units whose weights an event reads, if none of those that have these was there before."""
-        names = (self._trace.values[number].parameter or "" for _, number in event.inputs)
+    def _read_by(self, line: Line, met: set[str]) -> list[str]:
+        """The units whose weights a line reads, if none of those that have these was there before."""
+        names = sorted(number for number in line.reads if isinstance(number, str))
         having = [self._readers.get(name, []) for name in names]
-        having = [of for of in having if event.what not in of and met.isdisjoint(of)]
+        having = [of for of in having if line.what not in of and met.isdisjoint(of)]
         return list(dict.fromkeys(of[0] for of in having if of))
 
     def _is_early(self, index: int, path: str) -> bool:
-        """Whether a unit, whose weights an event reads, is needed before it is called, if it ever is."""
-        if self._trace.events[index].is_unit:
+        """Whether a unit, whose weights a line reads, is needed before it is called, if it ever is."""
+        if self._lines[index].unit:
             return True
         followers = {index}
-        for later in range(index + 1, len(self._trace.events)):
-            event = self._trace.events[later]
-            if event.what == path:
+        for later in self._lines[index + 1 :]:
+            if later.what == path:
                 return False
-            values = self._trace.values
-            if any(values[number].event in followers for _, number in event.inputs):
-                if event.is_unit:
+            if any(number[0] in followers for number in later.reads if isinstance(number, tuple)):
+                if later.unit:
                     return True
-                followers.add(later)
+                followers.add(later.index)
         return True
 
     def _with_idle(self, items: list[Item]) -> list[Item]:
@@ -171,10 +170,10 @@ class CallOrder:
         for item, stage in zip(items, stage_of, strict=True):
             if item.call is None:
                 homes[item.path].append(stage)
-        owners = _TriedOwners(self._trace, homes, wanted, self._readers).find()
+        owners = _TriedOwners(self._lines, homes, wanted, self._readers).find()
         loads = [0.0] * len(starts)
-        for event, owner in zip(self._trace.events, owners.stages, strict=True):
-            loads[owner] += event.work
+        for line, owner in zip(self._lines, owners.stages, strict=True):
+            loads[owner] += line.work
         one = {path for path, stages in homes.items() if len({*stages}) == 1}
         return {p: s[:1] if p in one else sorted(s) for p, s in homes.items()}, loads
 
@@ -207,10 +206,10 @@ class CallOrder:
 
 
 class _TriedOwners(Owners):
-    """The stage of each event under a cut, which decides where calls of units are; notes their stages.
+    """The stage of each line under a cut, which decides where calls of units are; notes their stages.
 
     Args:
-        trace: the events.
+        lines: the lines.
         homes: gets the stage of each call of a unit, by path.
         wanted: the stages of the calls before which the model can be cut, by path and number.
         readers: the units that hold a parameter, by its name.
@@ -218,24 +217,24 @@ class _TriedOwners(Owners):
 
     def __init__(
         self,
-        trace: Trace,
+        lines: Sequence[Line],
         homes: dict[str, list[int]],
         wanted: Mapping[tuple[str, int | None], int],
         readers: Mapping[str, Sequence[str]],
     ) -> None:
-        super().__init__(trace, homes)
+        super().__init__(lines, homes)
         self._homes, self._wanted, self._readers = homes, wanted, readers
 
-    def home(self, event: Event, earliest: int) -> int | None:
-        if not event.is_unit:
+    def home(self, line: Line, earliest: int) -> int | None:
+        if not line.unit or line.what not in self._homes:
             return None
-        stage = self._wanted.get((event.what, event.number))
+        stage = self._wanted.get((line.what, line.call))
         if stage is None:
-            known = (known for known in self._homes[event.what] if known >= earliest)
+            known = (known for known in self._homes[line.what] if known >= earliest)
             stage = next(known, earliest)
-        self._homes[event.what].append(stage)
+        self._homes[line.what].append(stage)
         return stage
 
-    def holders(self, value: Value) -> Sequence[int]:
-        paths = self._readers.get(value.parameter or "", ())
-        return [s for path in paths for s in self._homes[path]] or super().holders(value)
+    def holders(self, number: Number) -> Sequence[int]:
+        paths = self._readers.get(number, ()) if isinstance(number, str) else ()
+        return [s for path in paths for s in self._homes[path]] or super().holders(number)

@@ -17,8 +17,7 @@ from torch.utils import checkpoint as checkpointing
 
 from penstock._engine.values import leaves_in, map_tensors
 from penstock.errors import PartitionError, StageError
-from penstock.partition.mutables import MISSING, replaced
-from penstock.partition.settings import REGISTRIES
+from penstock.partition.kept import MISSING, REGISTRIES, replaced
 
 Run = Callable[..., Any]
 _Holder = dict[str, Any]

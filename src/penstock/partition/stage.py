@@ -1,113 +1,194 @@
-"""A stage that runs its own part of the author's forward."""
+"""A model that was cut: its score, and the stages that play it."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import zip_longest
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock._engine.rng import Draws
-from penstock.errors import PartitionError, PlanError
-from penstock.partition.author import Author
-from penstock.partition.forward import (
-    Onlooker,
-    StageForward,
-    check_result,
-    leaves_something,
-    to_send,
-)
-from penstock.partition.lines import where
-from penstock.partition.mutables import MISSING, is_equal, put
-from penstock.partition.plan import CallPlan, Step
-from penstock.partition.private import NotHere
-from penstock.partition.run import has_data
-from penstock.partition.seen import Seeded
-from penstock.partition.trace import Trace, Value
+from penstock.errors import PartitionError, UsageError
+from penstock.partition.doors import Door, Seeded
+from penstock.partition.planning import CallPlan, Homes, lines_of, plan_of
+from penstock.partition.playing import Player
+from penstock.partition.recomputing import checkpointed
+from penstock.partition.score import Note, Score, ScoreTree
 from penstock.stage import StageCall, StageModule
+
+_NOTHING = CallPlan()
+"""The plan of a model in one stage, whose forward runs as it is."""
+
+
+class CutModel:
+    """A model that was cut: everything that is known of its calls.
+
+    Args:
+        tree: the lines of its forward, with its units.
+        homes: the stages of each unit by path, and of each weight by name.
+        stages: the number of stages.
+        recomputes: the paths of the units to recompute.
+
+    Attributes:
+        loose: the tensors between units that stages hold: path, table, name, and the table of the stage.
+        shares: the part of the work that each stage has in the first call; empty before it.
+        heaviest: the unit with the most work in that call, and its part of the work.
+
+    Raises:
+        PartitionError: a module that is in several stages was compiled as a whole.
+    """
+
+    def __init__(
+        self, tree: ScoreTree, homes: Homes, stages: int, recomputes: Collection[str]
+    ) -> None:
+        self.tree, self.model, self.forward = tree, tree.model, tree.forward
+        self.homes, self.stages, self.recomputes = homes, stages, frozenset(recomputes)
+        self.doors = tree.doors
+        self.outside = [module for _, module in tree.outside]
+        self.shares: Sequence[float] = ()
+        self.heaviest = ("", 0.0)
+        self._held: dict[str, tuple[Any, str, Tensor | None]] = {}
+        self._form = _form_of(self.model)
+        self.loose: list[Any] = []
+        if stages > 1:
+            check_not_compiled(self.model, self.outside)
+
+    # ---- a call
+
+    def scores(
+        self, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any], Draws | None]]
+    ) -> list[Score | None]:
+        """Write the scores of microbatches; None where the model's forward runs as it is, in one stage."""
+        if self.stages == 1 and not self.recomputes:
+            return [None] * len(calls)
+        check_hooks(self.tree)
+        self.tree.refresh()
+        with self.tree.open(hooked_in(self.model, self.outside, self.doors)):
+            scores: list[Score | None] = [self.tree.write(*call) for call in calls]
+        for path, table, name, mine in self.loose:
+            if table.get(name) is not mine[name]:
+                # A buffer between units that the author's code has set.
+                mine[name] = table[name]
+                self.hold(path, table, name)
+        return scores
+
+    def plan(self, score: Score | None) -> CallPlan:
+        """The plan of a score.
+
+        Raises:
+            PartitionError: the model cannot be cut this way; the message names the module and the line.
+        """
+        if score is None:
+            return _NOTHING
+        check_hooks(self.tree)
+        plan = plan_of(score, self.homes, self.stages, self.model, self.tree.mode)
+        if not self.shares:
+            self.shares, self.heaviest = plan.work, plan.heaviest
+        return plan
+
+    def flops(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+        """The floating-point operations of the whole model's forward; see :meth:`StageModule.flops`."""
+        with torch.no_grad():
+            return sum(line.flops for line in lines_of(self.tree.rehearse((args, kwargs))))
+
+    def rehearsed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallPlan:
+        """The plan of a call whose tensors may have no data; the model's code leaves no trace."""
+        if self.stages == 1:
+            return _NOTHING
+        hooked = hooked_in(self.model, self.outside, self.doors)
+        return self.plan(self.tree.rehearse((args, kwargs), hooked))
+
+    # ---- edits of the model
+
+    def hold(self, path: str, table: Any, name: str) -> None:
+        """Note the tensor that stages have for a parameter or buffer between the units."""
+        self._held[path] = table, name, table[name]
+
+    def check_unchanged(self) -> None:
+        """See :meth:`Partition.check_unchanged`."""
+        before, now = self._form, _form_of(self.model)
+        edited = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        edited += [p for p, (table, name, t) in self._held.items() if table.get(name) is not t]
+        if edited:
+            raise UsageError(
+                f"{edited[0]!r} was replaced, added or taken away in the model after the Pipeline was made, "
+                "and its stages have what was there before; change a tensor in place, as by copy_(), or make "
+                "a new Pipeline"
+            )
 
 
 class CutStage(StageModule):
     """One stage of a model.
 
     Args:
-        author: the model that was cut.
+        cut: the model that was cut.
         index: the index of the stage.
     """
 
-    def __init__(self, author: Author, index: int) -> None:
+    def __init__(self, cut: CutModel, index: int) -> None:
         super().__init__()
         # No submodule: its parameters are not this stage's.
-        self._author = author
+        self._cut = cut
         self.index = index
-        self.training = author.model.training
-        self._loose = _fill(self, author, index)
-        self._chains: WeakKeyDictionary[CallPlan, _Chain | None] = WeakKeyDictionary()
+        self.training = cut.model.training
+        self._loose = _fill(self, cut, index)
+        cut.loose += self._loose
+        recomputed = {
+            path: partial(
+                checkpointed,
+                options={"use_reentrant": False},
+                unit=cut.tree.units[path],
+                name=path,
+            )
+            for path in cut.recomputes
+        }
+        last = index == cut.stages - 1
+        self._player = Player(cut.tree, cut.homes, index, last=last, recomputed=recomputed)
 
-    def plan(
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        states: Mapping[int, Any] | None = None,
-    ) -> CallPlan:
-        """The plan of a call; see :meth:`Partition.plan`."""
-        return self._author.plan(args, kwargs, states)
+    def scores(
+        self, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any], Draws | None]]
+    ) -> list[Score | None]:
+        """Write the scores of microbatches; see :meth:`StageModule.scores`."""
+        if self._loose:
+            self._follow()
+        return self._cut.scores(calls)
 
-    def state(self) -> tuple[Any, ...]:
-        """What plans depend on in this stage; see :meth:`StageModule.state`."""
-        return self._author.state(self.index)
+    def settings(self) -> str:
+        """A hash of what scores depend on here; see :meth:`StageModule.settings`."""
+        return "" if self._cut.stages == 1 else self._cut.tree.settings()
 
-    @property
-    def reads_numbers(self) -> bool:
-        """Whether plans depend on numbers; see :meth:`StageModule.reads_numbers`."""
-        return self._author.without_data.reads_numbers
-
-    def fits(self, plan: CallPlan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a plan is one for a call; see :meth:`StageModule.fits`."""
-        author = self._author
-        if author.stages == 1 or not has_data((args, kwargs)):
-            return True
-        to_set = author.to_set
-        try:
-            with torch.random.fork_rng(devices=[]), _attributes_kept(author, plan.trace):
-                Onlooker(author, plan).run(tuple(args), dict(kwargs))
-        except Exception:
-            return False
-        finally:
-            author.to_set = to_set
-        return True
+    def plan(self, score: Score | None) -> CallPlan:
+        """The plan of a score; see :meth:`StageModule.plan`."""
+        return self._cut.plan(score)
 
     def flops(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
         """The floating-point operations of the whole model's forward; see :meth:`StageModule.flops`."""
-        return self._author.flops(args, kwargs)
+        return self._cut.flops(args, kwargs)
 
     @property
     def units(self) -> list[nn.Module]:
         """The modules that run as a whole in this stage."""
         mine = set(self.modules())
-        return [door.module for door in self._author.doors if door.module in mine]
+        return [door.module for door in self._cut.doors if door.module in mine]
 
     @property
     def initialisers(self) -> dict[str, Callable[[nn.Module], Any]]:
         """The ``_init_weights`` of the models around the units, by their paths."""
-        author = self._author
-        inside = {id(part) for door in author.doors for part in door.module.modules()}
+        inside = {id(part) for door in self._cut.doors for part in door.module.modules()}
         return {
             path: _shell(module)._init_weights
-            for path, module in author.model.named_modules()
+            for path, module in self._cut.model.named_modules()
             if id(module) not in inside and callable(getattr(module, "_init_weights", None))
         }
 
     @property
     def around(self) -> list[nn.Module]:
         """The author's modules outside of the units, which all stages call."""
-        return self._author.outside
+        return self._cut.outside
 
     def train(self, mode: bool = True) -> CutStage:
         """Set the mode here and on the author's modules around the units."""
@@ -119,49 +200,44 @@ class CutStage(StageModule):
     def forward(
         self, call: StageCall, values: Mapping[str, Any], *args: Any, **kwargs: Any
     ) -> tuple[Any, dict[str, Any]]:
-        """Run this stage's part of the author's forward."""
-        author = self._author
+        """Play this stage's lines."""
         if self._loose:
             self._follow()
-        if author.stages == 1:
-            return self._whole(author, call, args, kwargs), {}
-        if call.plan not in self._chains:
-            self._chains[call.plan] = _chain_of(call.plan, author, self.index)
-        chain = self._chains[call.plan]
-        try:
-            if chain and not author.model._forward_pre_hooks and not author.model._forward_hooks:
-                argument = args[0] if len(args) == 1 and not kwargs else None
-                hidden = argument if chain.arrives is None else values[chain.arrives]
-                if isinstance(hidden, Tensor) and not hidden.is_meta:
-                    hidden = chain.run(hidden, call.draws)
-                    sends = chain.edge is not None
-                    return (None, chain.sent(hidden, self.index, call)) if sends else (hidden, {})
-            with _attributes_kept(author, call.plan.trace):
-                result = StageForward(self.index, author, call, values).run(args, kwargs)
-            for _, table, name, mine in self._loose if call.plan.trace.tables else ():
-                # A table that this call has made, for those that follow.
-                mine[name] = table[name] if mine[name] is None else mine[name]
-            return result
-        except PlanError:
-            author.refresh()
-            raise
+        if call.score is None:
+            return self._whole(call, args, kwargs), {}
+        if "given" in kwargs:
+            for (note, index), tensor in zip(
+                self._given(call.score, call.plan), kwargs["given"], strict=True
+            ):
+                note.given[index] = tensor
+        return self._player.play(call, values, args)
 
-    def _whole(self, author: Author, call: StageCall, args: Any, kwargs: Any) -> Any:
-        if call.draws is None and not author.recomputes:
-            return author.forward(*args, **kwargs)
-        # A unit that changes its arguments would change them again when it is recomputed.
-        events = call.plan.trace.events
-        changing = {event.what for event in events if leaves_something(event)}
-        recomputes = author.recomputes - changing - call.plan.trace.outer
-        seeded = Seeded(author.doors, call.draws, {}, recomputes=recomputes)
-        return seeded.run(author.forward, args, kwargs)
+    def given(self, score: Score, plan: CallPlan) -> list[Tensor]:
+        """The tensors that are given to this stage's lines; see :meth:`StageModule.given`."""
+        return [note.given[index] for note, index in self._given(score, plan)]
+
+    def _given(self, score: Score, plan: CallPlan) -> Iterator[tuple[Note, int]]:
+        for place in plan.mine[self.index]:
+            note = score.notes[place]
+            for index, value in enumerate(note.given):
+                if isinstance(value, Tensor):
+                    yield note, index
+
+    def _whole(self, call: StageCall, args: Any, kwargs: Any) -> Any:
+        cut = self._cut
+        if call.draws is None:
+            return cut.forward(*args, **kwargs)
+        seeded = Seeded(cut.doors, call.draws, {})
+        return seeded.run(cut.forward, args, kwargs)
 
     def _follow(self) -> None:
         """Make the author's modules use the tensors held here, which may have been moved or wrapped."""
         for path, table, name, mine in self._loose:
-            if table.get(name) is not mine[name]:
+            if mine[name] is None and table.get(name) is not None:
+                mine[name] = table[name]  # a table that the author's code has made
+            elif table.get(name) is not mine[name]:
                 table[name] = mine[name]
-                self._author.hold(path, table, name)
+                self._cut.hold(path, table, name)
 
     def release(self, put: Callable[[str, Tensor], Tensor]) -> None:
         """Replace each parameter and buffer by what ``put`` makes of it and its name."""
@@ -181,17 +257,17 @@ def _shell(module: nn.Module) -> Any:
     return shell
 
 
-def _fill(stage: nn.Module, author: Author, index: int) -> list[Any]:
+def _fill(stage: nn.Module, cut: CutModel, index: int) -> list[Any]:
     """Put the stage's units, and its share of the tensors outside of them, under their paths."""
-    units = {id(door.module): door.path for door in author.doors}
+    units = {id(door.module): door.path for door in cut.doors}
     loose: list[Any] = []
     inside: tuple[str, ...] = ()
-    for path, module in author.model.named_modules(remove_duplicate=False):
+    for path, module in cut.model.named_modules(remove_duplicate=False):
         if inside and path.startswith(inside):
             continue
         if id(module) in units:
             inside = (*inside, f"{path}.")
-            if index in author.homes[units[id(module)]]:
+            if index in cut.homes[units[id(module)]]:
                 holder, name = _holder(stage, path)
                 holder._modules[name] = module
             continue
@@ -199,14 +275,14 @@ def _fill(stage: nn.Module, author: Author, index: int) -> list[Any]:
         mine = [
             name
             for name, parameter in module._parameters.items()
-            if parameter is not None and index in author.homes.get(prefix + name, ())
+            if parameter is not None and index in cut.homes.get(prefix + name, ())
         ]
         named = [("_parameters", name) for name in mine]
         for kind, name in [*named, *(("_buffers", name) for name in module._buffers)]:
             holder, _ = _holder(stage, prefix + name)
             table, held = getattr(module, kind), getattr(holder, kind)
             held[name] = table[name]
-            author.hold(prefix + name, table, name)
+            cut.hold(prefix + name, table, name)
             loose.append((prefix + name, table, name, held))
             if name in module._non_persistent_buffers_set:
                 holder._non_persistent_buffers_set.add(name)
@@ -233,153 +309,70 @@ def _holder(root: nn.Module, path: str) -> tuple[nn.Module, str]:
     return holder, name
 
 
-class _Chain(NamedTuple):
-    """A stage of an ``nn.Sequential``: its units, one after the other, with nothing between them.
+def check_hooks(tree: ScoreTree) -> None:
+    """Refuse backward hooks of a module that is in several stages: no stage has both of its ends.
 
-    Attributes:
-        arrives: the edge of the first unit's input; None for the model's argument.
-        steps: the calls of the units.
-        units: the modules.
-        edge: the edge of the last unit's result, if it travels.
-        value: that result in the run without data.
+    Raises:
+        PartitionError: the message names the module.
     """
-
-    arrives: str | None
-    steps: list[Step]
-    units: list[nn.Module]
-    edge: str | None
-    value: Value
-
-    def run(self, hidden: Any, draws: Draws | None) -> Any:
-        """Call the units."""
-        for step, unit in zip(self.steps, self.units, strict=True):
-            if draws is not None:
-                draws.enter(step.what, step.event.number)
-            hidden = unit(hidden)
-        return hidden
-
-    def sent(self, tensor: Any, stage: int, call: StageCall) -> dict[str, Tensor]:
-        """The value that travels, after a check against the run without data."""
-        assert self.edge is not None
-        check_result(self.steps[-1], stage, tensor, self.value, call)
-        return {self.edge: to_send(tensor, copies=self.value.belongs)}
+    for module in opened_in([module for _, module in tree.outside], tree.doors):
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise PartitionError(
+                f"{tree.paths[id(module)] or 'the model'} has backward hooks, and its parts are placed by "
+                "themselves: no stage has its gradients on both ends. Set the hooks on its parts, or place "
+                "it as a "
+                "whole by naming it in stages="
+            )
 
 
-def _chain_of(plan: CallPlan, author: Author, stage: int) -> _Chain | None:
-    """What a stage does in one kind of call, if it is a chain."""
-    doors, part = {door.path: door.module for door in plan.trace.doors}, plan.stages[stage]
-    modules = [doors.get(step.what) for step in plan.steps if step.event.is_unit]
-    mine = [at for at, step in enumerate(plan.steps) if step.owner == stage]
-    if (
-        type(author.model).forward is not nn.Sequential.forward
-        or author.forward is not author.model
-        or any(a is not b for a, b in zip_longest(modules, author.model._modules.values()))
-        or len(modules) != len(plan.steps)
-        or author.recomputes
-        or plan.trace.direct
-        or plan.trace.changed_arguments
-        or part.lends
-        or not mine
-        or mine != list(range(mine[0], mine[-1] + 1))
-        or any(leaves_something(plan.steps[at].event) for at in mine)
-    ):
-        return None
-    before = plan.steps[mine[0] - 1] if mine[0] else None
-    last = plan.steps[mine[-1]] if mine[-1] < len(plan.steps) - 1 else None
-    for step, edges in ((before, part.arrives), (last, part.sends)):
-        passes_on = (
-            step and isinstance(step.event.result, Tensor) and step.event.slots == list(edges)
-        )
-        if not (passes_on or (step is None and not edges)):
-            return None
-    steps = [plan.steps[at] for at in mine]
-    return _Chain(
-        next(iter(part.arrives.values()), None),
-        steps,
-        [doors[step.what] for step in steps],
-        next(iter(part.sends.values()), None),
-        plan.trace.values[next(iter(part.sends), 0)],
-    )
+def opened_in(outside: Sequence[nn.Module], doors: Sequence[Door]) -> list[nn.Module]:
+    """The modules outside of units that hold units."""
+    units = {id(door.module) for door in doors}
+    return [m for m in outside if any(id(part) in units for part in m.modules())]
 
 
-@contextlib.contextmanager
-def _attributes_kept(author: Author, trace: Trace) -> Iterator[None]:
-    """Restore the attributes of the modules around the units, except those that are set once.
+def hooked_in(model: nn.Module, outside: Sequence[nn.Module], doors: Sequence[Door]) -> list[Door]:
+    """Doors of the modules between units that have hooks: each call is in one stage, like a unit's."""
+    opened = {id(module) for module in opened_in(outside, doors)}
+    known = {id(module): path for path, module in model.named_modules()}
+    loose = [module for module in outside if id(module) not in opened]
+    paths = [known[id(m)] for m in loose if any(_hooks_of(part) for part in m.modules())]
+    outer = [p for p in paths if not any(p.startswith(f"{other}.") for other in paths)]
+    return [Door(model.get_submodule(path), path) for path in outer]
 
-    Those that are made from data in every call may not be read before they are made.
+
+def check_not_compiled(model: nn.Module, outside: Sequence[nn.Module]) -> None:
+    """Refuse modules outside of units that were compiled as a whole.
+
+    Raises:
+        PartitionError: the message names the first of them.
     """
-    states = [(module, vars(module), dict(vars(module))) for module in author.around]
-    objects = [getattr(thing, name, MISSING) for thing, name, _ in trace.set_in]
-    author.to_set = trace.set_in
-    ended = False
-    for module, name in trace.written:
-        vars(module)[name] = NotHere(functools.partial(_from_before, author, module, name))
-    try:
-        yield
-        ended = True
-    finally:
-        _put_back_in_objects(trace, objects, check=ended)
-        # A stage ends with its last event, and the code that resets these may come later.
-        for module, name, value in trace.resets if ended else ():
-            vars(module)[name] = value
-        for module, name in trace.tables if ended else ():
-            _check_table(author, module, name)
-        for module, state, before in states:
-            if len(state) != len(before) or any(state.get(n) is not v for n, v in before.items()):
-                stay = {n: v for n, v in state.items() if (id(module), n) in trace.settled}
-                state.clear()
-                state.update({**before, **stay})
-                _check_set_once(author, module, trace.settled, stay)
+    for module in outside:
+        if module._compiled_call_impl or has_compiled_forward(module):
+            paths = {id(part): path for path, part in model.named_modules()}
+            raise PartitionError(
+                f"{paths[id(module)] or 'the model'} (a {type(module).__name__}) was compiled as a "
+                "whole, and its parts are placed by themselves; compile these instead, or place it as a "
+                "whole by naming it in stages="
+            )
 
 
-def _owner_of(author: Author, module: nn.Module) -> str:
-    return author.paths[id(module)] or f"the {type(module).__name__}"
+def has_compiled_forward(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` was applied to a module's ``forward``."""
+    return hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
 
 
-def _from_before(author: Author, module: nn.Module, name: str) -> PartitionError:
-    return PartitionError(
-        f"{where(author.paths)}: the model uses the attribute {name!r} of {_owner_of(author, module)} as an "
-        "earlier call has left it, made from that call's data; keep it in a module that is in one stage"
+def _hooks_of(module: nn.Module) -> bool:
+    return bool(
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_pre_hooks
+        or module._backward_hooks
     )
 
 
-def _again_and_again(what: str) -> PlanError:
-    """The error for what was set once in the run without data, and is set to something else now."""
-    return PlanError(
-        f"the model's forward changes {what} again and again, in code that every stage runs; move it into a "
-        "module that is in one stage"
+def _form_of(model: nn.Module) -> dict[str, Any]:
+    modules = {path: id(module) for path, module in model.named_modules(remove_duplicate=False)}
+    return modules | dict.fromkeys(
+        [name for name, _ in model.named_parameters(remove_duplicate=False)], "parameter"
     )
-
-
-def _check_set_once(
-    author: Author, module: nn.Module, planned: Mapping[Any, Any], now: Mapping[str, Any]
-) -> None:
-    """Check that attributes around the units are set to what they were in the run without data."""
-    for name, value in now.items():
-        once = planned[id(module), name]
-        if once is not MISSING and not is_equal(once, value):
-            raise _again_and_again(f"the attribute {name!r} of {_owner_of(author, module)}")
-
-
-def _check_table(author: Author, module: nn.Module, name: str) -> None:
-    """Check that a buffer around the units stays what the first call has made it."""
-    now = module._buffers.get(name)
-    if now is None or now.is_inference():
-        return
-    known, version, copied = author.tables.get((id(module), name), (None, 0, now))
-    if known is None or (known.dtype, known.device) != (now.dtype, now.device):
-        author.tables[id(module), name] = now, now._version, now.detach().clone()
-    elif (now is not known or now._version != version) and not torch.equal(copied, now):
-        raise _again_and_again(f"the buffer {name!r} of {_owner_of(author, module)}")
-
-
-def _put_back_in_objects(trace: Trace, before: Sequence[Any], *, check: bool) -> None:
-    """Put back what the author's code has set in objects, such as a config, until the next call."""
-    for (thing, name, once), old in zip(trace.set_in, before, strict=True):
-        now = getattr(thing, name, MISSING)
-        if old is not MISSING:
-            put(thing, name, old)
-        elif now is not MISSING:
-            delattr(thing, name)
-        if check and not is_equal(now, once) and not is_equal(now, old):
-            raise _again_and_again(f"the attribute {name!r} of a {type(thing).__name__}")

@@ -30,7 +30,7 @@ WIDTHS = {"B": 2}
 """The number of steps that an operation takes; all others take one, and a pair what its parts take."""
 
 
-def get_schedule_ops(  # noqa: PLR0913 - torch's arguments
+def get_schedule_ops(
     schedule: str | type[PipelineSchedule],
     pp_degree: int,
     num_microbatches: int,

@@ -329,7 +329,7 @@ class PipelineSchedule:
 
     # ---- running
 
-    def step(  # noqa: PLR0913 - torch's arguments
+    def step(
         self,
         *args: Any,
         target: Any = None,

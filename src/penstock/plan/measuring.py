@@ -89,7 +89,7 @@ def measure(  # noqa: PLR0913 - the arguments of a step, by name
     )
 
 
-def predict(  # noqa: PLR0913 - the arguments of a step, by name
+def predict(
     model: nn.Module,
     *args: Any,
     device: Device | str,
@@ -146,7 +146,7 @@ class _UnitCoster:
         repeats: how often times are measured.
     """
 
-    def __init__(  # noqa: PLR0913 - what `measure` and `predict` are given
+    def __init__(
         self,
         model: nn.Module,
         call: tuple[tuple[Any, ...], dict[str, Any], Any],

@@ -33,10 +33,9 @@ from penstock._engine.values import map_tensors, tensors_in
 from penstock.backward import SplitBackward
 from penstock.errors import UsageError
 from penstock.partition import Door
-from penstock.partition.base import count_parameters
-from penstock.partition.held import Held
-from penstock.partition.seen import left, opened
-from penstock.partition.tracer import as_written, home_of
+from penstock.partition.base import count_parameters, home_of
+from penstock.partition.doors import as_written, left, opened
+from penstock.partition.kept import Kept
 from penstock.plan.costs import UnitCost, Units, ValueCost, Work
 from penstock.plan.meter import FusedAttention, Meter, Operation, storage_key
 from penstock.stage import enter
@@ -49,7 +48,7 @@ UNSEEN = -1
 """In place of the key of memory: all that a section keeps, where nobody may look at what autograd saves."""
 
 
-def measure_units(  # noqa: PLR0913 - the arguments of a step, by name
+def measure_units(
     model: nn.Module,
     paths: Sequence[str],
     args: Sequence[Any],
@@ -116,7 +115,7 @@ def _step(model: nn.Module, call: tuple[Any, Any], loss: Loss, target: Any) -> A
 @contextmanager
 def _left_as_it_was(model: nn.Module) -> Iterator[None]:
     """Remove the model's hooks; afterwards restore everything."""
-    snapshot = Held(model, {})
+    snapshot = Kept(model.modules())
     try:
         tables = [entry for module in model.modules() for entry in vars(module).items()]
         for name, value in tables:

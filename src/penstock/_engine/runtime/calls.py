@@ -184,12 +184,12 @@ class StepState:
         call: the call.
         agreement: what the ranks agreed on for it.
         weights: how much each microbatch counts.
-        rank: this rank.
+        parts: the arguments of each microbatch.
         devices: the devices of the stages here.
+        scores: what the author's code does in each microbatch; None for stages that were placed by hand.
 
     Attributes:
         draws: returns the draws of a microbatch on a device; None leaves the generators alone.
-        parts: the arguments of each microbatch, with tensors on the meta device for what is not here.
         targets: the targets of the microbatches.
         tally: adds up losses and metrics.
         adapters: the adapters of replicated and sharded stages.
@@ -206,11 +206,13 @@ class StepState:
         call: Call,
         agreement: Agreement,
         weights: Weights,
-        rank: int,
+        parts: Sequence[Microbatch],
         devices: Sequence[torch.device],
+        scores: Sequence[Any] | None = None,
     ) -> None:
         self.call, self.agreement, self.weights = call, agreement, weights
-        self.parts = list(agreement.model_call.complete(rank, call.batch.parts))
+        self.parts = list(parts)
+        self.scores = [None] * len(self.parts) if scores is None else list(scores)
         self.targets = call.batch.targets or [None] * len(self.parts)
         self.tally = StepTally(weights, call.loss.metrics if call.loss is not None else {})
         self.adapters: Adapters | None = None

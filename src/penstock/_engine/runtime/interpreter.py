@@ -293,6 +293,14 @@ class Interpreter:
         self._kinds = step.agreement.kinds
         self._flows: Sequence[Flow] = step.agreement.flows
         self._hooks, self._proves = step.call.hooks, proves
+        self._casting = {
+            index
+            for index, stage in self.stages.items()
+            if stage.planned
+            and (step.adapters is not None or stage.module is not stage.code)
+            and stage.may_cast()
+        }
+        """The stages whose wrappers may change the types of what they are given."""
         custom = step.call.custom or {}
         self._methods = self._usual | {
             op: partial(function, self._perform) for op, function in custom.items()
@@ -397,7 +405,8 @@ class Interpreter:
         draws = step.draws(microbatch, stage.device)
         call = None
         if stage.planned:
-            call = StageCall(self._kinds[microbatch].plan, microbatch, draws, stage.may_cast)
+            plan, score = self._kinds[microbatch].plan, step.scores[microbatch]
+            call = StageCall(plan, microbatch, score, draws, stage.may_cast)
         elif draws is not None:
             draws.enter(f"stage {index}", 0)
         if self._hooks is not None:
@@ -424,6 +433,12 @@ class Interpreter:
         self._entered[stage.index, microbatch] = entered
         part = self._step.parts[microbatch]
         kwargs: dict[str, Any] = {}
+        score = self._step.scores[microbatch]
+        if score is not None:
+            if stage.index in self._casting:
+                code: Any = stage.code
+                kwargs["given"] = code.given(score, self._kinds[microbatch].plan)
+            return [values, *[enter(tensor, leaves, copies=True) for tensor in score.batch]], kwargs
         if stage.planned:
             args: list[Any] = [values]
             for value in part.args:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -48,7 +48,7 @@ class Brought:
         mode: what the call does, see :attr:`penstock._engine.runtime.Call.mode`.
         state: what plans depend on in the stages of this rank, as JSON data.
         batch: as much of the batch as this process was given.
-        numbers: a text for the numbers in a microbatch, as far as plans depend on them; None if they do not.
+        paths: for each microbatch, a hash of what the author's code does in it; None where that is not known.
 
     Attributes:
         digest: a hash of it all, at least 0.
@@ -59,7 +59,7 @@ class Brought:
         mode: str,
         state: Any,
         batch: Batch,
-        numbers: Callable[[Microbatch], str] | None = None,
+        paths: Sequence[str] | None = None,
     ) -> None:
         self._facts = {
             "mode": mode,
@@ -72,16 +72,20 @@ class Brought:
             "counted": batch.counted,
             "weighted": batch.weights is not None,
             "dim": batch.dim,
+            "data": batch.parts is not None
+            and not any(
+                tensor.is_meta for part in batch.parts for tensor in tensors_in(_named(part))
+            ),
             "sequences": None if batch.sequences is None else list(batch.sequences),
         }
         self._of: list[int] = []
         self._parts: list[Microbatch] = []
         looks: dict[Any, int] = {}
         sizes: dict[int, int] = {}
-        for part in batch.parts or ():
-            number = None if part.kind is None or numbers else sizes.get(part.kind)
+        for index, part in enumerate(batch.parts or ()):
+            number = None if part.kind is None or paths else sizes.get(part.kind)
             if number is None:
-                look = look_of(part), numbers(part) if numbers else ""
+                look = look_of(part), paths[index] if paths else ""
                 number = looks.setdefault(look, len(looks))
                 if number == len(self._parts):
                     self._parts.append(part)
@@ -218,6 +222,11 @@ class ModelCall:
         of_inputs = len(self.holders) > 1 and any(leaf.learns for leaf in leaves)
         return of_inputs or (sum(self.targets) > 1 and bool(self.learning))
 
+    @cached_property
+    def learns(self) -> bool:
+        """Whether a tensor among the arguments requires grad."""
+        return any(leaf.learns for of in self.layouts for x in of.values() for leaf in x.tensors)
+
     def learners(self, parts: Sequence[Microbatch], targets: Sequence[Any] | None) -> list[Tensor]:
         """The tensors of the batch that require grad, in one order on every rank.
 
@@ -299,6 +308,8 @@ def merge(rows: Sequence[Mapping[str, Any]]) -> ModelCall:
         named.append(parts[holders[0]][0] if holders else [])
         facts = [mode, [row["state"] for row in rows], named[-1], [local for _, local in parts]]
         texts.append(hashlib.sha256(json.dumps(facts).encode()).hexdigest())
+    # A rank that was given tensors without data gets those of another.
+    holders = [rank for rank in holders if rows[rank]["data"]] or holders
     layouts = {
         text: {key: Layout.read(layout) for key, layout in of}
         for text, of in dict(zip(texts, named, strict=True)).items()
@@ -358,11 +369,10 @@ class Kind:
     """What is known of one kind of microbatch.
 
     Attributes:
-        text: what makes the kind, but for the numbers in its microbatches.
+        text: what makes the kind, but for what the author's code does.
         number: its part of the tags of messages; of two kinds that are known, each has its own.
         arguments: the layouts of the model's arguments, by position or name.
-        look: how its first microbatch looked here, and in which state.
-        numbers: a hash of that microbatch's numbers, if plans depend on them.
+        path: a hash of what the author's code does in it.
         plan: what the partition plans for it; None for stages that were placed by hand.
         keywords: for each stage that was placed by hand, the names of the keyword arguments that it gets.
         layouts: of the messages, by the number of the wire.
@@ -375,8 +385,7 @@ class Kind:
     text: str
     number: int
     arguments: Mapping[Key, Layout]
-    look: Any = None
-    numbers: str = ""
+    path: str = ""
     plan: Any = None
     keywords: Mapping[int, Sequence[str]] = field(default_factory=dict)
     layouts: dict[int, Layout] = field(default_factory=dict)
@@ -445,7 +454,7 @@ class KnownCalls:
         """Remember a call, and forget the oldest if there are too many."""
         self._calls[digests] = agreement
         for kind in set(agreement.kinds):
-            self._kinds[kind.text, kind.numbers] = kind
+            self._kinds[kind.text, kind.path] = kind
             kind.calls += 1
         while len(self._calls) > 1 and (
             len(self._calls) > _MOST_CALLS or len(self._kinds) > MOST_KINDS
@@ -462,4 +471,4 @@ class KnownCalls:
         for kind in set(self._calls.pop(digests).kinds):
             kind.calls -= 1
             if not kind.calls:
-                del self._kinds[kind.text, kind.numbers]
+                del self._kinds[kind.text, kind.path]

@@ -6,11 +6,12 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 from inspect import Parameter, signature
+from itertools import zip_longest
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -28,7 +29,7 @@ from penstock._engine.parallel import (
     local_part,
     unwrapped,
 )
-from penstock._engine.rng import generators_kept
+from penstock._engine.rng import Draws, generators_kept
 from penstock._engine.runtime.alike import Sampled, Turns, check_alike, may_differ, samples_of
 from penstock._engine.runtime.calls import REFUSED, Call, StepState, exchange_or_refuse
 from penstock._engine.runtime.cut import BROKEN, Example, LateCut, agree_on_cut, make_together
@@ -41,9 +42,7 @@ from penstock._engine.runtime.kinds import (
     Kind,
     KnownCalls,
     ModelCall,
-    contents_of,
     layout_in,
-    look_of,
     merge,
 )
 from penstock._engine.runtime.loss import StepLoss, Weights
@@ -59,6 +58,7 @@ from penstock._engine.values import (
     TensorLayout,
     check_plain,
     layout_of,
+    map_tensors,
     tensors_in,
     unflatten,
 )
@@ -105,7 +105,6 @@ class Runner:
         self.transport = transport
         self.schedules = schedules
         self._planned: StageModule | None = None
-        self._reads_numbers = False
         self._numbers = Numbers()
         self._adapters: dict[int, Adapter] = {}
         self._known = KnownCalls()
@@ -131,7 +130,6 @@ class Runner:
         self.stages.update((stage.index, stage) for stage in stages)
         code = stages[0].code
         self._planned = code if isinstance(code, StageModule) else None
-        self._reads_numbers = self._planned is not None and self._planned.reads_numbers
         named = {i: _argument_names(s) for i, s in self.stages.items()}
         rows = self.gather([[index, names] for index, names in named.items()])
         self._argument_names = {index: names for row in rows for index, names in row}
@@ -319,7 +317,9 @@ class Runner:
         step.result = self._numbers.share(
             self.transport, step.tally, call.loss, step.weights, finite=finite
         )
-        if call.trains and self.transport is not None and agreement.model_call.sums_gradients:
+        of_batch = agreement.model_call
+        sums = of_batch.sums_gradients or (self._planned is not None and of_batch.learns)
+        if call.trains and self.transport is not None and sums:
             step.sum_batch_gradients(self.transport)
         if call.trains:
             self._agree_to_stop(call)
@@ -348,7 +348,9 @@ class Runner:
             if kind.flops is None:
                 example = kind.example
                 try:
-                    kind.flops = self._planned.flops(example.args, example.kwargs)
+                    kind.flops = kind.plan.flops or self._planned.flops(
+                        example.args, example.kwargs
+                    )
                 except Exception as error:
                     logger.info(
                         "penstock: the operations of the model cannot be counted: %s", error
@@ -373,7 +375,7 @@ class Runner:
         def bring() -> tuple[int, Example, Any]:
             _, rows = make_together(self.transport, describe)
             model_call = merge(rows)
-            part = model_call.complete(self.rank, call.batch.parts)[0]
+            part = self._with_batch(model_call, call.batch.parts, count=1)[0]
             target = call.batch.targets[0] if call.batch.targets else MISSING
             return min(model_call.holders, default=0), (part.args, part.kwargs), target
 
@@ -396,11 +398,16 @@ class Runner:
         let_cross(map(attrgetter("module"), self.stages.values()))
         brought, refusal, sampled = None, call.refusal, Sampled({})
         counts: Mapping[str, Sequence[float]] = {}
+        scores: Sequence[Any] | None = None
+        parts = call.batch.parts
         try:
             counts = _counts_here(call.loss, call.batch)
-            state = self._state()
-            numbers = partial(self._numbers_in, call.mode, state) if self._reads_numbers else None
-            brought = Brought(call.mode, state, call.batch, numbers)
+            if refusal is None and parts and _has_data(parts):
+                # What fails here fails again below, unless the ranks were given different arguments.
+                with suppress(PenstockError):
+                    scores = self._scores(call, parts)
+            paths = [_path_of(score) for score in scores] if scores else None
+            brought = Brought(call.mode, self._state(), call.batch, paths)
             sampled = self._sampled(call, brought.digest)
         except PenstockError as error:
             refusal = refusal or error
@@ -413,8 +420,17 @@ class Runner:
             assert brought is not None
             agreement = self._known.get(digests)
             if agreement is None:
-                agreement = self._make_agreement(call, brought)
+                _, rows = make_together(self.transport, brought.describe)
+                model_call = merge(rows)
+            else:
+                model_call = agreement.model_call
+            parts = self._with_batch(model_call, parts)
+            if agreement is None:
+                agreement, scores = self._make_agreement(call, model_call, parts, scores)
                 self._known.add(digests, agreement)
+            elif scores is None and self._planned is not None:
+                scores = self._scores(call, parts)
+                self._check_paths(agreement, scores)
             if self.transport is not None and may_differ(marks):
                 check_alike(marks, self.transport.exchange(sampled.samples))
             counts = self._counts(call.loss, agreement.model_call, counts)
@@ -429,8 +445,68 @@ class Runner:
         if error_of_job is not None:
             raise _Refused(error_of_job)
         assert agreement is not None
+        assert parts is not None
         weights = Weights() if call.loss is None else call.loss.weigh(counts)
-        return StepState(call, agreement, weights, self.rank, self._devices)
+        return StepState(call, agreement, weights, parts, self._devices, scores)
+
+    def _scores(self, call: Call, parts: Sequence[Microbatch]) -> Sequence[Any] | None:
+        """What the author's code does in each microbatch; None for stages that were placed by hand."""
+        planned = self._planned
+        if planned is None:
+            return None
+
+        calls = [
+            (part.args, {**part.kwargs, **part.local}, self._draws(call, index))
+            for index, part in enumerate(parts)
+        ]
+        with nullcontext() if call.seed is None else generators_kept(self._devices):
+            scores: Sequence[Any] = without_data(lambda: planned.scores(calls), trains=call.trains)
+        return scores
+
+    def _draws(self, call: Call, microbatch: int) -> Draws | None:
+        if call.seed is None:
+            return None
+        return Draws(*call.seed, microbatch, self._devices[0])
+
+    def _with_batch(
+        self, model_call: ModelCall, parts: Sequence[Microbatch] | None, count: int | None = None
+    ) -> Sequence[Microbatch]:
+        """A rank's microbatches; ranks without those of a model that was cut are sent them.
+
+        Args:
+            model_call: what all ranks bring.
+            parts: what this rank was given.
+            count: how many microbatches are needed; by default all.
+        """
+        completed = model_call.complete(self.rank, parts)[:count]
+        transport, holders = self.transport, model_call.holders
+        by_hand = self._planned is None and bool(self.stages)
+        if by_hand or transport is None or not holders or len(holders) == transport.ranks:
+            return completed
+        source, device = min(holders), self._devices[0]
+
+        def bring(tensor: Tensor) -> Tensor:
+            here = not tensor.is_meta
+            like = tensor.detach().to(device) if here else torch.empty_like(tensor, device=device)
+            came = transport.broadcast(like, source)
+            return tensor if here else came.requires_grad_(tensor.requires_grad)
+
+        rows = [map_tensors([part.args, part.kwargs], bring) for part in completed]
+        return [
+            replace(part, args=tuple(args), kwargs=kwargs)
+            for part, (args, kwargs) in zip(completed, rows, strict=True)
+        ]
+
+    def _check_paths(self, agreement: Agreement, scores: Sequence[Any] | None) -> None:
+        """Check that the author's code does here what it does on the ranks that were given the batch."""
+        for index, (kind, score) in enumerate(zip(agreement.kinds, scores or (), strict=False)):
+            if kind.path != _path_of(score):
+                raise AgreementError(
+                    f"rank {self.rank}: the model's code does something else with microbatch {index} here "
+                    "than on "
+                    "the ranks that were given the batch; it may depend on something that differs between "
+                    "processes, such as an attribute or a random number of Python's"
+                )
 
     def _sampled(self, call: Call, look: int) -> Sampled:
         """What this rank has that others must have too, as far as the call compares it."""
@@ -456,51 +532,81 @@ class Runner:
 
     def _state(self) -> list[Any]:
         """What plans and layouts depend on in the stages of this process, as JSON data."""
-        return [
-            [index, stage.code.state() if isinstance(stage.code, StageModule) else _state_of(stage)]
-            for index, stage in self.stages.items()
-        ]
+        if self._planned is not None:
+            return [[self.rank, self._planned.settings()]]
+        return [[index, _state_of(stage)] for index, stage in self.stages.items()]
 
-    def _make_agreement(self, call: Call, brought: Brought) -> Agreement:
-        """Agree on a call that is new: all ranks describe what they bring, and plan it.
+    def _make_agreement(
+        self,
+        call: Call,
+        model_call: ModelCall,
+        parts: Sequence[Microbatch],
+        scores: Sequence[Any] | None,
+    ) -> tuple[Agreement, Sequence[Any] | None]:
+        """Agree on a call that is new: all ranks plan it.
 
         Raises:
             PenstockError: it is refused, the same on all ranks.
         """
-        _, rows = make_together(self.transport, brought.describe)
-        model_call = merge(rows)
-        states = {
-            index: state
-            for row in rows
-            for index, state in row["state"]
-            if index not in self.stages
-        }
-        agreement, plans = make_together(
-            self.transport, lambda: self._plan_call(call, model_call, states), _compared
+
+        def planned() -> tuple[Agreement, Sequence[Any] | None]:
+            written = self._scores(call, parts) if scores is None else scores
+            return self._plan_call(call, model_call, parts, written), written
+
+        (agreement, written), plans = make_together(
+            self.transport, planned, lambda made: _compared(made[0])
         )
         unlike = next((rank for rank, plan in enumerate(plans) if plan != plans[0]), None)
         if unlike is not None:
-            raise AgreementError(
-                f"rank 0 and rank {unlike} plan different values from stage to stage: {plans[0]} and "
-                f"{plans[unlike]}; give every rank the same model, in the same state"
-            )
+            raise self._unlike(plans, unlike, written)
         if self.transport is not None:
             self.transport.connect(agreement.program.channels)
-        return agreement
+        return agreement, written
 
-    def _plan_call(self, call: Call, model_call: ModelCall, states: Mapping[int, Any]) -> Agreement:
+    def _unlike(
+        self, plans: Sequence[Any], rank: int, scores: Sequence[Any] | None
+    ) -> AgreementError:
+        """The error for ranks on which the author's code does different things; all ranks call this."""
+        assert self.transport is not None
+        rows = self.transport.exchange(
+            [[] if score is None else score.described() for score in scores or ()]
+        )
+        for index, (one, other) in enumerate(zip(rows[0], rows[rank], strict=False)):
+            for mine, theirs in zip_longest(one, other, fillvalue="the end of the forward"):
+                if mine != theirs:
+                    return AgreementError(
+                        f"the model's code does different things on the ranks with microbatch {index}: "
+                        "rank 0 "
+                        f"comes to {mine}, and rank {rank} to {theirs}; give every rank the same model, in "
+                        "the "
+                        "same state, and the same batch"
+                    )
+        return AgreementError(
+            f"rank 0 and rank {rank} plan different values from stage to stage: {plans[0]} and "
+            f"{plans[rank]}; "
+            "give every rank the same model, in the same state"
+        )
+
+    def _plan_call(
+        self,
+        call: Call,
+        model_call: ModelCall,
+        parts: Sequence[Microbatch],
+        scores: Sequence[Any] | None,
+    ) -> Agreement:
         new: list[Kind] = []
         of_parts: list[Kind] = []
-        numbers, state = self._known.free_numbers(), self._state()
-        parts = model_call.complete(self.rank, call.batch.parts)
-        for text, arguments, part in zip(model_call.texts, model_call.layouts, parts, strict=True):
-            alike = (kind for kind in (*new[::-1], *self._known.kinds) if kind.text == text)
-            kind = self._fitting(alike, part)
+        numbers, planned = self._known.free_numbers(), self._planned
+        for index, (text, arguments) in enumerate(
+            zip(model_call.texts, model_call.layouts, strict=True)
+        ):
+            score = None if scores is None else scores[index]
+            path = _path_of(score)
+            alike = (*new[::-1], *self._known.kinds)
+            kind = next((k for k in alike if k.text == text and k.path == path), None)
             if kind is None:
-                kind = Kind(text, next(numbers), arguments, (call.mode, state, look_of(part)))
-                kind.plan = self._plan((part.args, part.kwargs), states, trains=call.trains)
-                self._reads_numbers |= self._planned is not None and self._planned.reads_numbers
-                kind.numbers = _numbers_of(part) if self._reads_numbers else ""
+                kind = Kind(text, next(numbers), arguments, path)
+                kind.plan = None if planned is None else planned.plan(score)
                 new.append(kind)
             of_parts.append(kind)
         edges = _all_edges([kind.plan for kind in of_parts]) if self._planned else None
@@ -516,26 +622,6 @@ class Runner:
         plans = [kind.plan for kind in of_parts]
         flows = tuple(program.flow(None if plan is None else plan.edges) for plan in plans)
         return Agreement(model_call, tuple(of_parts), program, flows)
-
-    def _numbers_in(self, mode: str, state: Any, part: Microbatch) -> str:
-        """What tells a microbatch from those that look like it, if plans depend on numbers."""
-        look = mode, state, look_of(part)
-        kind = self._fitting((kind for kind in self._known.kinds if kind.look == look), part)
-        return _numbers_of(part) if kind is None else kind.numbers
-
-    def _fitting(self, alike: Iterable[Kind], part: Microbatch) -> Kind | None:
-        """The kind of a microbatch, among those of microbatches that look like it."""
-        if self._planned is not None and self._reads_numbers:
-            fits = partial(self._planned.fits, args=part.args, kwargs=part.kwargs)
-            alike = (kind for kind in alike if fits(kind.plan))
-        return next(iter(alike), None)
-
-    def _plan(self, example: Example, states: Mapping[int, Any], *, trains: bool) -> Any:
-        """The partition's plan for a kind, made from its arguments without data."""
-        planned = self._planned
-        if planned is None:
-            return None
-        return without_data(lambda: planned.plan(*example, states), trains=trains)
 
     def _keywords(self, names: Iterable[Key], schedule: Schedule) -> dict[int, list[str]]:
         """The keyword arguments that go to each stage that was placed by hand.
@@ -746,9 +832,16 @@ def has_finite_gradients(stages: Any) -> bool:
     return not gradients or bool(nn.utils.get_total_norm(gradients, torch.inf).isfinite())
 
 
-def _numbers_of(part: Microbatch) -> str:
-    """A hash of the numbers in a microbatch's arguments."""
-    return contents_of((part.args, part.kwargs)).hex()
+def _has_data(parts: Sequence[Microbatch]) -> bool:
+    """Whether microbatches have arguments, and numbers in them."""
+    tensors = tensors_in([[part.args, part.kwargs] for part in parts])
+    given = any(part.args or part.kwargs for part in parts)
+    return given and not any(tensor.is_meta for tensor in tensors)
+
+
+def _path_of(score: Any) -> str:
+    """A hash of what the author's code does; nothing where the model runs as it is."""
+    return "" if score is None else str(score.digest)
 
 
 def _state_of(stage: PipelineStage) -> str:

@@ -172,10 +172,20 @@ class SharedWeights:
         """Before a step: tie weights again (:meth:`tie_again`), and note the shared buffers."""
         self.tie_again()
         # Not every operation that changes a tensor increments its version: batch_norm does not.
+        # The author's code between units changes its buffers alike in all processes.
+        between = {
+            id(buffer)
+            for stage in self._stages.values()
+            if stage.planned
+            for module in stage.around
+            for buffer in module._buffers.values()
+        }
         self._buffers = [
             (one, tensor, tensor._version, tensor.clone() if self._is_first_step else None)
             for one, tensor in zip(self._shared, self._tensors, strict=True)
-            if not isinstance(tensor, nn.Parameter) and len(one.stages) > 1
+            if not isinstance(tensor, nn.Parameter)
+            and len(one.stages) > 1
+            and id(tensor) not in between
         ]
 
     def check_buffers(self) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextvars import copy_context
 from typing import Any, Protocol
 
 import torch
@@ -42,13 +42,17 @@ class Door:
     Args:
         module: the module.
         path: its path in the model.
+
+    Attributes:
+        call: answers the calls while the door is open: ``call(door, run, args, kwargs)``, where ``run`` is
+            the module's own call, with its hooks.
     """
 
     def __init__(self, module: nn.Module, path: str) -> None:
         self.module, self.path = module, path
         self._state = vars(module)
         self._saved: dict[str, Any] = {}
-        self._call: Callable[[Door, Run, Any, Any], Any] | None = None
+        self.call: Callable[[Door, Run, Any, Any], Any] | None = None
 
     def open(self, call: Callable[[Door, Run, Any, Any], Any], *, direct: bool) -> None:
         """Let ``call(door, run, args, kwargs)`` answer for calls of the module.
@@ -59,18 +63,18 @@ class Door:
         """
         state = self._state
         self._saved = {name: state[name] for name in (_CALL, "forward") if name in state}
-        self._call = call
+        self.call = call
         state[_CALL] = functools.partial(self._answer, state.get(_CALL) or self.module._call_impl)
         if direct and not isinstance(self.module, torch.jit.ScriptModule):
             state["forward"] = functools.partial(self._answer, self.module.forward)
 
     def _answer(self, run: Run, *args: Any, **kwargs: Any) -> Any:
         # A checkpoint may have kept this, and calls it again when the door is closed, or open for others.
-        return run(*args, **kwargs) if self._call is None else self._call(self, run, args, kwargs)
+        return run(*args, **kwargs) if self.call is None else self.call(self, run, args, kwargs)
 
     def close(self) -> None:
         """Restore the module."""
-        state, self._call = self._state, None
+        state, self.call = self._state, None
         for name in (_CALL, "forward"):
             if name in self._saved:
                 state[name] = self._saved[name]
@@ -92,32 +96,15 @@ def opened(
             door.close()
 
 
-# ---- what the author's code keeps in context variables
+def as_written() -> contextlib.AbstractContextManager[Any]:
+    """A context in which compiled functions run uncompiled.
 
-
-class Context:
-    """The containers that the author's code keeps in context variables while it runs.
-
-    To units they are arguments: transformers' hooks, say, put what a model's own forward collects there.
+    Dynamo cannot compile on fake tensors, and would not try again on real ones.
     """
-
-    def __init__(self) -> None:
-        self._before = dict(copy_context().items())
-
-    def beside(self, run: Run, kwargs: Any) -> tuple[Run, Any]:
-        """A unit's call and keyword arguments, with the containers among them."""
-        kept = {
-            f"context {variable.name}": value
-            for variable, value in copy_context().items()
-            if isinstance(value, dict | list) and self._before.get(variable) is not value
-        }
-        if not kept:
-            return run, kwargs
-
-        def call(*args: Any, **named: Any) -> Any:
-            return run(*args, **{name: x for name, x in named.items() if name not in kept})
-
-        return call, {**kwargs, **kept}
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 # ---- hooks, in a run without data
@@ -325,3 +312,44 @@ def recomputed(
         return function(*args, **kwargs)
 
     return run
+
+
+# ---- what is read of a module
+
+
+@contextlib.contextmanager
+def reads_noted(
+    attributes: Sequence[tuple[nn.Module, str, Any]], note: Callable[[Any], None]
+) -> Iterator[None]:
+    """Note whenever an attribute is read before it is set: each has its module, name, and what to note."""
+    events: dict[int, dict[str, Any]] = {}
+    for module, name, what in attributes:
+        events.setdefault(id(module), {})[name] = what
+    modules = {id(module): module for module, _, _ in attributes}
+    kinds = {key: type(module) for key, module in modules.items()}
+    for key, module in modules.items():
+        module.__class__ = _noting(kinds[key], events[key], note)
+    try:
+        yield
+    finally:
+        for key, module in modules.items():
+            module.__class__ = kinds[key]
+
+
+def _noting(kind: Any, events: dict[str, Any], note: Callable[[Any], None]) -> Any:
+    """A module's class that notes what is read, see :func:`reads_noted`."""
+
+    def read(self: Any, name: str) -> Any:
+        if name in events:
+            note(events[name])
+        return kind.__getattribute__(self, name)
+
+    def write(self: Any, name: str, value: Any) -> None:
+        events.pop(name, None)
+        kind.__setattr__(self, name, value)
+
+    return type(
+        kind.__name__,
+        (kind,),
+        {"__getattribute__": read, "__setattr__": write, "__module__": kind.__module__},
+    )
