@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import hashlib
 import io
 import logging
@@ -66,7 +67,7 @@ from penstock.partition.functions import (
     name_of,
     reads_numbers,
 )
-from penstock.partition.kept import Kept, attributes_of, holds_fakes, put_back, replaced
+from penstock.partition.kept import CONTAINERS, Kept, attributes_of, holds_fakes, put_back, replaced
 from penstock.partition.lines import is_called_by_library, line_of, place_of, running, where
 from penstock.partition.templates import (
     AGAIN,
@@ -1014,9 +1015,7 @@ class Writer(TorchFunctionMode):
         if now.by_numbers:
             tree.by_numbers.add(line.what)
         if line.unit:
-            results = Counter(map(id, tensors_in((output, [*set_in.values()]))))
-            # Something else holds what it has made: a list that a hook fills, say.
-            now.stays |= any(sys.getrefcount(t) > _HELD + results[id(t)] for t in now.made)
+            now.stays |= self._is_held(now, output, set_in)
         line.work = self._work.total - work
         line.flops = self._work.flops - flops
         line.nbytes = self._work.nbytes - nbytes
@@ -1065,6 +1064,17 @@ class Writer(TorchFunctionMode):
             for part, name in [(parts[at], name) for at, name in places]
         ]
         return [tree.weights[id(t)] for t in tensors if id(t) in tree.weights]
+
+    def _is_held(self, now: _Running, output: Any, set_in: Mapping[Any, Any]) -> bool:
+        """Whether something else holds what a unit has made, such as a list that a hook fills."""
+        results = Counter(map(id, tensors_in((output, [*set_in.values()]))))
+        held = [t for t in now.made if sys.getrefcount(t) > _HELD + results[id(t)]]
+        if not held:
+            return False
+        # The graph may hold it as well.
+        ours = {id(held), id(now.made), id(self._alive), *_containers_in((output, set_in))}
+        holders = gc.get_referrers(*held)
+        return any(isinstance(one, CONTAINERS) and id(one) not in ours for one in holders)
 
     def _check_known(self, numbers: Collection[Number]) -> None:
         """Refuse a value on which something has acted that is no function of PyTorch."""
@@ -1690,6 +1700,18 @@ def storage_of(tensor: Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError, UsageError):
         return id(tensor)
+
+
+def _containers_in(value: Any, depth: int = 5) -> Iterator[int]:
+    """The identities of the lists and dictionaries in a value."""
+    if isinstance(value, list | tuple | dict) and depth:
+        yield id(value)
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _containers_in(one, depth - 1)
+    elif hasattr(value, "__dict__") and not isinstance(value, Tensor | nn.Module | type) and depth:
+        yield id(vars(value))
+        for one in vars(value).values():
+            yield from _containers_in(one, depth - 1)
 
 
 def _differ(one: Any, other: Any) -> bool:
