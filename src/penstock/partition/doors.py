@@ -23,7 +23,6 @@ from torch.utils import checkpoint as checkpointing
 from penstock._engine.rng import Draws
 from penstock.errors import PartitionError
 from penstock.partition.functions import may_draw
-from penstock.partition.recomputing import checkpointed
 
 Run = Callable[..., Any]
 """Makes the call that was intercepted."""
@@ -217,7 +216,6 @@ class Seeded(TorchFunctionMode):
         draws: seeds the generators.
         calls: how often each unit was called before, by path.
         drawn: how often code between units drew before.
-        recomputes: the paths of the units to recompute.
     """
 
     def __init__(
@@ -226,10 +224,8 @@ class Seeded(TorchFunctionMode):
         draws: Draws | None,
         calls: Mapping[str, int],
         drawn: int = 0,
-        recomputes: Collection[str] = (),
     ) -> None:
         super().__init__()
-        self._recomputes = recomputes
         self._doors, self._draws = doors, draws
         self._before = Counter(calls), drawn
         self._inside = False
@@ -249,8 +245,6 @@ class Seeded(TorchFunctionMode):
         self._calls[door.path] += 1
         if self._draws is not None:
             self._draws.enter(door.path, number)
-        if door.path in self._recomputes:
-            run = checkpointed(run, {"use_reentrant": False}, door.module, door.path)
         self._inside = True
         try:
             with left(self):

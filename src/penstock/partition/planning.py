@@ -431,8 +431,7 @@ class _Planner:
                     raise PartitionError(
                         f"{line.where}: {line.name} in stage {stage} uses {self._name(number)} of stage "
                         f"{source}, but values go to later stages only; list the modules in the order of "
-                        "their "
-                        "calls, or name the one that is called again in both lists of stages="
+                        "their calls, or name the one that is called again in both lists of stages="
                     )
             for maker in sorted(line.foreign):
                 if self._owners.stages[maker] != stage:
@@ -453,8 +452,7 @@ class _Planner:
                         f"{line.name} in stage {stage} draws from a torch.Generator from which "
                         f"{other.name} in "
                         f"stage {known} draws too, so that the numbers would depend on the schedule; draw "
-                        "from "
-                        "torch's own, which is seeded for each call"
+                        "from torch's own, which is seeded for each call"
                     )
 
     def _name(self, number: Number) -> str:
@@ -499,8 +497,7 @@ class _Planner:
                             f"{line.where}: {line.name} in stage {stage} changes {self._name(number)} in "
                             "place, "
                             f"which stage {owners.stages[before[0].index]} uses as it was before, or in "
-                            "another "
-                            "shape; use the operation that is not in place, or write into a clone"
+                            "another shape; use the operation that is not in place, or write into a clone"
                         )
                     if mine != stage and (later or number in returned):
                         reads = later[0].where if later else "the output"
@@ -524,8 +521,7 @@ class _Planner:
             raise PartitionError(
                 f"{line.where}: {line.name} in stage {stage} changes {name} in place, which stages "
                 f"{', '.join(map(str, holders))} share, each with its own copy; put all of its modules "
-                "into one "
-                "stage"
+                "into one stage"
             )
         if others:
             raise PartitionError(
@@ -545,8 +541,7 @@ class _Planner:
             raise PartitionError(
                 f"{line.where}: {line.name} in stage {stage} changes {name} in place, which stages "
                 f"{', '.join(map(str, holders))} share, each with its own copy; put all of its modules "
-                "into one "
-                "stage"
+                "into one stage"
             )
         if stage not in holders:
             raise PartitionError(

@@ -203,8 +203,7 @@ class Player:
             f"{line.where}: {line.name} in stage {self._stage} {did} where the run without data "
             f"{planned or 'gave something else'}: what it does depends on the numbers in its tensors, or on "
             "something that has changed since; it is planned anew at the next step. If that does not help, "
-            "place "
-            "what uses it in the same module, or cut the model by a typical batch, pipe.cut(...)"
+            "place what uses it in the same module, or cut the model by a typical batch, pipe.cut(...)"
         )
 
 
@@ -227,7 +226,6 @@ class Live(Writer):
     def __init__(self, player: Player, tree: ScoreTree, values: _Values, call: StageCall) -> None:
         super().__init__(tree, call.score.draws, call.score.batch)
         self._player, self._values, self._call = player, values, call
-        self._units = tree.units
         self._decided = False
         for number, tensor in values.items():
             self.numbers[id(tensor)] = number

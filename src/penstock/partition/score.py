@@ -143,12 +143,14 @@ class Line:
         plans: by the values that are returned, the plans of the path that ends here.
         digest: a hash of the path up to here, equal in all processes.
         work: its operations, see :class:`Work`.
+        flops: its floating-point operations in products, convolutions and attention.
         nbytes: the bytes that it made.
         varies: whether numbers decide the shapes of what it gives.
         decides: whether it reads numbers, on which the author's code may then depend.
         foreign: the lines of which it has read what they left outside of its arguments.
         generators: the model's generators from which it draws.
-        storages: where the memory of its placeholders lies.
+        checked: whether a stage has compared what it made with the placeholders.
+        simple: whether it gives one value, and changes and leaves nothing else.
     """
 
     what: Any
@@ -790,14 +792,12 @@ class Writer(TorchFunctionMode):
         if maker is not None:
             raise self._refusal(
                 f"uses a tensor that {self.notes[maker].line.name} left in an attribute or a list, which "
-                "other "
-                "stages do not have; return it from there (a loss: penstock.add_loss)"
+                "other stages do not have; return it from there (a loss: penstock.add_loss)"
             )
         raise self._refusal(
             "uses a tensor that came about where no function of PyTorch is seen, such as in a transform, in "
             "compiled code, under another name of a custom function's apply, or in an attribute that an "
-            "earlier "
-            "microbatch has left; put that into a module that is placed as a whole"
+            "earlier microbatch has left; put that into a module that is placed as a whole"
         )
 
     def _only_shaped(self, func: Any, args: Any) -> Any:
@@ -907,21 +907,25 @@ class Writer(TorchFunctionMode):
         for template in line.left:
             fill(template, self.shown, given)
         for path, name, template in line.attributes:
-            table = vars(self.units[line.what].get_submodule(path))
-            self._undo.setdefault((id(table), name), (table, name, table.get(name, self)))
-            table[name] = fill(template, self.shown, given)
+            self._put(
+                self.units[line.what].get_submodule(path), name, fill(template, self.shown, given)
+            )
         if line.numbers:
             unit = self.units[line.what]
             noted = []
             for path, name, value in line.numbers:
                 module = unit.get_submodule(path)
-                table = vars(module)
-                self._undo.setdefault((id(table), name), (table, name, table.get(name, self)))
-                table[name] = value
+                self._put(module, name, value)
                 noted.append((module, name, (line, name)))
             self._stack.enter_context(reads_noted(noted, self._used_elsewhere))
         result = line.result
         return self.shown[result[1]] if result[0] is VALUE else fill(result, self.shown, given)
+
+    def _put(self, module: nn.Module, name: str, value: Any) -> None:
+        """Set an attribute until the author's forward has run."""
+        table = vars(module)
+        self._undo.setdefault((id(table), name), (table, name, table.get(name, self)))
+        table[name] = value
 
     def _used_elsewhere(self, attribute: tuple[Line, str]) -> None:
         """Refuse to use a number that a unit has set, before it has a value."""
@@ -932,8 +936,7 @@ class Writer(TorchFunctionMode):
         elif not self._inside:
             raise self._refusal(
                 f"uses the attribute {name!r} of {line.what}, which is set there and which other stages do "
-                "not "
-                "have; return it from there (a loss: penstock.add_loss)"
+                "not have; return it from there (a loss: penstock.add_loss)"
             )
 
     def _numbers_in(self, given: Sequence[Any]) -> tuple[Any, ...]:
@@ -960,7 +963,7 @@ class Writer(TorchFunctionMode):
         self._name(line)
         leaves = (t for of in line.templates() for t in leaves_of(of, inside=False))
         self._check_known([t[1] for t in leaves if t[0] is VALUE])
-        if line.unit and self._answered(line, given):
+        if line.unit and self._answered(line):
             return _LINE
         return self._try(line, run, given)
 
@@ -1154,8 +1157,7 @@ class Writer(TorchFunctionMode):
                     if _differ(one, was):
                         raise self._refusal(
                             f"gives {line.name} a {type(one).__name__} that it changes, which other stages "
-                            "would not "
-                            "see; return what it makes of it, or use a list"
+                            "would not see; return what it makes of it, or use a list"
                         )
                 return output
         finally:
@@ -1355,7 +1357,7 @@ class Writer(TorchFunctionMode):
             )
         )
 
-    def _answered(self, line: Line, given: Sequence[Any]) -> bool:
+    def _answered(self, line: Line) -> bool:
         """Answer a line as one like it was answered."""
         call = self._abstract(line)
         if call is None or line.what in self._tree.by_numbers:
@@ -1481,8 +1483,7 @@ class Writer(TorchFunctionMode):
         after = f"after {self._latest}, " if self._latest else ""
         return PartitionError(
             f"{after}the {type(self._tree.model).__name__} runs code that {by} has compiled between its "
-            "units, "
-            "which cannot be cut; compile modules that are placed as a whole"
+            "units, which cannot be cut; compile modules that are placed as a whole"
         )
 
     # ---- for the watch of a line that runs

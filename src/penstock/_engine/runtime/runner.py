@@ -576,10 +576,8 @@ class Runner:
                 if mine != theirs:
                     return AgreementError(
                         f"the model's code does different things on the ranks with microbatch {index}: "
-                        "rank 0 "
-                        f"comes to {mine}, and rank {rank} to {theirs}; give every rank the same model, in "
-                        "the "
-                        "same state, and the same batch"
+                        f"rank 0 comes to {mine}, and rank {rank} to {theirs}; give every rank the same "
+                        "model, in the same state, and the same batch"
                     )
         return AgreementError(
             f"rank 0 and rank {rank} plan different values from stage to stage: {plans[0]} and "
