@@ -57,31 +57,16 @@ def is_ours(function: Any) -> bool:
 
 
 @functools.cache
-def _drawing_names() -> frozenset[str]:
-    names = {
-        packet
-        for packet in dir(torch._C._VariableFunctions) + dir(Tensor)
-        if isinstance(
-            operator := getattr(torch.ops.aten, packet, None), torch._ops.OpOverloadPacket
-        )
-        and any(
-            torch.Tag.nondeterministic_seeded in getattr(operator, overload).tags
-            for overload in operator.overloads()
-        )
-    }
-    return frozenset(names | set(_DRAW_INSIDE.split()))
-
-
-_DRAWS: dict[Any, bool] = {}
-
-
 def may_draw(function: Any) -> bool:
     """Whether a function of PyTorch may draw random numbers."""
-    answer = _DRAWS.get(function)
-    if answer is None:
-        name = getattr(function, "__name__", "")
-        answer = _DRAWS[function] = name in _drawing_names()
-    return answer
+    name = getattr(function, "__name__", "")
+    if name in _DRAW_INSIDE.split():
+        return True
+    packet = getattr(torch.ops.aten, name, None)
+    return isinstance(packet, torch._ops.OpOverloadPacket) and any(
+        torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags
+        for overload in packet.overloads()
+    )
 
 
 NORMS = frozenset({"batch_norm", "instance_norm", "sync_batch_norm"})

@@ -17,11 +17,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import gc
 import hashlib
 import io
 import logging
 import sys
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -67,7 +67,7 @@ from penstock.partition.functions import (
     name_of,
     reads_numbers,
 )
-from penstock.partition.kept import CONTAINERS, Kept, attributes_of, holds_fakes, put_back, replaced
+from penstock.partition.kept import Kept, attributes_of, holds_fakes, put_back, replaced
 from penstock.partition.lines import is_called_by_library, line_of, place_of, running, where
 from penstock.partition.templates import (
     AGAIN,
@@ -101,8 +101,6 @@ _MOST_CACHED = 20_000
 _NEED_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 _HELD_BY_LINE = 3
 """The references to a placeholder that nothing but its line has, and what counts them."""
-_HELD = 4
-"""The references to a tensor that an operation of a unit has made: two lists, and what counts them."""
 _OPAQUE = (set, deque, np.ndarray)
 _PATIENCE = 64
 """The number of answers with ones after which a line gets zeros."""
@@ -630,7 +628,7 @@ class Writer(TorchFunctionMode):
         self._undo: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
         self._left: dict[int, tuple[Any, Any]] = {}
         self._makers: dict[int, int] = {}
-        self._alive: list[Tensor] = []
+        self._memory: list[Any] = []
         self._overwritten: set[int] = set()
         self._work = Work()
         self._inner: dict[int, float] = {}
@@ -670,7 +668,7 @@ class Writer(TorchFunctionMode):
         del self._reader  # it refers back here
         self.shown.clear()
         self._looks.clear()
-        self._alive.clear()
+        self._memory.clear()
 
     # ---- what the author's code calls
 
@@ -1017,8 +1015,6 @@ class Writer(TorchFunctionMode):
             output = self._run(now, run, inputs, named, set_in, given, values)
         if now.by_numbers:
             tree.by_numbers.add(line.what)
-        if line.unit:
-            now.stays |= self._is_held(now, output, set_in)
         line.work = self._work.total - work
         line.flops = self._work.flops - flops
         line.nbytes = self._work.nbytes - nbytes
@@ -1054,7 +1050,11 @@ class Writer(TorchFunctionMode):
         for one in old:
             fill(one, self.shown, given)
         if looks is not None and not now.is_guessed and not now.stays:
-            self._learn(line, look, looks, now)
+            maker.alive.clear()
+            del output, set_in
+            if all(made() is None for made in now.made):
+                # Nothing else holds what the unit has made, as a list does that a hook fills.
+                self._learn(line, look, looks, now)
         return _LINE
 
     def _names_of(self, parts: Sequence[nn.Module], places: Sequence[tuple[int, str]]) -> list[str]:
@@ -1067,17 +1067,6 @@ class Writer(TorchFunctionMode):
             for part, name in [(parts[at], name) for at, name in places]
         ]
         return [tree.weights[id(t)] for t in tensors if id(t) in tree.weights]
-
-    def _is_held(self, now: _Running, output: Any, set_in: Mapping[Any, Any]) -> bool:
-        """Whether something else holds what a unit has made, such as a list that a hook fills."""
-        results = Counter(map(id, tensors_in((output, [*set_in.values()]))))
-        held = [t for t in now.made if sys.getrefcount(t) > _HELD + results[id(t)]]
-        if not held:
-            return False
-        # The graph may hold it as well.
-        ours = {id(held), id(now.made), id(self._alive), *_containers_in((output, set_in))}
-        holders = gc.get_referrers(*held)
-        return any(isinstance(one, CONTAINERS) and id(one) not in ours for one in holders)
 
     def _check_known(self, numbers: Collection[Number]) -> None:
         """Refuse a value on which something has acted that is no function of PyTorch."""
@@ -1513,8 +1502,8 @@ class Writer(TorchFunctionMode):
                 key = storage_of(tensor)
                 if key not in now.arguments and key not in self._makers:
                     self._makers[key] = now.line.index
-                    self._alive.append(tensor)
-                    now.made.append(tensor)
+                    self._memory.append(tensor.untyped_storage())  # no other gets its identity
+                    now.made.append(weakref.ref(tensor))
         args, kwargs = call
         self._work.add(func, args, kwargs, output)
 
@@ -1547,7 +1536,7 @@ class _Running:
         needs_data: whether it has read numbers.
         is_guessed: whether it ran on numbers of the arguments, or on ones.
         reads: the attributes that it has read which may be a layer's number.
-        made: the tensors that its operations have made.
+        made: the tensors that its operations have made, if they are still there.
         own: where the memory of the unit's buffers and attributes lies.
         writes: the weights and buffers into which it has written, by the position of their module.
         by_numbers: whether numbers of the arguments have decided what it gave.
@@ -1560,7 +1549,7 @@ class _Running:
         self.used: set[int] = set()
         self.foreign: set[int] = set()
         self.reads: set[Any] = set()
-        self.made: list[Tensor] = []
+        self.made: list[weakref.ref[Tensor]] = []
         self.own: set[int] = set()
         self.writes: list[tuple[int, str]] = []
         self.needs_data = self.is_guessed = self.by_numbers = self.stays = False
@@ -1614,7 +1603,7 @@ class _Maker:
         self._old |= {id(tensor): number for number, tensor in values.items()}
         self._changed = dict(line.changes)
         self._new: dict[int, Number] = {}
-        self._alive: list[Tensor] = []
+        self.alive: list[Tensor] = []
         self._reader = Reader(
             lambda _: None, self._tensor, tree.fixed, as_call=False, opaque=self._object
         )
@@ -1661,7 +1650,7 @@ class _Maker:
                 line.belongs.add(number)
             if line.unit and tensor.layout is torch.strided:
                 # Another one than the unit may have left in a list: it is seen who reads that.
-                self._alive.append(tensor)
+                self.alive.append(tensor)
                 tensor = writer._tree.blank(look)
             line.shown[number], line.marks[id(tensor)] = tensor, number
         return (VALUE, number)
@@ -1701,18 +1690,6 @@ def storage_of(tensor: Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError, UsageError):
         return id(tensor)
-
-
-def _containers_in(value: Any, depth: int = 5) -> Iterator[int]:
-    """The identities of the lists and dictionaries in a value."""
-    if isinstance(value, list | tuple | dict) and depth:
-        yield id(value)
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _containers_in(one, depth - 1)
-    elif hasattr(value, "__dict__") and not isinstance(value, Tensor | nn.Module | type) and depth:
-        yield id(vars(value))
-        for one in vars(value).values():
-            yield from _containers_in(one, depth - 1)
 
 
 def _differ(one: Any, other: Any) -> bool:
