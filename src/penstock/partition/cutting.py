@@ -21,10 +21,8 @@ from penstock.partition.score import Score, ScoreTree
 from penstock.partition.stage import (
     CutModel,
     CutStage,
-    check_hooks,
     check_not_compiled,
     has_compiled_forward,
-    hooked_in,
 )
 from penstock.partition.units import (
     at_points,
@@ -229,8 +227,7 @@ class Cutting:
         hooked: list[Door] = []
         if self.count > 1:
             check_not_compiled(self.model, outside)
-            check_hooks(tree)
-            hooked = hooked_in(self.model, outside, tree.doors)
+            hooked = tree.hooked()
         placed = {id(module) for module in tree.units.values()}
         inner = [
             Door(module, path)

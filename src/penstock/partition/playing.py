@@ -45,6 +45,7 @@ class Player:
     ) -> None:
         self._tree, self._homes, self._stage = tree, homes, stage
         self._last, self._recomputed = last, recomputed
+        self._modules = dict(tree.units)
 
     def play(
         self, call: StageCall, arrived: Mapping[str, Any], batch: Sequence[Tensor]
@@ -105,8 +106,9 @@ class Player:
 
     def _module(self, path: str) -> nn.Module:
         """A unit, or a module between units that has hooks."""
-        unit = self._tree.units.get(path)
-        return self._tree.model.get_submodule(path) if unit is None else unit
+        if path not in self._modules:
+            self._modules[path] = self._tree.model.get_submodule(path)
+        return self._modules[path]
 
     def has(self, path: str) -> bool:
         """Whether a unit is in this stage."""
@@ -114,7 +116,7 @@ class Player:
 
     def play_line(self, note: Note, values: _Values, call: StageCall) -> None:
         """Play a line, and note the values that it makes."""
-        line, given, draws = note.line, note.given, call.score.draws
+        line, given, draws, modules = note.line, note.given, call.score.draws, self._modules
         for target, _ in line.changes:
             if target[0] is GIVEN:
                 # The author's own tensors, such as the batch, stay as they are.
@@ -140,7 +142,7 @@ class Player:
         values.copies_buffers = False
         run = line.run
         if line.unit:
-            module = self._module(line.what)
+            module = modules[line.what] if line.what in modules else self._module(line.what)
             run = module.forward if line.direct else module
         if draws is not None and note.draw >= 0:
             draws.enter(line.what if line.unit else BETWEEN, note.draw)

@@ -138,7 +138,8 @@ class Line:
         first: the first placeholders of those that were replaced, whose memory others share.
         looks: how the values look.
         next: the lines that came after it.
-        plans: by the values that are returned, the plans of the path that ends here.
+        digests: of the paths that end here, by the templates of their outputs.
+        plans: of these paths, by their digests.
         digest: a hash of the path up to here, equal in all processes.
         work: its operations, see :class:`Work`.
         flops: its floating-point operations in products, convolutions and attention.
@@ -177,7 +178,8 @@ class Line:
     first: dict[Number, Tensor] = field(default_factory=dict)
     looks: dict[Number, Look] = field(default_factory=dict)
     next: dict[Any, Line] = field(default_factory=dict)
-    plans: dict[Any, Any] = field(default_factory=dict)
+    digests: dict[Template, str] = field(default_factory=dict)
+    plans: dict[str, Any] = field(default_factory=dict)
     digest: bytes = b""
     work: float = 0.0
     flops: float = 0.0
@@ -248,11 +250,16 @@ class Score:
         """The last line, which the tree has once for all microbatches that went this way."""
         return self.notes[-1].line if self.notes else self.root
 
-    @functools.cached_property
+    @property
     def digest(self) -> str:
         """A hash of the path and the output, equal in all processes."""
-        text = text_of(self.output).encode()
-        return hashlib.blake2b(self.end.digest + text, digest_size=16).hexdigest()
+        end = self.end
+        digest = end.digests.get(self.output)
+        if digest is None:
+            text = text_of(self.output).encode()
+            digest = hashlib.blake2b(end.digest + text, digest_size=16).hexdigest()
+            end.digests[self.output] = digest
+        return digest
 
     def described(self) -> list[str]:
         """The lines in words, to find the first that differs from another process's."""
@@ -289,6 +296,11 @@ class ScoreTree:
         self.outside = [
             (path, module) for path, module in model.named_modules() if id(module) not in inside
         ]
+        units_of = set(map(id, self.units.values()))
+        self._around, self._between = list[tuple[str, nn.Module]](), list[tuple[str, nn.Module]]()
+        for path, module in self.outside:
+            is_around = any(id(part) in units_of for part in module.modules())
+            (self._around if is_around else self._between).append((path, module))
         self._tables = [
             (table, name, f"{path}.{name}" if path else name)
             for path, module in model.named_modules(remove_duplicate=False)
@@ -308,6 +320,7 @@ class ScoreTree:
             module for module in self.modules if not type(module).__module__.startswith("torch.")
         ]
         self._settings: tuple[Any, ...] = ()
+        self._hashed: tuple[tuple[Any, ...], str] = (), ""
         self._weights: list[Any] | None = None
         self.weights: dict[int, str] = {}
         self.tensors: dict[str, Tensor] = {}
@@ -382,7 +395,30 @@ class ScoreTree:
 
     def settings(self) -> str:
         """A hash of the settings on which scores depend."""
-        return hashlib.blake2b(repr(self._settings_now()).encode(), digest_size=16).hexdigest()
+        now = self._settings_now()
+        if now != self._hashed[0]:
+            self._hashed = now, hashlib.blake2b(repr(now).encode(), digest_size=16).hexdigest()
+        return self._hashed[1]
+
+    def hooked(self) -> list[Door]:
+        """Doors of the modules between units that have hooks: each call is in one stage, like a unit's.
+
+        Raises:
+            PartitionError: a module that is in several stages has backward hooks: no stage has both its ends.
+        """
+        for path, module in self._around:
+            if module._backward_hooks or module._backward_pre_hooks:
+                raise PartitionError(
+                    f"{path or 'the model'} has backward hooks, and its parts are placed by themselves: no "
+                    "stage has its gradients on both ends. Set the hooks on its parts, or place it as a "
+                    "whole by naming it in stages="
+                )
+        doors: list[Door] = []
+        for path, module in self._between:
+            within = doors and path.startswith(f"{doors[-1].path}.")
+            if not within and any(map(_has_hooks, module.modules())):
+                doors.append(Door(module, path))
+        return doors
 
     def forget(self) -> None:
         """Forget all lines: a unit has done something else than its line says."""
@@ -460,7 +496,11 @@ class ScoreTree:
         writer.let_go()
         del writer, output
         for note in score.notes:
-            self._replace_leaked(note.line)
+            for shown in note.line.shown.values():
+                if sys.getrefcount(shown) > _HELD_BY_LINE:
+                    del shown
+                    self._replace_leaked(note.line)
+                    break
         return score
 
     def _replace_leaked(self, line: Line) -> None:
@@ -1676,6 +1716,15 @@ def _alike(after: Template, before: Template, given: Sequence[Any]) -> bool:
         ):
             return False
     return True
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_pre_hooks
+        or module._backward_hooks
+    )
 
 
 def _version(tensor: Tensor) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from penstock._engine.rng import Draws
 from penstock.errors import PartitionError, UsageError
-from penstock.partition.doors import Door, Seeded
+from penstock.partition.doors import Seeded
 from penstock.partition.planning import CallPlan, Homes, lines_of, plan_of
 from penstock.partition.playing import Player
 from penstock.partition.recomputing import checkpointed
@@ -65,9 +65,8 @@ class CutModel:
         """Write the scores of microbatches; None where the model's forward runs as it is, in one stage."""
         if self.stages == 1 and not self.recomputes:
             return [None] * len(calls)
-        check_hooks(self.tree)
         self.tree.refresh()
-        with self.tree.open(hooked_in(self.model, self.outside, self.doors)):
+        with self.tree.open(self.tree.hooked()):
             scores: list[Score | None] = [self.tree.write(*call) for call in calls]
         for path, table, name, mine in self.loose:
             if table.get(name) is not mine[name]:
@@ -84,7 +83,6 @@ class CutModel:
         """
         if score is None:
             return _NOTHING
-        check_hooks(self.tree)
         plan = plan_of(score, self.homes, self.stages, self.model, self.tree.mode)
         if not self.shares:
             self.shares, self.heaviest = plan.work, plan.heaviest
@@ -99,8 +97,7 @@ class CutModel:
         """The plan of a call whose tensors may have no data; the model's code leaves no trace."""
         if self.stages == 1:
             return _NOTHING
-        hooked = hooked_in(self.model, self.outside, self.doors)
-        return self.plan(self.tree.rehearse((args, kwargs), hooked))
+        return self.plan(self.tree.rehearse((args, kwargs), self.tree.hooked()))
 
     # ---- edits of the model
 
@@ -309,38 +306,6 @@ def _holder(root: nn.Module, path: str) -> tuple[nn.Module, str]:
     return holder, name
 
 
-def check_hooks(tree: ScoreTree) -> None:
-    """Refuse backward hooks of a module that is in several stages: no stage has both of its ends.
-
-    Raises:
-        PartitionError: the message names the module.
-    """
-    for module in opened_in([module for _, module in tree.outside], tree.doors):
-        if module._backward_hooks or module._backward_pre_hooks:
-            raise PartitionError(
-                f"{tree.paths[id(module)] or 'the model'} has backward hooks, and its parts are placed by "
-                "themselves: no stage has its gradients on both ends. Set the hooks on its parts, or place "
-                "it as a "
-                "whole by naming it in stages="
-            )
-
-
-def opened_in(outside: Sequence[nn.Module], doors: Sequence[Door]) -> list[nn.Module]:
-    """The modules outside of units that hold units."""
-    units = {id(door.module) for door in doors}
-    return [m for m in outside if any(id(part) in units for part in m.modules())]
-
-
-def hooked_in(model: nn.Module, outside: Sequence[nn.Module], doors: Sequence[Door]) -> list[Door]:
-    """Doors of the modules between units that have hooks: each call is in one stage, like a unit's."""
-    opened = {id(module) for module in opened_in(outside, doors)}
-    known = {id(module): path for path, module in model.named_modules()}
-    loose = [module for module in outside if id(module) not in opened]
-    paths = [known[id(m)] for m in loose if any(_hooks_of(part) for part in m.modules())]
-    outer = [p for p in paths if not any(p.startswith(f"{other}.") for other in paths)]
-    return [Door(model.get_submodule(path), path) for path in outer]
-
-
 def check_not_compiled(model: nn.Module, outside: Sequence[nn.Module]) -> None:
     """Refuse modules outside of units that were compiled as a whole.
 
@@ -360,15 +325,6 @@ def check_not_compiled(model: nn.Module, outside: Sequence[nn.Module]) -> None:
 def has_compiled_forward(module: nn.Module) -> bool:
     """Whether ``torch.compile`` was applied to a module's ``forward``."""
     return hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
-
-
-def _hooks_of(module: nn.Module) -> bool:
-    return bool(
-        module._forward_pre_hooks
-        or module._forward_hooks
-        or module._backward_pre_hooks
-        or module._backward_hooks
-    )
 
 
 def _form_of(model: nn.Module) -> dict[str, Any]:
