@@ -1145,6 +1145,36 @@ class StreamingKept(Streaming):
         return self.head(torch.cat(out, -1))
 
 
+class Cell(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(D, D)
+        self.state: Tensor | None = None
+        self.is_first = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.state is not None
+        x = x if self.is_first else 3 * x
+        self.is_first = False
+        self.state = torch.tanh(self.lin(x) + self.state)
+        return self.state
+
+
+@add("a state and a flag that the model sets in its layers", rows())
+class Resets(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.cells = nn.Linear(D, D), nn.ModuleList(Cell() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = self.stem(x)
+        for cell in self.cells:
+            cell.state, cell.is_first = start, True
+        for cell in self.cells:
+            x = cell(x)
+        return x
+
+
 class Pyramid:
     def __init__(self) -> None:
         self.levels: list[Tensor] = []

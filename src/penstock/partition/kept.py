@@ -20,6 +20,7 @@ _DEPTH, _MOST = 4, 1000
 """How deep objects and containers are searched, and how many members of one."""
 _LIBRARIES = (
     "torch",
+    "penstock",
     "numpy",
     "logging",
     "threading",

@@ -137,8 +137,10 @@ class Player:
             else:
                 here = tag is GIVEN
                 kwargs[name] = given[template[1]] if here else fill(template, values, given)
-        if note.context:
-            fill(line.beside, values, given)
+        if line.beside[2]:
+            beside = fill(line.beside, values, given)[len(note.context) :]
+            for (part, name), value in zip(note.sets, beside, strict=True):
+                vars(part)[name] = value
         values.copies_buffers = False
         run = line.run
         if line.unit:

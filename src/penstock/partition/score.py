@@ -124,7 +124,8 @@ class Line:
         modes: whether gradients are enabled, how many of the author's checkpoints are around, and autocast.
         args: the templates of its arguments.
         kwargs: those of its keyword arguments, by name.
-        beside: that of the containers which the author's code keeps in context variables.
+        beside: that of the containers which the author's code keeps in context variables, and of the
+            attributes that it has set in the unit since the unit's last call.
         reads: the values it needs.
         result: the template of what it gave.
         left: those of lists and objects among its arguments that it has changed.
@@ -213,12 +214,14 @@ class Note:
         given: what the template of its call leaves open.
         draw: the number of the draw, or of the unit's call; -1 if it draws nothing.
         context: the context variables in which the author's code keeps containers, with these.
+        sets: the attributes that the author's code has set in the unit: the module and the name.
     """
 
     line: Line
     given: list[Any]
     draw: int
     context: Sequence[tuple[ContextVar[Any], Any]] = ()
+    sets: Sequence[tuple[nn.Module, str]] = ()
 
 
 @dataclass(eq=False)
@@ -287,6 +290,7 @@ class ScoreTree:
         self.by_numbers: set[Any] = set()
         self.roots: dict[Any, Line] = {}
         self.lines = 0
+        self.writer: Writer | None = None
         self._doors_open: list[Door] = []
         self._open: dict[str, nn.Module] = {}
         self.modules = list(model.modules())
@@ -573,12 +577,28 @@ class ScoreTree:
             and not (module.training or torch.is_grad_enabled())
         ]
         try:
-            with opened(self._doors_open, _unanswered, self._open):
+            with opened(self._doors_open, _unanswered, self._open), self._sets_noted():
                 yield
         finally:
             self._doors_open, self._open, self._settings = [], {}, ()
             for hook in padded:
                 hook.remove()
+
+    @contextmanager
+    def _sets_noted(self) -> Iterator[None]:
+        """Tell the writer which attributes of units the author's code sets."""
+        set_plainly = nn.Module.__setattr__
+
+        def set_noted(module: nn.Module, name: str, value: Any) -> None:
+            set_plainly(module, name, value)
+            if self.writer is not None and id(module) in self.unit_of:
+                self.writer.has_set(self.unit_of[id(module)], module, name)
+
+        nn.Module.__setattr__ = set_noted  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            nn.Module.__setattr__ = set_plainly  # type: ignore[method-assign]
 
     def _check_padding(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Refuse PyTorch's encoders that drop padding with nested tensors, if their layers are units."""
@@ -610,12 +630,15 @@ class ScoreTree:
                 stack.enter_context(opened(inner, writer.counted))
             stack.enter_context(others_seen(writer))
             stack.enter_context(writer)
+            self.writer = writer
             try:
                 output: Any = self.forward(*args, **kwargs)
             except Exception as error:
                 if writer.refused:
                     raise writer.refused[0] from None
                 raise writer.explained(error) from error
+            finally:
+                self.writer = None
             for door in self._doors_open:
                 door.call = _unanswered
         if writer.refused:
@@ -665,6 +688,7 @@ class Writer(TorchFunctionMode):
         self._inside = False
         self._now: _Running | None = None
         self._latest = ""
+        self._sets: dict[str, dict[tuple[int, str], nn.Module]] = {}
         self._undo: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
         self._left: dict[int, tuple[Any, Any]] = {}
         self._makers: dict[int, int] = {}
@@ -884,12 +908,16 @@ class Writer(TorchFunctionMode):
                     self._check_foreign(value)
                 templates.append(read(value, given, copies=copies))
         context: list[tuple[ContextVar[Any], Any]] = []
+        sets: Sequence[tuple[nn.Module, str]] = ()
         beside: list[Template] = []
         if not copies:
             for variable, value in copy_context().items():
                 if isinstance(value, dict | list) and self._before.get(variable) is not value:
                     context.append((variable, value))
                     beside.append(read(value, given))
+            if what in self._sets:
+                sets = [(module, name) for (_, name), module in self._sets.pop(what).items()]
+                beside += [read(vars(module).get(name), given) for module, name in sets]
         numbers = self._numbers_in(given) if what in tree.by_numbers else ()
         what_key = what if key is None else key
         key = (what_key, modes, tuple(templates), tuple(kwargs), tuple(beside), numbers)
@@ -916,7 +944,7 @@ class Writer(TorchFunctionMode):
             self._at.next[key] = line
             tree.lines += 1
         self._at = line
-        note = Note(line, given, draw, context)
+        note = Note(line, given, draw, context, sets)
         self.notes.append(note)
         if line.simple and self.silent:
             self.numbers.update(line.marks)
@@ -965,12 +993,16 @@ class Writer(TorchFunctionMode):
         self._undo.setdefault((id(table), name), (table, name, table.get(name, self)))
         table[name] = value
 
+    def has_set(self, path: str, module: nn.Module, name: str) -> None:
+        """Note that the author's code has set an attribute in a unit: the unit gets it with its next call."""
+        if not self._inside and name in vars(module):
+            self._sets.setdefault(path, {})[id(module), name] = module
+
     def _used_elsewhere(self, attribute: tuple[Line, str]) -> None:
         """Refuse to use a number that a unit has set, before it has a value."""
         line, name = attribute
         if self._now is not None:
-            if self._now.line.what != line.what:
-                self._now.foreign.add(line.index)
+            self._now.foreign.add(line.index)
         elif not self._inside:
             raise self._refusal(
                 f"uses the attribute {name!r} of {line.what}, which is set there and which other stages do "
