@@ -35,10 +35,9 @@ _READ_NUMBERS = (
     "numpy tolist unique"
 )
 _DRAW_INSIDE = (
-    "gumbel_softmax multi_head_attention_forward scaled_dot_product_attention rrelu rrelu_ "
-    "dropout1d dropout2d dropout3d feature_alpha_dropout alpha_dropout "
-    "fractional_max_pool2d fractional_max_pool3d uniform_ normal_ trunc_normal_ kaiming_uniform_ "
-    "kaiming_normal_ xavier_uniform_ xavier_normal_"
+    "gumbel_softmax multi_head_attention_forward scaled_dot_product_attention rrelu rrelu_ dropout1d "
+    "dropout2d dropout3d feature_alpha_dropout alpha_dropout fractional_max_pool2d fractional_max_pool3d "
+    "uniform_ normal_ trunc_normal_ kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_"
 )
 """Functions that draw by others, which a mode does not see."""
 

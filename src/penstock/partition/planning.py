@@ -241,6 +241,7 @@ class _Planner:
                 self._old[number] = target[1] if target[0] is VALUE else None
                 if target[0] is VALUE and target[1] in self._shown:
                     self._shown[number] = self._shown[target[1]]
+        self._memory = {n: storage_of(t) for n, t in self._shown.items() if isinstance(t, Tensor)}
 
     def plan(self, mode: FakeTensorMode) -> CallPlan:
         lines, stages = self._lines, self._owners.stages
@@ -315,8 +316,7 @@ class _Planner:
 
     def _kept(self) -> frozenset[int]:
         """The units that read memory into which later lines write."""
-        memory = {n: storage_of(t) for n, t in self._shown.items() if isinstance(t, Tensor)}
-        written: set[int] = set()
+        memory, written = self._memory, set[int]()
         kept = set[int]()
         for line in reversed(self._lines):
             if line.unit and any(memory.get(number) in written for number in line.reads):
@@ -394,9 +394,8 @@ class _Planner:
     def _unknown_output(self) -> PartitionError:
         return PartitionError(
             f"the output of the {type(self._model).__name__} has a tensor that no call of a unit or of a "
-            "function "
-            "between them gives. Values that hooks collect inside of units, such as hidden states, are not "
-            "available here; return them from the units, or leave out the option that asks for them"
+            "function between them gives. Values that hooks collect inside of units, such as hidden states, "
+            "are not available here; return them from the units, or leave out the option that asks for them"
         )
 
     # ---- what cannot be done in stages
@@ -406,10 +405,8 @@ class _Planner:
             stage = self._owners.stages[line.index]
             raise PartitionError(
                 f"{line.where}: the model's code needs numbers of a tensor of stage {stage} ({line.name}), "
-                "which the "
-                "other stages do not have; put that code into a module that is placed as a whole, by "
-                "naming the "
-                "module that contains it in stages="
+                "which the other stages do not have; put that code into a module that is placed as a whole, "
+                "by naming the module that contains it in stages="
             )
         drawn: dict[int, tuple[Line, int]] = {}
         for line, stage in zip(self._lines, self._owners.stages, strict=True):
@@ -421,11 +418,9 @@ class _Planner:
                 made = self._shown.get(number)
                 if stage not in holders and made is not None and not isinstance(made, Tensor):
                     raise PartitionError(
-                        f"{line.where}: {line.name} in stage {stage} reads a value that "
-                        f"{self._name(number)} in "
-                        f"stage {source} makes, a {type(made).__name__}, which cannot travel between "
-                        "stages; return "
-                        "tensors, or put both into one stage"
+                        f"{line.where}: {line.name} in stage {stage} reads a value that {self._name(number)} "
+                        f"in stage {source} makes, a {type(made).__name__}, which cannot travel between "
+                        "stages; return tensors, or put both into one stage"
                     )
                 if stage not in holders and source > stage:
                     raise PartitionError(
@@ -437,11 +432,9 @@ class _Planner:
                 if self._owners.stages[maker] != stage:
                     raise PartitionError(
                         f"{line.where}: {line.name} in stage {stage} reads a value that "
-                        f"{self._lines[maker].name} in stage {self._owners.stages[maker]} left somewhere, "
-                        "as in "
-                        "an attribute, a hook's list or an object that both are given; return it and pass "
-                        "it on "
-                        "as an argument (a loss: penstock.add_loss), or put both into one stage"
+                        f"{self._lines[maker].name} in stage {self._owners.stages[maker]} left somewhere, as "
+                        "in an attribute, a hook's list or an object that both are given; return it and pass "
+                        "it on as an argument (a loss: penstock.add_loss), or put both into one stage"
                     )
             for name in line.writes:
                 self._check_write(line, stage, name)
@@ -449,9 +442,8 @@ class _Planner:
                 other, known = drawn.setdefault(id(generator), (line, stage))
                 if known != stage:
                     raise PartitionError(
-                        f"{line.name} in stage {stage} draws from a torch.Generator from which "
-                        f"{other.name} in "
-                        f"stage {known} draws too, so that the numbers would depend on the schedule; draw "
+                        f"{line.name} in stage {stage} draws from a torch.Generator from which {other.name} "
+                        f"in stage {known} draws too, so that the numbers would depend on the schedule; draw "
                         "from torch's own, which is seeded for each call"
                     )
 
@@ -464,8 +456,7 @@ class _Planner:
         self, uses: Mapping[Number, set[int]], returned: Sequence[Number]
     ) -> set[Number]:
         """Refuse changes in place that another stage would not see; returns the values to copy before."""
-        owners, copied = self._owners, set[Number]()
-        memory = {n: storage_of(t) for n, t in self._shown.items() if isinstance(t, Tensor)}
+        owners, memory, copied = self._owners, self._memory, set[Number]()
         for line in self._lines:
             stage = owners.stages[line.index]
             for target, _ in line.changes:
@@ -495,17 +486,15 @@ class _Planner:
                     if elsewhere and any(owners.stages[o.index] != mine for o in before):
                         raise PartitionError(
                             f"{line.where}: {line.name} in stage {stage} changes {self._name(number)} in "
-                            "place, "
-                            f"which stage {owners.stages[before[0].index]} uses as it was before, or in "
-                            "another shape; use the operation that is not in place, or write into a clone"
+                            f"place, which stage {owners.stages[before[0].index]} uses as it was before, or "
+                            "in another shape; use the operation that is not in place, or write into a clone"
                         )
                     if mine != stage and (later or number in returned):
                         reads = later[0].where if later else "the output"
                         raise PartitionError(
                             f"{line.where}: {line.name} in stage {stage} writes into memory that "
                             f"{self._name(number)} of another stage shares, and {reads} reads that; write "
-                            "into a "
-                            "clone, or put both into one stage"
+                            "into a clone, or put both into one stage"
                         )
         return copied
 

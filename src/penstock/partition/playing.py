@@ -156,11 +156,16 @@ class Player:
                 run = wrapped(run)
             elif depth and again:
                 run = partial(checkpointing.checkpoint, run, use_reentrant=False)
-        if grad is torch.is_grad_enabled() and not casts and not note.context:
-            made = run(*args, **kwargs)
-        else:
-            with torch.set_grad_enabled(grad), _within(casts, note.context):
+        try:
+            if grad is torch.is_grad_enabled() and not casts and not note.context:
                 made = run(*args, **kwargs)
+            else:
+                with torch.set_grad_enabled(grad), _within(casts, note.context):
+                    made = run(*args, **kwargs)
+        except RuntimeError as error:
+            if line.unit or not line.varies:
+                raise
+            raise self._unlike(line, f"failed ({error})", "went on") from error
         if line.simple and line.checked and isinstance(made, Tensor):
             values[line.result[1]] = made
             given.clear()
@@ -237,9 +242,8 @@ class Live(Writer):
     def new(self, line: Line, *_: Any) -> Any:
         """Refuse a call that is not in the score."""
         raise PlanError(
-            f"the model's code comes to {name_of(line.what)} in the last stage, where it did something "
-            "else before: "
-            "it depends on something that has changed since, such as a random number of Python's"
+            f"the model's code comes to {name_of(line.what)} in the last stage, where it did something else "
+            "before: it depends on something that has changed since, such as a random number of Python's"
         )
 
     def answer(self, note: Note) -> Any:
@@ -276,8 +280,8 @@ class Live(Writer):
         if not self._player.has(door.path):
             raise PlanError(
                 f"the model's code decides by numbers that units make to call {door.path}, which is in "
-                "another "
-                "stage; put that code into a module that is placed as a whole, by naming it in stages="
+                "another stage; put that code into a module that is placed as a whole, by naming it in "
+                "stages="
             )
         self._enter(door.path, self._calls[door.path])
         self._calls[door.path] += 1
@@ -310,9 +314,8 @@ class Live(Writer):
         real: Tensor = self._values[number]
         if isinstance(real, FakeTensor):
             raise PlanError(
-                "the model's code decides by numbers that units make to use a value of another stage, "
-                "which it did "
-                "not use when it was planned; put that code into a module that is placed as a whole"
+                "the model's code decides by numbers that units make to use a value of another stage, which "
+                "it did not use when it was planned; put that code into a module that is placed as a whole"
             )
         return real
 

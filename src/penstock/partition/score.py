@@ -606,8 +606,7 @@ class ScoreTree:
             raise PartitionError(
                 f"{self.paths.get(id(module)) or 'the model'} (TransformerEncoder) drops padded positions in "
                 "evaluation, by nested tensors, which cannot travel between stages; set its "
-                "use_nested_tensor = "
-                "False, or place it as a whole by naming it in stages="
+                "use_nested_tensor = False, or place it as a whole by naming it in stages="
             )
 
     def run(
@@ -831,8 +830,7 @@ class Writer(TorchFunctionMode):
                 elif self._overwritten and storage_of(value) in self._overwritten:
                     raise self._refusal(
                         "writes what units gave into a tensor, which is read through another that was made "
-                        "of it "
-                        "before and shares its memory; write into a clone"
+                        "of it before and shares its memory; write into a clone"
                     )
             elif isinstance(value, list | tuple):
                 if self._follows(value):
@@ -1051,14 +1049,11 @@ class Writer(TorchFunctionMode):
     def _try(self, line: Line, run: Run, given: list[Any]) -> Any:
         """Run a new line on fake tensors, and note what it does."""
         tree, templates = self._tree, list(line.templates())
+        leaves = [leaf for of in templates for leaf in leaves_of(of)]
         direct = {t[1] for of in templates for t in leaves_of(of, inside=False) if t[0] is VALUE}
-        hidden = {t[1] for of in templates for t in leaves_of(of) if t[0] is VALUE} - direct
-        reals = {
-            t[1]: given[t[1]]
-            for of in templates
-            for t in leaves_of(of)
-            if t[0] is GIVEN and isinstance(given[t[1]], Tensor)
-        }
+        hidden = {leaf[1] for leaf in leaves if leaf[0] is VALUE} - direct
+        places = [leaf[1] for leaf in leaves if leaf[0] is GIVEN]
+        reals = {place: given[place] for place in places if isinstance(given[place], Tensor)}
         fakes = {index: self._faked(tensor) for index, tensor in reals.items()}
         values = {number: self._fake_of(number) for number in direct | hidden}
         tensors = [t for t in (*fakes.values(), *values.values()) if isinstance(t, Tensor)]
@@ -1073,7 +1068,7 @@ class Writer(TorchFunctionMode):
                 self._makers.setdefault(storage_of(tensor), number[0])
         now = _Running(line, {id(f): reals[k] for k, f in fakes.items()})
         now.arguments = {*map(storage_of, tensors)}
-        work, flops, nbytes = self._work.total, self._work.flops, self._work.nbytes
+        counts = self._work.counts
         set_in: dict[tuple[str, str], Any] = {}
         shelf = {number: id(tensor) for number, tensor in values.items() if number in hidden}
         look = self._abstract(line) if line.unit else None
@@ -1087,9 +1082,7 @@ class Writer(TorchFunctionMode):
             output = self._run(now, run, inputs, named, set_in, given, values)
         if now.by_numbers:
             tree.by_numbers.add(line.what)
-        line.work = self._work.total - work
-        line.flops = self._work.flops - flops
-        line.nbytes = self._work.nbytes - nbytes
+        line.work, line.flops, line.nbytes = map(float.__sub__, self._work.counts, counts)
         changed = any(_version(t) != before[id(t)] for t in tensors)
         if not line.unit and line.what not in SET_HOOKS and not is_ours(line.what):
             acts = changed or now.needs_data or line.what in tree.by_numbers
@@ -1150,10 +1143,9 @@ class Writer(TorchFunctionMode):
                 if look is not None and look[4] != learns:
                     raise self._refusal(
                         "acts on what units gave by something that is no function of PyTorch, such as a "
-                        "function "
-                        "compiled by torch.jit, or the apply of a custom function that was given another "
-                        "name; call "
-                        "it as Function.apply, or put it into a module that is placed as a whole"
+                        "function compiled by torch.jit, or the apply of a custom function that was given "
+                        "another name; call it as Function.apply, or put it into a module that is placed as "
+                        "a whole"
                     )
 
     def _by_given(self, line: Line, given: Sequence[Any]) -> bool:
@@ -1241,9 +1233,6 @@ class Writer(TorchFunctionMode):
             stack.enter_context(as_written())
             stack.enter_context(replaced(tree.stand_ins(module)))
             attributes = [(part, dict(vars(part))) for part in parts]
-            plain = [part for part in parts if not isinstance(part, torch.jit.ScriptModule)]
-            tables = [t for part in plain for t in (part._parameters, part._buffers, vars(part))]
-            fakes = [one for t in tables for one in t.values() if isinstance(one, FakeTensor)]
             weights = [
                 (at, name, tensor, _version(tensor))
                 for at, part in enumerate(parts)
@@ -1252,6 +1241,7 @@ class Writer(TorchFunctionMode):
                 for name, tensor in table.items()
                 if isinstance(tensor, FakeTensor)
             ]
+            fakes = [tensor for _, _, tensor, _ in weights]
             now.own = {storage_of(t) for t in fakes if not getattr(t, "_is_param", False)}
             now.arguments |= {storage_of(one) for one in fakes if id(one) not in self.numbers}
             hooks_without_data([module])
@@ -1370,9 +1360,8 @@ class Writer(TorchFunctionMode):
             buffer = self._tree.buffers.get(id(given[target[1]])) if target[0] is GIVEN else None
             if buffer is not None:
                 raise self._refusal(
-                    f"changes the buffer {buffer!r} outside of its units, by what units gave; move it into "
-                    "a module "
-                    "that is in one stage, with the code that changes it"
+                    f"changes the buffer {buffer!r} outside of its units, by what units gave; move it into a "
+                    "module that is in one stage, with the code that changes it"
                 )
             number = (line.index, 1000 + len(line.changes))
             line.changes.append((target, number))
@@ -1517,8 +1506,7 @@ class Writer(TorchFunctionMode):
             kind, model = type(output).__name__, type(self._tree.model).__name__
             raise PartitionError(
                 f"the {model}'s forward{line_of(self._tree.model)} returns a {kind}, which would run after "
-                "the stages have ended; return a "
-                "tuple or list of what it gives"
+                "the stages have ended; return a tuple or list of what it gives"
             )
         return self.notes, reader.read(output, given), given
 
@@ -1644,9 +1632,8 @@ class OnlyThere:
     def __getattr__(self, name: str) -> Any:
         line = vars(self)["line"]
         raise PartitionError(
-            f"{line.where}: the model uses {name!r} of what {line.name} gives, which only the stage that "
-            "has the "
-            "tensor has; put that code into a module that is placed as a whole"
+            f"{line.where}: the model uses {name!r} of what {line.name} gives, which only the stage that has "
+            "the tensor has; put that code into a module that is placed as a whole"
         )
 
 

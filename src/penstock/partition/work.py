@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -44,18 +44,14 @@ class Work:
         self.flops = self.elements = self.nbytes = 0.0
 
     @property
-    def counts(self) -> Sequence[float]:
-        """All counts, which can be set."""
-        return self.flops, self.elements, self.nbytes
-
-    @counts.setter
-    def counts(self, counts: Sequence[float]) -> None:
-        self.flops, self.elements, self.nbytes = counts
-
-    @property
     def total(self) -> float:
         """The operations, of which one makes an element."""
         return self.flops + self.elements
+
+    @property
+    def counts(self) -> tuple[float, float, float]:
+        """All operations, the floating-point operations among them, and the bytes."""
+        return self.total, self.flops, self.nbytes
 
     def add(
         self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
