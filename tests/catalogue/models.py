@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -1173,6 +1173,30 @@ class Resets(nn.Module):
         for cell in self.cells:
             x = cell(x)
         return x
+
+
+class Keeps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(D, D)
+
+    def forward(self, x: Tensor, kept: deque[Tensor]) -> Tensor:
+        x = x + torch.tanh(self.lin(x))
+        kept.append(x.square())
+        return x
+
+
+@add("a deque that layers fill and the model adds up", rows())
+class Kept(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(Keeps() for _ in range(5)), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: deque[Tensor] = deque(maxlen=3)
+        for layer in self.layers:
+            x = layer(x, kept)
+        return self.head(sum(kept, x))
 
 
 class Pyramid:

@@ -22,7 +22,7 @@ import io
 import logging
 import sys
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar, copy_context
@@ -101,7 +101,7 @@ _MOST_CACHED = 20_000
 _NEED_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 _HELD_BY_LINE = 3
 """The references to a placeholder that nothing but its line has, and what counts them."""
-_OPAQUE = (set, deque, np.ndarray)
+_OPAQUE = (set, np.ndarray)
 _PATIENCE = 64
 """The number of answers with ones after which a line gets zeros."""
 Modes: TypeAlias = tuple[Any, ...]

@@ -7,7 +7,7 @@ and each microbatch a list.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
@@ -63,17 +63,20 @@ def takes_gradient(tensor: Tensor) -> bool:
 
 
 def contents(thing: Any) -> tuple[tuple[Any, ...], list[Any]]:
-    """The keys and the values of a list, a dictionary or an object."""
-    if isinstance(thing, list):
+    """The keys and the values of a list, a deque, a dictionary or an object."""
+    if isinstance(thing, list | deque):
         return (len(thing),), list(thing)
     inside = thing if isinstance(thing, dict) else vars(thing)
     return tuple(inside), list(inside.values())
 
 
 def put_contents(thing: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
-    """Give a list, a dictionary or an object other contents."""
+    """Give a list, a deque, a dictionary or an object other contents."""
     if isinstance(thing, list):
         thing[:] = values
+    elif isinstance(thing, deque):
+        thing.clear()
+        thing.extend(values)
     elif type(thing) is dict or not isinstance(thing, dict):
         inside = thing if isinstance(thing, dict) else vars(thing)
         inside.clear()
@@ -139,7 +142,7 @@ def bind(template: Template, actual: Any, line: int, values: dict[Any, Any]) -> 
             bind(inner, item, line, values)
     elif tag is NEW or tag is KNOWN:
         if isinstance(actual, Tensor) or not (
-            isinstance(actual, list | dict) or hasattr(actual, "__dict__")
+            isinstance(actual, list | deque | dict) or hasattr(actual, "__dict__")
         ):
             raise LookupError(f"a {type(actual).__name__} in place of a {template[2].__name__}")
         items = contents(actual)[1]
@@ -262,7 +265,7 @@ class Reader:
         if isinstance(value, tuple) or (kind is list and copies):
             return (TUPLE, kind, tuple([self.read(one, given, copies=copies) for one in value]))
         if isinstance(value, _FUNCTIONS) or not (
-            isinstance(value, list | dict) or hasattr(value, "__dict__")
+            isinstance(value, list | deque | dict) or hasattr(value, "__dict__")
         ):
             items = items_of(value)
             if items is None:
