@@ -123,20 +123,8 @@ class Player:
                 given[target[1]] = given[target[1]].clone()
         if not line.unit:
             values.copies_buffers = not (line.changes or name_of(line.what) in NORMS)
-        args, kwargs = list[Any](), dict[str, Any]()
-        for template in line.args:
-            tag = template[0]
-            if tag is VALUE:
-                args.append(values[template[1]])
-            else:
-                args.append(given[template[1]] if tag is GIVEN else fill(template, values, given))
-        for name, template in line.kwargs:
-            tag = template[0]
-            if tag is VALUE:
-                kwargs[name] = values[template[1]]
-            else:
-                here = tag is GIVEN
-                kwargs[name] = given[template[1]] if here else fill(template, values, given)
+        args = [values[t[1]] if t[0] is VALUE else fill(t, values, given) for t in line.args]
+        kwargs = {name: fill(template, values, given) for name, template in line.kwargs}
         if line.beside[2]:
             beside = fill(line.beside, values, given)[len(note.context) :]
             for (part, name), value in zip(note.sets, beside, strict=True):
