@@ -1,4 +1,4 @@
-"""Plans for ranks that differ: their cuts, orders and shares, and why a device is left out."""
+"""Plans for ranks that differ: their cuts and orders, and why a device is left out."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_slow_rank_of_the_same_name_gets_less() -> None:
 
 def test_a_rank_that_only_holds_others_up_is_left_out() -> None:
     plans = search(chain(), cluster=cluster(1.0, 1.0, 50.0), **ONE)
-    assert sorted(rank for ranks in plans[0].pipelines for rank in ranks) == [0, 1]
+    assert plans[0].devices == (0, 1)
     assert "ranks left out: 2 (paper); with all of them" in str(plans)
 
 
@@ -96,8 +96,8 @@ def test_a_device_without_a_known_limit_lifts_that_of_no_other() -> None:
     held = [
         (rank, most)
         for p in plans
-        for of in p.pipelines
-        for rank, most in zip(of, p.memory, strict=True)
+        for start in range(0, len(p.devices), p.ranks)
+        for rank, most in zip(p.devices[start : start + p.ranks], p.memory, strict=True)
     ]
     assert {rank for rank, _ in held} == {0, 1, 2, 3}
     assert all(most <= (memory[rank] or most) for rank, most in held)
@@ -115,24 +115,26 @@ def test_neighbours_do_not_talk_over_a_slow_link() -> None:
 def test_devices_that_are_alike_form_pipelines_in_their_order() -> None:
     ranks = cluster(1.0, 1.0, 1.0, 1.0)
     plan = search(chain(), cluster=ranks, pipeline=2, **{**ONE, "batch": 8})[0]
-    assert plan.pipelines == ((0, 1), (2, 3))
-    assert plan.shares == ()
+    assert plan.devices == (0, 1, 2, 3)
+    assert plan.schedule.placement.rank_of == (0, 1)
 
 
 def test_the_slowest_rank_of_all_pipelines_decides_its_stage() -> None:
     ranks = cluster(1.0, 1.0, 1.0, 2.0)
     plan = search(chain(), cluster=ranks, pipeline=2, **{**ONE, "batch": 8})[0]
     assert sizes(plan)[plan.schedule.placement.rank_of.index(1)] == 4
-    assert plan.pipelines[1][1] == 3
+    assert plan.devices[3] == 3
 
 
-def test_unequal_pipelines_share_the_batch_by_their_rates() -> None:
-    ranks = cluster(1.0, 1.0, 3.0, 3.0)
+def test_replicas_wait_for_the_slowest_and_a_slow_device_is_left_out() -> None:
     asked = {**ONE, "batch": 16, "pipeline": 1}
-    plan = search(chain(8), cluster=ranks, **asked)[0]
-    assert plan.shares == (6, 6, 2, 2)
-    assert plan.pipelines == ((0,), (1,), (2,), (3,))
-    assert plan.seconds < 0.6 * search(chain(8), cluster=ranks, even=True, **asked)[0].seconds
+    plans = search(chain(8), cluster=cluster(1.0, 1.0, 3.0, 3.0), **asked, keep=50)
+    all_used = next(plan for plan in plans if len(plan.devices) == 4)
+    slow = Cluster((device(3.0),), ("one",))
+    one = search(chain(8), cluster=slow, **{**asked, "batch": 4})[0]
+    assert all_used.seconds == pytest.approx(one.seconds + all_used.reduce)
+    assert plans[0].devices == (0, 1)
+    assert plans[0].seconds < all_used.seconds
 
 
 def test_a_model_trains_by_a_plan_in_another_order() -> None:
@@ -182,6 +184,9 @@ def test_clusters_in_words() -> None:
         ("four h100", "", "ranks='four h100': must be a number of devices"),
         ("2xh100", "0-1=fast", "links='0-1=fast': must be two ranks"),
         ("2xh100", "0-2=1GB/s", "links='0-2=1GB/s': must be of ranks from 0 to 1"),
+        ("4xh100", "0-1=1.2.3GB/s", "must be two ranks"),
+        ("4xh100", "2..1-3=1GB/s", "from 0 to 3, in ascending order"),
+        ("4xh100", "0..9999999999-1=1GB/s", "from 0 to 3"),
         ("", "", "at least one device"),
     ],
 )

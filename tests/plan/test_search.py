@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock import Pipeline
 from penstock.errors import InputFileError, UsageError
-from penstock.plan import Plan, Profile, predict, search
+from penstock.plan import Plan, Profile, ValueCost, plan_for, predict, search
 from penstock.schedule import build, simulate, validate
 from tests.plan.models import SLOW, Tower, profile, stepped
 
@@ -55,6 +55,30 @@ def test_what_is_pruned_is_none_of_the_best(memory: float | None) -> None:
     assert [plan.seconds for plan in quick] == [plan.seconds for plan in whole.plans[:6]]
     assert quick.simulated < whole.simulated
     assert quick.looked_at == whole.looked_at
+
+
+def test_nothing_is_pruned_where_two_branches_run_side_by_side() -> None:
+    """Unit 0 and unit 1 feed unit 2: the second rank need not wait for the first."""
+    values = (ValueCost("a", 0, (2,), 1.0), ValueCost("b", 1, (2,), 1.0))
+    chain = profile([1.0, 4.0, 1.0], sizes=(1,))
+    known = {1: replace(chain.at(1), values=values)}
+    costs = replace(chain, known=known, latency=0.0)
+    asked: dict[str, Any] = {"ranks": 3, "batch": 2, "pipeline": 3, "microbatches": 2, "seconds": 0}
+    found = search(costs, **asked, schedules=["1F1B", "GPipe"], keep=1)
+    assert found[0].seconds == pytest.approx(24.0, rel=1e-3)
+    whole = search(costs, **asked, schedules=["1F1B", "GPipe"], keep=50)
+    assert found[0].seconds == whole[0].seconds
+
+
+def test_a_batch_that_does_not_divide_is_planned_as_it_is_split() -> None:
+    model, x = Tower(), torch.empty(11, 16)
+    costs = predict(model, x, device=SLOW, stages=2)
+    first, *rest = [unit.path for unit in costs.at(1).units]
+    stages = [[first], rest]
+    by_hand = plan_for(costs, build("1F1B", ranks=2, microbatches=4), stages, batch=11)
+    assert by_hand.shape.samples == 3
+    few = plan_for(costs, build("1F1B", ranks=2, microbatches=16), stages, batch=11)
+    assert few.shape.samples == 1
 
 
 def test_memory_is_kept_to_by_computing_again() -> None:
@@ -161,7 +185,7 @@ def test_wrong_numbers_are_refused_before_costs_are_found(wrong: dict[str, Any],
         ('"replicas": 1', '"replicas": 10000000', "replicas=10000000"),
         ('"ranks": 2', '"ranks": 3', "has 3 stages"),
         ('"seconds": ', '"seconds": -', "plan.seconds"),
-        ('"version": 4', '"version": 3', "version: Input should be 4"),
+        ('"version": 5', '"version": 4', "version: Input should be 5"),
     ],
 )
 def test_a_file_that_is_no_plan_is_refused_before_anything_is_built(

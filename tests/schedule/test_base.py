@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from penstock.schedule import (
     build,
     chain,
     looped,
+    simulate,
     v_shaped,
 )
 from tests.schedule.programs import schedule
@@ -109,6 +111,22 @@ def test_the_chrome_trace_has_a_thread_a_rank_and_microseconds() -> None:
     args = {"op": "B", "stage": 1, "microbatch": 0}
     times = {"ts": 2e6, "dur": 2e6, "pid": 0, "tid": 1}
     assert events[-1] == {"ph": "X", "name": "1B0", "cat": "B", "args": args} | times
+
+
+def test_a_chrome_trace_keeps_idle_ranks_and_pairs() -> None:
+    timeline = simulate(build("DualPipeV", ranks=2, microbatches=4)).timeline
+    again = Timeline.from_chrome_trace(timeline.to_chrome_trace())
+    assert again.pairs == timeline.pairs != ()
+    assert Timeline.from_chrome_trace(Timeline(LINE.spans, 4).to_chrome_trace()).ranks == 4
+
+
+def test_a_schedule_of_lists_is_the_same_value() -> None:
+    made = build("1F1B", ranks=2, microbatches=2)
+    lists: list[Any] = [list(program) for program in made.programs]
+    again = Schedule("mine", made.placement, 2, lists, list(made.edges))  # type: ignore[arg-type]
+    assert (again, hash(again)) == (made, hash(made))
+    with pytest.raises(UsageError, match=r"microbatches=1\.5"):
+        Schedule("mine", made.placement, 1.5, made.programs)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,6 @@ from penstock.schedule import (
     to_json,
     wait_for_sends,
 )
-from penstock.schedule.files import csv_table
 
 
 def forms(name: str) -> list[Schedule]:
@@ -185,10 +184,6 @@ def test_a_pipe_is_no_file(tmp_path: Path) -> None:
             load(tmp_path / name)
     with pytest.raises(InputFileError, match="cannot be read: embedded null"):
         load("a\0b.csv")
-
-
-def test_cells_that_a_spreadsheet_would_run_are_escaped() -> None:
-    assert csv_table([["=1+1", "+a", "-b", "@c", "\td", "0F0"]]) == "'=1+1,'+a,'-b,'@c,'\td,0F0\r\n"
 
 
 def test_compute_only_undoes_the_other_passes() -> None:

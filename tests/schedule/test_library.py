@@ -213,6 +213,8 @@ def test_a_schedule_of_ones_own_is_what_was_asked_for_under_a_name_of_its_own() 
         build("mine", ranks=2, microbatches=4)
     with pytest.raises(ScheduleError, match=r"yours gave a str, which is not a penstock\.schedule"):
         build("yours", ranks=2, microbatches=4)
+    register("open", lambda ranks, microbatches, **more: gpipe(ranks, microbatches))
+    assert build("open", ranks=2, microbatches=4) == build("GPipe", ranks=2, microbatches=4)
 
 
 @pytest.mark.parametrize(

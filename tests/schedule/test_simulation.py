@@ -154,3 +154,12 @@ def test_measured_durations_are_replayed_on_a_clock_a_rank() -> None:
 def test_a_replay_needs_every_duration() -> None:
     with pytest.raises(UsageError, match="no duration for 1 actions: 0B0"):
         replay(schedule("0F0 0B0"), {Action(0, Op.F, 0): 1.0})
+
+
+@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "ZB-V", "DualPipeV"])
+def test_messages_are_counted_alike_spelled_out_or_not(name: str) -> None:
+    """A value that two stages of a rank use goes there once."""
+    made = build(name, ranks=2, microbatches=4)
+    skip = Edge("skip", 0, tuple(range(1, made.stages)))
+    for silent in (made, made.with_edges((*made.edges, skip))):
+        assert simulate(silent).messages == simulate(add_communication(silent)).messages

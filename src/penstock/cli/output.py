@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from penstock.errors import UsageError
-from penstock.schedule import files
+from penstock.schedule import reading
 
 
 def check_folder(path: Path | None) -> None:
@@ -21,7 +21,7 @@ def read_text(path: Path) -> str:
     """The text of a file that a flag names."""
     if not path.exists():
         raise UsageError(f"{path}: cannot be read: there is no such file")
-    return files.read_text(path, files.DEFAULT)
+    return reading.read_text(path, reading.DEFAULT)
 
 
 def write(path: Path | None, writes: Callable[[Path], object]) -> None:

@@ -128,7 +128,7 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
     measures = machines is None or (config is not None and cluster is not None)
     described = None if measures or machines is None else machines.devices[0]
     if device is not None:
-        described = planning.device_named(device, compute_efficiency=efficiency or 0.0)
+        described = planning.device_named(device, compute_efficiency=efficiency)
     asked: dict[str, Any] = {"schedules": schedule or None, "keep": keep, "seconds": seconds}
     asked |= {"memory": limit, "microbatches": microbatches, "recompute": recompute}
     if config is not None:

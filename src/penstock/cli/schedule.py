@@ -15,8 +15,8 @@ from rich.table import Column, Table
 from penstock import schedule as ps
 from penstock.cli.output import write, write_text
 from penstock.errors import INPUT, InputFileError, ScheduleError, UsageError
-from penstock.schedule.files import DEFAULT, SUFFIXES
 from penstock.schedule.library import RECIPES
+from penstock.schedule.reading import DEFAULT, SUFFIXES
 
 app = typer.Typer(
     help="List, draw, check, simulate, convert and compare schedules; no model needed.",

@@ -27,7 +27,7 @@ from penstock.schedule import (
     reduce_gradients,
 )
 from penstock.schedule.action import OVERLAPPED, Entry
-from penstock.schedule.files import read_text
+from penstock.schedule.reading import read_text
 
 # ---- actions and their kinds
 

@@ -26,14 +26,14 @@ MOST_ORDERS = 24
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The ranks of a cluster that form the pipelines, and who does what in each.
+    """The devices of a cluster that form the pipelines, and who does what in each.
 
     Args:
-        pipelines: the ranks of each pipeline, ascending.
+        devices: the devices, ascending; neighbours form a pipeline, as with ``Pipeline(replicas=)``.
         order: which rank of a pipeline does the work of each rank of the schedule.
     """
 
-    pipelines: tuple[tuple[int, ...], ...]
+    devices: tuple[int, ...]
     order: tuple[int, ...]
 
     @property
@@ -42,9 +42,11 @@ class Arrangement:
         return self.order == tuple(range(len(self.order)))
 
     @property
-    def devices(self) -> set[int]:
-        """The devices that it uses."""
-        return {rank for ranks in self.pipelines for rank in ranks}
+    def pipelines(self) -> tuple[tuple[int, ...], ...]:
+        """The devices of each pipeline."""
+        count = len(self.order)
+        starts = range(0, len(self.devices), count)
+        return tuple(self.devices[start : start + count] for start in starts)
 
 
 @dataclass(frozen=True)
@@ -146,18 +148,12 @@ class Wanted:
         return [team for team in dict.fromkeys(teams) if team]
 
     def arrangements(self, team: Sequence[int], shape: PlanShape) -> Iterator[Arrangement]:
-        """The ways in which devices can form the pipelines of a shape, the most promising first."""
-        count = shape.ranks
-        rows = tuple(tuple(team[at : at + count]) for at in range(0, len(team), count))
-        if self.cluster is None or self.even:
-            yield Arrangement(rows, tuple(range(count)))
-            return
-        # In columns, each pipeline has a share of each kind, at the same place.
-        columns = tuple(tuple(team[at :: shape.replicas]) for at in range(shape.replicas))
-        alike = len({*_kinds(self.cluster)}) == 1
-        for pipelines in dict.fromkeys((rows, columns) if alike else (columns, rows)):
-            for order in islice(_distinct_orders(self.cluster.only(pipelines[0])), MOST_ORDERS):
-                yield Arrangement(pipelines, order)
+        """The orders in which the devices of a pipeline can work, the most promising first."""
+        orders: Iterable[tuple[int, ...]] = [tuple(range(shape.ranks))]
+        if self.cluster is not None and not self.even:
+            orders = islice(_distinct_orders(self.cluster.only(team[: shape.ranks])), MOST_ORDERS)
+        for order in orders:
+            yield Arrangement(tuple(team), order)
 
 
 def _is_small(shape: PlanShape) -> bool:
@@ -225,7 +221,6 @@ class Candidate:
         searched: its schedule, if it is not one of the library.
         seconds: the simulated time of a step.
         slowest: the pipeline that takes so long.
-        shares: the microbatches of each pipeline, where they are not equal.
     """
 
     shape: PlanShape
@@ -240,7 +235,6 @@ class Candidate:
     searched: Schedule | None = None
     seconds: float = math.inf
     slowest: int = 0
-    shares: tuple[int, ...] = ()
 
     @property
     def rank(self) -> tuple[float, float]:
@@ -255,16 +249,11 @@ class Candidate:
     @property
     def plain_schedule(self) -> Schedule:
         """Its schedule, without edges."""
-        schedule = self.schedule_for(self.shape.microbatches)
-        assert schedule is not None, "a candidate is made of a schedule"
-        return schedule
-
-    def schedule_for(self, microbatches: int) -> Schedule | None:
-        """Its schedule for other numbers of microbatches; None if there is none."""
         if self.searched is not None:
             return self.searched
-        order = order_of(replace(self.shape, microbatches=microbatches), self.arrangement)
-        return order.schedule if order else None
+        order = order_of(self.shape, self.arrangement)
+        assert order is not None, "a candidate is made of a schedule"
+        return order.schedule
 
 
 # ---- the arguments of a search

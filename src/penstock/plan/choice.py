@@ -85,8 +85,8 @@ class Plan:
         tokens: the tokens of a step, or its samples if the profile does not give the tokens of a sample.
         stage_costs: the costs that were simulated.
         custom: the schedule itself, if it is not one of the library.
-        pipelines: the ranks of a cluster that form each pipeline, ascending; empty without a cluster.
-        shares: the microbatches of each pipeline, where they are not equal; the simulated one is the slowest.
+        devices: the ranks of a cluster that it uses, ascending, of which neighbours form a pipeline; empty
+            without a cluster.
     """
 
     shape: PlanShape
@@ -99,8 +99,7 @@ class Plan:
     tokens: Count
     stage_costs: StageCosts = field(repr=False, compare=False)
     custom: CustomSchedule = field(repr=False, default=None)
-    pipelines: tuple[tuple[int, ...], ...] = ()
-    shares: tuple[Count, ...] = ()
+    devices: tuple[int, ...] = ()
 
     __pydantic_config__ = FILE
 
@@ -198,7 +197,7 @@ class Plan:
 class _PlanFile:
     plan: Plan
     format: Literal["penstock-plan"] = "penstock-plan"
-    version: Literal[4] = 4
+    version: Literal[5] = 5
 
     __pydantic_config__ = FILE
 

@@ -190,8 +190,10 @@ def _machines(devices: Sequence[Device]) -> Iterator[str]:
 
 
 _DEVICE = re.compile(r"(?:(\d+)\s*x\s*)?([a-z][a-z0-9-]*?)(?:-(\d+(?:\.\d+)?\s*[kmgt]?i?b))?", re.I)
-_RANKS = r"(\d+)(?:\.\.(\d+))?"
-_LINK = re.compile(rf"{_RANKS}-{_RANKS}=([\d.]+)\s*([kmgt]?)(b)/s(?:@([\d.]+)\s*(s|ms|us))?", re.I)
+_RANKS, _NUMBER = r"(\d+)(?:\.\.(\d+))?", r"(\d+(?:\.\d*)?|\.\d+)"
+_LINK = re.compile(
+    rf"{_RANKS}-{_RANKS}={_NUMBER}\s*([kmgt]?)(b)/s(?:@{_NUMBER}\s*(s|ms|us))?", re.I
+)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]?)(i?)b?", re.I)
 
 
@@ -215,7 +217,7 @@ def _devices(word: str) -> list[Device]:
             f"ranks={word!r}: must be a number of devices, such as 4xh100 or 4xa100-40GB"
         )
     count, name, size = match.groups()
-    device = device_named(name, memory=bytes_of(size) or 0.0 if size else 0.0)
+    device = device_named(name, memory=bytes_of(size) if size else None)
     if size:
         device = replace(device, name=f"{device.name}-{size.replace(' ', '')}")
     return [device] * int(count or 1)
@@ -234,9 +236,10 @@ def _links(word: str, cluster: Cluster) -> Iterator[Link]:
     # A small b is a bit, as in the names of networks.
     bandwidth = bandwidth / 8 if unit == "b" else bandwidth
     seconds = {"s": 1.0, "ms": 1e-3, "us": 1e-6}[scale.lower()] if scale else 0.0
-    if not bandwidth or max(*first, *second) >= len(cluster):
+    last = len(cluster) - 1
+    if not (bandwidth and first and second and max(first[-1], second[-1]) <= last):
         raise UsageError(
-            f"links={word!r}: must be of ranks from 0 to {len(cluster) - 1}, and above 0"
+            f"links={word!r}: must be of ranks from 0 to {last}, in ascending order, and above 0"
         )
     for source in first:
         for target in second:

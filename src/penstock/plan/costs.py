@@ -592,9 +592,10 @@ class Profile:
         Raises:
             UsageError: nobody knows how fast the device is, beside that of the profile.
         """
-        if self.coster is not None and not self.measured:
+        beside = self.measured or device.name == self.device
+        if self.coster is not None and not (self.measured or (beside and device.pace)):
             return self.coster(samples, device).scaled(self.factors)
-        if self.measured and device.pace and alone:
+        if beside and device.pace and alone:
             of = self.at(samples)
             pace = dict.fromkeys(KINDS.values(), device.pace / alone)
             return of.scaled([pace] * len(of.units))

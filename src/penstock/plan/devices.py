@@ -154,12 +154,12 @@ DEVICES: dict[str, Device] = {
 """The table, by name. Efficiencies are the defaults of `Device`."""
 
 
-def device_named(device: Device | str, **changes: float) -> Device:
+def device_named(device: Device | str, **changes: float | None) -> Device:
     """A device of the table, or the given one, with some of its numbers changed.
 
     Args:
         device: a name, such as ``"h100"``, or a device.
-        changes: numbers by their names, such as ``memory`` or ``compute_efficiency``; 0 changes nothing.
+        changes: numbers by their names, such as ``memory`` or ``compute_efficiency``; None changes nothing.
 
     Raises:
         UsageError: no device has that name, or a number is not valid.
@@ -174,7 +174,9 @@ def device_named(device: Device | str, **changes: float) -> Device:
                 "for another give a penstock.plan.Device with its numbers"
             )
         device = known
-    numbers: dict[str, Any] = {name: number for name, number in changes.items() if number}
+    numbers: dict[str, Any] = {
+        name: number for name, number in changes.items() if number is not None
+    }
     return replace(device, **numbers)
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 from penstock.partition import choose_cuts
@@ -162,8 +162,6 @@ class Fitting:
         )
         if any(lacks) and (self.least is None or max(peaks) < self.least[0]):
             self.least = max(peaks), shape
-        # Unequal pipelines share the batch.
-        rate = sum(1 / bounds[one] if bounds[one] else math.inf for one in pipelines)
         reduce = self._seconds_to_reduce(arrangement, schedule.placement, costs[pipelines[0]])
         return Candidate(
             shape,
@@ -174,7 +172,7 @@ class Fitting:
             memory=peaks,
             lacks=lacks if any(lacks) else (),
             reduce=reduce,
-            bound=len(pipelines) / rate + reduce,
+            bound=max(bounds.values()) + reduce,
             searched=searched,
         )
 
@@ -193,36 +191,14 @@ class Fitting:
     # ---- simulation
 
     def timed(self, candidate: Candidate) -> Candidate:
-        """The candidate after a simulation of its step; unequal pipelines share the batch by their rates."""
-        microbatches = candidate.shape.microbatches
-        shares: tuple[int, ...] = ()
-        seconds = self._seconds(candidate, (microbatches,) * len(candidate.costs))
-        if max(seconds) > 1.01 * min(seconds) and not (candidate.searched or self._wanted.even):
-            by_rates = _shares(microbatches, seconds)
-            shared = self._seconds(candidate, by_rates) if by_rates else []
-            if shared and max(shared) < max(seconds):
-                seconds, shares = shared, by_rates
+        """The candidate after a simulation of its step, in which replicas wait for the slowest."""
+        schedule = candidate.plain_schedule
+        known = {id(costs): seconds_of(schedule, costs) for costs in candidate.costs}
+        seconds = [known[id(costs)] for costs in candidate.costs]
         longest = max(seconds)
         return replace(
-            candidate,
-            seconds=longest + candidate.reduce,
-            slowest=seconds.index(longest),
-            shares=shares,
+            candidate, seconds=longest + candidate.reduce, slowest=seconds.index(longest)
         )
-
-    def _seconds(self, candidate: Candidate, shares: Sequence[int]) -> list[float]:
-        """The seconds of each pipeline with so many microbatches; none if one has no schedule for them."""
-        known: dict[tuple[int, int], float] = {}
-        seconds = []
-        for costs, count in zip(candidate.costs, shares, strict=True):
-            schedule = candidate.schedule_for(count)
-            if schedule is None:
-                return []
-            key = id(costs), count
-            if key not in known:
-                known[key] = seconds_of(schedule, costs)
-            seconds.append(known[key])
-        return seconds
 
 
 def seconds_of(schedule: Schedule, costs: StageCosts) -> float:
@@ -235,35 +211,31 @@ def _even_cut(shares: tuple[float, ...], placement: Placement, paces: tuple[floa
     return choose_cuts(shares, placement.stages, placement, paces)
 
 
-def _shares(microbatches: int, times: Sequence[float]) -> tuple[int, ...]:
-    """Microbatches for pipelines by their rates, as many in all as if each had the same number."""
-    total, rates = microbatches * len(times), [1 / time for time in times]
-    exact = [total * rate / sum(rates) for rate in rates]
-    shares = [max(1, math.floor(one)) for one in exact]
-    for place in sorted(range(len(times)), key=lambda n: shares[n] - exact[n]):
-        shares[place] += sum(shares) < total
-    return tuple(shares) if sum(shares) == total else ()
-
-
 def _bound(schedule: Schedule, costs: StageCosts) -> float:
     """A time that no order of the actions beats.
 
-    A rank cannot start before a microbatch has passed the stages ahead of it, then has all its own work to
-    do, and after that a whole backward must still pass the stages ahead.
+    A rank cannot start before a microbatch has come to one of its stages, then has all its own work to do,
+    and after that, if backward is whole, the gradients of one of its stages must still pass the stages ahead.
     """
-    rank_of = schedule.placement.rank_of
-    hops = [0.0, *(costs.costs.wire(a, b)[0] if a != b else 0.0 for a, b in pairwise(rank_of))]
-    late = list(accumulate(hops))
-    split = {Op.I, Op.W} <= schedule.ops
+    placement, split = schedule.placement, {Op.I, Op.W} <= schedule.ops
     backward = costs.backward
     if split:
         halves = zip(costs.backward, costs.input, costs.weight, strict=True)
         backward = tuple(min(whole, first + second) for whole, first, second in halves)
+    ahead, behind = [0.0] * placement.stages, [0.0] * placement.stages
+    for edge in sorted(costs.edges, key=lambda edge: edge.source):
+        for target in edge.targets:
+            source, ranks = edge.source, placement.rank_of
+            hop = 0.0
+            if ranks[source] != ranks[target]:
+                hop = costs.costs.wire(ranks[source], ranks[target])[0]
+            ahead[target] = max(ahead[target], ahead[source] + costs.forward[source] + hop)
+            if edge.gradient and not split:
+                behind[target] = max(behind[target], behind[source] + backward[source] + hop)
     bound = 0.0
     for rank in range(schedule.ranks):
-        mine = schedule.placement.stages_on(rank)
+        mine = placement.stages_on(rank)
         work = sum(costs.forward[stage] + backward[stage] for stage in mine)
-        ahead = sum(costs.forward[: mine[0]]) + late[mine[0]]
-        behind = 0.0 if split else sum(backward[: mine[0]]) + late[mine[0]]
-        bound = max(bound, ahead + schedule.microbatches * work + behind)
+        first, last = (min(of[stage] for stage in mine) for of in (ahead, behind))
+        bound = max(bound, first + schedule.microbatches * work + last)
     return bound

@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.errors import UsageError
 from penstock.plan.choice import Plan, seconds_as_text, with_messages
-from penstock.plan.cluster import Cluster
+from penstock.plan.cluster import Cluster, Link
 from penstock.plan.costs import KINDS, Cut, Profile, StageCosts, cut_of, runs_of
 from penstock.plan.devices import Device
 from penstock.plan.ranks import units_on
@@ -75,14 +75,15 @@ class MeasuredStages:
         devices = tuple(
             device.slower(pace.get(rank, 1.0)) for rank, device in enumerate(cluster.devices)
         )
-        links = tuple(
-            replace(
-                link, latency=self.messages.delays.get((link.source, link.target), link.latency)
-            )
-            for link in cluster.links
-        )
+        links = {(link.source, link.target): link for link in cluster.links}
+        for (source, target), delay in self.messages.delays.items():
+            link = links.get((source, target))
+            link = link or Link(source, target, delay, cluster.wire(source, target)[1])
+            links[source, target] = replace(link, latency=delay)
         handling = self.messages.handling
-        other = replace(cluster, devices=devices, links=links, handling=handling, copying=0.0)
+        other = replace(
+            cluster, devices=devices, links=tuple(links.values()), handling=handling, copying=0.0
+        )
         return self._corrected(profile, ratios, cut, pace), other
 
     @cached_property

@@ -177,19 +177,21 @@ class _UnitCoster:
 
     def _units_of(self, samples: int) -> Units:
         batch, (args, kwargs, target) = self._batch, self._call
-        parts = split_batch(args, kwargs, target, self._rules, max(1, batch // samples))
-        if not parts.parts:
-            raise UsageError("give the arguments of the model for a batch")
-        first = parts.parts[0]
-        if first.samples != samples:
-            raise UsageError(
-                f"a batch of {batch} samples has no part of {samples}; give a batch that has one"
-            )
-        wanted = parts.targets[0] if parts.targets is not None else None
-        return measure_units(
-            self._model, self._paths, first.args, first.kwargs,
-            target=wanted, loss=self._loss, repeats=self._repeats,
-        )  # fmt: skip
+        # Parts differ by a sample where the batch cannot be divided evenly.
+        for count in (max(1, batch // samples), -(-batch // samples)):
+            parts = split_batch(args, kwargs, target, self._rules, count)
+            if not parts.parts:
+                raise UsageError("give the arguments of the model for a batch")
+            for place, part in enumerate(parts.parts):
+                if part.samples == samples:
+                    wanted = parts.targets[place] if parts.targets is not None else None
+                    return measure_units(
+                        self._model, self._paths, part.args, part.kwargs,
+                        target=wanted, loss=self._loss, repeats=self._repeats,
+                    )  # fmt: skip
+        raise UsageError(
+            f"a batch of {batch} samples has no part of {samples}; give a batch that has one"
+        )
 
 
 # ---- a model of transformers, from its config file alone: neither weights nor a network are needed

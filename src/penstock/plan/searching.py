@@ -214,7 +214,8 @@ def plan_for(
         UsageError: the stages do not hold the units in their order.
     """
     plain = compute_only(schedule)
-    samples = whole("batch", batch) // plain.microbatches
+    # As a batch is split: the first microbatches are larger if it does not divide evenly.
+    samples = -(-whole("batch", batch) // plain.microbatches)
     units = units_on(profile, samples, plain.ranks, cluster)
     ranks = ranks_of(profile, units, range(plain.ranks), cluster)
     cut = cut_of([unit.path for unit in units[0].units], stages)
@@ -296,7 +297,7 @@ class _PlanSearch:
 
     def _rearranged(self, candidate: Candidate) -> Candidate:
         """The most promising candidate of the same shape, on the same devices."""
-        devices, shape = sorted(candidate.arrangement.devices), candidate.shape
+        devices, shape = candidate.arrangement.devices, candidate.shape
         others = islice(self._wanted.arrangements(devices, shape), 1, None)
         other = self._fitting.candidate(shape, others)
         return other if other is not None and other.bound < candidate.bound else candidate
@@ -320,8 +321,7 @@ class _PlanSearch:
             tokens=self._wanted.batch * (self._profile.tokens or 1),
             stage_costs=costs,
             custom=schedule,
-            pipelines=arrangement.pipelines if self._wanted.cluster else (),
-            shares=candidate.shares,
+            devices=arrangement.devices if self._wanted.cluster else (),
         )
 
     # ---- why
@@ -352,8 +352,8 @@ class _PlanSearch:
         cluster, arrangement = self._wanted.cluster, best.arrangement
         if cluster is None or self._wanted.even:
             return
-        plain = [Arrangement(arrangement.pipelines, tuple(range(best.shape.ranks)))]
-        if left_out := sorted({*range(len(cluster))} - arrangement.devices):
+        plain = [Arrangement(arrangement.devices, tuple(range(best.shape.ranks)))]
+        if left_out := sorted({*range(len(cluster))} - {*arrangement.devices}):
             all_used = (one for one in listed if len(one.arrangement.devices) == len(cluster))
             named = ", ".join(f"{rank} ({cluster.devices[rank].name})" for rank in left_out)
             other = self._beside(next(all_used, None), best, "a step takes", "nothing fits")
@@ -397,8 +397,7 @@ class _PlanSearch:
     def _searched(self, candidate: Candidate, until: float) -> Candidate | None:
         """The candidate with a schedule searched for its costs, if that is faster."""
         shape, costs, arrangement = candidate.shape, candidate.stage_costs, candidate.arrangement
-        too_large = shape.forwards > LARGEST_SEARCH or shape.ranks == 1 or candidate.shares
-        if too_large or monotonic() > until:
+        if shape.forwards > LARGEST_SEARCH or shape.ranks == 1 or monotonic() > until:
             return None
         placement, limits = (
             candidate.plain_schedule.placement,

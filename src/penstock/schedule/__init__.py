@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from penstock.schedule.drawing import Picture as Picture
     from penstock.schedule.drawing import draw_svg as draw_svg
     from penstock.schedule.drawing import draw_text as draw_text
-    from penstock.schedule.files import Limits as Limits
     from penstock.schedule.files import from_csv as from_csv
     from penstock.schedule.files import from_json as from_json
     from penstock.schedule.files import load as load
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
     from penstock.schedule.passes import prefetch as prefetch
     from penstock.schedule.passes import reduce_gradients as reduce_gradients
     from penstock.schedule.passes import wait_for_sends as wait_for_sends
+    from penstock.schedule.reading import Limits as Limits
     from penstock.schedule.searching import lower_bound as lower_bound
     from penstock.schedule.searching import search as search
     from penstock.schedule.simulation import Gap as Gap

@@ -207,9 +207,10 @@ class Schedule:
     edges: Edges = field(default=cast("Edges", None), repr=False)
 
     def __post_init__(self) -> None:
-        if self.edges is None:
-            object.__setattr__(self, "edges", chain(self.stages))
         _check_counts(self)
+        edges = chain(self.stages) if self.edges is None else tuple(self.edges)
+        object.__setattr__(self, "edges", edges)
+        object.__setattr__(self, "programs", tuple(map(tuple, self.programs)))
         _check_edges(self.edges, self.stages)
         for rank, program in enumerate(self.programs):
             _check_program(rank, program, self.stages, self.microbatches)
@@ -276,8 +277,7 @@ def flat(program: Sequence[Entry]) -> Iterator[Action]:
 
 
 def _check_counts(schedule: Schedule) -> None:
-    if schedule.microbatches < 1:
-        raise ScheduleError(f"microbatches={schedule.microbatches}: must be at least 1")
+    check_at_least_one(microbatches=schedule.microbatches)
     if len(schedule.programs) != schedule.ranks:
         raise ScheduleError(
             f"{len(schedule.programs)} programs for {schedule.ranks} ranks: give one program per rank"

@@ -8,10 +8,8 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
-import stat
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,26 +17,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.errors import InputFileError, ScheduleError, UsageError, printable
 from penstock.schedule.action import COMPUTE_OPS, Entry, Program, parse_action
-from penstock.schedule.base import Edge, Placement, Schedule, chain, flat
+from penstock.schedule.base import (
+    Edge,
+    Placement,
+    Schedule,
+    chain,
+    flat,
+)
+from penstock.schedule.reading import DEFAULT, SUFFIXES, Limits, read_text
 
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits on what a schedule file may hold.
-
-    Attributes:
-        size: the most bytes in the file.
-        ranks: the most programs in the file.
-        actions: the most actions in all programs, including empty cells.
-    """
-
-    size: int = 256 * 2**20
-    ranks: int = 4096
-    actions: int = 10_000_000
-
-
-DEFAULT = Limits()
-SUFFIXES = (".csv", ".json")
 _SHOWN, _LONGEST_NAME = 60, 200
 """The most characters that an error shows of an invalid text, and the most of a name."""
 
@@ -78,36 +65,6 @@ def _suffix(path: Path) -> str:
     if suffix not in SUFFIXES:
         raise UsageError(f"{path}: the name of a schedule file ends in {' or '.join(SUFFIXES)}")
     return suffix
-
-
-def read_text(path: Path, limits: Limits) -> str:
-    """Read the text of a file that is not too large.
-
-    Raises:
-        InputFileError: the file does not exist, is not a regular file, is too large, or is not UTF-8.
-    """
-    try:
-        with open(path, "rb", opener=_open_at_once) as file:
-            is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-            data = file.read(limits.size + 1) if is_regular else b""
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise InputFileError(f"{printable(str(path))}: cannot be read: {why}") from error
-    if not is_regular:
-        raise InputFileError(f"{path}: is not a regular file, but a pipe, a device or a socket")
-    if len(data) > limits.size:
-        raise InputFileError(
-            f"{path}: larger than {limits.size} bytes; raise Limits.size to read it"
-        )
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputFileError(f"{path}: byte {error.start} is not UTF-8 text") from error
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Open without waiting for a writer, in case the file is a pipe."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _entries(rows: list[list[str]], where: str, first: int, limits: Limits) -> Iterator[Program]:
@@ -156,10 +113,6 @@ def _check_microbatches(stages: int, microbatches: int, limits: Limits) -> None:
 # placement nor edges: a stage is on the rank in whose row it computes, and the edges are the chain.
 
 
-_RUNS = ("=", "+", "-", "@", "\t", "\r")
-"""The starts of cells that a spreadsheet would take for formulas."""
-
-
 def to_csv(schedule: Schedule) -> str:
     """Write a schedule as CSV.
 
@@ -168,14 +121,8 @@ def to_csv(schedule: Schedule) -> str:
     """
     if schedule.edges != chain(schedule.stages):
         raise ScheduleError(f"{schedule.name} has edges other than the chain: write it as JSON")
-    return csv_table(map(str, program) for program in schedule.programs)
-
-
-def csv_table(rows: Iterable[Iterable[str]]) -> str:
-    """Rows of text as CSV; a cell that a spreadsheet would evaluate is prefixed with ``'``."""
     out = io.StringIO()
-    safe = ([f"'{cell}" if cell.startswith(_RUNS) else cell for cell in row] for row in rows)
-    csv.writer(out).writerows(safe)
+    csv.writer(out).writerows([*map(str, program)] for program in schedule.programs)
     return out.getvalue()
 
 

@@ -8,10 +8,20 @@ from itertools import accumulate, chain
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError, UsageError
-from penstock.schedule.action import COMPUTE_OPS, PEER_OPS, Action, Entry, Op, Overlap, computes
+from penstock.schedule.action import (
+    COMPUTE_OPS,
+    PEER_OPS,
+    SEND_OPS,
+    Action,
+    Entry,
+    Op,
+    Overlap,
+    computes,
+)
 from penstock.schedule.base import Schedule, flat, paused_collection
 from penstock.schedule.clock import ITS_TURN, Costs, Ran, durations, growths
 from penstock.schedule.numbered import Numbered
+from penstock.schedule.passes import add_communication
 from penstock.schedule.timeline import Span, Timeline
 from penstock.schedule.validation import obstacles
 
@@ -143,7 +153,10 @@ class Simulation:
     @property
     def messages(self) -> int:
         """The number of messages between ranks."""
-        return len(self._numbered.lengths) or sum(map(len, self._numbered.needs))
+        if self.schedule.communicates:
+            return len(self._numbered.lengths)
+        programs = add_communication(self.schedule).programs
+        return sum(action.op in SEND_OPS for program in programs for action in flat(program))
 
     # ---- what ranks hold
 

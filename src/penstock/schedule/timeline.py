@@ -100,7 +100,11 @@ class Timeline:
     def to_chrome_trace(self) -> str:
         """The timeline as Chrome-trace JSON, for ``chrome://tracing`` or Perfetto: one thread per rank."""
         scale = MICROSECONDS[self.unit]
+        pairs = [str(pair) for pair in self.pairs]
         events: list[dict[str, object]] = [
+            {"ph": "M", "name": "pairs", "pid": 0, "tid": 0, "args": {"pairs": pairs}},
+        ] * bool(pairs)
+        events += [
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank}
             | {"args": {"name": f"rank {rank}"}}
             for rank in range(self.ranks)
@@ -128,12 +132,15 @@ class Timeline:
                 if event["ph"] == "X"
                 for one in flat((parse_action(event["name"]),))
             ]
-            ranks = 1 + max((span.rank for span in spans), default=0)
+            ranks = 1 + max((int(event["tid"]) for event in events), default=0)
             if ranks > len(events):
                 raise InputFileError(
                     f"rank {ranks - 1} among {len(events)} events, one or more a rank"
                 )
-            return Timeline(tuple(spans), ranks, "s")
+            named = [event["args"]["pairs"] for event in events if event["name"] == "pairs"]
+            parsed = [parse_action(text) for texts in named for text in texts]
+            pairs = tuple(pair for pair in parsed if isinstance(pair, Overlap))
+            return Timeline(tuple(spans), ranks, "s", pairs)
         except (
             ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError
         ) as error:  # fmt: skip

@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 
 from penstock.errors import ConfigError, InputFileError
 from penstock.schedule import Schedule, build
-from penstock.schedule.files import DEFAULT, read_text
+from penstock.schedule.reading import DEFAULT, read_text
 from penstock.train.runfolder import AUTO
 
 # ---- the table

@@ -31,7 +31,7 @@ from penstock.errors import (
 from penstock.pipeline import Pipeline, SlowWarning
 from penstock.plan import Plan, Profile
 from penstock.schedule import Timeline, draw_svg
-from penstock.schedule.files import DEFAULT, read_text
+from penstock.schedule.reading import DEFAULT, read_text
 from penstock.train.config import TrainConfig, ranks_of, schedule_of, to_toml, world_size
 from penstock.train.corpus import Batch, Corpus, load
 from penstock.train.display import say, summary

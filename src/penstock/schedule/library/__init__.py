@@ -47,7 +47,13 @@ class Recipe:
     @cached_property
     def any_stages(self) -> bool:
         """Whether it takes any number of stages per rank."""
-        return len(signature(self.build).parameters) > 2
+        return len(self._parameters) > 2
+
+    @cached_property
+    def _parameters(self) -> list[Parameter]:
+        """The function's parameters that are given by position."""
+        kinds = Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD
+        return [one for one in signature(self.build).parameters.values() if one.kind in kinds]
 
     @cached_property
     def stages_per_rank(self) -> int:
@@ -87,7 +93,7 @@ class Recipe:
         """
         sizes = [ranks, microbatches]
         if self.any_stages:
-            *_, third = signature(self.build).parameters.values()
+            third = self._parameters[2]
             default = 1 if third.default is Parameter.empty else third.default
             sizes.append(default if stages_per_rank is None else stages_per_rank)
         return built(lambda: self.build(*sizes), self.name, ranks, microbatches)
