@@ -106,7 +106,7 @@ def piped(loss_fn: Any, **options: Any) -> Pipeline:
 
 @pytest.mark.parametrize("function", [root, negatives])
 def test_a_loss_that_is_no_mean_is_refused(function: Any) -> None:
-    """For more kinds see test_asked.py."""
+    """For more kinds see test_loss_check.py."""
     for call in ("step", "evaluate"):
         with pytest.raises(UsageError, match="microbatches 0 and 1 together") as caught:
             getattr(piped(function), call)(X, target=Y)

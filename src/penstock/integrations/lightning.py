@@ -360,9 +360,9 @@ class _Cuts:
                     file.unlink(missing_ok=True)
 
     def _load_parts(
-        self, path: Any, optimizers: Mapping[str, Optimizer], *, strict: bool
+        self, path: Any, optimizers: Mapping[str, Optimizer], *, strict: bool, **options: Any
     ) -> dict[str, Any]:
-        """Load what :meth:`_save_parts` saved; return what Lightning keeps."""
+        """Load what :meth:`_save_parts` saved; return what Lightning keeps, read with its options."""
         strategy: Any = self
         with Checkpoints(path) as checkpoints:
             states: dict[str, Any] = {**optimizers}
@@ -371,7 +371,7 @@ class _Cuts:
             if step is None or _REST not in extra:
                 raise UsageError(f"{path} is a folder without a checkpoint of Lightning's loop")
             name = file_name(str(extra[_REST]), rf"{_REST}-[0-9a-f]{{12}}\.pt", Path(path))
-        rest: dict[str, Any] = strategy.checkpoint_io.load_checkpoint(Path(path, name))
+        rest: dict[str, Any] = strategy.checkpoint_io.load_checkpoint(Path(path, name), **options)
         return rest
 
     def _cut(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> _OnPipeline:
@@ -509,14 +509,16 @@ class PipelineStrategy(_Cuts, TrainerProcesses):
     def _labelled(self) -> dict[str, Optimizer]:
         return {f"optimizer{number}": one for number, one in enumerate(self.optimizers)}
 
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    # The options differ between versions of Lightning.
+    def load_checkpoint(self, checkpoint_path: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
         """Read a checkpoint; of one in parts, each rank loads its own at once."""
         if not Path(checkpoint_path).is_dir():
-            return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+            return super().load_checkpoint(checkpoint_path, **options)
         module: Any = self.lightning_module
         fits = module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self._labelled() if fits else {}
-        return self._load_parts(checkpoint_path, optimizers, strict=module.strict_loading)
+        strict: bool = module.strict_loading
+        return self._load_parts(checkpoint_path, optimizers, strict=strict, **options)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the plain module's state dict from a file, and continue its random numbers."""
@@ -656,7 +658,7 @@ class FabricPipelineStrategy(_Cuts, FabricProcesses):
         optimizers = {name: of for name, of in objects.items() if isinstance(of, Optimizer)}
         in_parts = Path(path).is_dir()
         if in_parts:
-            rest = self._load_parts(path, optimizers, strict=strict)
+            rest = self._load_parts(path, optimizers, strict=strict, **options)
         else:
             rest = self.checkpoint_io.load_checkpoint(path, **options)
             rest = {"": rest} if "" in objects else rest
