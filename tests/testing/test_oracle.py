@@ -54,7 +54,9 @@ class Counting(nn.Module):
 def program(
     change: Callable[[Any, Tensor], Tensor] | None = None, metric: float = 0.0, **options: Any
 ) -> Case:
-    loss = Loss(mean_loss, metrics={"most": lambda output, target: output.max() + metric})
+    most = {"most": lambda output, target: output.max() + metric}
+    # A check of the added loss would count the calls of its forward.
+    loss = Loss(mean_loss, metrics=most, weight={"size": "microbatch"})
     model = nn.Sequential(Counting() if change is None else Counting(change), *chain(3))
     x = X.clone().requires_grad_()
     counts: Any = lambda model: {"calls": model[0].calls}  # noqa: E731

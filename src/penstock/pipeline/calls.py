@@ -281,8 +281,8 @@ class PipelineCalls:
     ) -> dict[str, tuple[float, float]]:
         """Check that the first microbatch has the losses of its halves; all ranks call this.
 
-        Dropouts and batch norms are in evaluation mode. A loss that draws random numbers is let be, and so is
-        one that is another one when it is computed again.
+        Dropouts and batch norms are in evaluation mode, and buffers keep their numbers. A loss that draws
+        random numbers is let be, and so is one that is another one when it is computed again.
 
         Returns:
             Both values of each loss that the model adds and that is not the same, by name; of all of them,
@@ -307,6 +307,8 @@ class PipelineCalls:
 
         modules = [module for stage in self._held.stages for module in stage.called_modules()]
         settled = [m for m in modules if m.training and _is_restless(m)]
+        buffers = [b for m in modules for b in m.buffers(recurse=False) if not b.is_meta]
+        kept = [buffer.clone() for buffer in buffers]
         coarse = torch.is_autocast_enabled(device.type) or any(
             p.dtype in (torch.float16, torch.bfloat16) for m in modules for p in m.parameters()
         )
@@ -337,6 +339,9 @@ class PipelineCalls:
         finally:
             for module in settled:
                 module.training = True
+            with torch.no_grad():
+                for buffer, numbers in zip(buffers, kept, strict=True):
+                    buffer.copy_(numbers)
         both = {name: (whole[name], halves[name]) for name in apart if name not in changing}
         if MAIN in both:
             a, b = both[MAIN]

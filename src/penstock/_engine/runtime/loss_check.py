@@ -104,7 +104,7 @@ class LossCheck:
         """
         self.is_inside |= _holds_a_loss(pair[0])
         try:
-            self._rows[microbatch] = _rows_of(loss, call, call.samples[microbatch], *pair)
+            self._rows[microbatch] = _rows_of(loss, call, microbatch, *pair)
             if len(self._rows) < 2:
                 return
             one, other = self._rows.values()
@@ -125,10 +125,19 @@ class LossCheck:
                 None if differ(together, otherwise, size, kind) else "sum" if is_mean else "mean"
             )
             whole = 'over="batch" computes it once, on the outputs of all microbatches'
+            several = max(
+                (each for way in one.ways if way is not None for each in way[1:]), default=1
+            )
+            guess = (
+                f"{several} rows of an output were taken for one sample: if they are blocks, each with a row "
+                f"for every sample, say split={{'output': Split(0, chunks={several})}}; "
+                if several > 1
+                else ""
+            )
             raise UsageError(
                 f"loss_fn of a few rows of microbatches {' and '.join(map(str, self._rows))} together is "
                 f"{together:.6g}, but from their own losses, {a:.6g} and {b:.6g}, it would be "
-                f"{expected:.6g} as {what}, {advice(looks, whole)}"
+                f"{expected:.6g} as {what}, {guess}{advice(looks, whole)}"
             )
         self.is_due = False
         logger.info(
@@ -137,8 +146,9 @@ class LossCheck:
         )
 
 
-def _rows_of(loss: StepLoss, call: ModelCall, samples: int, output: Any, target: Any) -> _Rows:
+def _rows_of(loss: StepLoss, call: ModelCall, microbatch: int, output: Any, target: Any) -> _Rows:
     """Copy as many rows of a microbatch as hold few numbers."""
+    samples = call.samples[microbatch]
     if not samples or (call.presplit and not call.counted):
         raise MicrobatchError("the user counted the samples of microbatches")
     (leaves, tree), outputs = flatten((output, target)), len(flatten(output)[0])
@@ -151,6 +161,7 @@ def _rows_of(loss: StepLoss, call: ModelCall, samples: int, output: Any, target:
         ways.append((dim, each) if each and not rest else None)
         if ways[-1] is not None:
             leaves[at] = leaf.narrow(dim, 0, rows * each)
+    is_whole = rows == samples and _numbers(leaves) <= _NUMBERS
     if _numbers(leaves) > _NUMBERS and not call.dim:
         leaves = _fewer_tokens(leaves, outputs)
     weight: Any = loss.weights[MAIN]
@@ -158,13 +169,13 @@ def _rows_of(loss: StepLoss, call: ModelCall, samples: int, output: Any, target:
     if loss.reduction == "sum":
         counted = 1.0
     elif isinstance(weight, Sequence):
-        raise MicrobatchError("numbers say how much each microbatch counts")
+        counted = weight[microbatch] if is_whole else None
     elif callable(weight):
         (counted,) = loss.counts([rows], [unflatten(leaves, tree)[1]])
     elif call.weighted:  # by labels, or by tokens if there are none
         counted = labels_that_count(unflatten(leaves, tree)[1]) or (call.dim and rows)
     if not counted:
-        raise MicrobatchError("nothing in the first rows counts")
+        raise MicrobatchError("how much a few rows count is unknown, or nothing")
     copies = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return _Rows(copies, tree, ways, counted)
 
