@@ -26,7 +26,7 @@ def case_of(model: nn.Module, calls: Sequence[Call], **options: Any) -> Case:
         raise ValueError("give a microbatch's arguments by position or by name")
     whole = [dict(kwargs) if kwargs else tuple(args) for args, kwargs in calls]
     batch = Microbatches(whole, samples=[SAMPLES] * len(calls))
-    return Case(model, [batch], None, Loss(loss_of, over="microbatch"), **options)
+    return Case(model, [batch], None, Loss(loss_of, check=False), **options)
 
 
 def calls_of(program: Case) -> list[Call]:

@@ -7,6 +7,7 @@ import os
 import sys
 from functools import cache
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 from unittest.mock import patch
 
@@ -22,8 +23,8 @@ pytest.importorskip("lightning")
 from lightning.fabric import Fabric
 from torchmetrics import MeanMetric
 
-from penstock import Pipeline, PipelineModule
-from penstock.errors import PartitionError, UsageError
+from penstock import Checkpoints, Pipeline, PipelineModule
+from penstock.errors import InputFileError, PartitionError, UsageError
 from penstock.integrations.lightning import FabricPipelineStrategy, PipelineStrategy
 from tests.integrations.lightnings import (
     HALF,
@@ -80,9 +81,7 @@ def test_a_language_model_with_fabric(schedule: str, ranks: int) -> None:
 
 
 def test_a_loss_that_is_no_mean_over_samples_is_told() -> None:
-    with pytest.raises(
-        UsageError, match=r"the loss of the batch is .* in 4 microbatches.*loss_weight="
-    ):
+    with pytest.raises(UsageError, match=r"the loss of the first microbatch is .*loss_weight="):
         model_language(FabricPipelineStrategy(ranks=2, microbatches=4))
 
 
@@ -162,6 +161,35 @@ def test_fabric_loads_what_another_layout_saved(tmp_path: Path) -> None:
     for other in (strategy(2), "auto"):
         resumed = model_language(other, load=tmp_path / "cut")
         assert resumed["losses"] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("in_parts", [True, False])
+def test_fabric_loads_objects_where_they_are_trusted(in_parts: bool, tmp_path: Path) -> None:
+    strategy = FabricPipelineStrategy(
+        ranks=2, loss_weight=count_labels, save_distributed_checkpoint=in_parts
+    )
+    fabric, path = Fabric(accelerator="cpu", devices=1, strategy=strategy), tmp_path / "saved"
+    fabric.launch()
+    model = fabric.setup(LanguageModel())
+    fabric.save(path, {"model": model, "kept": complex(1, 2), "place": tmp_path})
+    with pytest.raises(UnpicklingError):
+        fabric.load(path, {"model": model}, weights_only=True)
+    rest = fabric.load(path, {"model": model}, weights_only=False)
+    assert (rest["kept"], rest["place"]) == (complex(1, 2), tmp_path)
+
+
+def test_the_file_beside_a_checkpoint_is_no_path(tmp_path: Path) -> None:
+    """What a table names may come from somebody else."""
+    other = tmp_path / "other.pt"
+    torch.save({}, other)
+    strategy = FabricPipelineStrategy(ranks=2)
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    fabric.launch()
+    model = fabric.setup(LanguageModel())
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, extra={"lightning": str(other)}, pipe=strategy.pipe)
+    with pytest.raises(InputFileError, match="no file that belongs beside it"):
+        fabric.load(tmp_path / "run", {"model": model})
 
 
 # ---- between processes

@@ -62,9 +62,9 @@ def piped(mesh: DeviceMesh, model: nn.Module, loss_fn: Any = mse_loss, **options
 def run_case(case: str, schedule: str, mesh: DeviceMesh) -> tuple[float, int]:
     """Three updates; each replica has other first weights. Also the reductions of a step."""
     loss = {
-        "weighted": Loss(mse_loss, weight=weight_of, over="microbatch"),
+        "weighted": Loss(mse_loss, weight=weight_of, check=False),
         "sum": Loss(partial(mse_loss, reduction="sum"), reduction="sum"),
-        "unused": Loss(mse_loss, over="microbatch"),
+        "unused": Loss(mse_loss, check=False),
     }.get(case, Loss(mse_loss))
     cases = halves_of(Case(model_of(case), (X,), Y, loss), X, Y)
     model = model_of(case, seed=mesh.get_local_rank("dp"))
@@ -107,6 +107,42 @@ def run_accumulated(group: Any) -> float:
 
 def test_steps_that_accumulate(workers: WorkerPool) -> None:
     assert max(workers.run(f"{__name__}:run_accumulated", 4, 60.0)) < 1e-12
+
+
+FROZEN: dict[str, tuple[list[str], list[str]]] = {
+    "one weight each, of one size": (["0.bias"], ["3.bias"]),
+    "one weight": ([], ["1.bias"]),
+    "a whole stage": (["2.", "3."], []),
+}
+"""What each replica freezes."""
+
+
+def frozen_differently(group: Any) -> dict[str, list[str]]:
+    """A worker's task: what a step says, and whether the same ones freeze in the next."""
+    mesh, said = mesh_of("dp", "pp"), dict[str, list[str]]()
+    half, replica = half_of(mesh), mesh.get_local_rank("dp")
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]).double()
+    with piped(mesh, model) as pipe:
+        for name, frozen in FROZEN.items():
+            for freezes in (frozen[replica], [*frozen[0], *frozen[1]]):
+                for path, weight in model.named_parameters():
+                    weight.requires_grad_(not path.startswith(tuple(freezes)))
+                try:
+                    pipe.step(X[half], target=Y[half])
+                    said.setdefault(name, []).append("")
+                except PenstockError as error:
+                    said.setdefault(name, []).append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_replicas_that_freeze_different_weights_are_told(workers: WorkerPool) -> None:
+    """Their gradients would be averaged with those of other weights, or a reduction would break."""
+    for answer in workers.run(f"{__name__}:frozen_differently", 4, 90.0):
+        assert answer.keys() == FROZEN.keys()
+        for name, (first, second) in answer.items():
+            assert first.startswith("AgreementError: the replicas train different weights"), name
+            assert all(path in first for of in FROZEN[name] for path in of), (name, first)
+            assert second == ""
 
 
 # ---- when the averages start

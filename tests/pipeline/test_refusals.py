@@ -127,7 +127,7 @@ CALLING: list[Refusal] = [
     (lambda: make(loss_fn=lambda x, y: x if y is None else x.mean()).step(X), UsageError,
         "no target was given, .* must return a scalar"),
     (lambda: Loss(mean_loss, reduction="max"), UsageError, "reduction='max': must be 'mean' or 'sum'"),  # type: ignore[arg-type]
-    (lambda: Loss(mean_loss, over="all"), UsageError, "over='all': must be 'samples', 'batch' or 'micro"),  # type: ignore[arg-type]
+    (lambda: Loss(mean_loss, over="all"), UsageError, "over='all': must be 'samples', 'tokens' or 'batch'"),  # type: ignore[arg-type]
     (lambda: Loss(mean_loss, metrics={"right": 3}), UsageError, r"metrics\['right'\]=3: must be a function"),  # type: ignore[dict-item]
     (lambda: make(split={"output": "cat"}), MicrobatchError, r"a function \(parts, sizes\) -> whole"),
     (lambda: make(loss_fn=Loss(mean_loss, target="y")).step(X), UsageError, "pass y=, at least on"),

@@ -1,9 +1,9 @@
-"""What a loss is: a mean or a sum over samples, which is asked, or something over the whole batch."""
+"""What a loss is: a mean or a sum over samples, which is checked, or something over the whole batch."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -89,7 +89,7 @@ def test_a_schedule_that_begins_backward_early_is_refused() -> None:
         piped(Loss(mean_loss, over="batch"), schedule="1F1B")
 
 
-# ---- a loss is asked
+# ---- a loss is checked
 
 
 def negatives(output: Tensor, target: Tensor) -> Tensor:
@@ -106,12 +106,12 @@ def piped(loss_fn: Any, **options: Any) -> Pipeline:
 
 @pytest.mark.parametrize("function", [root, negatives])
 def test_a_loss_that_is_no_mean_is_refused(function: Any) -> None:
-    """For more kinds see test_asked.py."""
+    """For more kinds see test_loss_check.py."""
     for call in ("step", "evaluate"):
         with pytest.raises(UsageError, match="microbatches 0 and 1 together") as caught:
             getattr(piped(function), call)(X, target=Y)
         assert 'over="batch"' in str(caught.value)
-    assert piped(Loss(function, over="microbatch")).step(X, target=Y).loss > 0
+    assert piped(Loss(function, check=False)).step(X, target=Y).loss > 0
     whole = piped(Loss(function, over="batch"), schedule="GPipe")
     assert whole.step(X, target=Y).loss == pytest.approx(float(function(chain()(X), Y).detach()))
 
@@ -121,7 +121,7 @@ def by_halves(value: Tensor, sizes: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("way", ["Microbatches", "a rule", "a function"])
-def test_a_batch_that_the_user_splits_is_asked_too(way: str) -> None:
+def test_a_batch_that_the_user_splits_is_checked_too(way: str) -> None:
     rules: dict[str, Any] = {
         "Microbatches": None,
         "a rule": {0: by_halves, "target": by_halves},
@@ -182,33 +182,33 @@ def inside(function: Any, **options: Any) -> Pipeline:
     ("function", "remedy"),
     [(sum_loss, 'It looks like a sum: reduction="sum"'), (negatives, 'over="batch"')],
 )
-def test_a_loss_that_the_forward_computes_is_asked_too(function: Any, remedy: str) -> None:
+def test_a_loss_that_the_forward_computes_is_checked_too(function: Any, remedy: str) -> None:
     for microbatches in (2, 4):
         pipe = inside(function, microbatches=microbatches)
-        with pytest.raises(UsageError, match=f"in {microbatches} microbatches and") as caught:
+        with pytest.raises(UsageError, match="the loss of the first microbatch is") as caught:
             pipe.step(X, Y, target=None)
         assert remedy in str(caught.value)
     # Some forwards compute their loss in float32, whatever comes in.
     single = inside(lambda output, target: mean_loss(output.float(), target.float()))
-    asked_less = [
-        inside(function, said=said) for said in ({"over": "microbatch"}, {"check": False})
-    ]
-    for let_be in (single, *asked_less, inside(function, noise=0.1)):
-        assert let_be.step(X, Y, target=None).loss
+    unchecked = inside(function, said={"check": False})
+    one_sample = inside(function, microbatches=8)
+    for let_be in (single, unchecked, one_sample, inside(function, noise=0.1)):
+        assert let_be.step(X, Y, target=None).finite
 
 
-def test_asking_a_forward_leaves_no_trace() -> None:
+def test_the_check_of_a_forward_runs_the_first_microbatch_whole_and_in_halves() -> None:
     pipe = inside(mean_loss, microbatches=4)
     assert isinstance(pipe.model, Inside)
     state, torchs = pipe.randomness.state_dict(), torch.get_rng_state()
-    pipe.step(X, Y, target=None)
-    assert pipe.model.counting.calls == 4
+    for calls in (4 + 3, 4 + 3 + 4):
+        pipe.step(X, Y, target=None)
+        assert pipe.model.counting.calls == calls
     assert pipe.model.dropout.training
     assert torch.equal(torchs, torch.get_rng_state())
-    assert pipe.randomness.state_dict() == {**state, "step": 1}
+    assert pipe.randomness.state_dict() == {**state, "step": 2}
 
 
-def asked_inside(group: Any) -> list[str]:
+def checked_inside(group: Any) -> list[str]:
     with inside(negatives, mesh=group) as pipe:
         try:
             pipe.step(X, Y, target=None)
@@ -218,21 +218,10 @@ def asked_inside(group: Any) -> list[str]:
     return []
 
 
-def test_a_forward_is_asked_between_processes(workers: WorkerPool) -> None:
-    first, second = workers.run(f"{__name__}:asked_inside", 2)
+def test_a_forward_is_checked_between_processes(workers: WorkerPool) -> None:
+    first, second = workers.run(f"{__name__}:checked_inside", 2)
     assert first == second
-    assert "in 4 microbatches and" in first[0]
-
-
-def test_it_is_asked_again_when_what_it_is_may_show() -> None:
-    """In the tenth training step targets to ignore come for the first time."""
-    pipe = piped(lambda output, y: functional.cross_entropy(output, y, ignore_index=3))
-    for step in range(1, 10):
-        pipe.step(X, target=CLASSES if step == 5 else CLASSES % 3)
-        pipe.evaluate(X, target=CLASSES % 3)
-        pipe.zero_grad()
-    with pytest.raises(UsageError, match=r"Loss\(fn, weight="):
-        pipe.step(X, target=CLASSES)
+    assert "the loss of the first microbatch is" in first[0]
 
 
 class Counts(nn.Module):
@@ -255,26 +244,49 @@ class Counts(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize("as_method", [True, False])
-def test_asking_leaves_no_trace(as_method: bool) -> None:
-    counts, calls = Counts(), list[int]()
-
-    def counted(output: Tensor, target: Tensor) -> Tensor:
-        calls.append(len(calls))
-        loss: Tensor = counts(output, target)
-        return loss
-
-    pipe = piped(counts.forward if as_method else counted, microbatches=4)
+@pytest.mark.parametrize("check", [True, False])
+def test_the_first_step_calls_the_loss_four_times_more(
+    check: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is put back, and nothing is compared later; ``check=False`` leaves the calls out."""
+    caplog.set_level("INFO")
+    counts, alone = Counts(), Counts()
+    pipe = piped(Loss(counts, check=check), microbatches=4)
     before = torch.get_rng_state()
-    result, alone = pipe.step(X, target=Y), Counts()
+    results = [pipe.step(X, target=Y) for _ in range(12)]
     assert torch.equal(before, torch.get_rng_state())
     for x, y in zip(X.split(2), Y.split(2), strict=True):
         alone(chain()(x), y)
-    assert counts.calls == 4
-    assert counts.seen == pytest.approx(alone.seen)
-    assert calls == ([] if as_method else [0, 1, 2, 3])
-    torch.testing.assert_close(dict(counts.named_buffers()), dict(alone.named_buffers()))
-    assert result.loss == pytest.approx(sum(alone.seen) / 4)
+    assert counts.calls == 12 * 4 + 4 * check
+    assert results[0].loss == pytest.approx(sum(alone.seen) / 4)
+    assert counts.seen[-4:] == pytest.approx(alone.seen)
+    said = ["in four calls" in record.getMessage() for record in caplog.records]
+    assert said.count(True) == check
+
+
+def test_a_comparison_is_of_few_numbers() -> None:
+    """Of one large row, some tokens all along."""
+    sizes, classes = list[int](), 40_000
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            sizes.append(output.numel())
+        return functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    x = torch.linspace(-1, 1, 2 * 128 * 4).reshape(2, 128, 4)
+    target = torch.arange(256).reshape(2, 128).masked_fill(torch.arange(128) < 40, -100)
+    target[1, 60:] = -100
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, classes))
+    for over, fits in [("tokens", True), ("samples", False)]:
+        loss = Loss(loss_fn, over=cast("Any", over))
+        pipe = Pipeline(model, ranks=2, microbatches=2, loss_fn=loss)
+        if fits:
+            expected = float(loss_fn(model(x), target).detach())
+            assert pipe.step(x, target=target).loss == pytest.approx(expected, rel=1e-5)
+        else:
+            with pytest.raises(UsageError, match=r"over=\"tokens\""):
+                pipe.step(x, target=target)
+    assert 0 < max(sizes[:4]) <= 2**22 < classes * 128
 
 
 class Scales(nn.Linear):
@@ -303,7 +315,7 @@ class SixRows(nn.Module):
         return x.repeat(6 // len(x), 1)
 
 
-def test_what_cannot_be_asked_is_let_be() -> None:
+def test_what_cannot_be_compared_is_let_be() -> None:
     """A loss with random numbers, and outputs that cannot be put together."""
     drawn = piped(lambda output, y: (functional.dropout(output, 0.5) - y).abs().mean())
     assert drawn.step(X, target=Y).loss > 0

@@ -54,7 +54,9 @@ class Counting(nn.Module):
 def program(
     change: Callable[[Any, Tensor], Tensor] | None = None, metric: float = 0.0, **options: Any
 ) -> Case:
-    loss = Loss(mean_loss, metrics={"most": lambda output, target: output.max() + metric})
+    most = {"most": lambda output, target: output.max() + metric}
+    # A check of the added loss would count the calls of its forward.
+    loss = Loss(mean_loss, metrics=most, weight={"size": "microbatch"})
     model = nn.Sequential(Counting() if change is None else Counting(change), *chain(3))
     x = X.clone().requires_grad_()
     counts: Any = lambda model: {"calls": model[0].calls}  # noqa: E731
@@ -132,7 +134,7 @@ def test_what_a_split_batch_changes_is_named() -> None:
         f"{name}, whole batch"
         for name in ("loss", "losses: main", "gradient: 0.weight", "gradient: 1.weight")
     }
-    said = replace(plain, loss_fn=Loss(mean_loss, over="microbatch"))
+    said = replace(plain, loss_fn=Loss(mean_loss, check=False))
     compare(said, schedule="1F1B", ranks=2, microbatches=4).check(1e-12)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, UsageError
 from penstock.testing import WorkerError, WorkerPool
 
 TASKS = "tests.testing.tasks"
@@ -87,6 +87,13 @@ def test_errors_are_told_and_the_pool_goes_on(pool: WorkerPool, name: str) -> No
     with pytest.raises(WorkerError, match=says) as caught:
         call(pool)
     assert isinstance(caught.value, PenstockError | RuntimeError)
+    assert pool.run(f"{TASKS}:add", 1, first=1) == [[2, 0, 1]]
+
+
+@pytest.mark.parametrize("ranks", [0, 3])
+def test_more_workers_than_there_are_is_refused(pool: WorkerPool, ranks: int) -> None:
+    with pytest.raises(UsageError, match=rf"ranks={ranks}: the pool has 2 workers"):
+        pool.run(f"{TASKS}:add", ranks, first=1)
     assert pool.run(f"{TASKS}:add", 1, first=1) == [[2, 0, 1]]
 
 

@@ -193,8 +193,6 @@ def test_what_is_no_sample_may_be_the_same_or_tokens() -> None:
     both = merged([table, table], sizes=sizes, alike=True)
     both.mul_(2)
     assert table.tolist() == [1, 1, 1]
-    rows = [torch.ones(4, 2), torch.ones(6, 2)]
-    assert merged(rows, sizes=sizes, guesses=True).shape == (10, 2)
     # Tokens, also without the first one of each row; and what each sequence has, in dimension 0.
     ways = [(1, (6, 9)), (1, (5, 8)), (0, (2, 1))]
     for lacking in (0, 1):

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from penstock._engine.microbatches import Rule, Split
 from penstock._engine.parallel import meeting_in_time, pipelines_in, side_by_side
-from penstock._engine.runtime import GracefulStop, Loss, LossOver, LossWeight
+from penstock._engine.runtime import GracefulStop, Loss, LossWeight
 from penstock._engine.weights.storage import file_name
 from penstock.checkpoint import Checkpoints
 from penstock.errors import PartitionError, UsageError
@@ -104,7 +104,7 @@ class _OnPipeline(nn.Module):
         optimizers: Sequence[Optimizer] = (),
         *,
         loss_weight: LossWeight | None = None,
-        loss_over: LossOver = "samples",
+        loss_check: bool = True,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -119,11 +119,9 @@ class _OnPipeline(nn.Module):
         self._weighs = any(map(callable, weights))
         self._log = StepLog(module)
         self._quiet: set[Any] = set()
-        # The loss is asked here, together with what is logged.
-        self._asks = loss_over == "samples"
-        self._warned_of = set[str]()
-        over: LossOver = "microbatch" if self._asks else loss_over
-        loss = Loss(loss_in, weight=loss_weight, over=over)
+        # It is checked here, together with what is logged.
+        self._checks = loss_check
+        loss = Loss(loss_in, weight=loss_weight, check=False)
         with self._log.without_metrics():
             self.pipe = Pipeline(LightningStep(module, self._log), loss_fn=loss, **options)
             vars(self)["_inner"] = _Steps(self.pipe)
@@ -170,7 +168,7 @@ class _OnPipeline(nn.Module):
             if self._weighs:
                 kwargs["target"] = args[0]
             result, loss, output = self._inner.run_batch(*args, trains=trains, **kwargs)
-            self._ask(*args, **kwargs)
+            self._check(*args, **kwargs)
         with torch.set_grad_enabled(trains):
             # Where only numbers leave a step, no other rank needs its outputs.
             outputs = output["rest"] if kwargs["outputs"] else None
@@ -182,25 +180,21 @@ class _OnPipeline(nn.Module):
             return returned
         return {"loss": loss, **(returned or {})} if issubclass(returns, Mapping) else loss
 
-    def _ask(self, *args: Any, outputs: bool, **kwargs: Any) -> None:
-        """Ask whether the loss and the numbers of a step are means over samples, now and then.
+    def _check(self, *args: Any, outputs: bool, **kwargs: Any) -> None:
+        """In the first step of a kind: check whether its loss and numbers are means over samples.
 
         Raises:
             UsageError: the loss is not.
         """
-        if not self._asks:
-            return
-        count, step_name = self.pipe.schedule.microbatches, kwargs["step_name"]
-        apart = self._inner.ask_now_and_then(step_name, None, count, *args, **kwargs)
-        for name in apart.keys() - self._warned_of if self.pipe.is_main_process else ():
-            many, few = apart[name]
+        step_name = kwargs["step_name"]
+        apart = self._inner.check_once(step_name, None, *args, **kwargs) if self._checks else {}
+        for name, (whole, halves) in apart.items() if self.pipe.is_main_process else ():
             logger.warning(
-                "penstock: %s of %s is %.6g for a batch in %d microbatches, and %.6g in %d: the mean over "
-                "microbatches is not what it is for the batch. Give what it is computed from to a metric of "
-                "torchmetrics, which gets the whole batch",
-                described(name), step_name, many, count, few, max(1, count // 2),
+                "penstock: %s of %s is %.6g for the first microbatch, and %.6g as the mean of its halves: "
+                "the mean over microbatches is not what it is for the batch. Give what it is computed from "
+                "to a metric of torchmetrics, which gets the whole batch",
+                described(name), step_name, whole, halves,
             )  # fmt: skip
-        self._warned_of |= apart.keys()
 
     # ---- weights, and the states of optimizers
 
@@ -366,9 +360,9 @@ class _Cuts:
                     file.unlink(missing_ok=True)
 
     def _load_parts(
-        self, path: Any, optimizers: Mapping[str, Optimizer], *, strict: bool
+        self, path: Any, optimizers: Mapping[str, Optimizer], *, strict: bool, **options: Any
     ) -> dict[str, Any]:
-        """Load what :meth:`_save_parts` saved; return what Lightning keeps."""
+        """Load what :meth:`_save_parts` saved; return what Lightning keeps, read with its options."""
         strategy: Any = self
         with Checkpoints(path) as checkpoints:
             states: dict[str, Any] = {**optimizers}
@@ -377,7 +371,7 @@ class _Cuts:
             if step is None or _REST not in extra:
                 raise UsageError(f"{path} is a folder without a checkpoint of Lightning's loop")
             name = file_name(str(extra[_REST]), rf"{_REST}-[0-9a-f]{{12}}\.pt", Path(path))
-        rest: dict[str, Any] = strategy.checkpoint_io.load_checkpoint(Path(path, name))
+        rest: dict[str, Any] = strategy.checkpoint_io.load_checkpoint(Path(path, name), **options)
         return rest
 
     def _cut(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> _OnPipeline:
@@ -413,8 +407,8 @@ class PipelineStrategy(_Cuts, TrainerProcesses):
         save_distributed_checkpoint: whether a checkpoint is a folder into which each process writes its part,
             for any layout. Otherwise it is the plain Trainer's file, for which rank 0 collects everything.
         options: of :class:`penstock.Pipeline`: ``schedule``, ``microbatches``, ``stages`` and others; and
-            ``loss_weight``, a function of the batch, and ``loss_over``, which are the ``weight`` and ``over``
-            of a :class:`penstock.Loss`. The step and Lightning set the loss, devices and groups.
+            ``loss_weight``, a function of the batch, and ``loss_check``, which are the ``weight`` and
+            ``check`` of a :class:`penstock.Loss`. The step and Lightning set the loss, devices and groups.
 
     Raises:
         UsageError: an argument is one that the step or Lightning sets.
@@ -515,14 +509,16 @@ class PipelineStrategy(_Cuts, TrainerProcesses):
     def _labelled(self) -> dict[str, Optimizer]:
         return {f"optimizer{number}": one for number, one in enumerate(self.optimizers)}
 
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    # The options differ between versions of Lightning.
+    def load_checkpoint(self, checkpoint_path: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
         """Read a checkpoint; of one in parts, each rank loads its own at once."""
         if not Path(checkpoint_path).is_dir():
-            return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+            return super().load_checkpoint(checkpoint_path, **options)
         module: Any = self.lightning_module
         fits = module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self._labelled() if fits else {}
-        return self._load_parts(checkpoint_path, optimizers, strict=module.strict_loading)
+        strict: bool = module.strict_loading
+        return self._load_parts(checkpoint_path, optimizers, strict=strict, **options)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the plain module's state dict from a file, and continue its random numbers."""
@@ -662,7 +658,7 @@ class FabricPipelineStrategy(_Cuts, FabricProcesses):
         optimizers = {name: of for name, of in objects.items() if isinstance(of, Optimizer)}
         in_parts = Path(path).is_dir()
         if in_parts:
-            rest = self._load_parts(path, optimizers, strict=strict)
+            rest = self._load_parts(path, optimizers, strict=strict, **options)
         else:
             rest = self.checkpoint_io.load_checkpoint(path, **options)
             rest = {"": rest} if "" in objects else rest

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NoReturn, cast, get_args, get_type_hints
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock._engine.microbatches import MISSING, Rule, split_batch
-from penstock._engine.runtime import ASKING, LossScaler, StepLoss, StepResult
+from penstock._engine.runtime import LossScaler, StepLoss, StepResult
 from penstock.errors import UsageError
 from penstock.integrations.generation import generate
 from penstock.integrations.passes import Pass
@@ -28,7 +27,7 @@ from penstock.pipeline import (
     Outputs,
     Pipeline,
     author_of,
-    check_in_fewer,
+    check_in_halves,
     cut_before,
     is_named,
     joined,
@@ -92,7 +91,7 @@ class PipelineModule(nn.Module):
         nn.Module.__init__(self)
         self.pipe = pipe
         self._factor = _FIRST_SCALE
-        self._calls = Counter[str]()
+        self._checked = set[str]()
         dtypes = {parameter.dtype for parameter in pipe.parameters()}
         self._has_half_weights = any(pipe.job.agree(torch.float16 in dtypes))
         self._dtype = torch.float64 if torch.float64 in dtypes else torch.float32
@@ -205,19 +204,19 @@ class PipelineModule(nn.Module):
         value = result.loss if not total else result.loss * result.weight / total
         return torch.tensor(value, dtype=self._dtype, device=self.pipe.device)
 
-    def ask_now_and_then(
-        self, what: str, loss: StepLoss | None, count: int, *args: Any, **kwargs: Any
+    def check_once(
+        self, what: str, loss: StepLoss | None, *args: Any, **kwargs: Any
     ) -> dict[str, tuple[float, float]]:
-        """In some of the calls of ``what``: check that a loss is the same in fewer microbatches.
+        """In the first call of ``what``: check that the first microbatch has the losses of its halves.
 
-        For arguments and result see :func:`penstock.pipeline.check_in_fewer`.
+        For arguments and result see :func:`penstock.pipeline.check_in_halves`.
         """
-        self._calls[what] += 1
-        if count == 1 or self._calls[what] not in ASKING:
+        if what in self._checked:
             return {}
+        self._checked.add(what)
         with torch.no_grad():
             target = kwargs.pop("target", MISSING)
-            return check_in_fewer(self.pipe, loss, count, CallArguments(args, kwargs, target))
+            return check_in_halves(self.pipe, loss, CallArguments(args, kwargs, target))
 
     def _note_factor(self, factor: float) -> None:
         if math.isfinite(factor) and factor > 0:
@@ -428,7 +427,7 @@ class PipelineModel(PipelineModule):
         if divided:
             kwargs["num_items_in_batch"] = items
         output = self.outputs_of(*args, **kwargs)
-        self._ask(output, labels, args, kwargs)
+        self._check(output, labels, args, kwargs)
         if isinstance(output, MutableMapping):
             self._weigh_losses(output, args, kwargs, labels, adds_up=divided)
         return output
@@ -448,15 +447,15 @@ class PipelineModel(PipelineModule):
                 shares = self._shares(args, kwargs, labels, value)
                 output[name] = value.sum() if adds_up and name == "loss" else value @ shares
 
-    def _ask(self, output: Any, labels: Any, args: Any, kwargs: Any) -> None:
-        """Ask a loss that the model computes without labels whether it is a mean over samples."""
+    def _check(self, output: Any, labels: Any, args: Any, kwargs: Any) -> None:
+        """Check, once, that a loss that the model computes without labels is a mean over samples."""
         value = output.get("loss") if isinstance(output, Mapping) else None
         computes = isinstance(value, Tensor) and value.dim() == 1 and len(value) > 1
         known = labels is not None and len(labels) > 0
         if known or not computes or output.get("aux_loss") is not None or not self.training:
             return
         loss = StepLoss(lambda output, _: output["loss"], replicas=self.pipe.replicas)
-        self.ask_now_and_then("forward", loss, len(cast("Tensor", value)), *args, **kwargs)
+        self.check_once("forward", loss, *args, **kwargs)
 
     def _shares(self, args: Any, kwargs: Any, labels: Any, losses: Tensor) -> Tensor:
         """How much the loss of each microbatch counts in that of the batch."""

@@ -8,7 +8,7 @@ from penstock.pipeline.outputs import Outputs
 from penstock.pipeline.pipeline import (
     Pipeline,
     carry_out,
-    check_in_fewer,
+    check_in_halves,
     cut_before,
     driven,
     joined,
@@ -37,7 +37,7 @@ __all__ = [
     "TensorBoard",
     "author_of",
     "carry_out",
-    "check_in_fewer",
+    "check_in_halves",
     "cut_before",
     "driven",
     "is_named",

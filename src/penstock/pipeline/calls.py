@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from penstock._engine.faults import without_library_frames
 from penstock._engine.microbatches import (
@@ -23,8 +24,8 @@ from penstock._engine.microbatches import (
     rules_with_images,
     split_batch,
 )
+from penstock._engine.rng import generator_states, generators_kept
 from penstock._engine.runtime import (
-    ASKING,
     MAIN,
     Call,
     Runner,
@@ -32,8 +33,8 @@ from penstock._engine.runtime import (
     StepLoss,
     StepResult,
     StepState,
-    ask_inside,
-    remedy_of_added,
+    advice,
+    differ,
 )
 from penstock.errors import PenstockError, StageError, UsageError
 from penstock.pipeline.default_loss import LossInside
@@ -100,7 +101,6 @@ class PipelineCalls:
         self._runner, self._schedules, self._held = runner, schedules, held
         self._rules, self._slowness = rules, slowness
         self._step_names = tuple(step_names)
-        self._warned_of = set[str]()
         self.apart = False
         self._image_tokens = {} if held.model is None else image_tokens(held.model)
 
@@ -248,60 +248,137 @@ class PipelineCalls:
 
     # ---- losses that the model's forward computes, or adds
 
-    def ask_inside(self, step: StepState, arguments: CallArguments) -> None:
-        """After a step: ask losses that the model's forward computes whether microbatches make them up.
+    def check_losses_inside(self, step: StepState, arguments: CallArguments) -> None:
+        """After the first step: check losses that the model's forward computes or adds.
 
         Raises:
-            UsageError: the main one does not, or an added one with a weight of its own.
+            UsageError: the main one is not what it says, or an added one with a weight of its own.
         """
         loss, model_call = step.call.loss, step.agreement.model_call
-        if loss is not None and self._runner.steps == 1 and not self._runner.rank:
+        if loss is None or self._runner.steps > 1:
+            return
+        if not self._runner.rank:
             loss.warn_of_unknown(step.result.losses)
-        asks = model_call.count > 1 and self._runner.steps in ASKING and not model_call.presplit
-        if loss is None or not loss.asks or not asks:
+        weighs = any(isinstance(weight, Sequence) for weight in loss.weights.values())
+        if not loss.check or weighs or model_call.presplit or model_call.count == 1:
             return
-        if any(isinstance(weight, Sequence) for weight in loss.weights.values()):
-            return
-        names = {name for name in step.result.losses if not loss.is_by_custom(name)}
-        names -= {*self._warned_of, MAIN}
+        names = {name for name in step.result.losses if not loss.is_by_custom(name)} - {MAIN}
         if any(self._runner.gather(self._runner.interpreter.has_loss_inside)):
             names.add(MAIN)
-        if not names:
-            return
-        count = model_call.count
-        for name, values in sorted(self.check_in_fewer(loss, count, arguments, names).items()):
-            text = remedy_of_added(loss, name, *values, count)
+        apart = self.check_in_halves(loss, arguments, names) if names else {}
+        for name, values in sorted(apart.items()):
+            text = remedy_of_added(loss, name, *values)
             if name in loss.weights:
                 raise UsageError(text)
-            self._warned_of.add(name)
             if not self._runner.rank:
                 logger.warning("penstock: %s", text)
 
-    def check_in_fewer(
+    def check_in_halves(
         self,
         loss: StepLoss | None,
-        count: int,
         arguments: CallArguments,
         names: Collection[str] | None = None,
     ) -> dict[str, tuple[float, float]]:
-        """Check that a loss is the same in fewer microbatches than ``count``.
+        """Check that the first microbatch has the losses of its halves; all ranks call this.
+
+        Dropouts and batch norms are in evaluation mode, and buffers keep their numbers. A loss that draws
+        random numbers is let be, and so is one that is another one when it is computed again.
 
         Returns:
             Both values of each loss that the model adds and that is not the same, by name; of all of them,
             or of those that are named.
 
         Raises:
-            UsageError: the loss is not the same.
+            UsageError: the main loss is not the same.
         """
+        batch = self._with_batch(Call(Batch()), arguments).batch
+        first, device = arguments._replace(same_batch=False), self._held.device
+        if batch.parts:
+            part = batch.parts[0]
+            first = first._replace(args=part.args, kwargs={**part.kwargs, **part.local})
+        if batch.targets:
+            first = first._replace(target=batch.targets[0])
 
-        def evaluate(microbatches: int) -> Mapping[str, float]:
-            brought = arguments._replace(microbatches=microbatches, same_batch=False)
+        def evaluate(microbatches: int) -> tuple[Mapping[str, float], int]:
+            brought = first._replace(microbatches=microbatches)
             call = self.described(Call(Batch(), loss, trains=False), brought)
-            return self.run(call, brought).result.losses
+            step = self.run(call, brought)
+            return step.result.losses, step.agreement.model_call.count
 
-        stages, gather = self._held.stages, self._runner.gather
-        modules = (module for stage in stages for module in stage.called_modules())
-        return ask_inside(count, evaluate, gather, modules, self._held.device, names)
+        modules = [module for stage in self._held.stages for module in stage.called_modules()]
+        settled = [m for m in modules if m.training and _is_restless(m)]
+        buffers = [b for m in modules for b in m.buffers(recurse=False) if not b.is_meta]
+        kept = [buffer.clone() for buffer in buffers]
+        coarse = torch.is_autocast_enabled(device.type) or any(
+            p.dtype in (torch.float16, torch.bfloat16) for m in modules for p in m.parameters()
+        )
+        before = generator_states([device])
+        try:
+            for module in settled:
+                module.training = False
+            with generators_kept([device]):
+                (halves, count), (whole, _) = evaluate(2), evaluate(1)
+                drew = not all(map(torch.equal, before, generator_states([device])))
+                drawn, coarses = zip(*self._runner.gather([drew, coarse]), strict=True)
+                kind = torch.bfloat16 if any(coarses) else torch.float32
+
+                def unlike(other: Mapping[str, float], known: Iterable[str]) -> list[str]:
+                    sizes = {name: max(abs(other[name]), abs(halves[name])) for name in known}
+                    return [n for n, of in sizes.items() if differ(other[n], halves[n], of, kind)]
+
+                known = halves.keys() & whole.keys()
+                apart = unlike(whole, known if names is None else known & {*names})
+                if not apart or count < 2 or any(drawn):
+                    return {}
+                changing = unlike(evaluate(2)[0], apart)
+        except StageError as error:
+            error.add_note(
+                "this was the check of the loss; penstock.Loss(..., check=False) leaves it out"
+            )
+            raise
+        finally:
+            for module in settled:
+                module.training = True
+            with torch.no_grad():
+                for buffer, numbers in zip(buffers, kept, strict=True):
+                    buffer.copy_(numbers)
+        both = {name: (whole[name], halves[name]) for name in apart if name not in changing}
+        if MAIN in both:
+            a, b = both[MAIN]
+            looks = None if differ(a, 2 * b, abs(a), kind) else "sum"
+            raise UsageError(
+                f"the loss of the first microbatch is {a:.6g}, but {b:.6g} as the mean of its halves, "
+                + advice(
+                    looks, 'compute it in loss_fn, from outputs of the model, with over="batch"'
+                )
+            )
+        return both
+
+
+def _is_restless(module: nn.Module) -> bool:
+    """Return whether a module is a dropout or a batch norm."""
+    files = {base.__module__ for base in type(module).__mro__}
+    return not files.isdisjoint({"torch.nn.modules.dropout", "torch.nn.modules.batchnorm"})
+
+
+def remedy_of_added(loss: StepLoss, name: str, whole: float, halves: float) -> str:
+    """What to say of an added loss of the first microbatch that is not that of its halves."""
+    differs = (
+        f"the added loss {name!r} of the first microbatch is {whole:.6g}, but {halves:.6g} as the mean of "
+        "its halves"
+    )
+    if name in loss.weights:
+        return (
+            f"{differs}, so the weight of {name!r} does not count what it is a mean over; give a function of "
+            "the target that does"
+        )
+    main = "" if loss.weights[MAIN] is None else f"{MAIN!r}: ..., "
+    return (
+        f"{differs}, as it counts by the weights of the loss. If it is a mean over something else, such as "
+        f"other tokens, say weight={{{main}{name!r}: a function of the target that counts them}}; if it "
+        "is one of each microbatch by itself, such as a balance of experts, say "
+        f'weight={{{main}{name!r}: "microbatch"}}, in penstock.Loss or as loss_weight= of the step'
+    )
 
 
 def flowed_back(step: StepState) -> StepState:

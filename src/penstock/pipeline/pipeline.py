@@ -476,7 +476,7 @@ class Pipeline:
         call = self._calls.described(call, arguments, complete)
         step = flowed_back(self._calls.run(call, arguments))
         self._held.stage_weights.leave_gradients()
-        self._calls.ask_inside(step, arguments)
+        self._calls.check_losses_inside(step, arguments)
         if not number and self._job.siblings.first:
             warn_of_batch_norms(self.stages, step.agreement.model_call.count)
         self._last_seed = seed
@@ -811,11 +811,11 @@ def driven(
         yield state_and_perform
 
 
-def check_in_fewer(
-    pipe: Pipeline, loss: StepLoss | None, count: int, arguments: CallArguments
+def check_in_halves(
+    pipe: Pipeline, loss: StepLoss | None, arguments: CallArguments
 ) -> dict[str, tuple[float, float]]:
-    """See :meth:`PipelineCalls.check_in_fewer`; ``loss`` may be None for that of the pipeline."""
-    return pipe._calls.check_in_fewer(pipe._loss if loss is None else loss, count, arguments)
+    """See :meth:`PipelineCalls.check_in_halves`; ``loss`` may be None for that of the pipeline."""
+    return pipe._calls.check_in_halves(pipe._loss if loss is None else loss, arguments)
 
 
 def run_forward(pipe: Pipeline, *args: Any, same_batch: bool | None = None, **kwargs: Any) -> Any:
@@ -850,9 +850,7 @@ def run_backward(
     """
     started = perf_counter()
     share = 1.0 / pipe._replicas.number if pipe._replicas.averaged else 1.0
-    loss = StepLoss(
-        product, reduction="sum", over="microbatch", replicas=pipe._replicas, factor=share
-    )
+    loss = StepLoss(product, reduction="sum", check=False, replicas=pipe._replicas, factor=share)
 
     def complete(call: Call) -> Call:
         pipe._schedules.check_trains(call.batch.count)

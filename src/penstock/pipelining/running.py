@@ -496,7 +496,7 @@ class PipelineSchedule:
     def _loss(self, more: dict[str, Any] | None) -> StepLoss:
         function = partial(self._compute_loss, loss_kwargs=more) if more else self._compute_loss
         reduction: Reduction = "mean" if self.scale_grads else "sum"
-        return StepLoss(function, reduction=reduction, over="microbatch")
+        return StepLoss(function, reduction=reduction, check=False)
 
     def _pipeline(self, schedule: Schedule) -> Pipeline:
         """Return the pipeline that runs the steps; a new one if the schedule was replaced."""

@@ -106,8 +106,8 @@ class Verdict:
     Attributes:
         actual: what the pipeline computed in this process, by name.
         expected: what the plain model computes in a loop over the same microbatches.
-        whole: what it computes for the batch at once, where that is the same: the loss is over samples, and
-            the model draws no random numbers, changes no buffers and adds no losses.
+        whole: what it computes for the batch at once, where that is the same: the loss is checked to be
+            over samples, and the model draws no random numbers, changes no buffers and adds no losses.
         refused: how the case should be refused, if it should.
         refusal: the error that did.
     """
@@ -450,7 +450,8 @@ class _Plain:
 
     def train_whole(self, steps: int) -> dict[str, Any]:
         """The loss and the gradients of whole batches; nothing where microbatches may give others."""
-        if self.loss.over != "samples" or self.cases[0].is_split or len(self.cases) > 1:
+        whole = self.loss.check and self.loss.over != "batch"
+        if not whole or self.cases[0].is_split or len(self.cases) > 1:
             return {}
         with torch.random.fork_rng():
             before = _states(self.model)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, UsageError
 
 PATIENCE = 10.0
 """Seconds that idle workers have to exit before they are killed."""
@@ -76,8 +76,14 @@ class WorkerPool:
             The result of each worker's call, by rank.
 
         Raises:
+            UsageError: the pool has not so many workers.
             WorkerError: a worker failed, died or did not end in time.
         """
+        if not 1 <= ranks <= self.size:
+            raise UsageError(
+                f"ranks={ranks}: the pool has {self.size} workers, so it must be 1 to {self.size}; make a "
+                "larger one, WorkerPool(size)"
+            )
         task = json.dumps({"function": function, "ranks": ranks, "arguments": arguments}).encode()
         timeout += 0.0 if self._processes else STARTING
         try:

@@ -160,7 +160,6 @@ class Rendezvous:
         self, rank: int, members: Sequence[int], seconds: float, launch: Launch | None
     ) -> None:
         self._rank, self._members, self._seconds, self._launch = rank, members, seconds, launch
-        self._until = monotonic() + seconds
         self._hosts = launch is not None and launch.hosts
         self._place = "make their pipeline" if launch is None else launch.place
 
@@ -185,7 +184,7 @@ class Rendezvous:
         # Not an executor's thread: the interpreter waits for those at exit.
         Thread(target=come, name="penstock rendezvous", daemon=True).start()
         try:
-            return future.result(self._seconds + (6 if self._hosts else 3) * MOMENT)
+            return future.result(self._seconds + (7 if self._hosts else 4) * MOMENT)
         except TimeoutError:
             raise AgreementError(
                 f"rank {self._rank}, on the way to {self._place}, has had no answer from the store there for "
@@ -199,15 +198,29 @@ class Rendezvous:
             ) from error
 
     def _come(self) -> Any:
+        until = monotonic() + self._seconds
         if self._launch is None:
             world: Any = dist.group.WORLD
             store = PrefixStore(f"penstock/{ranges(self._members)}", world.get_group_store())
         else:
-            store = _reach_store(self._launch, self._seconds, self._until)
+            store = _reach_store(self._launch, self._seconds, until)
+        process = f"process {os.getpid()} on {platform.node()}"
+        first = read_text(store.compare_set(f"process/{self._rank}", "", process))
+        if self._launch is not None and first != process:
+            raise AgreementError(
+                f"two processes have come with RANK={self._rank}, {first} and {process}; every rank needs "
+                "its own, and if the first one has ended, all must be started again"
+            )
+        while True:
+            room = PrefixStore(f"meeting-{store.add(f'attempts/{self._rank}', 1)}", store)
+            if not room.check(["end"]):
+                break
+        # A place must be there before somebody reads it, since the store lets who reads wait for it.
+        room.set(f"place/{self._rank}", "-")
         # Where the store opened late, the others are on their way to it as well.
-        self._until = max(self._until, monotonic() + MOMENT)
-        room = self._enter(store)
-        end = room.compare_set("end", "", self._outcome(store, room))
+        end = room.compare_set(
+            "end", "", self._outcome(store, room, max(until, monotonic() + MOMENT))
+        )
         if end == _HERE.encode():
             return room
         room.add("told", 1)
@@ -218,73 +231,67 @@ class Rendezvous:
                 sleep(0.02)
         raise AgreementError(read_text(end))
 
-    def _enter(self, store: Any) -> Any:
-        """Enter the next room that has not ended."""
-        rank, process = self._rank, f"process {os.getpid()} on {platform.node()}"
-        first = store.compare_set(f"process/{rank}", "", process)
-        if self._launch is not None and first != process.encode():
-            raise AgreementError(
-                f"two processes have come with RANK={rank}, {read_text(first)} and {process}; every rank "
-                "needs its own, and if the first one has ended, all must be started again"
-            )
-        while True:
-            room = PrefixStore(f"meeting-{store.add(f'attempts/{rank}', 1)}", store)
-            if not room.check(["end"]):
-                break
-        # A place must be there before somebody reads it, since the store lets who reads wait for it.
-        room.set(f"place/{rank}", "-")
-        return room
-
-    def _outcome(self, store: Any, room: Any) -> str:
-        """Wait until the meeting ends; what this process has to say of it, if it is the first to say so."""
-        members = self._members
-        size = room.compare_set("size", "", str(len(members)))
-        if size != str(len(members)).encode():
+    def _outcome(self, store: Any, room: Any, until: float) -> str:
+        """Wait until the meeting ends; return what this process says of it, if it is the first to say so."""
+        number = len(self._members)
+        size = read_text(room.compare_set("size", "", str(number)))
+        if size != str(number):
             # Before it counts itself, so that nobody can say that all are here.
-            differs = (
-                f"ranks differ in WORLD_SIZE: rank {self._rank} has {len(members)}, and another has "
-                f"{read_text(size)}; start all of them with the same"
+            room.compare_set(
+                "end",
+                "",
+                f"ranks differ in WORLD_SIZE: rank {self._rank} has {number}, and another has {size}; start "
+                "all of them with the same",
             )
-            room.compare_set("end", "", differs)
         arrived = room.add("count", 1)
-        if arrived == len(members):
+        if arrived == number:
             return _HERE
         # The store answers when the key is there: nobody asks again and again, however many wait.
-        left = self._until - monotonic()
-        if left > LATE and not _has_ended(room, LATE) and arrived == 1:
-            words = self._absence(store, room, self._absent(room), LATE)
-            logger.warning("penstock: %s; waiting for them", words)
-        if _has_ended(room, self._until - monotonic()):
+        if until - monotonic() > LATE and not _has_ended(room, LATE) and arrived == 1:
+            words = self._absence(store, room, LATE)
+            if words:
+                logger.warning("penstock: %s; waiting for them", words)
+        if _has_ended(room, until - monotonic()):
             return "-"
-        # The first that runs out of time asks who is absent, for all of them; all may have come just now.
-        absent = self._absent(room) if room.add("late", 1) == 1 else []
-        if not absent and _has_ended(room, MOMENT):
+        # The first that runs out of time looks who is absent, for all of them; all may have come just now.
+        looks = room.add("late", 1) == 1
+        words = self._absence(store, room, self._seconds) if looks else ""
+        if not words and _has_ended(room, 2 * MOMENT):
             return "-"
-        words = self._absence(store, room, absent or self._absent(room), self._seconds)
+        words = words or (
+            f"after {self._seconds:g} s {room.add('count', 0)} of {number} ranks have come to {self._place}, "
+            "and the one that looked who is absent has ended"
+        )
         return (
             f"{words}; start them, or wait longer with "
             f"timeout=penstock.Timeouts(rendezvous={2 * self._seconds:g})"
         )
 
-    def _absent(self, room: Any) -> list[int]:
-        return [rank for rank in self._members if not room.check([f"place/{rank}"])]
-
-    def _absence(self, store: Any, room: Any, absent: Sequence[int], seconds: float) -> str:
-        """The message that names the absent processes."""
+    def _absence(self, store: Any, room: Any, seconds: float) -> str:
+        """Name the absent processes; return nothing if all are here."""
+        absent = _without_key(room, "place", self._members)
         known = [rank for rank in absent[:4] if store.check([f"process/{rank}"])]
         words = "".join(
             f"; rank {rank} was here before, as {read_text(store.get(f'process/{rank}'))}: it is elsewhere "
             "in its code, or has ended"
             for rank in known
         )
-        return (
-            f"after {seconds:g} s ranks [{listed(map(str, absent))}] of {len(self._members)} have not come "
-            f"to {self._place}{words}"
-        )
+        come = f"of {len(self._members)} have not come to {self._place}{words}"
+        return f"after {seconds:g} s ranks [{listed(map(str, absent))}] {come}" if absent else ""
+
+
+def _without_key(room: Any, name: str, ranks: Sequence[int]) -> list[int]:
+    """Find the ranks without a key of their own, in few questions if these are few."""
+    if room.check([f"{name}/{rank}" for rank in ranks]):
+        return []
+    half = len(ranks) // 2
+    if not half:
+        return [*ranks]
+    return _without_key(room, name, ranks[:half]) + _without_key(room, name, ranks[half:])
 
 
 def _has_ended(room: Any, seconds: float) -> bool:
-    """Whether the meeting ends within this time."""
+    """Return whether the meeting ends within this time."""
     try:
         # For no time at all, a store of torch would wait without end.
         room.wait(["end"], timedelta(seconds=max(seconds, 0.01)))
@@ -451,17 +458,11 @@ def read_environment(environment: Any = os.environ) -> Launch:
     address = environment["MASTER_ADDR"]
     hosted = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     run, restart = (environment.get(f"TORCHELASTIC_{n}", "0") for n in ("RUN_ID", "RESTART_COUNT"))
-    return Launch(
-        rank,
-        ranks,
-        address,
-        port,
-        # torchrun counts on each machine by itself: one that joined later has had fewer restarts. Only a
-        # store that outlives them needs the count.
-        f"{run}/{restart}" if hosted else run,
-        hosted,
-        environment.get("LOCAL_WORLD_SIZE") == environment["WORLD_SIZE"] or _is_loopback(address),
-    )
+    # torchrun counts on each machine by itself: one that joined later has had fewer restarts. Only a store
+    # that outlives them, as torchrun's does, needs the count.
+    attempt = f"{run}/{restart}" if hosted else run
+    on_one = environment.get("LOCAL_WORLD_SIZE") == environment["WORLD_SIZE"]
+    return Launch(rank, ranks, address, port, attempt, hosted, on_one or _is_loopback(address))
 
 
 def _stay_local(launch: Launch) -> None:

@@ -2,7 +2,7 @@
 
 from penstock._engine.microbatches.batch import MISSING, Batch, Microbatch, Microbatches
 from penstock._engine.microbatches.images import ByImages, image_tokens, rules_with_images
-from penstock._engine.microbatches.merging import Ways, has_rows, merge
+from penstock._engine.microbatches.merging import Ways, merge
 from penstock._engine.microbatches.rules import (
     OUTPUT,
     REPLICATE,
@@ -19,6 +19,7 @@ from penstock._engine.microbatches.rules import (
     read_rules,
 )
 from penstock._engine.microbatches.splitting import split_batch
+from penstock._engine.microbatches.tokens import labels_that_count
 
 __all__ = [
     "MISSING",
@@ -38,8 +39,8 @@ __all__ = [
     "Split",
     "Splitter",
     "Ways",
-    "has_rows",
     "image_tokens",
+    "labels_that_count",
     "merge",
     "output_rule",
     "read_rules",

@@ -24,7 +24,6 @@ def merge(
     ways: Ways,
     *,
     alike: bool = False,
-    guesses: bool = False,
     what: str = OUTPUT,
 ) -> Any:
     """Merge the outputs of microbatches, or their targets.
@@ -37,7 +36,6 @@ def merge(
         rule: how they are merged, as in :data:`~penstock._engine.microbatches.Rules`.
         ways: what the entries of a tensor may be; the first way is by the samples of each microbatch.
         alike: whether a tensor that does not count samples may be the same in all microbatches.
-        guesses: whether a tensor may have several rows for each sample.
         what: the name in rules of what is merged.
 
     Raises:
@@ -45,7 +43,7 @@ def merge(
     """
     rule = _with_known_items(rule, parts[0])
     sizes = ways[0][1]
-    join = partial(_joined, ways=ways, alike=alike, guesses=guesses)
+    join = partial(_joined, ways=ways, alike=alike)
     if not isinstance(rule, Mapping):
         return _merge_item(parts, rule, sizes, join, (what,))
     items = [of for of in map(items_of, parts) if of is not None]
@@ -108,7 +106,7 @@ def _the_same(leaves: Sequence[Any], at: Place) -> Any:
 
 
 def _joined(
-    leaves: Sequence[Any], rule: Split | None, at: Place, *, ways: Ways, alike: bool, guesses: bool
+    leaves: Sequence[Any], rule: Split | None, at: Place, *, ways: Ways, alike: bool
 ) -> Any:
     """Values of all microbatches, joined along a dimension."""
     first = leaves[0]
@@ -123,8 +121,6 @@ def _joined(
         return first
     if rule is None:
         dim = next((d for d, sizes in ways if _has(leaves, d, sizes)), None)
-        if dim is None and guesses and has_rows(leaves, ways):
-            dim = ways[0][0]
     else:
         dim = rule.dim or 0
         dim = dim if all(-leaf.dim() <= dim < leaf.dim() for leaf in leaves) else None
@@ -166,7 +162,7 @@ def _has(leaves: Sequence[Any], dim: int, sizes: Sequence[int]) -> bool:
     )
 
 
-def has_rows(leaves: Sequence[Any], ways: Ways) -> int:
+def _rows_each(leaves: Sequence[Any], ways: Ways) -> int:
     """How many rows tensors have for each sample, if that is a number; else 0."""
     dim, sizes = ways[0]
     pairs = zip(leaves, sizes, strict=True)
@@ -247,7 +243,7 @@ def _refusal(leaves: Sequence[Tensor], rule: Split | None, at: Place, ways: Ways
             "/ sum(sizes)",
             "if it is a sum, lambda parts, sizes: sum(parts)",
         ]
-    rows = has_rows(leaves, ways)
+    rows = _rows_each(leaves, ways)
     if rows > 1:
         advice += [
             f"Split({dim}) if the {rows} rows of each sample lie together",

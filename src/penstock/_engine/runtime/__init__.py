@@ -1,6 +1,5 @@
 """Runs a step: the agreement before it, the interpreter of its program, and its result."""
 
-from penstock._engine.runtime.asking import ASKING, ask_inside, remedy_of_added
 from penstock._engine.runtime.calls import Call, StepState, check_plans, describe_stages
 from penstock._engine.runtime.hooks import ActionEvent, ActionHook, HookHandle, Hooks, Which
 from penstock._engine.runtime.kinds import contents_of
@@ -19,6 +18,7 @@ from penstock._engine.runtime.loss import (
     check_function,
     collect_losses,
 )
+from penstock._engine.runtime.loss_check import advice, differ
 from penstock._engine.runtime.result import StepCost, StepResult, TimelineKind
 from penstock._engine.runtime.runner import Runner, without_data
 from penstock._engine.runtime.scaler import LossScaler
@@ -26,7 +26,6 @@ from penstock._engine.runtime.stopping import GracefulStop
 from penstock._engine.runtime.whole import forwards_first
 
 __all__ = [
-    "ASKING",
     "MAIN",
     "ActionEvent",
     "ActionHook",
@@ -51,13 +50,13 @@ __all__ = [
     "TotalWeight",
     "Which",
     "add_loss",
-    "ask_inside",
+    "advice",
     "check_function",
     "check_plans",
     "collect_losses",
     "contents_of",
     "describe_stages",
+    "differ",
     "forwards_first",
-    "remedy_of_added",
     "without_data",
 ]

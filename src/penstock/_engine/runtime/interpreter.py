@@ -506,7 +506,7 @@ class Interpreter:
     @property
     def has_loss_inside(self) -> bool:
         """Whether the model's forward seems to compute the loss; known where the last stage is."""
-        return self._losses.is_inside
+        return self._losses.check.is_inside
 
     # ---- backward
 

@@ -409,14 +409,12 @@ class Agreement:
         kinds: each microbatch's kind.
         program: the program of this process.
         flows: for each microbatch, the flow of its values in the program.
-        asked: whether the loss of such a call has been asked what it is.
     """
 
     model_call: ModelCall
     kinds: tuple[Kind, ...]
     program: Any
     flows: tuple[Any, ...]
-    asked: bool = False
 
 
 class KnownCalls:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from penstock._engine.microbatches import Rules
+from penstock._engine.microbatches import Rules, labels_that_count
 from penstock._engine.parallel import gathered
 from penstock._engine.values import tensors_in
 from penstock.errors import UsageError, listed
@@ -183,8 +183,8 @@ def _size_shown(value: Any) -> Any:
 
 Reduction = Literal["mean", "sum"]
 """Whether the loss of a microbatch is a mean or a sum over its items."""
-LossOver = Literal["samples", "batch", "microbatch"]
-"""What a loss is computed over: samples, so that microbatches give that of the batch; or one or the other."""
+LossOver = Literal["samples", "tokens", "batch"]
+"""What a loss is a mean or a sum over, so that microbatches give that of the batch; or the batch itself."""
 LossFunction = Callable[[Any, Any], Tensor]
 """``(output, target)`` of a microbatch -> its loss, a scalar tensor."""
 OneWeight = float | Sequence[float] | Tensor | Callable[[Any], Any]
@@ -272,16 +272,18 @@ class Loss:
             by the weights of ``"main"``, and so does one of ``"microbatch"``, which says that this is meant,
             as for a balance of experts.
         over: ``"samples"``: the loss is a mean or a sum over samples, so that microbatches make up that of
-            the batch. ``"batch"``: it compares samples with each other, as contrastive losses do, and is
-            computed once on the outputs of all microbatches. ``"microbatch"``: the loss of each microbatch by
-            itself, whatever it is.
+            the batch. ``"tokens"``: over the labels of the target that are not -100; ``weight`` then counts
+            them by default. ``"batch"``: it compares samples with each other, as contrastive losses do, and
+            is computed once on the outputs of all microbatches.
         metrics: functions by name, ``(output, target)`` -> a number, which is averaged by the weights, or a
             pair of a sum and the count that it is over. They come back in ``result.metrics``.
         nonfinite: what to do about a step whose loss or gradients are not finite: ``"stop"`` raises;
             ``"skip"`` drops its gradients; ``"warn"`` only logs it.
         target: the name of an argument of the model that is also the target, where a call is given none.
-        check: whether to verify that a loss over samples is the ``reduction`` that it says, by evaluating
-            microbatches together.
+        check: whether the first step compares the loss of a few rows of two microbatches together with those
+            of their own, for which it calls the function four more times; or, where the model's forward
+            computes the loss, that of the first microbatch with that of its halves. False takes the losses of
+            microbatches as they are.
 
     Raises:
         UsageError: an option has an invalid value.
@@ -300,11 +302,6 @@ class Loss:
     def __call__(self, output: Any, target: Any) -> Tensor:
         """Call the function itself, as a plain loop does."""
         return self.function(output, target)
-
-    @property
-    def asks(self) -> bool:
-        """Whether the loss is verified to be what it says."""
-        return self.check and self.over == "samples"
 
     def __post_init__(self) -> None:
         check_function("loss_fn", self.function)
@@ -387,6 +384,8 @@ class StepLoss(Loss):
     def weights(self) -> dict[str, OneWeight | None]:
         """The weight of the loss itself, as ``"main"``, and of each added loss that has one of its own."""
         weights = {MAIN: None, **_by_name(self.weight)}
+        if self.over == "tokens" and weights[MAIN] is None:
+            weights[MAIN] = _labels_of
         return {
             name: weight.tolist() if isinstance(weight, Tensor) else weight
             for name, weight in weights.items()
@@ -523,6 +522,18 @@ class StepLoss(Loss):
                 "nothing; leave out detach(), item() and the like, and for a constant add output.sum() * 0"
             )
         return loss
+
+
+def _labels_of(target: Any) -> int:
+    """The number of labels of a target that are not -100, for a loss over tokens."""
+    counts = [count for count in map(labels_that_count, tensors_in(target)) if count is not None]
+    if len(counts) != 1:
+        raise UsageError(
+            'over="tokens" counts the labels of the target that are not -100, and the target holds '
+            f"{len(counts)} tensors of whole numbers, not one; say weight=, a function of the target that "
+            "counts them"
+        )
+    return counts[0]
 
 
 def _by_name(option: Any) -> dict[str, Any]:

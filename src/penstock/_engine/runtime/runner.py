@@ -45,7 +45,8 @@ from penstock._engine.runtime.kinds import (
     layout_in,
     merge,
 )
-from penstock._engine.runtime.loss import StepLoss, Weights
+from penstock._engine.runtime.learning import Learning, mark_of
+from penstock._engine.runtime.loss import Replicas, StepLoss, Weights
 from penstock._engine.runtime.result import Numbers
 from penstock._engine.runtime.stopping import GracefulStop
 from penstock._engine.transport import (
@@ -412,7 +413,7 @@ class Runner:
         except PenstockError as error:
             refusal = refusal or error
         mine = REFUSED if brought is None or refusal is not None else brought.digest
-        digests, marks = self._exchange_digests(mine, sampled.mark, call)
+        digests, marks, learning = self._exchange_digests(mine, sampled.mark, call)
         agreement, refusal_here = None, None
         try:
             if REFUSED in digests:
@@ -441,7 +442,11 @@ class Runner:
         # A training step, or a sum over replicas, is the job's; another evaluation is this pipeline's.
         whole = call.trains or (call.loss is not None and call.loss.replicas.number > 1)
         step = self.interpreter.activity.step
-        error_of_job = refusal_in_job(self.transport, refusal_here, step, whole=whole)
+        replicas = Replicas() if call.loss is None or not call.trains else call.loss.replicas
+        weights_that_learn = Learning(learning, self.stages.values(), self.gather, replicas)
+        error_of_job = refusal_in_job(
+            self.transport, refusal_here, step, weights_that_learn, whole=whole
+        )
         if error_of_job is not None:
             raise _Refused(error_of_job)
         assert agreement is not None
@@ -520,15 +525,19 @@ class Runner:
 
     def _exchange_digests(
         self, digest: int, mark: int, call: Call
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The digests and the marks of all ranks: all that is exchanged before a step that is known."""
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """The digests and the marks of all ranks, and which weights learn there, if replicas average them.
+
+        This is all that a pipeline exchanges before a step that is known.
+        """
+        averages = call.trains and call.loss is not None and call.loss.replicas.group is not None
+        learns = mark_of(self.stages.values()) if averages else 0
         if self.transport is None:
-            return (digest,), (mark,)
+            return (digest,), (mark,), (learns,)
         what = f"the digest before step {self.transport.activity.step}"
-        digests, marks = zip(
-            *self.transport.gather_pairs(digest, mark, what, call.method), strict=True
-        )
-        return digests, marks
+        rows = self.transport.gather_numbers(digest, mark, what, call.method, learns)
+        digests, marks, learning = zip(*rows, strict=True)
+        return digests, marks, learning
 
     def _state(self) -> list[Any]:
         """What plans and layouts depend on in the stages of this process, as JSON data."""

@@ -7,6 +7,7 @@ its own in its forward.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,9 +16,10 @@ from torch import Tensor
 
 from penstock._engine.parallel import gathered, replicated
 from penstock._engine.rng import LOSS
-from penstock._engine.runtime.asking import Differentiations, Inquiry, Question
 from penstock._engine.runtime.calls import StepState
+from penstock._engine.runtime.derivatives import Differentiations
 from penstock._engine.runtime.loss import MAIN, Losses, StepLoss, zero_loss
+from penstock._engine.runtime.loss_check import LossCheck
 from penstock._engine.runtime.whole import BatchOutputs, Evaluate, Joins
 from penstock._engine.values import map_tensors, tensors_in
 from penstock.errors import MicrobatchError, UsageError
@@ -32,24 +34,19 @@ class StageLosses:
 
     Attributes:
         added: collects the losses that a stage adds in its forward.
+        check: compares the loss with what it says, once.
         seeds: the gradients of the roots that losses gave, by stage and microbatch; backward takes them.
     """
 
     def __init__(self, stages: Mapping[int, PipelineStage]) -> None:
         self._stages = stages
         self.added = Losses()
-        self._inquiry = Inquiry()
-        self._question: Question | None = None
+        self.check = LossCheck()
         self._batch: BatchOutputs | None = None
         self.seeds: dict[tuple[int, int], list[Tensor | None]] = {}
 
-    @property
-    def is_inside(self) -> bool:
-        """Whether the model's forward seems to compute the loss; known where the last stage is."""
-        return self._inquiry.is_inside
-
     def take_up(self, step: StepState, *, has_last: bool) -> None:
-        """Take up a step: ask the loss what it is, or compute it once for the batch, or neither.
+        """Take up a step.
 
         Args:
             step: the state of the call.
@@ -59,18 +56,12 @@ class StageLosses:
             UsageError: the loss is over the batch, whose outputs cannot be put together.
         """
         loss, call = step.call.loss, step.agreement.model_call
-        self._step, self._question, self._batch = step, None, None
+        self._step, self._batch = step, None
+        self.check.begin()
         for stage in self._stages.values():
             stage.on_undo = self.added.clear
         self.seeds.clear()
-        if loss is None or not has_last:
-            return
-        if loss.over != "batch":
-            joins = partial(Joins, loss, call, guesses=True)
-            trains = step.call.trains
-            self._question = self._inquiry.question(
-                loss, step.weights, step.agreement, joins, trains=trains
-            )
+        if loss is None or loss.over != "batch" or not has_last:
             return
         try:
             self._batch = BatchOutputs(call.count, Joins(loss, call))
@@ -111,15 +102,17 @@ class StageLosses:
             target = self._step.targets[microbatch]
             if self._step.call.trains:
                 target = _target_entered(target, leaves)
-            if self._question is None:
-                loss = replicated(self._evaluate(function, stage, microbatch, output, target))
-            else:
-                self._question.look(microbatch, output, target)
+            refuses: AbstractContextManager[Any] = nullcontext()
+            if self.check.is_due and function.check and len(self._step.parts) > 1:
+                call, evaluate = self._step.agreement.model_call, partial(self._call_loss, function)
+                pair = output, target
+                self.check.take(
+                    function, call, microbatch, pair, partial(evaluate, microbatch), stage.device
+                )
                 came = [leaf for of_value in arrived for leaf in of_value]
-                with Differentiations(output, inputs, came):
-                    loss = replicated(self._evaluate(function, stage, microbatch, output, target))
-                again = partial(self._call_loss, function, microbatch)
-                self._question.check(microbatch, loss, again, stage.device)
+                refuses = Differentiations(output, inputs, came)
+            with refuses:
+                loss = replicated(self._evaluate(function, stage, microbatch, output, target))
             if function.metrics:
                 self._step.tally.measure(microbatch, index, output, target)
         else:

@@ -18,13 +18,12 @@ from penstock._engine.microbatches import (
     Replicate,
     Split,
     Ways,
-    has_rows,
     merge,
     output_rule,
 )
 from penstock._engine.runtime.kinds import ModelCall
 from penstock._engine.runtime.loss import StepLoss
-from penstock._engine.values import map_tensors, tensors_in
+from penstock._engine.values import map_tensors
 from penstock.errors import MicrobatchError
 from penstock.schedule import Op, Schedule
 
@@ -41,43 +40,26 @@ class Joins:
     Args:
         loss: the loss, with the rules by which batches are split.
         call: what the ranks brought, which says how many samples each microbatch has.
-        guesses: whether to try it where nobody has said how: with a batch that the user has split, if all
-            tensors have one entry for each sample, and with outputs that have several rows for each.
-
-    Attributes:
-        guess: what the rows of outputs were taken to be, as a sentence, if nobody said it.
 
     Raises:
         MicrobatchError: there is no rule by which to put them together.
     """
 
-    def __init__(self, loss: StepLoss, call: ModelCall, *, guesses: bool = False) -> None:
+    def __init__(self, loss: StepLoss, call: ModelCall) -> None:
         rules = loss.rules if isinstance(loss.rules, Mapping) else {}
         rule = rules.get(TARGET)
         each = rule.values() if isinstance(rule, Mapping) else (rule,)
         said = all(isinstance(item, Split | Replicate | None) for item in each)
-        if (call.presplit and not call.counted) or ((call.counted or not said) and not guesses):
-            # Where the user has counted the samples of each microbatch, it is for them to say what counts.
+        if call.presplit or call.counted or not said:
             raise MicrobatchError("the batch was split by the user's own rule")
         packed = call.dim is not None
-        self._ways, self._several = call.ways, guesses and said and not call.counted
-        self._target = rule if said and not packed else None
-        self._output = None if call.presplit else output_rule(loss.rules, packed=packed)
-        self.guess = ""
+        self._ways = call.ways
+        self._target = None if packed else rule
+        self._output = output_rule(loss.rules, packed=packed)
 
     def outputs(self, parts: Mapping[int, Any]) -> Any:
         """The output of several microbatches."""
-        outputs, ways = [*parts.values()], self._of(parts)
-        if self._several and self._output is None:
-            columns = zip(*map(tensors_in, outputs), strict=False)
-            rows = max((has_rows(column, ways) for column in columns), default=0)
-            if rows > 1:
-                self.guess = (
-                    f" The output has {rows} rows for each sample, which were taken to lie together. If they "
-                    f"are {rows} blocks, each with a row for every sample, say "
-                    f"split={{'output': Split({ways[0][0]}, chunks={rows})}}."
-                )
-        return merge(outputs, self._output, ways, alike=True, guesses=self._several)
+        return merge([*parts.values()], self._output, self._of(parts), alike=True)
 
     def targets(self, parts: Mapping[int, Any]) -> Any:
         """Their target."""

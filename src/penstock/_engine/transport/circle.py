@@ -150,31 +150,32 @@ class Circle:
         rows = zip(self.gather(padded), sizes, strict=True)
         return [value_of(row[:size]) for row, size in rows]
 
-    def gather_pairs(
-        self, first: int, second: int, what: str = "an exchange", call: str = ""
-    ) -> list[tuple[int, int]]:
-        """Two numbers of each process, in rank order, if all have come to the same exchange.
+    def gather_numbers(
+        self, first: int, second: int, what: str = "an exchange", call: str = "", third: int = 0
+    ) -> list[tuple[int, int, int]]:
+        """Numbers of each process, in rank order, if all have come to the same exchange.
 
         Args:
             first: a number that marks the exchange; all that mark none are of one.
             second: any number.
             what: what it is for, in words.
             call: the user's call that this process is in, if the watch knows of none.
+            third: any number.
 
         Raises:
             DifferentCalls: some process calls something else.
         """
         name = _name_in_numbers(self._activity.call or call)
-        row = torch.tensor([first, second, *name], device="cpu")
+        row = torch.tensor([first, second, third, *name], device="cpu")
         rows = self.gather(row, what).tolist()
         marks = {mark if mark in _MARKS else None for mark, *_ in rows}
         if len(marks) > 1:
-            raise DifferentCalls([_name_of_numbers(numbers) for _, _, *numbers in rows])
-        return [(mark, number) for mark, number, *_ in rows]
+            raise DifferentCalls([_name_of_numbers(numbers) for _, _, _, *numbers in rows])
+        return [(mark, number, other) for mark, number, other, *_ in rows]
 
     def _sizes(self, mark: int, size: int) -> list[int]:
         """How many bytes each process will send in a kind of exchange."""
-        return [number for _, number in self.gather_pairs(mark, size)]
+        return [number for _, number, _ in self.gather_numbers(mark, size)]
 
     def to_first(self, value: Any) -> list[Any] | None:
         """Send a JSON value to the first process, which gets those of all; all of them call this."""

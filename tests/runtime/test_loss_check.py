@@ -141,6 +141,7 @@ FIT: dict[str, Written] = {
     "cross entropy": (entropy, LABELS, {}),
     "label smoothing": (lambda o, t: entropy(o, t, label_smoothing=0.1), RAGGED, WEIGHS),
     "ignore_index, loss_weight": (entropy, RAGGED, WEIGHS),
+    "ignore_index, over tokens": (entropy, RAGGED, {"over": "tokens"}),
     "a sum": (lambda o, t: entropy(o, t, reduction="sum"), RAGGED, SUMS),
     "a sum of tokens that count": (
         lambda o, t: entropy(o, t, reduction="sum"), RAGGED, SUMS | WEIGHS
