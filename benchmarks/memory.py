@@ -1,16 +1,18 @@
-"""The most memory of a step on two processes, above what lies between steps: Penstock, the peer, the simulator.
+"""The most memory of a step on two processes: Penstock, torch's package and the simulator.
 
-Counted are the bytes that tensors take at any moment of a step, on each rank. Between steps weights and their
-gradients lie there. All run the same stages in one run; the simulator knows them from a profile in one process.
+Counted are the bytes that tensors take at any moment of a step on each rank, beside weights and their
+gradients: also buffers that stay from step to step. All run the same stages in one run; the simulator knows
+what they take from a profile in one process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.pairs import bytes_to_json
 from benchmarks.work import RANKS, SCHEDULES, Peer, Work, ours, placement
@@ -39,23 +41,33 @@ def work(schedule: str) -> Work:
     return Work(parts, tokens[:, :-1], tokens[:, 1:], next_byte_loss, MICROBATCHES)
 
 
+class MemoryMeter(Meter):
+    """A meter that leaves out tensors without data, such as the weights of other ranks."""
+
+    def _count(self, tensor: Tensor) -> None:
+        if not tensor.is_meta:
+            super()._count(tensor)
+
+
 def peaks(group: Any, schedule: str) -> dict[str, int]:
-    """A worker's task: the most bytes of a step above what lies between steps, of either kind."""
+    """A worker's task: the most bytes of a step above weights and gradients, of either kind."""
     task = work(schedule)
-    pipe = ours(task, schedule, group)
-    peer = Peer(task, schedule, group)
-    ways: dict[str, Callable[[], object]] = {
-        "ours": lambda: pipe.step(task.batch, target=task.target),
-        "peer": peer.step,
-    }
+    weights = [p for stage in task.stages for p in stage.parameters()]
     found = {}
-    for name, step in ways.items():
-        # Two steps find out layouts and leave gradients.
-        for _ in range(2):
+    for name in ("ours", "peer"):
+        with MemoryMeter() as meter:
+            step: Callable[[], object]
+            if name == "ours":
+                pipe = ours(task, schedule, group)
+                step = partial(pipe.step, task.batch, target=task.target)
+            else:
+                step = Peer(task, schedule, group).step
+            # What the first steps leave behind, such as buffers for messages, is there in the third.
+            for _ in range(2):
+                step()
+            meter.reset_peak()
             step()
-        with Meter() as meter:
-            step()
-        found[name] = meter.peak
+            found[name] = meter.peak - sum(p.nbytes for p in weights if p.grad is not None)
         task.zero_grad()
     pipe.close()
     return found

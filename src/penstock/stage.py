@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock._engine import compiled, parallel
 from penstock._engine.values import map_tensors, restrided, tensors_in
@@ -200,7 +201,7 @@ class PipelineStage:
         self.device = device_of(module) if device is None else torch.device(device)
         self._module = _moved(module, self.device)
         self.code = parallel.unwrapped(self._module)
-        self._forwards: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        self._forwards: dict[int, tuple[list[GradientEdge], list[Tensor]]] = {}
         self._pending: dict[int, Any] = {}
         self._settings = compilation_of(compile)
         self._reduces_later = False
@@ -363,12 +364,15 @@ class PipelineStage:
     def keep(self, microbatch: int, roots: Iterable[Tensor], leaves: list[Tensor]) -> None:
         """Keep what a microbatch's backward goes from and to, until it comes.
 
+        Of the roots only their edges in the graph stay: their memory is free unless the graph has saved it.
+
         Args:
             microbatch: its index.
             roots: where backward starts; those that require no grad are left out.
             leaves: the leaves of the arguments, from :func:`enter`.
         """
-        self._forwards[microbatch] = list(filter(_LEARNS, roots)), leaves
+        edges = list(map(get_gradient_edge, filter(_LEARNS, roots)))
+        self._forwards[microbatch] = edges, leaves
 
     def _run_compiled(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a module that may compile now, with what its backward in halves needs."""
