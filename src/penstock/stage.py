@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 import warnings
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from penstock._engine import compiled, parallel
 from penstock._engine.values import map_tensors, restrided, tensors_in
 from penstock.backward import SharedGradients, SplitBackward
-from penstock.errors import UsageError
+from penstock.errors import SpecError, UsageError
 
 if TYPE_CHECKING:
+    from penstock._engine.microbatches import Microbatch
     from penstock._engine.rng import Draws
 
 log = logging.getLogger("penstock")
@@ -155,6 +156,110 @@ class StageModule(nn.Module):
         """
 
 
+class Bound(NamedTuple):
+    """What a stage is called with: what belongs to the call, then arguments, then keyword arguments."""
+
+    call: tuple[StageCall, ...]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+
+Enter: TypeAlias = Callable[[Any], Any]
+"""Makes a value of the batch a stage's own."""
+
+
+class Binding(ABC):
+    """How a stage is called for microbatches of one call signature, and what its output holds.
+
+    Args:
+        stage: the stage.
+    """
+
+    def __init__(self, stage: PipelineStage) -> None:
+        self._stage = stage
+
+    @abstractmethod
+    def bind(
+        self, call: StageCall, values: dict[str, Any], part: Microbatch, enter: Enter
+    ) -> Bound:
+        """What the stage is called with, of the values that have come, by their edges, and of the batch."""
+
+    @abstractmethod
+    def take_apart(self, output: Any) -> tuple[Any, Mapping[str, Any]]:
+        """The model's output, which the last stage gives; and the values for others, by their edges."""
+
+
+class CutBinding(Binding):
+    """A stage of a model that was cut takes the values, and what its score does not have of the batch."""
+
+    def bind(
+        self, call: StageCall, values: dict[str, Any], part: Microbatch, enter: Enter
+    ) -> Bound:
+        """Of the batch only what learns; all of it if the model runs as it is, in one stage."""
+        if call.score is None:
+            kwargs = {name: enter(value) for name, value in part.kwargs.items()} | part.local
+            return Bound((call,), [values, *map(enter, part.args)], kwargs)
+        code: Any = self._stage.code
+        given = {"given": code.given(call.score, call.plan)} if self._stage.casts else {}
+        return Bound((call,), [values, *map(enter, call.score.batch)], given)
+
+    def take_apart(self, output: Any) -> tuple[Any, Mapping[str, Any]]:
+        """The two that :meth:`StageModule.forward` returns."""
+        result: tuple[Any, Mapping[str, Any]] = output
+        return result
+
+
+class HandBinding(Binding):
+    """A stage placed by hand takes the value of the stage before, or the batch, or several values by name.
+
+    Args:
+        stage: the stage.
+        takes: the names of the edges that lead to it.
+        gives: the names of those that start from it.
+        keywords: the names of the batch's keyword arguments that it gets.
+    """
+
+    def __init__(
+        self,
+        stage: PipelineStage,
+        takes: Sequence[str],
+        gives: Sequence[str],
+        keywords: Sequence[str],
+    ) -> None:
+        super().__init__(stage)
+        self._takes, self._gives, self._keywords = takes, gives, keywords
+
+    def bind(
+        self, call: StageCall, values: dict[str, Any], part: Microbatch, enter: Enter
+    ) -> Bound:
+        """The batch enters where no value comes from another stage."""
+        if call.draws is not None:
+            call.draws.enter(f"stage {self._stage.index}", 0)
+        kwargs = dict[str, Any]()
+        for name in self._keywords:
+            kwargs[name] = enter(part.kwargs[name])
+        for name, value in part.local.items():
+            kwargs[name] = enter(value)
+        if not self._takes:
+            return Bound((), tuple(map(enter, part.args)), kwargs)
+        if len(self._takes) > 1:
+            return Bound((), (), values | kwargs)
+        value = values[self._takes[0]]
+        return Bound((), value if type(value) in self._stage.spread else (value,), kwargs)
+
+    def take_apart(self, output: Any) -> tuple[Any, Mapping[str, Any]]:
+        """One value is the whole output; several are items of a dict."""
+        if len(self._gives) < 2:
+            return output, dict.fromkeys(self._gives, output)
+        if not isinstance(output, dict) or not output.keys() >= set(self._gives):
+            returned = list(output) if isinstance(output, dict) else f"a {type(output).__name__}"
+            raise SpecError(
+                f"stage {self._stage.index} must return a dict with {list(self._gives)}, but it returned "
+                f"{returned}"
+            )
+        return output, output
+
+
 class PipelineStage:
     """A slice of a model, and the microbatches that are under way in it.
 
@@ -171,7 +276,8 @@ class PipelineStage:
 
     Attributes:
         code: the slice itself, without wrappers; names of parameters begin there.
-        planned: whether it is a :class:`StageModule`, which is called by a plan.
+        call: calls the module with arguments that have been entered already, see :func:`enter`.
+        casts: whether wrappers may change the types of what it is given and gives in this step.
         is_first: whether the batch enters here.
         is_last: whether the loss is computed here.
         shared_context: a context in which the gradients that :meth:`share_gradients` collects are ``.grad``.
@@ -205,22 +311,22 @@ class PipelineStage:
         self._pending: dict[int, Any] = {}
         self._settings = compilation_of(compile)
         self._reduces_later = False
+        self.casts = False
         self.on_undo: Callable[[], object] | None = None
         self.share_gradients(())
         self._set_up()
 
     def _set_up(self) -> None:
         """Make what depends on the module: what is called, and the engine of its backward."""
-        self.planned = isinstance(self.code, StageModule)
-        self._call: Callable[..., Any] = self._module
+        self.call: Callable[..., Any] = self._module
         self._compiled: compiled.CompiledModule | None = None
         if self._settings is not None:
             name = f"stage {self.index}"
             self._compiled = compiled.CompiledModule(
                 self._module, self._settings, name, units_of=self.code
             )
-            self._call = self._compiled
-        self._compiles = self._compiled is not None or any(map(is_compiled, self._module.modules()))
+        if self._compiled is not None or any(map(is_compiled, self._module.modules())):
+            self.call = self._call_compiled
         self._engine = SplitBackward(self._module, reduced_later=self._reduces_later)
 
     # ---- the module
@@ -273,6 +379,18 @@ class PipelineStage:
     def may_cast(self) -> bool:
         """Whether wrappers may change the types of what the stage is given and gives."""
         return parallel.may_cast(self._module, self.code)
+
+    def follow_wrappers(self, *, adapted: bool) -> None:
+        """At the beginning of a step, look whether wrappers cast; ``adapted`` says that some part has one."""
+        self.casts = (adapted or self._module is not self.code) and self.may_cast()
+
+    def binding(
+        self, takes: Sequence[str], gives: Sequence[str], keywords: Sequence[str]
+    ) -> Binding:
+        """How the stage is called for microbatches of a call signature; see :class:`HandBinding`."""
+        if isinstance(self.code, StageModule):
+            return CutBinding(self)
+        return HandBinding(self, takes, gives, keywords)
 
     def parts(self) -> Iterator[parallel.Member]:
         """All modules of the stage, with their paths in the slice."""
@@ -352,14 +470,10 @@ class PipelineStage:
         leaves: list[Tensor] = []
         entered = [enter(value, leaves, copies=True) for value in args]
         named = {n: enter(value, leaves, copies=True) for n, value in (kwargs or {}).items()}
-        output = self.run(entered if call is None else (call, *entered), named)
+        output = self.call(*entered if call is None else (call, *entered), **named)
         if torch.is_grad_enabled():
             self.keep(microbatch, tensors_in(output if loss is None else loss(output)), leaves)
         return output
-
-    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call the module with arguments that have been entered already."""
-        return self._run_compiled(args, kwargs) if self._compiles else self._call(*args, **kwargs)
 
     def keep(self, microbatch: int, roots: Iterable[Tensor], leaves: list[Tensor]) -> None:
         """Keep what a microbatch's backward goes from and to, until it comes.
@@ -374,7 +488,7 @@ class PipelineStage:
         edges = list(map(get_gradient_edge, filter(_LEARNS, roots)))
         self._forwards[microbatch] = edges, leaves
 
-    def _run_compiled(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _call_compiled(self, *args: Any, **kwargs: Any) -> Any:
         """Call a module that may compile now, with what its backward in halves needs."""
         try:
             with compiled.graphs_kept(), warnings.catch_warnings():
@@ -382,7 +496,7 @@ class PipelineStage:
                 warnings.filterwarnings(
                     "ignore", "The .grad attribute of a Tensor that is not a leaf"
                 )
-                return self._call(*args, **kwargs)
+                return (self._compiled or self._module)(*args, **kwargs)
         except compiled.RefusedError as error:
             if self._compiled is None:
                 raise
@@ -392,7 +506,7 @@ class PipelineStage:
                 self.on_undo()
             self._settings = None
             self._set_up()
-            return self._call(*args, **kwargs)
+            return self.call(*args, **kwargs)
 
     def start_from(self, microbatch: int, root: Any) -> None:
         """Let a microbatch's backward start from something that was computed from its output.
@@ -401,7 +515,9 @@ class PipelineStage:
             microbatch: its index.
             root: a nested value, such as a loss.
         """
-        _, leaves = self._take(self._forwards, microbatch, "forward")
+        if microbatch not in self._forwards:
+            self._lacks("forward", microbatch)
+        _, leaves = self._forwards.pop(microbatch)
         self.keep(microbatch, tensors_in(root), leaves)
 
     def backward(self, microbatch: int, output_grads: Gradients | None) -> Gradients:
@@ -415,13 +531,17 @@ class PipelineStage:
         Returns:
             A gradient or ``None`` for each tensor that requires grad among forward's arguments, in order.
         """
-        roots, leaves = self._take(self._forwards, microbatch, "forward")
+        if microbatch not in self._forwards:
+            self._lacks("forward", microbatch)
+        roots, leaves = self._forwards.pop(microbatch)
         with self.shared_context:
             return self._engine.full(roots, output_grads, leaves)
 
     def backward_input(self, microbatch: int, output_grads: Gradients | None) -> Gradients:
         """The inputs' half of backward; arguments and result as :meth:`backward`."""
-        roots, leaves = self._take(self._forwards, microbatch, "forward")
+        if microbatch not in self._forwards:
+            self._lacks("forward", microbatch)
+        roots, leaves = self._forwards.pop(microbatch)
         with self.shared_context:
             gradients, self._pending[microbatch] = self._engine.input_half(
                 roots, output_grads, leaves
@@ -430,13 +550,13 @@ class PipelineStage:
 
     def backward_weight(self, microbatch: int) -> None:
         """The weights' half of backward, after :meth:`backward_input` of the same microbatch."""
-        pending = self._take(self._pending, microbatch, "backward_input")
+        if microbatch not in self._pending:
+            self._lacks("backward_input", microbatch)
+        pending = self._pending.pop(microbatch)
         with self.shared_context:
             self._engine.weight_half(pending)
 
-    def _take(self, kept: dict[int, Any], microbatch: int, what: str) -> Any:
-        if microbatch in kept:
-            return kept.pop(microbatch)
+    def _lacks(self, what: str, microbatch: int) -> NoReturn:
         raise UsageError(
             f"stage {self.index}: microbatch {microbatch} has no {what} that is still to be used; "
             f"{what} with gradients enabled comes first, and once for each backward"
@@ -450,13 +570,16 @@ class PipelineStage:
         self._engine = SplitBackward(self._module, reduced_later=self._reduces_later)
 
 
-def enter(value: Any, leaves: list[Tensor], *, copies: bool) -> Any:
+def enter(
+    value: Any, leaves: list[Tensor], *, copies: bool, originals: list[Tensor] | None = None
+) -> Any:
     """A value whose tensors are new: no hooks, no history, nobody else's memory.
 
     Args:
         value: a nested value.
         leaves: gets a leaf for each tensor that requires grad, in order; backward leaves the gradient there.
         copies: whether to copy the data, because somebody else holds them too.
+        originals: gets the tensors for which there are leaves.
 
     Returns:
         The value with tensors that may be changed in place.
@@ -464,7 +587,9 @@ def enter(value: Any, leaves: list[Tensor], *, copies: bool) -> Any:
     if not isinstance(value, Tensor):
         if not tensors_in(value):
             return value
-        return map_tensors(value, lambda tensor: enter(tensor, leaves, copies=copies))
+        return map_tensors(
+            value, lambda tensor: enter(tensor, leaves, copies=copies, originals=originals)
+        )
     data = value.detach()
     if copies and type(data) is not Tensor:
         # torch's clone of a DTensor would carry out a sum that is pending.
@@ -472,6 +597,8 @@ def enter(value: Any, leaves: list[Tensor], *, copies: bool) -> Any:
     learns = value.requires_grad and torch.is_grad_enabled()
     if learns:
         leaves.append(data.requires_grad_())
+        if originals is not None:
+            originals.append(value)
     if copies and not value.is_meta:
         # The copy is neither a leaf nor a view, so it may be changed in place.
         data = data.clone()

@@ -49,14 +49,14 @@ def _one(output: Tensor) -> Tensor | None:
 def backward_to(
     roots: Sequence[GradientEdge],
     seeds: Sequence[Tensor | None],
-    input_values: Sequence[Any],
+    input_values: Sequence[Any] = (),
     ends: Sequence[GradientEdge] = (),
 ) -> Gradients:
-    """Run backward once, and add to the ``.grad`` of the weights on the way.
+    """Run one pass of autograd, and add to the ``.grad`` of the weights on the way.
 
     Args:
-        roots: the edges of the outputs that have a gradient.
-        seeds: their gradients.
+        roots: the edges that it starts from.
+        seeds: their gradients; None stands for 1, for a scalar.
         input_values: the inputs of the stage; they need not be leaves, nor tensors.
         ends: the only edges to go to; everywhere by default.
 
@@ -72,7 +72,20 @@ def backward_to(
             if not value.is_leaf:
                 value.retain_grad()
     try:
-        run_backward(roots, seeds, ends)
+        if any(map(operator.is_, seeds, repeat(None))):
+            torch.autograd.backward(roots, seeds, inputs=ends or None)
+        elif roots:
+            # What `backward` checks before it calls this takes a quarter of a tiny stage's backward pass, and
+            # the engine checks the gradients' shapes and types itself. Seen in torch 2.13.
+            _engine_run_backward(
+                tuple(roots),
+                tuple(seeds),
+                False,
+                False,
+                tuple(ends),
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
         if len(inputs) == len(input_values):
             return tuple(map(_GRAD, inputs))
         return tuple(
@@ -87,36 +100,6 @@ def backward_to(
 
 
 _GRAD = attrgetter("grad")
-
-
-def run_backward(
-    roots: Sequence[GradientEdge],
-    seeds: Sequence[Tensor | None],
-    ends: Sequence[GradientEdge] = (),
-) -> None:
-    """Run one pass of autograd that adds to ``.grad``.
-
-    Args:
-        roots: the edges that it starts from.
-        seeds: their gradients; None stands for 1, for a scalar.
-        ends: the only edges to go to; everywhere by default.
-    """
-    if not roots:
-        return
-    if any(map(operator.is_, seeds, repeat(None))):
-        torch.autograd.backward(roots, seeds, inputs=ends or None)
-        return
-    # What `backward` checks before it calls this takes a quarter of a tiny stage's backward pass, and the
-    # engine checks the gradients' shapes and types itself. Seen in torch 2.13.
-    _engine_run_backward(
-        tuple(roots),
-        tuple(seeds),
-        False,
-        False,
-        tuple(ends),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
 
 
 # ---- errors

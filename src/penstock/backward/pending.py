@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from penstock._engine import compiled
 from penstock.backward.nodes import LEAF, edge_to, is_recomputed, read_early
 from penstock.backward.operations import Operation
-from penstock.backward.passes import Gradients, run_backward
+from penstock.backward.passes import Gradients, backward_to
 from penstock.errors import StageError
 
 
@@ -206,7 +206,7 @@ def _deliver(uses: Iterable[WeightUse]) -> None:
         with torch.enable_grad():
             root = cast("Any", _Handover).apply(gradients, *weights)
         sums[get_gradient_edge(root)] = root.detach()
-    run_backward([*sums], [*sums.values()])
+    backward_to([*sums], [*sums.values()])
 
 
 def _plus(before: Tensor, gradient: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from penstock._engine.rng import Draws, generators_kept
 from penstock._engine.runtime.alike import Sampled, Turns, check_alike, may_differ, samples_of
 from penstock._engine.runtime.calls import REFUSED, Call, StepState, exchange_or_refuse
 from penstock._engine.runtime.cut import BROKEN, Example, LateCut, agree_on_cut, make_together
-from penstock._engine.runtime.interpreter import Interpreter, Program
+from penstock._engine.runtime.interpreter import Interpreter
 from penstock._engine.runtime.job import refusal_in_job
 from penstock._engine.runtime.kinds import (
     Agreement,
@@ -46,6 +46,7 @@ from penstock._engine.runtime.kinds import (
     merge,
 )
 from penstock._engine.runtime.loss import StepLoss, Weights
+from penstock._engine.runtime.program import Program
 from penstock._engine.runtime.result import Numbers
 from penstock._engine.runtime.stopping import GracefulStop
 from penstock._engine.transport import (
@@ -224,7 +225,9 @@ class Runner:
             PenstockError: the call was refused, and nothing was sent or changed; or it failed.
         """
         with self._carrying_out(call) as step:
-            self.interpreter.run(step.agreement.program, step, self.transport)
+            program = step.agreement.program
+            with self.interpreter.step(program, step, self.transport):
+                self.interpreter.run(program.instructions)
         return step
 
     @contextmanager
@@ -236,8 +239,8 @@ class Runner:
         """
         with self._carrying_out(call) as step:
             program = step.agreement.program
-            with self.interpreter.driven(program, step, self.transport) as perform:
-                yield step, perform
+            with self.interpreter.step(program, step, self.transport, in_order=False):
+                yield step, lambda action: self.interpreter.run([program.instruction(action)])
 
     @contextmanager
     def _carrying_out(self, call: Call) -> Iterator[StepState]:
@@ -619,6 +622,16 @@ class Runner:
             program = Program(schedule, None if self.transport is None else self.transport.rank)
         plans = [kind.plan for kind in of_parts]
         flows = tuple(program.flow(None if plan is None else plan.edges) for plan in plans)
+        for kind, flow in zip(of_parts, flows, strict=True):
+            if kind in new:
+                kind.bindings = {
+                    index: stage.binding(
+                        [edge.value for edge in flow.inputs[index]],
+                        [edge.value for edge in flow.outputs[index]],
+                        kind.keywords.get(index, ()),
+                    )
+                    for index, stage in self.stages.items()
+                }
         return Agreement(model_call, tuple(of_parts), program, flows)
 
     def _keywords(self, names: Iterable[Key], schedule: Schedule) -> dict[int, list[str]]:
@@ -851,7 +864,8 @@ def _state_of(stage: PipelineStage) -> str:
 
 def _argument_names(stage: PipelineStage) -> list[str] | None:
     """The names of a plain stage's arguments, in order; None for a stage that is called by plan."""
-    return None if stage.planned else argument_names(unwrapped(stage.module))
+    is_cut = isinstance(stage.code, StageModule)
+    return None if is_cut else argument_names(unwrapped(stage.module))
 
 
 def argument_names(module: nn.Module) -> list[str]:
