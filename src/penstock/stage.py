@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, TypeAlias
@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock._engine import compiled, parallel
 from penstock._engine.values import map_tensors, restrided, tensors_in
-from penstock.backward import SharedGradients, SplitBackward
+from penstock.backward import PendingGradients, SharedGradients, SplitBackward
 from penstock.errors import SpecError, UsageError
 
 if TYPE_CHECKING:
@@ -555,6 +555,11 @@ class PipelineStage:
         pending = self._pending.pop(microbatch)
         with self.shared_context:
             self._engine.weight_half(pending)
+
+    def weights_of_half(self, microbatch: int) -> Collection[int] | None:
+        """The weights whose gradients :meth:`backward_weight` computes, by identity; None if nobody knows."""
+        pending = self._pending.get(microbatch)
+        return pending.weights if isinstance(pending, PendingGradients) else None
 
     def _lacks(self, what: str, microbatch: int) -> NoReturn:
         raise UsageError(

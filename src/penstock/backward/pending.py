@@ -179,6 +179,17 @@ class PendingGradients:
             use.node = None
         self._reading.clear()
 
+    @property
+    def weights(self) -> set[int]:
+        """The weights whose gradients wait, by identity."""
+        ahead: list[Any] = [edge.node for use in self.uses for edge in use.edges]
+        reached = set(ahead)
+        for node in ahead:
+            below = {successor for successor, _ in node.next_functions if successor} - reached
+            reached |= below
+            ahead += below
+        return {id(node.variable) for node in reached if type(node) is LEAF}
+
     def deliver(self) -> None:
         """Add the gradients to the weights' ``.grad``; nothing waits then."""
         batches: dict[int, list[WeightUse]] = {}

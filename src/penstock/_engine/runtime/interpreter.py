@@ -124,7 +124,6 @@ class Interpreter:
         try:
             with self._losses.added:
                 yield
-            self._now = None
             if transport is not None:
                 self._messages.end()
         except Exception as error:
@@ -144,6 +143,7 @@ class Interpreter:
                 self._replaced[op](instruction.action)
             else:
                 self._methods[op](instruction)
+        self._now = None
 
     def _note(self, instruction: Instruction | StageInstruction) -> None:
         """Take the messages that an action needs, and note the action for the watch."""
@@ -296,6 +296,8 @@ class Interpreter:
         stage, owed = self.stages[index], self._owed(index, microbatch)
         if watched is not None:
             watched.begin(owed)
+        if action.op is Op.B and self._step.adapters is not None:
+            self._step.adapters.watch(index, lambda: None)
         half = stage.backward if action.op is Op.B else stage.backward_input
         gradients = half(microbatch, owed)
         if watched is not None:
@@ -330,9 +332,13 @@ class Interpreter:
                 self._step.batch_gradients.append((tensor, gradient))
 
     def _backward_weight(self, instruction: Instruction, _: Watched = None) -> None:
-        self.stages[instruction.stage].backward_weight(instruction.microbatch)
+        index, microbatch = instruction.stage, instruction.microbatch
+        stage = self.stages[index]
         if self._step.adapters is not None:
-            self._step.adapters.done(instruction.stage, instruction.microbatch)
+            self._step.adapters.watch(index, partial(stage.weights_of_half, microbatch))
+        stage.backward_weight(microbatch)
+        if self._step.adapters is not None:
+            self._step.adapters.done(index, microbatch)
 
     # ---- messages
 

@@ -108,6 +108,7 @@ class Runner:
         self._planned: StageModule | None = None
         self._numbers = Numbers()
         self._adapters: dict[int, Adapter] = {}
+        self._averages: dict[int, ReplicatedStage] = {}
         self._known = KnownCalls()
         self._turns = Turns()
         self._failure: BaseException | None = None
@@ -739,12 +740,14 @@ class Runner:
                 self.stages[index].reduce_later()
         if call.trains and call.loss is not None and call.loss.replicas.group is not None:
             for index, stage in self.stages.items():
-                average = ReplicatedStage(
-                    stage.module,
-                    partial(attrgetter("shared_context"), stage),
-                    call.loss.replicas.group,
-                    self.interpreter.activity,
-                )
+                average = self._averages.get(index)
+                if average is None or not average.fits(stage.module):
+                    average = self._averages[index] = ReplicatedStage(
+                        stage.module,
+                        partial(attrgetter("shared_context"), stage),
+                        call.loss.replicas.group,
+                        self.interpreter.activity,
+                    )
                 of_stage.setdefault(index, []).append(average)
         if not of_stage:
             yield
