@@ -22,10 +22,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from penstock._engine import compiled, parallel
 from penstock._engine.values import map_tensors, restrided, tensors_in
 from penstock.backward import PendingGradients, SharedGradients, SplitBackward
-from penstock.errors import SpecError, UsageError
+from penstock.errors import SpecError, StageError, UsageError
 
 if TYPE_CHECKING:
-    from penstock._engine.microbatches import Microbatch
     from penstock._engine.rng import Draws
 
 log = logging.getLogger("penstock")
@@ -164,6 +163,50 @@ class Bound(NamedTuple):
     kwargs: Mapping[str, Any]
 
 
+class Entrance:
+    """Makes what one call of a stage uses its own, see :func:`enter`.
+
+    What others hold too is copied where the stage writes into it, by the version counters of its tensors.
+
+    Args:
+        writes: the numbers of the values that the stage writes into, in the order in which they enter; None
+            to copy all.
+
+    Attributes:
+        leaves: the leaves of all tensors that require grad.
+        of_batch: the tensors of the batch among those that they stand for.
+        versions: the number of each value that is shared, with its tensors and their versions.
+    """
+
+    def __init__(self, writes: set[int] | None) -> None:
+        self.leaves: list[Tensor] = []
+        self.of_batch: list[Tensor] = []
+        self._writes, self._count = writes, 0
+        self.versions: list[tuple[int, Tensor, int]] = []
+
+    def take(
+        self, value: Any, *, shared: bool = True, originals: list[Tensor] | None = None
+    ) -> Any:
+        """A value of the batch, or of another stage; it is shared if its maker or other users hold it."""
+        if not shared:
+            return enter(value, self.leaves, copies=False)
+        number, self._count = self._count, self._count + 1
+        plain = isinstance(value, Tensor)
+        copies = self._writes is None or number in self._writes
+        for tensor in (value,) if plain else tensors_in(value):
+            # Those of other kinds, and of inference mode, have no versions.
+            copies |= type(tensor) not in _COUNTED or tensor.layout is not torch.strided
+            copies |= tensor.is_inference()
+        entered = enter(value, self.leaves, copies=copies, originals=originals)
+        for tensor in (entered,) if plain else tensors_in(entered):
+            if not tensor.is_inference():
+                self.versions.append((number, tensor, tensor._version))
+        return entered
+
+
+_COUNTED = {Tensor, nn.Parameter}
+
+
 Enter: TypeAlias = Callable[[Any], Any]
 """Makes a value of the batch a stage's own."""
 
@@ -177,11 +220,29 @@ class Binding(ABC):
 
     def __init__(self, stage: PipelineStage) -> None:
         self._stage = stage
+        self.writes: set[int] | None = None
+        """The numbers of the values that the stage writes into; None before the first call."""
+
+    def leave(self, entrance: Entrance) -> None:
+        """Note after a call what it has written into.
+
+        Raises:
+            StageError: another value than in the first call, which was not copied.
+        """
+        written = set[int]()
+        for number, tensor, before in entrance.versions:
+            if tensor._version != before:
+                written.add(number)
+        if self.writes is None:
+            self.writes = written
+        elif not written <= self.writes:
+            raise StageError(
+                "the stage changed a tensor in place that it was called with, and did not when it was first "
+                "called: it was not copied, and others hold it too. Let the module change a clone() of it"
+            )
 
     @abstractmethod
-    def bind(
-        self, call: StageCall, values: dict[str, Any], part: Microbatch, enter: Enter
-    ) -> Bound:
+    def bind(self, call: StageCall, values: dict[str, Any], part: Any, enter: Enter) -> Bound:
         """What the stage is called with, of the values that have come, by their edges, and of the batch."""
 
     @abstractmethod
@@ -192,9 +253,7 @@ class Binding(ABC):
 class CutBinding(Binding):
     """A stage of a model that was cut takes the values, and what its score does not have of the batch."""
 
-    def bind(
-        self, call: StageCall, values: dict[str, Any], part: Microbatch, enter: Enter
-    ) -> Bound:
+    def bind(self, call: StageCall, values: dict[str, Any], part: Any, enter: Enter) -> Bound:
         """Of the batch only what learns; all of it if the model runs as it is, in one stage."""
         if call.score is None:
             kwargs = {name: enter(value) for name, value in part.kwargs.items()} | part.local
@@ -229,9 +288,7 @@ class HandBinding(Binding):
         super().__init__(stage)
         self._takes, self._gives, self._keywords = takes, gives, keywords
 
-    def bind(
-        self, call: StageCall, values: dict[str, Any], part: Microbatch, enter: Enter
-    ) -> Bound:
+    def bind(self, call: StageCall, values: dict[str, Any], part: Any, enter: Enter) -> Bound:
         """The batch enters where no value comes from another stage."""
         if call.draws is not None:
             call.draws.enter(f"stage {self._stage.index}", 0)

@@ -31,7 +31,7 @@ from penstock._engine.values import check_plain, map_tensors, tensors_in, unflat
 from penstock.errors import MessageError, PenstockError, StageError
 from penstock.schedule import Action, Op
 from penstock.schedule.action import MESSAGE_OPS, RECV_OPS
-from penstock.stage import PipelineStage, StageCall, enter
+from penstock.stage import Entrance, PipelineStage, StageCall
 
 Grads: TypeAlias = Sequence[Tensor | None]
 Watched: TypeAlias = WatchedAction | None
@@ -211,26 +211,27 @@ class Interpreter:
         if self._losses.added.terms:
             # Losses that a checkpoint added again when backward recomputed it.
             self._losses.added.clear()
-        leaves, of_batch, entered = list[Tensor](), list[Tensor](), list[list[Tensor]]()
-        values, first = dict[str, Any](), 0
-        for edge in flow.inputs[index]:
-            value, copies = self._read(edge.value, microbatch)
-            values[edge.value] = enter(value, leaves, copies=copies)
-            entered.append(leaves[first:])
-            first = len(leaves)
-        self._entered[index, microbatch] = entered, of_batch
         binding, draws = kind.bindings[index], step.draws(microbatch, stage.device)
+        entrance, values, entered = Entrance(binding.writes), dict[str, Any](), list[list[Tensor]]()
+        leaves = entrance.leaves
+        for edge in flow.inputs[index]:
+            value, shared = self._read(edge.value, microbatch)
+            before = len(leaves)
+            values[edge.value] = entrance.take(value, shared=shared)
+            entered.append(leaves[before:])
         call, args, kwargs = binding.bind(
             StageCall(kind.plan, microbatch, step.scores[microbatch], draws, stage.may_cast),
             values,
             step.parts[microbatch],
-            lambda value: enter(value, leaves, copies=True, originals=of_batch),
+            partial(entrance.take, originals=entrance.of_batch),
         )
+        self._entered[index, microbatch] = entered, entrance.of_batch
         if watched is not None:
             watched.begin((args, kwargs))
         output = stage.call(*call, *args, **kwargs)
         if watched is not None:
             watched.outputs = output
+        binding.leave(entrance)
         output, made = binding.take_apart(output)
         roots = list[Tensor]()
         for edge in flow.outputs[index]:
