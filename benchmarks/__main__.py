@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 import penstock
-from benchmarks import backward, cut, gpu, inside, loops, page, plan, replicas, steps
+from benchmarks import backward, cut, gpu, inside, loops, memory, page, plan, replicas, steps
 from penstock.doctor.rates import processor
 
 BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "steps": steps.compare,
     "inside": inside.compare,
     "backward": backward.compare,
+    "memory": memory.compare,
     "cut": cut.compare,
     "plan": plan.compare,
     "replicas": replicas.compare,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage as PeerStage
 from torch.distributed.pipelining import Schedule1F1B as Peer1F1B
+from torch.distributed.pipelining import ScheduleGPipe as PeerGPipe
 from torch.distributed.pipelining import ScheduleInterleaved1F1B as PeerInterleaved
 from torch.distributed.pipelining import ScheduleInterleavedZeroBubble as PeerZeroBubble
 from torch.distributed.pipelining import ScheduleZBVZeroBubble as PeerZBV
@@ -90,6 +91,7 @@ WORKS: dict[str, Callable[..., Work]] = {"gpt": gpt, "tiny": tiny}
 SCHEDULES = {"1F1B": RANKS, "Interleaved1F1B": 2 * RANKS, "ZB-H1": RANKS, "ZB-V": 2 * RANKS}
 """The schedules, and how many stages each takes."""
 PEERS: dict[str, Any] = {
+    "GPipe": PeerGPipe,
     "1F1B": Peer1F1B,
     "Interleaved1F1B": PeerInterleaved,
     "ZB-H1": PeerZeroBubble,
@@ -128,7 +130,7 @@ class Peer:
         ]
         self._arguments = (work.batch,) if 0 in held else ()
         self._target = work.target if len(home) - 1 in held else None
-        stages = self.stages[0] if schedule == "1F1B" else self.stages
+        stages = self.stages[0] if schedule in ("GPipe", "1F1B") else self.stages
         self._schedule = PEERS[schedule](stages, work.microbatches, work.loss)
 
     def step(self) -> None:

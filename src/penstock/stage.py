@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import logging
 import warnings
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock._engine import compiled, parallel
 from penstock._engine.values import map_tensors, restrided, tensors_in
-from penstock.backward import SharedGradients, SplitBackward
-from penstock.errors import UsageError
+from penstock.backward import PendingGradients, SharedGradients, SplitBackward
+from penstock.errors import SpecError, StageError, UsageError
 
 if TYPE_CHECKING:
     from penstock._engine.rng import Draws
@@ -154,6 +155,168 @@ class StageModule(nn.Module):
         """
 
 
+class Bound(NamedTuple):
+    """What a stage is called with: what belongs to the call, then arguments, then keyword arguments."""
+
+    call: tuple[StageCall, ...]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+
+class Entrance:
+    """Makes what one call of a stage uses its own, see :func:`enter`.
+
+    What others hold too is copied where the stage writes into it, by the version counters of its tensors.
+
+    Args:
+        writes: the numbers of the values that the stage writes into, in the order in which they enter; None
+            to copy all.
+
+    Attributes:
+        leaves: the leaves of all tensors that require grad.
+        of_batch: the tensors of the batch among those that they stand for.
+        versions: the number of each value that is shared, with its tensors and their versions.
+    """
+
+    def __init__(self, writes: set[int] | None) -> None:
+        self.leaves: list[Tensor] = []
+        self.of_batch: list[Tensor] = []
+        self._writes, self._count = writes, 0
+        self.versions: list[tuple[int, Tensor, int]] = []
+
+    def take(
+        self, value: Any, *, shared: bool = True, originals: list[Tensor] | None = None
+    ) -> Any:
+        """A value of the batch, or of another stage; it is shared if its maker or other users hold it."""
+        if not shared:
+            return enter(value, self.leaves, copies=False)
+        number, self._count = self._count, self._count + 1
+        plain = isinstance(value, Tensor)
+        copies = self._writes is None or number in self._writes
+        for tensor in (value,) if plain else tensors_in(value):
+            # Those of other kinds, and of inference mode, have no versions.
+            copies |= type(tensor) not in _COUNTED or tensor.layout is not torch.strided
+            copies |= tensor.is_inference()
+        entered = enter(value, self.leaves, copies=copies, originals=originals)
+        for tensor in (entered,) if plain else tensors_in(entered):
+            if not tensor.is_inference():
+                self.versions.append((number, tensor, tensor._version))
+        return entered
+
+
+_COUNTED = {Tensor, nn.Parameter}
+
+
+Enter: TypeAlias = Callable[[Any], Any]
+"""Makes a value of the batch a stage's own."""
+
+
+class Binding(ABC):
+    """How a stage is called for microbatches of one call signature, and what its output holds.
+
+    Args:
+        stage: the stage.
+    """
+
+    def __init__(self, stage: PipelineStage) -> None:
+        self._stage = stage
+        self.writes: set[int] | None = None
+        """The numbers of the values that the stage writes into; None before the first call."""
+
+    def leave(self, entrance: Entrance) -> None:
+        """Note after a call what it has written into.
+
+        Raises:
+            StageError: another value than in the first call, which was not copied.
+        """
+        written = set[int]()
+        for number, tensor, before in entrance.versions:
+            if tensor._version != before:
+                written.add(number)
+        if self.writes is None:
+            self.writes = written
+        elif not written <= self.writes:
+            raise StageError(
+                "the stage changed a tensor in place that it was called with, and did not when it was first "
+                "called: it was not copied, and others hold it too. Let the module change a clone() of it"
+            )
+
+    @abstractmethod
+    def bind(self, call: StageCall, values: dict[str, Any], part: Any, enter: Enter) -> Bound:
+        """What the stage is called with, of the values that have come, by their edges, and of the batch."""
+
+    @abstractmethod
+    def take_apart(self, output: Any) -> tuple[Any, Mapping[str, Any]]:
+        """The model's output, which the last stage gives; and the values for others, by their edges."""
+
+
+class CutBinding(Binding):
+    """A stage of a model that was cut takes the values, and what its score does not have of the batch."""
+
+    def bind(self, call: StageCall, values: dict[str, Any], part: Any, enter: Enter) -> Bound:
+        """Of the batch only what learns; all of it if the model runs as it is, in one stage."""
+        if call.score is None:
+            kwargs = {name: enter(value) for name, value in part.kwargs.items()} | part.local
+            return Bound((call,), [values, *map(enter, part.args)], kwargs)
+        code: Any = self._stage.code
+        given = {"given": code.given(call.score, call.plan)} if self._stage.casts else {}
+        return Bound((call,), [values, *map(enter, call.score.batch)], given)
+
+    def take_apart(self, output: Any) -> tuple[Any, Mapping[str, Any]]:
+        """The two that :meth:`StageModule.forward` returns."""
+        result: tuple[Any, Mapping[str, Any]] = output
+        return result
+
+
+class HandBinding(Binding):
+    """A stage placed by hand takes the value of the stage before, or the batch, or several values by name.
+
+    Args:
+        stage: the stage.
+        takes: the names of the edges that lead to it.
+        gives: the names of those that start from it.
+        keywords: the names of the batch's keyword arguments that it gets.
+    """
+
+    def __init__(
+        self,
+        stage: PipelineStage,
+        takes: Sequence[str],
+        gives: Sequence[str],
+        keywords: Sequence[str],
+    ) -> None:
+        super().__init__(stage)
+        self._takes, self._gives, self._keywords = takes, gives, keywords
+
+    def bind(self, call: StageCall, values: dict[str, Any], part: Any, enter: Enter) -> Bound:
+        """The batch enters where no value comes from another stage."""
+        if call.draws is not None:
+            call.draws.enter(f"stage {self._stage.index}", 0)
+        kwargs = dict[str, Any]()
+        for name in self._keywords:
+            kwargs[name] = enter(part.kwargs[name])
+        for name, value in part.local.items():
+            kwargs[name] = enter(value)
+        if not self._takes:
+            return Bound((), tuple(map(enter, part.args)), kwargs)
+        if len(self._takes) > 1:
+            return Bound((), (), values | kwargs)
+        value = values[self._takes[0]]
+        return Bound((), value if type(value) in self._stage.spread else (value,), kwargs)
+
+    def take_apart(self, output: Any) -> tuple[Any, Mapping[str, Any]]:
+        """One value is the whole output; several are items of a dict."""
+        if len(self._gives) < 2:
+            return output, dict.fromkeys(self._gives, output)
+        if not isinstance(output, dict) or not output.keys() >= set(self._gives):
+            returned = list(output) if isinstance(output, dict) else f"a {type(output).__name__}"
+            raise SpecError(
+                f"stage {self._stage.index} must return a dict with {list(self._gives)}, but it returned "
+                f"{returned}"
+            )
+        return output, output
+
+
 class PipelineStage:
     """A slice of a model, and the microbatches that are under way in it.
 
@@ -170,7 +333,8 @@ class PipelineStage:
 
     Attributes:
         code: the slice itself, without wrappers; names of parameters begin there.
-        planned: whether it is a :class:`StageModule`, which is called by a plan.
+        call: calls the module with arguments that have been entered already, see :func:`enter`.
+        casts: whether wrappers may change the types of what it is given and gives in this step.
         is_first: whether the batch enters here.
         is_last: whether the loss is computed here.
         shared_context: a context in which the gradients that :meth:`share_gradients` collects are ``.grad``.
@@ -200,26 +364,26 @@ class PipelineStage:
         self.device = device_of(module) if device is None else torch.device(device)
         self._module = _moved(module, self.device)
         self.code = parallel.unwrapped(self._module)
-        self._forwards: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        self._forwards: dict[int, tuple[list[GradientEdge], list[Tensor]]] = {}
         self._pending: dict[int, Any] = {}
         self._settings = compilation_of(compile)
         self._reduces_later = False
+        self.casts = False
         self.on_undo: Callable[[], object] | None = None
         self.share_gradients(())
         self._set_up()
 
     def _set_up(self) -> None:
         """Make what depends on the module: what is called, and the engine of its backward."""
-        self.planned = isinstance(self.code, StageModule)
-        self._call: Callable[..., Any] = self._module
+        self.call: Callable[..., Any] = self._module
         self._compiled: compiled.CompiledModule | None = None
         if self._settings is not None:
             name = f"stage {self.index}"
             self._compiled = compiled.CompiledModule(
                 self._module, self._settings, name, units_of=self.code
             )
-            self._call = self._compiled
-        self._compiles = self._compiled is not None or any(map(is_compiled, self._module.modules()))
+        if self._compiled is not None or any(map(is_compiled, self._module.modules())):
+            self.call = self._call_compiled
         self._engine = SplitBackward(self._module, reduced_later=self._reduces_later)
 
     # ---- the module
@@ -272,6 +436,18 @@ class PipelineStage:
     def may_cast(self) -> bool:
         """Whether wrappers may change the types of what the stage is given and gives."""
         return parallel.may_cast(self._module, self.code)
+
+    def follow_wrappers(self, *, adapted: bool) -> None:
+        """At the beginning of a step, look whether wrappers cast; ``adapted`` says that some part has one."""
+        self.casts = (adapted or self._module is not self.code) and self.may_cast()
+
+    def binding(
+        self, takes: Sequence[str], gives: Sequence[str], keywords: Sequence[str]
+    ) -> Binding:
+        """How the stage is called for microbatches of a call signature; see :class:`HandBinding`."""
+        if isinstance(self.code, StageModule):
+            return CutBinding(self)
+        return HandBinding(self, takes, gives, keywords)
 
     def parts(self) -> Iterator[parallel.Member]:
         """All modules of the stage, with their paths in the slice."""
@@ -351,26 +527,25 @@ class PipelineStage:
         leaves: list[Tensor] = []
         entered = [enter(value, leaves, copies=True) for value in args]
         named = {n: enter(value, leaves, copies=True) for n, value in (kwargs or {}).items()}
-        output = self.run(entered if call is None else (call, *entered), named)
+        output = self.call(*entered if call is None else (call, *entered), **named)
         if torch.is_grad_enabled():
             self.keep(microbatch, tensors_in(output if loss is None else loss(output)), leaves)
         return output
 
-    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call the module with arguments that have been entered already."""
-        return self._run_compiled(args, kwargs) if self._compiles else self._call(*args, **kwargs)
-
     def keep(self, microbatch: int, roots: Iterable[Tensor], leaves: list[Tensor]) -> None:
         """Keep what a microbatch's backward goes from and to, until it comes.
+
+        Of the roots only their edges in the graph stay: their memory is free unless the graph has saved it.
 
         Args:
             microbatch: its index.
             roots: where backward starts; those that require no grad are left out.
             leaves: the leaves of the arguments, from :func:`enter`.
         """
-        self._forwards[microbatch] = list(filter(_LEARNS, roots)), leaves
+        edges = list(map(get_gradient_edge, filter(_LEARNS, roots)))
+        self._forwards[microbatch] = edges, leaves
 
-    def _run_compiled(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _call_compiled(self, *args: Any, **kwargs: Any) -> Any:
         """Call a module that may compile now, with what its backward in halves needs."""
         try:
             with compiled.graphs_kept(), warnings.catch_warnings():
@@ -378,7 +553,7 @@ class PipelineStage:
                 warnings.filterwarnings(
                     "ignore", "The .grad attribute of a Tensor that is not a leaf"
                 )
-                return self._call(*args, **kwargs)
+                return (self._compiled or self._module)(*args, **kwargs)
         except compiled.RefusedError as error:
             if self._compiled is None:
                 raise
@@ -388,7 +563,7 @@ class PipelineStage:
                 self.on_undo()
             self._settings = None
             self._set_up()
-            return self._call(*args, **kwargs)
+            return self.call(*args, **kwargs)
 
     def start_from(self, microbatch: int, root: Any) -> None:
         """Let a microbatch's backward start from something that was computed from its output.
@@ -397,7 +572,9 @@ class PipelineStage:
             microbatch: its index.
             root: a nested value, such as a loss.
         """
-        _, leaves = self._take(self._forwards, microbatch, "forward")
+        if microbatch not in self._forwards:
+            self._lacks("forward", microbatch)
+        _, leaves = self._forwards.pop(microbatch)
         self.keep(microbatch, tensors_in(root), leaves)
 
     def backward(self, microbatch: int, output_grads: Gradients | None) -> Gradients:
@@ -411,13 +588,17 @@ class PipelineStage:
         Returns:
             A gradient or ``None`` for each tensor that requires grad among forward's arguments, in order.
         """
-        roots, leaves = self._take(self._forwards, microbatch, "forward")
+        if microbatch not in self._forwards:
+            self._lacks("forward", microbatch)
+        roots, leaves = self._forwards.pop(microbatch)
         with self.shared_context:
             return self._engine.full(roots, output_grads, leaves)
 
     def backward_input(self, microbatch: int, output_grads: Gradients | None) -> Gradients:
         """The inputs' half of backward; arguments and result as :meth:`backward`."""
-        roots, leaves = self._take(self._forwards, microbatch, "forward")
+        if microbatch not in self._forwards:
+            self._lacks("forward", microbatch)
+        roots, leaves = self._forwards.pop(microbatch)
         with self.shared_context:
             gradients, self._pending[microbatch] = self._engine.input_half(
                 roots, output_grads, leaves
@@ -426,13 +607,18 @@ class PipelineStage:
 
     def backward_weight(self, microbatch: int) -> None:
         """The weights' half of backward, after :meth:`backward_input` of the same microbatch."""
-        pending = self._take(self._pending, microbatch, "backward_input")
+        if microbatch not in self._pending:
+            self._lacks("backward_input", microbatch)
+        pending = self._pending.pop(microbatch)
         with self.shared_context:
             self._engine.weight_half(pending)
 
-    def _take(self, kept: dict[int, Any], microbatch: int, what: str) -> Any:
-        if microbatch in kept:
-            return kept.pop(microbatch)
+    def weights_of_half(self, microbatch: int) -> Collection[int] | None:
+        """The weights whose gradients :meth:`backward_weight` computes, by identity; None if nobody knows."""
+        pending = self._pending.get(microbatch)
+        return pending.weights if isinstance(pending, PendingGradients) else None
+
+    def _lacks(self, what: str, microbatch: int) -> NoReturn:
         raise UsageError(
             f"stage {self.index}: microbatch {microbatch} has no {what} that is still to be used; "
             f"{what} with gradients enabled comes first, and once for each backward"
@@ -446,13 +632,16 @@ class PipelineStage:
         self._engine = SplitBackward(self._module, reduced_later=self._reduces_later)
 
 
-def enter(value: Any, leaves: list[Tensor], *, copies: bool) -> Any:
+def enter(
+    value: Any, leaves: list[Tensor], *, copies: bool, originals: list[Tensor] | None = None
+) -> Any:
     """A value whose tensors are new: no hooks, no history, nobody else's memory.
 
     Args:
         value: a nested value.
         leaves: gets a leaf for each tensor that requires grad, in order; backward leaves the gradient there.
         copies: whether to copy the data, because somebody else holds them too.
+        originals: gets the tensors for which there are leaves.
 
     Returns:
         The value with tensors that may be changed in place.
@@ -460,7 +649,9 @@ def enter(value: Any, leaves: list[Tensor], *, copies: bool) -> Any:
     if not isinstance(value, Tensor):
         if not tensors_in(value):
             return value
-        return map_tensors(value, lambda tensor: enter(tensor, leaves, copies=copies))
+        return map_tensors(
+            value, lambda tensor: enter(tensor, leaves, copies=copies, originals=originals)
+        )
     data = value.detach()
     if copies and type(data) is not Tensor:
         # torch's clone of a DTensor would carry out a sum that is pending.
@@ -468,6 +659,8 @@ def enter(value: Any, leaves: list[Tensor], *, copies: bool) -> Any:
     learns = value.requires_grad and torch.is_grad_enabled()
     if learns:
         leaves.append(data.requires_grad_())
+        if originals is not None:
+            originals.append(value)
     if copies and not value.is_meta:
         # The copy is neither a leaf nor a view, so it may be changed in place.
         data = data.clone()

@@ -12,13 +12,16 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from penstock import Checkpoints, Pipeline, PipelineStage
 from penstock.checkpoint import describe
 from penstock.errors import PenstockError
+from penstock.plan.meter import Meter
 from penstock.testing import WorkerPool
 from tests.checkpoint.runs import AFTER, BEFORE, Keeps, Run, linear, resumed, saved, stepped
+from tests.parallel.bodies import mesh_of
 
 LIMIT = 2e-6
 
@@ -64,6 +67,29 @@ def test_two_by_two_and_back(workers: WorkerPool, tmp_path: Path, how: str) -> N
     # Any other layout goes on from it.
     assert resumed(folder, "plain", 1) == pytest.approx(expected, abs=LIMIT)
     assert resumed(folder, "ZB-V", 4) == pytest.approx(expected, abs=LIMIT)
+
+
+def saved_weights(group: Any, folder: str) -> tuple[bool, int]:
+    """A worker's task: save weights of sharded stages; whether this process wrote, and the memory it took."""
+    mesh = mesh_of("dp", "pp")
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+
+    def wrap(module: nn.Module, stage: int) -> None:
+        fully_shard(module, mesh=mesh["dp"])
+
+    with Pipeline(model, ranks=2, mesh=mesh, wrap=wrap) as pipe:
+        pipe.cut(torch.zeros(2, 64))
+        with Meter() as meter:
+            pipe.weights.save(folder)
+        return mesh.get_local_rank("dp") == 0, meter.peak
+
+
+def test_only_who_writes_holds_the_weights_of_a_sharded_stage(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    """Four weights of 16 KiB a stage, of which each process has a half."""
+    for writes, most in workers.run(f"{__name__}:saved_weights", 4, folder=str(tmp_path)):
+        assert writes or most < 3 * 2**14
 
 
 class Differs(Keeps):

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from penstock import Loss, Pipeline, PipelineStage, Replicas, add_loss, collect_losses
 from penstock._engine.transport import Circle
@@ -166,6 +167,71 @@ def run_early(group: Any) -> list[int]:
 def test_a_stages_average_starts_while_other_stages_still_go_backward(workers: WorkerPool) -> None:
     for counts in workers.run(f"{__name__}:run_early", 4, 60.0):
         assert counts == [0, 1, 2]
+
+
+def run_layer_by_layer(group: Any, schedule: str) -> tuple[float, list[int]]:
+    """A worker's task: steps of stages with over 25 MiB, and the averages that have started, microbatch by
+    microbatch, when the first layer here gets its gradient.
+    """
+    mesh, counts = mesh_of("dp", "pp"), list[int]()
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(10)]).double()
+    x = torch.linspace(-1, 1, 8 * 1024, dtype=torch.float64).reshape(8, 1024)
+    cases = halves_of(Case(model, (x,), x.flip(0), mse_loss), x, x.flip(0))
+    pipe = piped(mesh, copy.deepcopy(model), schedule=schedule, microbatches=2)
+    pipe.cut(x[:1])
+    with pipe, Collectives() as collectives:
+        gaps = judge(cases, pipe, steps=2, optimizer=adamw).differences()
+        collectives.counts.clear()
+        first = next(p for _, p in pipe.weights.here.named_parameters() if p.dim() == 2)
+        hook = first.register_post_accumulate_grad_hook(
+            lambda _: counts.append(
+                sum(n for name, n in collectives.counts.items() if "allreduce" in name)
+            )
+        )
+        mine = cases[mesh.get_local_rank("dp")]
+        pipe.step(*mine.args, target=mine.target)
+        hook.remove()
+    return max(gaps.values()), counts
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1"])
+def test_layers_are_averaged_while_the_last_backward_of_their_stage_runs(
+    workers: WorkerPool, schedule: str
+) -> None:
+    """The four weights behind the first layer, and what is small in their bucket."""
+    for gap, counts in workers.run(f"{__name__}:run_layer_by_layer", 4, 60.0, schedule=schedule):
+        assert gap < 1e-12
+        assert counts == [0, 5]
+
+
+class CheckpointsTwice(nn.Module):
+    """A backward adds to the weight once for each of two checkpoints, which run backwards of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, hidden: Tensor) -> Any:
+        for _ in range(2):
+            hidden = checkpoint(self.layer, hidden, use_reentrant=True)
+        return hidden
+
+
+def run_reentrant(group: Any) -> float:
+    """A worker's task."""
+    mesh = mesh_of("dp", "pp")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), *[CheckpointsTwice() for _ in range(2)]).double()
+    with piped(mesh, copy.deepcopy(model), schedule="1F1B") as pipe:
+        judged = judge(
+            halves_of(Case(model, (X,), Y, mse_loss), X, Y), pipe, steps=3, optimizer=adamw
+        )
+        return max(judged.differences().values())
+
+
+def test_a_backward_may_add_to_a_gradient_several_times(workers: WorkerPool) -> None:
+    assert max(workers.run(f"{__name__}:run_reentrant", 4, 60.0)) < 1e-12
 
 
 def run_uneven(group: Any, schedule: str) -> float:

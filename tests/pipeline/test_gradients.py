@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penstock import PipelineStage
 from penstock import schedule as ps
-from penstock.errors import ScheduleError
+from penstock.errors import ScheduleError, StageError
 from penstock.pipeline import Pipeline
 from penstock.testing import Case, Verdict, WorkerPool, compare, plain_loop
 from tests.catalogue.cases import CASES, EDGES, LANGUAGE, LOOPED, translator
@@ -197,8 +197,39 @@ def test_a_stage_may_change_in_place_what_another_one_reads() -> None:
     stages = [PipelineStage(module, i, 3) for i, module in enumerate(modules)]
     edges = (ps.Edge("a", 0, (1, 2)), ps.Edge("b", 1, (2,)))
     pipe = Pipeline.from_stages(stages, schedule="1F1B", loss_fn=mean_loss, edges=edges)
-    pipe.step(X, target=Y)
-    torch.testing.assert_close([p.grad for p in modules.parameters()], list(expected))
+    for _ in range(2):
+        pipe.zero_grad()
+        pipe.step(X, target=Y)
+        torch.testing.assert_close([p.grad for p in modules.parameters()], list(expected))
+
+
+class Notes(nn.Linear):
+    """Notes where its arguments lie, and may change them."""
+
+    changes = False
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.memory = list[int]()
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.memory.append(input.untyped_storage().data_ptr())
+        return super().forward(input.mul_(2) if self.changes else input)
+
+
+def test_arguments_are_copied_only_where_a_stage_changes_them() -> None:
+    modules, batch = [Notes().double(), Notes().double()], X.clone()
+    stages = [PipelineStage(module, i, 2) for i, module in enumerate(modules)]
+    pipe = Pipeline.from_stages(stages, schedule="GPipe", loss_fn=mean_loss, microbatches=2)
+    pipe.step(batch, target=Y)
+    mine = batch.untyped_storage().data_ptr()
+    assert mine not in modules[0].memory[:1]
+    assert modules[0].memory[1:] == [mine]
+    # What shows itself in the first call is copied from then on; what comes later is refused.
+    modules[1].changes = True
+    with pytest.raises(StageError, match=r"stage 1.*changed a tensor in place.*clone"):
+        pipe.step(batch, target=Y)
+    assert torch.equal(batch, X)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1"])

@@ -5,36 +5,39 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from itertools import repeat
+from operator import attrgetter
 from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from penstock.errors import PenstockError, StageError, UsageError
 
 Gradients: TypeAlias = tuple[Tensor | None, ...]
 
 
-def seeds_of(outputs: Any, grads: Any) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The outputs that have a gradient, and their gradients; None for one stands for 1.
+def seeds_of(outputs: Any, grads: Any) -> tuple[list[GradientEdge], list[Tensor | None]]:
+    """The edges of outputs that have a gradient, and their gradients; None for one stands for 1.
 
     Args:
-        outputs: a tensor, or a list or tuple of tensors. Those that need no gradient are skipped.
+        outputs: a tensor or an edge, or a list or tuple of them. Those that need no gradient are skipped.
         grads: a gradient or None for each of them; None in place of it all says that every output is a
             scalar, whose gradient is one.
     """
-    if isinstance(outputs, Tensor):
+    if isinstance(outputs, Tensor | GradientEdge):
         outputs, grads = (outputs,), None if grads is None else (grads,)
-    if grads is None:
-        roots = [output for output in outputs if output.requires_grad]
-        return roots, list(map(_one, roots))
-    roots, seeds = [], []
-    for output, grad in zip(outputs, grads, strict=True):
-        if grad is not None and output.requires_grad:
-            roots.append(output)
-            seeds.append(grad)
-    return roots, seeds
+    edges, seeds = list[GradientEdge](), list[Tensor | None]()
+    for output, grad in zip(outputs, outputs if grads is None else grads, strict=True):
+        if grad is None:
+            continue
+        if isinstance(output, GradientEdge):
+            edges.append(output)
+            seeds.append(None if grads is None else grad)
+        elif output.requires_grad:
+            edges.append(get_gradient_edge(output))
+            seeds.append(_one(output) if grads is None else grad)
+    return edges, seeds
 
 
 def _one(output: Tensor) -> Tensor | None:
@@ -44,16 +47,16 @@ def _one(output: Tensor) -> Tensor | None:
 
 
 def backward_to(
-    roots: Sequence[Any],
+    roots: Sequence[GradientEdge],
     seeds: Sequence[Tensor | None],
-    input_values: Sequence[Any],
+    input_values: Sequence[Any] = (),
     ends: Sequence[GradientEdge] = (),
 ) -> Gradients:
-    """Run backward once, and add to the ``.grad`` of the weights on the way.
+    """Run one pass of autograd, and add to the ``.grad`` of the weights on the way.
 
     Args:
-        roots: the outputs that have a gradient.
-        seeds: their gradients.
+        roots: the edges that it starts from.
+        seeds: their gradients; None stands for 1, for a scalar.
         input_values: the inputs of the stage; they need not be leaves, nor tensors.
         ends: the only edges to go to; everywhere by default.
 
@@ -69,9 +72,22 @@ def backward_to(
             if not value.is_leaf:
                 value.retain_grad()
     try:
-        run_backward(roots, seeds, ends)
+        if any(map(operator.is_, seeds, repeat(None))):
+            torch.autograd.backward(roots, seeds, inputs=ends or None)
+        elif roots:
+            # What `backward` checks before it calls this takes a quarter of a tiny stage's backward pass, and
+            # the engine checks the gradients' shapes and types itself. Seen in torch 2.13.
+            _engine_run_backward(
+                tuple(roots),
+                tuple(seeds),
+                False,
+                False,
+                tuple(ends),
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
         if len(inputs) == len(input_values):
-            return tuple([value.grad for value in inputs])
+            return tuple(map(_GRAD, inputs))
         return tuple(
             [
                 value.grad if isinstance(value, Tensor) and value.requires_grad else None
@@ -83,32 +99,7 @@ def backward_to(
             value.grad = None
 
 
-def run_backward(
-    roots: Sequence[Any], seeds: Sequence[Tensor | None], ends: Sequence[GradientEdge] = ()
-) -> None:
-    """Run one pass of autograd that adds to ``.grad``.
-
-    Args:
-        roots: tensors or edges.
-        seeds: their gradients; None stands for 1, for a scalar.
-        ends: the only edges to go to; everywhere by default.
-    """
-    if not roots:
-        return
-    if any(map(operator.is_, seeds, repeat(None))):
-        torch.autograd.backward(roots, seeds, inputs=ends or None)
-        return
-    # What `backward` checks before it calls this takes a quarter of a tiny stage's backward pass, and the
-    # engine checks the gradients' shapes and types itself. Seen in torch 2.13.
-    _engine_run_backward(
-        tuple(roots),
-        tuple(seeds),
-        False,
-        False,
-        tuple(ends),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
+_GRAD = attrgetter("grad")
 
 
 # ---- errors
@@ -151,10 +142,10 @@ def _check_seeds(outputs: Any, grads: Any) -> None:
         UsageError: they are not.
     """
     values = {"outputs": outputs} if grads is None else {"outputs": outputs, "gradients": grads}
-    if isinstance(outputs, Tensor):
+    if isinstance(outputs, Tensor | GradientEdge):
         values = {name: [value] for name, value in values.items()}
     for what, listed in values.items():
-        kinds = Tensor if what == "outputs" else (Tensor, type(None))
+        kinds = (Tensor, GradientEdge) if what == "outputs" else (Tensor, type(None))
         if not isinstance(listed, list | tuple):
             raise UsageError(f"{what}: a {type(listed).__name__}; give a tensor, {_FLAT}")
         for place, value in enumerate(listed):
@@ -202,6 +193,8 @@ def shapes_text(value: Any) -> str:
     if isinstance(value, Tensor):
         grad = ", requires_grad" if value.requires_grad else ""
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{grad}"
+    if isinstance(value, GradientEdge):
+        return f"what {value.node.name()} gave"
     if isinstance(value, (tuple, list)):
         return "(" + ", ".join(map(shapes_text, value)) + ")"
     return type(value).__name__

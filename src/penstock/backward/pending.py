@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from penstock._engine import compiled
 from penstock.backward.nodes import LEAF, edge_to, is_recomputed, read_early
 from penstock.backward.operations import Operation
-from penstock.backward.passes import Gradients, run_backward
+from penstock.backward.passes import Gradients, backward_to
 from penstock.errors import StageError
 
 
@@ -179,6 +179,17 @@ class PendingGradients:
             use.node = None
         self._reading.clear()
 
+    @property
+    def weights(self) -> set[int]:
+        """The weights whose gradients wait, by identity."""
+        ahead: list[Any] = [edge.node for use in self.uses for edge in use.edges]
+        reached = set(ahead)
+        for node in ahead:
+            below = {successor for successor, _ in node.next_functions if successor} - reached
+            reached |= below
+            ahead += below
+        return {id(node.variable) for node in reached if type(node) is LEAF}
+
     def deliver(self) -> None:
         """Add the gradients to the weights' ``.grad``; nothing waits then."""
         batches: dict[int, list[WeightUse]] = {}
@@ -206,7 +217,7 @@ def _deliver(uses: Iterable[WeightUse]) -> None:
         with torch.enable_grad():
             root = cast("Any", _Handover).apply(gradients, *weights)
         sums[get_gradient_edge(root)] = root.detach()
-    run_backward([*sums], [*sums.values()])
+    backward_to([*sums], [*sums.values()])
 
 
 def _plus(before: Tensor, gradient: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 
 from penstock._engine import compiled
 from penstock.backward.nodes import LEAF, has_hooks, node_of, saved_names
@@ -34,6 +34,11 @@ BATCH_BYTES = 2**20
 class MicrobatchGraph:
     """The nodes below some outputs.
 
+    Args:
+        roots: the edges of the outputs.
+        seeds: their gradients; None for a scalar's.
+        inputs: the inputs of the stage.
+
     Attributes:
         nodes: the outputs' nodes first, then in a fixed order.
         edges: for each node, its edges: the node below, or None, and which of its inputs.
@@ -43,14 +48,18 @@ class MicrobatchGraph:
             whose ends have about as many elements.
     """
 
-    def __init__(self, outputs: Iterable[Tensor], inputs: Iterable[Any]) -> None:
+    def __init__(
+        self,
+        roots: Iterable[GradientEdge],
+        seeds: Iterable[Tensor | None],
+        inputs: Iterable[Any],
+    ) -> None:
         # Edges that lead nowhere have None for a node.
         positions: dict[Any, int] = {None: -1}
         nodes: list[Any] = []
         sizes: list[int] = []
-        for output in outputs:
-            sizes.append(output.numel().bit_length())
-            node = output.grad_fn or node_of(output)
+        for (node, _, _), seed in zip(roots, seeds, strict=True):
+            sizes.append(1 if seed is None else seed.numel().bit_length())
             if positions.setdefault(node, len(nodes)) == len(nodes):
                 nodes.append(node)
         edges: list[Any] = []
@@ -76,8 +85,7 @@ class MicrobatchGraph:
                 sizes.append(value.numel().bit_length())
                 # A plain leaf is no weight.
                 if not (type(value) is Tensor and value.is_leaf):
-                    node = value.grad_fn or node_of(value)
-                    self.others.append(positions.get(node))
+                    self.others.append(positions.get(value.grad_fn or node_of(value)))
         self.shape = (self.roots, *sizes, *self.others, *shape)
 
 

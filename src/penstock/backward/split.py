@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from penstock.backward.nodes import edge_to
 from penstock.backward.passes import Gradients, backward_to, raise_from, seeds_of
@@ -73,7 +73,8 @@ class SplitBackward:
         """Compute the inputs' gradients, and those of the weights that cannot wait.
 
         Args:
-            outputs: what forward returned, or its loss: a tensor, or a flat list of tensors.
+            outputs: what forward returned, or its loss: a tensor, or a flat list of tensors. A gradient edge
+                may stand for a tensor, whose memory is then free (``torch.autograd.graph``).
             output_grads: a gradient or None for each. They must stay as they are until the other half. None
                 in place of it all says that each output is a loss.
             inputs: the inputs of the stage. They need not be leaves, nor tensors.
@@ -90,7 +91,7 @@ class SplitBackward:
         pending = PendingGradients()
         try:
             roots, seeds = seeds_of(outputs, output_grads)
-            ends = self._prepare(roots, inputs, pending)
+            ends = self._prepare(roots, seeds, inputs, pending)
             grads = backward_to(roots, seeds, inputs, ends)
         except Exception as error:
             raise_from(error, "the inputs' half of backward", self._module, outputs, output_grads)
@@ -111,7 +112,11 @@ class SplitBackward:
             raise_from(error, "the weights' half of backward", self._module)
 
     def _prepare(
-        self, roots: Sequence[Tensor], inputs: Sequence[Any], pending: PendingGradients
+        self,
+        roots: Sequence[GradientEdge],
+        seeds: Sequence[Tensor | None],
+        inputs: Sequence[Any],
+        pending: PendingGradients,
     ) -> list[GradientEdge]:
         """Let ``pending`` watch the uses that wait; return where the inputs' half goes.
 
@@ -123,7 +128,7 @@ class SplitBackward:
             self._log(reason)
         if self._is_whole:
             return []
-        graph = MicrobatchGraph(roots, inputs)
+        graph = MicrobatchGraph(roots, seeds, inputs)
         plan = self._plans.get(graph.shape)
         uses = None if plan is None else plan.uses_in(graph)
         if plan is None or uses is None:
@@ -138,7 +143,7 @@ class SplitBackward:
             return []
         pending.watch(uses)
         if plan.keeps_outputs:
-            pending.owners = list(map(get_gradient_edge, roots))
+            pending.owners = list(roots)
         return [edge_to((graph.nodes[end], 0, None)) for end in plan.ends]
 
     def _remember(self, graph: MicrobatchGraph, plan: SplitPlan) -> None:

@@ -85,7 +85,7 @@ def stage_backward_input(
     outputs, grads = _flat(stage_outputs_or_loss, output_grads)
     if grads is None:
         grads = list(map(torch.ones_like, outputs))
-    graph: list[Any] = MicrobatchGraph(seeds_of(outputs, grads)[0], ()).nodes
+    graph: list[Any] = MicrobatchGraph(*seeds_of(outputs, grads), ()).nodes
     leaves = {id(v): (v, v.grad) for v in input_values if isinstance(v, Tensor) and v.is_leaf}
     others = [node for node in graph if type(node) is LEAF and id(node.variable) not in leaves]
     shares = SharedGradients([node.variable for node in others])

@@ -158,9 +158,13 @@ class PipelineStage(StageBase, engine.PipelineStage):
 
     # ---- the methods that the engine calls
 
-    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the module for a microbatch; see the engine's stage."""
-        output = super().run(args, kwargs)
+    def _set_up(self) -> None:
+        super()._set_up()
+        self._run, self.call = self.call, self._call_noted
+
+    def _call_noted(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module; compare the first microbatch's shapes, and note what a call by hand wants."""
+        output = self._run(*args, **kwargs)
         if self._expected:
             self._compare(args, output)
         if self._noted is not None:
@@ -209,8 +213,10 @@ class PipelineStage(StageBase, engine.PipelineStage):
         """Run the weights' half; with ``dw_builder``, what it built."""
         if self.dw_builder is None:
             super().backward_weight(microbatch)
+        elif microbatch in self._pending:
+            self._pending.pop(microbatch)()
         else:
-            self._take(self._pending, microbatch, "backward_input")()
+            self._lacks("backward_input", microbatch)
 
     def start(self, schedule: Schedule | None, chunks: int, *, trains: bool) -> None:
         """Begin a step: drop what a step by hand left, and record where a schedule places the stages."""

@@ -280,6 +280,7 @@ class Order:
         done = backward.cumsum()
         arriving = self._next_ones(forward.cumsum()) * costs.taken[stage]
         arriving = arriving + self._next_ones(done) * costs.returned[stage]
+        arriving = arriving + np.minimum(forward.cumsum() - done, AHEAD) * costs.given[stage]
         return arriving + np.minimum(done - backward, AHEAD - backward) * costs.sent[stage]
 
     def _next_ones(self, used: Any) -> Any:

@@ -193,6 +193,7 @@ class StageCosts:
         taken: the bytes of the values that arrive from other ranks.
         returned: the bytes of the gradients that arrive from other ranks.
         sent: the bytes of the gradients that it sends to other ranks.
+        given: the bytes of the values that it sends to other ranks and keeps no longer than that.
         left: the bytes of the gradients that its backward leaves on its rank for other stages there, less
             those that it uses up.
         edges: the values that travel between stages.
@@ -213,6 +214,7 @@ class StageCosts:
     taken: Numbers
     returned: Numbers
     sent: Numbers
+    given: Numbers
     left: tuple[float, ...]
     edges: tuple[Edge, ...]
     message: Mapping[str, Number]
@@ -227,7 +229,7 @@ class StageCosts:
             raise UsageError("extra= needs the bytes of each op: F, I, W and B")
         numbers = (
             self.input, self.weight, self.backward, self.activation, self.stash, self.kinds, self.taken,
-            self.returned, self.sent, self.left, *self.extra.values(),
+            self.returned, self.sent, self.given, self.left, *self.extra.values(),
         )  # fmt: skip
         if {*map(len, numbers)} != {len(self.forward)}:
             raise UsageError("the costs of stages need one number per stage everywhere")
@@ -260,7 +262,8 @@ class StageCosts:
 
     def messages(self, stage: int) -> float:
         """The most bytes that a stage's messages take while they wait to be used or sent."""
-        return AHEAD * (self.taken[stage] + self.returned[stage] + self.sent[stage])
+        of_stage = self.taken[stage], self.returned[stage], self.sent[stage], self.given[stage]
+        return AHEAD * sum(of_stage)
 
     def static_on(self, placement: Placement, rank: int) -> float:
         """The bytes that a rank always holds: weights, gradients and optimizer states."""
@@ -377,6 +380,7 @@ class UnitCosts:
             taken=tuple(travel.entering),
             returned=tuple(travel.returned),
             sent=tuple(travel.sent),
+            given=tuple(travel.given),
             left=tuple(travel.left),
             edges=tuple(travel.edges),
             message=travel.bytes,
@@ -446,8 +450,8 @@ class _Travel:
     Attributes:
         inside: the bytes of values that each stage's own graphs keep.
         entering: the bytes of values that each stage gets from other ranks.
-        leaving: the bytes of values that each stage sends, and keeps to start backward from.
-        returned, sent, left: As in ``StageCosts``.
+        leaving: the bytes of values that each stage hands on, and that its rank keeps until backward.
+        returned, sent, given, left: As in ``StageCosts``.
         pending: the bytes of gradients that wait, while a unit runs, for earlier units of its stage.
         handled: in forward and in backward, the bytes of each stage's messages, by the stage at the other
             end and whether it sends.
@@ -461,6 +465,7 @@ class _Travel:
         self._runs, self._rank_of, self._again = runs, rank_of, again
         self._stage_of = [stage for stage, run in enumerate(runs) for _ in run]
         self.inside, self.entering, self.leaving = ([0.0] * len(runs) for _ in range(3))
+        self.given = [0.0] * len(runs)
         self.returned, self.sent, self.left = ([0.0] * len(runs) for _ in range(3))
         self.pending = [0.0] * len(of.units)
         self.handled: list[list[dict[tuple[int, bool], float]]] = [
@@ -477,7 +482,12 @@ class _Travel:
         if value.gradient:
             self._let_gradients_wait(value)
         if users:
-            self.leaving[home] += value.bytes
+            # What no graph on this rank has saved is free once its message has been used.
+            inside = [n for n in (value.source, *value.targets) if self._stage_of[n] == home]
+            kept = any(n in self._again or n in value.kept for n in inside if n != value.source)
+            kept |= value.source in value.kept and value.source not in self._again
+            kept |= any(self._rank_of[user] == self._rank_of[home] for user in users)
+            (self.leaving if kept else self.given)[home] += value.bytes
             self.edges.append(Edge(value.name, home, tuple(users), value.gradient))
             self.bytes[value.name] = value.bytes
         elif self._is_kept(value):

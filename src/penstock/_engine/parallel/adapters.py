@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -49,6 +49,13 @@ class Adapter:
             trains: whether the call runs backward.
             gathers: whether to gather parameters now, rather than when the schedule says or when they are
                 used.
+        """
+
+    def watch(self, adds_to: Collection[int] | None) -> None:
+        """Note that the stage's last backward begins: what it completes may be reduced.
+
+        Args:
+            adds_to: the parameters to whose gradients it may add, by identity; all by default.
         """
 
     def done(self, microbatch: int) -> None:
@@ -116,15 +123,19 @@ class Averaging(Adapter):
     def begin(self, microbatches: int, *, trains: bool = True, gathers: bool = True) -> None:
         """Prepare for a call."""
         self._reduced = not trains
-        self._buffers = ()
+        parameters, self._buffers = self._tensors() if trains else ((), ())
+        self._average.take(parameters)
+
+    def watch(self, adds_to: Collection[int] | None) -> None:
+        """Start the all-reduces as backward completes the gradients."""
+        self._average.watch(adds_to)
 
     def reduce(self) -> None:
-        """Start the all-reduces, once."""
+        """Start those that have not begun."""
         if not self._reduced:
             self._reduced = True
-            parameters, self._buffers = self._tensors()
             with self._apart():
-                self._average.start(parameters)
+                self._average.start()
 
     def finish(self) -> None:
         """Wait for the all-reduces, and copy buffers from the first replica."""
@@ -331,6 +342,17 @@ class Adapters:
         for adapters in self._of_stage.values():
             for adapter in adapters:
                 adapter.begin(self._count, trains=self._trains, gathers=gathers)
+
+    def watch(self, stage: int, adds_to: Callable[[], Collection[int] | None]) -> None:
+        """Note that a backward begins, which may be the last one of the stage that has its turn.
+
+        Args:
+            stage: the stage.
+            adds_to: returns the parameters to whose gradients it may add, see :meth:`Adapter.watch`.
+        """
+        if self._turns[-1:] == [stage] and self._left[stage] == 1:
+            for adapter in self._of_stage[stage]:
+                adapter.watch(adds_to())
 
     def done(self, stage: int, microbatch: int) -> None:
         """Note that a microbatch's backward through a stage is over."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,15 +15,21 @@ from penstock._engine.faults import Activity
 from penstock._engine.parallel.groups import ranks_in
 from penstock._engine.parallel.tensors import is_sharded, local_part, with_local
 from penstock._engine.parallel.wrapping import mesh_ranks, spread_parts
+from penstock.errors import UsageError
 
 BUCKET_BYTES = 25 * 2**20
 """The number of bytes reduced at a time, as in DistributedDataParallel."""
+LARGE_BYTES = 2**20
+"""Gradients of at least so many bytes are reduced by themselves, where they lie."""
 
 
 class GradientAverage:
-    """Averages gradients over replicas, with one all-reduce for each 25 MiB.
+    """Averages gradients over replicas where they lie, bucket by bucket, while backward still runs.
 
-    A replica also sends which gradients it has: one that no replica has stays None.
+    All replicas reduce in one order: from the last parameter to the first, as backward mostly completes them.
+    A bucket starts once its gradients are complete, and those before it have started. Its large gradients are
+    reduced in place; copies of the small ones go in one message, with flags that say which gradients a
+    replica has: one that no replica has stays None.
 
     Args:
         group: the process group of the replicas.
@@ -33,43 +40,115 @@ class GradientAverage:
         self._group = group
         self._activity = activity or Activity(0)
         self._members = dist.get_process_group_ranks(group)
-        self._under_way: deque[tuple[Any, Tensor, list[nn.Parameter], Any]] = deque()
+        self._waiting: deque[list[nn.Parameter]] = deque()
+        self._under_way: deque[tuple[list[Any], list[Tensor], Tensor, list[nn.Parameter], Any]] = (
+            deque()
+        )
+        self._hooks: list[Any] = []
+        self._complete: set[int] = set()
+        """The parameters whose gradients are complete, by identity, while a backward is watched."""
+        self._is_simple: bool | None = None
+        """Whether a backward adds to each gradient once; known after the first, which is only watched."""
 
-    def start(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Start the all-reduces; each replica has the same parameters in the same order."""
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        for bucket in _buckets(trained):
-            parts = [_flat_gradient(parameter) for parameter in bucket]
-            present = parts[0].new_tensor([parameter.grad is not None for parameter in bucket])
-            flat = torch.cat([*parts, present]).div_(self._group.size())
-            come = self._activity.arrive(self._members)
-            work = dist.all_reduce(flat, group=self._group, async_op=True)
-            self._under_way.append((work, flat, bucket, come))
+    def take(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take up the gradients of a step; each replica has the same parameters in the same order."""
+        self.forget()
+        self._waiting += _buckets([p for p in parameters if p.requires_grad][::-1])
+
+    def watch(self, adds_to: Collection[int] | None) -> None:
+        """Start each bucket as soon as the next backward, which is the last one, has completed it.
+
+        Args:
+            adds_to: the parameters to whose gradients it may add, by identity; all by default.
+        """
+        if self._is_simple is False:
+            return
+        for parameter in chain.from_iterable(self._waiting):
+            if adds_to is None or id(parameter) in adds_to:
+                hook = parameter.register_post_accumulate_grad_hook(self._note_added)
+                self._hooks.append(hook)
+            else:
+                self._complete.add(id(parameter))
+
+    def _note_added(self, parameter: Tensor) -> None:
+        again = id(parameter) in self._complete
+        if again and self._is_simple:
+            raise UsageError(
+                "a backward adds to one gradient several times, as reentrant checkpoints of layers with a "
+                "shared weight do, and did not in the first step: it may be on its way to the other replicas "
+                "by then. Checkpoint with use_reentrant=False"
+            )
+        self._is_simple = False if again else self._is_simple
+        self._complete.add(id(parameter))
+        while self._is_simple and self._waiting and self._is_complete(self._waiting[0]):
+            self._start(self._waiting.popleft())
+
+    def _is_complete(self, bucket: Sequence[nn.Parameter]) -> bool:
+        return self._complete.issuperset(map(id, bucket))
+
+    def start(self) -> None:
+        """Start what remains: all gradients are complete."""
+        if self._hooks and self._is_simple is None:
+            self._is_simple = True
+        self._end_watch()
+        while self._waiting:
+            self._start(self._waiting.popleft())
+
+    def _start(self, bucket: list[nn.Parameter]) -> None:
+        works: list[Any] = []
+        large: list[Tensor] = []
+        small: list[Tensor] = []
+        for parameter in bucket:
+            part = _dense_gradient(parameter)
+            if part.nbytes < LARGE_BYTES:
+                small.append(part.flatten())
+            else:
+                large.append(part.div_(self._group.size()))
+        dtype, device = _kind(bucket[0])
+        there = [parameter.grad is not None for parameter in bucket]
+        flags = torch.tensor(there, dtype=dtype, device=device)
+        flat = torch.cat([*small, flags]).div_(self._group.size())
+        come = self._activity.arrive(self._members)
+        for tensor in (*large, flat):
+            works.append(dist.all_reduce(tensor, group=self._group, async_op=True))
+        self._under_way.append((works, large, flat, bucket, come))
 
     def finish(self, what: str = "the average of gradients") -> None:
-        """Wait for the all-reduces, and replace each ``.grad`` by the average.
+        """Wait for the all-reduces, and leave the averages in ``.grad``.
 
         Args:
             what: what is waited for, in words.
         """
         while self._under_way:
-            work, flat, bucket, come = self._under_way.popleft()
+            works, large, flat, bucket, come = self._under_way.popleft()
             self._activity.wait(what, collective=come)
-            work.wait()
-            sizes = [local_part(parameter).numel() for parameter in bucket]
-            *parts, present = flat.split([*sizes, len(bucket)])
-            if any(parameter.grad is None for parameter in bucket):
-                somewhere = present.ne(0).tolist()
-            else:
-                somewhere = [True] * len(bucket)
-            for parameter, part, has_gradient in zip(bucket, parts, somewhere, strict=True):
+            for work in works:
+                work.wait()
+            flags = flat[-len(bucket) :]
+            has_all = all(parameter.grad is not None for parameter in bucket)
+            somewhere = [True] * len(bucket) if has_all else flags.ne(0).tolist()
+            of_large, start = iter(large), 0
+            for parameter, has_gradient in zip(bucket, somewhere, strict=True):
+                size = local_part(parameter).numel()
+                if _bytes_of(parameter) >= LARGE_BYTES:
+                    part = next(of_large)
+                else:
+                    part, start = flat[start : start + size], start + size
                 if has_gradient:
-                    _replace_gradient(parameter, part)
+                    _set_gradient(parameter, part)
         self._activity.go_on()
 
     def forget(self) -> None:
         """Forget the all-reduces of a call that was interrupted."""
+        self._end_watch()
         self._under_way.clear()
+        self._waiting.clear()
+
+    def _end_watch(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._complete.clear()
 
 
 def _kind(tensor: Tensor) -> tuple[Any, torch.device]:
@@ -93,23 +172,30 @@ def _buckets(tensors: Iterable[Any]) -> Iterator[list[Any]]:
             yield bucket
 
 
-def _flat_gradient(parameter: nn.Parameter) -> Tensor:
+def _bytes_of(parameter: nn.Parameter) -> int:
+    """The bytes of a parameter's gradient in this process."""
+    return int(local_part(parameter).numel() * _kind(parameter)[0].itemsize)
+
+
+def _dense_gradient(parameter: nn.Parameter) -> Tensor:
+    """A gradient's dense numbers in this process: where they lie if they can be reduced there."""
     dtype, device = _kind(parameter)
     if parameter.grad is None:
-        return torch.zeros(local_part(parameter).numel(), dtype=dtype, device=device)
+        return torch.zeros(local_part(parameter).shape, dtype=dtype, device=device)
     part = local_part(parameter.grad)
-    return (part.to_dense() if part.is_sparse else part).flatten().to(dtype)
+    return (part.to_dense() if part.is_sparse else part).to(dtype).contiguous()
 
 
-def _replace_gradient(parameter: nn.Parameter, flat: Tensor) -> None:
+def _set_gradient(parameter: nn.Parameter, average: Tensor) -> None:
+    """Leave an average in ``.grad``, unless it lies there already."""
     gradient, shape = parameter.grad, local_part(parameter).shape
     if gradient is None:
-        # A copy, since a view would keep the whole bucket alive.
-        parameter.grad = with_local(parameter, flat.view(shape).clone())
+        # A copy, since a view would keep the whole message alive.
+        parameter.grad = with_local(parameter, average.view(shape).clone())
     elif gradient.is_sparse:
-        parameter.grad = flat.view(shape).to_sparse(gradient.sparse_dim())
-    else:
-        local_part(gradient).copy_(flat.view(shape))
+        parameter.grad = average.view(shape).to_sparse(gradient.sparse_dim())
+    elif local_part(gradient).data_ptr() != average.data_ptr():
+        local_part(gradient).copy_(average.view(shape))
 
 
 def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:

@@ -66,7 +66,7 @@ def _assembled(
 
 def whole(tensor: Tensor) -> Tensor:
     """The whole tensor, detached. Every process of a DTensor's mesh must call this together."""
-    return gathered(tensor).detach()
+    return (tensor.full_tensor() if is_sharded(tensor) else tensor).detach()
 
 
 def gathered(tensor: Tensor) -> Tensor:

@@ -131,6 +131,36 @@ class Hooks:
                 ) from error
 
 
+class WatchedAction:
+    """An action under the user's hooks, which learn what it was given and what came of it.
+
+    Args:
+        hooks: the hooks, if any.
+        action: the action.
+        rank: the rank that runs it.
+        module: its stage's module.
+
+    Attributes:
+        outputs: what has come of it, for the hooks after it.
+    """
+
+    def __init__(self, hooks: Hooks | None, action: Action, rank: int, module: nn.Module) -> None:
+        self._hooks, self._place, self.rank = hooks, (action, rank, module), rank
+        self._inputs: Any = None
+        self.outputs: Any = None
+
+    def begin(self, inputs: Any = None) -> None:
+        """Call the hooks before the action."""
+        if self._hooks is not None:
+            self._inputs = inputs
+            self._hooks.call("before", ActionEvent(*self._place, inputs))
+
+    def end(self) -> None:
+        """Call the hooks after it."""
+        if self._hooks is not None:
+            self._hooks.call("after", ActionEvent(*self._place, self._inputs, self.outputs))
+
+
 class Recorder:
     """Records the start and end of actions, in seconds since it was made.
 

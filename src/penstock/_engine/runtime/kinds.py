@@ -30,6 +30,7 @@ from penstock._engine.values import (
     unflatten,
 )
 from penstock.errors import AgreementError, UsageError
+from penstock.stage import Binding
 
 Key = int | str
 """An argument, by position or name."""
@@ -375,6 +376,7 @@ class Kind:
         path: a hash of what the author's code does in it.
         plan: what the partition plans for it; None for stages that were placed by hand.
         keywords: for each stage that was placed by hand, the names of the keyword arguments that it gets.
+        bindings: how each stage of this process is called.
         layouts: of the messages, by the number of the wire.
         missing: for each edge of which a gradient was missing once, the layouts of its gradients.
         plain: the edges whose values are known to be able to travel.
@@ -388,6 +390,7 @@ class Kind:
     path: str = ""
     plan: Any = None
     keywords: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    bindings: Mapping[int, Binding] = field(default_factory=dict)
     layouts: dict[int, Layout] = field(default_factory=dict)
     missing: dict[str, list[TensorLayout]] = field(default_factory=dict)
     plain: set[str] = field(default_factory=set)

@@ -11,7 +11,7 @@ from zlib import crc32
 from penstock._engine.parallel import ranks_in
 from penstock._engine.runtime.loss import Replicas
 from penstock.errors import AgreementError, listed
-from penstock.stage import PipelineStage
+from penstock.stage import PipelineStage, StageModule
 
 
 def mark_of(stages: Iterable[PipelineStage]) -> int:
@@ -57,7 +57,7 @@ class Learning:
         if len(marks) < 2 or exchange is None:
             return None
         here = [
-            name if stage.planned else f"{name} of stage {stage.index}"
+            name if isinstance(stage.code, StageModule) else f"{name} of stage {stage.index}"
             for stage in self.stages
             for name, parameter in stage.named_parameters()
             if parameter.requires_grad

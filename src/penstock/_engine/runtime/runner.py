@@ -33,7 +33,7 @@ from penstock._engine.rng import Draws, generators_kept
 from penstock._engine.runtime.alike import Sampled, Turns, check_alike, may_differ, samples_of
 from penstock._engine.runtime.calls import REFUSED, Call, StepState, exchange_or_refuse
 from penstock._engine.runtime.cut import BROKEN, Example, LateCut, agree_on_cut, make_together
-from penstock._engine.runtime.interpreter import Interpreter, Program
+from penstock._engine.runtime.interpreter import Interpreter
 from penstock._engine.runtime.job import refusal_in_job
 from penstock._engine.runtime.kinds import (
     Agreement,
@@ -47,6 +47,7 @@ from penstock._engine.runtime.kinds import (
 )
 from penstock._engine.runtime.learning import Learning, mark_of
 from penstock._engine.runtime.loss import Replicas, StepLoss, Weights
+from penstock._engine.runtime.program import Program
 from penstock._engine.runtime.result import Numbers
 from penstock._engine.runtime.stopping import GracefulStop
 from penstock._engine.transport import (
@@ -108,6 +109,7 @@ class Runner:
         self._planned: StageModule | None = None
         self._numbers = Numbers()
         self._adapters: dict[int, Adapter] = {}
+        self._averages: dict[int, ReplicatedStage] = {}
         self._known = KnownCalls()
         self._turns = Turns()
         self._failure: BaseException | None = None
@@ -225,7 +227,9 @@ class Runner:
             PenstockError: the call was refused, and nothing was sent or changed; or it failed.
         """
         with self._carrying_out(call) as step:
-            self.interpreter.run(step.agreement.program, step, self.transport)
+            program = step.agreement.program
+            with self.interpreter.step(program, step, self.transport):
+                self.interpreter.run(program.instructions)
         return step
 
     @contextmanager
@@ -237,8 +241,8 @@ class Runner:
         """
         with self._carrying_out(call) as step:
             program = step.agreement.program
-            with self.interpreter.driven(program, step, self.transport) as perform:
-                yield step, perform
+            with self.interpreter.step(program, step, self.transport, in_order=False):
+                yield step, lambda action: self.interpreter.run([program.instruction(action)])
 
     @contextmanager
     def _carrying_out(self, call: Call) -> Iterator[StepState]:
@@ -628,6 +632,16 @@ class Runner:
             program = Program(schedule, None if self.transport is None else self.transport.rank)
         plans = [kind.plan for kind in of_parts]
         flows = tuple(program.flow(None if plan is None else plan.edges) for plan in plans)
+        for kind, flow in zip(of_parts, flows, strict=True):
+            if kind in new:
+                kind.bindings = {
+                    index: stage.binding(
+                        [edge.value for edge in flow.inputs[index]],
+                        [edge.value for edge in flow.outputs[index]],
+                        kind.keywords.get(index, ()),
+                    )
+                    for index, stage in self.stages.items()
+                }
         return Agreement(model_call, tuple(of_parts), program, flows)
 
     def _keywords(self, names: Iterable[Key], schedule: Schedule) -> dict[int, list[str]]:
@@ -735,12 +749,14 @@ class Runner:
                 self.stages[index].reduce_later()
         if call.trains and call.loss is not None and call.loss.replicas.group is not None:
             for index, stage in self.stages.items():
-                average = ReplicatedStage(
-                    stage.module,
-                    partial(attrgetter("shared_context"), stage),
-                    call.loss.replicas.group,
-                    self.interpreter.activity,
-                )
+                average = self._averages.get(index)
+                if average is None or not average.fits(stage.module):
+                    average = self._averages[index] = ReplicatedStage(
+                        stage.module,
+                        partial(attrgetter("shared_context"), stage),
+                        call.loss.replicas.group,
+                        self.interpreter.activity,
+                    )
                 of_stage.setdefault(index, []).append(average)
         if not of_stage:
             yield
@@ -860,7 +876,8 @@ def _state_of(stage: PipelineStage) -> str:
 
 def _argument_names(stage: PipelineStage) -> list[str] | None:
     """The names of a plain stage's arguments, in order; None for a stage that is called by plan."""
-    return None if stage.planned else argument_names(unwrapped(stage.module))
+    is_cut = isinstance(stage.code, StageModule)
+    return None if is_cut else argument_names(unwrapped(stage.module))
 
 
 def argument_names(module: nn.Module) -> list[str]:

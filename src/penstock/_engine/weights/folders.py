@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from penstock._engine.parallel import whole
+from penstock._engine.parallel import is_sharded, whole
 from penstock._engine.weights.files import SAVE, WeightFiles, entries, write_file
 from penstock._engine.weights.initialise import give_data
 from penstock._engine.weights.lease import Lease
@@ -179,7 +179,12 @@ def save_weights(
             check_arrived(folder)
             written = []
             for index, of in files.items():
-                state = {name: whole(tensor) for name, tensor in of.items()}
+                state: dict[str, Tensor] = {}
+                for name, tensor in of.items():
+                    # All gather one after the other; only who writes keeps them, and not on its device.
+                    gathered = whole(tensor)
+                    if writes:
+                        state[name] = gathered.cpu() if is_sharded(tensor) else gathered
                 if writes:
                     written.append([index, save_stage(state, folder, index, stages, save)])
             return written

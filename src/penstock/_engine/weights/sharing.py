@@ -176,7 +176,6 @@ class SharedWeights:
         between = {
             id(buffer)
             for stage in self._stages.values()
-            if stage.planned
             for module in stage.around
             for buffer in module._buffers.values()
         }
