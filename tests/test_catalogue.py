@@ -19,6 +19,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 BATCH = 12
 """How many programs a test runs between processes."""
 NAMES = [*PROGRAMS]
+ARCHITECTURES = [name for name in BETWEEN if name.startswith("architecture: ")]
+BY_DAY = [*ARCHITECTURES[::3], *(name for name in BETWEEN if name not in ARCHITECTURES)]
+"""Of what units are and how they are called, one process shows most; messages differ less."""
+BATCHES = [BY_DAY[at : at + BATCH] for at in range(0, len(BY_DAY), BATCH)]
+NIGHTLY = [name for name in ARCHITECTURES if name not in BY_DAY]
 
 
 def outcome(name: str, group: object = None) -> str:
@@ -45,10 +50,11 @@ def test_in_one_process(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.whole
-@pytest.mark.parametrize("first", range(0, len(BETWEEN), BATCH))
-def test_in_two_processes(workers: WorkerPool, first: int) -> None:
-    names = BETWEEN[first : first + BATCH]
-    answers = workers.run(f"{__name__}:outcomes", 2, 100.0, names=names)
+@pytest.mark.parametrize(
+    "names", [*BATCHES, pytest.param(NIGHTLY, marks=pytest.mark.nightly)], ids=len
+)
+def test_in_two_processes(workers: WorkerPool, names: list[str]) -> None:
+    answers = workers.run(f"{__name__}:outcomes", 2, 110.0, names=names)
     for name, *texts in zip(names, *answers, strict=True):
         assert texts in (["right"] * 2, ["refused"] * 2), name
 
