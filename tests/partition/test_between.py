@@ -16,7 +16,17 @@ from torch import Tensor, nn
 import penstock
 from penstock.errors import PartitionError, PenstockError
 from penstock.testing import Case, compare
-from tests.catalogue.between import PROGRAMS, WIDTH, Caches, between, make, rows, score, through_all
+from tests.catalogue.between import (
+    PROGRAMS,
+    WIDTH,
+    Caches,
+    between,
+    first_at,
+    make,
+    rows,
+    score,
+    through_all,
+)
 
 TOLERANCE = 1e-12
 TWO, FOUR = ["l.2"], ["l.1", "l.2", "l.3"]
@@ -71,6 +81,14 @@ def test_a_refusal_leaves_the_model_as_it_was(name: str) -> None:
     before = [dict(vars(module)) for module in model.modules()]
     refused(PROGRAMS[name].refused, model)
     assert [dict(vars(module)) for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_unit_that_begins_in_place_leaves_the_batch_alone(place: int) -> None:
+    model = make(lambda m, x: through_all(m, x) + m.l[2](x), first_at(place, Tensor.relu_))
+    batch = rows()
+    piped(model, microbatches=2).step(batch)
+    assert torch.equal(batch, rows())
 
 
 @pytest.mark.parametrize("folder", ["torch", "penstock"])
