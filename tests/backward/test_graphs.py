@@ -197,7 +197,9 @@ def step(draw: Random, hows: list[str]) -> Callable[[Any, Tensor], Tensor]:
     return perform
 
 
-@pytest.mark.parametrize("first", range(0, 60, 20))
+@pytest.mark.parametrize(
+    "first", [0, 20, *(pytest.param(first, marks=pytest.mark.nightly) for first in (40, 60, 80))]
+)
 def test_random_stages(first: int) -> None:
     compared = 0
     for seed in range(first, first + 20):

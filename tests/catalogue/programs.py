@@ -80,4 +80,6 @@ def run(name: str, group: Any = None) -> Verdict:
     # What is cut into four stages has two in each process.
     schedule = "ZB-H1" if group is not None and stages is None else schedule
     torch.manual_seed(0)
-    return compare(make(), schedule=schedule, ranks=2, microbatches=4, stages=stages, mesh=group)
+    # Evaluations between processes have tests of their own.
+    options: dict[str, Any] = {"stages": stages, "mesh": group, "evaluate": group is None}
+    return compare(make(), schedule=schedule, ranks=2, microbatches=4, **options)
