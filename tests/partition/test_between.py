@@ -102,21 +102,6 @@ def test_lines_are_the_authors_though_their_folder_is_called_like_a_library(fold
 # ---- what a unit keeps in attributes
 
 
-def test_caches_that_the_authors_code_empties() -> None:
-    """Of one microbatch: the next one would find what units kept of the one before."""
-
-    def body(m: Any, x: Tensor) -> Any:
-        for unit in m.l:
-            unit.cache = None
-        for unit in m.l:
-            x = unit(unit(x))
-        for unit in m.l:
-            unit.cache = None
-        return x
-
-    right(make(body, Caches), FOUR)
-
-
 class Notes(nn.Linear):
     """Keeps what it was given, what it gives, and numbers."""
 
