@@ -245,6 +245,12 @@ def test_differences(actual: Tensor | None, expected: Tensor | None, gap: float)
     assert verdict(actual, expected).differences() == {"loss": 0.0, "gradient: w": gap}
 
 
+def test_what_one_side_lacks_differs() -> None:
+    both = Verdict({"loss": 1.0, "output 0": A}, {"loss": 1.0, "output 1": A})
+    infinite = float("inf")
+    assert both.differences() == {"loss": 0.0, "output 0": infinite, "output 1": infinite}
+
+
 def test_digests_are_equal_for_equal_bits_alone() -> None:
     same = [verdict(A, A).digest(), verdict(A.clone(), A).digest()]
     other = [
