@@ -15,6 +15,8 @@ from campaigns import mutants
 from campaigns.__main__ import NAMES, main
 from campaigns.run import Campaign, Rows, run
 from campaigns.table import Row
+from campaigns.zoo.judging import judge
+from tests.catalogue.models import MODELS
 
 
 def good() -> Iterator[Row]:
@@ -80,3 +82,9 @@ def test_each_mutant_has_its_place_and_its_tests() -> None:
     assert len({mutant["what"] for mutant in listed}) == len(listed)
     gone = {**listed[0], "old": "no such text", "tests": "tests/no_such_file.py"}
     assert len(mutants.outdated([gone])) == 2
+
+
+def test_the_zoo_judges_a_model_by_its_plain_loop() -> None:
+    (row,) = judge("U-Net", MODELS["U-Net"], ["1F1B"])
+    assert (row.kind, row.text) == ("right", "")
+    assert 0.25 <= row.share < 1

@@ -19,6 +19,14 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 BATCH = 12
 """How many programs a test runs between processes."""
 NAMES = [*PROGRAMS]
+ARCHITECTURES = [name for name in BETWEEN if name.startswith("architecture: ")]
+BY_DAY = [*ARCHITECTURES[::3], *(name for name in BETWEEN if name not in ARCHITECTURES)]
+"""Of what units are and how they are called, one process shows most; messages differ less."""
+OTHERS = [name for name in ARCHITECTURES if name not in BY_DAY]
+
+
+def batches(names: list[str]) -> list[list[str]]:
+    return [names[at : at + BATCH] for at in range(0, len(names), BATCH)]
 
 
 def outcome(name: str, group: object = None) -> str:
@@ -45,9 +53,15 @@ def test_in_one_process(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.whole
-@pytest.mark.parametrize("first", range(0, len(BETWEEN), BATCH))
-def test_in_two_processes(workers: WorkerPool, first: int) -> None:
-    names = BETWEEN[first : first + BATCH]
+@pytest.mark.parametrize(
+    "names",
+    [
+        *batches(BY_DAY),
+        *(pytest.param(names, marks=pytest.mark.nightly) for names in batches(OTHERS)),
+    ],
+    ids=lambda names: names[0],
+)
+def test_in_two_processes(workers: WorkerPool, names: list[str]) -> None:
     answers = workers.run(f"{__name__}:outcomes", 2, 100.0, names=names)
     for name, *texts in zip(names, *answers, strict=True):
         assert texts in (["right"] * 2, ["refused"] * 2), name

@@ -103,7 +103,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 CODE_OF = {page: list(blocks(page)) for page in PAGES}
-LONG = {"lightning", "peft", "transformers-trainer", "trl"}
+LONG = {"lightning", "peft", "transformers", "transformers-trainer", "trl"}
 """Pages whose programs take long, and do what tests of integrations and examples do by day."""
 
 

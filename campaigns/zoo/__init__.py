@@ -20,7 +20,7 @@ import torch
 
 from campaigns.run import Campaign, Rows
 from campaigns.table import Row
-from tests.zoo.judging import judge
+from campaigns.zoo.judging import judge
 
 LIBRARIES = ("transformers", "diffusers", "timm", "torchvision", "hand")
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from penstock.testing import Case, Verdict, compare
+from tests.catalogue import between
 from tests.catalogue.cases import BATCHES, CASES, LANGUAGE, LOOPED
 from tests.catalogue.kinds import KINDS, ONLY_CUT, case_of
 from tests.catalogue.models import MODELS
@@ -46,6 +48,10 @@ PROGRAMS: dict[str, Row] = {
         for name, make in CASES.items()
     },
     **{f"value: {name}": Row(_kind(name)) for name in KINDS | ONLY_CUT},
+    **{
+        f"between: {name}": Row(partial(between.between, name), ["l.1", "l.2", "l.3"])
+        for name in between.PROGRAMS
+    },
 }
 ALONE = (
     "architecture: a rotary buffer set by the forward",
@@ -56,6 +62,10 @@ ON_WIRES = (
     *(f"language: {one}" for one in ("skip edges", "tied", "looped", "ragged, some count")),
     *(f"odd: {one}" for one in ("encoder-decoder", "draws: chain", "draws: between, all")),
     *("architecture: ", "language: added losses", "odd: gradient: ", "odd: model: "),
+    *(
+        f"between: {one}"
+        for one in ("a result", "hooks on what", "losses", "parts of", "counts up")
+    ),
 )
 """How the names of those begin by which other things travel than by the rest, or nothing."""
 BETWEEN = [name for name in PROGRAMS if name.startswith(ON_WIRES) and name not in ALONE]
@@ -70,4 +80,6 @@ def run(name: str, group: Any = None) -> Verdict:
     # What is cut into four stages has two in each process.
     schedule = "ZB-H1" if group is not None and stages is None else schedule
     torch.manual_seed(0)
-    return compare(make(), schedule=schedule, ranks=2, microbatches=4, stages=stages, mesh=group)
+    # Evaluations between processes have tests of their own.
+    options: dict[str, Any] = {"stages": stages, "mesh": group, "evaluate": group is None}
+    return compare(make(), schedule=schedule, ranks=2, microbatches=4, **options)

@@ -31,10 +31,10 @@ def together() -> Iterator[WorkerPool]:
 @pytest.mark.slow
 def test_fixed_programs_in_one_process_do_what_a_plain_loop_does() -> None:
     fuzzer = Fuzzer(lambda program: judge(program.source))
-    # About 25, and others that are the same; the campaign takes more.
-    fuzzer.explore(seed=0, most=40)
+    # About 15, and others that are the same; the campaign takes more.
+    fuzzer.explore(seed=0, most=25)
     assert fuzzer.faults == {}, fuzzer.report()
-    assert fuzzer.kinds["same"] > 12
+    assert fuzzer.kinds["same"] > 7
 
 
 @pytest.mark.slow

@@ -20,7 +20,8 @@ from tests.gpu.streams import PlayedGroup, PlayedTransport, PlayedWork, played
 
 pytestmark = pytest.mark.on_cpu("plays a GPU's streams itself")
 SHAPES = (
-    pytest.param("attention", marks=pytest.mark.nightly), "skip edges", "tied", "ragged",
+    pytest.param("attention", marks=pytest.mark.nightly), "skip edges", "tied",
+    pytest.param("ragged", marks=pytest.mark.nightly),
     pytest.param("dropout, recomputed", marks=pytest.mark.nightly), "model: nested values",
     "gradient: a branch of microbatch 2",
 )  # fmt: skip

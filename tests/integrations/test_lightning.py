@@ -89,8 +89,8 @@ def test_a_loss_that_is_no_mean_over_samples_is_told() -> None:
     ("options", "microbatches", "gap"),
     [
         ({"accumulate_grad_batches": 2}, 4, 1e-5),
-        ({"precision": "64-true"}, 4, 1e-5),
-        ({"precision": "bf16-mixed"}, 1, 1e-4),
+        pytest.param({"precision": "64-true"}, 4, 1e-5, marks=pytest.mark.nightly),
+        pytest.param({"precision": "bf16-mixed"}, 1, 1e-4, marks=pytest.mark.nightly),
     ],
 )
 def test_options_of_the_trainer(options: dict[str, Any], microbatches: int, gap: float) -> None:
@@ -139,6 +139,7 @@ def assert_resumed(file: Path, strategy: Any) -> None:
     assert_equal(found, {**plain(), "losses": plain()["losses"][HALF:]})
 
 
+@pytest.mark.nightly
 def test_random_numbers_go_on_after_a_checkpoint(tmp_path: Path) -> None:
     def run(schedule: str, **options: Any) -> Any:
         strategy = PipelineStrategy(schedule=schedule, ranks=2, microbatches=4)
@@ -411,6 +412,7 @@ def test_a_tied_weight_s_state_is_where_the_plain_trainer_looks(tmp_path: Path) 
     torch.testing.assert_close(cut["state"], plain["state"], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.nightly
 def test_groups_that_an_optimizer_gets_later_are_saved(tmp_path: Path) -> None:
     files = []
     for strategy in ("auto", PipelineStrategy(ranks=2, microbatches=4, **FILE)):

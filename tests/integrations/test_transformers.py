@@ -60,7 +60,10 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "schedule"), [("t5", "1F1B"), ("vit", "ZB-V")])
+@pytest.mark.parametrize(
+    ("family", "schedule"),
+    [("vit", "ZB-V"), pytest.param("t5", "1F1B", marks=pytest.mark.nightly)],
+)
 def test_in_one_process(family: str, schedule: str, tmp_path: Path) -> None:
     pipeline = {"schedule": schedule, "ranks": 2, "microbatches": 4}
     trainer = make(PipelineTrainer, family, tmp_path, STEPS, pipeline=pipeline)
@@ -99,12 +102,13 @@ def test_in_processes_and_resumed_in_one(tmp_path: Path) -> None:
         pytest.param(
             {"compute_loss_func": squared, "arguments": {"optim": "adafactor"}},
             id="a loss of the user's own and another optimizer",
+            marks=pytest.mark.nightly,
         ),
         pytest.param(
             {"arguments": {"label_smoothing_factor": 0.1, "activation_checkpointing": True}},
             id="label smoothing and checkpointing",
         ),
-        pytest.param({"arguments": {"bf16": True}}, id="bf16"),
+        pytest.param({"arguments": {"bf16": True}}, id="bf16", marks=pytest.mark.nightly),
     ],
 )
 def test_what_is_asked_for_is_what_the_trainer_does(options: Any, tmp_path: Path) -> None:
@@ -218,7 +222,10 @@ class PipelineDistilled(PipelineTrainer, Distilled):
 
 @pytest.mark.parametrize(
     ("family", "plain_kind", "kind"),
-    [("bert", Weighted, PipelineWeighted), ("llama", Distilled, PipelineDistilled)],
+    [
+        pytest.param("bert", Weighted, PipelineWeighted, marks=pytest.mark.nightly),
+        ("llama", Distilled, PipelineDistilled),
+    ],
 )
 def test_a_loss_of_another_trainer_runs_as_it_is_written(
     family: str, plain_kind: Any, kind: Any, tmp_path: Path
@@ -227,6 +234,7 @@ def test_a_loss_of_another_trainer_runs_as_it_is_written(
     assert_equal(found, report(make(plain_kind, family, tmp_path, 3), tmp_path))
 
 
+@pytest.mark.nightly
 def test_answers_to_questions_have_other_labels(tmp_path: Path) -> None:
     rows, reports = questions(21), []
     kinds: list[tuple[Any, dict[str, Any]]]
@@ -272,7 +280,10 @@ def test_adapters_are_trained_and_saved_as_peft_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "columns", "options"),
     [
-        ("SFT", {"input_ids": SENTENCES.tolist()}, {"packing": True, "max_length": 16}),
+        pytest.param(
+            *("SFT", {"input_ids": SENTENCES.tolist()}, {"packing": True, "max_length": 16}),
+            marks=pytest.mark.nightly,
+        ),
         ("DPO", PAIRS, {}),
     ],
     ids=["packed", "dpo"],

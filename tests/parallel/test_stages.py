@@ -86,7 +86,9 @@ def names_in(modules: dict[int, nn.Module], traced: bool = False) -> list[tuple[
     return [(name if traced else f"{i}.{name}", parameter) for i, name, parameter in pairs]
 
 
-@pytest.mark.parametrize("traced", [False, True], ids=["", "traced"])
+@pytest.mark.parametrize(
+    "traced", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["", "traced"]
+)
 @pytest.mark.parametrize("how", ["ddp", "fsdp", "nameless fsdp"])
 @pytest.mark.parametrize("schedule", BY_DAY)
 def test_replicas_equal_one_process(

@@ -97,3 +97,10 @@ def test_what_cannot_be_is_refused() -> None:
         choose_cuts([1, float("nan"), 1], 2)
     with pytest.raises(UsageError, match="the placement is for 4 stages, not 2"):
         choose_cuts([1, 1, 1], 2, v_shaped(2))
+
+
+def test_a_slow_rank_gets_less_of_all_its_stages() -> None:
+    costs, paces = [9.0, 3, 3, 8, 3, 3, 3, 2, 5, 4], (1.0, 2.0)
+    cut = choose_cuts(costs, 4, v_shaped(2), paces)
+    weighed = zip(loads(costs, cut, v_shaped(2)), paces, strict=True)
+    assert max(load * pace for load, pace in weighed) == 29.0

@@ -1,4 +1,7 @@
-"""Models of transformers, unedited: the output bit by bit, and every gradient, are the unsplit model's."""
+"""Models of transformers, unedited: outputs and every gradient are the unsplit model's.
+
+``make campaign ARGS=zoo`` cuts one model of each family.
+"""
 
 from __future__ import annotations
 
@@ -8,103 +11,104 @@ from typing import Any
 import pytest
 import torch
 
-from tests.partition.driver import check_equal, cut, forwards
-from tests.partition.families import FAMILIES, make
+pytest.importorskip("transformers", reason="transformers is not installed")
 
-pytestmark = pytest.mark.slow
-torch.set_num_threads(1)
+import transformers
 
-USUAL = {"gpt2", "llama tied", "bert", "t5"}
-"""What `make test` runs; `make test-all` runs the others."""
+from penstock import Pipeline
+from penstock.partition import partition
+from penstock.testing import Case, compare
+from tests.catalogue.making import case_of
+from tests.integrations.trainers import make_model
 
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("stages", "training"), [(2, True), (4, True), (4, False)])
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in USUAL else pytest.mark.nightly) for n in sorted(FAMILIES)],
-)
-def test_by_count(name: str, stages: int, training: bool) -> None:
-    model, kwargs, tolerance = make(name, training=training)
-    check_equal(model, stages, (), kwargs, tolerance=tolerance, draws=True)
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+WORDS = torch.arange(56).reshape(8, 7) % 47 + 3
+TOLERANCE = 1e-9
 
 
-def values(model: Any, stages: Any, kwargs: Any) -> list[Any]:
-    edges = cut(model, stages, (), kwargs).plan((), kwargs).edges
-    return [(edge.value, edge.source, edge.targets) for edge in edges]
+def padded(rows: slice = slice(None), **more: Any) -> dict[str, Any]:
+    mask = torch.ones_like(WORDS)
+    mask[::2, :2] = 0
+    return {"input_ids": WORDS[rows], "attention_mask": mask[rows], **more}
 
 
-def test_only_hidden_states_travel() -> None:
+def case(name: str, **more: Any) -> Case:
+    model = make_model(name).double()
+    calls = [((), padded(slice(2 * i, 2 * i + 2), **more)) for i in range(4)]
+    return case_of(model, calls)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
+def test_each_is_cut_by_count(name: str) -> None:
+    more = {"labels": torch.ones(2, 4, dtype=torch.long)} if name == "t5" else {}
+    compare(case(name, **more), schedule="ZB-V", ranks=2, microbatches=4).check(TOLERANCE)
+
+
+def travels(name: str, stages: Any, **call: Any) -> list[tuple[str, int, tuple[int, ...]]]:
+    parts = partition(make_model(name), stages, example=((), call))
+    return [(edge.value, edge.source, edge.targets) for edge in parts.plan((), call).edges]
+
+
+def test_only_hidden_states_travel_and_an_encoder_feeds_all_decoders() -> None:
     """Masks, positions and rotary tables are made anew in each stage."""
-    model, kwargs, _ = make("llama")
     points = ["model.layers.1", "model.layers.2", "model.norm"]
-    names = [value for value, *_ in values(model, points, kwargs)]
+    names = [value for value, *_ in travels("llama", points, **padded())]
     assert names == [f"model.layers.{index}" for index in (0, 1, 3)]
-
-
-def test_an_encoder_feeds_all_decoders() -> None:
-    model, kwargs, _ = make("t5", training=False)
     points = ["encoder.block.1", "decoder.block.0", "decoder.block.2"]
-    assert ("encoder.final_layer_norm", 1, (2, 3)) in values(model, points, kwargs)
+    found = travels("t5", points, **padded(labels=WORDS[:, :5]))
+    assert ("encoder.final_layer_norm", 1, (2, 3)) in found
 
 
 def test_checkpointed_layers() -> None:
-    model, kwargs, tolerance = make("llama")
-    model.activation_checkpointing_enable()  # type: ignore[operator]
-    check_equal(model, 3, (), kwargs, tolerance=tolerance, draws=True)
-    model, kwargs, tolerance = make("gpt2")
-    kwargs["use_cache"] = False
-    options: dict[str, Any] = {"recompute": ["transformer.h"]}
-    check_equal(model, 3, (), kwargs, **options, tolerance=tolerance, draws=True)
+    checkpointed = case("llama")
+    checkpointed.model.activation_checkpointing_enable()  # type: ignore[operator]
+    options: dict[str, Any] = {"schedule": "1F1B", "microbatches": 4, "stages": 3}
+    compare(checkpointed, **options).check(TOLERANCE)
+    recomputed = case("gpt2", use_cache=False)
+    compare(recomputed, **options, recompute=["transformer.h"]).check(TOLERANCE)
 
 
-def test_a_new_length_and_a_mask_that_is_full() -> None:
-    model, kwargs, _ = make("llama", training=False)
-    parts, plain = cut(model, 3, (), kwargs), copy.deepcopy(model)
+def test_lengths_and_full_masks_may_come_later_and_what_layers_collect_is_the_models() -> None:
+    model = make_model("llama").eval()
+    model.set_attn_implementation("eager")
+    pipe = Pipeline(copy.deepcopy(model), stages=3, ranks=3, microbatches=1)
+    pipe.cut(**padded())
     for length in (5, 7):
         for full in (True, False):
-            mask = torch.ones(2, length, dtype=torch.long)
-            mask[0, 0] = int(full)
-            call = {"input_ids": kwargs["input_ids"][:, :length], "attention_mask": mask}
+            call = {name: value[:, :length] for name, value in padded().items()}
+            call["attention_mask"] = call["attention_mask"] | int(full)
             with torch.no_grad():
-                assert torch.equal(forwards(parts, (), call).output.logits, plain(**call).logits)
-
-
-def test_a_cache_is_in_no_output() -> None:
-    model, kwargs, _ = make("llama", training=False)
-    assert forwards(cut(model, 2, (), kwargs), (), kwargs).output.past_key_values is None
-
-
-def test_what_is_collected_from_layers_reaches_the_last_stage() -> None:
-    model, kwargs, _ = make("llama", training=False)
-    model.set_attn_implementation("eager")  # type: ignore[operator]
-    asked = {**kwargs, "output_hidden_states": True, "output_attentions": True}
+                found, plain = pipe.predict(**call), model(**call)
+            torch.testing.assert_close(found.logits, plain.logits, rtol=0, atol=0)
+            assert found.past_key_values is None
+    asked = padded(output_hidden_states=True, output_attentions=True)
     with torch.no_grad():
-        output, plain = forwards(cut(model, 2, (), kwargs), (), asked).output, model(**asked)
+        found, plain = pipe.predict(**asked), model(**asked)
     for name in ("hidden_states", "attentions"):
         assert len(plain[name]) >= 4
-        assert [*map(torch.equal, output[name], plain[name])] == [True] * len(plain[name])
+        assert [*map(torch.equal, found[name], plain[name])] == [True] * len(plain[name])
 
 
 def test_layers_that_are_left_out_by_chance() -> None:
-    model, kwargs, _ = make("m2m")
-    model.model.decoder.layerdrop = 0.5  # type: ignore[union-attr]
-    check_equal(model, 2, (), kwargs, draws=True, repeat=4)
+    config = transformers.M2M100Config(
+        d_model=16, encoder_layers=2, decoder_layers=3, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, vocab_size=50,
+        encoder_layerdrop=0.0, decoder_layerdrop=0.5, decoder_start_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.M2M100ForConditionalGeneration(config).double()
+    calls = [((), padded(slice(0, 2), labels=WORDS[:2, :5].clone())) for _ in range(4)]
+    compare(case_of(model, calls), schedule="1F1B", ranks=2, microbatches=4).check(TOLERANCE)
 
 
-@pytest.mark.parametrize("layers", [16, pytest.param(80, marks=pytest.mark.nightly)])
-def test_a_model_that_no_memory_holds_is_cut(layers: int) -> None:
-    """The layers of a model of seventy billion parameters."""
-    transformers = pytest.importorskip("transformers")
+def test_a_model_that_no_memory_holds_is_cut() -> None:
+    """Layers of a model of seventy billion parameters."""
     config = transformers.LlamaConfig(
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=layers,
-        num_attention_heads=64,
+        hidden_size=8192, intermediate_size=28672, num_hidden_layers=16, num_attention_heads=64,
         num_key_value_heads=8,
-    )
+    )  # fmt: skip
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
-    kwargs = {"input_ids": torch.zeros(1, 2048, dtype=torch.long)}
-    plan = cut(model, 16, (), kwargs).plan((), kwargs)
+    call = {"input_ids": torch.zeros(1, 2048, dtype=torch.long)}
+    plan = partition(model, 16, example=((), call)).plan((), call)
     assert [edge.source for edge in plan.edges] == list(range(15))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import UserDict
 from collections.abc import Callable
 from typing import Any
@@ -11,39 +10,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from penstock import Pipeline
+from penstock._engine.values import map_tensors
 from penstock.errors import PartitionError, UsageError
 from penstock.partition import Partition, partition, unit_paths
 from penstock.schedule import Placement
-from penstock.stage import StageCall
-from tests.catalogue.making import calls_of
+from penstock.testing import Case, compare
+from tests.catalogue.making import calls_of, loss_of
 from tests.catalogue.models import MODELS, D, Residual, Universal
-from tests.partition.driver import check_equal, cut, forwards
 
-torch.set_num_threads(1)
+TOLERANCE = 1e-10
 
 
 def rows() -> Tensor:
     return torch.randn(3, D, dtype=torch.float64)
-
-
-CASES = (
-    "a chain that begins in place",
-    "a chain with one activation twice",
-    "a dataclass between modules",
-    "a state handed from one lstm to the next",
-    "a tensor detached between modules",
-    "encoder of torch with padding",
-    "forwards called without their modules",
-    "modules that look at numbers",
-    "noise that is taken off at the end",
-    "one block with dropout again and again",
-    "one layer inside all blocks",
-    "parameters used again, beside a buffer",
-    "results written into a tensor of the forward's",
-    "sums and parameters between modules",
-    "two towers with a scale",
-    "U-Net",
-)
 
 
 def make(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
@@ -53,12 +33,16 @@ def make(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     return program.model, tuple(args), dict(kwargs)
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("stages", [1, 2, 3])
-@pytest.mark.parametrize("name", CASES)
-def test_by_count(name: str, stages: int, training: bool) -> None:
-    model, args, kwargs = make(name)
-    check_equal(model.train(training), stages, args, kwargs, draws=True, repeat=2)
+def cut(model: nn.Module, stages: Any, *args: Any) -> Partition:
+    """Cut a model as the first batch does: by how the arguments look."""
+    call = map_tensors((args, {}), lambda tensor: tensor.to("meta"))
+    return partition(model, stages, example=call)
+
+
+def right(case: Case, stages: Any = 3, **options: Any) -> None:
+    """Compare with the plain model; the catalogue's matrix cuts each program into four."""
+    options = {"schedule": "ZB-H1", "microbatches": 4, **options}
+    compare(case, stages=stages, **options).check(TOLERANCE)
 
 
 RECOMPUTED = (
@@ -70,52 +54,37 @@ RECOMPUTED = (
 )
 
 
-@pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("name", RECOMPUTED)
-def test_units_that_are_recomputed(name: str, stages: int) -> None:
-    model, args, kwargs = make(name)
-    check_equal(model, stages, args, kwargs, draws=True, repeat=2, recompute=True)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "a dictionary of another class that layers share",
-        "a module that is given another's weight, which is never called",
-    ],
-)
-def test_what_is_cut_right_in_three(name: str) -> None:
-    model, args, kwargs = make(name)
-    check_equal(model, 3, args, kwargs)
+def test_units_that_are_recomputed(name: str) -> None:
+    right(MODELS[name](), recompute=True)
 
 
 def test_recomputed_units_by_path() -> None:
-    model, args, kwargs = make("sums and parameters between modules")
-    check_equal(model, 2, args, kwargs, draws=True, recompute=["layers", "norm"])
-    with pytest.raises(
-        PartitionError, match="recompute='layer': must name a module that is placed"
-    ):
-        cut(model, 2, args, kwargs, recompute=["layer"])
+    case = MODELS["sums and parameters between modules"]()
+    right(case, 2, recompute=["layers", "norm"])
+    with pytest.raises(PartitionError, match="recompute='layer': must name a module that is pla"):
+        right(case, 2, recompute=["layer"])
 
 
 def test_what_is_recomputed_is_not_held() -> None:
     held: list[int] = []
-    for checkpoint in (False, True):
+    for recompute in (False, True):
         model = nn.Sequential(
             *(nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 8)) for _ in range(4))
         )
-        parts, x = partition(model, 2, recompute=checkpoint), torch.randn(64, 8)
-        forwards(parts, (x,))  # the first one runs without data too
-        saved: list[int] = []
+        loss_fn, saved = nn.functional.mse_loss, list[int]()
+        pipe = Pipeline(model, ranks=2, microbatches=1, recompute=recompute, loss_fn=loss_fn)
 
         def pack(tensor: Tensor, saved: list[int] = saved) -> Tensor:
             saved.append(tensor.nbytes)
             return tensor
 
+        pipe.step(torch.randn(64, 8), target=torch.randn(64, 8))  # which cuts the model
+        # What is computed again is saved in a backward; what a forward saves comes first.
+        pipe.on("*B*", before=lambda _, s=saved: held.append(sum(s)))  # type: ignore[misc]
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            forwards(parts, (x,))
-        held.append(sum(saved))
-    assert held[1] < held[0] / 10
+            pipe.step(torch.randn(64, 8), target=torch.randn(64, 8))
+    assert held[2] < held[0] / 10
 
 
 POINTS = {
@@ -129,68 +98,55 @@ POINTS = {
 
 @pytest.mark.parametrize("name", sorted(POINTS))
 def test_by_points(name: str) -> None:
-    model, args, kwargs = make(name)
-    parts = check_equal(model, POINTS[name], args, kwargs, draws=True)
-    assert len(parts.modules) == len(POINTS[name]) + 1
+    right(MODELS[name](), POINTS[name])
 
 
-EDGES = {
-    # A sum travels, not its summands; this model ends with the embedding's weight, and uses its scale late.
-    "sums and parameters between modules": (
-        ["layers.2"],
-        {
-            ("add after layers.1.1", 0, (1,), True),
-            ("embed.weight", 0, (1,), True),
-        },
-    ),
+TRAVELS: dict[str, tuple[list[str], list[tuple[int, tuple[int, ...], bool]]]] = {
+    # A sum travels, not its summands; and the embedding's weight, which the end uses.
+    "sums and parameters between modules": (["layers.2"], [(0, (1,), True)] * 2),
     # Skips go to all who use them. What is between units is in the latest stage among its arguments'.
     "U-Net": (
         ["down2", "middle", "up2", "up1"],
-        {
-            ("down1", 0, (3,), True),
-            ("max_pool2d after down1", 0, (1,), True),
-            ("down2", 1, (2,), True),
-            ("max_pool2d after down2", 1, (2,), True),
-            ("cat after middle", 2, (3,), True),
-            ("cat after up2", 3, (4,), True),
-        },
+        [
+            (0, (1,), True),
+            (0, (3,), True),
+            *[(1, (2,), True)] * 2,
+            (2, (3,), True),
+            (3, (4,), True),
+        ],
     ),
     # Gradients come back only where they can.
     "a tensor detached between modules": (
         ["blocks.1", "blocks.3"],
-        {
-            ("detach after blocks.0", 0, (1,), False),
-            ("gt after blocks.0", 0, (2,), False),
-            ("blocks.2", 1, (2,), True),
-        },
+        [(0, (1,), False), (0, (2,), False), (1, (2,), True)],
     ),
 }
+"""Where a model is cut, and the source, targets and gradient of what travels."""
 
 
-@pytest.mark.parametrize("name", EDGES)
+@pytest.mark.parametrize("name", TRAVELS)
 def test_what_travels(name: str) -> None:
     model, args, _ = make(name)
-    points, expected = EDGES[name]
-    edges = cut(model, points, args).plan(args, {}).edges
-    assert {(e.value, e.source, e.targets, e.gradient) for e in edges} == expected
+    points, expected = TRAVELS[name]
+    edges = cut(model, points, *args).plan(args, {}).edges
+    assert sorted((e.source, e.targets, e.gradient) for e in edges) == expected
+    with torch.no_grad():
+        assert not any(edge.gradient for edge in cut(model, points, *args).plan(args, {}).edges)
 
 
 # ---- loops
 
 
 def test_a_loop_over_stages_shares_the_module() -> None:
-    model, args, _ = make("one block again and again")
-    parts = check_equal(model, [["start", "block"], ["block"], ["block", "head"]], args)
+    name, stages = "one block again and again", [["start", "block"], ["block"], ["block", "head"]]
+    right(MODELS[name](), stages)
+    model, args, _ = make(name)
+    parts = cut(model, stages, *args)
+    parts.plan(args, {})
     assert {one.stages for one in parts.shared} == {(0, 1, 2)}
     assert len(parts.shared) == len(list(model.get_submodule("block").parameters()))
     # Each has two of the six calls.
     assert min(parts.shares) > 0.3
-
-
-@pytest.mark.parametrize("stages", [2, 5])
-def test_a_loop_is_cut_by_count_between_its_calls(stages: int) -> None:
-    model, args, _ = make("one block with dropout again and again")
-    assert len(check_equal(model, stages, args, draws=True).modules) == stages
 
 
 def test_a_loop_that_cannot_be_cut() -> None:
@@ -226,7 +182,6 @@ class Backwards(nn.Module):
 def test_a_call_shows_the_order_of_the_modules() -> None:
     with pytest.raises(PartitionError, match=r"a call shows: give example=\(args, kwargs\)"):
         partition(Backwards().double(), 2)
-    check_equal(Backwards().double(), 2, (rows(),))
     order = ["layers.0", "layers.1", "layers.2", "head"]
     assert unit_paths(Backwards().double(), 2, ((rows(),), {})) == order
 
@@ -259,49 +214,20 @@ class Attends(nn.Linear):
 def test_attention_counts_as_work() -> None:
     model = nn.Sequential(nn.Linear(D, D), Attends(D, D), nn.Linear(D, D)).double()
     x = torch.randn(256, D).double()
-    parts = cut(model, [["0"], ["1"], ["2"]], (x,))
+    parts = cut(model, [["0"], ["1"], ["2"]], x)
     parts.plan((x,), {})
     unit, share = parts.heaviest
     assert unit == "1"
     assert share > 0.8
 
 
-def test_a_call_without_gradients_gets_a_plan_of_its_own() -> None:
-    model, args, _ = make("modules that look at numbers")
-    parts = cut(model, 2, args)
-    with torch.no_grad():
-        assert not any(edge.gradient for edge in parts.plan(args, {}).edges)
-    assert all(edge.gradient for edge in parts.plan(args, {}).edges)
-
-
 def test_a_model_without_data_is_cut() -> None:
     with torch.device("meta"):
         model = Residual()
-    parts = cut(model, 3, (torch.zeros(3, 6, dtype=torch.long),))
+    parts = cut(model, 3, torch.zeros(3, 6, dtype=torch.long))
     assert parts.plan((torch.zeros(3, 6, dtype=torch.long),), {}).edges
     assert parts.plan((torch.zeros(3, 6, dtype=torch.long, device="meta"),), {}).edges
     assert all(parameter.is_meta for stage in parts.modules for parameter in stage.parameters())
-
-
-def test_a_process_lets_go_of_other_stages() -> None:
-    model, args, _ = make("sums and parameters between modules")
-    expected = copy.deepcopy(model)(*args)
-    parts = cut(model, 2, args)
-    values = forwards(parts, args)
-    parts.keep([1], [0, 1], torch.device("cpu"))
-    kept = {
-        name for name, parameter in parts.modules[1].named_parameters() if not parameter.is_meta
-    }
-    assert kept == {name for name, parameter in model.named_parameters() if not parameter.is_meta}
-    assert kept
-    assert len(kept) < len(list(model.parameters()))
-    plan = parts.plan((args[0].to("meta"),), {})
-    assert plan.edges == values.plan.edges
-    last: Any = parts.modules[1]
-    (score,) = last.scores([(args, {}, None)])
-    output, sent = parts.modules[1](StageCall(plan, 0, score), values.sent[0])
-    assert not sent
-    assert torch.equal(output, expected)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +245,7 @@ def test_a_process_lets_go_of_other_stages() -> None:
 def test_refused_stages(stages: Any, text: str) -> None:
     model, args, _ = make("sums and parameters between modules")
     with pytest.raises(PartitionError, match=text):
-        cut(model, stages, args)
+        cut(model, stages, *args)
 
 
 def compile_in_place(model: nn.Module) -> nn.Module:
@@ -407,26 +333,17 @@ class Both(nn.Module):
 def test_modules_without_a_forward_are_called_one_after_the_other() -> None:
     model = nn.ModuleDict({"a": Both(), "b": Both(), "c": nn.Bilinear(4, 4, 2)}).double()
     x = torch.randn(3, 4, dtype=torch.float64)
-    done = forwards(partition(model, [["a"], ["b", "c"]]), (x,), {"y": x})
-    assert torch.equal(done.output, model["c"](2 * x, 2 * x))
+    pipe = Pipeline(model, stages=[["a"], ["b", "c"]], microbatches=1, loss_fn=torch.dist)
+    assert torch.equal(pipe.predict(x, y=x), model["c"](2 * x, 2 * x))
     with pytest.raises(
         PartitionError, match="a ModuleDict has no forward; name the modules of each stage"
     ):
         partition(model, 2)
 
 
-@pytest.mark.parametrize("stages", [2, 3, [["stem", "dense"], ["head"]], ["head"]])
+@pytest.mark.parametrize("stages", [[["stem", "dense"], ["head"]], ["head"]])
 def test_a_dict_of_modules_with_a_forward_of_its_own_is_a_part(stages: Any) -> None:
-    model, args, _ = make("a dictionary of modules with a forward")
-    check_equal(model, stages, args)
-
-
-def test_a_dict_of_modules_with_a_forward_of_its_own_is_cut() -> None:
-    model, args, _ = make("the model is a dictionary with a forward")
-    expected = copy.deepcopy(model)(*args)
-    output = forwards(cut(model, 2, args), args).output
-    assert output.keys() == expected.keys()
-    assert all(torch.equal(output[name], value) for name, value in expected.items())
+    right(MODELS["a dictionary of modules with a forward"](), stages)
 
 
 # ---- what is left alone
@@ -436,7 +353,7 @@ def test_a_plan_leaves_no_trace() -> None:
     model, args, kwargs = make("U-Net")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state, kinds = torch.get_rng_state(), [dict(vars(module)) for module in model.modules()]
-    cut(model, 3, args, kwargs).plan(args, kwargs)
+    cut(model, 3, *args).plan(args, kwargs)
     assert torch.equal(torch.get_rng_state(), state)
     assert [dict(vars(module)) for module in model.modules()] == kinds
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -470,17 +387,16 @@ class Scaled(nn.Module):
     ],
 )
 def test_what_was_replaced_after_the_cut_is_named(name: str, change: Callable[[Any], Any]) -> None:
-    model = Scaled()
-    parts = cut(model, 2, (torch.ones(2, D),))
-    done = forwards(parts, (torch.ones(2, D),))
+    model, x = Scaled(), torch.ones(2, D)
+    pipe = Pipeline(model, stages=2, ranks=2, microbatches=1, loss_fn=torch.dist)
+    before = pipe.predict(x)
     model.get_buffer("lost").fill_(2)
     model.get_parameter("first.bias").requires_grad_(False)
-    assert torch.equal(forwards(parts, (torch.ones(2, D),)).output, model(torch.ones(2, D)))
-    assert not torch.equal(done.output, model(torch.ones(2, D)))
-    parts.check_unchanged()
+    assert torch.equal(pipe.predict(x), model(x))
+    assert not torch.equal(before, model(x))
     change(model)
     with pytest.raises(UsageError, match=rf"'{name}' was replaced.*in place.*new Pipeline"):
-        parts.check_unchanged()
+        pipe.predict(x)
 
 
 class Batch(UserDict[str, Tensor]):
@@ -497,5 +413,5 @@ def test_a_mapping_as_an_argument() -> None:
             hidden = self.first(batch["x"]) * batch.data["mask"]
             return self.second(hidden) * batch["mask"]  # type: ignore[no-any-return]
 
-    torch.manual_seed(0)
-    check_equal(Model().double(), 2, (Batch(x=rows(), mask=rows().relu()),))
+    case = Case(Model().double(), (Batch(x=rows(), mask=rows().relu()),), None, loss_of)
+    right(case, 2, microbatches=1, schedule="1F1B")

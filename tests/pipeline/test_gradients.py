@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import random
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,12 @@ def of_size(name: Any, ranks: int, microbatches: int, group: Any = None, **optio
     return compare(LANGUAGE["tied"](), schedule=name, **sizes, **options)
 
 
+@cache
+def of_gpipe(stages: int, microbatches: int) -> dict[str, str]:
+    """The bits of a step that has all forwards first."""
+    return of_size("GPipe", stages, microbatches, evaluate=False).digest()
+
+
 @pytest.mark.parametrize("name", TRAINING)
 def test_every_schedule_has_the_bits_of_gpipe(name: str) -> None:
     for ranks, microbatches in ((2, 1), (3, 3)):
@@ -44,7 +50,7 @@ def test_every_schedule_has_the_bits_of_gpipe(name: str) -> None:
             continue
         verdict = of_size(name, ranks, microbatches, stages=stages)
         verdict.check(1e-12)
-        assert verdict.digest() == of_size("GPipe", stages, microbatches, evaluate=False).digest()
+        assert verdict.digest() == of_gpipe(stages, microbatches)
 
 
 def by_schedule(group: Any, names: list[str]) -> list[dict[str, str]]:
@@ -65,7 +71,11 @@ def test_every_schedule_has_the_same_bits_between_processes(
     answers = workers.run(f"{__name__}:by_schedule", ranks, 100.0, names=names)
     for name, *parts in zip(names, *answers, strict=True):
         bits = {key: text for part in parts for key, text in part.items()}
-        assert bits == of_size(name, ranks, 2 * ranks).digest(), name
+        if name in TRAINING:
+            stages = ps.build(name, ranks=ranks, microbatches=2 * ranks).stages
+            assert bits == of_gpipe(stages, 2 * ranks), name
+        else:
+            assert bits == of_size(name, ranks, 2 * ranks).digest(), name
 
 
 TRAINED = ("tied", "looped", "ragged, some count", "added losses", "dropout", "frozen")

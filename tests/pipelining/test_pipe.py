@@ -27,7 +27,7 @@ from penstock.pipelining.schedules import PipelineScheduleMulti, get_schedule_cl
 from penstock.testing import Case, WorkerPool, judge
 from tests.catalogue.making import calls_of, case_of, loss_of
 from tests.catalogue.models import MODELS
-from tests.partition.families import make
+from tests.integrations.trainers import make_model
 from tests.pipelining.stages import CHUNKS, THEIRS, placed
 
 X = torch.ones(2, 4)
@@ -559,9 +559,13 @@ def square(output: Any, target: Tensor) -> Tensor:
 @pytest.mark.slow
 def test_a_model_is_cut_unedited() -> None:
     """Outputs and gradients are those of the unsplit model."""
-    model, kwargs, _ = make("llama", training=False)
-    model.config.use_cache = False  # type: ignore[union-attr]
-    samples = len(kwargs["input_ids"])
+    model = make_model("llama").double().eval()
+    model.config.use_cache = False
+    kwargs: dict[str, Any] = {
+        "input_ids": torch.arange(28).reshape(4, 7),
+        "attention_mask": torch.ones(4, 7),
+    }
+    samples = 4
     half = {key: value[: samples // 2] for key, value in kwargs.items()}
     pipe = pipeline(model, (), half, split_spec=before("model.layers.1", "model.layers.2"))
     target = torch.arange(samples, dtype=torch.float64)

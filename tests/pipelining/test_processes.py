@@ -96,7 +96,14 @@ def asked(group: Any, package: str, schedule: str) -> None:
         assert not any(gradient is not None for gradient in held.gradients().values())
 
 
-@pytest.mark.parametrize("schedule", [*SINGLE, *MULTI])
+BY_DAY = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+"""Whole backwards and halves, one stage on a rank and several."""
+NIGHTLY = [name for name in (*SINGLE, *MULTI) if name not in BY_DAY]
+
+
+@pytest.mark.parametrize(
+    "schedule", [*BY_DAY, *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)]
+)
 def test_a_schedule_does_what_is_asked(workers: WorkerPool, schedule: str) -> None:
     run(workers, "asked", package="penstock", schedule=schedule)
     if schedule in ("1F1B", "ZBVZeroBubble"):

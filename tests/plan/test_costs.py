@@ -63,17 +63,6 @@ def test_measured_and_predicted_memory_agree() -> None:
         assert [getattr(one, k) for k in kinds] == [getattr(other, k) for k in kinds], one.path
 
 
-def test_values_that_skip_units_are_seen() -> None:
-    """What is put together between units travels as it is put together."""
-    for costs in (predicted(Skips(), out=16), measured(Skips(), out=16)):
-        assert [(v.source, v.targets, v.bytes) for v in costs.values] == [
-            (0, (1,), 4 * 16 * 4),
-            (1, (2,), 4 * 32 * 4),
-        ]
-        cut = costs.stages((0, 1), looped(2))
-        assert [(e.source, e.targets) for e in cut.edges] == [(0, (1,))]
-
-
 def test_what_forward_holds_is_what_backward_needs() -> None:
     """A linear layer keeps its input; so does the layer norm, and GELU, and nothing else is kept."""
     costs = predicted(Tower())

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import PartitionError, UsageError
-from penstock.partition import partition
+from penstock.errors import UsageError
 from penstock.plan import UnitCosts, measure, predict
 from tests.plan.models import SLOW
 
@@ -125,15 +124,6 @@ def test_all_calls_of_a_unit_count(measured: bool) -> None:
     assert block.forward > 1.5 * enter.forward
 
 
-@pytest.mark.parametrize("balance", ["parameters", "flops", "memory", [1.0, 1.0, 2.0]])
-def test_stages_are_equal_by_what_is_counted(balance: Any) -> None:
-    example: Any = ((torch.ones(3, 4),), {})
-    parts = partition(layers(), 2, example=example, balance=balance)
-    assert len(parts.modules) == 2
-    if not isinstance(balance, str):
-        assert [name for name, _ in parts.modules[1].named_parameters()] == ["2.weight"]
-
-
 def test_stages_are_equal_by_what_was_measured() -> None:
     costs = costs_of(layers(), torch.ones(3, 4), measured=False)
     assert costs.cut(2, by="flops") == [["0"], ["1", "2"]]
@@ -156,7 +146,6 @@ class Idle(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is")
 def test_what_cannot_be_measured_is_refused() -> None:
-    example: Any = ((torch.ones(3, 4),), {})
     scripted = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 4))
     for model, gist in (
         (Idle(), r"does not call these modules.*idle"),
@@ -164,13 +153,6 @@ def test_what_cannot_be_measured_is_refused() -> None:
     ):
         with pytest.raises(UsageError, match=gist):
             costs_of(model, torch.ones(3, 4), measured=False)
-    for balance, batch, gist in (
-        ("flops", None, r"by flops, which a call shows: give example="),
-        ("time", example, r"balance='time': must be .* penstock\.plan\.measure"),
-        ([1.0, 2.0], None, "2 weights for 3 modules"),
-    ):
-        with pytest.raises((PartitionError, UsageError), match=gist):
-            partition(layers(), 2, balance=balance, example=batch)
 
 
 class Counts(nn.Linear):

@@ -6,7 +6,7 @@ The catalogue has models with the same values between their modules.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -51,10 +51,12 @@ def by_hand(group: Any, *parts: nn.Module, schedule: str = "1F1B", **options: An
     return Pipeline.from_stages(stages, schedule=schedule, **(usual | options))
 
 
-def train(group: Any = None) -> dict[str, float]:
+def train(group: Any = None, names: Sequence[str] = ()) -> dict[str, float]:
     """For each kind how far the gradients of two steps are from the plain loop's; also a worker's task."""
     gaps = {}
     for name, kind in KINDS.items():
+        if names and name not in names:
+            continue
         parts = layers(kind)
         with by_hand(group, *parts, schedule="ZB-V", microbatches=4) as pipe:
             for _ in range(2):
@@ -69,7 +71,7 @@ def train(group: Any = None) -> dict[str, float]:
 
 
 def test_stages_by_hand_have_the_gradients_of_the_unsplit_model(workers: WorkerPool) -> None:
-    for gaps in (train(), *workers.run(f"{__name__}:train", 2, 120.0)):
+    for gaps in (train(names=[*KINDS][::3]), *workers.run(f"{__name__}:train", 2, 120.0)):
         assert {name: gap for name, gap in gaps.items() if gap > 1e-12} == {}
 
 
