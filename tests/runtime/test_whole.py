@@ -264,6 +264,21 @@ def test_the_first_step_calls_the_loss_four_times_more(
     assert said.count(True) == check
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_comparison_compiles_nothing() -> None:
+    graphs = list[int]()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(len(inputs))
+        return graph
+
+    compiled: Any = torch.compile(mean_loss, backend=backend)
+    pipe = piped(compiled, microbatches=4)
+    for _ in range(2):
+        assert pipe.step(X, target=Y).loss == pytest.approx(plain(chain(), mean_loss, Y, X)[0])
+    assert len(graphs) == 1
+
+
 def test_a_comparison_is_of_few_numbers() -> None:
     """Of one large row, some tokens all along."""
     sizes, classes = list[int](), 40_000

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -219,7 +221,7 @@ def _losses(
         before = generator_states([device])
         try:
             exact = torch.autocast(device.type, enabled=False)
-            with torch.no_grad(), generators_kept([device]), exact:
+            with torch.no_grad(), generators_kept([device]), exact, _uncompiled():
                 found = [evaluate(*_joined(rows, kind)) for rows in parts]
                 drew = not all(map(torch.equal, before, generator_states([device])))
         except Exception:
@@ -230,6 +232,14 @@ def _losses(
             raise MicrobatchError("it draws random numbers")
         return [float(value) for value in found], torch.bfloat16 if kind is None else found[0].dtype
     raise AssertionError
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Return a context in which compiled code is not compiled for other shapes and types."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def _joined(rows: Sequence[_Rows], kind: torch.dtype | None) -> tuple[Any, Any]:

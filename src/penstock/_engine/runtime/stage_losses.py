@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock._engine.parallel import gathered, replicated
 from penstock._engine.rng import LOSS
 from penstock._engine.runtime.calls import StepState
-from penstock._engine.runtime.derivatives import Differentiations
+from penstock._engine.runtime.derivatives import derivatives_checked
 from penstock._engine.runtime.loss import MAIN, Losses, StepLoss, zero_loss
 from penstock._engine.runtime.loss_check import LossCheck
 from penstock._engine.runtime.whole import BatchOutputs, Evaluate, Joins
@@ -110,7 +110,7 @@ class StageLosses:
                     function, call, microbatch, pair, partial(evaluate, microbatch), stage.device
                 )
                 came = [leaf for of_value in arrived for leaf in of_value]
-                refuses = Differentiations(output, inputs, came)
+                refuses = derivatives_checked(output, inputs, came)
             with refuses:
                 loss = replicated(self._evaluate(function, stage, microbatch, output, target))
             if function.metrics:
