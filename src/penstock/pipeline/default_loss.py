@@ -38,7 +38,29 @@ def own_loss(model: nn.Module) -> Loss:
 
     names = label_names(model)
     target = "labels" if "labels" in names else next(iter(names), None)
-    return Loss(LossInside(type(author_of(model)).__name__, names), weight=weight, target=target)
+    inside = LossInside(type(author_of(model)).__name__, names)
+    return Loss(inside, weight=weight, target=target, check=not _is_known_mean(model))
+
+
+_MEANS = (
+    "ForCausalLMLoss",
+    "ForMaskedLMLoss",
+    "ForSequenceClassificationLoss",
+    "ForTokenClassification",
+)
+"""Loss functions of transformers that are means over the labels that are not -100."""
+
+
+def _is_known_mean(model: nn.Module) -> bool:
+    """Whether a model's code says that its loss is a mean over labels, so that it need not be asked."""
+    author = author_of(model)
+    code = getattr(inspect.unwrap(type(author).forward), "__code__", None)
+    if code is None or not type(author).__module__.startswith("transformers."):
+        return False
+    losses = {name for name in code.co_names if "loss" in name.lower() and name != "loss"}
+    if losses == {"loss_function"}:
+        return getattr(author.loss_function, "__name__", "") in _MEANS
+    return losses == {"CrossEntropyLoss"}
 
 
 class LossInside:
