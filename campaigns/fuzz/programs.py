@@ -224,7 +224,7 @@ def run_of(author: Author, microbatches: int, cut: Any, layout: str) -> tuple[di
     said = "" if run["reduction"] == "mean" else ", reduction='sum'"
     if run["loss_weight"]:
         # These weights are none of the loss's own.
-        said += ", weight=weight_of, over='microbatch'"
+        said += ", weight=weight_of, check=False"
     options = f", loss_fn=penstock.Loss(loss_fn{said})" if said else ", loss_fn=loss_fn"
     return run, options + (f", seed={run['seed']!r}" if run["seed"] is not None else "")
 

@@ -223,7 +223,7 @@ def test_a_loss_that_counts_is_not_called_for_a_trial() -> None:
             return output.mean()
 
     loss = Annealed()
-    piped(make(through_all), microbatches=2, loss_fn=loss).step(rows())
+    piped(make(through_all), microbatches=2, loss_fn=penstock.Loss(loss, check=False)).step(rows())
     assert loss.calls == 2
 
 

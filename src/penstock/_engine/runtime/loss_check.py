@@ -127,9 +127,7 @@ class LossCheck:
                 None if differ(together, otherwise, size, kind) else "sum" if is_mean else "mean"
             )
             whole = 'over="batch" computes it once, on the outputs of all microbatches'
-            several = max(
-                (each for way in one.ways if way is not None for each in way[1:]), default=1
-            )
+            several = max(way[1] for way in one.ways if way is not None)
             guess = (
                 f"{several} rows of an output were taken for one sample: if they are blocks, each with a row "
                 f"for every sample, say split={{'output': Split(0, chunks={several})}}; "
@@ -163,8 +161,10 @@ def _rows_of(loss: StepLoss, call: ModelCall, microbatch: int, output: Any, targ
         ways.append((dim, each) if each and not rest else None)
         if ways[-1] is not None:
             leaves[at] = leaf.narrow(dim, 0, rows * each)
+    if not any(ways):
+        raise MicrobatchError("no output or target has rows for the samples")
     is_whole = rows == samples and _numbers(leaves) <= _NUMBERS
-    if _numbers(leaves) > _NUMBERS and not call.dim:
+    if _numbers(leaves) > _NUMBERS and call.dim is None:
         leaves = _fewer_tokens(leaves, outputs)
     weight: Any = loss.weights[MAIN]
     counted: float | None = rows
@@ -175,7 +175,8 @@ def _rows_of(loss: StepLoss, call: ModelCall, microbatch: int, output: Any, targ
     elif callable(weight):
         (counted,) = loss.counts([rows], [unflatten(leaves, tree)[1]])
     elif call.weighted:  # by labels, or by tokens if there are none
-        counted = labels_that_count(unflatten(leaves, tree)[1]) or (call.dim and rows)
+        labels = labels_that_count(unflatten(leaves, tree)[1])
+        counted = labels if labels is not None else None if call.dim is None else rows
     if not counted:
         raise MicrobatchError("how much a few rows count is unknown, or nothing")
     copies = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
