@@ -212,18 +212,20 @@ class Interpreter:
             # Losses that a checkpoint added again when backward recomputed it.
             self._losses.added.clear()
         binding, draws = kind.bindings[index], step.draws(microbatch, stage.device)
-        entrance, values, entered = Entrance(binding.writes), dict[str, Any](), list[list[Tensor]]()
+        entrance = Entrance(binding.writes)
         leaves = entrance.leaves
+        values: dict[str, Any] = {}
+        entered: list[list[Tensor]] = []
         for edge in flow.inputs[index]:
             value, shared = self._read(edge.value, microbatch)
             before = len(leaves)
-            values[edge.value] = entrance.take(value, shared=shared)
+            values[edge.value] = entrance.take(value, shared)
             entered.append(leaves[before:])
         call, args, kwargs = binding.bind(
             StageCall(kind.plan, microbatch, step.scores[microbatch], draws, stage.may_cast),
             values,
             step.parts[microbatch],
-            partial(entrance.take, originals=entrance.of_batch),
+            entrance.batch,
         )
         self._entered[index, microbatch] = entered, entrance.of_batch
         if watched is not None:
@@ -231,9 +233,10 @@ class Interpreter:
         output = stage.call(*call, *args, **kwargs)
         if watched is not None:
             watched.outputs = output
-        binding.leave(entrance)
+        if entrance.versions:
+            binding.leave(entrance)
         output, made = binding.take_apart(output)
-        roots = list[Tensor]()
+        roots: list[Tensor] = []
         for edge in flow.outputs[index]:
             name, value = edge.value, made[edge.value]
             if name not in kind.plain:
