@@ -162,8 +162,10 @@ Bound: TypeAlias = tuple[tuple[StageCall, ...], Sequence[Any], Mapping[str, Any]
 
 CHANGED = (
     "the stage changed a tensor in place that it was called with, and did not when it was first called with "
-    "arguments that look so; it was not copied, and others hold it too. Let the module change a clone() of it"
+    "arguments that look so; it was not copied. Let the module change a clone() of it"
 )
+LEAF_CHANGED = "leaf Variable that requires grad is being used in an in-place operation"
+"""What autograd says of a leaf that is changed in place, or a view of one."""
 
 
 class Entrance:

@@ -31,7 +31,7 @@ from penstock._engine.values import check_plain, map_tensors, tensors_in, unflat
 from penstock.errors import MessageError, PenstockError, StageError
 from penstock.schedule import Action, Op
 from penstock.schedule.action import MESSAGE_OPS, RECV_OPS
-from penstock.stage import Entrance, PipelineStage, StageCall
+from penstock.stage import CHANGED, LEAF_CHANGED, Entrance, PipelineStage, StageCall
 
 Grads: TypeAlias = Sequence[Tensor | None]
 Watched: TypeAlias = WatchedAction | None
@@ -200,7 +200,8 @@ class Interpreter:
             raise MessageError(f"{name}, {action}: {error}") from error
         module = failing_module(error)
         where = f"{at}, module {module}" if module else at
-        raise StageError(f"{where}: {type(error).__name__}: {error}") from error
+        hint = f" If the leaf is no weight, {CHANGED}" if LEAF_CHANGED in str(error) else ""
+        raise StageError(f"{where}: {type(error).__name__}: {error}{hint}") from error
 
     # ---- forward
 
