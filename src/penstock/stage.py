@@ -13,15 +13,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from penstock._engine import compiled, parallel
 from penstock._engine.values import map_tensors, restrided, tensors_in
 from penstock.backward import PendingGradients, SharedGradients, SplitBackward
+from penstock.backward.nodes import edge_of
 from penstock.errors import SpecError, StageError, UsageError
 
 if TYPE_CHECKING:
@@ -155,56 +156,79 @@ class StageModule(nn.Module):
         """
 
 
-class Bound(NamedTuple):
-    """What a stage is called with: what belongs to the call, then arguments, then keyword arguments."""
+Bound: TypeAlias = tuple[tuple[StageCall, ...], Sequence[Any], Mapping[str, Any]]
+"""What a stage is called with: what belongs to the call, then arguments, then keyword arguments."""
 
-    call: tuple[StageCall, ...]
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
+
+CHANGED = (
+    "the stage changed a tensor in place that it was called with, and did not when it was first called with "
+    "arguments that look so; it was not copied. Let the module change a clone() of it"
+)
+LEAF_CHANGED = "leaf Variable that requires grad is being used in an in-place operation"
+"""What autograd says of a leaf that is changed in place, or a view of one."""
 
 
 class Entrance:
-    """Makes what one call of a stage uses its own, see :func:`enter`.
+    """Makes what one call of a stage uses its own, as :func:`enter` does, or later only where it must.
 
-    What others hold too is copied where the stage writes into it, by the version counters of its tensors.
+    In the first call everything may be changed in place: what others hold too is copied. The versions of
+    tensors show what the stage has changed. In later calls all else is passed as it lies in memory; who
+    changes it then hears so, by autograd from a leaf, and by :meth:`Binding.leave` from others.
 
     Args:
-        writes: the numbers of the values that the stage writes into, in the order in which they enter; None
-            to copy all.
+        writes: the numbers of the values that the stage changes, in the order in which they enter; None in
+            the first call.
 
     Attributes:
         leaves: the leaves of all tensors that require grad.
-        of_batch: the tensors of the batch among those that they stand for.
-        versions: the number of each value that is shared, with its tensors and their versions.
+        of_batch: the tensors of the batch for which some of them stand.
+        versions: tensors that show changes: the number of the value, and the version with which it entered.
     """
 
     def __init__(self, writes: set[int] | None) -> None:
         self.leaves: list[Tensor] = []
         self.of_batch: list[Tensor] = []
-        self._writes, self._count = writes, 0
         self.versions: list[tuple[int, Tensor, int]] = []
+        self._writes, self._count = writes, 0
 
-    def take(
-        self, value: Any, *, shared: bool = True, originals: list[Tensor] | None = None
-    ) -> Any:
-        """A value of the batch, or of another stage; it is shared if its maker or other users hold it."""
-        if not shared:
-            return enter(value, self.leaves, copies=False)
+    def batch(self, value: Any) -> Any:
+        """A value of the batch."""
+        return self.take(value, True, self.of_batch)
+
+    def take(self, value: Any, shared: bool, originals: list[Tensor] | None = None) -> Any:
+        """A value.
+
+        Args:
+            value: the value.
+            shared: whether others hold it too: the user, its maker, or other stages that use it.
+            originals: gets the tensors for which there are leaves.
+        """
         number, self._count = self._count, self._count + 1
-        plain = isinstance(value, Tensor)
-        copies = self._writes is None or number in self._writes
-        for tensor in (value,) if plain else tensors_in(value):
-            # Those of other kinds, and of inference mode, have no versions.
-            copies |= type(tensor) not in _COUNTED or tensor.layout is not torch.strided
-            copies |= tensor.is_inference()
-        entered = enter(value, self.leaves, copies=copies, originals=originals)
-        for tensor in (entered,) if plain else tensors_in(entered):
-            if not tensor.is_inference():
-                self.versions.append((number, tensor, tensor._version))
+        if self._writes is not None and number not in self._writes:
+            if type(value) is Tensor:
+                return self._pass(value, number, shared, originals)
+            return map_tensors(value, lambda part: self._pass(part, number, shared, originals))
+        entered = enter(value, self.leaves, copies=shared, originals=originals)
+        for tensor in tensors_in(entered) if self._writes is None else ():
+            # Nothing counts the changes of some tensors.
+            counts = type(tensor) is Tensor and not tensor.is_inference()
+            self.versions.append((number, tensor, tensor._version if counts else -1))
         return entered
 
-
-_COUNTED = {Tensor, nn.Parameter}
+    def _pass(
+        self, value: Tensor, number: int, shared: bool, originals: list[Tensor] | None
+    ) -> Any:
+        """A tensor that the stage does not change."""
+        if type(value) is not Tensor or value.is_inference():
+            return enter(value, self.leaves, copies=shared, originals=originals)
+        tensor = value.detach()
+        if value.requires_grad and torch.is_grad_enabled():
+            self.leaves.append(tensor.requires_grad_())
+            if originals is not None:
+                originals.append(value)
+        elif shared:
+            self.versions.append((number, tensor, tensor._version))
+        return tensor
 
 
 Enter: TypeAlias = Callable[[Any], Any]
@@ -221,25 +245,21 @@ class Binding(ABC):
     def __init__(self, stage: PipelineStage) -> None:
         self._stage = stage
         self.writes: set[int] | None = None
-        """The numbers of the values that the stage writes into; None before the first call."""
+        """The numbers of the values that the stage changes; None before the first call."""
 
     def leave(self, entrance: Entrance) -> None:
-        """Note after a call what it has written into.
+        """Note after a call what it has changed.
 
         Raises:
             StageError: another value than in the first call, which was not copied.
         """
-        written = set[int]()
-        for number, tensor, before in entrance.versions:
-            if tensor._version != before:
-                written.add(number)
+        written = {
+            n for n, tensor, before in entrance.versions if before < 0 or tensor._version != before
+        }
         if self.writes is None:
             self.writes = written
-        elif not written <= self.writes:
-            raise StageError(
-                "the stage changed a tensor in place that it was called with, and did not when it was first "
-                "called: it was not copied, and others hold it too. Let the module change a clone() of it"
-            )
+        elif written:
+            raise StageError(CHANGED)
 
     @abstractmethod
     def bind(self, call: StageCall, values: dict[str, Any], part: Any, enter: Enter) -> Bound:
@@ -257,10 +277,10 @@ class CutBinding(Binding):
         """Of the batch only what learns; all of it if the model runs as it is, in one stage."""
         if call.score is None:
             kwargs = {name: enter(value) for name, value in part.kwargs.items()} | part.local
-            return Bound((call,), [values, *map(enter, part.args)], kwargs)
+            return (call,), [values, *map(enter, part.args)], kwargs
         code: Any = self._stage.code
         given = {"given": code.given(call.score, call.plan)} if self._stage.casts else {}
-        return Bound((call,), [values, *map(enter, call.score.batch)], given)
+        return (call,), [values, *map(enter, call.score.batch)], given
 
     def take_apart(self, output: Any) -> tuple[Any, Mapping[str, Any]]:
         """The two that :meth:`StageModule.forward` returns."""
@@ -298,11 +318,11 @@ class HandBinding(Binding):
         for name, value in part.local.items():
             kwargs[name] = enter(value)
         if not self._takes:
-            return Bound((), tuple(map(enter, part.args)), kwargs)
+            return (), tuple(map(enter, part.args)), kwargs
         if len(self._takes) > 1:
-            return Bound((), (), values | kwargs)
+            return (), (), values | kwargs
         value = values[self._takes[0]]
-        return Bound((), value if type(value) in self._stage.spread else (value,), kwargs)
+        return (), value if type(value) in self._stage.spread else (value,), kwargs
 
     def take_apart(self, output: Any) -> tuple[Any, Mapping[str, Any]]:
         """One value is the whole output; several are items of a dict."""
@@ -542,7 +562,7 @@ class PipelineStage:
             roots: where backward starts; those that require no grad are left out.
             leaves: the leaves of the arguments, from :func:`enter`.
         """
-        edges = list(map(get_gradient_edge, filter(_LEARNS, roots)))
+        edges = list(map(edge_of, filter(_LEARNS, roots)))
         self._forwards[microbatch] = edges, leaves
 
     def _call_compiled(self, *args: Any, **kwargs: Any) -> Any:

@@ -109,20 +109,21 @@ def test_stages_add_up_their_units() -> None:
     stages = costs.stages((0, 2), looped(2), latency=0.5, bandwidth=10.0)
     assert stages.costs.forward == (3.0, 3.0)
     assert stages.costs.backward == (6.0, 6.0)
-    # Both ends of what travels hold it; what stays inside is nobody's, as no graph keeps it.
-    assert stages.costs.activation == (10 + 10 + 1, 10 + 1)
+    # The end of what travels holds it; its maker does only until it is sent, as no graph there keeps it.
+    assert stages.costs.activation == (10 + 10, 10 + 1)
+    assert stages.given == (1, 0)
     assert [(e.value, e.source, e.targets) for e in stages.edges] == [("unit1", 0, (1,))]
     assert stages.static == (2 * 8 * 4, 8 * 4)
     again = costs.stages((0, 2), looped(2), recompute=[0])
     assert again.costs.input == (4.0, 3.0)
-    assert again.costs.activation == (10 + 1, 10 + 1)
+    assert again.costs.activation == (10, 10 + 1)
 
 
 def test_between_stages_of_a_rank_a_value_is_held_once() -> None:
     costs = profile([1.0] * 4).at(1)
     stages = costs.stages((0, 1, 2, 3), v_shaped(2))
     # Stages 1 and 2 are on one rank: what goes from one to the other lies there once.
-    assert stages.costs.activation == (11.0, 12.0, 11.0, 11.0)
+    assert stages.costs.activation == (10.0, 12.0, 10.0, 11.0)
 
 
 def skipping(gradient: float = 100.0) -> UnitCosts:
@@ -146,8 +147,9 @@ def test_a_step_holds_messages_only_while_there_are_more() -> None:
     stages = skipping().stages((0, 1), looped(2), states=0.0)
     schedule = build("GPipe", ranks=2, microbatches=4).with_edges(stages.edges)
     first, second = Order(schedule).held(stages)
-    # F: what it keeps. B: the gradient of its value, and two more on their way while there are more.
-    assert first.tolist() == [110, 220, 330, 440, *(440 + 300, 330 + 300, 220 + 200, 110 + 100)]
+    # F: what it keeps, and two values on their way. B: also the gradient of its value, and two more on
+    # their way while there are more.
+    assert first.tolist() == [110, 220, 230, 240, *(240 + 300, 230 + 300, 120 + 200, 10 + 100)]
     # F: values of the next ones. B: gradients that its units give each other, and what is not sent yet.
     f, b = second.tolist()[:4], second.tolist()[4:]
     assert f == [130 + 200, 260 + 200, 390 + 100, 520]

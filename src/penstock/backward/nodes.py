@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils import checkpoint
 
 
@@ -26,6 +27,15 @@ LEAF = node_type("AccumulateGrad")
 
 edge_to: Callable[[tuple[Node, int, None]], GradientEdge] = partial(tuple.__new__, GradientEdge)
 """Makes an edge from what is in it. To call the class takes three times as long."""
+
+
+def edge_of(tensor: Tensor) -> GradientEdge:
+    """The edge behind a tensor that requires grad: what backward may start from, without its memory."""
+    node = tensor.grad_fn
+    if node is None or isinstance(node, BackwardCFunction):
+        # A leaf has no node yet, and to refer to a node of a Python function does not keep it alive.
+        return get_gradient_edge(tensor)
+    return edge_to((node, tensor.output_nr, None))
 
 
 def node_of(t: Tensor) -> Node | None:

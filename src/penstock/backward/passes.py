@@ -10,8 +10,9 @@ from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 
+from penstock.backward.nodes import edge_of
 from penstock.errors import PenstockError, StageError, UsageError
 
 Gradients: TypeAlias = tuple[Tensor | None, ...]
@@ -25,19 +26,23 @@ def seeds_of(outputs: Any, grads: Any) -> tuple[list[GradientEdge], list[Tensor 
         grads: a gradient or None for each of them; None in place of it all says that every output is a
             scalar, whose gradient is one.
     """
-    if isinstance(outputs, Tensor | GradientEdge):
+    if isinstance(outputs, _ENDS):
         outputs, grads = (outputs,), None if grads is None else (grads,)
-    edges, seeds = list[GradientEdge](), list[Tensor | None]()
+    edges: list[GradientEdge] = []
+    seeds: list[Tensor | None] = []
     for output, grad in zip(outputs, outputs if grads is None else grads, strict=True):
         if grad is None:
             continue
-        if isinstance(output, GradientEdge):
+        if type(output) is GradientEdge:
             edges.append(output)
             seeds.append(None if grads is None else grad)
         elif output.requires_grad:
-            edges.append(get_gradient_edge(output))
+            edges.append(edge_of(output))
             seeds.append(_one(output) if grads is None else grad)
     return edges, seeds
+
+
+_ENDS = (GradientEdge, Tensor)
 
 
 def _one(output: Tensor) -> Tensor | None:
@@ -142,10 +147,10 @@ def _check_seeds(outputs: Any, grads: Any) -> None:
         UsageError: they are not.
     """
     values = {"outputs": outputs} if grads is None else {"outputs": outputs, "gradients": grads}
-    if isinstance(outputs, Tensor | GradientEdge):
+    if isinstance(outputs, _ENDS):
         values = {name: [value] for name, value in values.items()}
     for what, listed in values.items():
-        kinds = (Tensor, GradientEdge) if what == "outputs" else (Tensor, type(None))
+        kinds = _ENDS if what == "outputs" else (Tensor, type(None))
         if not isinstance(listed, list | tuple):
             raise UsageError(f"{what}: a {type(listed).__name__}; give a tensor, {_FLAT}")
         for place, value in enumerate(listed):

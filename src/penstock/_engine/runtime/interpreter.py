@@ -31,7 +31,7 @@ from penstock._engine.values import check_plain, map_tensors, tensors_in, unflat
 from penstock.errors import MessageError, PenstockError, StageError
 from penstock.schedule import Action, Op
 from penstock.schedule.action import MESSAGE_OPS, RECV_OPS
-from penstock.stage import Entrance, PipelineStage, StageCall
+from penstock.stage import CHANGED, LEAF_CHANGED, Entrance, PipelineStage, StageCall
 
 Grads: TypeAlias = Sequence[Tensor | None]
 Watched: TypeAlias = WatchedAction | None
@@ -200,7 +200,8 @@ class Interpreter:
             raise MessageError(f"{name}, {action}: {error}") from error
         module = failing_module(error)
         where = f"{at}, module {module}" if module else at
-        raise StageError(f"{where}: {type(error).__name__}: {error}") from error
+        hint = f" If the leaf is no weight, {CHANGED}" if LEAF_CHANGED in str(error) else ""
+        raise StageError(f"{where}: {type(error).__name__}: {error}{hint}") from error
 
     # ---- forward
 
@@ -212,18 +213,20 @@ class Interpreter:
             # Losses that a checkpoint added again when backward recomputed it.
             self._losses.added.clear()
         binding, draws = kind.bindings[index], step.draws(microbatch, stage.device)
-        entrance, values, entered = Entrance(binding.writes), dict[str, Any](), list[list[Tensor]]()
+        entrance = Entrance(binding.writes)
         leaves = entrance.leaves
+        values: dict[str, Any] = {}
+        entered: list[list[Tensor]] = []
         for edge in flow.inputs[index]:
             value, shared = self._read(edge.value, microbatch)
             before = len(leaves)
-            values[edge.value] = entrance.take(value, shared=shared)
+            values[edge.value] = entrance.take(value, shared)
             entered.append(leaves[before:])
         call, args, kwargs = binding.bind(
             StageCall(kind.plan, microbatch, step.scores[microbatch], draws, stage.may_cast),
             values,
             step.parts[microbatch],
-            partial(entrance.take, originals=entrance.of_batch),
+            entrance.batch,
         )
         self._entered[index, microbatch] = entered, entrance.of_batch
         if watched is not None:
@@ -231,9 +234,10 @@ class Interpreter:
         output = stage.call(*call, *args, **kwargs)
         if watched is not None:
             watched.outputs = output
-        binding.leave(entrance)
+        if entrance.versions:
+            binding.leave(entrance)
         output, made = binding.take_apart(output)
-        roots = list[Tensor]()
+        roots: list[Tensor] = []
         for edge in flow.outputs[index]:
             name, value = edge.value, made[edge.value]
             if name not in kind.plain:
