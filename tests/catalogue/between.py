@@ -128,7 +128,7 @@ def between(name: str, stages: int = 4) -> Case:
     body, unit, refused, in_four, _ = PROGRAMS[name]
     words = in_four if stages == 4 else refused
     batch = penstock.Microbatches([*rows(8).split(2)], samples=[2] * 4)
-    loss = penstock.Loss(score, over="microbatch")
+    loss = penstock.Loss(score, check=False)
     return Case(
         make(body, unit), [batch], None, loss, counts=lambda model: dict(model.called),
         refused=Refusal(PartitionError, words) if words else None,
