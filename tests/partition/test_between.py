@@ -214,7 +214,7 @@ def test_a_loss_may_read_what_the_last_stage_keeps(name: str) -> None:
         pipe.step(rows())
 
 
-def test_a_loss_that_counts_is_not_called_for_a_trial() -> None:
+def test_a_loss_that_counts_is_called_once_for_each_microbatch_if_it_is_not_checked() -> None:
     class Annealed:
         calls = 0
 
@@ -223,7 +223,8 @@ def test_a_loss_that_counts_is_not_called_for_a_trial() -> None:
             return output.mean()
 
     loss = Annealed()
-    piped(make(through_all), microbatches=2, loss_fn=penstock.Loss(loss, check=False)).step(rows())
+    pipe = piped(make(through_all), microbatches=2, loss_fn=penstock.Loss(loss, check=False))
+    pipe.step(rows())
     assert loss.calls == 2
 
 

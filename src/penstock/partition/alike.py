@@ -65,7 +65,12 @@ def without_data(mode: FakeTensorMode, look: Look) -> FakeTensor:
     """A fake tensor; made at once, since each operation on one takes a fraction of a millisecond."""
     shape, strides, dtype, device, learns = look
     with _disable_current_modes():
-        meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        # A sparse tensor has no strides: what it is made of shows when a message would carry it.
+        meta = (
+            torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+            if len(strides) == len(shape)
+            else torch.empty(shape, dtype=dtype, device="meta")
+        )
         return FakeTensor(mode, meta.requires_grad_(learns), device)
 
 

@@ -542,14 +542,16 @@ class ScoreTree:
         args, kwargs = map_tensors((tuple(call[0]), dict(call[1])), self._with_data)
         tables: list[Any] = [t for _, m in self.outside for t in (m._buffers, vars(m))]
         held = [(t, n, x) for t in tables for n, x in t.items() if type(x) is Tensor]
-        kept = Kept(self.modules)
+        copies = [(table, name, self._with_data(x)) for table, name, x in held]
+        buffers, kept = self.buffers, Kept(self.modules)
+        # A change of a copy is one of the buffer.
+        named = zip(copies, held, strict=True)
+        self.buffers = {id(y): buffers[id(x)] for (_, _, y), (_, _, x) in named if id(x) in buffers}
         try:
-            with (
-                generators_kept([self.device]),
-                replaced((table, name, self._with_data(x)) for table, name, x in held),
-            ):
+            with generators_kept([self.device]), replaced(copies):
                 return self.write(args, kwargs, None, doors, inner)
         finally:
+            self.buffers = buffers
             kept.restore()
 
     def _with_data(self, tensor: Tensor) -> Tensor:
