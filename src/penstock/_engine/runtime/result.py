@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 from zlib import crc32
@@ -19,13 +20,12 @@ from penstock._engine.runtime.loss import (
     Losses,
     Metric,
     Number,
-    Replicas,
     StepLoss,
     Weights,
     metric_terms,
 )
 from penstock._engine.runtime.stopping import GracefulStop
-from penstock._engine.transport import Transport
+from penstock._engine.transport import Group, Job, Replicas
 from penstock.errors import AgreementError, UsageError
 from penstock.schedule import Slow, Timeline
 
@@ -220,17 +220,19 @@ class Numbers:
 
     def share(
         self,
-        transport: Transport | None,
+        job: Job,
+        group: Group,
         tally: StepTally,
         loss: StepLoss | None,
         weights: Weights,
         *,
         finite: bool,
     ) -> StepResult:
-        """The result of a step, the same on every rank.
+        """The result of a call, the same on every rank.
 
         Args:
-            transport: this rank's end; None if all ranks share this process.
+            job: this process among the others.
+            group: those that make the call.
             tally: the losses and metrics of this process.
             loss: the loss, if one was computed.
             weights: the weights of the microbatches.
@@ -244,20 +246,22 @@ class Numbers:
         sums, unknown, wishes = tally.sums(), 1.0, GracefulStop.wishes()
         while unknown:
             new = [row for row in sums if row not in self._rows]
-            here = [part for row in self._rows for part in (sums.get(row, 0.0), row in sums)]
-            checks = [float(not finite), float(len(new)), *wishes, weights.mark, weights.mark**2]
-            total = torch.tensor([*here, *checks], dtype=torch.float64, device="cpu")
-            if transport is not None:
-                total = transport.sum(total, "the sum after the step")
-                _check_weights(transport, weights, *total[-2:].tolist())
-            value, count = total[:-6].reshape(-1, 2).unbind(1)
-            there = count.sign()
-            shares = [_share(loss, weights, name) for _, name in self._rows]
-            columns = torch.cat([value, there, there * there.new_tensor(shares), total[-6:-2]])
-            summed = replicas.added(columns) if replicas.number > 1 else columns
+            mine = [sums.get(row, 0.0) for row in self._rows]
+            mine += [float(row in sums) for row in self._rows]
+            mine += [_share(loss, weights, name) for _, name in self._rows]
+            mine += [float(not finite), float(len(new)), *wishes, weights.mark]
+            row = torch.tensor(mine, dtype=torch.float64, device="cpu")
+            rows = [*group.gather(row, "the sum after the step")]
+            _check_weights(job, weights, [float(theirs[-1]) for theirs in job.own(rows)])
+            of_replicas = [self._of_pipeline(of) for of in job.by_replica(rows)]
+            # Who makes the call goes on, stops, and learns of new names together.
+            ends = reduce(torch.add, rows)[-5:-1]
+            summed = torch.cat([reduce(torch.add, of_replicas), ends])
+            if replicas.number > 1 and not job.reaches_replicas:
+                summed = replicas.added(summed)
             *numbers, ill, unknown, signalled, late = summed.tolist()
             if unknown:
-                self._learn(transport, replicas, new)
+                self._learn(group, replicas, new, job.reaches_replicas)
         values = self._means(numbers, replicas.number)
         main, added = values.get(_MAIN, 0.0), values.get(_ADDED, 0.0)
         losses = {name: value for (kind, name), value in values.items() if kind == "loss"}
@@ -270,6 +274,13 @@ class Numbers:
         self.wishes = signalled, late
         return StepResult(main + added, {MAIN: main, **losses}, ratios, weights.total, is_finite)
 
+    def _of_pipeline(self, rows: Sequence[Tensor]) -> Tensor:
+        """Of what the ranks of a pipeline bring: its values, which of them exist, and its shares of these."""
+        size = len(self._rows)
+        values, present = reduce(torch.add, rows)[: 2 * size].split(size)
+        there = present.sign()
+        return torch.cat([values, there, there * rows[0][2 * size : 3 * size]])
+
     def _means(self, numbers: Sequence[float], replicas: int) -> dict[_Row, float]:
         """The numbers that exist; a named loss that some replicas lack is the mean of those that have it."""
         size = len(self._rows)
@@ -280,13 +291,14 @@ class Numbers:
             if count
         }
 
-    def _learn(self, transport: Transport | None, replicas: Replicas, new: list[_Row]) -> None:
-        """Add the new names of all ranks of all replicas to the table."""
-        rows: list[Any] = new if transport is None else [*chain(*transport.exchange(new))]
-        if replicas.exchange is not None:
+    def _learn(self, group: Group, replicas: Replicas, new: list[_Row], reaches: bool) -> None:
+        """Add the new names of all that make the call to the table."""
+        rows: list[Any] = [*chain(*group.meet(lambda: new))]
+        alone = replicas.number > 1 and not reaches
+        if alone and replicas.exchange is not None:
             rows = [*chain(*replicas.exchange(rows))]
         self._rows = sorted({*self._rows, *map(tuple, rows)})
-        if replicas.exchange is None and replicas.number > 1:
+        if alone and replicas.exchange is None:
             mark = float(crc32(repr(self._rows).encode()) & 0xFFFF)
             marks = torch.tensor([mark, mark**2], dtype=torch.float64, device="cpu")
             once, squared = replicas.added(marks).tolist()
@@ -307,12 +319,12 @@ def _share(loss: StepLoss | None, weights: Weights, name: str) -> float:
     return 0.0 if adds_up else sum(of.counts) / of.total
 
 
-def _check_weights(transport: Transport, weights: Weights, once: float, squared: float) -> None:
-    """Check that all ranks have the same weights, from the sum of their marks and that of the squares."""
-    if not _differ(transport.ranks, once, squared):
+def _check_weights(job: Job, weights: Weights, marks: Sequence[float]) -> None:
+    """Check that all ranks of the pipeline have the same weights but for rounding, from their marks."""
+    if max(marks) - min(marks) <= _ROUNDING * max(map(abs, marks)):
         return
     factor = max(weights.seeds, default=0.0)
-    rows = transport.exchange(f"{weights.total:g} in all, gradients times up to {factor:g}")
+    rows = job.pipeline.meet(lambda: f"{weights.total:g} in all, gradients times up to {factor:g}")
     raise AgreementError(
         "ranks differ in the weights of the loss: "
         f"{'; '.join(f'rank {rank}: {text}' for rank, text in enumerate(rows))}; give every rank the same "
@@ -327,8 +339,3 @@ def _ratio(over: float, under: float) -> float:
 
 _ROUNDING = 1e-12
 """The relative difference allowed between ranks' weights, which may differ by rounding only."""
-
-
-def _differ(ranks: int, total: float, squared: float) -> bool:
-    """Whether numbers differ by more than rounding, from their sum and the sum of their squares."""
-    return ranks * squared - total * total > _ROUNDING * total * total
