@@ -690,8 +690,7 @@ class Pipeline:
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        for parameter in self.parameters():
-            parameter.grad = None
+        self._held.weights.zero_grad()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False

@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_map_only
 
 from penstock._engine.elsewhere import (
     Elsewhere,
+    Steps,
     Whereabouts,
     is_elsewhere,
-    leave_gradients,
     optimizers_of,
 )
 from penstock._engine.parallel import local_part
@@ -134,6 +134,11 @@ class ListedWeights(ABC):
     @abstractmethod
     def _homes(self) -> Iterator[tuple[nn.Module, torch.device]]:
         """The modules whose weights are here, and where they live."""
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for _, parameter in self.named_parameters():
+            parameter.grad = None
 
     def names_by_identity(self) -> dict[int, str]:
         """The name of each parameter that lives in this process, by its ``id``."""
@@ -255,6 +260,9 @@ class HeldWeights(ListedWeights):
         self._sharing = SharedWeights(stages, shared, rank_of, job)
         self.align()
         self._listed = self._list_by_hand() if named is None else _listed(named)
+        self._steps = Steps(self._norms)
+        for absent in self.absent:
+            absent.follow(self._steps)
 
     # ---- the parameters of the whole model
 
@@ -282,9 +290,16 @@ class HeldWeights(ListedWeights):
         each = [shared_settings(one, names) for one in optimizers_of(self.absent)]
         return {name: numbers for of_one in each for name, numbers in of_one.items()}
 
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for stage in self.stages:
+            for parameter in stage.module.parameters():
+                parameter.grad = None
+        self._steps.drop_gradients()
+
     def leave_gradients(self) -> None:
         """After a step: leave stand-ins as the gradients of the weights of other ranks."""
-        leave_gradients(self.absent, self._norms)
+        self._steps.leave_gradients()
 
     def _list_by_hand(self) -> Listed:
         """The parameters of stages placed by hand, in the order of the stages."""
