@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from penstock import plan as planning
+from penstock._engine.devices import is_accelerator
 from penstock._engine.faults import Timeout
 from penstock._engine.microbatches import MISSING, Batch, RulesGiven
 from penstock._engine.parallel import groups_beside
@@ -255,6 +256,7 @@ class Pipeline:
             check_loss(loss, schedules.training)
         self._randomness = Randomness(seeds[0])
         self._last_seed: tuple[int, int] | None = None
+        self._unread: StepResult | None = None
         weighted = loss is not None and loss.weight is not None
         self._held = HeldModel(runner, schedules, model, weighted=weighted)
         self._weights = ModelWeights(self._job, self._held)
@@ -452,6 +454,7 @@ class Pipeline:
                 between processes it is closed.
             PoisonedError: an earlier call failed in the middle.
         """
+        self._look_at_last()
         number, seed = self._randomness.step, self._drawn_from(self._randomness.step)
         event = StepEvent(number + 1, self._job.is_main_process, self._held.device)
         self._step_hooks.call("before", event)
@@ -483,9 +486,13 @@ class Pipeline:
         self._randomness.advance()
         result = self._calls.result(step, started)
         if scaler is not None:
-            result = replace(result, finite=True)
-        elif not result.finite:
-            self._meet_nonfinite(result)
+            numbers = result.read
+            result = replace(result, read=lambda: numbers()._replace(finite=True))
+        else:
+            self._unread = result
+            waits = self._training_loss().nonfinite == "warn" and is_accelerator(self.device)
+            if not waits or self._job.transport is not None:
+                self._look_at_last()
         if self._step_hooks:
             after = replace(event, result=result, seconds=perf_counter() - started)
             self._step_hooks.call("after", after)
@@ -651,6 +658,12 @@ class Pipeline:
             )
         return scaler.attach(self._job.sum)
 
+    def _look_at_last(self) -> None:
+        """See whether the last step was finite, if that has not been done yet."""
+        result, self._unread = self._unread, None
+        if result is not None and not result.finite:
+            self._meet_nonfinite(result)
+
     def _meet_nonfinite(self, result: StepResult) -> None:
         """Raise, skip or warn about a step that is not finite, the same on every rank."""
         step, nonfinite = self._randomness.step, self._training_loss().nonfinite
@@ -762,6 +775,8 @@ class Pipeline:
             error: the reason, if it is an error; the other ranks then stop because of it.
         """
         # An error after close(), in a with block that closes again, is not the pipeline's failure.
+        if error is None:
+            self._look_at_last()
         transport = self._job.transport
         if self._closed or transport is None:
             return

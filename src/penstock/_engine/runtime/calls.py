@@ -248,7 +248,7 @@ class StepState:
         self.outputs: dict[int, Any] = {}
         self.shared: list[Any] = []
         self.batch_gradients: list[tuple[Tensor, Tensor]] = []
-        self.result = StepResult(0.0)
+        self.result = StepResult()
         self.flops: Callable[[], float | None] = lambda: None
         self.draws: Callable[[int, torch.device], Draws | None] = lambda *_: None
         if call.seed is not None:

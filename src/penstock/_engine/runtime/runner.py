@@ -189,12 +189,10 @@ class Runner:
         call, agreement = step.call, step.agreement
         if any(device.type != "cpu" for device in self._devices):
             self.interpreter.activity.wait("the device")
-        finite = not call.finite or has_finite_gradients(self.stages.values())
+        largest = largest_gradient(self.stages.values()) if call.finite else None
         group = self._group(call)
         numbers = self._numbers[group is self.job.pipeline]
-        step.result = numbers.share(
-            self.job, group, step.tally, call.loss, step.weights, finite=finite
-        )
+        step.result = numbers.share(self.job, group, step.tally, call.loss, step.weights, largest)
         of_batch = agreement.model_call
         sums = of_batch.sums_gradients or (self._planned is not None and of_batch.learns)
         if call.trains and self.job.transport is not None and sums:
@@ -803,8 +801,8 @@ class _Refused(Exception):
         self.error = error
 
 
-def has_finite_gradients(stages: Any) -> bool:
-    """Whether the weights' gradients are finite; of a DTensor, the part here."""
+def largest_gradient(stages: Any) -> Tensor | None:
+    """The largest number in the weights' gradients, if there are some; of a DTensor, in the part here."""
     of_weights: list[Tensor | None] = []
     for stage in stages:
         # Gradients of shared weights are collected apart from .grad; this context puts them there.
@@ -814,7 +812,7 @@ def has_finite_gradients(stages: Any) -> bool:
     dense = [part._values() if part.is_sparse else part for part in parts]
     gradients = [part for part in dense if part.numel()]
     # Of finite numbers the largest is finite; a sum of their squares is not always, least of all in float16.
-    return not gradients or bool(nn.utils.get_total_norm(gradients, torch.inf).isfinite())
+    return nn.utils.get_total_norm(gradients, torch.inf) if gradients else None
 
 
 def _has_data(parts: Sequence[Microbatch]) -> bool:
