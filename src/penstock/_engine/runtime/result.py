@@ -325,7 +325,7 @@ class Numbers:
                 summed = replicas.added(summed)
             *numbers, ill, unknown, signalled, late = summed.tolist()
             if unknown:
-                self._learn(group, replicas, new, job.reaches_replicas)
+                self._learn(job, group, replicas, new)
         self.wishes = signalled, late
         result = _numbers_of(self._means(numbers, replicas.number), not ill, metrics)
         return StepResult(lambda: result, weights.total)
@@ -347,14 +347,11 @@ class Numbers:
             if count
         }
 
-    def _learn(self, group: Group, replicas: Replicas, new: list[_Row], reaches: bool) -> None:
+    def _learn(self, job: Job, group: Group, replicas: Replicas, new: list[_Row]) -> None:
         """Add the new names of all that make the call to the table."""
-        rows: list[Any] = [*chain(*group.meet(lambda: new))]
-        alone = replicas.number > 1 and not reaches
-        if alone and replicas.exchange is not None:
-            rows = [*chain(*replicas.exchange(rows))]
+        rows = [*chain(*group.meet(lambda: new))]
         self._rows = sorted({*self._rows, *map(tuple, rows)})
-        if alone and replicas.exchange is None:
+        if replicas.number > 1 and not job.reaches_replicas:
             mark = float(crc32(repr(self._rows).encode()) & 0xFFFF)
             marks = torch.tensor([mark, mark**2], dtype=torch.float64, device="cpu")
             once, squared = replicas.added(marks).tolist()
@@ -362,7 +359,7 @@ class Numbers:
                 raise UsageError(
                     f"replicas differ in the names of their losses and metrics, which are here "
                     f"{[name for _, name in self._rows if name]}; replicas that can only add up numbers must "
-                    "all have the same: give penstock.Replicas exchange= too, or a process group instead"
+                    "all have the same: give replicas= a process group instead"
                 )
 
 

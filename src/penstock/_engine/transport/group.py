@@ -212,22 +212,21 @@ class Group:
             values = [value] if answer is None else answer([value])
             return values[0] if each else values
         report = [value, None if error is None else _described(error, doing)]
-        if answer is None:
-            reports = self._to_all(report)
-            problem = self._problem_of(reports)
-            answered = [value for value, _ in reports]
+        reports, verdicts = self._reported(report, to_all=answer is None), None
+        if reports is not None:
+            problem, replies = self._problem_of(reports), [None] * self.size
+            try:
+                if problem is None:
+                    values = [value for value, _ in reports]
+                    made: Any = values if answer is None else answer(values)
+                    replies = made if each else [made] * self.size
+            except Exception as raised:
+                error, problem = raised, [*_described(raised, doing), None]
+            verdicts = [[reply, problem] for reply in replies]
+        if answer is None and verdicts is not None:
+            answered, problem = verdicts[self.rank]
         else:
-            some, replies = self._to_first(report), None
-            if some is not None:
-                problem, values = self._problem_of(some), [None] * self.size
-                try:
-                    if problem is None:
-                        answered = answer([value for value, _ in some])
-                        values = answered if each else [answered] * self.size
-                except Exception as raised:
-                    error, problem = raised, [*_described(raised, doing), None]
-                replies = [[value, problem] for value in values]
-            answered, problem = self._from_first(replies)
+            answered, problem = self._from_first(verdicts)
         if problem is None:
             return answered
         if error is not None and not isinstance(error, PenstockError):
@@ -255,33 +254,37 @@ class Group:
             error.errno = number
         return error
 
-    def _to_all(self, value: Any) -> list[Any]:
-        """The JSON values of all processes."""
-        rows = self._announced(_MEETING, value)
-        longest = max(size for size, _ in rows)
-        if longest <= _INLINE:
-            return [json.loads(text[:size]) for size, text in rows]
-        padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
+    def _reported(self, value: Any, *, to_all: bool) -> list[Any] | None:
+        """The JSON values of all processes, in each of them or in the first one; None in the others."""
         text = as_text(value)
-        padded[: text.numel()] = text
-        texts = self.gather(padded)
-        return [value_of(row[:size]) for row, (size, _) in zip(texts, rows, strict=True)]
-
-    def _to_first(self, value: Any) -> list[Any] | None:
-        """The JSON values of all processes in the first one; None in the others."""
-        rows = self._announced(_WITH_FIRST, value)
-        longer = [place for place, (size, _) in enumerate(rows) if size > _INLINE and place]
-        if self.rank:
-            if self.rank in longer:
-                self._send(as_text(value), 0)
+        size = text.numel()
+        short = torch.zeros(_INLINE, dtype=torch.uint8, device="cpu")
+        short[:size] = text[:_INLINE]
+        mark = _MEETING if to_all else _WITH_FIRST
+        rows = self.announce(mark, [size, *short.view(torch.int64).tolist()])
+        sizes = [size for size, *_ in rows]
+        longest = max(sizes)
+        if self.rank and not to_all:
+            if size > _INLINE:
+                self._send(text, 0)
             return None
-        values = [value]
-        for place, (size, short) in enumerate(rows[1:], start=1):
-            if place in longer:
-                values.append(value_of(self._receive(size, place)))
-            else:
-                values.append(json.loads(short[:size]))
-        return values
+        texts = (
+            torch.tensor([numbers for _, *numbers in rows], device="cpu").view(torch.uint8).unbind()
+        )
+        if to_all and longest > _INLINE:
+            padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
+            padded[:size] = text
+            texts = self.gather(padded).unbind()
+        elif not to_all:
+            texts = (
+                text,
+                *(
+                    self._receive(size, place) if size > _INLINE else texts[place]
+                    for place, size in enumerate(sizes)
+                    if place
+                ),
+            )
+        return [value_of(one[:size]) for one, size in zip(texts, sizes, strict=True)]
 
     def _send(self, text: Tensor, place: int) -> None:
         data = text.to(self._device)
@@ -307,13 +310,6 @@ class Group:
             if text.numel() > _ANSWER:
                 self._send(text, place)
         return values[0]
-
-    def _announced(self, mark: int, value: Any) -> list[tuple[int, bytes]]:
-        """How many bytes the JSON value of each process has, and what it is if it is short."""
-        text = json.dumps(value).encode()
-        short = text.ljust(_INLINE) if len(text) <= _INLINE else bytes(_INLINE)
-        rows = self.announce(mark, [len(text), *_numbers_of(short)])
-        return [(size, _bytes_of(numbers)) for size, *numbers in rows]
 
     # ---- waits
 
@@ -350,45 +346,6 @@ class Group:
             line.abort()
         if self.group is not None:
             end_waits(self.group)
-
-
-class Exchanging(Group):
-    """The ranks of pipelines whose first ranks exchange values by a function of the user's.
-
-    Args:
-        pipeline: the ranks of this pipeline.
-        index: the index of this pipeline.
-        number: how many pipelines there are.
-        exchange: returns the JSON values of all pipelines, in order.
-    """
-
-    def __init__(
-        self, pipeline: Group, index: int, number: int, exchange: Callable[[Any], list[Any]]
-    ) -> None:
-        super().__init__(members=[0])
-        self._pipeline, self._index, self._exchange = pipeline, index, exchange
-        self.rank, self.size = index * pipeline.size + pipeline.rank, number * pipeline.size
-        places = [(rank, one) for one in range(number) for rank in range(pipeline.size)]
-        self.names = [f"rank {rank} of replica {one}" for rank, one in places]
-
-    def _to_all(self, value: Any) -> list[Any]:
-        values = self._to_first(value)
-        answered: list[Any] = self._from_first(values and [values] * self.size)
-        return answered
-
-    def _to_first(self, value: Any) -> list[Any] | None:
-        values = self._pipeline._to_first(value)
-        if values is None:
-            return None
-        rows = [one for of_pipeline in self._exchange(values) for one in of_pipeline]
-        return None if self._index else rows
-
-    def _from_first(self, values: Sequence[Any] | None) -> Any:
-        mine = None
-        if not self._pipeline.rank:
-            begin = self._index * self._pipeline.size
-            mine = self._exchange(values)[0][begin : begin + self._pipeline.size]
-        return self._pipeline._from_first(mine)
 
 
 _WITH_FIRST_ONE = "an exchange with the first process"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock._engine.faults import Activity
 from penstock._engine.transport.base import WEIGHTS, Transport
-from penstock._engine.transport.group import BROKEN, Exchanging, Group
+from penstock._engine.transport.group import BROKEN, Group
 from penstock._engine.values import (
     Layout,
     TensorLayout,
@@ -57,7 +57,6 @@ class Replicas:
         add: sums a CPU tensor over them; every rank of every pipeline calls it.
         averaged: whether their gradients are averaged, as by DDP and FSDP, rather than added up.
         index: the index of this one.
-        exchange: returns the JSON values of all, in order; needed to save and load checkpoints.
         group: the processes at the same place in each, if gradients are to be averaged over them.
     """
 
@@ -65,7 +64,6 @@ class Replicas:
     add: Callable[[Tensor], Tensor] = torch.clone
     averaged: bool = True
     index: int = 0
-    exchange: Callable[[Any], list[Any]] | None = None
     group: Any = None
 
     def added(self, values: Tensor) -> Tensor:
@@ -113,7 +111,7 @@ class Job:
         self.steps = 0
         self._device = device or torch.device("cpu")
         self._group = group or Group(members=[0])
-        self._places: list[list[int]] = []
+        self._own, self._every = [*range(self.pipeline.size)], [[*range(self.pipeline.size)]]
         self._replicas: list[list[int]] = []
         self._saved: int | None = None
         self._failure: BaseException | None = None
@@ -128,20 +126,18 @@ class Job:
             f"rank {ranks.index(one)} of replica {replica}"
             for one, (replica, ranks) in rows.items()
         ]
-        self._places = [
-            [wide.members.index(one) for one in ranks]
-            for ranks in dict.fromkeys(tuple(ranks) for _, ranks in rows.values())
+        places = {
+            one: [wide.members.index(other) for other in ranks] for one, (_, ranks) in rows.items()
+        }
+        self._own = places[transport.global_ranks[self.rank]]
+        self._every = [
+            places[ranks[0]] for ranks in dict.fromkeys(tuple(of) for _, of in rows.values())
         ]
-        if self.replicas.group is None:
-            return
-        inside = Group(self.replicas.group, transport.watch)
-        self.replicas = replace(
-            self.replicas, add=inside.sum, exchange=lambda value: inside.meet(lambda: value)
-        )
-        if {*inside.members} <= rows.keys():
-            self._replicas = [
-                [wide.members.index(one) for one in rows[other][1]] for other in inside.members
-            ]
+        if self.replicas.group is not None:
+            inside = Group(self.replicas.group, transport.watch)
+            self.replicas = replace(self.replicas, add=inside.sum)
+            if {*inside.members} <= rows.keys():
+                self._replicas = [places[one] for one in inside.members]
 
     def live_on(self, device: torch.device) -> None:
         """Note where the stages of this process live."""
@@ -171,15 +167,12 @@ class Job:
         Raises:
             UsageError: the replicas cannot be reached.
         """
-        replicas = self.replicas
-        if self._beside or replicas.number == 1:
-            return self.whole if self._beside else self.pipeline
-        if replicas.exchange is None:
+        if self.replicas.number > 1 and not self._beside:
             raise UsageError(
                 "the Pipeline was given replicas that can only add up numbers; give "
                 "penstock.Checkpoints(group=...) the process group of all ranks of all replicas"
             )
-        return Exchanging(self.pipeline, replicas.index, replicas.number, replicas.exchange)
+        return self.whole if self._beside else self.pipeline
 
     @property
     def layout(self) -> tuple[int, int]:
@@ -240,26 +233,20 @@ class Job:
         """Whether what the whole job gathers holds what all replicas bring."""
         return bool(self._replicas)
 
+    def own(self, rows: Sequence[_T]) -> Sequence[_T]:
+        """Of rows that the whole job or this pipeline has gathered, those of this pipeline, by rank."""
+        return rows if len(rows) == self.pipeline.size else [rows[place] for place in self._own]
+
     def by_pipeline(self, rows: Sequence[_T]) -> list[Sequence[_T]]:
-        """Rows that all of the job have gathered, or the ranks of this pipeline: those of each pipeline."""
-        if len(rows) == self.pipeline.size:
-            return [rows]
-        return [[rows[place] for place in of] for of in self._places]
+        """As :meth:`own`, of each pipeline that has rows."""
+        alone = len(rows) == self.pipeline.size
+        return [rows] if alone else [[rows[place] for place in of] for of in self._every]
 
     def by_replica(self, rows: Sequence[_T]) -> list[Sequence[_T]]:
-        """As :meth:`by_pipeline`, of the replicas in order, or of this pipeline alone."""
-        if len(rows) == self.pipeline.size:
-            return [rows]
-        places = self._replicas or [
-            [self.whole.members.index(one) for one in self.pipeline.members]
-        ]
-        return [[rows[place] for place in of] for of in places]
-
-    def own(self, rows: Sequence[_T]) -> Sequence[_T]:
-        """As :meth:`by_pipeline`, of this pipeline."""
-        if len(rows) == self.pipeline.size:
-            return rows
-        return [rows[self.whole.members.index(one)] for one in self.pipeline.members]
+        """As :meth:`own`, of each replica in order."""
+        if len(rows) == self.pipeline.size or not self._replicas:
+            return [self.own(rows)]
+        return [[rows[place] for place in of] for of in self._replicas]
 
     @collective
     def share(self, value: Any, rank: int) -> Any:
