@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from campaigns.run import Campaign, Rows
 from campaigns.table import Row
-from penstock._engine.weights import team as teams
-from penstock._engine.weights.states import Offer, agree_to_load
+from penstock._engine.weights import telling
+from penstock._engine.weights.states import Offer, judged
 from penstock.checkpoint.contents import WEIGHTS, Targets, alike, held_of
 from penstock.checkpoint.loading import Loading
 from penstock.checkpoint.planning import file_of
@@ -30,6 +30,8 @@ TEAMS = ((16, 4), (32, 8), (64, 16))
 """Ranks of a pipeline, and replicas over which each weight is sharded."""
 SAVE, LOAD = 6, 12
 """The messages that a rank sends and gets; tests/checkpoint/test_meshes.py counts them."""
+ROW = 128
+"""The bytes that each process tells all before its messages."""
 Shapes = list[tuple[str, tuple[int, ...]]]
 
 
@@ -74,12 +76,11 @@ MODELS = {"llama 70B": llama, "45k tensors": experts}
 
 
 class Costs(NamedTuple):
-    """Bytes and messages of a rank that carries none of others, and what the leader needs."""
+    """Bytes and messages of a rank that is not the first, and what that needs."""
 
     sent: int
     received: int
     messages: int
-    relayed: int
     seconds: float
     memory: int
 
@@ -89,7 +90,6 @@ class Costs(NamedTuple):
             f"{self.sent / 1e3:,.1f} kB",
             f"{self.received / 1e3:,.1f} kB",
             str(self.messages),
-            f"{self.relayed / 1e6:.2f} MB",
             f"{self.seconds:.1f} s",
             f"{self.memory / 1e6:,.0f} MB",
         )
@@ -130,6 +130,7 @@ def describe_rank(
         "values": alike(values),
         "settings": {"optimizer": [{"lr": rate, "betas": [0.9, 0.95], "weight_decay": 0.1}]},
         "state scheduler": [{"last_epoch": rate}, {}],
+        "shared": {},
     }
 
 
@@ -174,23 +175,15 @@ class Team:
             self.stages = [every[a:b] for a, b in pairwise(bounds)]
         self.ranks, self.replicas = ranks, replicas
         self.size = ranks * replicas
-        self.team = teams.Team([], (replicas, ranks))
-        self.known, self.leader = teams.Known(), Leader()
+        self.names = [f"process {process}" for process in range(self.size)]
+        self.known, self.leader = telling.Known(), Leader()
         self.before = 0
 
-    def _counted(self, sent: Sequence[int], got: Sequence[int], messages: int, *of: Any) -> Costs:
-        # The first rank of each pipeline passes on what the others of it send and get.
-        relayed = max(
-            sum(sent[i : i + self.ranks]) + sum(got[i : i + self.ranks])
-            for i in range(self.ranks, self.size, self.ranks)
-        )
-        return Costs(max(sent[1:]), max(got[1:]), messages, relayed, *of)
-
     def _tell(
-        self, parts: Sequence[dict[str, Any]], known: teams.Known, begun: Any, plan: Any
+        self, parts: Sequence[dict[str, Any]], known: telling.Known, begun: Any, plan: Any
     ) -> Any:
         """As the team's ``tell``: what each sends and gets, the seconds of the leader, and its answers."""
-        shown, texts = zip(*(teams.parts_of(of) for of in parts), strict=True)
+        shown, texts = zip(*(telling.parts_of(of) for of in parts), strict=True)
         heads = [json.dumps([7, digests]) for digests in shown]
         # What the ranks hold themselves is none of the leader's memory.
         self.before = _clear_peak()
@@ -208,7 +201,9 @@ class Team:
         ]
         seconds += time.process_time() - started
         sent = [len(a) + len(b) for a, b in zip(heads, told, strict=True)]
-        got = [len(a) + len(b) for a, b in zip(replies, answers, strict=True)]
+        # Before its messages, each gets a row of numbers from all.
+        rows = 2 * ROW * self.size
+        got = [len(a) + len(b) + rows for a, b in zip(replies, answers, strict=True)]
         return sent, got, seconds, answers
 
     def save(self, step: int | None, rate: float) -> tuple[Costs, bytes]:
@@ -218,7 +213,7 @@ class Team:
             for i in range(self.size)
         ]
         sent, got, seconds, _ = self._tell(
-            parts, self.known, ["/a/folder", "0" * 12], lambda of: self.leader.plan(of, self.team)
+            parts, self.known, ["/a/folder", "0" * 12], lambda of: self.leader.plan(of, self.names)
         )
         started = time.process_time()
         files = [{"name": file_of(p), "bytes": 1, "crc32": 1} for p in self.leader.writers]
@@ -228,7 +223,7 @@ class Team:
         seconds += time.process_time() - started
         memory = _memory("VmHWM") - self.before
         note = len(json.dumps([file_of(0), 10**12, 2**32]))
-        return self._counted([one + note for one in sent], got, SAVE, seconds, memory), table
+        return Costs(max(sent[1:]) + note, max(got[1:]), SAVE, seconds, memory), table
 
     def load(self, content: bytes) -> tuple[Costs, float]:
         """Load: each rank reads the table and compares it; return the seconds of a rank for that, too."""
@@ -239,24 +234,15 @@ class Team:
             offers = [offer_of(self.stages[0], table)._asdict()]
             rank_seconds = time.process_time() - started
         offers += [offer_of(shapes, table)._asdict() for shapes in self.stages[1:]]
-        counted: list[Any] = []
-
-        class Simulated:
-            def tell(_, doing: str, bring: Any, judge: Any) -> Any:
-                parts = [offers[process % self.ranks] for process in range(self.size)]
-                counted[:] = self._tell(parts, teams.Known(), None, judge)
-                return json.loads(counted[-1][0])
-
-        check = partial(Loading(table, Targets({})).check, True)
-        left = agree_to_load(Simulated(), lambda: Offer(**offers[0]), check)  # type: ignore[arg-type]
-        assert left == ([], [])
+        parts = [offers[process % self.ranks] for process in range(self.size)]
+        judge = partial(judged, partial(Loading(table, Targets({})).check, True), ())
+        sent, got, seconds, left = self._tell(parts, telling.Known(), None, judge)
+        assert json.loads(left[0]) == [[], []]
         memory = _memory("VmHWM") - self.before
-        sent, got, seconds, _ = counted
         # Before that, the leader tells which checkpoints there are, and all what they found of one.
         name = len(json.dumps([["step-00000007", 7]]))
         look = len(json.dumps(["0" * 12, ""]))
-        sent, got = [one + look for one in sent], [one + name for one in got]
-        return self._counted(sent, got, LOAD, seconds, memory), rank_seconds
+        return Costs(max(sent[1:]) + look, max(got[1:]) + name, LOAD, seconds, memory), rank_seconds
 
 
 def _clear_peak() -> int:
@@ -295,8 +281,7 @@ def cases(options: Namespace) -> Generator[tuple[str, Rows]]:
 CAMPAIGN = Campaign(
     cases,
     columns=(
-        "what", "a rank sends", "it gets", "messages", "the most that one relays", "CPU of rank 0",
-        "its memory at the peak", "",
+        "what", "a rank sends", "it gets", "messages", "CPU of rank 0", "its memory at the peak", "",
     ),
     bad=(),
     limit=1800.0,

@@ -33,10 +33,11 @@ if TYPE_CHECKING:
     from penstock._engine.runtime import GracefulStop as GracefulStop
     from penstock._engine.runtime import Loss as Loss
     from penstock._engine.runtime import LossScaler as LossScaler
-    from penstock._engine.runtime import Replicas as Replicas
     from penstock._engine.runtime import StepResult as StepResult
     from penstock._engine.runtime import add_loss as add_loss
     from penstock._engine.runtime import collect_losses as collect_losses
+    from penstock._engine.transport import Job as Job
+    from penstock._engine.transport import Replicas as Replicas
     from penstock._engine.weights import init_weights as init_weights
     from penstock._engine.weights import load_partition as load_partition
     from penstock._engine.weights import parameters_on_meta as parameters_on_meta
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from penstock.partition import randomness as randomness
     from penstock.pipeline import ModelWeights as ModelWeights
     from penstock.pipeline import Pipeline as Pipeline
-    from penstock.pipeline import PipelineJob as PipelineJob
     from penstock.pipeline import SlowWarning as SlowWarning
     from penstock.pipeline import StepEvent as StepEvent
     from penstock.pipeline import TensorBoard as TensorBoard

@@ -65,7 +65,7 @@ def whole_between_processes(group: Any, path: str) -> list[Any]:
     if run.pipe.is_main_process:
         torch.save(state, path)
     after = run.train(AFTER)
-    run.pipe.job.agree(None)
+    run.pipe.job.meet(lambda: None)
     other = Run("1F1B", 2, group)
     assert other.pipe is not None
     other.pipe.weights.load_optimizer_state_dict(other.optimizer, torch.load(path))
@@ -101,7 +101,7 @@ def one_for_all(group: Any, path: str) -> str:
     run.train(BEFORE)
     if run.pipe.is_main_process:
         torch.save(run.optimizer.state_dict(), path)
-    run.pipe.job.agree(None)
+    run.pipe.job.meet(lambda: None)
     try:
         other.optimizer.load_state_dict(torch.load(path))
         other.train(1)

@@ -89,7 +89,7 @@ def run(group: Any, schedule: str, how: str) -> dict[str, Any]:
         full = pipe.weights.state_dict(full=True)
         pipe.weights.load_state_dict({n: v + 1 for n, v in plain.state_dict().items()})
         moved = pipe.weights.state_dict(full=True)
-        main = sum(pipe.job.agree(pipe.is_main_process))
+        main = sum(pipe.job.meet(lambda: pipe.is_main_process, among=pipe.job.pipeline))
     assert full.keys() == moved.keys()
     assert full.keys() in (set(), plain.state_dict().keys())
     assert all(torch.equal(value, plain.state_dict()[n] + 1) for n, value in moved.items())

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from penstock import Loss, Pipeline, PipelineStage, Replicas, add_loss, collect_losses
-from penstock._engine.transport import Circle
+from penstock._engine.transport import Group
 from penstock.errors import NonFiniteError, PenstockError
 from penstock.testing import Case, WorkerPool, judge
 from tests.parallel.bodies import Collectives, Mlp, adamw, half_of, halves_of, mesh_of, wrap
@@ -328,13 +328,14 @@ def test_losses_and_metrics_of_one_name_are_averaged_over_the_replicas_that_have
 def run_adding(group: Any, alike: bool) -> str:
     """A worker's task: replicas of which only sums are known, with a loss of their own name or of one."""
     mesh = mesh_of("dp", "pp")
-    circle = Circle(mesh.get_group("dp"))
+    circle = Group(mesh.get_group("dp"))
     model = nn.Sequential(
         Adds(["one" if alike else f"of {circle.rank}"]), *[Mlp() for _ in range(3)]
     )
     others = Replicas(2, circle.sum, index=circle.rank)
     try:
-        with piped(mesh, model.double(), microbatches=2, replicas=others) as pipe:
+        alone: Any = mesh.get_group("pp")
+        with piped(alone, model.double(), microbatches=2, replicas=others) as pipe:
             return " ".join(pipe.step(X, target=Y).losses)
     except PenstockError as error:
         return str(error)

@@ -153,7 +153,7 @@ def test_a_word_before_and_a_sum_after_a_step_are_all(workers: WorkerPool) -> No
         for words, sent, pending in later:
             assert (words, pending) == (0, 0)
             assert sent == later[0][1]
-            assert sent[0] == {"gather": 1, "sum": 1}
+            assert sent[0] == {"gather": 2}
             assert sent[1] == first[1][1]
 
 

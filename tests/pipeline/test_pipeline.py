@@ -250,14 +250,14 @@ def test_several_pipelines_live_side_by_side_and_one_model_may_be_cut_anew() -> 
     assert losses == [pytest.approx(losses[0], abs=1e-15)] * 6
     assert pipes[1].is_main_process
     assert list(dict(pipes[1].named_parameters())) == list(dict(model.named_parameters()))
-    assert pipes[1].job.agree({"same": True}) == [{"same": True}] * 3
+    assert pipes[1].job.meet(lambda: {"same": True}) == [{"same": True}]
 
 
 def live(group: Any) -> dict[str, Any]:
     """A worker's task: pipelines after others, one of which failed; then the user's group is used."""
     first = make(ranks=3, mesh=group)
     loss = first.step(X, target=Y).loss
-    norm, values = first.clip_grad_norm_(1e-3), first.job.agree(first.is_main_process)
+    norm, values = first.clip_grad_norm_(1e-3), first.job.meet(lambda: first.is_main_process)
     # What is raised after a close, in a context that closes again, passes through.
     with suppress(KeyError), first:
         first.close()

@@ -167,7 +167,7 @@ def test_a_result_tells_how_fast_the_step_was(stages: int) -> None:
 
 def test_operations_per_second_are_those_of_a_device() -> None:
     cost = StepCost(2.0, 4, lambda: 0, lambda: 8e12, lambda: 10e12)
-    result = StepResult(loss=0.0, weight=6.0, cost=cost)
+    result = StepResult(weight=6.0, cost=cost)
     assert (result.throughput, result.tflops, result.mfu) == (3.0, 1.0, 0.1)
     stages = [PipelineStage(nn.Linear(4, 4), index, 2) for index in range(2)]
     by_hand = Pipeline.from_stages(stages, schedule="1F1B", loss_fn=mse_loss)

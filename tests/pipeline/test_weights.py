@@ -181,7 +181,7 @@ def run_state(group: Any, shape: str, schedule: str, folder: str) -> dict[str, A
     pipe.weights.load_state_dict(state)
     full = pipe.weights.state_dict(full=True)
     pipe.weights.save(folder)
-    pipe.job.agree(None)
+    pipe.job.meet(lambda: None)
     fresh.weights.load(folder)
     parts = [one.weights.state_dict() for one in (pipe, fresh)]
     pipe.close()

@@ -78,6 +78,30 @@ class Norms(Protocol):
         """
 
 
+class Steps:
+    """The training steps of a pipeline, which leave gradients on all ranks.
+
+    Args:
+        norms: finds the norms of all gradients.
+
+    Attributes:
+        count: the number of steps that have left gradients.
+        cleared: that number when all gradients were last dropped.
+    """
+
+    def __init__(self, norms: Norms) -> None:
+        self.norms, self.count, self.cleared = norms, 0, 0
+
+    def leave_gradients(self) -> None:
+        """After a step: weights elsewhere that learn have stand-ins as gradients."""
+        global _stepping
+        self.count, _stepping = self.count + 1, False
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients of all weights elsewhere."""
+        self.cleared = self.count
+
+
 class Whereabouts(NamedTuple):
     """Where a weight lies.
 
@@ -101,9 +125,10 @@ class Elsewhere(Tensor):
 
     place: Whereabouts
     norms: Norms | None
+    _steps: Steps | None
+    _cleared: int
     _gradient: Elsewhere | None
     _is_gradient: bool
-    _hidden: bool
     _order: float | None
 
     @staticmethod
@@ -123,8 +148,8 @@ class Elsewhere(Tensor):
             learns = parameter and tensor.requires_grad
             new = Tensor._make_subclass(Elsewhere, bare, learns)
         new.place = place
-        new.norms = new._gradient = new._order = None
-        new._is_gradient = new._hidden = False
+        new.norms = new._gradient = new._order = new._steps = None
+        new._is_gradient, new._cleared = False, 0
         new._is_param = parameter  # isinstance(..., nn.Parameter) reads it
         return new
 
@@ -143,17 +168,33 @@ class Elsewhere(Tensor):
     @property
     def grad(self) -> Tensor | None:
         """The stand-in for the gradient, after a step; optimizers do not see it."""
-        return None if self._hidden else self._gradient
+        steps = self._steps
+        if _stepping or steps is None or steps.count in (self._cleared, steps.cleared):
+            return None
+        if self._gradient is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                if not self.requires_grad:
+                    return None
+                self._gradient = Elsewhere.of(self.detach(), self.place)
+            self._gradient._is_gradient, self._gradient.norms = True, steps.norms
+        return self._gradient
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if value is not None and not isinstance(value, Elsewhere):
             raise self.refusal("setting .grad", "only the rank that has a weight sets its gradient")
-        self._gradient, self._hidden = value, False
+        if value is not None or self._cleared < 0:
+            self._gradient = value
+        # That of a step is kept for the next.
+        self._cleared = -1 if value is not None or self._steps is None else self._steps.count
 
     @grad.deleter
     def grad(self) -> None:
-        self._gradient = None
+        self.grad = None
+
+    def follow(self, steps: Steps) -> None:
+        """Have a gradient after each of these steps."""
+        self._steps, self._cleared, self._gradient = steps, steps.count, None
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         where = self.place
@@ -393,6 +434,8 @@ def _all_norms(norms_here: Sequence[Tensor], absent: Sequence[Elsewhere]) -> Ten
 # ---- weights that become stand-ins, and their gradients
 
 _hooked = False
+_stepping = False
+"""Whether an optimizer steps, which sees no gradient of a weight elsewhere."""
 _stepped = WeakKeyDictionary[Optimizer, None]()
 """The optimizers of weights here and elsewhere that have stepped, in the order of their first steps."""
 
@@ -413,18 +456,6 @@ def put_elsewhere(tensor: Tensor, place: Whereabouts) -> Tensor:
     return tensor
 
 
-def leave_gradients(absent: Iterable[Elsewhere], norms: Norms) -> None:
-    """Leave stand-ins as the gradients of those weights elsewhere that learn."""
-    with torch._C.DisableTorchFunctionSubclass():
-        for weight in absent:
-            if not weight.requires_grad:
-                continue
-            if weight._gradient is None:
-                weight._gradient = Elsewhere.of(weight.detach(), weight.place)
-            weight._gradient._is_gradient, weight._gradient.norms = True, norms
-            weight._hidden = False
-
-
 def _hook_optimizers() -> None:
     global _hooked
     if not _hooked:
@@ -434,12 +465,11 @@ def _hook_optimizers() -> None:
 
 
 def _hide(optimizer: Optimizer) -> None:
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    absent = [weight for weight in weights if isinstance(weight, Elsewhere)]
-    for weight in absent:
-        weight._hidden = True
-    kept = [weight for weight in absent if _keeps_values(optimizer.state.get(weight, {}))]
-    if kept and not all(weight in optimizer.state for weight in weights if weight.requires_grad):
+    global _stepping
+    state = optimizer.state
+    kept = [w for w in state if isinstance(w, Elsewhere) and _keeps_values(state[w])]
+    weights = (weight for group in optimizer.param_groups for weight in group["params"])
+    if kept and not all(weight in state for weight in weights if weight.requires_grad):
         name, rank, _ = kept[0].place
         raise StateDictError(
             f"this optimizer was given the state of another one: it keeps values for {name!r}, which rank "
@@ -449,7 +479,8 @@ def _hide(optimizer: Optimizer) -> None:
         )
     # It was made, or given the states of all weights, when all of them were here: each rank keeps its own.
     for weight in kept:
-        del optimizer.state[weight]
+        del state[weight]
+    _stepping = True
 
 
 def _keeps_values(state: Mapping[str, Any]) -> bool:
@@ -476,12 +507,13 @@ def _hidden_in_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 def _shown_after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    global _stepping
     del args, kwargs
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if isinstance(parameter, Elsewhere):
-                parameter._hidden = False
-                _stepped.setdefault(optimizer)
+    _stepping = False
+    if optimizer not in _stepped:
+        weights = (weight for group in optimizer.param_groups for weight in group["params"])
+        if any(isinstance(weight, Elsewhere) for weight in weights):
+            _stepped[optimizer] = None
 
 
 def optimizers_of(absent: Iterable[Elsewhere]) -> list[Optimizer]:

@@ -534,6 +534,12 @@ def _leaf_of(entry: list[Any]) -> Any:
     )
 
 
+def layout_in(value: Any) -> Layout:
+    """The layout of a value that can travel."""
+    leaves, tree = flatten(value)
+    return Layout(tree, tuple(layout_of(x) if isinstance(x, Tensor) else x for x in leaves))
+
+
 def check_plain(value: Any, what: str) -> None:
     """Check that everything in a value can travel.
 

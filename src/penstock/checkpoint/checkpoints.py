@@ -13,14 +13,13 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from penstock._engine.transport import Circle
+from penstock._engine.transport import Group, Job
 from penstock._engine.weights.states import agree_to_load
-from penstock._engine.weights.team import Level, Team
 from penstock.checkpoint.contents import Targets
 from penstock.checkpoint.folder import Writer, find
 from penstock.checkpoint.loading import Choosing, Loading
 from penstock.checkpoint.saving import (
-    Job,
+    Checkpoint,
     Preparing,
     Saved,
     Writing,
@@ -82,7 +81,7 @@ class Checkpoints:
         self._preparing = Preparing()
         self._snapshots: dict[str, Tensor] = {}
         self._pending: Writing | None = None
-        self._last: Job | None = None
+        self._last: Checkpoint | None = None
         self._complete: Callable[[], None] | None = None
         self._extra: Any = None
         self._skipped: list[str] = []
@@ -101,12 +100,12 @@ class Checkpoints:
         self._writer.hold()
 
     def check_shared(self, pipe: Pipeline) -> None:
-        """Check that all processes of a pipeline and its siblings see the same folder; all of them call this.
+        """Check that all processes of a pipeline and of those beside it see the same folder; all call this.
 
         Raises:
             CheckpointError: some host does not see what the leader writes there.
         """
-        check_seen(_team(pipe, self._group), self.folder)
+        check_seen(_job(pipe, self._group), self.folder)
 
     def save(self, step: int, *, extra: Any = None, **states: Any) -> Saved:
         """Save a run between two steps; all its processes must call this.
@@ -128,24 +127,24 @@ class Checkpoints:
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise UsageError(f"step={step!r}: must be the number of steps made, from 0")
         targets = Targets(states)
-        team = _team(targets.pipe, self._group)
-        with team.calling("Checkpoints.save", _PATIENCE):
-            job = self._preparing.job(team, targets, step, extra, self._writer)
-        with team.calling("Checkpoints.save", _seconds_for(job)):
+        job = _job(targets.pipe, self._group)
+        with job.calling("Checkpoints.save", _PATIENCE):
+            checkpoint = self._preparing.begin(job, targets, step, extra, self._writer)
+        with job.calling("Checkpoints.save", _seconds_for(checkpoint)):
             try:
-                live = job.tensors
+                live = checkpoint.tensors
                 if self._asynchronous:
-                    job.tensors = self._snapshots = snapshots(live, self._snapshots)
+                    checkpoint.tensors = self._snapshots = snapshots(live, self._snapshots)
                 settle(live.values())
-                self._pending = Writing(job, team, self._writer)
+                self._pending = Writing(checkpoint, job, self._writer)
                 self._complete = targets.pipe.job.when_checkpointed() if targets.pipe else None
             except BaseException:
-                shutil.rmtree(job.folder, ignore_errors=True)
+                shutil.rmtree(checkpoint.folder, ignore_errors=True)
                 raise
             if not self._asynchronous:
                 self.wait()
-        job.stall, self._last = time.perf_counter() - started, job
-        return job.saved
+        checkpoint.stall, self._last = time.perf_counter() - started, checkpoint
+        return checkpoint.saved
 
     def wait(self) -> None:
         """Wait until a checkpoint that is being written is complete; all processes must call this.
@@ -155,7 +154,7 @@ class Checkpoints:
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            with pending.team.calling("Checkpoints.wait", _seconds_for(pending.job)):
+            with pending.job.calling("Checkpoints.wait", _seconds_for(pending.checkpoint)):
                 pending.wait()
             if self._complete is not None:
                 self._complete()
@@ -200,18 +199,18 @@ class Checkpoints:
         targets = Targets(states)
         if resume not in ("newest", "auto"):
             raise UsageError(f"resume={resume!r}: must be 'newest' or 'auto'")
-        team = _team(targets.pipe, self._group)
+        job = _job(targets.pipe, self._group)
         choosing = Choosing(self.folder, step, older=resume == "auto")
-        with team.calling("Checkpoints.load", 10 * _PATIENCE):
-            if team.leads:
+        with job.calling("Checkpoints.load", 10 * _PATIENCE):
+            if not job.together.rank:
                 self._writer.tidy()
-            table = choosing.choose(team)
+            table = choosing.choose(job)
             if table is None:
                 return None
             loading = Loading(table, targets)
-            agree_to_load(team, loading.match, partial(loading.check, strict))
-            team.meet("load", loading.read)
-            team.meet("load", loading.fill)
+            agree_to_load(job, job.together, loading.match, partial(loading.check, strict))
+            job.meet(loading.read, doing="load")
+            job.meet(loading.fill, doing="load")
         self._extra, self._skipped = loading.extra, choosing.skipped
         if targets.pipe is not None:
             targets.pipe.job.when_checkpointed()()
@@ -254,15 +253,13 @@ class Checkpoints:
             self._writer.close()
 
 
-def _seconds_for(job: Job) -> float:
+def _seconds_for(checkpoint: Checkpoint) -> float:
     """Seconds that this process may take to write before it counts as silent."""
-    return _PATIENCE + sum(tensor.nbytes for tensor in job.tensors.values()) / _PER_SECOND
+    return _PATIENCE + sum(tensor.nbytes for tensor in checkpoint.tensors.values()) / _PER_SECOND
 
 
-def _team(pipe: Pipeline | None, group: Any) -> Team:
-    """All processes of a run: those of a pipeline and its siblings, or of a process group."""
+def _job(pipe: Pipeline | None, group: Any) -> Job:
+    """All processes of a run: those of a pipeline and the pipelines beside it, or of a process group."""
     if pipe is not None and group is None:
-        return pipe.job.team()
-    circle = Circle(group)
-    level = Level(circle.rank, circle.size, circle.to_first, circle.from_first)
-    return Team([level], (1, circle.size), *([] if pipe is None else [pipe.job.calling]))
+        return pipe.job
+    return Job(group=Group(group), activity=None if pipe is None else pipe.job.activity)

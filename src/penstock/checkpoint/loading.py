@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from penstock._engine.parallel import is_sharded, local_part, region_of, spread, with_local
+from penstock._engine.transport import Job
 from penstock._engine.weights.files import Box, whole_box
 from penstock._engine.weights.optimizers import (
     find_groups,
@@ -24,7 +25,7 @@ from penstock._engine.weights.optimizers import (
     write_states,
 )
 from penstock._engine.weights.states import LoadResult, Offer
-from penstock._engine.weights.team import Team, distinct
+from penstock._engine.weights.telling import distinct
 from penstock._engine.weights.trees import decode
 from penstock.checkpoint.contents import MODEL, OPTIMIZER, RANDOMNESS, STATE, WEIGHTS, Targets
 from penstock.checkpoint.folder import find
@@ -62,14 +63,15 @@ class Choosing:
         self._folder, self._step, self._older = folder, step, older
         self.skipped: list[str] = []
 
-    def choose(self, team: Team) -> CheckpointTable | None:
+    def choose(self, job: Job) -> CheckpointTable | None:
         """The table of the checkpoint, or None if there is none; all processes call this."""
-        listed_ones = team.meet("load", lambda: None, lambda of: [self._candidates()] * len(of))
+        group = job.together
+        listed_ones = job.meet(lambda: None, lambda _: self._candidates(), "load")
         for place, (name, step) in enumerate(listed_ones):
             tables: list[CheckpointTable] = []
-            look = partial(self._look, name, slice(team.rank, None, team.size), tables)
-            if not (damage := team.meet("load", look, self._judge)):
-                if self.skipped and team.leads:
+            look = partial(self._look, name, slice(group.rank, None, group.size), tables)
+            if not (damage := job.meet(look, self._judge, "load")):
+                if self.skipped and not group.rank:
                     log.warning(
                         "%s: resumes from step %d, not from the newest, step %d: %s",
                         self._folder, step, listed_ones[0][1], "; ".join(self.skipped),
@@ -100,14 +102,14 @@ class Choosing:
             return ["", text if name in text else f"{self._folder / name}: {text}"]
         return [tables[0].save, ""]
 
-    def _judge(self, seen: list[Any]) -> list[str]:
+    def _judge(self, seen: list[Any]) -> str:
         damage = "; ".join(dict.fromkeys(text for _, text in seen if text))
         if not damage and len({save for save, _ in seen}) > 1:
             raise CheckpointError(
                 f"the hosts see different checkpoints in {self._folder.absolute()}; it must lie where all "
                 "processes see the same files"
             )
-        return [damage] * len(seen)
+        return damage
 
     def _pass_over(self, damage: str, others: Sequence[int]) -> None:
         self.skipped.append(damage)

@@ -24,12 +24,13 @@ from torch import Tensor
 
 from penstock._engine.devices import is_accelerator, wait_for
 from penstock._engine.parallel import local_part, region_of
+from penstock._engine.transport import Job
 from penstock._engine.values import bytes_as_text
 from penstock._engine.weights.files import whole_box, write_file
 from penstock._engine.weights.folders import files_beside
 from penstock._engine.weights.optimizers import merge_groups, warn_of_settings
 from penstock._engine.weights.storage import check_arrived, patiently, write_bytes
-from penstock._engine.weights.team import Known, Team, distinct
+from penstock._engine.weights.telling import Known, distinct, tell
 from penstock._engine.weights.trees import encode
 from penstock.checkpoint.contents import OF_STATE, Flat, Targets, merge_alike
 from penstock.checkpoint.folder import Writer
@@ -73,7 +74,7 @@ class Saved:
 
 
 @dataclass
-class Job:
+class Checkpoint:
     """A checkpoint to write.
 
     Args:
@@ -102,10 +103,10 @@ class Job:
 
 
 class Preparing:
-    """Makes a :class:`Job` of the user's objects.
+    """Makes a :class:`Checkpoint` of the user's objects.
 
-    Each process tells the leader what it has, as far as it has changed since the last save. The leader plans,
-    and tells each process what to write, if that has changed.
+    Each process tells the first one what it has, as far as it has changed since the last save. That plans,
+    and tells each what it writes, if that has changed.
     """
 
     def __init__(self) -> None:
@@ -113,15 +114,18 @@ class Preparing:
         self._leader = Leader()
         self._share: list[int] = []
 
-    def job(self, team: Team, targets: Targets, step: int, extra: Any, writer: Writer) -> Job:
+    def begin(
+        self, job: Job, targets: Targets, step: int, extra: Any, writer: Writer
+    ) -> Checkpoint:
         """Agree with the other processes on who writes what."""
         flat, beside, folder, save = Flat(), dict[str, bytes](), "", ""
+        group = job.together
 
         def bring() -> tuple[Any, dict[str, Any]]:
             nonlocal flat, beside
             flat = Flat.of(targets)
             encode(extra, "extra=", None)  # an error here is one before anything is written
-            if team.leads:
+            if not group.rank:
                 beside = files_beside(targets.model)
             return step, flat.described()
 
@@ -141,19 +145,19 @@ class Preparing:
             check_arrived(Path(folder))
 
         try:
-            share = team.tell(
-                "save", bring, partial(self._leader.plan, team=team),
+            share = tell(
+                job, group, "save", bring, partial(self._leader.plan, names=group.names),
                 known=self._known, begin=begin, look=look,
             )  # fmt: skip
             if share is not None:
                 self._share = share
             contents = dict(self._leader.contents)
-            if team.leads:
-                contents |= _about(team, targets, extra)
+            if not group.rank:
+                contents |= _about(job, targets, extra)
                 contents["beside"] = {name: content.decode() for name, content in beside.items()}
-            return Job(step, Path(folder), save, contents, self._written(flat))
+            return Checkpoint(step, Path(folder), save, contents, self._written(flat))
         except BaseException:
-            if folder and team.leads:
+            if folder and not group.rank:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
 
@@ -184,18 +188,22 @@ class Leader:
         """The processes that write a file, in the order of the table's files."""
         return self._plan.writers
 
-    def plan(self, parts: list[dict[str, Any]], team: Team) -> list[list[int] | None]:
+    def plan(self, parts: list[dict[str, Any]], names: Sequence[str]) -> list[Any]:
         """Plan from what all processes have, as :meth:`Flat.described` says it.
+
+        Args:
+            parts: what each process has.
+            names: the names of the processes, for messages.
 
         Returns:
             For each process, the places of the tensors that it writes; None: those of the last save.
         """
-        _check_states(parts, team)
-        warn_of_settings([of["shared"] for of in parts], team.name)
+        _check_states(parts, names)
+        warn_of_settings([of["shared"] for of in parts], names.__getitem__)
         planned = [of[name] for of in parts for name in ("parts", "tensors")]
         is_new = list(map(id, planned)) != list(map(id, self._planned))
         held = [HeldTensors(of["parts"], of["tensors"]) for of in parts]
-        plan = plan_writes(held, team.name) if is_new else self._plan
+        plan = plan_writes(held, names.__getitem__) if is_new else self._plan
         of_names = distinct(parts, "names")
         contents = {
             "torch": str(torch.__version__),
@@ -211,7 +219,7 @@ class Leader:
         return [*plan.shares] if is_new else [None] * len(parts)
 
 
-def _check_states(parts: Sequence[Mapping[str, Any]], team: Team) -> None:
+def _check_states(parts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
     """Check that each state is the same on all processes that have it."""
     firsts: dict[str, int] = {}
     for process, of in enumerate(parts):
@@ -219,7 +227,7 @@ def _check_states(parts: Sequence[Mapping[str, Any]], team: Team) -> None:
             first, label = firsts.setdefault(part, process), part.removeprefix(OF_STATE)
             if part != label and parts[first][part] is not of[part]:
                 raise UsageError(
-                    f"{label}= has another state on {team.name(process)} than on {team.name(first)}; "
+                    f"{label}= has another state on {names[process]} than on {names[first]}; "
                     "give what differs between processes a name of its own on "
                     f"each, such as **{{f'{label}_{{replica}}': ...}}, or leave it out. A scheduler "
                     "needs the same groups of its optimizer on all ranks"
@@ -234,9 +242,9 @@ def _values(parts: Sequence[Mapping[str, Any]]) -> list[Any]:
     return [{"value": value, "keys": keys} for value, keys in rows]
 
 
-def _about(team: Team, targets: Targets, extra: Any) -> dict[str, Any]:
+def _about(job: Job, targets: Targets, extra: Any) -> dict[str, Any]:
     """What the run says of itself in the table."""
-    replicas, processes = team.layout
+    replicas, processes = job.layout
     layout: dict[str, Any] = {"replicas": replicas, "processes": processes}
     if targets.pipe is not None:
         schedule = targets.pipe.schedule
@@ -265,23 +273,23 @@ def _merge_optimizers(parts: Sequence[Any]) -> dict[str, Any]:
     return merged
 
 
-def check_seen(team: Team, folder: Path) -> None:
-    """Check that all processes see what the leader writes into a folder; all of them call this.
+def check_seen(job: Job, folder: Path) -> None:
+    """Check that all processes see what the first one writes into a folder; all of them call this.
 
     Raises:
         CheckpointError: some process does not.
     """
-    token = f".shared-{os.urandom(6).hex()}"
+    token, leads = f".shared-{os.urandom(6).hex()}", not job.together.rank
 
     def write() -> None:
-        if team.leads:
+        if leads:
             write_bytes(folder / token, token.encode())
 
     try:
-        name = team.meet("write", write, lambda of_all: [token] * len(of_all))
-        team.meet("see the files of the run", lambda: check_arrived(folder / name))
+        name = job.meet(write, lambda _: token, "write")
+        job.meet(lambda: check_arrived(folder / name), doing="see the files of the run")
     finally:
-        if team.leads:
+        if leads:
             with suppress(OSError):
                 (folder / token).unlink(missing_ok=True)
 
@@ -315,10 +323,11 @@ class Writing:
     is on disk. Processes that wait exchange the notes instead.
     """
 
-    def __init__(self, job: Job, team: Team, writer: Writer) -> None:
-        self.job = job
+    def __init__(self, checkpoint: Checkpoint, job: Job, writer: Writer) -> None:
+        self.checkpoint, self.job = checkpoint, job
         self.process = os.getpid()
-        self.team = team
+        group = job.together
+        self._rank, self._size = group.rank, group.size
         self._writer = writer
         self._file: Future[list[Any]] = Future()
         self._end: Future[None] = Future()
@@ -331,7 +340,7 @@ class Writing:
     def _run(self) -> None:
         try:
             self._file.set_result(self._write())
-            if self.team.leads and (notes := self._all_notes()) is not None:
+            if not self._rank and (notes := self._all_notes()) is not None:
                 self._publish([note for note in notes if note])
             self._end.set_result(None)
         except Exception as error:
@@ -341,24 +350,25 @@ class Writing:
             self._end.set_exception(reason)
 
     def _write(self) -> list[Any]:
-        folder, note = self.job.folder, list[Any]()
-        if self.job.tensors:
-            name = file_of(self.team.rank)
-            note = [name, *write_file(folder / name, self.job.tensors, self.job.save)]
+        checkpoint, note = self.checkpoint, list[Any]()
+        if checkpoint.tensors:
+            name = file_of(self._rank)
+            path = checkpoint.folder / name
+            note = [name, *write_file(path, checkpoint.tensors, checkpoint.save)]
         if self._handed.is_set():  # abandoned: the tensors may have changed meanwhile
             raise CheckpointError("the saving was interrupted")
-        write_bytes(self._note_of(self.team.rank), json.dumps(note).encode())
+        write_bytes(self._note_of(self._rank), json.dumps(note).encode())
         return note
 
     def _note_of(self, process: int) -> Path:
-        return self.job.folder / f".done-{process}"
+        return self.checkpoint.folder / f".done-{process}"
 
     def _all_notes(self) -> list[Any] | None:
         """Wait for the notes of all processes; None if the saving was abandoned."""
         notes = list[Any]()
         while not self._handed.is_set():
             try:
-                while len(notes) < self.team.size:
+                while len(notes) < self._size:
                     notes.append(json.loads(self._note_of(len(notes)).read_bytes()))
                 return notes
             except (OSError, ValueError):  # the note is missing or incomplete so far
@@ -367,19 +377,20 @@ class Writing:
         return self._notes
 
     def _publish(self, notes: Sequence[Sequence[Any]]) -> None:
-        job = self.job
-        for process in range(self.team.size):
+        checkpoint = self.checkpoint
+        for process in range(self._size):
             note = self._note_of(process)
             patiently("removed", note, partial(note.unlink, missing_ok=True))
         files = [{"name": name, "bytes": size, "crc32": summed} for name, size, summed in notes]
-        table = table_text({**job.contents, "files": files}, job.save, job.step)
-        sizes = {job.folder / name: size for name, size, _ in notes}
-        path = self._writer.publish(job.folder, job.step, table, sizes)
-        job.complete = path, sum(sizes.values()), time.perf_counter() - job.started
+        contents = {**checkpoint.contents, "files": files}
+        table = table_text(contents, checkpoint.save, checkpoint.step)
+        sizes = {checkpoint.folder / name: size for name, size, _ in notes}
+        path = self._writer.publish(checkpoint.folder, checkpoint.step, table, sizes)
+        checkpoint.complete = path, sum(sizes.values()), time.perf_counter() - checkpoint.started
 
     def is_settled(self) -> bool:
         """After an error: whether the writing has ended; a run of one process waits for that."""
-        if self.team.size == 1:
+        if self._size == 1:
             self.finish()
         return self._end.done()
 
@@ -387,22 +398,21 @@ class Writing:
         """Wait until the checkpoint is visible, or raise any process's error; all processes call this."""
         _UNFINISHED.discard(self)
 
-        def publish(notes: list[Any]) -> list[None]:
+        def publish(notes: list[Any]) -> None:
             self._notes = notes
             self._handed.set()
             self._end.result()
-            return [None] * len(notes)
 
         try:
-            self.team.meet("save", self._file.result, publish)
+            self.job.meet(self._file.result, publish, "save")
             self._handed.set()
         except BaseException:
             self._handed.set()
-            if self.team.leads:
+            if not self._rank:
                 # If the thread hangs, the next run removes its folder.
                 with suppress(Exception):
                     self._end.result(AT_EXIT)
-                shutil.rmtree(self.job.folder, ignore_errors=True)
+                shutil.rmtree(self.checkpoint.folder, ignore_errors=True)
             raise
 
     def finish(self) -> str:
@@ -411,7 +421,7 @@ class Writing:
         while not self._end.done() and time.monotonic() < stalled:
             size = 0
             # A file may vanish meanwhile.
-            with suppress(OSError), os.scandir(self.job.folder) as entries:
+            with suppress(OSError), os.scandir(self.checkpoint.folder) as entries:
                 size = sum(entry.stat().st_size for entry in entries)
             if size != progress:
                 progress, stalled = size, time.monotonic() + AT_EXIT
@@ -427,7 +437,7 @@ _UNFINISHED: set[Writing] = set()
 def finish_all() -> None:
     """At the end of the process, complete pending checkpoints, or report that they were lost."""
     ours = [writing for writing in _UNFINISHED if writing.process == os.getpid()]
-    lost = [(writing.job.step, problem) for writing in ours if (problem := writing.finish())]
+    lost = [(writing.checkpoint.step, problem) for writing in ours if (problem := writing.finish())]
     for step, problem in lost:
         sys.stderr.write(f"penstock: the checkpoint of step {step} was lost: {problem}\n")
     if lost:

@@ -85,7 +85,8 @@ class SmallPipeline:
         with torch.no_grad():
             expected = case.model(*case.args)
         output = float((outputs.to(self._device) - expected).abs().max())
-        most: float = max(self.pipe.job.agree(max(output, *verdict.differences().values())))
+        mine = max(output, *verdict.differences().values())
+        most: float = max(self.pipe.job.meet(lambda: mine))
         return most
 
     def step(self) -> Check:
@@ -123,13 +124,14 @@ class SmallPipeline:
     @contextmanager
     def _within(self, folder: Path) -> Iterator[Path]:
         """A folder of its own inside another, the same for all ranks, which is removed at the end."""
-        inside = folder / self.pipe.job.agree(f"penstock-doctor-{uuid4().hex[:8]}")[0]
+        name = f"penstock-doctor-{uuid4().hex[:8]}"
+        inside = folder / self.pipe.job.meet(lambda: name)[0]
         if self.pipe.is_main_process:
             with suppress(OSError):
                 inside.mkdir(parents=True)
-        self.pipe.job.agree(None)
+        self.pipe.job.meet(lambda: None)
         try:
             yield inside
         finally:
-            self.pipe.job.agree(None)
+            self.pipe.job.meet(lambda: None)
             shutil.rmtree(inside, ignore_errors=True)

@@ -265,8 +265,7 @@ def examine(
             asdict(report),
             *([asdict(one) for one in several] for several in (links, handlings)),
         ]
-        rows = pipe.job.agree(parts)
-    rows = rows if transport is not None else rows[:1]
+        rows = pipe.job.meet(lambda: parts)
     reports = [LinkReport(**{**one, "link": Link(**one["link"])}) for row in rows for one in row[1]]
     return Examination(
         tuple(RankReport(**{**row[0], "facts": Facts(**row[0]["facts"])}) for row in rows),
@@ -299,22 +298,22 @@ def _examine_rank(
     """What a rank is and does, while all others do the same; and then by itself on its machine."""
     facts = facts_of(rates.device)
     say("measures all ranks at once")
-    hosts = pipe.job.agree(facts.host)
+    hosts = pipe.job.meet(lambda: facts.host)
     flops = {}
     for dtype in dtypes:
         # All ranks measure the same at the same time.
-        pipe.job.agree(None)
+        pipe.job.meet(lambda: None)
         flops[dtype] = rates.products(dtype)
-    pipe.job.agree(None)
+    pipe.job.meet(lambda: None)
     bandwidth, launch = rates.copies(), rates.least()
-    pipe.job.agree(None)
+    pipe.job.meet(lambda: None)
     pace = alone = rates.block()
     if len(pipe.local_ranks) == 1:
         say("measures the ranks of each machine in turn")
         beside = [rank for rank, host in enumerate(hosts) if host == facts.host]
         for turn in range(max(map(hosts.count, hosts))):
-            pipe.job.agree(None)
+            pipe.job.meet(lambda: None)
             if len(beside) > 1 and beside.index(pipe.rank) == turn:
                 alone = rates.block()
-    pipe.job.agree(None)
+    pipe.job.meet(lambda: None)
     return RankReport(facts, flops, bandwidth, launch, pace, alone)

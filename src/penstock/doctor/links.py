@@ -189,7 +189,7 @@ def examine_links(
             report, handling = _examine(ends, source, target, window)
             reports += [report] if first else []
             handlings.append(handling)
-        transport.exchange(None)
+        transport.meet(lambda: None)
     return reports, handlings
 
 

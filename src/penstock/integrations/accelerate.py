@@ -216,7 +216,7 @@ class PipelineAccelerator(CountsPipelines):
         """
         if input_dir == "auto":
             # A file system may show other processes older files.
-            number = self.pipe.job.decide("resume", lambda _: self._newest_complete())
+            number = self.pipe.job.meet(lambda: None, lambda _: self._newest_complete(), "resume")
             if number is None:
                 return False
             self.project_configuration.iteration = number + 1
@@ -233,8 +233,7 @@ class PipelineAccelerator(CountsPipelines):
         with self._pipeline_apart():
             super().load_state(input_dir, *args, **kwargs)
         # Samplers draw from torch's generator; with more ranks than were saved, some find no state of it.
-        first = self.pipe.job.agree(torch.get_rng_state().tolist())[0]
-        torch.set_rng_state(torch.tensor(first, dtype=torch.uint8, device="cpu"))
+        torch.set_rng_state(self.pipe.job.share(torch.get_rng_state(), 0).cpu())
         return True
 
     def _newest_complete(self) -> int | None:

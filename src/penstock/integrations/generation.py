@@ -42,7 +42,8 @@ def generate(pipe: Pipeline, args: Any, kwargs: Mapping[str, Any]) -> Any:
     with torch.no_grad(), pipe.evaluating():
         if len(pipe.local_ranks) == pipe.job.ranks:
             return model.generate(*args, **kwargs)
-        if len({*pipe.job.agree(contents_of((args, dict(kwargs))).hex())}) > 1:
+        contents = contents_of((args, dict(kwargs))).hex()
+        if len({*_told(pipe, contents)}) > 1:
             raise AgreementError("generate was called with different arguments on different ranks")
         # All ranks draw the random numbers of rank 0.
         states = [pipe.job.share(state, 0).cpu() for state in generator_states([pipe.device])]
@@ -57,6 +58,12 @@ def generate(pipe: Pipeline, args: Any, kwargs: Mapping[str, Any]) -> Any:
             split.close()
 
 
+def _told(pipe: Pipeline, value: Any) -> list[Any]:
+    """The JSON values of all ranks."""
+    values: list[Any] = pipe.job.meet(lambda: value, among=pipe.job.pipeline)
+    return values
+
+
 class _SpreadModel:
     """The units of a model, each of which runs on one rank."""
 
@@ -66,13 +73,13 @@ class _SpreadModel:
         here = {id(unit) for code in codes for unit in code.units}
         mine = [path for path, module in model.named_modules() if id(module) in here]
         self._owners: dict[str, int] = {}
-        for rank, paths in enumerate(pipe.job.agree(mine)):
+        for rank, paths in enumerate(_told(pipe, mine)):
             for path in paths:
                 self._owners.setdefault(path, rank)
         self._doors = [Door(model.get_submodule(path), path) for path in self._owners]
         inside = {id(p) for door in self._doors for p in door.module.parameters()}
         loose = [n for n, p in model.named_parameters() if id(p) not in inside and p.is_meta]
-        missing = sorted({name for names in pipe.job.agree(loose) for name in names})
+        missing = sorted({name for names in _told(pipe, loose) for name in names})
         if missing:
             raise UsageError(
                 f"generate cannot run here: the model uses {', '.join(missing)} outside of the modules that "

@@ -353,7 +353,7 @@ class _Cuts:
                     os.fsync(file.fileno())
 
         with Checkpoints(folder, keep=1) as checkpoints:
-            self.pipe.job.team().meet("save", write)
+            self.pipe.job.meet(write, doing="save")
             checkpoints.save(step, extra={_REST: name}, pipe=self.pipe, **optimizers)
             if strategy.is_global_zero:
                 for file in {*folder.glob(f"{_REST}-*.pt")} - {folder / name}:

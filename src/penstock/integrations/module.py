@@ -93,7 +93,9 @@ class PipelineModule(nn.Module):
         self._factor = _FIRST_SCALE
         self._checked = set[str]()
         dtypes = {parameter.dtype for parameter in pipe.parameters()}
-        self._has_half_weights = any(pipe.job.agree(torch.float16 in dtypes))
+        self._has_half_weights = any(
+            pipe.job.meet(lambda: torch.float16 in dtypes, among=pipe.job.pipeline)
+        )
         self._dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         if pipe.model is not None:
             self._modules.update(pipe.model._modules)

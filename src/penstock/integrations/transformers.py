@@ -160,7 +160,9 @@ class PipelineTrainer(Trainer):
         """
         if resume_from_checkpoint == "auto":
             # A file system may show other processes older files.
-            resume_from_checkpoint = self.pipe.job.decide("resume", lambda _: self._newest())
+            resume_from_checkpoint = self.pipe.job.meet(
+                lambda: None, lambda _: self._newest(), "resume"
+            )
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _newest(self) -> str | None:

@@ -2,7 +2,6 @@
 
 from penstock.pipeline.calls import CallArguments
 from penstock.pipeline.default_loss import author_of, is_named, label_names, own_loss
-from penstock.pipeline.job import PipelineJob
 from penstock.pipeline.model_weights import ModelWeights
 from penstock.pipeline.outputs import Outputs
 from penstock.pipeline.pipeline import (
@@ -30,7 +29,6 @@ __all__ = [
     "ModelWeights",
     "Outputs",
     "Pipeline",
-    "PipelineJob",
     "SlowWarning",
     "StepEvent",
     "StepHook",

@@ -98,7 +98,7 @@ class PipelineCalls:
         slowness: Slowness,
         step_names: Iterable[str],
     ) -> None:
-        self._runner, self._schedules, self._held = runner, schedules, held
+        self._runner, self._job, self._schedules, self._held = runner, runner.job, schedules, held
         self._rules, self._slowness = rules, slowness
         self._step_names = tuple(step_names)
         self.apart = False
@@ -122,7 +122,7 @@ class PipelineCalls:
             complete: adds what depends on the batch or on other arguments, and raises if they are wrong.
             runs: whether stages will run, so that their weights must have memory.
         """
-        self._runner.check_usable()
+        self._job.check_usable()
         try:
             if self._held.partition is not None:
                 self._held.partition.check_unchanged()
@@ -230,7 +230,7 @@ class PipelineCalls:
         autocast = None
         if torch.is_autocast_enabled(device.type):
             autocast = torch.get_autocast_dtype(device.type)
-        devices = 1 if self._runner.transport is None else self._schedules.ranks
+        devices = 1 if self._job.transport is None else self._schedules.ranks
         memory, peak = partial(peak_memory, device), partial(self._peak, autocast)
         cost = StepCost(seconds, devices, memory, step.flops, peak)
         result = replace(step.result, outputs=outputs, cost=cost)
@@ -255,22 +255,22 @@ class PipelineCalls:
             UsageError: the main one is not what it says, or an added one with a weight of its own.
         """
         loss, model_call = step.call.loss, step.agreement.model_call
-        if loss is None or self._runner.steps > 1:
+        if loss is None or self._job.steps > 1:
             return
-        if not self._runner.rank:
+        if not self._job.rank:
             loss.warn_of_unknown(step.result.losses)
         weighs = any(isinstance(weight, Sequence) for weight in loss.weights.values())
         if not loss.check or weighs or model_call.presplit or model_call.count == 1:
             return
         names = {name for name in step.result.losses if not loss.is_by_custom(name)} - {MAIN}
-        if any(self._runner.gather(self._runner.interpreter.has_loss_inside)):
+        if any(self._told(self._runner.interpreter.has_loss_inside)):
             names.add(MAIN)
         apart = self.check_in_halves(loss, arguments, names) if names else {}
         for name, values in sorted(apart.items()):
             text = remedy_of_added(loss, name, *values)
             if name in loss.weights:
                 raise UsageError(text)
-            if not self._runner.rank:
+            if not self._job.rank:
                 logger.warning("penstock: %s", text)
 
     def check_in_halves(
@@ -319,7 +319,7 @@ class PipelineCalls:
             with generators_kept([device]):
                 (halves, count), (whole, _) = evaluate(2), evaluate(1)
                 drew = not all(map(torch.equal, before, generator_states([device])))
-                drawn, coarses = zip(*self._runner.gather([drew, coarse]), strict=True)
+                drawn, coarses = zip(*self._told([drew, coarse]), strict=True)
                 kind = torch.bfloat16 if any(coarses) else torch.float32
 
                 def unlike(other: Mapping[str, float], known: Iterable[str]) -> list[str]:
@@ -353,6 +353,11 @@ class PipelineCalls:
                 )
             )
         return both
+
+    def _told(self, value: Any) -> list[Any]:
+        """The JSON values of all ranks."""
+        values: list[Any] = self._job.meet(lambda: value, among=self._job.pipeline)
+        return values
 
 
 def _is_restless(module: nn.Module) -> bool:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from penstock._engine.runtime import Replicas, Runner
+from penstock._engine.runtime import Runner
 from penstock.errors import UsageError
 from penstock.partition import Partition, Shared
 from penstock.pipeline.plan import ProvenSchedules
@@ -22,9 +22,8 @@ class HeldModel:
     """What this process holds of a pipeline's model.
 
     Args:
-        runner: gets the stages, and reaches the other ranks.
+        runner: gets the stages.
         schedules: the schedules of the pipeline.
-        replicas: the pipelines that train the same weights on other data.
         model: the model; None for stages placed by hand.
         weighted: whether the loss has weights.
 
@@ -44,12 +43,11 @@ class HeldModel:
         self,
         runner: Runner,
         schedules: ProvenSchedules,
-        replicas: Replicas,
         model: nn.Module | None,
         *,
         weighted: bool,
     ) -> None:
-        self._runner, self._schedules, self._replicas = runner, schedules, replicas
+        self._runner, self._job, self._schedules = runner, runner.job, schedules
         self._weighted = weighted
         self.model = model
         self.uncut: UncutModel | None = None
@@ -60,7 +58,7 @@ class HeldModel:
     def wait(self, uncut: UncutModel) -> None:
         """Let the first call cut the model; until then, each process has all of it."""
         self.uncut = uncut
-        self.weights = WholeWeights(uncut.model, self._runner, uncut.device, lambda: uncut.waiting)
+        self.weights = WholeWeights(uncut.model, self._job, uncut.device, lambda: uncut.waiting)
 
     def cut_now(self) -> None:
         """Cut a model that needs no call for it; all processes of the job call this."""
@@ -96,15 +94,15 @@ class HeldModel:
         self.stages = tuple(runner.stages[index] for index in sorted(runner.stages))
         self._shown = {index: modules_in(module) for index, module in modules.items()}
         self.check_spread(weighted=self._weighted)
-        check_shared(self.stages, shared, self._replicas, runner.gather)
+        check_shared(self.stages, shared, self._job)
         rank_of = self._schedules.training.placement.rank_of
-        self.stage_weights = HeldWeights(self.stages, runner, shared, rank_of, named)
+        self.stage_weights = HeldWeights(self.stages, self._job, shared, rank_of, named)
         self.weights = self.stage_weights
         self.uncut = None
 
     def check_spread(self, *, weighted: bool) -> None:
         """Refuse wrappers that reduce gradients over processes other than the replicas."""
-        check_spread(self.stages, self._replicas, self._runner.transport, weighted=weighted)
+        check_spread(self.stages, self._job, weighted=weighted)
 
     def check_cut(self) -> None:
         """Check that there are stages.

@@ -11,13 +11,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from penstock._engine.transport import Job, collective
 from penstock._engine.weights import Init, read_weights
 from penstock._engine.weights.folders import files_beside, save_weights
 from penstock._engine.weights.norms import scale_gradients, total_norm
 from penstock._engine.weights.optimizers import OptimizerStates, named_state_dict, read_states
 from penstock._engine.weights.states import LoadResult, StageWeights, load_optimizer
 from penstock.pipeline.holding import HeldModel
-from penstock.pipeline.job import PipelineJob, collective
 
 LONG = 300.0
 """Seconds that a rank may take to read or write its weights while the others wait."""
@@ -33,7 +33,7 @@ class ModelWeights:
         held: the model, or the stages, in this process.
     """
 
-    def __init__(self, job: PipelineJob, held: HeldModel) -> None:
+    def __init__(self, job: Job, held: HeldModel) -> None:
         self.job, self._held = job, held
 
     @property
@@ -67,7 +67,7 @@ class ModelWeights:
         order = float(norm_type)
         return total_norm(
             self._held.weights.norms(order), order,
-            error_if_nonfinite=error_if_nonfinite, steps=self._held.weights.ranks.steps,
+            error_if_nonfinite=error_if_nonfinite, steps=self.job.steps,
         )  # fmt: skip
 
     @collective
@@ -208,9 +208,7 @@ class ModelWeights:
             StateDictError: the state does not fit, or holds positions; nothing is changed then.
         """
         names = self._held.weights.names_by_identity()
-        loaded = load_optimizer(
-            self._held.weights.team, optimizer, names, state_dict, strict=strict
-        )
+        loaded = load_optimizer(self.job, optimizer, names, state_dict, strict=strict)
         self.was_loaded(optimizer)
         return loaded
 
@@ -242,8 +240,8 @@ class ModelWeights:
         """
         with self.job.patient(LONG):
             save_weights(
-                self.job.team(), Path(folder), self.here, self._held.weights.stage_count,
-                writes=self.job.siblings.first and self._held.weights.writes(),
+                self.job, Path(folder), self.here, self._held.weights.stage_count,
+                writes=self.job.is_first_pipeline and self._held.weights.writes(),
                 beside=partial(files_beside, self._held.model, processing_class),
             )  # fmt: skip
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock._engine.runtime import ActionEvent, Hooks, StepState
+from penstock._engine.transport import Job
 from penstock._engine.values import tensors_in
 from penstock.schedule import Action, Op, Schedule
 from penstock.stage import PipelineStage
@@ -48,7 +49,7 @@ class NonFiniteFinding:
 def find_nonfinite(
     stages: Sequence[PipelineStage],
     schedule: Schedule,
-    gather: Callable[[Any], list[Any]],
+    job: Job,
     run: Callable[[Hooks], StepState],
 ) -> NonFiniteFinding | None:
     """Find the first non-finite value, or None.
@@ -56,19 +57,21 @@ def find_nonfinite(
     Args:
         stages: the stages of this process.
         schedule: the schedule of the step.
-        gather: gathers the JSON values of all processes.
+        job: reaches the other ranks.
         run: carries out the training step with the hooks that it is passed.
     """
     tensors = [named for stage in stages for named in stage.named_tensors()]
     names = [name for name, tensor in tensors if not _is_finite([tensor])]
-    weights = list(dict.fromkeys(name for row in gather(names) for name in row))
+    of_ranks = job.meet(lambda: names, among=job.pipeline)
+    weights = list(dict.fromkeys(name for row in of_ranks for name in row))
     if weights:
         what = f"weights are not finite before the step: {', '.join(weights)}"
         return NonFiniteFinding(None, None, None, "", "", tuple(weights), what)
     seen = _Seen(stages, schedule.stages)
     with _untouched(stages), seen.hooked_modules(), _as_written():
         seen.add_end_of(run(seen.hooks))
-    rows = [place for row in gather(sorted(seen.places)) for place in row]
+    of_ranks = job.meet(lambda: sorted(seen.places), among=job.pipeline)
+    rows = [place for row in of_ranks for place in row]
     return _finding(min(rows), schedule) if rows else None
 
 

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from penstock import plan as planning
+from penstock._engine.devices import is_accelerator
 from penstock._engine.faults import Timeout
 from penstock._engine.microbatches import MISSING, Batch, RulesGiven
-from penstock._engine.parallel import siblings_of
+from penstock._engine.parallel import groups_beside
 from penstock._engine.rng import Randomness, Seed
 from penstock._engine.runtime import (
     MAIN,
@@ -30,7 +31,6 @@ from penstock._engine.runtime import (
     LossFunction,
     LossScaler,
     LossWeight,
-    Replicas,
     Runner,
     StepLoss,
     StepResult,
@@ -40,18 +40,17 @@ from penstock._engine.runtime import (
     check_plans,
     describe_stages,
 )
+from penstock._engine.transport import Job, Replicas, Transport, collective
 from penstock.errors import NonFiniteError, UsageError, listed
 from penstock.partition import Partition, Shared, find_shared_between
 from penstock.pipeline.calls import CallArguments, PipelineCalls, flowed_back
 from penstock.pipeline.holding import HeldModel
-from penstock.pipeline.job import PipelineJob, collective
 from penstock.pipeline.model_weights import ModelWeights
 from penstock.pipeline.nonfinite import NonFiniteFinding, find_nonfinite
 from penstock.pipeline.outputs import product
 from penstock.pipeline.plan import ProvenSchedules, Source, Stages
 from penstock.pipeline.settings import ModelSettings, PipelineSettings, StageSettings, Wrap
 from penstock.pipeline.setup import (
-    Connection,
     check_loss,
     check_placed,
     connect_process,
@@ -161,25 +160,23 @@ class Pipeline:
             device=device, wrap=wrap, compile=compile, recompute=recompute, seed=seed, timeout=timeout,
             unknown=unknown,
         )  # fmt: skip
-        connection = connect_process(settings)
-        with set_up(connection.transport) as prepare:
+        transport = connect_process(settings)
+        with set_up(transport) as prepare:
             prepare("cuts the model")
             settings = settings.planned()
-            schedules = settings.schedules(connection.ranks)
+            schedules = settings.schedules(None if transport is None else transport.ranks)
             schedules.plan = schedule if isinstance(schedule, planning.Plan) else None
             model = settings.uncompiled[0]
             cut = settings.stages.modules if isinstance(settings.stages, Partition) else [model]
             reduction = "mean" if settings.loss is None else settings.loss.reduction
             details = {"reduction": reduction, **describe_stages(cut)}
-            self._begin(settings, connection, schedules, model, details)
-            uncut = UncutModel(
-                settings, schedules, connection.transport, self._replicas, self._held.take_cut
-            )
+            self._begin(settings, transport, schedules, model, details)
+            uncut = UncutModel(settings, schedules, self._job, self._held.take_cut)
             if uncut.needs_call or uncut.is_bare:
                 self._held.wait(uncut)
             else:
                 self._runner.cut_now(uncut)
-        self._job.stand_beside(siblings_of(mesh, self._replicas))
+        self._protect_groups(mesh)
 
     @classmethod
     def from_stages(  # noqa: PLR0913 - as the constructor
@@ -223,49 +220,54 @@ class Pipeline:
             loss_fn=loss_fn, split=split, edges=None if edges is None else tuple(edges), mesh=mesh,
             replicas=replicas, seed=seed, timeout=timeout, unknown=unknown,
         )  # fmt: skip
-        connection = connect_process(settings)
+        transport = connect_process(settings)
         pipe = cls.__new__(cls)
-        with set_up(connection.transport) as prepare:
+        with set_up(transport) as prepare:
             prepare("plans its stages")
-            schedules = settings.schedules(connection.ranks)
-            check_placed(schedules.training, stages, connection.transport)
+            schedules = settings.schedules(None if transport is None else transport.ranks)
+            check_placed(schedules.training, stages, transport)
             modules = {stage.index: stage.code for stage in stages}
             table = find_shared_between(modules) if shared is None else tuple(shared)
-            make_equal(stages, connection.replicas, connection.transport)
-            pipe._begin(settings, connection, schedules)
+            make_equal(stages, settings.replica_set, transport)
+            pipe._begin(settings, transport, schedules)
             pipe._held.take_stages(stages, table, modules)
-        pipe._job.stand_beside(siblings_of(mesh, pipe._replicas))
+        pipe._protect_groups(mesh)
         return pipe
 
     def _begin(
         self,
         settings: PipelineSettings,
-        connection: Connection,
+        transport: Transport | None,
         schedules: ProvenSchedules,
         model: nn.Module | None = None,
         details: Mapping[str, str] | None = None,
     ) -> None:
         """Put together what needs no stages, and check that all ranks have the same."""
-        transport, replicas, loss = connection
-        self._schedules, self._transport = schedules, transport
-        self._loss, self._rules, self._replicas = loss, settings.rules, replicas
+        loss, replicas = settings.loss, settings.replica_set
+        beside = len(groups_beside(settings.mesh, replicas)) > 0
+        self._job = Job(transport, schedules.ranks, replicas, settings.home, beside=beside)
+        self._schedules, self._loss, self._rules = schedules, loss, settings.rules
         self._undecided = settings.schedule == "auto"
         self._hooks, self._step_hooks = Hooks(ActionEvent), Hooks(StepEvent)
         self._closed = False
-        self._runner = runner = Runner(schedules.proven, transport, settings.home)
-        if transport is not None:
-            check_plans(transport, schedules.training, details)
+        self._runner = runner = Runner(schedules.proven, self._job, settings.home)
+        seeds = check_plans(self._job, schedules.training, details, settings.seed_here)
         if not self._undecided:
             check_loss(loss, schedules.training)
-        self._randomness = Randomness(runner.gather(settings.seed_here)[0])
+        self._randomness = Randomness(seeds[0])
         self._last_seed: tuple[int, int] | None = None
-        self._job = PipelineJob(runner, schedules.ranks, replicas)
+        self._unread: StepResult | None = None
         weighted = loss is not None and loss.weight is not None
-        self._held = HeldModel(runner, schedules, replicas, model, weighted=weighted)
+        self._held = HeldModel(runner, schedules, model, weighted=weighted)
         self._weights = ModelWeights(self._job, self._held)
         slowness = Slowness(schedules, runner)
         names = signature(Pipeline.step).parameters
         self._calls = PipelineCalls(runner, schedules, self._held, settings.rules, slowness, names)
+
+    def _protect_groups(self, mesh: Any) -> None:
+        """Let the watch end waits of this rank on the user's groups of pipelines side by side."""
+        if self._job.transport is not None:
+            self._job.transport.watch.protect_groups(groups_beside(mesh, self._job.replicas))
 
     # ---- what a pipeline is
 
@@ -307,7 +309,7 @@ class Pipeline:
     @property
     def replicas(self) -> Replicas:
         """The pipelines that train the same weights on other data, see ``replicas=``."""
-        return self._replicas
+        return self._job.replicas
 
     @property
     def weights(self) -> ModelWeights:
@@ -315,21 +317,21 @@ class Pipeline:
         return self._weights
 
     @property
-    def job(self) -> PipelineJob:
+    def job(self) -> Job:
         """The processes that train together, what they tell each other, and how long each may take."""
         return self._job
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
         """The ranks that live in this process: all of them, or one."""
-        if self._transport is None:
+        if self._job.transport is None:
             return tuple(range(self._schedules.ranks))
-        return (self._transport.rank,)
+        return (self._job.rank,)
 
     @property
     def rank(self) -> int:
         """The rank of this process; 0 if all ranks live in it."""
-        return self._runner.rank
+        return self._job.rank
 
     @property
     def computes_loss(self) -> bool:
@@ -380,8 +382,8 @@ class Pipeline:
 
     def __repr__(self) -> str:
         schedule = self._schedules.training
-        here = "" if self._transport is None else f"; this process is rank {self.rank}"
-        count = self._replicas.number
+        here = "" if self._job.transport is None else f"; this process is rank {self.rank}"
+        count = self._job.replicas.number
         beside = f"; {count} replicas" if count > 1 else ""
         name = "auto" if self._undecided and not self.is_cut else schedule.name
         return "\n".join(
@@ -452,6 +454,7 @@ class Pipeline:
                 between processes it is closed.
             PoisonedError: an earlier call failed in the middle.
         """
+        self._look_at_last()
         number, seed = self._randomness.step, self._drawn_from(self._randomness.step)
         event = StepEvent(number + 1, self._job.is_main_process, self._held.device)
         self._step_hooks.call("before", event)
@@ -477,15 +480,19 @@ class Pipeline:
         step = flowed_back(self._calls.run(call, arguments))
         self._held.stage_weights.leave_gradients()
         self._calls.check_losses_inside(step, arguments)
-        if not number and self._job.siblings.first:
+        if not number and self._job.is_first_pipeline:
             warn_of_batch_norms(self.stages, step.agreement.model_call.count)
         self._last_seed = seed
         self._randomness.advance()
         result = self._calls.result(step, started)
         if scaler is not None:
-            result = replace(result, finite=True)
-        elif not result.finite:
-            self._meet_nonfinite(result)
+            numbers = result.read
+            result = replace(result, read=lambda: numbers()._replace(finite=True))
+        else:
+            self._unread = result
+            waits = self._training_loss().nonfinite == "warn" and is_accelerator(self.device)
+            if not waits or self._job.transport is not None:
+                self._look_at_last()
         if self._step_hooks:
             after = replace(event, result=result, seconds=perf_counter() - started)
             self._step_hooks.call("after", after)
@@ -611,7 +618,7 @@ class Pipeline:
         def run(hooks: Hooks) -> StepState:
             return self._calls.run(replace(call, hooks=hooks), arguments)
 
-        return find_nonfinite(self.stages, self._schedules.training, self._runner.gather, run)
+        return find_nonfinite(self.stages, self._schedules.training, self._job, run)
 
     # ---- what a step needs, and a step that is not finite
 
@@ -649,12 +656,13 @@ class Pipeline:
                 f"scaler={type(scaler).__name__}: must be a penstock.LossScaler, a torch.amp.GradScaler that "
                 "decides for all ranks together whether to skip a step"
             )
-        return scaler.attach(self._sum_over_all)
+        return scaler.attach(self._job.sum)
 
-    def _sum_over_all(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of numbers over all ranks of this pipeline and its replicas."""
-        total = values if self._transport is None else self._transport.sum(values)
-        return self.replicas.added(total)
+    def _look_at_last(self) -> None:
+        """See whether the last step was finite, if that has not been done yet."""
+        result, self._unread = self._unread, None
+        if result is not None and not result.finite:
+            self._meet_nonfinite(result)
 
     def _meet_nonfinite(self, result: StepResult) -> None:
         """Raise, skip or warn about a step that is not finite, the same on every rank."""
@@ -695,8 +703,7 @@ class Pipeline:
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        for parameter in self.parameters():
-            parameter.grad = None
+        self._held.weights.zero_grad()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -768,12 +775,15 @@ class Pipeline:
             error: the reason, if it is an error; the other ranks then stop because of it.
         """
         # An error after close(), in a with block that closes again, is not the pipeline's failure.
-        if self._closed or self._transport is None:
+        if error is None:
+            self._look_at_last()
+        transport = self._job.transport
+        if self._closed or transport is None:
             return
         self._closed = True
-        if error is not None and self._runner.usable:
-            self._runner.fail(error)
-        self._transport.close()
+        if error is not None and self._job.usable:
+            self._job.fail(error)
+        transport.close()
 
     def __enter__(self) -> Pipeline:
         return self
@@ -849,8 +859,9 @@ def run_backward(
         kwargs: the arguments by name.
     """
     started = perf_counter()
-    share = 1.0 / pipe._replicas.number if pipe._replicas.averaged else 1.0
-    loss = StepLoss(product, reduction="sum", check=False, replicas=pipe._replicas, factor=share)
+    replicas = pipe.replicas
+    share = 1.0 / replicas.number if replicas.averaged else 1.0
+    loss = StepLoss(product, reduction="sum", check=False, replicas=replicas, factor=share)
 
     def complete(call: Call) -> Call:
         pipe._schedules.check_trains(call.batch.count)

@@ -20,8 +20,8 @@ from penstock._engine.faults import Patience, Timeout
 from penstock._engine.microbatches import MISSING, Rules, RulesGiven, read_rules, split_batch
 from penstock._engine.parallel import group_across, spread_parts
 from penstock._engine.rng import Seed, checked_seed
-from penstock._engine.runtime import Loss, LossFunction, Replicas, StepLoss
-from penstock._engine.transport import Circle
+from penstock._engine.runtime import Loss, LossFunction, StepLoss
+from penstock._engine.transport import Group, Replicas
 from penstock.errors import PartitionError, UsageError, check_known
 from penstock.partition import Example, Partition
 from penstock.pipeline.default_loss import default_loss
@@ -135,10 +135,8 @@ class PipelineSettings:
         if replicas is None or isinstance(replicas, Replicas):
             return replicas or Replicas()
         group = group_across(replicas, self.mesh)
-        circle = Circle(group)
-        return Replicas(
-            circle.size, circle.sum, index=circle.rank, exchange=circle.exchange, group=group
-        )
+        inside = Group(group)
+        return Replicas(inside.size, inside.sum, index=inside.rank, group=group)
 
     @cached_property
     def loss(self) -> StepLoss | None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -21,12 +19,8 @@ from penstock._engine.parallel import (
     ranks_in,
     spread_parts,
 )
-from penstock._engine.runtime import (
-    Replicas,
-    StepLoss,
-    forwards_first,
-)
-from penstock._engine.transport import Circle, Transport, join, launched
+from penstock._engine.runtime import StepLoss, forwards_first
+from penstock._engine.transport import Job, Replicas, Transport, join, launched
 from penstock.errors import ScheduleError, UsageError, listed
 from penstock.partition import Partition, Shared
 from penstock.pipeline.plan import for_batch_losses
@@ -161,24 +155,19 @@ def make_equal(
         transport.activity.go_on()
 
 
-def check_spread(
-    stages: Sequence[PipelineStage],
-    replicas: Replicas,
-    transport: Transport | None,
-    *,
-    weighted: bool,
-) -> None:
+def check_spread(stages: Sequence[PipelineStage], job: Job, *, weighted: bool) -> None:
     """Refuse wrappers that reduce gradients over processes other than the replicas.
 
     ``weighted`` says whether the loss has weights.
     """
+    replicas = job.replicas
     beside = set() if replicas.group is None else ranks_in(replicas.group)
     for stage in stages:
         for part in spread_parts(stage.module):
             ranks, how = part.ranks, part.how
             where = f"stage {stage.index}" + (f", module {part.path!r}," if part.path else "")
             said = f"{where} is in {how} over the processes {sorted(ranks)}"
-            if others := ranks & _other_ranks(transport):
+            if others := ranks & _other_ranks(job.transport):
                 raise UsageError(
                     f"{said}, but {sorted(others)} of them are ranks of this pipeline, which hold other "
                     f"stages; spread each stage over its replicas alone: {REMEDIES[how]}"
@@ -198,13 +187,9 @@ def check_spread(
                 )
 
 
-def check_shared(
-    stages: Sequence[PipelineStage],
-    shared: Sequence[Shared],
-    replicas: Replicas,
-    gather: Callable[[Any], list[Any]],
-) -> None:
+def check_shared(stages: Sequence[PipelineStage], shared: Sequence[Shared], job: Job) -> None:
     """Refuse a shared weight that ``wrap=`` wrapped in some stages only: its averages would differ."""
+    replicas = job.replicas
     if replicas.group is None:
         return
     plain = {id(p) for stage in stages for p in left_alone(stage.module, replicas.group)}
@@ -217,7 +202,8 @@ def check_shared(
     ]
     kinds: dict[str, dict[int, bool]] = {}
     # All ranks gather, since with stages placed by hand each may list other shared weights.
-    for weight, index, is_plain in (row for of_rank in gather(rows) for row in of_rank):
+    of_ranks = job.meet(lambda: rows, among=job.pipeline)
+    for weight, index, is_plain in (row for of_rank in of_ranks for row in of_rank):
         kinds.setdefault(weight, {})[index] = is_plain
     for weight, by_stage in kinds.items():
         if len({*by_stage.values()}) > 1:
@@ -235,26 +221,7 @@ def _other_ranks(transport: Transport | None) -> set[int]:
     return {*transport.global_ranks} - {transport.global_ranks[transport.rank]}
 
 
-class Connection(NamedTuple):
-    """How this process is connected to the others.
-
-    Attributes:
-        transport: this process's end, if each rank is a process.
-        replicas: the pipelines that train the same weights; their sums note what they wait for.
-        loss: the loss, which is averaged over them.
-    """
-
-    transport: Transport | None
-    replicas: Replicas
-    loss: StepLoss | None
-
-    @property
-    def ranks(self) -> int | None:
-        """The number of processes, if each rank is one."""
-        return None if self.transport is None else self.transport.ranks
-
-
-def connect_process(settings: PipelineSettings) -> Connection:
+def connect_process(settings: PipelineSettings) -> Transport | None:
     """Connect this process to the others, if each rank is a process; all of them call this together.
 
     Raises:
@@ -263,21 +230,21 @@ def connect_process(settings: PipelineSettings) -> Connection:
         PeerFailed: another rank has failed, or is silent.
     """
     device, patience = settings.home, settings.patience
-    loss, replicas = settings.loss, settings.replica_set
     group = group_of(settings.mesh)
     if group is None and not launched():
         read_launcher()
     if group is None and not launched():
-        return Connection(None, replicas, loss)
+        return None
     use(device)
-    meeting = meet(group, patience, device, members_of(settings.mesh, replicas.group))
+    members = members_of(settings.mesh, settings.replica_set.group)
+    meeting = meet(group, patience, device, members)
     job = meeting.job
     activity = Activity(job.rank, job.pipeline, job.replica)
     watch = Watch(activity, meeting, patience)
     try:
         activity.prepare("connects with the others")
         with noticing_gone_machines():
-            transport = join(meeting, watch, activity, device, patience.rendezvous)
+            return join(meeting, watch, activity, device, patience.rendezvous)
     except BaseException as error:
         cause = watch.failed(error)
         watch.close()
@@ -285,11 +252,6 @@ def connect_process(settings: PipelineSettings) -> Connection:
         if cause is error:
             raise
         raise cause from None
-    if replicas.group is not None:
-        circle = Circle(replicas.group, watch)
-        replicas = replace(replicas, add=circle.sum, exchange=circle.exchange)
-        loss = None if loss is None else replace(loss, replicas=replicas)
-    return Connection(transport, replicas, loss)
 
 
 @contextmanager

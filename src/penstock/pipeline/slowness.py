@@ -48,7 +48,7 @@ class Slowness:
     def _timeline(self, step: StepState, schedule: Schedule) -> tuple[Timeline, TimelineKind]:
         assert step.recorder is not None
         spans = step.recorder.spans
-        if self._runner.transport is None and schedule.ranks > 1:
+        if self._runner.job.transport is None and schedule.ranks > 1:
             durations: dict[Action, float] = defaultdict(float)
             for span in spans:
                 durations[span.action] += span.duration
@@ -56,7 +56,7 @@ class Slowness:
         mine = [[span.rank, str(span.action), span.start, span.end] for span in spans]
         of_all = tuple(
             Span(rank, action, start, end)
-            for rows in self._runner.gather(mine)
+            for rows in self._runner.job.meet(lambda: mine, among=self._runner.job.pipeline)
             for rank, text, start, end in rows
             for action in flat((parse_action(text),))
         )
@@ -68,7 +68,7 @@ class Slowness:
         plan = self._schedules.plan
         if plan is not None and plan.microbatches == schedule.microbatches:
             costs = plan.stage_costs.costs
-        if costs is None and self._runner.steps < WARM:
+        if costs is None and self._runner.job.steps < WARM:
             return ()
         if costs is None:
             self._first[key] = costs_of(schedule, timeline)

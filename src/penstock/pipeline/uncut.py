@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from penstock._engine.devices import is_accelerator, memory_of
 from penstock._engine.elsewhere import is_elsewhere
-from penstock._engine.runtime import Replicas, without_data
-from penstock._engine.transport import Transport
+from penstock._engine.runtime import without_data
+from penstock._engine.transport import Job
 from penstock._engine.weights import Init, load_partition
 from penstock._engine.weights.folders import check_folder
 from penstock._engine.weights.initialise import initialise
@@ -52,13 +52,12 @@ class UncutModel:
         self,
         settings: ModelSettings,
         schedules: ProvenSchedules,
-        transport: Transport | None,
-        replicas: Replicas,
+        job: Job,
         done: Callable[[Sequence[PipelineStage], Partition], None],
     ) -> None:
         self.model, self._compile = settings.uncompiled
         self._settings, self._schedules = settings, schedules
-        self._transport, self._replicas, self._done = transport, replicas, done
+        self._job, self._done = job, done
         self.device = settings.home
         self._partition: Partition | None = None
         self._cutting: Cutting | None = None
@@ -85,7 +84,7 @@ class UncutModel:
 
     def _room(self) -> Room | None:
         """The memory of the stages, where each rank has a device of its own."""
-        if self._transport is None or not is_accelerator(self.device):
+        if self._job.transport is None or not is_accelerator(self.device):
             return None
         nbytes = memory_of(self.device)
         if not nbytes:
@@ -200,8 +199,8 @@ class UncutModel:
         """Take the stages of this process; see :class:`penstock._engine.runtime.cut.LateCut`."""
         partition, placement = self._partition, self._schedules.training.placement
         assert partition is not None
-        rank = None if self._transport is None else self._transport.rank
-        here = range(placement.stages) if rank is None else placement.stages_on(rank)
+        alone = self._job.transport is None
+        here = range(placement.stages) if alone else placement.stages_on(self._job.rank)
         # Only these stages are moved to the device, where the others may not fit.
         partition.keep(here, placement.rank_of, self.device)
         self._fill(partition, here)
@@ -216,7 +215,7 @@ class UncutModel:
             for i in here
         ]
         # After weights are loaded, and before anything looks at the stages' parameters.
-        make_equal(stages, self._replicas, self._transport)
+        make_equal(stages, self._job.replicas, self._job.transport)
         before = {id(p): name for stage in stages for name, p in stage.named_parameters()}
         wrap_stages(stages, self._settings.wrap)
         after = {id(p) for stage in stages for _, p in stage.named_parameters()}
@@ -231,11 +230,11 @@ class UncutModel:
         for optimizer in filter(None, (of() for of in self._optimizers)):
             for parameter in filter(is_elsewhere, list(optimizer.state)):
                 del optimizer.state[parameter]
-        self._transport = self._cutting = self._partition = None
+        self._cutting = self._partition = None
 
     def _fill(self, partition: Partition, here: Sequence[int]) -> None:
         """Give the stages here their weights, where they wait for them."""
-        seen = str if self._transport is None else self._transport.activity.prepare
+        seen = self._job.activity.prepare
         if self._first_values is not None:
             homes = [(partition.modules[i], self.device) for i in here]
             initialise(homes, *self._first_values)

@@ -15,19 +15,18 @@ from torch.utils._pytree import tree_map_only
 
 from penstock._engine.elsewhere import (
     Elsewhere,
+    Steps,
     Whereabouts,
     is_elsewhere,
-    leave_gradients,
     optimizers_of,
 )
 from penstock._engine.parallel import local_part
-from penstock._engine.runtime import Runner
+from penstock._engine.transport import Job
 from penstock._engine.weights import Init
 from penstock._engine.weights.files import digest
 from penstock._engine.weights.initialise import initialise
 from penstock._engine.weights.norms import all_norms, norms_by_name, sum_over
 from penstock._engine.weights.optimizers import OptimizerStates, named_state_dict, shared_settings
-from penstock._engine.weights.ranks import Ranks
 from penstock._engine.weights.sharing import SharedWeights
 from penstock._engine.weights.states import (
     LoadResult,
@@ -38,10 +37,8 @@ from penstock._engine.weights.states import (
     gather_state,
     load_state,
 )
-from penstock._engine.weights.team import Team
 from penstock.errors import UsageError
 from penstock.partition import Shared, find_shared, named_tensors
-from penstock.pipeline.job import level_of
 from penstock.stage import PipelineStage
 
 CUT_NOW = "call pipe.cut(...) with the arguments of a batch to cut the model now"
@@ -54,7 +51,7 @@ class ListedWeights(ABC):
     """The weights of a pipeline in this process, and the ranks that save and load theirs together.
 
     Args:
-        ranks: the runner, through which this process reaches the others.
+        job: this process among the others.
         shared: the table of weights that stages share.
 
     Attributes:
@@ -63,8 +60,8 @@ class ListedWeights(ABC):
 
     stage_count = 1
 
-    def __init__(self, ranks: Runner, shared: Sequence[Shared]) -> None:
-        self.ranks, self.names = ranks, Names(shared)
+    def __init__(self, job: Job, shared: Sequence[Shared]) -> None:
+        self.job, self.names = job, Names(shared)
 
     @property
     @abstractmethod
@@ -92,13 +89,13 @@ class ListedWeights(ABC):
         """An optimizer's whole state dict on rank 0, an empty one on the others; all ranks call it."""
 
     @property
-    @abstractmethod
-    def counting(self) -> Ranks:
+    def counting(self) -> Job:
         """The ranks whose weights together are those of the model, each once."""
+        return self.job
 
     def norms(self, order: float) -> Tensor:
         """The norms of all gradients of the model."""
-        return all_norms(self.counting, self.weights.counted(), order)
+        return all_norms(self.counting, self.weights.counted(), self.stage_count, order)
 
     def norms_by_name(self, order: float) -> dict[str, float]:
         """The norm of each gradient of the model, in the order of the model's weights."""
@@ -138,6 +135,11 @@ class ListedWeights(ABC):
     def _homes(self) -> Iterator[tuple[nn.Module, torch.device]]:
         """The modules whose weights are here, and where they live."""
 
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for _, parameter in self.named_parameters():
+            parameter.grad = None
+
     def names_by_identity(self) -> dict[int, str]:
         """The name of each parameter that lives in this process, by its ``id``."""
         return {id(parameter): name for name, parameter in self.weights.named_parameters()}
@@ -146,15 +148,9 @@ class ListedWeights(ABC):
         self, read: Callable[[], Mapping[str, Any]], *, strict: bool, any_name: bool
     ) -> LoadResult:
         """Load values by name; with ``any_name``, one of a weight's names is enough."""
-        result = load_state(self.team, self.weights, read, strict=strict, any_name=any_name)
+        result = load_state(self.job, self.weights, read, strict=strict, any_name=any_name)
         self.align()
         return result
-
-    @property
-    def team(self) -> Team:
-        """The ranks of this pipeline, as processes that load together."""
-        level = level_of(self.ranks)
-        return Team([level], (1, level.size))
 
 
 class WholeWeights(ListedWeights):
@@ -162,15 +158,15 @@ class WholeWeights(ListedWeights):
 
     Args:
         model: the model.
-        ranks: the runner, through which this process reaches the others.
+        job: this process among the others.
         device: where the stages will live.
         waiting: what the weights still wait for, for messages; empty if they are there.
     """
 
     def __init__(
-        self, model: nn.Module, ranks: Runner, device: torch.device, waiting: Callable[[], str]
+        self, model: nn.Module, job: Job, device: torch.device, waiting: Callable[[], str]
     ) -> None:
-        super().__init__(ranks, find_shared(model, [model]))
+        super().__init__(job, find_shared(model, [model]))
         self._model, self._device, self._waiting = model, device, waiting
 
     @property
@@ -192,7 +188,7 @@ class WholeWeights(ListedWeights):
     def writes(self) -> bool:
         """Whether this process saves the weights."""
         self.check_equal()
-        return self.ranks.rank == 0
+        return self.job.rank == 0
 
     def check_equal(self) -> None:
         """Check that all ranks have the same weights, since each of them will keep only its own part.
@@ -201,7 +197,8 @@ class WholeWeights(ListedWeights):
             UsageError: they do not.
         """
         tensors = [digest(local_part(tensor)) for _, tensor in named_tensors(self._model)]
-        of_ranks = self.ranks.gather(sha256(repr(tensors).encode()).hexdigest())
+        mine = sha256(repr(tensors).encode()).hexdigest()
+        of_ranks = self.job.meet(lambda: mine, among=self.job.pipeline)
         if len({*of_ranks}) > 1:
             raise UsageError(
                 "the ranks have made the model with different weights, and only the cut says which rank's "
@@ -212,19 +209,19 @@ class WholeWeights(ListedWeights):
         """Copies of the model's state dict on rank 0."""
         state = self.weights.state_dict()
         self.check_equal()
-        return {name: _copy(value) for name, value in state.items()} if not self.ranks.rank else {}
+        return {name: _copy(value) for name, value in state.items()} if not self.job.rank else {}
 
     def optimizer_state_dict(self, held: Callable[[], OptimizerStates]) -> dict[str, Any]:
         """The optimizer's state dict on rank 0."""
-        return tree_map_only(Tensor, _copy, named_state_dict(held())) if not self.ranks.rank else {}
+        return tree_map_only(Tensor, _copy, named_state_dict(held())) if not self.job.rank else {}
 
     def align(self, level: int = logging.WARNING) -> None:
         """Nothing: no stages share weights."""
 
     @property
-    def counting(self) -> Ranks:
+    def counting(self) -> Job:
         """This process, which has all weights."""
-        return _Alone()
+        return Job()
 
     def _homes(self) -> Iterator[tuple[nn.Module, torch.device]]:
         yield self._model, self._device
@@ -234,27 +231,12 @@ def _copy(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
-class _Alone:
-    """A process that reaches no other one."""
-
-    rank = 0
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
-
-    def open(self, pairs: Any) -> None:
-        del pairs
-
-    def swap(self, sends: Any, receives: Any) -> None:
-        del sends, receives
-
-
 class HeldWeights(ListedWeights):
     """The weights of the stages of this process, and those that they share with other stages.
 
     Args:
         stages: the stages of this process.
-        ranks: the runner, through which this process reaches the others.
+        job: this process among the others.
         shared: the table of weights that stages share.
         rank_of: the rank of each stage.
         named: the parameters of the model that was cut; without them, the ranks tell each other theirs.
@@ -266,18 +248,21 @@ class HeldWeights(ListedWeights):
     def __init__(
         self,
         stages: Sequence[PipelineStage],
-        ranks: Runner,
+        job: Job,
         shared: Sequence[Shared],
         rank_of: Sequence[int],
         named: Iterable[tuple[str, nn.Parameter]] | None = None,
     ) -> None:
-        super().__init__(ranks, shared)
+        super().__init__(job, shared)
         self.stages = stages
         self._rank_of = rank_of
         self.stage_count = len(rank_of)
-        self._sharing = SharedWeights(stages, shared, rank_of, ranks)
+        self._sharing = SharedWeights(stages, shared, rank_of, job)
         self.align()
         self._listed = self._list_by_hand() if named is None else _listed(named)
+        self._steps = Steps(self._norms)
+        for absent in self.absent:
+            absent.follow(self._steps)
 
     # ---- the parameters of the whole model
 
@@ -305,9 +290,16 @@ class HeldWeights(ListedWeights):
         each = [shared_settings(one, names) for one in optimizers_of(self.absent)]
         return {name: numbers for of_one in each for name, numbers in of_one.items()}
 
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for stage in self.stages:
+            for parameter in stage.module.parameters():
+                parameter.grad = None
+        self._steps.drop_gradients()
+
     def leave_gradients(self) -> None:
         """After a step: leave stand-ins as the gradients of the weights of other ranks."""
-        leave_gradients(self.absent, self._norms)
+        self._steps.leave_gradients()
 
     def _list_by_hand(self) -> Listed:
         """The parameters of stages placed by hand, in the order of the stages."""
@@ -318,7 +310,7 @@ class HeldWeights(ListedWeights):
         ]
         device, listed, seen = self.stages[0].device, Listed(), set[str]()
         saved = [[*stage.state_dict()] for stage in self.stages]
-        gathered = self.ranks.gather([rows, saved])
+        gathered = self.job.meet(lambda: [rows, saved], among=self.job.pipeline)
         of_ranks = [rows for rows, _ in gathered]
         self.names.find_clashes(names for _, of_rank in gathered for names in of_rank)
         held = {name for _, name, *_ in rows} if len(of_ranks) > 1 else ()
@@ -327,7 +319,7 @@ class HeldWeights(ListedWeights):
             if shared and name in seen:
                 continue
             seen.add(name)
-            if len(of_ranks) == 1 or rank == self.ranks.rank or (shared and name in held):
+            if len(of_ranks) == 1 or rank == self.job.rank or (shared and name in held):
                 listed.append((name, None))
                 continue
             kind = getattr(torch, dtype.removeprefix("torch."))
@@ -346,7 +338,7 @@ class HeldWeights(ListedWeights):
             name for name, weight in learning if is_elsewhere(weight) and weight.grad is not None
         ]
         here = [w for _, w in learning if not is_elsewhere(w) and w.grad is not None]
-        if present != len(here) or sorted(absent) != sorted(expected):
+        if not order or present != len(here) or sorted(absent) != sorted(expected):
             return None
         homes = [self._ranks_with(name, weight) for name, weight in learning]
         # A rank that has all weights which learn computes the norm by itself, and would not join.
@@ -357,7 +349,7 @@ class HeldWeights(ListedWeights):
     def _ranks_with(self, name: str, weight: Tensor) -> set[int]:
         if self.names.is_shared(name):
             return {self._rank_of[stage] for stage in self.names.stages(name)}
-        return {weight.place.rank if is_elsewhere(weight) else self.ranks.rank}
+        return {weight.place.rank if is_elsewhere(weight) else self.job.rank}
 
     # ---- those of this process
 
@@ -376,7 +368,7 @@ class HeldWeights(ListedWeights):
             self._sharing.sum_gradients()
         except BaseException as error:
             # One rank alone may find a changed buffer, or lose a peer; the others must learn of it.
-            raise self.ranks.fail(error) from error.__cause__
+            raise self.job.fail(error) from error.__cause__
 
     @property
     def weights(self) -> StageWeights:
@@ -399,16 +391,11 @@ class HeldWeights(ListedWeights):
 
     def state_dict(self) -> dict[str, Any]:
         """The state dict of all ranks, collected on rank 0."""
-        return gather_state(self.team, self.ranks, self.weights)
+        return gather_state(self.job, self.weights)
 
     def optimizer_state_dict(self, held: Callable[[], OptimizerStates]) -> dict[str, Any]:
         """The optimizer's state dict of all ranks, collected on rank 0."""
-        return gather_optimizer(self.team, self.ranks, self.names, held)
-
-    @property
-    def counting(self) -> Ranks:
-        """All ranks of the pipeline."""
-        return self.ranks
+        return gather_optimizer(self.job, self.names, held)
 
     def _homes(self) -> Iterator[tuple[nn.Module, torch.device]]:
         for stage in self.stages:

@@ -308,8 +308,8 @@ def _trained(
         buffers = {name: b for name, b in pipe.model.named_buffers() if not b.is_meta}
         values |= {f"buffer: {name}": buffer for name, buffer in buffers.items()}
     if case.counts is not None:
-        counted = pipe.job.agree(dict(case.counts(pipe.model)))
-        for counts in counted[:: len(pipe.local_ranks)]:
+        mine = dict(case.counts(pipe.model))
+        for counts in pipe.job.meet(lambda: mine, among=pipe.job.pipeline):
             for name, count in counts.items():
                 values[f"count: {name}"] = values.get(f"count: {name}", 0) + count
     return {name: _kept(value) for name, value in values.items()}

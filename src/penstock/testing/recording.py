@@ -21,7 +21,7 @@ from penstock._engine.values import TensorLayout
 from penstock.errors import UsageError
 from penstock.pipeline import Pipeline
 
-What = Literal["send", "leave", "post", "take", "gather", "sum"]
+What = Literal["send", "leave", "post", "take", "gather"]
 """What was done: ``leave`` waits for a message that was sent, ``take`` for one that was posted."""
 
 
@@ -82,7 +82,7 @@ class RecordingTransport(Transport):
         events: everything that was done, in order, if ``keeps`` is true.
         sent: the traffic that this rank sent.
         received: the traffic that this rank received.
-        control: how often each operation of all ranks ran: ``gather`` and ``sum``.
+        control: how often each operation of all ranks ran: ``gather``.
         words: how many messages carried descriptions of new kinds, or copies of one rank's value.
     """
 
@@ -90,7 +90,7 @@ class RecordingTransport(Transport):
         super().__init__(
             transport.group, transport.global_ranks, transport.watch, transport.activity
         )
-        self.beside = transport.beside
+        self.wide = transport.wide
         self._transport, self._keeps = transport, keeps
         self.events: list[Recorded] = []
         self.sent, self.received = Traffic(), Traffic()
@@ -148,12 +148,6 @@ class RecordingTransport(Transport):
         self.control["gather"] += 1
         self.note("gather", None, 0, values.nbytes, (values,))
         return self._transport.gather(values, what)
-
-    def sum(self, values: Tensor, what: str = "a sum") -> Tensor:
-        """Sum, and record it."""
-        self.control["sum"] += 1
-        self.note("sum", None, 0, values.nbytes, (values,))
-        return self._transport.sum(values, what)
 
     def settle(self) -> None:
         """Wait for what holds only the device."""

@@ -233,7 +233,7 @@ def _claim_folder(pipe: Pipeline, config: TrainConfig) -> tuple[RunFolder, Check
             raise UsageError(str(error)) from None
         return str(path)
 
-    path = Path(pipe.job.decide("begin the run", claim))
+    path = Path(pipe.job.meet(lambda: None, claim, "begin the run"))
     checkpoints = claimed[0] if claimed else checkpoints_in(path)
     checkpoints.check_shared(pipe)
     return RunFolder(path, writes=pipe.is_main_process), checkpoints
@@ -384,7 +384,7 @@ class Run:
             "learning_rate": rate,
             "seconds": seconds,
             "tokens_per_second": tokens.numel() / seconds,
-            "memory": self.pipe.job.decide("go on", max, lambda: result.memory),
+            "memory": self.pipe.job.meet(lambda: result.memory, max),
             "mfu": result.mfu,
             "bubble": result.bubble,
             "clocks": result.timeline_kind,

@@ -191,6 +191,10 @@ class Activity:
         """Come to a collective and wait for it, as by :meth:`arrive` and :meth:`wait`."""
         self.wait(what, collective=self.arrive(members))
 
+    def wait_for(self, what: str, process: int) -> None:
+        """Note that a wait for a process of the job begins, given by its global rank."""
+        self.wait(what, collective=Collective(str(process), 1))
+
     def go_on(self) -> None:
         """Note that a wait is over and the rank works again."""
         self._move(self.action)

@@ -14,16 +14,15 @@ if TYPE_CHECKING:
     from penstock._engine.parallel.adapters import Adapters as Adapters
     from penstock._engine.parallel.adapters import ReplicatedStage as ReplicatedStage
     from penstock._engine.parallel.adapters import adapter_of as adapter_of
-    from penstock._engine.parallel.groups import Siblings as Siblings
     from penstock._engine.parallel.groups import group_across as group_across
     from penstock._engine.parallel.groups import group_of as group_of
+    from penstock._engine.parallel.groups import groups_beside as groups_beside
     from penstock._engine.parallel.groups import meeting_in_time as meeting_in_time
     from penstock._engine.parallel.groups import members_of as members_of
     from penstock._engine.parallel.groups import pipelines_in as pipelines_in
     from penstock._engine.parallel.groups import ranks_in as ranks_in
     from penstock._engine.parallel.groups import replicated_mesh as replicated_mesh
     from penstock._engine.parallel.groups import seat as seat
-    from penstock._engine.parallel.groups import siblings_of as siblings_of
     from penstock._engine.parallel.groups import side_by_side as side_by_side
     from penstock._engine.parallel.replicas import begin_equal as begin_equal
     from penstock._engine.parallel.replicas import left_alone as left_alone

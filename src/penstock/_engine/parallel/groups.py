@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -134,20 +134,8 @@ def seat(group: Any) -> tuple[int, int]:
 # ---- several pipelines side by side
 
 
-class Siblings(NamedTuple):
-    """The pipelines side by side with this one that have the same stages, or shards of them.
-
-    Attributes:
-        first: whether this is the pipeline that writes for all.
-        groups: for each dimension of pipelines, the process group of the ranks at the same position.
-    """
-
-    first: bool = True
-    groups: tuple[Any, ...] = ()
-
-
-def siblings_of(mesh: Any, replicas: Any) -> Siblings:
-    """The siblings of this pipeline, from a mesh or a group of replicas.
+def groups_beside(mesh: Any, replicas: Any) -> tuple[Any, ...]:
+    """For each dimension of pipelines side by side, the process group of the ranks at the same position.
 
     Args:
         mesh: a mesh with a dimension for the pipeline, and others.
@@ -161,10 +149,7 @@ def siblings_of(mesh: Any, replicas: Any) -> Siblings:
         groups.append(replicas.group)
     # Replicas are usually a dimension of the mesh as well, which must not count twice.
     known = {tuple(dist.get_process_group_ranks(group)): group for group in groups}
-    groups = [group for group in known.values() if group.size() > 1]
-
-    first = replicas.index == 0 and all(group.rank() == 0 for group in groups)
-    return Siblings(first, tuple(groups))
+    return tuple(group for group in known.values() if group.size() > 1)
 
 
 def replicated_mesh(

@@ -11,7 +11,9 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial, reduce
-from typing import Any
+from math import isfinite
+from struct import pack, unpack
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,18 +23,13 @@ from penstock._engine.faults import versions
 from penstock._engine.microbatches import Batch, Microbatch
 from penstock._engine.parallel import Adapters, spread, whole
 from penstock._engine.rng import Draws
-from penstock._engine.runtime.alike import Samples
+from penstock._engine.runtime.alike import Samples, may_differ
 from penstock._engine.runtime.hooks import Hooks, Recorder
 from penstock._engine.runtime.kinds import Agreement
 from penstock._engine.runtime.loss import StepLoss, Weights
 from penstock._engine.runtime.result import StepResult, StepTally
-from penstock._engine.transport import Transport
-from penstock.errors import (
-    AgreementError,
-    PenstockError,
-    error_named,
-    public_name,
-)
+from penstock._engine.transport import Job
+from penstock.errors import AgreementError, PenstockError
 from penstock.schedule import Action, Op, Schedule
 
 
@@ -90,48 +87,81 @@ class Call:
 
 REFUSED = -1
 """The digest of a rank that refuses; all others are at least 0."""
+MOST_SUMS = 5
+"""The number of losses whose weights a :class:`Head` has room for."""
 
 
-def exchange_or_refuse(
-    transport: Transport | None, value: Any, refusal: PenstockError | None
-) -> list[Any]:
-    """The JSON values of all ranks; if a rank refuses, all raise the error of the first that does."""
-    if transport is None:
-        if refusal is not None:
-            raise refusal
-        return [value]
-    mine = None if refusal is None else [public_name(type(refusal)), str(refusal)]
-    rows = transport.exchange([value, mine])
-    reasons = [reason for _, reason in rows]
-    if refusal is not None and all(reason == mine for reason in reasons):
-        raise refusal
-    first = next((rank for rank, reason in enumerate(reasons) if reason is not None), None)
-    if first is None:
-        return [theirs for theirs, _ in rows]
-    name, text = reasons[first]
-    here = refusal if first == transport.rank else None
-    error = (error_named(name) if here is None else type(here))(f"rank {first}: {text}")
-    error.rank = first
-    raise error from (None if here is None else here.__cause__)
+class Head(NamedTuple):
+    """What a rank says before a call, in a few whole numbers: all that a known call needs.
+
+    Attributes:
+        digest: a hash of what it brings.
+        mark: a hash of its samples, see :class:`Sampled`.
+        step: the number of the step that it begins.
+        expected: the number of the agreement that it expects; 0 for none, or if it refuses.
+        learns: which of its weights learn, see :func:`mark_of`.
+        sums: for each loss, the sum of the microbatches' weights; nan where it is not known here.
+    """
+
+    digest: int
+    mark: int
+    step: int
+    expected: int
+    learns: int
+    sums: tuple[float, ...]
+
+    def numbers(self) -> list[int]:
+        """The numbers to send."""
+        sums = self.sums[:MOST_SUMS]
+        bits = unpack(f"={len(sums)}q", pack(f"={len(sums)}d", *sums))
+        return [*self[:-1], len(self.sums), *bits]
+
+    @staticmethod
+    def read(numbers: Sequence[int]) -> Head:
+        """What :meth:`numbers` sent."""
+        digest, mark, step, expected, learns, count, *bits = numbers
+        sums = unpack(f"={len(bits)}d", pack(f"={len(bits)}q", *bits))
+        known = sums[:count] if count <= MOST_SUMS else ()
+        return Head(digest, mark, step, expected, learns, known)
+
+
+def is_known(heads: Sequence[Head]) -> bool:
+    """Whether ranks with these heads begin a call that they all know, so that none can refuse it any more."""
+    first = heads[0]
+    return (
+        first.expected > 0
+        and all((of.expected, len(of.sums)) == (first.expected, len(first.sums)) for of in heads)
+        and not may_differ([head.mark for head in heads])
+        and all(map(isfinite, first_known([head.sums for head in heads])))
+    )
+
+
+def first_known(rows: Sequence[Sequence[float]]) -> list[float]:
+    """Of numbers that some ranks do not know, the first that is known in each column; nan for none."""
+    return [max(column, key=isfinite) for column in zip(*rows, strict=True)]
 
 
 # ---- a check at set-up: all ranks run the same plan
 
 
 def check_plans(
-    transport: Transport, schedule: Schedule, details: Mapping[str, str] | None = None
-) -> None:
+    job: Job, schedule: Schedule, details: Mapping[str, str] | None, mine: Any
+) -> list[Any]:
     """Check that all ranks run the same schedule of the same model with the same versions.
 
     Args:
-        transport: this rank's end.
+        job: all processes.
         schedule: the schedule of a training step.
         details: texts that must be the same on every rank too, by name.
+        mine: a JSON value for the other ranks of this pipeline.
+
+    Returns:
+        Those values, by rank.
 
     Raises:
         AgreementError: they do not; the message lists which rank has what.
     """
-    mine = {
+    plan = {
         "schedule": f"{schedule.name} {_digest(str(schedule))}",
         "microbatches": str(schedule.microbatches),
         **versions(),
@@ -139,24 +169,22 @@ def check_plans(
         **(details or {}),
     }
     # The texts of all stages are long: only digests travel, unless they differ.
-    digest = _digest(repr(sorted(mine.items())))
-    digests = transport.exchange(transport.beside.exchange(digest))
-    if len({one for row in digests for one in row}) == 1:
-        return
-    rows = transport.exchange(transport.beside.exchange([transport.activity.name, mine]))
-    plans = {name: plan for replica in zip(*rows, strict=True) for name, plan in replica}
+    digest = _digest(repr(sorted(plan.items())))
+    rows = job.meet(lambda: [digest, job.activity.pipeline[0], mine], among=job.whole)
+    if len({theirs for theirs, *_ in rows}) == 1:
+        return [value for _, first, value in rows if first == job.activity.pipeline[0]]
+    plans = dict(job.meet(lambda: [job.activity.name, plan], among=job.whole))
     differing = []
     for name in dict.fromkeys(name for plan in plans.values() for name in plan):
         holders: dict[str, list[str]] = {}
-        for rank, plan in plans.items():
-            holders.setdefault(plan.get(name, "none"), []).append(rank)
+        for rank, theirs in plans.items():
+            holders.setdefault(theirs.get(name, "none"), []).append(rank)
         if len(holders) > 1:
             texts = (f"{value} on {', '.join(ranks)}" for value, ranks in holders.items())
             differing.append(f"{name}: {', '.join(texts)}")
-    if differing:
-        raise AgreementError(
-            f"ranks differ in {'; in '.join(differing)}; give every rank the same code, settings and versions"
-        )
+    raise AgreementError(
+        f"ranks differ in {'; in '.join(differing)}; give every rank the same code, settings and versions"
+    )
 
 
 def describe_stages(modules: Sequence[nn.Module]) -> dict[str, str]:
@@ -220,7 +248,7 @@ class StepState:
         self.outputs: dict[int, Any] = {}
         self.shared: list[Any] = []
         self.batch_gradients: list[tuple[Tensor, Tensor]] = []
-        self.result = StepResult(0.0)
+        self.result = StepResult()
         self.flops: Callable[[], float | None] = lambda: None
         self.draws: Callable[[int, torch.device], Draws | None] = lambda *_: None
         if call.seed is not None:
@@ -231,7 +259,7 @@ class StepState:
         args = self.parts[microbatch].args if args is None else args
         self.parts[microbatch] = Microbatch(tuple(args), {}, 0, local=dict(kwargs))
 
-    def sum_batch_gradients(self, transport: Transport) -> None:
+    def sum_batch_gradients(self, job: Job) -> None:
         """Add up the gradients of the batch over the ranks: each has those of the stages that it runs."""
         learners = self.agreement.model_call.learners(self.parts, self.call.batch.targets)
         places = {id(tensor): place for place, tensor in reversed([*enumerate(learners)])}
@@ -249,7 +277,7 @@ class StepState:
         for tensor, mine in zip(learners, here, strict=True):
             rows.append(torch.zeros(tensor.shape, device="cpu") if mine is None else whole(mine))
         row = torch.cat([numbers.reshape(-1).to("cpu", dtype) for numbers in rows])
-        total = transport.sum(row, "the sum of the gradients of the batch")
+        total = job.pipeline.sum(row, "the sum of the gradients of the batch")
         users, *flat = total.split([numbers.numel() for numbers in rows])
         for tensor, used, numbers in zip(learners, users.tolist(), flat, strict=True):
             if used and not tensor.is_meta:

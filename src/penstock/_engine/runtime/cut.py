@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-from penstock._engine.runtime.calls import exchange_or_refuse
-from penstock._engine.runtime.job import refusal_in_job
-from penstock._engine.transport import DifferentCalls, Transport
-from penstock.errors import MessageError, PeerFailed, PenstockError
+from penstock._engine.transport import Job
 
-Product = TypeVar("Product")
 Example = tuple[Sequence[Any], Mapping[str, Any]]
-BROKEN = (MessageError, PeerFailed, DifferentCalls)
-"""Errors of an exchange itself: they refuse nothing, but end the pipeline."""
 
 
 class LateCut(Protocol):
@@ -35,62 +29,26 @@ class LateCut(Protocol):
         """Take the stages of this process, and free the others."""
 
 
-def make_together(
-    transport: Transport | None,
-    make: Callable[[], Product],
-    describe: Callable[[Product], Any] = lambda product: product,
-) -> tuple[Product, list[Any]]:
-    """What this rank makes, and how each rank describes its own; if one cannot, all raise its error."""
-    try:
-        product = make()
-    except PenstockError as error:
-        exchange_or_refuse(transport, None, error)
-        raise
-    return product, exchange_or_refuse(transport, describe(product), None)
-
-
 def agree_on_cut(
-    transport: Transport | None,
-    cut: LateCut,
-    bring: Callable[[], tuple[int, Example | None, Any]],
-    step: int,
-) -> PenstockError | None:
+    job: Job, cut: LateCut, bring: Callable[[], tuple[int, Example | None, Any]]
+) -> None:
     """Let all ranks of the job cut at the same places: where the first rank with arguments would.
 
     Args:
-        transport: this rank's end; None if all ranks share this process.
+        job: all processes.
         cut: the model.
         bring: returns the first rank that was given arguments, and a microbatch's arguments and target.
-        step: the number of the step that this pipeline begins.
 
-    Returns:
-        The error with which all ranks refuse, and the model is not cut; None if the stages are made.
+    Raises:
+        PenstockError: a rank cannot cut; nothing is changed.
     """
 
     def decide() -> Any:
         first, call, target = bring()
-        plans = transport is None or transport.rank == first
-        _, of_ranks = make_together(transport, lambda: cut.decide(call, target, plans=plans))
-        return adopted(of_ranks, of_ranks[first])
+        plans = job.transport is None or job.rank == first
+        return [plans, cut.decide(call, target, plans=plans)]
 
-    def adopted(decisions: Sequence[Any], where: Any) -> Any:
-        if any(one != where for one in decisions):
-            make_together(transport, lambda: cut.adopt(where))
-        return where
-
-    def refused(make: Callable[[], Any]) -> tuple[Any, PenstockError | None]:
-        product = refusal = None
-        try:
-            product = make()
-        except BROKEN:
-            raise
-        except PenstockError as error:
-            refusal = error
-        return product, refusal_in_job(transport, refusal, step, whole=True)
-
-    where, refusal = refused(decide)
-    if refusal is None and transport is not None and transport.beside.size > 1:
-        of_replicas = transport.beside.exchange(where)
-        if any(one != of_replicas[0] for one in of_replicas):
-            _, refusal = refused(lambda: adopted([where], of_replicas[0]))
-    return refusal
+    decisions = job.meet(decide, among=job.whole)
+    where = next(decision for plans, decision in decisions if plans)
+    if any(decision != where for _, decision in decisions):
+        job.meet(lambda: cut.adopt(where), among=job.whole)

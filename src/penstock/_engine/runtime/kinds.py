@@ -24,6 +24,7 @@ from penstock._engine.values import (
     TensorLayout,
     check_plain,
     flatten,
+    layout_in,
     layout_of,
     restrided,
     tensors_in,
@@ -160,12 +161,6 @@ def _look_of_leaf(leaf: Any) -> Any:
     if leaf.is_nested or leaf.layout is not torch.strided:
         return type(leaf).__name__
     return tuple(leaf.shape), leaf.dtype, leaf.stride(), leaf.requires_grad
-
-
-def layout_in(value: Any) -> Layout:
-    """The layout of a value that can travel."""
-    leaves, tree = flatten(value)
-    return Layout(tree, tuple(layout_of(x) if isinstance(x, Tensor) else x for x in leaves))
 
 
 # ---- what all ranks bring together
@@ -412,12 +407,14 @@ class Agreement:
         kinds: each microbatch's kind.
         program: the program of this process.
         flows: for each microbatch, the flow of its values in the program.
+        number: counts the agreements of this pipeline from 1, the same on all of its ranks.
     """
 
     model_call: ModelCall
     kinds: tuple[Kind, ...]
     program: Any
     flows: tuple[Any, ...]
+    number: int = 0
 
 
 class KnownCalls:
@@ -425,11 +422,17 @@ class KnownCalls:
 
     The call that was made the longest ago is forgotten first, and a kind with the last of its calls. All
     ranks make the same calls, so all of them forget the same.
+
+    Args:
+        rank: this process's rank.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
         self._calls: dict[tuple[int, ...], Agreement] = {}
+        self._by_mine: dict[int, Agreement] = {}
         self._kinds: dict[tuple[str, str], Kind] = {}
+        self._number = 0
 
     def __iter__(self) -> Iterator[Agreement]:
         return iter(self._calls.values())
@@ -438,8 +441,12 @@ class KnownCalls:
         """What was agreed on when the ranks brought these digests before."""
         agreement = self._calls.pop(digests, None)
         if agreement is not None:
-            self._calls[digests] = agreement
+            self._calls[digests] = self._by_mine[digests[self._rank]] = agreement
         return agreement
+
+    def expected(self, digest: int) -> Agreement | None:
+        """What was agreed on when this rank brought this digest last."""
+        return self._by_mine.get(digest)
 
     @property
     def kinds(self) -> Iterator[Kind]:
@@ -452,8 +459,10 @@ class KnownCalls:
         return (number for number in itertools.count() if number not in taken)
 
     def add(self, digests: tuple[int, ...], agreement: Agreement) -> None:
-        """Remember a call, and forget the oldest if there are too many."""
-        self._calls[digests] = agreement
+        """Number and remember a call, and forget the oldest if there are too many."""
+        self._number += 1
+        agreement.number = self._number
+        self._calls[digests] = self._by_mine[digests[self._rank]] = agreement
         for kind in set(agreement.kinds):
             self._kinds[kind.text, kind.path] = kind
             kind.calls += 1
@@ -469,7 +478,10 @@ class KnownCalls:
                 self._forget(digests)
 
     def _forget(self, digests: tuple[int, ...]) -> None:
-        for kind in set(self._calls.pop(digests).kinds):
+        agreement = self._calls.pop(digests)
+        if self._by_mine.get(digests[self._rank]) is agreement:
+            del self._by_mine[digests[self._rank]]
+        for kind in set(agreement.kinds):
             kind.calls -= 1
             if not kind.calls:
                 del self._kinds[kind.text, kind.path]

@@ -22,6 +22,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from penstock._engine.microbatches import Rules, labels_that_count
 from penstock._engine.parallel import gathered
+from penstock._engine.transport import Replicas
 from penstock._engine.values import tensors_in
 from penstock.errors import UsageError, listed
 from penstock.schedule.base import whole_number
@@ -199,31 +200,6 @@ NonFinite = Literal["stop", "skip", "warn"]
 
 
 @dataclass(frozen=True)
-class Replicas:
-    """The pipelines that train the same weights on other data, where the user reduces gradients.
-
-    Args:
-        number: how many there are, including this one.
-        add: sums a CPU tensor over them; every rank of every pipeline calls it.
-        averaged: whether their gradients are averaged, as by DDP and FSDP, rather than added up.
-        index: the index of this one.
-        exchange: returns the JSON values of all, in order; needed to save and load checkpoints.
-        group: the processes at the same place in each, if gradients are to be averaged over them.
-    """
-
-    number: int = 1
-    add: Callable[[Tensor], Tensor] = torch.clone
-    averaged: bool = True
-    index: int = 0
-    exchange: Callable[[Any], list[Any]] | None = None
-    group: Any = None
-
-    def added(self, values: Tensor) -> Tensor:
-        """The sum of numbers over the replicas."""
-        return values if self.number == 1 else self.add(values)
-
-
-@dataclass(frozen=True)
 class Weights:
     """How much each microbatch of a step counts.
 
@@ -278,7 +254,8 @@ class Loss:
         metrics: functions by name, ``(output, target)`` -> a number, which is averaged by the weights, or a
             pair of a sum and the count that it is over. They come back in ``result.metrics``.
         nonfinite: what to do about a step whose loss or gradients are not finite: ``"stop"`` raises;
-            ``"skip"`` drops its gradients; ``"warn"`` only logs it.
+            ``"skip"`` drops its gradients; ``"warn"`` only logs it: with the next step where one process has
+            all ranks, on a GPU, so that the host does not wait for each step.
         target: the name of an argument of the model that is also the target, where a call is given none.
         check: whether the first step compares the loss of a few rows of two microbatches together with those
             of their own, for which it calls the function four more times; or, where the model's forward
@@ -477,17 +454,16 @@ class StepLoss(Loss):
             return counts
         return _checked_counts([float(weight) * number / sum(counts) for number in counts])
 
-    def weigh(self, counts: Mapping[str, Sequence[float]]) -> Weights:
-        """The factor of each microbatch's loss; all replicas call this together.
+    def weigh(self, counts: Mapping[str, Sequence[float]], totals: Sequence[float]) -> Weights:
+        """The factor of each microbatch's loss.
 
         For a mean, it is the microbatch's weight divided by the total. A sum is divided only if the user
         gives weights. If all weights are 0, so are the loss and its gradients.
 
         Args:
             counts: the weights of the microbatches, for the loss itself and for added ones that have some.
+            totals: for each of these, the sum of its weights over all replicas.
         """
-        sums = [sum(of) for of in counts.values()]
-        totals = self.replicas.added(torch.tensor(sums, dtype=torch.float64, device="cpu")).tolist()
         main, *added = (
             self._weighed(name, of, total)
             for (name, of), total in zip(counts.items(), totals, strict=True)

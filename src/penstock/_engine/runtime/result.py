@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache, reduce
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, cast
 from zlib import crc32
 
 import torch
@@ -19,13 +21,12 @@ from penstock._engine.runtime.loss import (
     Losses,
     Metric,
     Number,
-    Replicas,
     StepLoss,
     Weights,
     metric_terms,
 )
 from penstock._engine.runtime.stopping import GracefulStop
-from penstock._engine.transport import Transport
+from penstock._engine.transport import Group, Job, Replicas
 from penstock.errors import AgreementError, UsageError
 from penstock.schedule import Slow, Timeline
 
@@ -52,16 +53,22 @@ class StepCost:
     peak: Callable[[], float | None]
 
 
-@dataclass(frozen=True)
+class StepNumbers(NamedTuple):
+    """The numbers of a step; see :class:`StepResult`."""
+
+    loss: float = 0.0
+    losses: Mapping[str, float] = MappingProxyType({})
+    metrics: Mapping[str, float] = MappingProxyType({})
+    finite: bool = True
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class StepResult:
     """The result of a step or evaluation; the same on every rank, but for time and memory.
 
     Attributes:
-        loss: the loss of the whole batch, including losses added by :func:`penstock.add_loss`.
-        losses: the loss of ``loss_fn`` under ``"main"``, then added losses by name, all unweighted.
-        metrics: the user's metrics, by name.
+        read: returns the numbers. Where one process has all ranks, on a GPU, it waits for the step.
         weight: the weight of the batch: its samples, or what the loss's ``weight`` says.
-        finite: whether the loss and the gradients are finite; if not, the step raises by default.
         outputs: the model's output for the whole batch, if it was asked for.
         timeline: when each rank ran each action, in seconds, if it was asked for.
         timeline_kind: ``"measured"`` on the ranks' own clocks; or ``"replayed"``, if all ranks share a
@@ -73,17 +80,42 @@ class StepResult:
         cost: the time, memory and operations that the properties below report.
     """
 
-    loss: float
-    losses: Mapping[str, float] = field(default_factory=dict)
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    read: Callable[[], StepNumbers] = StepNumbers
     weight: float = 0.0
-    finite: bool = True
     outputs: Any = None
     timeline: Timeline | None = None
     timeline_kind: TimelineKind | None = None
     bubble: float | None = None
     slow: tuple[Slow, ...] = ()
-    cost: StepCost | None = field(default=None, repr=False, compare=False)
+    cost: StepCost | None = None
+
+    def __repr__(self) -> str:
+        rest = [
+            f"{f.name}={getattr(self, f.name)!r}"
+            for f in fields(self)
+            if f.name not in ("read", "cost")
+        ]
+        return f"StepResult({', '.join([*(f'{k}={v!r}' for k, v in self.read()._asdict().items()), *rest])})"
+
+    @property
+    def loss(self) -> float:
+        """The loss of the whole batch, including losses added by :func:`penstock.add_loss`."""
+        return self.read().loss
+
+    @property
+    def losses(self) -> Mapping[str, float]:
+        """The loss of ``loss_fn`` under ``"main"``, then added losses by name, all unweighted."""
+        return self.read().losses
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The user's metrics, by name."""
+        return self.read().metrics
+
+    @property
+    def finite(self) -> bool:
+        """Whether the loss and the gradients are finite; if not, the step raises by default."""
+        return self.read().finite
 
     @property
     def seconds(self) -> float:
@@ -182,26 +214,52 @@ class StepTally:
         terms = sorted(self._terms.get(_MAIN, ()), key=lambda term: term.microbatch)
         return [term.value for term in terms if isinstance(term.value, Tensor)]
 
-    def sums(self) -> dict[_Row, float]:
-        """All that was noted, added up by microbatch and stage: the same bits in every schedule."""
+    def summed(self, largest: Tensor | None) -> Callable[[], tuple[dict[_Row, float], bool]]:
+        """Add up all that was noted, by microbatch and stage: the same bits in every schedule.
+
+        Args:
+            largest: the largest gradient, if it is to be looked at.
+
+        Returns:
+            A function that reads the sums, and whether the largest gradient is finite.
+        """
         rows = {row: sorted(terms, key=lambda t: t[:2]) for row, terms in self._terms.items()}
-        values = iter(_floats_of([term.value for terms in rows.values() for term in terms]))
-        # A term with factor 0 may be nan.
-        return {
-            row: sum([t.factor * v for t, v in zip(terms, values, strict=False) if t.factor], 0.0)
-            for row, terms in rows.items()
-        }
+        values: list[Number] = [term.value for terms in rows.values() for term in terms]
+        floats = _read_later([*values, 0.0 if largest is None else largest])
+
+        def read() -> tuple[dict[_Row, float], bool]:
+            *values, last = floats()
+            each = iter(values)
+            # A term with factor 0 may be nan.
+            sums = {
+                row: sum([t.factor * v for t, v in zip(terms, each, strict=False) if t.factor], 0.0)
+                for row, terms in rows.items()
+            }
+            return sums, math.isfinite(last)
+
+        return read
 
 
-def _floats_of(values: Sequence[Number]) -> list[float]:
-    """Numbers as floats; tensors move to the CPU in one transfer per device."""
-    numbers: dict[int, float] = {}
-    for device in {value.device for value in values if isinstance(value, Tensor)}:
-        tensors = {i: v for i, v in enumerate(values) if isinstance(v, Tensor)}
-        here = {i: v for i, v in tensors.items() if v.device == device}
-        joined = torch.stack([whole(here[i]).reshape(()).double() for i in here])
-        numbers |= dict(zip(here, joined.tolist(), strict=True))
-    return [numbers[i] if i in numbers else float(value) for i, value in enumerate(values)]
+def _read_later(values: Sequence[Number]) -> Callable[[], list[float]]:
+    """A function that reads numbers as floats, those on a device in one transfer."""
+    places: dict[torch.device, list[int]] = {}
+    for place, value in enumerate(values):
+        if isinstance(value, Tensor):
+            places.setdefault(value.device, []).append(place)
+    # Stacked now: some are views of memory as large as an output.
+    joined = {
+        device: torch.stack([whole(cast("Tensor", values[i])).reshape(()).double() for i in here])
+        for device, here in places.items()
+    }
+    plain = {i: float(value) for i, value in enumerate(values) if not isinstance(value, Tensor)}
+
+    def read() -> list[float]:
+        numbers = dict(plain)
+        for device, here in places.items():
+            numbers |= zip(here, joined[device].tolist(), strict=True)
+        return [numbers[i] for i in range(len(numbers))]
+
+    return read
 
 
 class Numbers:
@@ -220,55 +278,64 @@ class Numbers:
 
     def share(
         self,
-        transport: Transport | None,
+        job: Job,
+        group: Group,
         tally: StepTally,
         loss: StepLoss | None,
         weights: Weights,
-        *,
-        finite: bool,
+        largest: Tensor | None,
     ) -> StepResult:
-        """The result of a step, the same on every rank.
+        """The result of a call, the same on every rank.
+
+        If nobody else makes the call, its numbers are read when they are asked for.
 
         Args:
-            transport: this rank's end; None if all ranks share this process.
+            job: this process among the others.
+            group: those that make the call.
             tally: the losses and metrics of this process.
             loss: the loss, if one was computed.
             weights: the weights of the microbatches.
-            finite: whether all gradients here are finite.
+            largest: the largest gradient here, if it is to be looked at.
 
         Raises:
             AgreementError: the ranks were given, or computed, different weights.
             UsageError: replicas that can only add up numbers have losses or metrics of different names.
         """
         replicas = Replicas() if loss is None else loss.replicas
-        sums, unknown, wishes = tally.sums(), 1.0, GracefulStop.wishes()
+        summed_here, metrics = tally.summed(largest), () if loss is None else loss.metrics
+        wishes, unknown = GracefulStop.wishes(), 1.0
+        if group.size == replicas.number == 1:
+            self.wishes = wishes[0], wishes[1]
+            return StepResult(cache(lambda: _numbers_of(*summed_here(), metrics)), weights.total)
+        sums, finite = summed_here()
         while unknown:
             new = [row for row in sums if row not in self._rows]
-            here = [part for row in self._rows for part in (sums.get(row, 0.0), row in sums)]
-            checks = [float(not finite), float(len(new)), *wishes, weights.mark, weights.mark**2]
-            total = torch.tensor([*here, *checks], dtype=torch.float64, device="cpu")
-            if transport is not None:
-                total = transport.sum(total, "the sum after the step")
-                _check_weights(transport, weights, *total[-2:].tolist())
-            value, count = total[:-6].reshape(-1, 2).unbind(1)
-            there = count.sign()
-            shares = [_share(loss, weights, name) for _, name in self._rows]
-            columns = torch.cat([value, there, there * there.new_tensor(shares), total[-6:-2]])
-            summed = replicas.added(columns) if replicas.number > 1 else columns
+            mine = [sums.get(row, 0.0) for row in self._rows]
+            mine += [float(row in sums) for row in self._rows]
+            mine += [_share(loss, weights, name) for _, name in self._rows]
+            mine += [float(not finite), float(len(new)), *wishes, weights.mark]
+            row = torch.tensor(mine, dtype=torch.float64, device="cpu")
+            rows = [*group.gather(row, "the sum after the step")]
+            _check_weights(job, weights, [float(theirs[-1]) for theirs in job.own(rows)])
+            of_replicas = [self._of_pipeline(of) for of in job.by_replica(rows)]
+            # Who makes the call goes on, stops, and learns of new names together.
+            ends = reduce(torch.add, rows)[-5:-1]
+            summed = torch.cat([reduce(torch.add, of_replicas), ends])
+            if replicas.number > 1 and not job.reaches_replicas:
+                summed = replicas.added(summed)
             *numbers, ill, unknown, signalled, late = summed.tolist()
             if unknown:
-                self._learn(transport, replicas, new)
-        values = self._means(numbers, replicas.number)
-        main, added = values.get(_MAIN, 0.0), values.get(_ADDED, 0.0)
-        losses = {name: value for (kind, name), value in values.items() if kind == "loss"}
-        metrics = [*(loss.metrics if loss else ()), *(n for kind, n in values if kind == "under")]
-        ratios = {
-            name: _ratio(values.get(("over", name), 0.0), values.get(("under", name), 0.0))
-            for name in metrics
-        }
-        is_finite = not ill and math.isfinite(main + added)
+                self._learn(job, group, replicas, new)
         self.wishes = signalled, late
-        return StepResult(main + added, {MAIN: main, **losses}, ratios, weights.total, is_finite)
+        result = _numbers_of(self._means(numbers, replicas.number), not ill, metrics)
+        return StepResult(lambda: result, weights.total)
+
+    def _of_pipeline(self, rows: Sequence[Tensor]) -> Tensor:
+        """Of what the ranks of a pipeline bring: its values, which of them exist, and its shares of these."""
+        size = len(self._rows)
+        values, present = reduce(torch.add, rows)[: 2 * size].split(size)
+        there = present.sign()
+        return torch.cat([values, there, there * rows[0][2 * size : 3 * size]])
 
     def _means(self, numbers: Sequence[float], replicas: int) -> dict[_Row, float]:
         """The numbers that exist; a named loss that some replicas lack is the mean of those that have it."""
@@ -280,13 +347,11 @@ class Numbers:
             if count
         }
 
-    def _learn(self, transport: Transport | None, replicas: Replicas, new: list[_Row]) -> None:
-        """Add the new names of all ranks of all replicas to the table."""
-        rows: list[Any] = new if transport is None else [*chain(*transport.exchange(new))]
-        if replicas.exchange is not None:
-            rows = [*chain(*replicas.exchange(rows))]
+    def _learn(self, job: Job, group: Group, replicas: Replicas, new: list[_Row]) -> None:
+        """Add the new names of all that make the call to the table."""
+        rows = [*chain(*group.meet(lambda: new))]
         self._rows = sorted({*self._rows, *map(tuple, rows)})
-        if replicas.exchange is None and replicas.number > 1:
+        if replicas.number > 1 and not job.reaches_replicas:
             mark = float(crc32(repr(self._rows).encode()) & 0xFFFF)
             marks = torch.tensor([mark, mark**2], dtype=torch.float64, device="cpu")
             once, squared = replicas.added(marks).tolist()
@@ -294,8 +359,27 @@ class Numbers:
                 raise UsageError(
                     f"replicas differ in the names of their losses and metrics, which are here "
                     f"{[name for _, name in self._rows if name]}; replicas that can only add up numbers must "
-                    "all have the same: give penstock.Replicas exchange= too, or a process group instead"
+                    "all have the same: give replicas= a process group instead"
                 )
+
+
+def _numbers_of(values: Mapping[_Row, float], finite: bool, metrics: Iterable[str]) -> StepNumbers:
+    """The numbers of a step, from its sums by name.
+
+    Args:
+        values: the sums.
+        finite: whether all gradients are finite.
+        metrics: the names of metrics that are there even if no microbatch was measured.
+    """
+    main, added = values.get(_MAIN, 0.0), values.get(_ADDED, 0.0)
+    losses = {name: value for (kind, name), value in sorted(values.items()) if kind == "loss"}
+    ratios = {
+        name: _ratio(values.get(("over", name), 0.0), values.get(("under", name), 0.0))
+        for name in [*metrics, *(name for kind, name in values if kind == "under")]
+    }
+    return StepNumbers(
+        main + added, {MAIN: main, **losses}, ratios, finite and math.isfinite(main + added)
+    )
 
 
 def _share(loss: StepLoss | None, weights: Weights, name: str) -> float:
@@ -307,12 +391,12 @@ def _share(loss: StepLoss | None, weights: Weights, name: str) -> float:
     return 0.0 if adds_up else sum(of.counts) / of.total
 
 
-def _check_weights(transport: Transport, weights: Weights, once: float, squared: float) -> None:
-    """Check that all ranks have the same weights, from the sum of their marks and that of the squares."""
-    if not _differ(transport.ranks, once, squared):
+def _check_weights(job: Job, weights: Weights, marks: Sequence[float]) -> None:
+    """Check that all ranks of the pipeline have the same weights but for rounding, from their marks."""
+    if max(marks) - min(marks) <= _ROUNDING * max(map(abs, marks)):
         return
     factor = max(weights.seeds, default=0.0)
-    rows = transport.exchange(f"{weights.total:g} in all, gradients times up to {factor:g}")
+    rows = job.pipeline.meet(lambda: f"{weights.total:g} in all, gradients times up to {factor:g}")
     raise AgreementError(
         "ranks differ in the weights of the loss: "
         f"{'; '.join(f'rank {rank}: {text}' for rank, text in enumerate(rows))}; give every rank the same "
@@ -327,8 +411,3 @@ def _ratio(over: float, under: float) -> float:
 
 _ROUNDING = 1e-12
 """The relative difference allowed between ranks' weights, which may differ by rounding only."""
-
-
-def _differ(ranks: int, total: float, squared: float) -> bool:
-    """Whether numbers differ by more than rounding, from their sum and the sum of their squares."""
-    return ranks * squared - total * total > _ROUNDING * total * total

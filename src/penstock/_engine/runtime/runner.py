@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -12,13 +11,14 @@ from difflib import get_close_matches
 from functools import partial
 from inspect import Parameter, signature
 from itertools import zip_longest
+from math import nan
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from penstock._engine.faults import Activity, failing_module, without_library_frames
+from penstock._engine.faults import failing_module, without_library_frames
 from penstock._engine.microbatches import MISSING, Batch, Microbatch
 from penstock._engine.parallel import (
     Adapter,
@@ -31,10 +31,17 @@ from penstock._engine.parallel import (
 )
 from penstock._engine.rng import Draws, generators_kept
 from penstock._engine.runtime.alike import Sampled, Turns, check_alike, may_differ, samples_of
-from penstock._engine.runtime.calls import REFUSED, Call, StepState, exchange_or_refuse
-from penstock._engine.runtime.cut import BROKEN, Example, LateCut, agree_on_cut, make_together
+from penstock._engine.runtime.calls import (
+    MOST_SUMS,
+    REFUSED,
+    Call,
+    Head,
+    StepState,
+    first_known,
+    is_known,
+)
+from penstock._engine.runtime.cut import Example, LateCut, agree_on_cut
 from penstock._engine.runtime.interpreter import Interpreter
-from penstock._engine.runtime.job import refusal_in_job
 from penstock._engine.runtime.kinds import (
     Agreement,
     Brought,
@@ -42,34 +49,19 @@ from penstock._engine.runtime.kinds import (
     Kind,
     KnownCalls,
     ModelCall,
-    layout_in,
     merge,
 )
-from penstock._engine.runtime.learning import Learning, mark_of
-from penstock._engine.runtime.loss import Replicas, StepLoss, Weights
+from penstock._engine.runtime.learning import check_learning, mark_of
+from penstock._engine.runtime.loss import StepLoss, Weights
 from penstock._engine.runtime.program import Program
 from penstock._engine.runtime.result import Numbers
 from penstock._engine.runtime.stopping import GracefulStop
-from penstock._engine.transport import (
-    WEIGHTS,
-    Circle,
-    Transport,
-)
-from penstock._engine.values import (
-    Layout,
-    TensorLayout,
-    check_plain,
-    layout_of,
-    map_tensors,
-    tensors_in,
-    unflatten,
-)
+from penstock._engine.transport import BROKEN, STEP, Group, Job, Replicas
+from penstock._engine.values import map_tensors, tensors_in
 from penstock.errors import (
     AgreementError,
     PenstockError,
     PlanError,
-    PoisonedError,
-    SpecError,
     StageError,
     UsageError,
 )
@@ -80,10 +72,6 @@ logger = logging.getLogger("penstock")
 Schedules: TypeAlias = Callable[..., Schedule]
 """Returns the proven schedule for a number of microbatches, the edges if they depend on the call, and whether
 it trains."""
-_ALONE = Circle(members=[0])
-"""The circle of a process that holds all ranks."""
-_WEIGHTS_TAG = 8
-"""The tag of messages that carry weights."""
 
 
 class Runner:
@@ -91,41 +79,34 @@ class Runner:
 
     Args:
         schedules: returns the schedule of a call.
-        transport: this rank's end, if each rank is a process; None if all ranks share this process.
+        job: this process among the others.
         device: where the stages will live.
 
     Attributes:
+        job: this process among the others.
         stages: the stages of this process, by index; none before :meth:`hold`.
         interpreter: runs the programs.
         stopping: whether the job stops now, as the last training step has found out.
     """
 
-    def __init__(
-        self, schedules: Schedules, transport: Transport | None, device: torch.device
-    ) -> None:
+    def __init__(self, schedules: Schedules, job: Job, device: torch.device) -> None:
+        self.job = job
         self.stages: dict[int, PipelineStage] = {}
-        self.transport = transport
         self.schedules = schedules
         self._planned: StageModule | None = None
-        self._numbers = Numbers()
+        self._numbers = {True: Numbers(), False: Numbers()}
         self._adapters: dict[int, Adapter] = {}
         self._averages: dict[int, ReplicatedStage] = {}
-        self._known = KnownCalls()
+        self._known = KnownCalls(job.rank)
         self._turns = Turns()
-        self._failure: BaseException | None = None
-        self._steps = 0
         self.stopping = False
-        self._saved: int | None = None
-        self._argument_names: dict[int, list[str] | None] = {}
-        activity = Activity(0) if transport is None else transport.activity
-        self.interpreter = Interpreter(self.stages, activity)
+        self._argument_names: dict[int, list[str]] = {}
+        self.interpreter = Interpreter(self.stages, job.activity)
         self._devices = [device]
 
     def cut_now(self, cut: LateCut) -> None:
         """Cut the model before any call, where no call is needed; all processes of the job call this."""
-        error = agree_on_cut(self.transport, cut, lambda: (0, None, MISSING), 0)
-        if error is not None:
-            raise error
+        agree_on_cut(self.job, cut, lambda: (0, None, MISSING))
         cut.carry_out()
 
     def hold(self, stages: Sequence[PipelineStage]) -> None:
@@ -133,89 +114,12 @@ class Runner:
         self.stages.update((stage.index, stage) for stage in stages)
         code = stages[0].code
         self._planned = code if isinstance(code, StageModule) else None
-        named = {i: _argument_names(s) for i, s in self.stages.items()}
-        rows = self.gather([[index, names] for index, names in named.items()])
-        self._argument_names = {index: names for row in rows for index, names in row}
+        if self._planned is None:
+            named = [[i, argument_names(unwrapped(s.module))] for i, s in self.stages.items()]
+            rows = self.job.meet(lambda: named, among=self.job.pipeline)
+            self._argument_names = {index: names for row in rows for index, names in row}
         self._devices = list({stage.device for stage in stages})
-
-    @property
-    def rank(self) -> int:
-        """This rank's position; 0 where all ranks share this process."""
-        return 0 if self.transport is None else self.transport.rank
-
-    def wrap_transport(self, wrap: Callable[[Transport], Any]) -> None:
-        """Wrap this rank's transport; does nothing where all ranks share this process."""
-        if self.transport is not None:
-            self.transport = wrap(self.transport)
-
-    @property
-    def steps(self) -> int:
-        """The number of training steps that have begun."""
-        return self._steps
-
-    def note_saved(self, steps: int) -> None:
-        """Note what the newest complete checkpoint holds: a failure then says how much is lost.
-
-        Args:
-            steps: the training steps that had begun here.
-        """
-        self._saved = steps
-
-    # ---- exchange of weights, see penstock._engine.weights.ranks
-
-    def gather(self, value: Any) -> list[Any]:
-        """The JSON values of all processes, in rank order; all of them call this."""
-        with self._circle() as circle:
-            return circle.exchange(value)
-
-    def to_first(self, value: Any) -> list[Any] | None:
-        """Send a JSON value to rank 0, which gets those of all processes; all of them call this."""
-        with self._circle() as circle:
-            return circle.to_first(value)
-
-    def from_first(self, values: Sequence[Any] | None) -> Any:
-        """Get this process's JSON value from rank 0, which has those of all; all of them call this."""
-        with self._circle() as circle:
-            return circle.from_first(values)
-
-    @contextmanager
-    def _circle(self) -> Iterator[Circle]:
-        """The processes of the pipeline, which end with an error in this context."""
-        if self.transport is None:
-            yield _ALONE
-            return
-        self.check_usable()
-        try:
-            yield self.transport
-        except BaseException as error:
-            raise self.fail(error) from None
-
-    def open(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Prepare :meth:`swap` for pairs of ranks (source, target); all processes call this."""
-        if self.transport is not None:
-            self.transport.connect([(source, target, WEIGHTS) for source, target in pairs])
-
-    def swap(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]
-    ) -> None:
-        """Send tensors to ranks, and fill others with what ranks send; both ends pass the same shapes."""
-        transport = self.transport
-        assert transport is not None
-        with self._circle():
-            leaving = [
-                (peer, transport.send(peer, _WEIGHTS_TAG, tensors, WEIGHTS))
-                for peer, tensors in sends.items()
-            ]
-            for peer, tensors in receives.items():
-                layouts = [layout_of(tensor.detach()) for tensor in tensors]
-                transport.activity.wait("weights", peer)
-                arrived = transport.post(peer, _WEIGHTS_TAG, layouts, WEIGHTS).take()
-                for tensor, value in zip(tensors, arrived, strict=True):
-                    tensor.detach().copy_(value)
-            for peer, sending in leaving:
-                transport.activity.wait("weights to leave", peer)
-                sending.wait()
-            transport.settle()
+        self.job.live_on(self._devices[0])
 
     # ---- a call
 
@@ -228,7 +132,7 @@ class Runner:
         """
         with self._carrying_out(call) as step:
             program = step.agreement.program
-            with self.interpreter.step(program, step, self.transport):
+            with self.interpreter.step(program, step, self.job.transport):
                 self.interpreter.run(program.instructions)
         return step
 
@@ -241,7 +145,7 @@ class Runner:
         """
         with self._carrying_out(call) as step:
             program = step.agreement.program
-            with self.interpreter.step(program, step, self.transport, in_order=False):
+            with self.interpreter.step(program, step, self.job.transport, in_order=False):
                 yield step, lambda action: self.interpreter.run([program.instruction(action)])
 
     @contextmanager
@@ -249,7 +153,7 @@ class Runner:
         """A context between the agreement on a call and the sum over its results."""
         with self._begun(call):
             step = self._agree(call)
-            self._steps += call.trains
+            self.job.steps += call.trains
             # Without a seed of its own, a call draws from torch's generators, and moves them on.
             kept = nullcontext() if call.seed is None else generators_kept(self._devices)
             with kept, self._planned_anew_after_errors(step), self._adapted(step):
@@ -259,51 +163,18 @@ class Runner:
     @contextmanager
     def _begun(self, call: Call) -> Iterator[None]:
         """A context from the beginning of a call to its end, or to its refusal."""
-        self.check_usable()
+        self.job.check_usable()
         activity = self.interpreter.activity
-        activity.begin(self._steps + call.trains)
+        activity.begin(self.job.steps + call.trains)
         try:
             with torch.set_grad_enabled(call.trains):
                 yield
         except _Refused as refused:
             raise refused.error.with_traceback(None) from refused.error.__cause__
         except BaseException as error:
-            raise self.fail(error) from None if error.__cause__ is None else error.__cause__
+            raise self.job.fail(error) from None if error.__cause__ is None else error.__cause__
         finally:
             activity.rest()
-
-    @property
-    def usable(self) -> bool:
-        """False once a call between processes has failed in the middle."""
-        return self._failure is None
-
-    def check_usable(self) -> None:
-        """Check that no earlier call has failed in the middle.
-
-        Raises:
-            PoisonedError: one has.
-        """
-        if self._failure is not None:
-            raise PoisonedError(
-                f"an earlier call failed ({type(self._failure).__name__}: {self._failure}), and this "
-                "Pipeline was closed, since its ranks may be anywhere in the step; make a new Pipeline"
-            ) from self._failure
-
-    def fail(self, error: BaseException) -> BaseException:
-        """The error to raise for one in the middle of a call; between processes, the pipeline has ended."""
-        if self.transport is None:
-            return error
-        if (
-            self._saved is not None
-            and self._failure is None
-            and os.environ.get("LOCAL_RANK", "0") == "0"
-        ):
-            logger.warning(
-                "penstock: at most %d steps since the last complete checkpoint are lost",
-                self._steps - self._saved,
-            )
-        self._failure = self.transport.watch.failed(error)
-        return self._failure
 
     @contextmanager
     def _planned_anew_after_errors(self, step: StepState) -> Iterator[None]:
@@ -318,32 +189,26 @@ class Runner:
         call, agreement = step.call, step.agreement
         if any(device.type != "cpu" for device in self._devices):
             self.interpreter.activity.wait("the device")
-        finite = not call.finite or has_finite_gradients(self.stages.values())
-        step.result = self._numbers.share(
-            self.transport, step.tally, call.loss, step.weights, finite=finite
-        )
+        largest = largest_gradient(self.stages.values()) if call.finite else None
+        group = self._group(call)
+        numbers = self._numbers[group is self.job.pipeline]
+        step.result = numbers.share(self.job, group, step.tally, call.loss, step.weights, largest)
         of_batch = agreement.model_call
         sums = of_batch.sums_gradients or (self._planned is not None and of_batch.learns)
-        if call.trains and self.transport is not None and sums:
-            step.sum_batch_gradients(self.transport)
+        if call.trains and self.job.transport is not None and sums:
+            step.sum_batch_gradients(self.job)
         if call.trains:
-            self._agree_to_stop(call)
+            self.stopping = bool(GracefulStop.agree(*numbers.wishes)) or self.stopping
         if call.outputs:
-            step.shared = self.share(step.kept, agreement.program.schedule.placement.rank_of[-1])
+            step.shared = self.job.share(
+                step.kept, agreement.program.schedule.placement.rank_of[-1]
+            )
         step.flops = partial(self._count_flops, agreement.kinds, 3 if call.trains else 1)
 
-    def _agree_to_stop(self, call: Call) -> None:
-        """Learn from the sum after a training step whether the whole job stops."""
-        signalled, late = self._numbers.wishes
-        beside = None if self.transport is None else self.transport.beside
-        summed = call.loss is not None and call.loss.replicas.number > 1
-        if beside is not None and beside.size > 1 and not summed:
-            # Pipelines of one mesh that are no replicas= of each other have no sum in common.
-            rows = beside.gather(
-                torch.tensor([signalled, late], device="cpu"), "whether to stop after the step"
-            )
-            signalled, late = rows.sum(0).tolist()
-        self.stopping = bool(GracefulStop.agree(signalled, late)) or self.stopping
+    def _group(self, call: Call) -> Group:
+        """Who makes a call: the job one that trains or is summed over replicas, else this pipeline."""
+        whole = call.trains or (call.loss is not None and call.loss.replicas.number > 1)
+        return self.job.whole if whole else self.job.pipeline
 
     def _count_flops(self, kinds: Sequence[Kind], times: int) -> float | None:
         """The model's floating-point operations in a call: ``times`` those of its forward."""
@@ -378,20 +243,17 @@ class Runner:
             return Brought(call.mode, [], call.batch).describe()
 
         def bring() -> tuple[int, Example, Any]:
-            _, rows = make_together(self.transport, describe)
-            model_call = merge(rows)
+            model_call = merge(self.job.pipeline.meet(describe))
             part = self._with_batch(model_call, call.batch.parts, count=1)[0]
             target = call.batch.targets[0] if call.batch.targets else MISSING
             return min(model_call.holders, default=0), (part.args, part.kwargs), target
 
         activity = self.interpreter.activity
         with self._begun(call):
-            self._exchange_digests(REFUSED if call.refusal is not None else 0, 0, call)
             activity.prepare("cuts the model")
             try:
-                error = agree_on_cut(self.transport, cut, bring, activity.step)
-                if error is not None:
-                    raise _Refused(error)
+                with refusals():
+                    agree_on_cut(self.job, cut, bring)
                 activity.prepare("makes its stages")
                 with torch.inference_mode(mode=False), torch.enable_grad():
                     cut.carry_out()
@@ -399,11 +261,48 @@ class Runner:
                 activity.prepared()
 
     def _agree(self, call: Call) -> StepState:
-        """Learn what all ranks bring. If it is wrong, all of them raise ``_Refused`` before they begin."""
+        """Learn what all ranks bring. If it is wrong, all of them raise ``_Refused`` before they begin.
+
+        A call that all of them know takes one row of numbers from each. Otherwise the ranks of a pipeline
+        meet to look into it, and then all pipelines of the job, since none begins if one refuses.
+        """
         let_cross(map(attrgetter("module"), self.stages.values()))
-        brought, refusal, sampled = None, call.refusal, Sampled({})
+        job, group, mine = self.job, self._group(call), self._bring(call)
+        rows = group.announce(
+            STEP, mine.head.numbers(), f"the digest before step {mine.head.step}", call.method
+        )
+        heads = [Head.read(row) for row in rows]
+        pipelines, own = job.by_pipeline(heads), job.own(heads)
+        found: list[_Found] = []
+
+        def sort_out() -> list[float]:
+            """Sums of weights, as they lie in a head."""
+            found.append(self._sort_out(call, mine, own))
+            return [sum(of) for of in found[0].counts.values()]
+
+        with refusals():
+            check_steps([of[0].step for of in pipelines])
+            if all(map(is_known, pipelines)):
+                sums = [list(head.sums) for head in heads]
+            elif group is job.pipeline:
+                sums = [sort_out()] * group.size
+            else:
+                sums = group.meet(sort_out)
+            check_learning(group, [head.learns for head in heads], self.stages.values())
+        if not found:
+            found.append(self._fill(call, mine, self._known.get(digests_of(own))))
+        agreement, parts, scores, counts = found[0]
+        weights = Weights()
+        if call.loss is not None:
+            with refusals():
+                weights = call.loss.weigh(counts, self._totals(call.loss, counts, sums))
+        return StepState(call, agreement, weights, parts, self._devices, scores)
+
+    def _bring(self, call: Call) -> _Mine:
+        """What this rank brings to a call."""
+        brought, refusal, sampled, scores = None, call.refusal, Sampled({}), None
         counts: Mapping[str, Sequence[float]] = {}
-        scores: Sequence[Any] | None = None
+        expected, sums = 0, tuple[float, ...]()
         parts = call.batch.parts
         try:
             counts = _counts_here(call.loss, call.batch)
@@ -414,49 +313,89 @@ class Runner:
             paths = [_path_of(score) for score in scores] if scores else None
             brought = Brought(call.mode, self._state(), call.batch, paths)
             sampled = self._sampled(call, brought.digest)
+            agreement = self._known.expected(brought.digest)
+            if agreement is not None:
+                known = self._counts(call.loss, agreement.model_call, counts, asks=False)
+                sums = tuple([sum(of) for of in known.values()])
+                expected = agreement.number if len(sums) <= MOST_SUMS and not refusal else 0
         except PenstockError as error:
             refusal = refusal or error
-        mine = REFUSED if brought is None or refusal is not None else brought.digest
-        digests, marks, learning = self._exchange_digests(mine, sampled.mark, call)
-        agreement, refusal_here = None, None
-        try:
-            if REFUSED in digests:
-                exchange_or_refuse(self.transport, None, refusal)
-            assert brought is not None
-            agreement = self._known.get(digests)
-            if agreement is None:
-                _, rows = make_together(self.transport, brought.describe)
-                model_call = merge(rows)
-            else:
-                model_call = agreement.model_call
-            parts = self._with_batch(model_call, parts)
-            if agreement is None:
-                agreement, scores = self._make_agreement(call, model_call, parts, scores)
-                self._known.add(digests, agreement)
-            elif scores is None and self._planned is not None:
-                scores = self._scores(call, parts)
-                self._check_paths(agreement, scores)
-            if self.transport is not None and may_differ(marks):
-                check_alike(marks, self.transport.exchange(sampled.samples))
-            counts = self._counts(call.loss, agreement.model_call, counts)
-        except BROKEN:
-            raise
-        except PenstockError as error:
-            refusal_here = error
-        # A training step, or a sum over replicas, is the job's; another evaluation is this pipeline's.
-        whole = call.trains or (call.loss is not None and call.loss.replicas.number > 1)
-        step = self.interpreter.activity.step
+        digest = REFUSED if brought is None or refusal is not None else brought.digest
         replicas = Replicas() if call.loss is None or not call.trains else call.loss.replicas
-        weights_that_learn = Learning(learning, self.stages.values(), self.gather, replicas)
-        error_of_job = refusal_in_job(
-            self.transport, refusal_here, step, weights_that_learn, whole=whole
-        )
-        if error_of_job is not None:
-            raise _Refused(error_of_job)
+        learns, step = mark_of(self.stages.values(), replicas), self.interpreter.activity.step
+        head = Head(digest, sampled.mark, step, expected, learns, sums)
+        return _Mine(head, brought, refusal, sampled, counts, scores)
+
+    def _sort_out(self, call: Call, mine: _Mine, heads: Sequence[Head]) -> _Found:
+        """Look into a call that is new or odd; all ranks of the pipeline do.
+
+        Raises:
+            PenstockError: it is refused.
+        """
+        digests, marks = digests_of(heads), [head.mark for head in heads]
+        agreement = None if REFUSED in digests else self._known.get(digests)
+        differs = may_differ(marks)
+
+        def describe() -> list[Any]:
+            if mine.refusal is not None:
+                raise mine.refusal
+            facts = None
+            if mine.brought is not None and agreement is None and REFUSED not in digests:
+                facts = mine.brought.describe()
+            return [facts, mine.sampled.samples if differs else None]
+
+        if agreement is None or differs:
+            rows = self.job.pipeline.meet(describe)
+        if agreement is None:
+            model_call = merge([facts for facts, _ in rows])
+            parts = self._with_batch(model_call, call.batch.parts)
+            agreement, scores = self._make_agreement(call, model_call, parts, mine.scores)
+            self._known.add(digests, agreement)
+            counts = self._counts(call.loss, model_call, mine.counts)
+            found = _Found(agreement, parts, scores, counts)
+        else:
+            found = self._fill(call, mine, agreement)
+        if differs:
+            check_alike(marks, [samples for _, samples in rows])
+        return found
+
+    def _fill(self, call: Call, mine: _Mine, agreement: Agreement | None) -> _Found:
+        """Send ranks what they lack for a known call."""
         assert agreement is not None
-        assert parts is not None
-        weights = Weights() if call.loss is None else call.loss.weigh(counts)
-        return StepState(call, agreement, weights, parts, self._devices, scores)
+        parts = self._with_batch(agreement.model_call, call.batch.parts)
+        scores = mine.scores
+        if scores is None and self._planned is not None:
+            scores = self._scores(call, parts)
+            self._check_paths(agreement, scores)
+        counts = self._counts(call.loss, agreement.model_call, mine.counts)
+        return _Found(agreement, parts, scores, counts)
+
+    def _totals(
+        self,
+        loss: StepLoss,
+        counts: Mapping[str, Sequence[float]],
+        sums: Sequence[Sequence[float]],
+    ) -> list[float]:
+        """For each loss, the sum of its weights over all replicas.
+
+        Args:
+            loss: the loss.
+            counts: the weights of this pipeline's microbatches.
+            sums: those sums that each process has told.
+        """
+        here = [sum(of) for of in counts.values()]
+        if loss.replicas.number == 1:
+            return here
+        if not self.job.reaches_replicas:
+            numbers = torch.tensor(here, dtype=torch.float64, device="cpu")
+            added: list[float] = loss.replicas.added(numbers).tolist()
+            return added
+        replicas = self.job.by_replica(sums)
+        if any(len(of) != len(here) for rows in replicas for of in rows):
+            raise AgreementError(
+                "replicas were given weights of different losses; give every replica the same names"
+            )
+        return [sum(of) for of in zip(*map(first_known, replicas), strict=True)]
 
     def _scores(self, call: Call, parts: Sequence[Microbatch]) -> Sequence[Any] | None:
         """What the author's code does in each microbatch; None for stages that were placed by hand."""
@@ -487,8 +426,8 @@ class Runner:
             parts: what this rank was given.
             count: how many microbatches are needed; by default all.
         """
-        completed = model_call.complete(self.rank, parts)[:count]
-        transport, holders = self.transport, model_call.holders
+        completed = model_call.complete(self.job.rank, parts)[:count]
+        transport, holders = self.job.transport, model_call.holders
         by_hand = self._planned is None and bool(self.stages)
         if by_hand or transport is None or not holders or len(holders) == transport.ranks:
             return completed
@@ -511,15 +450,14 @@ class Runner:
         for index, (kind, score) in enumerate(zip(agreement.kinds, scores or (), strict=False)):
             if kind.path != _path_of(score):
                 raise AgreementError(
-                    f"rank {self.rank}: the model's code does something else with microbatch {index} here "
-                    "than on "
-                    "the ranks that were given the batch; it may depend on something that differs between "
-                    "processes, such as an attribute or a random number of Python's"
+                    f"rank {self.job.rank}: the model's code does something else with microbatch {index} "
+                    "here than on the ranks that were given the batch; it may depend on something that "
+                    "differs between processes, such as an attribute or a random number of Python's"
                 )
 
     def _sampled(self, call: Call, look: int) -> Sampled:
         """What this rank has that others must have too, as far as the call compares it."""
-        if self.transport is None:
+        if self.job.transport is None:
             return Sampled({})
         turn = self._turns.come(look)
         compares = call.same_batch or (call.same_batch is None and turn)
@@ -527,26 +465,10 @@ class Runner:
         settings = call.settings() if turn else {}
         return Sampled({**batch, **settings}, strict=bool(call.same_batch))
 
-    def _exchange_digests(
-        self, digest: int, mark: int, call: Call
-    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """The digests and the marks of all ranks, and which weights learn there, if replicas average them.
-
-        This is all that a pipeline exchanges before a step that is known.
-        """
-        averages = call.trains and call.loss is not None and call.loss.replicas.group is not None
-        learns = mark_of(self.stages.values()) if averages else 0
-        if self.transport is None:
-            return (digest,), (mark,), (learns,)
-        what = f"the digest before step {self.transport.activity.step}"
-        rows = self.transport.gather_numbers(digest, mark, what, call.method, learns)
-        digests, marks, learning = zip(*rows, strict=True)
-        return digests, marks, learning
-
     def _state(self) -> list[Any]:
         """What plans and layouts depend on in the stages of this process, as JSON data."""
         if self._planned is not None:
-            return [[self.rank, self._planned.settings()]]
+            return [[self.job.rank, self._planned.settings()]]
         return [[index, _state_of(stage)] for index, stage in self.stages.items()]
 
     def _make_agreement(
@@ -566,23 +488,27 @@ class Runner:
             written = self._scores(call, parts) if scores is None else scores
             return self._plan_call(call, model_call, parts, written), written
 
-        (agreement, written), plans = make_together(
-            self.transport, planned, lambda made: _compared(made[0])
-        )
+        made: list[tuple[Agreement, Sequence[Any] | None]] = []
+
+        def compared() -> str:
+            made.append(planned())
+            return _compared(made[0][0])
+
+        plans = self.job.pipeline.meet(compared)
+        agreement, written = made[0]
         unlike = next((rank for rank, plan in enumerate(plans) if plan != plans[0]), None)
         if unlike is not None:
             raise self._unlike(plans, unlike, written)
-        if self.transport is not None:
-            self.transport.connect(agreement.program.channels)
+        if self.job.transport is not None:
+            self.job.transport.connect(agreement.program.channels)
         return agreement, written
 
     def _unlike(
         self, plans: Sequence[Any], rank: int, scores: Sequence[Any] | None
     ) -> AgreementError:
         """The error for ranks on which the author's code does different things; all ranks call this."""
-        assert self.transport is not None
-        rows = self.transport.exchange(
-            [[] if score is None else score.described() for score in scores or ()]
+        rows = self.job.pipeline.meet(
+            lambda: [[] if score is None else score.described() for score in scores or ()]
         )
         for index, (one, other) in enumerate(zip(rows[0], rows[rank], strict=False)):
             for mine, theirs in zip_longest(one, other, fillvalue="the end of the forward"):
@@ -629,7 +555,7 @@ class Runner:
         programs = (known.program for known in self._known)
         program = next((p for p in programs if p.schedule is schedule), None)
         if program is None:
-            program = Program(schedule, None if self.transport is None else self.transport.rank)
+            program = Program(schedule, None if self.job.transport is None else self.job.rank)
         plans = [kind.plan for kind in of_parts]
         flows = tuple(program.flow(None if plan is None else plan.edges) for plan in plans)
         for kind, flow in zip(of_parts, flows, strict=True):
@@ -653,9 +579,7 @@ class Runner:
         users = {stage for edge in schedule.edges for stage in edge.targets}
         # The first argument of any other stage is the value from the stage before.
         takes = {
-            stage: set(names[stage in users :])
-            for stage, names in self._argument_names.items()
-            if names is not None
+            stage: set(names[stage in users :]) for stage, names in self._argument_names.items()
         }
         taken = {name for stage, names in takes.items() if stage in users for name in names}
         return {
@@ -669,7 +593,7 @@ class Runner:
         for stage, keywords in kind.keywords.items():
             rank = schedule.placement.rank_of[stage]
             takes = list(kind.arguments) if stage not in users else keywords
-            if self.transport is not None and takes and rank not in model_call.holders:
+            if self.job.transport is not None and takes and rank not in model_call.holders:
                 raise UsageError(
                     f"rank {rank} was not given the arguments {takes}, which stage {stage} takes; give that "
                     "rank all of the model's arguments"
@@ -679,7 +603,7 @@ class Runner:
         self, call: Call, model_call: ModelCall, schedule: Schedule, kind: Kind
     ) -> None:
         """Check that the rank of the last stage has a target, or that the loss needs none."""
-        rank = schedule.placement.rank_of[-1] if self.transport is not None else 0
+        rank = schedule.placement.rank_of[-1] if self.job.transport is not None else 0
         loss = call.loss
         if loss is None or model_call.targets[rank] or kind.plan is None:
             return
@@ -701,7 +625,12 @@ class Runner:
             ) from error
 
     def _counts(
-        self, loss: StepLoss | None, model_call: ModelCall, here: Mapping[str, Sequence[float]]
+        self,
+        loss: StepLoss | None,
+        model_call: ModelCall,
+        here: Mapping[str, Sequence[float]],
+        *,
+        asks: bool = True,
     ) -> Mapping[str, Sequence[float]]:
         """How much each microbatch counts in each loss, the same on every rank.
 
@@ -711,6 +640,7 @@ class Runner:
             loss: the loss.
             model_call: what all ranks bring.
             here: the counts that this rank knows.
+            asks: whether others send it; otherwise nan stands for what is not known here.
         """
         if loss is None:
             return {}
@@ -730,13 +660,15 @@ class Runner:
             target or (not any(model_call.targets) and rank in model_call.holders)
             for rank, target in enumerate(model_call.targets)
         ]
-        if by_target and not all(knows) and self.transport is not None:
-            tells = knows.index(True) == self.rank
-            absent = [0.0] * model_call.count
-            rows = [(tells and counts[name]) or absent for name in by_target]
-            total = self.transport.sum(torch.tensor(rows, dtype=torch.float64, device="cpu"))
-            counts |= dict(zip(by_target, total.tolist(), strict=True))
-        return counts
+        if not by_target or all(knows) or self.job.transport is None:
+            return counts
+        tells = knows.index(True) == self.job.rank
+        absent = [0.0 if asks else nan] * model_call.count
+        rows = [(tells and counts[name]) or absent for name in by_target]
+        if asks:
+            numbers = torch.tensor(rows, dtype=torch.float64, device="cpu")
+            rows = self.job.pipeline.sum(numbers, "the weights of the microbatches").tolist()
+        return {**counts, **dict(zip(by_target, rows, strict=True))}
 
     # ---- replicated and sharded stages
 
@@ -783,36 +715,6 @@ class Runner:
                     self._adapters.pop(index, None)
         return self._adapters
 
-    # ---- one rank's value, for all ranks
-
-    def share(self, value: Any, source: int) -> Any:
-        """Send one rank's value to every rank; all of them call this.
-
-        Raises:
-            SpecError: the value holds something that cannot travel.
-        """
-        if self.transport is None:
-            return value
-        self.check_usable()
-        description, problem = None, None
-        if self.rank == source:
-            try:
-                check_plain(value, "the model's output")
-                description = layout_in(value).describe()
-            except SpecError as error:
-                problem = str(error)
-        description, problem = self.transport.exchange([description, problem])[source]
-        if problem is not None:
-            raise SpecError(f"{problem}; or use step and evaluate without outputs=True")
-        layout = Layout.read(description)
-        if self.rank == source:
-            tensors = tensors_in(value)
-        else:
-            tensors = [entry.empty(self._devices[0]) for entry in layout.tensors]
-        arrived = iter([self.transport.broadcast(tensor, source) for tensor in tensors])
-        leaves = [next(arrived) if isinstance(x, TensorLayout) else x for x in layout.leaves]
-        return unflatten(leaves, layout.tree)
-
 
 def without_data(run: Callable[[], Any], *, trains: bool) -> Any:
     """Run the model's code without data; explain its errors."""
@@ -833,6 +735,64 @@ def without_data(run: Callable[[], Any], *, trains: bool) -> Any:
         raise StageError(f"{where} the first microbatch: {what}") from cause
 
 
+class _Mine(NamedTuple):
+    """What a rank brings to a call.
+
+    Attributes:
+        head: what it says of it.
+        brought: how its arguments and its stages look; None where they are wrong.
+        refusal: the error in what it was given, if any.
+        sampled: what it has that others must have too.
+        counts: how much each microbatch counts, as far as this rank knows.
+        scores: what the author's code does in each microbatch, where this rank has the batch.
+    """
+
+    head: Head
+    brought: Brought | None
+    refusal: PenstockError | None
+    sampled: Sampled
+    counts: Mapping[str, Sequence[float]]
+    scores: Sequence[Any] | None
+
+
+class _Found(NamedTuple):
+    """What the ranks have agreed on for a call, and what this one needs to carry it out."""
+
+    agreement: Agreement
+    parts: Sequence[Microbatch]
+    scores: Sequence[Any] | None
+    counts: Mapping[str, Sequence[float]]
+
+
+def digests_of(heads: Sequence[Head]) -> tuple[int, ...]:
+    """What the ranks of a pipeline bring."""
+    return tuple([head.digest for head in heads])
+
+
+def check_steps(steps: Sequence[int]) -> None:
+    """Check that all pipelines of the job begin the same step.
+
+    Raises:
+        AgreementError: they do not.
+    """
+    if len({*steps}) > 1:
+        listed = ", ".join(f"replica {index} step {n}" for index, n in enumerate(steps))
+        raise AgreementError(
+            f"the replicas begin different steps: {listed}; call step as often on every replica"
+        )
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """A context in which all ranks agree, so that an error ends the call before any rank begins it."""
+    try:
+        yield
+    except BROKEN:
+        raise
+    except PenstockError as error:
+        raise _Refused(error) from None
+
+
 class _Refused(Exception):
     """Ends a call before any rank begins it."""
 
@@ -841,8 +801,8 @@ class _Refused(Exception):
         self.error = error
 
 
-def has_finite_gradients(stages: Any) -> bool:
-    """Whether the weights' gradients are finite; of a DTensor, the part here."""
+def largest_gradient(stages: Any) -> Tensor | None:
+    """The largest number in the weights' gradients, if there are some; of a DTensor, in the part here."""
     of_weights: list[Tensor | None] = []
     for stage in stages:
         # Gradients of shared weights are collected apart from .grad; this context puts them there.
@@ -852,7 +812,7 @@ def has_finite_gradients(stages: Any) -> bool:
     dense = [part._values() if part.is_sparse else part for part in parts]
     gradients = [part for part in dense if part.numel()]
     # Of finite numbers the largest is finite; a sum of their squares is not always, least of all in float16.
-    return not gradients or bool(nn.utils.get_total_norm(gradients, torch.inf).isfinite())
+    return nn.utils.get_total_norm(gradients, torch.inf) if gradients else None
 
 
 def _has_data(parts: Sequence[Microbatch]) -> bool:
@@ -872,12 +832,6 @@ def _state_of(stage: PipelineStage) -> str:
     modes = [module.training for module in stage.module.modules()]
     learns = [parameter.requires_grad for parameter in stage.module.parameters()]
     return "".join(["01"[flag] for flag in (*modes, *learns)])
-
-
-def _argument_names(stage: PipelineStage) -> list[str] | None:
-    """The names of a plain stage's arguments, in order; None for a stage that is called by plan."""
-    is_cut = isinstance(stage.code, StageModule)
-    return None if is_cut else argument_names(unwrapped(stage.module))
 
 
 def argument_names(module: nn.Module) -> list[str]:

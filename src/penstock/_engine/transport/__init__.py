@@ -17,26 +17,27 @@ from penstock._engine.transport.base import (
     Sending,
     Transport,
 )
-from penstock._engine.transport.circle import (
-    Circle,
-    DifferentCalls,
-    launched,
-)
 from penstock._engine.transport.gloo import GlooTransport
+from penstock._engine.transport.group import BROKEN, STEP, Group, launched
+from penstock._engine.transport.job import Job, Replicas, collective
 from penstock._engine.transport.nccl import NcclTransport
 
 __all__ = [
+    "BROKEN",
     "FIRST_TAG",
     "LEFT",
+    "STEP",
     "VALUES",
     "WEIGHTS",
     "WORDS",
     "Arrival",
     "Channel",
-    "Circle",
-    "DifferentCalls",
+    "Group",
+    "Job",
+    "Replicas",
     "Sending",
     "Transport",
+    "collective",
     "join",
     "launched",
 ]

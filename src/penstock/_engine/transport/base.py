@@ -1,8 +1,8 @@
 """What a transport is: six methods, and what all transports build on them.
 
-A transport is one rank's end of the pipeline's connections: a circle of its ranks, which gathers and adds up
+A transport is one rank's end of the pipeline's connections: a group of its ranks, which gathers and adds up
 small tensors of all of them, that can also connect channels, send, post a receive, and abort. Nothing outside
-this room asks which one it is.
+this package asks which one it is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock._engine.faults import Activity, Watch
-from penstock._engine.transport.circle import Circle, as_text, value_of
+from penstock._engine.transport.group import Group, as_text, value_of
 from penstock._engine.values import TensorLayout, layout_of
 from penstock.errors import MessageError
 
@@ -122,7 +122,7 @@ class GroupArrival(Arrival):
         return moved(self._tensors, self._device)
 
 
-class Transport(Circle, ABC):
+class Transport(Group, ABC):
     """One rank's end of the connections. All ranks make theirs together.
 
     Args:
@@ -132,10 +132,10 @@ class Transport(Circle, ABC):
         activity: where this rank notes what it is doing, for the watch.
 
     Attributes:
-        beside: the processes at this rank's place in each pipeline of the job.
+        wide: all processes of the job, if these are more than the ranks of the pipeline.
     """
 
-    beside: Circle
+    wide: Group | None = None
 
     def __init__(
         self, group: Any, global_ranks: Sequence[int], watch: Watch, activity: Activity

@@ -32,13 +32,11 @@ from penstock._engine.transport.base import (
     parcels_for,
     unpack,
 )
-from penstock._engine.transport.circle import DifferentCalls, circle_beside
-from penstock._engine.transport.sockets import SMALL, Line, connect_lines
+from penstock._engine.transport.group import Group
+from penstock._engine.transport.sockets import SMALL, Line
 from penstock._engine.values import TensorLayout
 from penstock.errors import MessageError
 
-_CONTROL = 1
-"""The tag of collectives on lines."""
 _CPU = torch.device("cpu")
 
 
@@ -59,28 +57,27 @@ class GlooTransport(Transport):
         job = meeting.job
         self._meeting = meeting
         self._stages_on = device
-        self._lines: dict[int, Line] = {}
         self._posted: defaultdict[tuple[int, int], deque[LineArrival]] = defaultdict(deque)
         self._closed = False
-        # Not new_group: for a part of the world it reuses the name of an earlier, ended group, and its
-        # members then find that group's addresses.
-        store = PrefixStore("gloo", meeting.store)
         activity.wait("all ranks to connect", None)
         try:
-            group: Any = dist.ProcessGroupGloo(
-                store, job.rank, len(job.pipeline), timedelta(seconds=wait)
-            )
+            group = _connected(meeting.store, job.pipeline, job.rank, wait)
         except RuntimeError as error:
             raise MessageError(
                 f"rank {job.rank} waits for all {len(job.pipeline)} ranks to make their pipeline: {error}"
             ) from error
-        group.set_timeout(DAY)
         super().__init__(group, job.pipeline, watch, activity)
         watch.protect(self.abort)
-        self.beside = circle_beside(meeting, watch, wait)
         # Not at exit, when the watch itself reports whether an error was the reason.
         weakref.finalize(self, watch.close).atexit = False
-        self._lines = connect_lines(self.rank, self.ranks, self.exchange)
+        self.connect_lines()
+        if len(job.members) > self.ranks:
+            activity.wait("the other pipelines of the job to connect", None)
+            place = job.members.index(job.process)
+            group = _connected(PrefixStore("job", meeting.room), job.members, place, wait)
+            self.wide = Group(group, watch, job.members)
+            watch.protect(self.wide.abort)
+            self.wide.connect_lines()
 
     def connect(self, channels: Iterable[tuple[int, int, int]]) -> None:
         """Do nothing: all ranks are connected."""
@@ -111,30 +108,6 @@ class GlooTransport(Transport):
         works = [self.group.recv([parcel], peer, tag) for parcel in parcels]
         return GroupArrival(works, tensors, parcels if is_packed else (), self._stages_on)
 
-    def gather(self, values: Tensor, what: str = "an exchange") -> Tensor:
-        """The CPU tensors of all ranks, in rank order."""
-        if not self._lines or values.nbytes > SMALL or not values.numel():
-            return super().gather(values, what)
-        self.activity.come(what)
-        data = as_bytes(values)
-        for line in self._lines.values():
-            line.send(_CONTROL, [data.numpy()], data.numel())
-        rows = torch.empty((self.ranks, *values.shape), dtype=values.dtype, device=_CPU)
-        rows[self.rank] = values
-        for peer, line in self._lines.items():
-            row = torch.frombuffer(line.receive(_CONTROL), dtype=torch.uint8)
-            if row.numel() != data.numel():
-                raise DifferentCalls
-            as_bytes(rows[peer]).copy_(row)
-        self.activity.go_on()
-        return rows
-
-    def abort(self) -> None:
-        """Break all connections."""
-        for line in list(self._lines.values()):
-            line.abort()
-        super().abort()
-
     def close(self) -> None:
         """End the connections, and the process group if this pipeline started it."""
         # In a forked process, the threads that this would wait for do not run.
@@ -142,13 +115,20 @@ class GlooTransport(Transport):
             return
         self._closed = True
         self.watch.close()
-        for line in self._lines.values():
-            line.close()
-        # After an error, operations that still wait would keep the group from ending.
-        super().abort()
-        self.beside.abort()
-        del self.group, self.beside
+        for one in filter(None, (self, self.wide)):
+            # After an error, operations that still wait would keep a group from ending.
+            one.end()
         self._meeting.close()
+
+
+def _connected(store: Any, members: Sequence[int], place: int, wait: float) -> Any:
+    """A process group of these processes, connected within so many seconds."""
+    # Not new_group: for a part of the world it reuses the name of an earlier, ended group, and its
+    # members then find that group's addresses.
+    store = PrefixStore("gloo", store)
+    group: Any = dist.ProcessGroupGloo(store, place, len(members), timedelta(seconds=wait))
+    group.set_timeout(DAY)
+    return group
 
 
 class LineArrival(Arrival):

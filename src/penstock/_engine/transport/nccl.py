@@ -49,7 +49,7 @@ class NcclTransport(Transport):
     def __init__(self, gloo: GlooTransport, meeting: Meeting, device: torch.device) -> None:
         super().__init__(gloo.group, gloo.global_ranks, gloo.watch, gloo.activity)
         self._gloo = gloo
-        self.beside = gloo.beside
+        self.wide = gloo.wide
         self._store = meeting.store
         self._stages_on = device
         self._groups: dict[Channel, Any] = {}

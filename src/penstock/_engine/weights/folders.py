@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from penstock._engine.parallel import is_sharded, whole
+from penstock._engine.transport import Job
 from penstock._engine.weights.files import SAVE, WeightFiles, entries, write_file
 from penstock._engine.weights.initialise import give_data
 from penstock._engine.weights.lease import Lease
@@ -40,7 +41,6 @@ from penstock._engine.weights.storage import (
     replace_file,
     write_bytes,
 )
-from penstock._engine.weights.team import Team
 from penstock.errors import InputFileError, UsageError, listed
 from penstock.partition.base import Partition, find_shared, named_tensors
 
@@ -138,7 +138,7 @@ class WeightFolder:
 
 
 def save_weights(
-    team: Team,
+    job: Job,
     folder: Path,
     weights: StageWeights,
     stages: int,
@@ -146,15 +146,15 @@ def save_weights(
     writes: bool,
     beside: Callable[[], Mapping[str, bytes]],
 ) -> None:
-    """Save a pipeline's weights; all processes of the team call this.
+    """Save a pipeline's weights; all processes that save together call this.
 
     Args:
-        team: all processes, whose leader publishes.
+        job: all processes, of which the first publishes.
         folder: the folder.
         weights: the weights of this process's stages.
         stages: the number of stages.
         writes: whether this process writes what it has, or another one that has the same.
-        beside: called in the leader; returns the files beside the weights, as :func:`files_beside` does.
+        beside: called in the first process; returns the files beside the weights, see :func:`files_beside`.
 
     Raises:
         UsageError: another process writes into the folder, or a weight cannot be saved.
@@ -169,11 +169,11 @@ def save_weights(
             files.update(weights.files())
             check_saveable({name: one for of in files.values() for name, one in of.items()})
 
-        def begin(of_processes: list[Any]) -> list[str]:
+        def begin(_: list[Any]) -> str:
             nonlocal target, others
             others = beside()
             target = stack.enter_context(WeightFolder(folder))
-            return [target.save] * len(of_processes)
+            return target.save
 
         def write() -> list[Any]:
             check_arrived(folder)
@@ -189,15 +189,14 @@ def save_weights(
                     written.append([index, save_stage(state, folder, index, stages, save)])
             return written
 
-        def publish(of_processes: list[Any]) -> list[None]:
+        def publish(of_processes: list[Any]) -> None:
             assert target is not None
             target.publish(
                 dict(row for of in of_processes for row in of), weights.names.tied, others
             )
-            return [None] * len(of_processes)
 
-        save = team.meet("save", look, begin)
-        team.meet("save", write, publish)
+        save = job.meet(look, begin, "save")
+        job.meet(write, publish, "save")
 
 
 def files_beside(model: Any, processing_class: Any = None) -> dict[str, bytes]:

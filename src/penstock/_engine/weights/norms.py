@@ -9,46 +9,51 @@ import torch
 from torch import Tensor
 
 from penstock._engine.parallel import global_norms, whole
-from penstock._engine.weights.ranks import Ranks
+from penstock._engine.transport import Job
 from penstock.errors import NonFiniteError, UsageError
 
 
-def all_norms(ranks: Ranks, counted: Mapping[int, Mapping[str, Tensor]], order: float) -> Tensor:
-    """The norms of the gradients of all ranks, in float64 on the CPU, in the order of the stages.
+def all_norms(
+    job: Job, counted: Mapping[int, Mapping[str, Tensor]], stages: int, order: float
+) -> Tensor:
+    """The norms of the gradients of all stages that have some, in float64 on the CPU.
 
     Args:
-        ranks: how this process reaches the others.
+        job: the ranks of the pipeline.
         counted: for each stage here, the parameters to count there, by name. DTensors among them are in the
             same order on every process of their mesh.
+        stages: the number of stages.
         order: as for :func:`torch.linalg.vector_norm`.
     """
-    by_stage = [
-        [stage, global_norms([*_gradients(of).values()], order).tolist()]
-        for stage, of in sorted(counted.items())
-    ]
-    stages = sorted(pair for of_rank in ranks.gather(by_stage) for pair in of_rank)
-    return torch.tensor(
-        [norm for _, norms in stages for norm in norms], dtype=torch.float64, device="cpu"
-    )
+    row = torch.zeros((2, stages), dtype=torch.float64, device="cpu")
+    for stage, of in sorted(counted.items()):
+        norms = global_norms([*_gradients(of).values()], order)
+        if norms.numel():
+            row[:, stage] = torch.stack(
+                [torch.linalg.vector_norm(norms, order), norms.new_ones(())]
+            )
+    total = job.pipeline.sum(row, "the norm of the gradients")
+    return total[0, total[1] > 0]
 
 
 def norms_by_name(
-    ranks: Ranks, counted: Mapping[int, Mapping[str, Tensor]], order: float
+    job: Job, counted: Mapping[int, Mapping[str, Tensor]], order: float
 ) -> dict[str, float]:
     """The norm of each gradient of all ranks, by name; for the arguments see :func:`all_norms`."""
     here = {name: grad for of in counted.values() for name, grad in _gradients(of).items()}
     norms = global_norms([*here.values()], order, apart=True).tolist()
-    rows = ranks.gather(dict(zip(here, norms, strict=True)))
+    mine = dict(zip(here, norms, strict=True))
+    rows = job.meet(lambda: mine, among=job.pipeline)
     return {name: norm for row in rows for name, norm in row.items()}
 
 
 def sum_over(
-    ranks: Ranks, counted: Mapping[int, Mapping[str, Tensor]], of: Mapping[Any, Any]
+    job: Job, counted: Mapping[int, Mapping[str, Tensor]], of: Mapping[Any, Any]
 ) -> Tensor:
     """The sum of what all ranks bring for their weights, in float64 on the CPU.
 
     Args:
-        ranks: how this process reaches the others.
+        job: the ranks of the pipeline.
         counted: as for :func:`all_norms`.
         of: for weights here, a number or a tensor each, all of one shape.
     """
@@ -61,7 +66,8 @@ def sum_over(
                 for value in here
             ]
             by_stage.append((stage, torch.stack(tensors).cpu().double().sum(0).tolist()))
-    stages = sorted(pair for of_rank in ranks.gather(by_stage) for pair in of_rank)
+    of_ranks = job.meet(lambda: by_stage, among=job.pipeline)
+    stages = sorted(pair for of_rank in of_ranks for pair in of_rank)
     values = torch.tensor([value for _, value in stages], dtype=torch.float64, device="cpu")
     return values.sum(0)
 
@@ -76,8 +82,11 @@ def total_norm(norms: Tensor, order: float, *, error_if_nonfinite: bool, steps: 
     Raises:
         NonFiniteError: the norm is infinite or ``nan``, and ``error_if_nonfinite`` is true.
     """
+    # Of order 0, the norm of a stage is a number of tensors.
     total = (
-        torch.linalg.vector_norm(norms, order) if norms.numel() else torch.zeros((), device="cpu")
+        torch.linalg.vector_norm(norms, order or 1.0)
+        if norms.numel()
+        else torch.zeros((), device="cpu")
     )
     if error_if_nonfinite and not total.isfinite():
         raise NonFiniteError(

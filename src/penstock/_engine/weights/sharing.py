@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock._engine.parallel import is_sharded, local_part, spread_parts, with_local
+from penstock._engine.transport import Job
 from penstock._engine.weights.files import digest
-from penstock._engine.weights.ranks import Ranks
 from penstock.errors import AgreementError, UsageError
 from penstock.partition import Shared
 from penstock.stage import PipelineStage
@@ -33,7 +33,7 @@ class SharedWeights:
         stages: the stages of this process.
         table: the weights that stages share, the same on every rank; or only those shared among stages here.
         rank_of: the rank of each stage.
-        ranks: how this process reaches the others.
+        job: the ranks of the pipeline.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class SharedWeights:
         stages: Sequence[PipelineStage],
         table: Sequence[Shared],
         rank_of: Sequence[int],
-        ranks: Ranks,
+        job: Job,
     ) -> None:
         self._stages = {stage.index: stage for stage in stages}
         self._here = {rank_of[index] for index in self._stages}
-        self._ranks = ranks
+        self._job = job
         self._shared = [one for one in table if self._stages.keys() & {*one.stages}]
         self._ranks_of = [sorted({rank_of[stage] for stage in one.stages}) for one in self._shared]
         self._rank_of = rank_of
@@ -54,14 +54,15 @@ class SharedWeights:
         self.tie()
         wide = [one for one in table if len({rank_of[stage] for stage in one.stages}) > 1]
         self._is_wide = bool(wide) and len(self._here) < len({*rank_of})
-        tables = ranks.gather([[one.names, one.holders] for one in wide])
+        rows = [[one.names, one.holders] for one in wide]
+        tables = job.meet(lambda: rows, among=job.pipeline)
         if any(of_rank != tables[0] for of_rank in tables):
             raise AgreementError(
                 "ranks were given different tables of shared weights; give all of them the same shared=. "
                 f"The tables, by rank: {tables}"
             )
         homes = [sorted({rank_of[stage] for stage in one.stages}) for one in wide]
-        ranks.open(sorted({(a, b) for of in homes for a in of for b in of if a != b}))
+        job.open(sorted({(a, b) for of in homes for a in of for b in of if a != b}))
 
     # ---- one tensor in a process
 
@@ -144,7 +145,7 @@ class SharedWeights:
             one.names[0]: [str(list(tensor.shape)), str(tensor.dtype), digest(local_part(tensor))]
             for one, tensor in zip(self._shared, self._tensors, strict=True)
         }
-        copies = self._ranks.gather(digests)
+        copies = self._job.meet(lambda: digests, among=self._job.pipeline)
         for one, tensor, ranks in zip(self._shared, self._tensors, self._ranks_of, strict=True):
             of_ranks = {rank: copies[rank][one.names[0]] for rank in ranks}
             kinds = {rank: " ".join(copy[:2]) for rank, copy in of_ranks.items()}
@@ -157,13 +158,13 @@ class SharedWeights:
             others = [r for r in ranks if "" not in (of_ranks[r][2], of_ranks[source][2])]
             others = [r for r in others if of_ranks[r][2] != of_ranks[source][2]]
             part = local_part(tensor)
-            if others and self._ranks.rank == source:
+            if others and self._job.rank == source:
                 text = "%r differed between the ranks that share it: ranks %s got that of rank %d"
                 log.log(level, text, one.names[0], others, source)
-                self._ranks.swap({rank: [part] for rank in others}, {})
-            elif self._ranks.rank in others:
+                self._job.swap({rank: [part] for rank in others}, {})
+            elif self._job.rank in others:
                 received = torch.empty_like(part, memory_format=torch.contiguous_format)
-                self._ranks.swap({}, {source: [received]})
+                self._job.swap({}, {source: [received]})
                 part.copy_(received)
 
     # ---- one gradient
@@ -234,7 +235,7 @@ class SharedWeights:
             rank: [torch.tensor([float(shares[key] is not None) for key in keys], device=device)]
             for rank, keys in mine.items()
         }
-        self._ranks.swap(there, {rank: [flag] for rank, flag in flags.items()})
+        self._job.swap(there, {rank: [flag] for rank, flag in flags.items()})
         sends = {
             r: [s for key in keys if (s := shares[key]) is not None] for r, keys in mine.items()
         }
@@ -244,7 +245,7 @@ class SharedWeights:
                 if flag:
                     shares[key] = buffer = self._empty(key[0])
                     receives.setdefault(rank, []).append(buffer)
-        self._ranks.swap({rank: of for rank, of in sends.items() if of}, receives)
+        self._job.swap({rank: of for rank, of in sends.items() if of}, receives)
 
     def _empty(self, i: int) -> Tensor:
         weight: Any = self._tensors[i]

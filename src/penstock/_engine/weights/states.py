@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from penstock._engine.parallel import is_sharded, local_part, spread, whole
+from penstock._engine.transport import Group, Job
 from penstock._engine.weights.files import WeightFiles
 from penstock._engine.weights.optimizers import (
     OptimizerStates,
@@ -25,8 +26,8 @@ from penstock._engine.weights.optimizers import (
     warn_of_settings,
     write_states,
 )
-from penstock._engine.weights.ranks import Ranks, collect
-from penstock._engine.weights.team import Team, distinct
+from penstock._engine.weights.ranks import collect
+from penstock._engine.weights.telling import distinct, tell
 from penstock._engine.weights.trees import decode, encode
 from penstock.errors import StateDictError, UsageError, quoted
 from penstock.partition import Shared, named_tensors
@@ -237,12 +238,13 @@ Refuse = Callable[[LoadResult, Mapping[str, list[str]], list[dict[str, Any]]], N
 
 
 def agree_to_load(
-    team: Team, bring: Callable[[], Offer], refuse: Refuse, further: Iterable[str] = ()
+    job: Job, among: Group, bring: Callable[[], Offer], refuse: Refuse, further: Iterable[str] = ()
 ) -> LoadResult:
     """Compare what all processes have with what they load; nothing is changed.
 
     Args:
-        team: the processes that load.
+        job: this process among the others.
+        among: the processes that load.
         bring: compares what this process has with what it loads.
         refuse: called in the leader.
         further: names that are not unexpected either.
@@ -250,21 +252,23 @@ def agree_to_load(
     Raises:
         StateDictError: it does not fit; the message lists every problem.
     """
+    judge = partial(judged, refuse, further)
+    return LoadResult(*tell(job, among, "load", lambda: (None, bring()._asdict()), judge))
 
-    def judge(parts: list[dict[str, Any]]) -> list[Any]:
-        known = {*further}.union(*distinct(parts, "here"))
-        unexpected = [one for one in _union(distinct(parts, "loaded")) if one not in known]
-        every = distinct(parts, "problems")
-        problems = {kind: _union(of[kind] for of in every) for kind in every[0]}
-        result = LoadResult(problems["missing"], unexpected)
-        refuse(result, problems, parts)
-        return [[*result]] * len(parts)
 
-    return LoadResult(*team.tell("load", lambda: (None, bring()._asdict()), judge))
+def judged(refuse: Refuse, further: Iterable[str], parts: list[dict[str, Any]]) -> list[Any]:
+    """What is missing and unexpected in the offers of all processes; for the arguments see above."""
+    known = {*further}.union(*distinct(parts, "here"))
+    unexpected = [one for one in _union(distinct(parts, "loaded")) if one not in known]
+    every = distinct(parts, "problems")
+    problems = {kind: _union(of[kind] for of in every) for kind in every[0]}
+    result = LoadResult(problems["missing"], unexpected)
+    refuse(result, problems, parts)
+    return [[*result]] * len(parts)
 
 
 def load_state(
-    team: Team,
+    job: Job,
     weights: StageWeights,
     read: Callable[[], Mapping[str, Any]],
     *,
@@ -274,7 +278,7 @@ def load_state(
     """Load the stages here from a state dict, once all ranks have compared their stages with it.
 
     Args:
-        team: the ranks of the pipeline.
+        job: the processes that load.
         weights: the weights of the stages here.
         read: returns the state dict to load.
         strict: whether missing and unexpected names are an error, before anything is changed.
@@ -289,13 +293,15 @@ def load_state(
         missing, problems = compare(here, weights.names if any_name else Names(()), state)
         return Offer([*here], [*state], {"missing": missing, "hard": problems})
 
-    agreed = agree_to_load(team, bring, partial(_refuse, strict, "weights"), weights.names.tied)
+    agreed = agree_to_load(
+        job, job.pipeline, bring, partial(_refuse, strict, "weights"), weights.names.tied
+    )
     weights.load(state)
     return agreed
 
 
 def load_optimizer(
-    team: Team,
+    job: Job,
     optimizer: Optimizer,
     names: Mapping[int, str],
     state: Mapping[str, Any],
@@ -328,7 +334,7 @@ def load_optimizer(
         settings.extend(fitting)
         return Offer(here, listed, {"missing": missing, "hard": problems + unfit * strict})
 
-    agreed = agree_to_load(team, bring, partial(_refuse, strict, "optimizer's states"))
+    agreed = agree_to_load(job, job.pipeline, bring, partial(_refuse, strict, "optimizer's states"))
     here = {*names.values()}
     states = {name: _copies(of) for name, of in state["state"].items() if name in here}
     write_states(optimizer, names, _copies(settings), states)
@@ -398,7 +404,7 @@ def check_saveable(weights: Mapping[str, Any]) -> None:
         )
 
 
-def gather_state(team: Team, ranks: Ranks, weights: StageWeights) -> dict[str, Any]:
+def gather_state(job: Job, weights: StageWeights) -> dict[str, Any]:
     """The unsplit model's state dict on rank 0, as copies on the CPU; empty on other ranks."""
 
     def bring() -> tuple[Any, dict[str, Any]]:
@@ -408,14 +414,12 @@ def gather_state(team: Team, ranks: Ranks, weights: StageWeights) -> dict[str, A
         check_saveable(mine)
         return list(weights.state_dict()), mine
 
-    keys, states = collect(team, ranks, bring)
+    keys, states = collect(job, bring)
     collected = {name: one for of_rank in states for name, one in of_rank.items()}
     return {key: collected[weights.names.first(key)] for key in _union(keys)}
 
 
-def gather_optimizer(
-    team: Team, ranks: Ranks, names: Names, held: Callable[[], OptimizerStates]
-) -> dict[str, Any]:
+def gather_optimizer(job: Job, names: Names, held: Callable[[], OptimizerStates]) -> dict[str, Any]:
     """The states of all ranks' optimizers as one state dict on rank 0, on the CPU; empty on other ranks."""
 
     def bring() -> tuple[Any, Mapping[str, Any]]:
@@ -424,11 +428,11 @@ def gather_optimizer(
         encoded = [(encode(of, "settings", None), members) for of, members in groups]
         return [encoded, dict(shared)], states
 
-    heads, collected = collect(team, ranks, bring)
-    if not team.leads:
+    heads, collected = collect(job, bring)
+    if job.rank:
         return {}
     groups = [of_rank for of_rank, _ in heads]
-    warn_of_settings([shared for _, shared in heads], team.name)
+    warn_of_settings([shared for _, shared in heads], job.pipeline.names.__getitem__)
     # A state that several ranks have is the same on each; the first rank's counts.
     states = {name: one for of_rank in reversed(collected) for name, one in of_rank.items()}
     merged = [(decode(of), members) for of, members in merge_groups(groups)]
