@@ -107,8 +107,13 @@ class CutModel:
 
     def check_unchanged(self) -> None:
         """See :meth:`Partition.check_unchanged`."""
-        before, now = self._form, _form_of(self.model)
-        edited = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        edited = [
+            f"{path}.{name}" if path else name
+            for path, table, before in self._form
+            if _names_in(table) != before
+            for name in {**before, **_names_in(table)}
+            if before.get(name) is not _names_in(table).get(name)
+        ]
         edited += [p for p, (table, name, t) in self._held.items() if table.get(name) is not t]
         if edited:
             raise UsageError(
@@ -327,8 +332,20 @@ def has_compiled_forward(module: nn.Module) -> bool:
     return hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
 
 
-def _form_of(model: nn.Module) -> dict[str, Any]:
-    modules = {path: id(module) for path, module in model.named_modules(remove_duplicate=False)}
-    return modules | dict.fromkeys(
-        [name for name, _ in model.named_parameters(remove_duplicate=False)], "parameter"
-    )
+def _form_of(model: nn.Module) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """The paths of modules, each with the tables of its parts and weights, and what is in them now."""
+    return [
+        (path, table, _names_in(table))
+        for path, module in model.named_modules()
+        if not isinstance(module, torch.jit.ScriptModule)
+        for table in (module._modules, module._parameters)
+    ]
+
+
+def _names_in(table: dict[str, Any]) -> dict[str, Any]:
+    """The names in a table, with the modules; a parameter may be another one, as where it was moved."""
+    return {
+        name: value if isinstance(value, nn.Module) else True
+        for name, value in table.items()
+        if value is not None
+    }

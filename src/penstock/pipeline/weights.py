@@ -254,7 +254,7 @@ class HeldWeights(ListedWeights):
         named: Iterable[tuple[str, nn.Parameter]] | None = None,
     ) -> None:
         super().__init__(job, shared)
-        self.stages = stages
+        self.stages, self._is_filled = stages, False
         self._rank_of = rank_of
         self.stage_count = len(rank_of)
         self._sharing = SharedWeights(stages, shared, rank_of, job)
@@ -382,10 +382,12 @@ class HeldWeights(ListedWeights):
         Raises:
             UsageError: a tensor is on the meta device.
         """
-        modules = [stage.module for stage in self.stages]
-        tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
-        if True in [tensor.is_meta for tensor in tensors]:
-            self.weights.check_filled()
+        if not self._is_filled:
+            modules = [stage.module for stage in self.stages]
+            tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+            if True in [tensor.is_meta for tensor in tensors]:
+                self.weights.check_filled()
+            self._is_filled = True
         for stage in self.stages:
             stage.follow_memory()
 
