@@ -191,34 +191,32 @@ class Entrance:
         self.versions: list[tuple[int, Tensor, int]] = []
         self._writes, self._count = writes, 0
 
-    def batch(self, value: Any) -> Any:
-        """A value of the batch."""
-        return self.take(value, True, self.of_batch)
-
-    def take(self, value: Any, shared: bool, originals: list[Tensor] | None = None) -> Any:
+    def take(
+        self,
+        value: Any,
+        shared: bool = True,
+        originals: list[Tensor] | None = None,
+        number: int | None = None,
+    ) -> Any:
         """A value.
 
         Args:
-            value: the value.
+            value: the value, or a tensor in it.
             shared: whether others hold it too: the user, its maker, or other stages that use it.
             originals: gets the tensors for which there are leaves.
+            number: of a tensor in a value, that of the value.
         """
-        number, self._count = self._count, self._count + 1
-        if self._writes is not None and number not in self._writes:
-            if type(value) is Tensor:
-                return self._pass(value, number, shared, originals)
-            return map_tensors(value, lambda part: self._pass(part, number, shared, originals))
-        entered = enter(value, self.leaves, copies=shared, originals=originals)
-        for tensor in tensors_in(entered) if self._writes is None else ():
-            # Nothing counts the changes of some tensors.
-            counts = type(tensor) is Tensor and not tensor.is_inference()
-            self.versions.append((number, tensor, tensor._version if counts else -1))
-        return entered
-
-    def _pass(
-        self, value: Tensor, number: int, shared: bool, originals: list[Tensor] | None
-    ) -> Any:
-        """A tensor that the stage does not change."""
+        if number is None:
+            number, self._count = self._count, self._count + 1
+        if self._writes is None or number in self._writes:
+            entered = enter(value, self.leaves, copies=shared, originals=originals)
+            for tensor in tensors_in(entered) if self._writes is None else ():
+                # Nothing counts the changes of some tensors.
+                counts = type(tensor) is Tensor and not tensor.is_inference()
+                self.versions.append((number, tensor, tensor._version if counts else -1))
+            return entered
+        if not isinstance(value, Tensor):
+            return map_tensors(value, lambda part: self.take(part, shared, originals, number))
         if type(value) is not Tensor or value.is_inference():
             return enter(value, self.leaves, copies=shared, originals=originals)
         tensor = value.detach()

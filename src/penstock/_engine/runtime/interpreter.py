@@ -226,7 +226,7 @@ class Interpreter:
             StageCall(kind.plan, microbatch, step.scores[microbatch], draws, stage.may_cast),
             values,
             step.parts[microbatch],
-            entrance.batch,
+            partial(entrance.take, originals=entrance.of_batch),
         )
         self._entered[index, microbatch] = entered, entrance.of_batch
         if watched is not None:
