@@ -216,9 +216,8 @@ def _pattern_parts(pattern: str) -> tuple[str, str, str, str]:
     parts = _PATTERN.fullmatch("**" if pattern == "*" else pattern)
     if parts is None:
         raise ScheduleError(
-            f"{pattern!r} matches no kind of action; write <stage><op><microbatch> "
-            "with * for anything, such as "
-            f"3F0, *F*, 3*0 or 3*; ops are {', '.join(op.value for op in Op)}"
+            f"{pattern!r} matches no kind of action; write <stage><op><microbatch> with * for anything, such "
+            f"as 3F0, *F*, 3*0 or 3*; ops are {', '.join(op.value for op in Op)}"
         )
     stage, op, microbatch, peer = parts.groups()
     is_of_stage = op in {o.value for o in STAGE_OPS}

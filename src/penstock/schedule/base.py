@@ -47,8 +47,7 @@ class Placement:
         empty = sorted(set(range(max(self.rank_of) + 1)) - set(self.rank_of))
         if min(self.rank_of) < 0 or empty:
             raise ScheduleError(
-                f"placement {self.rank_of}: ranks count from 0 and each holds a stage; "
-                f"without one: {empty}"
+                f"placement {self.rank_of}: ranks count from 0 and each holds a stage; without one: {empty}"
             )
 
     @property
@@ -323,10 +322,7 @@ def _problem(action: Action, stages: int, microbatches: int) -> str | None:
     if not 0 <= action.stage < stages:
         return f"there is no stage {action.stage}; stages go from 0 to {stages - 1}"
     if action.microbatch is not None and not 0 <= action.microbatch < microbatches:
-        return (
-            f"there is no microbatch {action.microbatch}; "
-            f"microbatches go from 0 to {microbatches - 1}"
-        )
+        return f"there is no microbatch {action.microbatch}; microbatches go from 0 to {microbatches - 1}"
     if action.op in NEIGHBOUR and not 0 <= action.peer_stage < stages:
         return f"its peer, stage {action.peer_stage}, does not exist"
     return misfit(action)

@@ -334,8 +334,8 @@ def _described(placement: Any) -> list[Any]:
     if type(placement) is kinds.Partial:
         return ["partial", placement.reduce_op]
     raise SpecError(
-        f"a DTensor with the placement {placement} cannot travel; redistribute it to Shard, Replicate "
-        "or Partial"
+        f"a DTensor with the placement {placement} cannot travel; redistribute it to Shard, Replicate or "
+        "Partial"
     )
 
 

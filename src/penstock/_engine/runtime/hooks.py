@@ -97,8 +97,7 @@ class Hooks:
         functions = [function for function in (before, after) if function is not None]
         if not functions or not all(map(callable, functions)):
             raise UsageError(
-                "a hook needs before= or after=, or both: functions that take one "
-                f"{self._event.__name__}"
+                f"a hook needs before= or after=, or both: functions that take one {self._event.__name__}"
             )
         if (isinstance(which, str) or callable(which)) != (self._event is ActionEvent):
             raise UsageError(

@@ -520,8 +520,7 @@ class Runner:
                     )
         return AgreementError(
             f"rank 0 and rank {rank} plan different values from stage to stage: {plans[0]} and "
-            f"{plans[rank]}; "
-            "give every rank the same model, in the same state"
+            f"{plans[rank]}; give every rank the same model, in the same state"
         )
 
     def _plan_call(
