@@ -1175,6 +1175,19 @@ class Resets(nn.Module):
         return x
 
 
+@add("a mask that vmap makes of the arguments", rows())
+class VmapMask(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(D, D) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.vmap(lambda row: (row > row.mean()) & row.new_ones((), dtype=torch.bool))(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x)).masked_fill(mask, 0.0)
+        return x
+
+
 class Keeps(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -744,6 +744,8 @@ class Writer(TorchFunctionMode):
         if torch._C._functorch.maybe_current_level() is not None and any(
             map(torch._C._functorch.is_functorch_wrapped_tensor, tensors_in((args, kwargs)))
         ):
+            if not (self._follows(args) or self._follows(kwargs.values())):
+                return func(*args, **kwargs)  # of the arguments alone, as masks are
             raise self._refusal(
                 f"calls {name_of(func)} under a transform of torch.func, such as vmap, between its units"
             )
