@@ -744,7 +744,8 @@ class Writer(TorchFunctionMode):
         if torch._C._functorch.maybe_current_level() is not None and any(
             map(torch._C._functorch.is_functorch_wrapped_tensor, tensors_in((args, kwargs)))
         ):
-            if not (self._follows(args) or self._follows(kwargs.values())):
+            inside = [_unwrapped(tensor) for tensor in tensors_in((args, kwargs))]
+            if not any(type(t) is FakeTensor or id(t) in self.numbers for t in inside):
                 return func(*args, **kwargs)  # of the arguments alone, as masks are
             raise self._refusal(
                 f"calls {name_of(func)} under a transform of torch.func, such as vmap, between its units"
@@ -1739,6 +1740,13 @@ def _alike(after: Template, before: Template, given: Sequence[Any]) -> bool:
         ):
             return False
     return True
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor in those that transforms of torch.func put around it."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def _has_hooks(module: nn.Module) -> bool:
