@@ -8,6 +8,7 @@ touch nothing outside.
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -231,6 +232,14 @@ class Entrance:
 
 Enter: TypeAlias = Callable[[Any], Any]
 """Makes a value of the batch a stage's own."""
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """A context in which compiled code runs as it was written."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 class Binding(ABC):

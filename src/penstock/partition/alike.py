@@ -74,6 +74,13 @@ def without_data(mode: FakeTensorMode, look: Look) -> FakeTensor:
         return FakeTensor(mode, meta.requires_grad_(learns), device)
 
 
+def filled(tensor: Tensor, number: int, device: torch.device | None = None) -> Tensor:
+    """A tensor like another, with this number everywhere; on its device, if no other is given."""
+    home = device or tensor.device
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=home)
+    return made.fill_(number)
+
+
 class Looks:
     """How a unit looks: its modules, weights, modes and hooks, and what these hold.
 

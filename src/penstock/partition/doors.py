@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -93,17 +92,6 @@ def opened(
     finally:
         for door in doors:
             door.close()
-
-
-def as_written() -> contextlib.AbstractContextManager[Any]:
-    """A context in which compiled functions run uncompiled.
-
-    Dynamo cannot compile on fake tensors, and would not try again on real ones.
-    """
-    if "torch._dynamo" not in sys.modules:
-        return contextlib.nullcontext()
-    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
 
 
 # ---- hooks, in a run without data

@@ -17,8 +17,6 @@ METADATA = frozenset(
     if inspect.isgetsetdescriptor(prop) and name not in _GIVE_TENSORS
 )
 """Reads of properties that a tensor shares with its placeholder."""
-SET_DATA = _TENSOR.data.__set__
-"""Gives a tensor other data, which moves no version."""
 SET_HOOKS = frozenset(
     {
         _TENSOR.register_hook,

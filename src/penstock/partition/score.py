@@ -42,13 +42,12 @@ from penstock._engine.devices import kinds as device_kinds
 from penstock._engine.rng import Draws, generators_kept
 from penstock._engine.values import map_tensors, tensors_in
 from penstock.errors import PartitionError, UsageError
-from penstock.partition.alike import Looks, Memo, without_data
+from penstock.partition.alike import Looks, Memo, filled, without_data
 from penstock.partition.base import home_of
 from penstock.partition.doors import (
     BETWEEN,
     Door,
     Run,
-    as_written,
     hooks_without_data,
     is_checkpoint,
     left,
@@ -93,6 +92,7 @@ from penstock.partition.templates import (
     text_of,
 )
 from penstock.partition.work import Work
+from penstock.stage import uncompiled
 
 _MOST_LINES = 50_000
 """How many lines a tree has at most; it then begins anew."""
@@ -1235,7 +1235,8 @@ class Writer(TorchFunctionMode):
         kept = Kept(parts)
         with ExitStack() as stack:
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            stack.enter_context(as_written())
+            # Dynamo cannot compile on fake tensors, and would not try again on real ones.
+            stack.enter_context(uncompiled())
             stack.enter_context(replaced(tree.stand_ins(module)))
             attributes = [(part, dict(vars(part))) for part in parts]
             weights = [
@@ -1298,7 +1299,7 @@ class Writer(TorchFunctionMode):
             back: dict[int, tuple[Tensor, Tensor]] = {}
 
             def of_ones(fake: Tensor, number: int = number, back: Any = back) -> Tensor:
-                twin = _filled(number, fake)
+                twin = filled(fake, number)
                 back[id(twin)] = fake, twin
                 return twin.requires_grad_(fake.requires_grad)
 
@@ -1840,7 +1841,7 @@ class _MadeUp(TorchDispatchMode):
         """A tensor of this number; one that every process has, such as a mask of the arguments, as it is."""
         original = self._now.originals.get(id(tensor))
         if original is None:
-            return _filled(number, tensor)
+            return filled(tensor, number)
         self._now.is_guessed = self._now.by_numbers = True
         return original.detach().clone()
 
@@ -1861,13 +1862,6 @@ class _CountsWork(TorchDispatchMode):
         return output
 
 
-def _filled(number: int, tensor: Tensor) -> Tensor:
-    made = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
-    return made.fill_(number)
-
-
 def _of_ones(module: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
     """Ones in place of a module's fake parameters and buffers."""
     for part in module.modules():
@@ -1876,7 +1870,7 @@ def _of_ones(module: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
         for table in (part._parameters, part._buffers):
             fakes = [(n, t) for n, t in table.items() if isinstance(t, FakeTensor)]
             for name, tensor in fakes:
-                ones = _filled(1, tensor)
+                ones = filled(tensor, 1)
                 learns = tensor.requires_grad
                 is_weight = getattr(tensor, "_is_param", False)
                 yield table, name, nn.Parameter(ones, learns) if is_weight else ones

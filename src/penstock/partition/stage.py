@@ -110,9 +110,9 @@ class CutModel:
         edited = [
             f"{path}.{name}" if path else name
             for path, table, before in self._form
-            if _names_in(table) != before
-            for name in {**before, **_names_in(table)}
-            if before.get(name) is not _names_in(table).get(name)
+            if (now := _names_in(table)) != before
+            for name in {**before, **now}
+            if before.get(name) is not now.get(name)
         ]
         edited += [p for p, (table, name, t) in self._held.items() if table.get(name) is not t]
         if edited:

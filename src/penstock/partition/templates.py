@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock._engine.values import Items, items_of
+from penstock.partition.kept import put_back
 
 Template: TypeAlias = tuple[Any, ...]
 Number: TypeAlias = tuple[int, int] | str
@@ -72,15 +73,10 @@ def contents(thing: Any) -> tuple[tuple[Any, ...], list[Any]]:
 
 def put_contents(thing: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
     """Give a list, a deque, a dictionary or an object other contents."""
-    if isinstance(thing, list):
-        thing[:] = values
-    elif isinstance(thing, deque):
-        thing.clear()
-        thing.extend(values)
+    if isinstance(thing, list | deque):
+        put_back(thing, values)
     elif type(thing) is dict or not isinstance(thing, dict):
-        inside = thing if isinstance(thing, dict) else vars(thing)
-        inside.clear()
-        inside.update(zip(keys, values, strict=True))
+        put_back(thing, dict(zip(keys, values, strict=True)))
     else:
         for key in [key for key in thing if key not in keys]:
             dict.__delitem__(thing, key)

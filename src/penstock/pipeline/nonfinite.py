@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from penstock._engine.runtime import ActionEvent, Hooks, StepState
 from penstock._engine.transport import Job
 from penstock._engine.values import tensors_in
 from penstock.schedule import Action, Op, Schedule
-from penstock.stage import PipelineStage
+from penstock.stage import PipelineStage, uncompiled
 
 
 @dataclass(frozen=True)
@@ -68,19 +67,12 @@ def find_nonfinite(
         what = f"weights are not finite before the step: {', '.join(weights)}"
         return NonFiniteFinding(None, None, None, "", "", tuple(weights), what)
     seen = _Seen(stages, schedule.stages)
-    with _untouched(stages), seen.hooked_modules(), _as_written():
+    # Of compiled code, not every module's hooks run.
+    with _untouched(stages), seen.hooked_modules(), uncompiled():
         seen.add_end_of(run(seen.hooks))
     of_ranks = job.meet(lambda: sorted(seen.places), among=job.pipeline)
     rows = [place for row in of_ranks for place in row]
     return _finding(min(rows), schedule) if rows else None
-
-
-def _as_written() -> AbstractContextManager[Any]:
-    """A context in which compiled functions run uncompiled, so that every module's hooks run."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
 
 
 _OUTPUT, _LOSS, _GRADIENT, _WEIGHTS = range(4)

@@ -246,7 +246,7 @@ class Pipeline:
         loss, replicas = settings.loss, settings.replica_set
         beside = len(groups_beside(settings.mesh, replicas)) > 0
         self._job = Job(transport, schedules.ranks, replicas, settings.home, beside=beside)
-        self._schedules, self._loss, self._rules = schedules, loss, settings.rules
+        self._schedules, self._loss = schedules, loss
         self._undecided = settings.schedule == "auto"
         self._hooks, self._step_hooks = Hooks(ActionEvent), Hooks(StepEvent)
         self._closed = False

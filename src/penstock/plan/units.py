@@ -33,12 +33,13 @@ from penstock._engine.values import map_tensors, tensors_in
 from penstock.backward import SplitBackward
 from penstock.errors import UsageError
 from penstock.partition import Door
+from penstock.partition.alike import filled
 from penstock.partition.base import count_parameters, home_of
-from penstock.partition.doors import as_written, left, opened
+from penstock.partition.doors import left, opened
 from penstock.partition.kept import Kept
 from penstock.plan.costs import UnitCost, Units, ValueCost, Work
 from penstock.plan.meter import FusedAttention, Meter, Operation, storage_key
-from penstock.stage import enter
+from penstock.stage import enter, uncompiled
 
 Loss = Callable[[Any, Any], Any]
 """Computes the scalar that backward starts from, from the model's output and a target."""
@@ -85,7 +86,7 @@ def measure_units(
         stack.enter_context(random_states_kept(model))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_left_as_it_was(model))
-        stack.enter_context(as_written())
+        stack.enter_context(uncompiled())
         _put_in(model, _sharing_data if fake is None else partial(_faked, fake, home))
         step = partial(_step, model, _on(home, (tuple(args), dict(kwargs or {}))))
         runs = _Runs(model, paths, partial(step, loss or _sum_up, _on(home, target)))
@@ -170,14 +171,9 @@ def _check_not_scripted(model: nn.Module) -> None:
             )
 
 
-def _ones(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    shape, strides, home = tensor.shape, tensor.stride(), device or tensor.device
-    return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=home).fill_(1)
-
-
 def _on(device: torch.device, value: Any) -> Any:
     """A value with its tensors on a device; meta tensors become ones."""
-    return map_tensors(value, lambda t: _ones(t, device) if t.is_meta else t.to(device))
+    return map_tensors(value, lambda t: filled(t, 1, device) if t.is_meta else t.to(device))
 
 
 def _sum_up(output: Any, _: Any) -> Any:
@@ -521,7 +517,7 @@ class _Answers(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         except Exception:
             with _disable_current_modes():
-                args, kwargs = map_tensors((args, kwargs or {}), _ones)
+                args, kwargs = map_tensors((args, kwargs or {}), lambda t: filled(t, 1))
                 output = func(*args, **kwargs)
             return map_tensors(output, lambda tensor: self._mode.from_tensor(tensor.detach()))
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +20,7 @@ from penstock._engine.runtime.kinds import ModelCall
 from penstock._engine.runtime.loss import MAIN, StepLoss
 from penstock._engine.values import flatten, tensors_in, unflatten
 from penstock.errors import MicrobatchError, UsageError
+from penstock.stage import uncompiled
 
 logger = logging.getLogger("penstock")
 
@@ -222,7 +221,8 @@ def _losses(
         before = generator_states([device])
         try:
             exact = torch.autocast(device.type, enabled=False)
-            with torch.no_grad(), generators_kept([device]), exact, _uncompiled():
+            # Nothing is compiled for the shapes and types of a few rows.
+            with torch.no_grad(), generators_kept([device]), exact, uncompiled():
                 found = [evaluate(*_joined(rows, kind)) for rows in parts]
                 drew = not all(map(torch.equal, before, generator_states([device])))
         except Exception:
@@ -233,14 +233,6 @@ def _losses(
             raise MicrobatchError("it draws random numbers")
         return [float(value) for value in found], torch.bfloat16 if kind is None else found[0].dtype
     raise AssertionError
-
-
-def _uncompiled() -> AbstractContextManager[Any]:
-    """Return a context in which compiled code is not compiled for other shapes and types."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
 
 
 def _joined(rows: Sequence[_Rows], kind: torch.dtype | None) -> tuple[Any, Any]:

@@ -221,7 +221,7 @@ class Group:
                     made: Any = values if answer is None else answer(values)
                     replies = made if each else [made] * self.size
             except Exception as raised:
-                error, problem = raised, [*_described(raised, doing), None]
+                error, problem = raised, [*_described(raised, doing)[:-1], None]
             verdicts = [[reply, problem] for reply in replies]
         if answer is None and verdicts is not None:
             answered, problem = verdicts[self.rank]
@@ -240,13 +240,12 @@ class Group:
             return None
         place, problem = next((one for one in problems if not one[1][-1]), problems[0])
         is_shared = len(problems) == self.size and all(one == problem for _, one in problems)
-        return [*problem, None if is_shared else place]
+        return [*problem[:-1], None if is_shared else place]
 
     def _error(
-        self, doing: str, kind: str, text: str, number: int | None, told: bool, place: int | None
+        self, doing: str, kind: str, text: str, number: int | None, place: int | None
     ) -> PenstockError:
         """The error of a process, or of all."""
-        del told
         theirs = "" if place is None else f"{self.names[place]}{doing and f' cannot {doing}'}: "
         error = error_named(kind)(f"{theirs}{text}")
         error.rank = place
