@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from penstock.schedule import add_communication, prefetch, reduce_gradients, to_csv
 from penstock.testing import WorkerError, WorkerPool
 from tests.pipelining.stages import (
     CHUNKS,
@@ -563,19 +565,18 @@ class Replicas(Held):
                 set_model_state_dict(module, values, options=options)
 
 
-def spread(group: Any, schedule: str, how: str) -> None:
+def spread(group: Any, schedule: str, how: str, folder: str) -> None:
     """Three steps of two replicas of two ranks, under a loop or an order that has the collectives."""
     held = Replicas("GPipe" if schedule == "turns" else "Interleaved1F1B", how)
     if schedule == "turns":
         one = held.schedule(loop_of_turns(OURS))
     else:
         # It says when sharded stages are gathered, freed and reduced.
-        order = held.schedule("Interleaved1F1B").pipeline_order
-        rows = {rank: OURS._add_unshard_reshard(row) for rank, row in order.items()}
-        rows = {rank: OURS._add_reduce_grad(row, CHUNKS) for rank, row in rows.items()}
-        rows = OURS._add_send_recv(rows, lambda stage: stage % 2, 4)
+        whole = reduce_gradients(prefetch(held.schedule("Interleaved1F1B").schedule))
+        file = Path(folder, f"{dist.get_rank()}.csv")
+        file.write_text(to_csv(add_communication(whole)))
         one = held.schedule(OURS._PipelineScheduleRuntime)
-        one._prepare_schedule_with_comms(rows, format="compute_comms")
+        one._load_csv(file, format="compute_comms")
     models = [*held.modules, held.plain]
     optimizers = [torch.optim.AdamW(model.parameters(), 0.01) for model in models]
     for _ in range(3):
@@ -588,5 +589,7 @@ def spread(group: Any, schedule: str, how: str) -> None:
 
 
 @pytest.mark.parametrize(("schedule", "how"), [("turns", "ddp"), ("whole order", "fsdp")])
-def test_replicated_and_sharded_stages(workers: WorkerPool, schedule: str, how: str) -> None:
-    run(workers, "spread", 4, schedule=schedule, how=how)
+def test_replicated_and_sharded_stages(
+    workers: WorkerPool, schedule: str, how: str, tmp_path: Path
+) -> None:
+    run(workers, "spread", 4, schedule=schedule, how=how, folder=str(tmp_path))

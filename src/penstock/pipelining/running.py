@@ -572,12 +572,9 @@ class PipelineSchedule:
     def _initialize_stage(
         self, args: Any, kwargs: Any, target: Any = None, loss_kwargs: Any = None
     ) -> None:
-        """Begin a step by hand, as the loop of every rank does; without one, prepare the stages."""
+        """Begin a step by hand, as the loop of every rank does; outside of one, do nothing."""
         if self._loop is not None:
             self._loop.start()
-        else:
-            for stage in self._stages:
-                stage._prepare_forward_infra(self._n_microbatches, args, kwargs, self._has_backward)
 
     _initialize_stages = _initialize_stage
 
