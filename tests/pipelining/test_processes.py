@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from penstock import Pipeline
 from penstock.schedule import add_communication, prefetch, reduce_gradients, to_csv
 from penstock.testing import WorkerError, WorkerPool
 from tests.pipelining.stages import (
@@ -190,11 +191,40 @@ def refused(group: Any) -> list[str]:
 
 def test_every_rank_hears_what_is_wrong_on_one(workers: WorkerPool) -> None:
     first, second = run(workers, "refused")
-    assert first[0] == second[0]
-    assert "rank 0: " in first[0]
+    assert second[0] == first[0].replace(": ", ": rank 0: ", 1)
+    assert first[0].startswith("MicrobatchError: expected 4 microbatches")
     assert second[1] == "TypeError: losses must be a list, not a tuple"
     assert first[1] == f"StageError: rank 1: before the first microbatch: {second[1]}"
     assert "rank 1: a forward-only schedule has no loss" in first[2]
+
+
+def unmade(group: Any) -> list[str]:
+    """Rank 0 alone makes something wrong, and goes on; the other one makes all, and steps."""
+    texts = []
+    for wrong in (
+        lambda: OURS.PipelineStage(Layer(), 0, 2, "cpu", input_args=("a",), group=group),
+        lambda: Held(OURS, group, "GPipe").schedule("1F1B", 1),
+        lambda: Pipeline.from_stages([], schedule="1F1B", microbatches=0, mesh=group),
+    ):
+        try:
+            if dist.get_rank(group) == 0:
+                wrong()
+            held = Held(OURS, group, "GPipe")
+            held.step(held.schedule("GPipe"))
+        except (ValueError, RuntimeError) as error:
+            texts.append(f"{type(error).__name__}: {error}")
+        held = Held(OURS, group, "GPipe")
+        held.check_steps(held.schedule("GPipe"), 1)
+    return texts
+
+
+def test_an_error_in_making_stages_is_raised_on_every_rank_at_once(workers: WorkerPool) -> None:
+    """Also if the rank that finds it catches it: the others do not wait for the rendezvous to time out."""
+    first, second = workers.run(f"{__name__}:unmade", 2, 30.0)
+    assert [text.partition(":")[0] for text in first] == [
+        *("PipeliningMetadataError", "UsageError", "UsageError"),
+    ]
+    assert second == [f"AgreementError: rank 0: {text}" for text in first]
 
 
 def stops_stepping(group: Any) -> None:

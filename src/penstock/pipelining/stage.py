@@ -15,6 +15,7 @@ from penstock._engine.parallel import gathered, group_of, let_cross, seat
 from penstock._engine.values import tensors_in
 from penstock.errors import UsageError
 from penstock.partition import Shared
+from penstock.pipeline import before_meeting
 from penstock.pipelining._backward import (
     stage_backward,
     stage_backward_input,
@@ -118,29 +119,34 @@ class PipelineStage(StageBase, engine.PipelineStage):
         dw_builder: Build | None = None,
         get_mesh: Callable[..., Any] | None = None,
     ) -> None:
-        if not 0 <= stage_index < num_stages:
-            raise UsageError(f"stage index {stage_index} is out of range of {num_stages} stages")
-        self._examples = {
-            "input_args": extract_tensor_metas(input_args),
-            "output_args": extract_tensor_metas(output_args),
-        }
-        for gradients in (input_grads, output_grads):
-            extract_tensor_metas(gradients, allow_none=True)
-        self.group = group_of(group)
-        self.group_rank, self.group_size = seat(self.group)
-        if self.group_size > num_stages:
-            raise PlacementError(
-                f"{self.group_size} processes cannot run {num_stages} stages; each needs at least one"
+        with before_meeting(group):
+            if not 0 <= stage_index < num_stages:
+                raise UsageError(
+                    f"stage index {stage_index} is out of range of {num_stages} stages"
+                )
+            self._examples = {
+                "input_args": extract_tensor_metas(input_args),
+                "output_args": extract_tensor_metas(output_args),
+            }
+            for gradients in (input_grads, output_grads):
+                extract_tensor_metas(gradients, allow_none=True)
+            self.group = group_of(group)
+            self.group_rank, self.group_size = seat(self.group)
+            if self.group_size > num_stages:
+                raise PlacementError(
+                    f"{self.group_size} processes cannot run {num_stages} stages; each needs at least one"
+                )
+            self.stage_index, self.num_stages = stage_index, num_stages
+            self.dw_builder = dw_builder
+            self.stage_index_to_group_rank = generate_stage_to_rank_mapping(
+                self.group_size, num_stages
             )
-        self.stage_index, self.num_stages = stage_index, num_stages
-        self.dw_builder = dw_builder
-        self.stage_index_to_group_rank = generate_stage_to_rank_mapping(self.group_size, num_stages)
-        self.output_chunks: list[Any] = []
-        self.log_prefix = f"[Stage {stage_index}]"
-        self._noted: list[Any] | None = None
-        super().__init__(submodule, stage_index, num_stages, device)
-        if get_mesh is not None:
-            let_cross([submodule], get_mesh)
+            self.output_chunks: list[Any] = []
+            self.log_prefix = f"[Stage {stage_index}]"
+            self._noted: list[Any] | None = None
+            super().__init__(submodule, stage_index, num_stages, device)
+            if get_mesh is not None:
+                let_cross([submodule], get_mesh)
 
     @property
     def submod(self) -> Any:
