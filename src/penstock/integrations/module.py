@@ -77,6 +77,9 @@ class PipelineModule(nn.Module):
         pipe: the pipeline.
     """
 
+    follows_outputs = True
+    """Whether gradients flow through outputs that come with a loss."""
+
     def __new__(cls, pipe: Pipeline) -> PipelineModule:
         """A module of the class that suits the pipeline's model."""
         kind = type(pipe.model)
@@ -145,7 +148,7 @@ class PipelineModule(nn.Module):
         of_step = {name: kwargs.pop(name) for name in _OF_STEP & kwargs.keys()}
         batch = CallArguments(args, joined(kwargs, model_kwargs), of_step.pop("target", MISSING))
         cut_before(self.pipe, batch)
-        run = self._pass(batch, again=outputs)
+        run = self._pass(batch, again=outputs and self.follows_outputs)
         scale = self._factor if self._computes_in_half else 1.0
         checks = scale != 1.0
         if checks:  # on every rank alike, so that all ask for the norm
