@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from importlib.metadata import requires
 from typing import Any
 
 import torch
@@ -34,6 +35,9 @@ def have_torchvision() -> bool:
     global _LIBRARY
     if importlib.util.find_spec("torchvision") is None:
         return False
+    built_for = [need for need in requires("torchvision") or () if need.startswith("torch==")]
+    if built_for == [f"torch=={torch.__version__.partition('+')[0]}"]:
+        return True
     if _LIBRARY is None:
         library = torch.library.Library("torchvision", "FRAGMENT")
         for name in ("nms", "qnms"):
