@@ -11,6 +11,7 @@ from importlib.metadata import requires
 from typing import Any
 
 import torch
+from packaging.requirements import Requirement
 from torch import Tensor
 
 _LIBRARY: Any = None
@@ -35,8 +36,8 @@ def have_torchvision() -> bool:
     global _LIBRARY
     if importlib.util.find_spec("torchvision") is None:
         return False
-    built_for = [need for need in requires("torchvision") or () if need.startswith("torch==")]
-    if built_for == [f"torch=={torch.__version__.partition('+')[0]}"]:
+    needs = {need.name: need for need in map(Requirement, requires("torchvision") or ())}
+    if needs["torch"].specifier.contains(torch.__version__):
         return True
     if _LIBRARY is None:
         library = torch.library.Library("torchvision", "FRAGMENT")
