@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: measure, print, and write ``bench-results/*.json`` and ``docs/measured.md``."""
+"""``python -m benchmarks``: measure, print, and write ``bench-results/*.json`` and ``docs/benchmarks.md``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help=f"which: {', '.join(BENCHES)}; by default all")
     parser.add_argument("--rounds", type=int, default=20, help="paired times per figure")
     parser.add_argument("--output", type=Path, default=Path("bench-results"))
-    parser.add_argument("--page", type=Path, default=Path("docs/measured.md"))
+    parser.add_argument("--page", type=Path, default=Path("docs/benchmarks.md"))
     chosen = parser.parse_args()
     unknown = sorted(set(chosen.names) - set(BENCHES))
     if unknown or chosen.rounds < 2:

@@ -1,4 +1,4 @@
-"""The page `docs/measured.md`: every ratio that `make bench` has measured, written from its JSON files."""
+"""The page `docs/benchmarks.md`: every ratio that `make bench` has measured, written from its JSON files."""
 
 from __future__ import annotations
 

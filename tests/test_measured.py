@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks import page
 from benchmarks.pairs import Ratios
 
-PAGE = Path(__file__).parents[1] / "docs" / "measured.md"
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 
 
 def test_a_bench_writes_its_own_section_of_the_page(tmp_path: Path) -> None:
