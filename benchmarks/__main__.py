@@ -13,11 +13,24 @@ from typing import Any
 import torch
 
 import penstock
-from benchmarks import backward, cut, gpu, inside, loops, memory, page, plan, replicas, steps
+from benchmarks import (
+    backward,
+    cut,
+    gpu,
+    inside,
+    loops,
+    memory,
+    page,
+    plan,
+    replicas,
+    schedules,
+    steps,
+)
 from penstock.doctor.rates import processor
 
 BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "steps": steps.compare,
+    "schedules": schedules.compare,
     "inside": inside.compare,
     "backward": backward.compare,
     "memory": memory.compare,
