@@ -18,9 +18,9 @@ cores and no GPU.
 
 """
 _PEER = "torch's package"
-_TINY = "tiny, {}, beside {}, time"
+_TINY = "tiny, {}, against {}, time"
 _REMEMBERED: dict[str, list[str | tuple[str, str]]] = {
-    "A step of a small GPT, two processes, 1F1B": [f"gpt, 1F1B, beside {_PEER}, time"],
+    "A step of a small GPT, two processes, 1F1B": [f"gpt, 1F1B, against {_PEER}, time"],
     "A step that is all overhead, two processes, 1F1B; ZB-V": [
         _TINY.format("1F1B", _PEER),
         _TINY.format("ZB-V", _PEER),
@@ -30,10 +30,10 @@ _REMEMBERED: dict[str, list[str | tuple[str, str]]] = {
         (_TINY.format("ZB-V", "Penstock without sockets"), _TINY.format("ZB-V", _PEER)),
     ],
     "Peak memory of a step above weights and gradients, ZB-H1, rank 0; rank 1": [
-        f"ZB-H1, rank 0, beside {_PEER}",
-        f"ZB-H1, rank 1, beside {_PEER}",
+        f"ZB-H1, rank 0, against {_PEER}",
+        f"ZB-H1, rank 1, against {_PEER}",
     ],
-    "A step of two by two replicas, large layers": [f"large, beside {_PEER}"],
+    "A step of two by two replicas, large layers": [f"large, against {_PEER}"],
     "An epoch of a larger model in one process, baseline the unmodified Lightning; transformers' Trainer": [
         "Lightning, large",
         "transformers' Trainer, large",

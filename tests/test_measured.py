@@ -39,7 +39,7 @@ def test_the_page_opens_with_what_a_reader_remembers(tmp_path: Path) -> None:
     # They are taken from the page's own sections.
     (written := tmp_path / "measured.md").write_text(text, encoding="utf-8")
     slow = Ratios([0.002, 0.004], [0.001] * 2).to_json()
-    figures = {"large, beside torch's package": slow}
+    figures = {"large, against torch's package": slow}
     report = {"machine": "a laptop", "rounds": 2, "figures": figures}
     (tmp_path / "replicas.json").write_text(json.dumps(report))
     page.write(tmp_path / "replicas.json", written)
