@@ -88,7 +88,7 @@ class Pipeline:
     ``torchrun``, where each process is one rank.
 
     Args:
-        model: any module; see docs/partition.md for how it is cut.
+        model: any module; see docs/cutting.md for how it is cut.
         schedule: a name (see :func:`penstock.schedule.names`), a ``.csv`` or ``.json`` file, a
             :class:`~penstock.schedule.Schedule`, a function of ranks and microbatches that returns one, or a
             :class:`penstock.plan.Plan`, which also decides microbatches, stages and recompute; by default
@@ -116,7 +116,7 @@ class Pipeline:
         wrap: called after the cut with each stage's module and index, on the rank that has the stage. It
             returns the wrapped module, as in ``lambda module, stage: fully_shard(module,
             mesh=mesh["dp"])``, or changes it in place. Names stay those of the unsplit model. See
-            docs/meshes.md.
+            docs/replicas-and-sharding.md.
         compile: whether to compile each stage, or options of ``torch.compile`` to compile it with; see
             docs/compile.md. By default the stages are compiled if the model is, and parts of the model that
             are compiled stay compiled.
@@ -125,7 +125,7 @@ class Pipeline:
         seed: the seed of the random numbers that steps draw, as for dropout. They depend only on the seed,
             the step, the microbatch and the module's path. By default it is the seed that rank 0 gave
             ``torch.manual_seed``; ``"off"`` draws from torch's generators as they are. See
-            docs/randomness.md.
+            docs/reproducibility.md.
         timeout: seconds without progress, in a step or between steps, after which a rank is reported as
             silent and all ranks stop; or :class:`penstock.Timeouts`. By default 600.
 
