@@ -51,6 +51,7 @@ from penstock.pipeline.outputs import product
 from penstock.pipeline.plan import ProvenSchedules, Source, Stages
 from penstock.pipeline.settings import ModelSettings, PipelineSettings, StageSettings, Wrap
 from penstock.pipeline.setup import (
+    before_meeting,
     check_loss,
     check_placed,
     connect_process,
@@ -154,12 +155,13 @@ class Pipeline:
         timeout: Timeout = None,
         **unknown: Any,
     ) -> None:
-        settings = ModelSettings(
-            caller=Pipeline.__init__, model=model, schedule=schedule, microbatches=microbatches,
-            loss_fn=loss_fn, ranks=ranks, mesh=mesh, replicas=replicas, stages=stages, split=split,
-            device=device, wrap=wrap, compile=compile, recompute=recompute, seed=seed, timeout=timeout,
-            unknown=unknown,
-        )  # fmt: skip
+        with before_meeting(mesh, replicas):
+            settings = ModelSettings(
+                caller=Pipeline.__init__, model=model, schedule=schedule, microbatches=microbatches,
+                loss_fn=loss_fn, ranks=ranks, mesh=mesh, replicas=replicas, stages=stages, split=split,
+                device=device, wrap=wrap, compile=compile, recompute=recompute, seed=seed, timeout=timeout,
+                unknown=unknown,
+            )  # fmt: skip
         transport = connect_process(settings)
         with set_up(transport) as prepare:
             prepare("cuts the model")
@@ -215,11 +217,12 @@ class Pipeline:
             timeout: seconds without progress after which a rank is reported as silent.
             unknown: must be empty; what is in it is refused with the name that was probably meant.
         """
-        settings = StageSettings(
-            caller=cls.from_stages, stages=stages, schedule=schedule, microbatches=microbatches,
-            loss_fn=loss_fn, split=split, edges=None if edges is None else tuple(edges), mesh=mesh,
-            replicas=replicas, seed=seed, timeout=timeout, unknown=unknown,
-        )  # fmt: skip
+        with before_meeting(mesh, replicas):
+            settings = StageSettings(
+                caller=cls.from_stages, stages=stages, schedule=schedule, microbatches=microbatches,
+                loss_fn=loss_fn, split=split, edges=None if edges is None else tuple(edges), mesh=mesh,
+                replicas=replicas, seed=seed, timeout=timeout, unknown=unknown,
+            )  # fmt: skip
         transport = connect_process(settings)
         pipe = cls.__new__(cls)
         with set_up(transport) as prepare:
