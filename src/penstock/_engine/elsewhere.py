@@ -7,8 +7,8 @@ present, is an error that says where the weight lies and which call does this fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeGuard, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from penstock._engine.devices import kinds, numbered
+from penstock._engine.devices import kinds
 from penstock._engine.values import map_tensors, tensors_in
 from penstock.errors import StateDictError, UsageError
 
@@ -41,41 +41,27 @@ _INPUTS = (
     "weights is made when the model is cut, for which pipe.cut(...) comes before it"
 )
 
-_NUMBERS = frozenset(
-    ("item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "__complex__",
-     "__contains__", "equal", "allclose", "is_nonzero", "backward", "grad", "norm", "new")
-)  # fmt: skip
-"""Functions that make a number of a tensor, or a gradient of one."""
 _BYTES = frozenset(
     ("data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack__", "share_memory_")
 )
-"""Functions that reach for a tensor's memory."""
-_MOVES = frozenset(("to", "type", *kinds()))
-_NEW = frozenset(("new_tensor", "new_zeros", "new_ones", "new_empty", "new_full"))
-"""Methods that make a tensor of which only the type and the device are those of the given one."""
+"""Functions that reach for a tensor's memory, which the meta device would answer."""
+_LIKE_IT = frozenset(
+    ("to", "type", *kinds(), "new_tensor", "new_zeros", "new_ones", "new_empty", "new_full")
+)
+"""Methods whose result depends on the type and the device of the tensor."""
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 _CHANGES = frozenset((*(f"__i{name}__" for name in _OPERATORS), "__setitem__"))
 """Operators that change a tensor in place."""
 _ITSELF = frozenset(
     ("requires_grad_", "detach_", "t_", "squeeze_", "unsqueeze_", "transpose_", "swapaxes_", "resize_",
-     "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "size", "stride", "dim", "numel",
-     "nelement", "ndimension", "is_contiguous", "is_floating_point", "is_complex", "is_signed",
-     "element_size", "storage_offset", "is_inference", "is_same_size", "__len__", "__format__")
+     "register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 )  # fmt: skip
-"""Methods that concern a tensor itself, not its numbers, and are carried out."""
+"""Methods that change a tensor object, not its numbers."""
 
 
-class Norms(Protocol):
-    """What finds the norms of gradients that lie elsewhere."""
-
-    def __call__(self, order: float, present: int, absent: Sequence[str]) -> Tensor | None:
-        """The norms of all gradients of the model; None if the given ones are not all of them.
-
-        Args:
-            order: as for :func:`torch.linalg.vector_norm`.
-            present: the number of gradients whose norms are known here.
-            absent: the names of the weights whose gradients lie elsewhere.
-        """
+Norms = Callable[[float, int, Sequence[str]], Tensor | None]
+"""Finds the norms of all gradients of the model, given their order (as for ``torch.linalg.vector_norm``), how
+many are known here, and the names of the weights whose gradients lie elsewhere; None if these are not all."""
 
 
 class Steps:
@@ -124,11 +110,10 @@ class Elsewhere(Tensor):
     """
 
     place: Whereabouts
-    norms: Norms | None
+    norms: Norms | None  # of a gradient, and what is made of it
     _steps: Steps | None
     _cleared: int
     _gradient: Elsewhere | None
-    _is_gradient: bool
     _order: float | None
 
     @staticmethod
@@ -149,7 +134,7 @@ class Elsewhere(Tensor):
             new = Tensor._make_subclass(Elsewhere, bare, learns)
         new.place = place
         new.norms = new._gradient = new._order = new._steps = None
-        new._is_gradient, new._cleared = False, 0
+        new._cleared = 0
         new._is_param = parameter  # isinstance(..., nn.Parameter) reads it
         return new
 
@@ -176,7 +161,7 @@ class Elsewhere(Tensor):
                 if not self.requires_grad:
                     return None
                 self._gradient = Elsewhere.of(self.detach(), self.place)
-            self._gradient._is_gradient, self._gradient.norms = True, steps.norms
+            self._gradient.norms = steps.norms
         return self._gradient
 
     @grad.setter
@@ -215,35 +200,34 @@ class Elsewhere(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Describe stand-ins, make new ones of them, or refuse."""
-        kwargs = dict(kwargs or {})
+        """Run a function on the meta device: stand-ins in, stand-ins out; what needs numbers fails there."""
         name: str = getattr(func, "__name__", str(func))
-        if name in _ITSELF:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if name == "__get__":
+        kwargs = dict(kwargs or {})
+        if name in _ITSELF or name == "__get__":
             with torch._C.DisableTorchFunctionSubclass():
                 value = func(*args, **kwargs)
             return _stand_in(args[0], value) if isinstance(value, Tensor) else value
+        if name == "__set__":
+            return _set(func, *args)
         tensors = tensors_in((args, kwargs))
         absent = [tensor for tensor in tensors if isinstance(tensor, Elsewhere)]
-        if name in _NUMBERS or name in _BYTES:
-            raise absent[0].refusal(f"{name}()", _remedy(name, absent[0]))
-        if name == "__set__":
-            return _set(func, args)
-        if "_foreach_" in name:
-            return _one_by_one(func, name, args, kwargs)
+        if name in _BYTES:
+            raise absent[0].refusal(f"{name}()", _FILES)
+        if name in ("backward", "grad"):
+            raise absent[0].refusal(f"{name}()", _WEIGHTS)
+        if name in _LIKE_IT and isinstance(args[0], Elsewhere):
+            return _like_it(func, args, kwargs)
+        if "_foreach_" in name and name.endswith("_"):
+            return _changed_here(func, name, args, kwargs)
         if name in _CHANGES or (name.endswith("_") and not name.endswith("__")):
-            return _changed(name, args, tensors)
-        if name in _MOVES and isinstance(args[0], Elsewhere):
-            return _moved(func, name, args, kwargs)
-        if name in _NEW:
-            kwargs.setdefault("device", absent[0].place.device)
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+            # A stand-in stays what it is: its rank changes the weight.
+            first = args[0] if args else tensors[0]
+            if not isinstance(first, Elsewhere):
+                raise absent[0].refusal(f"{name}() of a tensor that is present here", _INPUTS)
+            return None if name == "__setitem__" else first
         if name == "stack" and absent[0]._order is not None:
             return _all_norms(args[0], absent)
-        return _ran(func, *_on_meta(name, args, kwargs, tensors))
+        return _ran(func, name, args, kwargs, tensors)
 
 
 def is_elsewhere(tensor: Any) -> TypeGuard[Elsewhere]:
@@ -254,41 +238,59 @@ def is_elsewhere(tensor: Any) -> TypeGuard[Elsewhere]:
 # ---- what a function of stand-ins gives
 
 
-def _remedy(name: str, absent: Elsewhere) -> str:
-    if name in _BYTES:
-        return _FILES
-    if name == "new":  # LBFGS makes a vector of all weights by it
-        return "use an optimizer that takes one weight at a time, or all ranks in one process"
-    return _NORMS if absent._is_gradient or name == "norm" else _WEIGHTS
+def _ran(func: Any, name: str, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
+    """The result of a function on the meta device, with stand-ins for its tensors.
 
-
-def _ran(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """The result of a function on the meta device, with stand-ins for its tensors."""
-    absent = next(one for one in tensors_in((args, kwargs)) if isinstance(one, Elsewhere))
+    Raises:
+        UsageError: it needs numbers, or mixes what is absent with values that are present.
+    """
+    absent = next(tensor for tensor in tensors if isinstance(tensor, Elsewhere))
+    remedy = _NORMS if absent.norms or name == "norm" else _WEIGHTS
+    present = [tensor for tensor in tensors if not isinstance(tensor, Elsewhere)]
+    if "device" in kwargs:
+        kwargs["device"] = "meta"
     # Functions of torch that are written in Python read the device, so they get plain tensors.
-    args, kwargs = map_tensors((args, kwargs), _bare)
-    with torch._C.DisableTorchFunctionSubclass():
+    args, kwargs = map_tensors((args, kwargs), lambda tensor: _bare(tensor).detach().to("meta"))
+    # One number beside tensors does no harm.
+    alone = all(not tensor.dim() for tensor in tensors_in((args, kwargs)))
+    if present and (alone or any(tensor.dim() for tensor in present)):
+        raise absent.refusal(f"{name}() of values that are present here", _INPUTS)
+    try:
         output = func(*args, **kwargs)
-    name = getattr(func, "__name__", "?")
-    order = _order_of(name, args, kwargs) if absent._is_gradient else None
+    except (RuntimeError, TypeError, BufferError) as error:
+        if "meta" not in str(error).lower():
+            raise
+        raise absent.refusal(f"{name}()", remedy) from error
+    order = _order_of(name, args, kwargs) if absent.norms else None
+    has_dims = _bare(absent).dim() > 0
 
     def put(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        if not value.dim() and absent.dim() and order is None and not name.endswith("_like"):
-            raise absent.refusal(f"{name}()", _remedy(name, absent))
+        if not value.dim() and has_dims and order is None and not name.endswith("_like"):
+            raise absent.refusal(f"{name}()", remedy)
         new = _stand_in(absent, value)
         new._order = order
         return new
 
-    return type(output)(map(put, output)) if type(output) in (list, tuple) else put(output)
+    if isinstance(output, list | tuple):
+        return type(output)([put(one) for one in output])
+    return put(output)
 
 
 def _stand_in(absent: Elsewhere, value: Tensor) -> Elsewhere:
     """The stand-in for what was made of another one."""
     new = value if isinstance(value, Elsewhere) else Elsewhere.of(value, absent.place)
-    new._is_gradient, new.norms = absent._is_gradient, absent.norms
+    new.norms = absent.norms
     return new
+
+
+def _bare(value: Tensor) -> Tensor:
+    """A plain tensor without data in the place of a stand-in."""
+    if not isinstance(value, Elsewhere):
+        return value
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.detach().as_subclass(Tensor)
 
 
 def _order_of(name: str, args: Any, kwargs: Mapping[str, Any]) -> float | None:
@@ -299,136 +301,65 @@ def _order_of(name: str, args: Any, kwargs: Mapping[str, Any]) -> float | None:
     return float(order) if len(args) < 3 else None
 
 
-def _on_meta(
-    name: str, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tensor]
-) -> tuple[Any, dict[str, Any]]:
-    """The arguments on the meta device: numbers beside tensors that are absent do no harm.
-
-    Raises:
-        UsageError: values that are present would be mixed with others that are not.
-    """
-    absent = [tensor for tensor in tensors if isinstance(tensor, Elsewhere)]
-    present = [tensor for tensor in tensors if not isinstance(tensor, Elsewhere)]
-    if "device" in kwargs:
-        kwargs["device"] = "meta"
-    if not present:
-        return args, kwargs
-    if any(tensor.dim() for tensor in present) or not any(_dims(tensor) for tensor in absent):
-        raise absent[0].refusal(f"{name}() of values that are present here", _INPUTS)
-    bare = {id(tensor): tensor.detach().to("meta") for tensor in present}
-    args, kwargs = map_tensors((args, kwargs), lambda tensor: bare.get(id(tensor), tensor))
-    return args, kwargs
-
-
-def _bare(value: Tensor) -> Tensor:
-    if not isinstance(value, Elsewhere):
-        return value
-    with torch._C.DisableTorchFunctionSubclass():
-        return value.detach().as_subclass(Tensor)
-
-
-def _dims(tensor: Tensor) -> int:
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.dim()
-
-
-def _set(func: Any, args: Any) -> None:
+def _set(func: Any, tensor: Tensor, value: Any) -> None:
     """Set an attribute of a tensor, such as ``data``."""
-    tensor, *values = args
     if not isinstance(tensor, Elsewhere):
-        raise values[0].refusal("setting an attribute", _WEIGHTS)
+        raise value.refusal("setting an attribute", _WEIGHTS)
     # The data of another rank's weight changes there.
-    if not isinstance(values[0], Tensor) or isinstance(values[0], Elsewhere):
+    if not isinstance(value, Tensor) or isinstance(value, Elsewhere):
         with torch._C.DisableTorchFunctionSubclass():
-            func(tensor, *values)
-        if isinstance(values[0], Elsewhere):
-            tensor.place = tensor.place._replace(device=values[0].place.device)
+            func(tensor, value)
+        if isinstance(value, Elsewhere):
+            tensor.place = tensor.place._replace(device=value.place.device)
 
 
-def _changed(name: str, args: Any, tensors: Sequence[Tensor]) -> Any:
-    """A stand-in stays what it is if it is changed in place: its rank does the same."""
-    first = args[0] if args else tensors[0]
-    if not isinstance(first, Elsewhere):
-        absent = next(tensor for tensor in tensors if isinstance(tensor, Elsewhere))
-        raise absent.refusal(f"{name}() of a tensor that is present here", _INPUTS)
-    return None if name == "__setitem__" else first
+def _like_it(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """What depends on type and device alone: done with an empty tensor that has those of the weight."""
 
+    def empty(tensor: Elsewhere) -> Tensor:
+        return torch.empty(0, dtype=_bare(tensor).dtype, device=tensor.place.device)
 
-def _moved(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A stand-in of another type, or on another device."""
     tensor, *rest = args
-    device, dtype = None, None
-    if name in kinds():
-        index = rest[0] if rest else kwargs.get("device")
-        device = (
-            torch.device(name, index) if isinstance(index, int) else torch.device(index or name)
-        )
-    elif name == "to" and rest and isinstance(rest[0], Tensor):
-        device, dtype = rest[0].device, rest[0].dtype
-    elif name == "to":
-        device, dtype, *_ = torch._C._nn._parse_to(
-            *rest, **{key: value for key, value in kwargs.items() if key != "copy"}
-        )
-    elif name == "type":
-        if not rest and not kwargs:
-            return _ran(func, args, kwargs)
-        dtype = rest[0] if rest and isinstance(rest[0], torch.dtype) else None
-    device = tensor.place.device if device is None else numbered(device)
-    with torch._C.DisableTorchFunctionSubclass():
-        unchanged = dtype in (None, tensor.dtype) and device == tensor.place.device
-        if unchanged and not kwargs.get("copy"):
-            return tensor
-        bare = tensor.detach().to(dtype=dtype or tensor.dtype)
-    new = _stand_in(tensor, Elsewhere.of(bare, tensor.place._replace(device=device)))
+    probe = empty(tensor)
+    rest = [empty(one) if isinstance(one, Elsewhere) else one for one in rest]
+    done = func(probe, *rest, **kwargs)
+    if func.__name__.startswith("new_") or not isinstance(done, Tensor):
+        return done
+    if done is probe:
+        return tensor
+    bare, place = _bare(tensor).to(done.dtype), tensor.place._replace(device=done.device)
+    new = _stand_in(tensor, Elsewhere.of(bare, place))
     new._order = tensor._order
     return new
 
 
-def _one_by_one(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """A function of lists: those places whose tensor is absent apart from the others."""
+def _changed_here(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Change lists of tensors in place where these are present: the others change on their ranks."""
     first = args[0]
-    lists = [at for at, value in enumerate(args) if isinstance(value, list | tuple)]
-    lists = [at for at in lists if len(args[at]) == len(first)]
-    absent = [place for place, tensor in enumerate(first) if isinstance(tensor, Elsewhere)]
-    there = [place for place in range(len(first)) if place not in {*absent}]
-
-    def picked(places: Sequence[int]) -> list[Any]:
-        return [
-            [value[place] for place in places] if at in lists else value
-            for at, value in enumerate(args)
-        ]
-
-    results: dict[int, Any] = {}
-    if there:
-        here = picked(there)
-        mixed = [one for one in tensors_in(here) if isinstance(one, Elsewhere)]
-        if mixed:
-            raise mixed[0].refusal(f"{name}() of values that are present here", _INPUTS)
-        results |= zip(there, func(*here, **kwargs) or [None] * len(there), strict=True)
-    if name.endswith("_"):
-        return None if None in results.values() or not results else first
-    for place in absent:
-        mine = picked([place])
-        output = _ran(func, *_on_meta(name, mine, dict(kwargs), tensors_in(mine)))
-        results[place] = output[0]
-    return type(first)(results[place] for place in range(len(first)))
+    here = [place for place, tensor in enumerate(first) if not isinstance(tensor, Elsewhere)]
+    picked = [
+        [value[place] for place in here]
+        if isinstance(value, list | tuple) and len(value) == len(first)
+        else value
+        for value in args
+    ]
+    if mixed := [one for one in tensors_in(picked) if isinstance(one, Elsewhere)]:
+        raise mixed[0].refusal(f"{name}() of values that are present here", _INPUTS)
+    if here:
+        func(*picked, **kwargs)
 
 
 def _all_norms(norms_here: Sequence[Tensor], absent: Sequence[Elsewhere]) -> Tensor:
     """The norms of all gradients of the model, of which some lie elsewhere."""
     first, present = absent[0], [one for one in norms_here if not isinstance(one, Elsewhere)]
-    orders = {one._order for one in absent}
-    norms = None
-    if first.norms is not None and len(orders) == 1 and None not in orders:
-        norms = first.norms(
-            cast("float", first._order), len(present), [a.place.name for a in absent]
-        )
+    orders, norms = {one._order for one in absent}, None
+    if first.norms is not None and first._order is not None and len(orders) == 1:
+        norms = first.norms(first._order, len(present), [one.place.name for one in absent])
     if norms is None:
         raise first.refusal("the norm of some of the model's gradients", _NORMS)
-    like = present[0] if present else None
-    device, dtype = (first.place.device, first.dtype) if like is None else (like.device, like.dtype)
+    like: Tensor = present[0] if present else first
     # In float16 the norm of a large gradient would be infinite.
-    return norms.to(device, torch.promote_types(dtype, torch.float32))
+    return norms.to(like.device, torch.promote_types(like.dtype, torch.float32))
 
 
 # ---- weights that become stand-ins, and their gradients
