@@ -398,7 +398,8 @@ def _hook_optimizers() -> None:
 def _hide(optimizer: Optimizer) -> None:
     global _stepping
     state = optimizer.state
-    kept = [w for w in state if isinstance(w, Elsewhere) and _keeps_values(state[w])]
+    absent = [weight for weight in state if isinstance(weight, Elsewhere)]
+    kept = [weight for weight in absent if _keeps_values(state[weight])]
     weights = (weight for group in optimizer.param_groups for weight in group["params"])
     if kept and not all(weight in state for weight in weights if weight.requires_grad):
         name, rank, _ = kept[0].place
@@ -409,7 +410,7 @@ def _hide(optimizer: Optimizer) -> None:
             "pipe.weights.load_optimizer_state_dict()"
         )
     # It was made, or given the states of all weights, when all of them were here: each rank keeps its own.
-    for weight in kept:
+    for weight in absent:
         del state[weight]
     _stepping = True
 

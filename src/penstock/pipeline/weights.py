@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from penstock._engine.elsewhere import (
     Elsewhere,
@@ -26,7 +25,7 @@ from penstock._engine.weights import Init
 from penstock._engine.weights.files import digest
 from penstock._engine.weights.initialise import initialise
 from penstock._engine.weights.norms import all_norms, norms_by_name, sum_over
-from penstock._engine.weights.optimizers import OptimizerStates, named_state_dict, shared_settings
+from penstock._engine.weights.optimizers import OptimizerStates, shared_settings
 from penstock._engine.weights.sharing import SharedWeights
 from penstock._engine.weights.states import (
     LoadResult,
@@ -80,18 +79,30 @@ class ListedWeights(ABC):
             UsageError: a tensor is on the meta device.
         """
 
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """The whole state dict on rank 0, an empty one on the others; all ranks call it."""
-
-    @abstractmethod
-    def optimizer_state_dict(self, held: Callable[[], OptimizerStates]) -> dict[str, Any]:
-        """An optimizer's whole state dict on rank 0, an empty one on the others; all ranks call it."""
-
     @property
     def counting(self) -> Job:
         """The ranks whose weights together are those of the model, each once."""
         return self.job
+
+    @abstractmethod
+    def check_equal(self) -> None:
+        """Check that ranks that have the same weights have them equal; all ranks call it.
+
+        Raises:
+            UsageError: they do not.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state dict on rank 0, an empty one on the others; all ranks call it."""
+        weights = self.weights
+        self.check_equal()
+        state = gather_state(self.counting, weights)
+        return {} if self.job.rank else state
+
+    def optimizer_state_dict(self, held: Callable[[], OptimizerStates]) -> dict[str, Any]:
+        """An optimizer's whole state dict on rank 0, an empty one on the others; all ranks call it."""
+        state = gather_optimizer(self.counting, self.names, held)
+        return {} if self.job.rank else state
 
     def norms(self, order: float) -> Tensor:
         """The norms of all gradients of the model."""
@@ -191,11 +202,7 @@ class WholeWeights(ListedWeights):
         return self.job.rank == 0
 
     def check_equal(self) -> None:
-        """Check that all ranks have the same weights, since each of them will keep only its own part.
-
-        Raises:
-            UsageError: they do not.
-        """
+        """Check that all ranks have the same weights, since each of them will keep only its own part."""
         tensors = [digest(local_part(tensor)) for _, tensor in named_tensors(self._model)]
         mine = sha256(repr(tensors).encode()).hexdigest()
         of_ranks = self.job.meet(lambda: mine, among=self.job.pipeline)
@@ -204,16 +211,6 @@ class WholeWeights(ListedWeights):
                 "the ranks have made the model with different weights, and only the cut says which rank's "
                 f"count: build it with the same seed on every rank, or {CUT_NOW}"
             )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Copies of the model's state dict on rank 0."""
-        state = self.weights.state_dict()
-        self.check_equal()
-        return {name: _copy(value) for name, value in state.items()} if not self.job.rank else {}
-
-    def optimizer_state_dict(self, held: Callable[[], OptimizerStates]) -> dict[str, Any]:
-        """The optimizer's state dict on rank 0."""
-        return tree_map_only(Tensor, _copy, named_state_dict(held())) if not self.job.rank else {}
 
     def align(self, level: int = logging.WARNING) -> None:
         """Nothing: no stages share weights."""
@@ -225,10 +222,6 @@ class WholeWeights(ListedWeights):
 
     def _homes(self) -> Iterator[tuple[nn.Module, torch.device]]:
         yield self._model, self._device
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
 class HeldWeights(ListedWeights):
@@ -391,13 +384,8 @@ class HeldWeights(ListedWeights):
         for stage in self.stages:
             stage.follow_memory()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state dict of all ranks, collected on rank 0."""
-        return gather_state(self.job, self.weights)
-
-    def optimizer_state_dict(self, held: Callable[[], OptimizerStates]) -> dict[str, Any]:
-        """The optimizer's state dict of all ranks, collected on rank 0."""
-        return gather_optimizer(self.job, self.names, held)
+    def check_equal(self) -> None:
+        """Nothing: each rank has its own weights, and those that stages share are kept equal."""
 
     def _homes(self) -> Iterator[tuple[nn.Module, torch.device]]:
         for stage in self.stages:
