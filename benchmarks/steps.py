@@ -139,7 +139,7 @@ def compare(rounds: int) -> dict[str, Any]:
                 ratios = _ratios(replies, other)
                 aims = {"peer": limits, "gloo": {"time": SOCKETS}}.get(other, {})
                 _tell(f"step, {schedule}, {case}", ratios, other, aims)
-                figures[f"{case}, {schedule}, beside {OTHERS[other]}"] = {
+                figures[f"{case}, {schedule}, against {OTHERS[other]}"] = {
                     "aims": aims,
                     **{what: ratio.to_json() for what, ratio in ratios.items()},
                 }

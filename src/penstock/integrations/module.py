@@ -211,7 +211,7 @@ class PipelineModule(nn.Module):
     ) -> dict[str, tuple[float, float]]:
         """In the first call of ``what``: check that the first microbatch has the losses of its halves.
 
-        For arguments and result see :func:`penstock.pipeline.check_in_halves`.
+        For arguments and result see ``penstock.pipeline.check_in_halves``.
         """
         if what in self._checked:
             return {}

@@ -114,7 +114,7 @@ class Partition:
     def keep(self, stages: Collection[int], rank_of: Sequence[int], device: torch.device) -> None:
         """Free the data of all other stages, where the stages share a model that would keep it alive.
 
-        The model then has stand-ins in its place, see :class:`penstock._engine.elsewhere.Elsewhere`.
+        The model then has placeholders in its place: tensors with names and shapes, and no numbers.
 
         Args:
             stages: the stages to keep.

@@ -15,6 +15,7 @@ from penstock.pipeline.pipeline import (
     run_backward,
     run_forward,
 )
+from penstock.pipeline.setup import before_meeting
 from penstock.pipeline.watching import (
     SlowWarning,
     StepEvent,
@@ -34,6 +35,7 @@ __all__ = [
     "StepHook",
     "TensorBoard",
     "author_of",
+    "before_meeting",
     "carry_out",
     "check_in_halves",
     "cut_before",

@@ -51,6 +51,7 @@ from penstock.pipeline.outputs import product
 from penstock.pipeline.plan import ProvenSchedules, Source, Stages
 from penstock.pipeline.settings import ModelSettings, PipelineSettings, StageSettings, Wrap
 from penstock.pipeline.setup import (
+    before_meeting,
     check_loss,
     check_placed,
     connect_process,
@@ -88,7 +89,7 @@ class Pipeline:
     ``torchrun``, where each process is one rank.
 
     Args:
-        model: any module; see docs/partition.md for how it is cut.
+        model: any module; see docs/cutting.md for how it is cut.
         schedule: a name (see :func:`penstock.schedule.names`), a ``.csv`` or ``.json`` file, a
             :class:`~penstock.schedule.Schedule`, a function of ranks and microbatches that returns one, or a
             :class:`penstock.plan.Plan`, which also decides microbatches, stages and recompute; by default
@@ -116,7 +117,7 @@ class Pipeline:
         wrap: called after the cut with each stage's module and index, on the rank that has the stage. It
             returns the wrapped module, as in ``lambda module, stage: fully_shard(module,
             mesh=mesh["dp"])``, or changes it in place. Names stay those of the unsplit model. See
-            docs/meshes.md.
+            docs/replicas-and-sharding.md.
         compile: whether to compile each stage, or options of ``torch.compile`` to compile it with; see
             docs/compile.md. By default the stages are compiled if the model is, and parts of the model that
             are compiled stay compiled.
@@ -125,7 +126,7 @@ class Pipeline:
         seed: the seed of the random numbers that steps draw, as for dropout. They depend only on the seed,
             the step, the microbatch and the module's path. By default it is the seed that rank 0 gave
             ``torch.manual_seed``; ``"off"`` draws from torch's generators as they are. See
-            docs/randomness.md.
+            docs/reproducibility.md.
         timeout: seconds without progress, in a step or between steps, after which a rank is reported as
             silent and all ranks stop; or :class:`penstock.Timeouts`. By default 600.
 
@@ -154,12 +155,13 @@ class Pipeline:
         timeout: Timeout = None,
         **unknown: Any,
     ) -> None:
-        settings = ModelSettings(
-            caller=Pipeline.__init__, model=model, schedule=schedule, microbatches=microbatches,
-            loss_fn=loss_fn, ranks=ranks, mesh=mesh, replicas=replicas, stages=stages, split=split,
-            device=device, wrap=wrap, compile=compile, recompute=recompute, seed=seed, timeout=timeout,
-            unknown=unknown,
-        )  # fmt: skip
+        with before_meeting(mesh, replicas):
+            settings = ModelSettings(
+                caller=Pipeline.__init__, model=model, schedule=schedule, microbatches=microbatches,
+                loss_fn=loss_fn, ranks=ranks, mesh=mesh, replicas=replicas, stages=stages, split=split,
+                device=device, wrap=wrap, compile=compile, recompute=recompute, seed=seed, timeout=timeout,
+                unknown=unknown,
+            )  # fmt: skip
         transport = connect_process(settings)
         with set_up(transport) as prepare:
             prepare("cuts the model")
@@ -215,11 +217,12 @@ class Pipeline:
             timeout: seconds without progress after which a rank is reported as silent.
             unknown: must be empty; what is in it is refused with the name that was probably meant.
         """
-        settings = StageSettings(
-            caller=cls.from_stages, stages=stages, schedule=schedule, microbatches=microbatches,
-            loss_fn=loss_fn, split=split, edges=None if edges is None else tuple(edges), mesh=mesh,
-            replicas=replicas, seed=seed, timeout=timeout, unknown=unknown,
-        )  # fmt: skip
+        with before_meeting(mesh, replicas):
+            settings = StageSettings(
+                caller=cls.from_stages, stages=stages, schedule=schedule, microbatches=microbatches,
+                loss_fn=loss_fn, split=split, edges=None if edges is None else tuple(edges), mesh=mesh,
+                replicas=replicas, seed=seed, timeout=timeout, unknown=unknown,
+            )  # fmt: skip
         transport = connect_process(settings)
         pipe = cls.__new__(cls)
         with set_up(transport) as prepare:
