@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock._engine.elsewhere import (
-    Elsewhere,
+from penstock._engine.parallel import local_part
+from penstock._engine.placeholders import (
+    Location,
+    Placeholder,
     Steps,
-    Whereabouts,
-    is_elsewhere,
+    is_placeholder,
     optimizers_of,
 )
-from penstock._engine.parallel import local_part
 from penstock._engine.transport import Job
 from penstock._engine.weights import Init
 from penstock._engine.weights.files import digest
@@ -42,8 +42,8 @@ from penstock.stage import PipelineStage
 
 CUT_NOW = "call pipe.cut(...) with the arguments of a batch to cut the model now"
 """What to do where something needs the stages before the first batch has come."""
-Listed = list[tuple[str, Elsewhere | None]]
-"""All parameters of the model by name, in order: stand-ins for those elsewhere, None for those held here."""
+Listed = list[tuple[str, Placeholder | None]]
+"""All parameters of the model by name, in order: placeholders for those of other ranks, and None for ours."""
 
 
 class ListedWeights(ABC):
@@ -69,7 +69,7 @@ class ListedWeights(ABC):
 
     @abstractmethod
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of the whole model, each once; those of other ranks are stand-ins."""
+        """The parameters of the whole model, each once; those of other ranks are placeholders."""
 
     @abstractmethod
     def check_filled(self) -> None:
@@ -121,7 +121,7 @@ class ListedWeights(ABC):
     def sum(self, of: Mapping[nn.Parameter, Any]) -> Tensor:
         """The sum of what all ranks bring for their weights."""
         here = self.names_by_identity()
-        if any(id(weight) not in here and not is_elsewhere(weight) for weight in of):
+        if any(id(weight) not in here and not is_placeholder(weight) for weight in of):
             raise UsageError(
                 "a sum over weights has one that is not the model's; take them from pipe.parameters(), or "
                 "from the model's, after they were last replaced"
@@ -260,7 +260,7 @@ class HeldWeights(ListedWeights):
     # ---- the parameters of the whole model
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of the whole model, each once; those of other ranks are stand-ins."""
+        """The parameters of the whole model, each once; those of other ranks are placeholders."""
         here = defaultdict[str, deque[nn.Parameter]](deque)
         for name, parameter in self.weights.named_parameters():
             here[name].append(parameter)
@@ -273,8 +273,8 @@ class HeldWeights(ListedWeights):
             yield from ((name, parameter) for parameter in added)
 
     @property
-    def absent(self) -> list[Elsewhere]:
-        """The stand-ins for the parameters of other ranks."""
+    def absent(self) -> list[Placeholder]:
+        """The placeholders for the parameters of other ranks."""
         return [absent for _, absent in self._listed if absent is not None]
 
     def shared_settings(self) -> dict[str, list[float]]:
@@ -291,7 +291,7 @@ class HeldWeights(ListedWeights):
         self._steps.drop_gradients()
 
     def leave_gradients(self) -> None:
-        """After a step: leave stand-ins as the gradients of the weights of other ranks."""
+        """After a step: leave placeholders as the gradients of the weights of other ranks."""
         self._steps.leave_gradients()
 
     def _list_by_hand(self) -> Listed:
@@ -318,7 +318,7 @@ class HeldWeights(ListedWeights):
             kind = getattr(torch, dtype.removeprefix("torch."))
             bare = torch.empty(shape, dtype=kind, device="meta", requires_grad=learns)
             listed.append(
-                (name, Elsewhere.of(bare, Whereabouts(name, rank, device), parameter=True))
+                (name, Placeholder.of(bare, Location(name, rank, device), parameter=True))
             )
         return listed
 
@@ -328,9 +328,9 @@ class HeldWeights(ListedWeights):
             (name, weight) for name, weight in self.named_parameters() if weight.requires_grad
         ]
         expected = [
-            name for name, weight in learning if is_elsewhere(weight) and weight.grad is not None
+            name for name, weight in learning if is_placeholder(weight) and weight.grad is not None
         ]
-        here = [w for _, w in learning if not is_elsewhere(w) and w.grad is not None]
+        here = [w for _, w in learning if not is_placeholder(w) and w.grad is not None]
         if not order or present != len(here) or sorted(absent) != sorted(expected):
             return None
         homes = [self._ranks_with(name, weight) for name, weight in learning]
@@ -342,7 +342,7 @@ class HeldWeights(ListedWeights):
     def _ranks_with(self, name: str, weight: Tensor) -> set[int]:
         if self.names.is_shared(name):
             return {self._rank_of[stage] for stage in self.names.stages(name)}
-        return {weight.place.rank if is_elsewhere(weight) else self.job.rank}
+        return {weight.location.rank if is_placeholder(weight) else self.job.rank}
 
     # ---- those of this process
 
@@ -393,4 +393,4 @@ class HeldWeights(ListedWeights):
 
 
 def _listed(named: Iterable[tuple[str, nn.Parameter]]) -> Listed:
-    return [(name, weight if is_elsewhere(weight) else None) for name, weight in named]
+    return [(name, weight if is_placeholder(weight) else None) for name, weight in named]

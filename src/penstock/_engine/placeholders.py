@@ -1,8 +1,8 @@
-"""Stand-ins for weights that lie on other ranks, in a process of several.
+"""Placeholders for weights that lie on other ranks, in a process of several.
 
-A stand-in is absent in, absent out: work on it gives stand-ins, so that copies and averages of weights run as
-they are written. Whatever would make a number, bytes or a file of one, or mixes it with values that are
-present, is an error that says where the weight lies and which call does this for the whole model.
+Work on placeholders gives placeholders, so that copies and averages of weights run as they are written.
+Whatever would make a number, bytes or a file of one, or mixes it with values that are present, is an error
+that says where the weight lies and which call does this for the whole model.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Steps:
         self.norms, self.count, self.cleared = norms, 0, 0
 
     def leave_gradients(self) -> None:
-        """After a step: weights elsewhere that learn have stand-ins as gradients."""
+        """After a step: weights elsewhere that learn have placeholders as gradients."""
         global _stepping
         self.count, _stepping = self.count + 1, False
 
@@ -88,7 +88,7 @@ class Steps:
         self.cleared = self.count
 
 
-class Whereabouts(NamedTuple):
+class Location(NamedTuple):
     """Where a weight lies.
 
     Attributes:
@@ -102,27 +102,27 @@ class Whereabouts(NamedTuple):
     device: torch.device
 
 
-class Elsewhere(Tensor):
-    """A stand-in, on the meta device, for a weight that lies on another rank, or for what was made of one.
+class Placeholder(Tensor):
+    """A placeholder, on the meta device, for a weight that lies on another rank, or for what was made of one.
 
     Its shape, type and ``requires_grad`` are those of the weight. ``device`` says where the weight would be
     if it were here, as code that asks a model for its device expects.
     """
 
-    place: Whereabouts
+    location: Location
     norms: Norms | None  # of a gradient, and what is made of it
     _steps: Steps | None
     _cleared: int
-    _gradient: Elsewhere | None
+    _gradient: Placeholder | None
     _order: float | None
 
     @staticmethod
-    def of(tensor: Tensor, place: Whereabouts, *, parameter: bool = False) -> Elsewhere:
-        """A stand-in for a tensor.
+    def of(tensor: Tensor, location: Location, *, parameter: bool = False) -> Placeholder:
+        """A placeholder for a tensor.
 
         Args:
             tensor: what it stands for; only shape, type and ``requires_grad`` count.
-            place: where the tensor lies.
+            location: where the tensor lies.
             parameter: whether it counts as an ``nn.Parameter``.
         """
         with torch._C.DisableTorchFunctionSubclass():
@@ -131,8 +131,8 @@ class Elsewhere(Tensor):
                 Tensor
             )
             learns = parameter and tensor.requires_grad
-            new = Tensor._make_subclass(Elsewhere, bare, learns)
-        new.place = place
+            new = Tensor._make_subclass(Placeholder, bare, learns)
+        new.location = location
         new.norms = new._gradient = new._order = new._steps = None
         new._cleared = 0
         new._is_param = parameter  # isinstance(..., nn.Parameter) reads it
@@ -140,19 +140,19 @@ class Elsewhere(Tensor):
 
     def refusal(self, what: str, remedy: str) -> UsageError:
         """The error for something that needs the weight itself."""
+        name, rank, _ = self.location
         return UsageError(
-            f"{what} needs {self.place.name!r}, which lies on rank {self.place.rank}, not in this process; "
-            f"{remedy}"
+            f"{what} needs {name!r}, which lies on rank {rank}, not in this process; {remedy}"
         )
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """The device of this process's stages."""
-        return self.place.device
+        return self.location.device
 
     @property
     def grad(self) -> Tensor | None:
-        """The stand-in for the gradient, after a step; optimizers do not see it."""
+        """The placeholder for the gradient, after a step; optimizers do not see it."""
         steps = self._steps
         if _stepping or steps is None or steps.count in (self._cleared, steps.cleared):
             return None
@@ -160,13 +160,13 @@ class Elsewhere(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 if not self.requires_grad:
                     return None
-                self._gradient = Elsewhere.of(self.detach(), self.place)
+                self._gradient = Placeholder.of(self.detach(), self.location)
             self._gradient.norms = steps.norms
         return self._gradient
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if value is not None and not isinstance(value, Elsewhere):
+        if value is not None and not isinstance(value, Placeholder):
             raise self.refusal("setting .grad", "only the rank that has a weight sets its gradient")
         if value is not None or self._cleared < 0:
             self._gradient = value
@@ -182,16 +182,16 @@ class Elsewhere(Tensor):
         self._steps, self._cleared, self._gradient = steps, steps.count, None
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        where = self.place
-        return f"Elsewhere({where.name!r}, rank {where.rank}, {list(self.shape)}, {self.dtype})"
+        where = self.location
+        return f"Placeholder({where.name!r}, rank {where.rank}, {list(self.shape)}, {self.dtype})"
 
     def __hash__(self) -> int:
         # As that of the tensor that it was, so that dictionaries of parameters find it.
         return id(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Elsewhere:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
         # What calls this keeps the copy in ``memo``.
-        return Elsewhere.of(self, self.place, parameter=isinstance(self, nn.Parameter))
+        return Placeholder.of(self, self.location, parameter=isinstance(self, nn.Parameter))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise self.refusal("saving or copying this", _FILES)
@@ -200,29 +200,29 @@ class Elsewhere(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run a function on the meta device: stand-ins in, stand-ins out; what needs numbers fails there."""
+        """Run a function on the meta device, where what needs numbers fails; it gives placeholders."""
         name: str = getattr(func, "__name__", str(func))
         kwargs = dict(kwargs or {})
         if name in _ITSELF or name == "__get__":
             with torch._C.DisableTorchFunctionSubclass():
                 value = func(*args, **kwargs)
-            return _stand_in(args[0], value) if isinstance(value, Tensor) else value
+            return _like(args[0], value) if isinstance(value, Tensor) else value
         if name == "__set__":
             return _set(func, *args)
         tensors = tensors_in((args, kwargs))
-        absent = [tensor for tensor in tensors if isinstance(tensor, Elsewhere)]
+        absent = [tensor for tensor in tensors if isinstance(tensor, Placeholder)]
         if name in _BYTES:
             raise absent[0].refusal(f"{name}()", _FILES)
         if name in ("backward", "grad"):
             raise absent[0].refusal(f"{name}()", _WEIGHTS)
-        if name in _LIKE_IT and isinstance(args[0], Elsewhere):
-            return _like_it(func, args, kwargs)
+        if name in _LIKE_IT and isinstance(args[0], Placeholder):
+            return _by_an_empty_one(func, args, kwargs)
         if "_foreach_" in name and name.endswith("_"):
             return _changed_here(func, name, args, kwargs)
         if name in _CHANGES or (name.endswith("_") and not name.endswith("__")):
-            # A stand-in stays what it is: its rank changes the weight.
+            # A placeholder stays what it is: its rank changes the weight.
             first = args[0] if args else tensors[0]
-            if not isinstance(first, Elsewhere):
+            if not isinstance(first, Placeholder):
                 raise absent[0].refusal(f"{name}() of a tensor that is present here", _INPUTS)
             return None if name == "__setitem__" else first
         if name == "stack" and absent[0]._order is not None:
@@ -230,23 +230,23 @@ class Elsewhere(Tensor):
         return _ran(func, name, args, kwargs, tensors)
 
 
-def is_elsewhere(tensor: Any) -> TypeGuard[Elsewhere]:
+def is_placeholder(tensor: Any) -> TypeGuard[Placeholder]:
     """Whether a tensor stands for one that lies on another rank."""
-    return isinstance(tensor, Elsewhere)
+    return isinstance(tensor, Placeholder)
 
 
-# ---- what a function of stand-ins gives
+# ---- what a function of placeholders gives
 
 
 def _ran(func: Any, name: str, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
-    """The result of a function on the meta device, with stand-ins for its tensors.
+    """The result of a function on the meta device, with placeholders for its tensors.
 
     Raises:
         UsageError: it needs numbers, or mixes what is absent with values that are present.
     """
-    absent = next(tensor for tensor in tensors if isinstance(tensor, Elsewhere))
+    absent = next(tensor for tensor in tensors if isinstance(tensor, Placeholder))
     remedy = _NORMS if absent.norms or name == "norm" else _WEIGHTS
-    present = [tensor for tensor in tensors if not isinstance(tensor, Elsewhere)]
+    present = [tensor for tensor in tensors if not isinstance(tensor, Placeholder)]
     if "device" in kwargs:
         kwargs["device"] = "meta"
     # Functions of torch that are written in Python read the device, so they get plain tensors.
@@ -269,7 +269,7 @@ def _ran(func: Any, name: str, args: Any, kwargs: dict[str, Any], tensors: Seque
             return value
         if not value.dim() and has_dims and order is None and not name.endswith("_like"):
             raise absent.refusal(f"{name}()", remedy)
-        new = _stand_in(absent, value)
+        new = _like(absent, value)
         new._order = order
         return new
 
@@ -278,16 +278,16 @@ def _ran(func: Any, name: str, args: Any, kwargs: dict[str, Any], tensors: Seque
     return put(output)
 
 
-def _stand_in(absent: Elsewhere, value: Tensor) -> Elsewhere:
-    """The stand-in for what was made of another one."""
-    new = value if isinstance(value, Elsewhere) else Elsewhere.of(value, absent.place)
+def _like(absent: Placeholder, value: Tensor) -> Placeholder:
+    """The placeholder for what was made of another one."""
+    new = value if isinstance(value, Placeholder) else Placeholder.of(value, absent.location)
     new.norms = absent.norms
     return new
 
 
 def _bare(value: Tensor) -> Tensor:
-    """A plain tensor without data in the place of a stand-in."""
-    if not isinstance(value, Elsewhere):
+    """A plain tensor without data in the place of a placeholder."""
+    if not isinstance(value, Placeholder):
         return value
     with torch._C.DisableTorchFunctionSubclass():
         return value.detach().as_subclass(Tensor)
@@ -303,32 +303,32 @@ def _order_of(name: str, args: Any, kwargs: Mapping[str, Any]) -> float | None:
 
 def _set(func: Any, tensor: Tensor, value: Any) -> None:
     """Set an attribute of a tensor, such as ``data``."""
-    if not isinstance(tensor, Elsewhere):
+    if not isinstance(tensor, Placeholder):
         raise value.refusal("setting an attribute", _WEIGHTS)
     # The data of another rank's weight changes there.
-    if not isinstance(value, Tensor) or isinstance(value, Elsewhere):
+    if not isinstance(value, Tensor) or isinstance(value, Placeholder):
         with torch._C.DisableTorchFunctionSubclass():
             func(tensor, value)
-        if isinstance(value, Elsewhere):
-            tensor.place = tensor.place._replace(device=value.place.device)
+        if isinstance(value, Placeholder):
+            tensor.location = tensor.location._replace(device=value.location.device)
 
 
-def _like_it(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+def _by_an_empty_one(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """What depends on type and device alone: done with an empty tensor that has those of the weight."""
 
-    def empty(tensor: Elsewhere) -> Tensor:
-        return torch.empty(0, dtype=_bare(tensor).dtype, device=tensor.place.device)
+    def empty(tensor: Placeholder) -> Tensor:
+        return torch.empty(0, dtype=_bare(tensor).dtype, device=tensor.location.device)
 
     tensor, *rest = args
     probe = empty(tensor)
-    rest = [empty(one) if isinstance(one, Elsewhere) else one for one in rest]
+    rest = [empty(one) if isinstance(one, Placeholder) else one for one in rest]
     done = func(probe, *rest, **kwargs)
     if func.__name__.startswith("new_") or not isinstance(done, Tensor):
         return done
     if done is probe:
         return tensor
-    bare, place = _bare(tensor).to(done.dtype), tensor.place._replace(device=done.device)
-    new = _stand_in(tensor, Elsewhere.of(bare, place))
+    bare, location = _bare(tensor).to(done.dtype), tensor.location._replace(device=done.device)
+    new = _like(tensor, Placeholder.of(bare, location))
     new._order = tensor._order
     return new
 
@@ -336,25 +336,25 @@ def _like_it(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
 def _changed_here(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Change lists of tensors in place where these are present: the others change on their ranks."""
     first = args[0]
-    here = [place for place, tensor in enumerate(first) if not isinstance(tensor, Elsewhere)]
+    here = [place for place, tensor in enumerate(first) if not isinstance(tensor, Placeholder)]
     picked = [
         [value[place] for place in here]
         if isinstance(value, list | tuple) and len(value) == len(first)
         else value
         for value in args
     ]
-    if mixed := [one for one in tensors_in(picked) if isinstance(one, Elsewhere)]:
+    if mixed := [one for one in tensors_in(picked) if isinstance(one, Placeholder)]:
         raise mixed[0].refusal(f"{name}() of values that are present here", _INPUTS)
     if here:
         func(*picked, **kwargs)
 
 
-def _all_norms(norms_here: Sequence[Tensor], absent: Sequence[Elsewhere]) -> Tensor:
+def _all_norms(norms_here: Sequence[Tensor], absent: Sequence[Placeholder]) -> Tensor:
     """The norms of all gradients of the model, of which some lie elsewhere."""
-    first, present = absent[0], [one for one in norms_here if not isinstance(one, Elsewhere)]
+    first, present = absent[0], [one for one in norms_here if not isinstance(one, Placeholder)]
     orders, norms = {one._order for one in absent}, None
     if first.norms is not None and first._order is not None and len(orders) == 1:
-        norms = first.norms(first._order, len(present), [one.place.name for one in absent])
+        norms = first.norms(first._order, len(present), [one.location.name for one in absent])
     if norms is None:
         raise first.refusal("the norm of some of the model's gradients", _NORMS)
     like: Tensor = present[0] if present else first
@@ -362,7 +362,7 @@ def _all_norms(norms_here: Sequence[Tensor], absent: Sequence[Elsewhere]) -> Ten
     return norms.to(like.device, torch.promote_types(like.dtype, torch.float32))
 
 
-# ---- weights that become stand-ins, and their gradients
+# ---- weights that become placeholders, and their gradients
 
 _hooked = False
 _stepping = False
@@ -371,12 +371,12 @@ _stepped = WeakKeyDictionary[Optimizer, None]()
 """The optimizers of weights here and elsewhere that have stepped, in the order of their first steps."""
 
 
-def put_elsewhere(tensor: Tensor, place: Whereabouts) -> Tensor:
-    """Free a tensor's data and leave a stand-in: the same object if possible, so that lists keep it."""
+def leave_placeholder(tensor: Tensor, location: Location) -> Tensor:
+    """Free a tensor's data and leave a placeholder: the same object if possible, so that lists keep it."""
     _hook_optimizers()
-    new = Elsewhere.of(tensor, place, parameter=isinstance(tensor, nn.Parameter))
+    new = Placeholder.of(tensor, location, parameter=isinstance(tensor, nn.Parameter))
     try:
-        tensor.__class__, new.__class__ = Elsewhere, type(tensor)  # type: ignore[assignment]
+        tensor.__class__, new.__class__ = Placeholder, type(tensor)  # type: ignore[assignment]
     except TypeError:
         return new  # a DTensor has slots
     marks = {key: value for key, value in vars(tensor).items() if key not in vars(new)}
@@ -398,11 +398,11 @@ def _hook_optimizers() -> None:
 def _hide(optimizer: Optimizer) -> None:
     global _stepping
     state = optimizer.state
-    absent = [weight for weight in state if isinstance(weight, Elsewhere)]
+    absent = [weight for weight in state if isinstance(weight, Placeholder)]
     kept = [weight for weight in absent if _keeps_values(state[weight])]
     weights = (weight for group in optimizer.param_groups for weight in group["params"])
     if kept and not all(weight in state for weight in weights if weight.requires_grad):
-        name, rank, _ = kept[0].place
+        name, rank, _ = kept[0].location
         raise StateDictError(
             f"this optimizer was given the state of another one: it keeps values for {name!r}, which rank "
             f"{rank} has. An optimizer's own state_dict() holds the part of its rank alone; save and load "
@@ -416,9 +416,9 @@ def _hide(optimizer: Optimizer) -> None:
 
 
 def _keeps_values(state: Mapping[str, Any]) -> bool:
-    """Whether an optimizer's state of a weight holds more than numbers and stand-ins."""
+    """Whether an optimizer's state of a weight holds more than numbers and placeholders."""
     kept = [one for one in state.values() if isinstance(one, Tensor) and one.dim()]
-    return any(not isinstance(one, Elsewhere) for one in kept)
+    return any(not isinstance(one, Placeholder) for one in kept)
 
 
 def _hidden_in_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -444,12 +444,12 @@ def _shown_after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _stepping = False
     if optimizer not in _stepped:
         weights = (weight for group in optimizer.param_groups for weight in group["params"])
-        if any(isinstance(weight, Elsewhere) for weight in weights):
+        if any(isinstance(weight, Placeholder) for weight in weights):
             _stepped[optimizer] = None
 
 
-def optimizers_of(absent: Iterable[Elsewhere]) -> list[Optimizer]:
-    """The optimizers that have stepped with some of these stand-ins among their weights."""
+def optimizers_of(absent: Iterable[Placeholder]) -> list[Optimizer]:
+    """The optimizers that have stepped with some of these placeholders among their weights."""
     ids = {id(weight) for weight in absent}
     return [
         optimizer
