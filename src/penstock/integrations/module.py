@@ -253,7 +253,7 @@ class PipelineModule(nn.Module):
         prefix: str = "",
         keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """Parameters and buffers of the whole model, under its names; those of other ranks are stand-ins.
+        """Parameters and buffers of the whole model, under its names; those of other ranks are placeholders.
 
         So the dict can be kept, copied and loaded again in this process, and a file of it is refused.
         ``pipe.weights.state_dict(full=True)`` gives rank 0 the numbers.

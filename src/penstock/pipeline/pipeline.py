@@ -272,7 +272,7 @@ class Pipeline:
     def model(self) -> nn.Module | None:
         """The model that was cut, of which this process holds only its stages; None without one.
 
-        In it, stand-ins that say where they lie take the place of the weights of other processes. Before the
+        In it, placeholders that say where they lie stand for the weights of other processes. Before the
         first batch cuts it, each process holds all of it.
         """
         return self._held.model
@@ -617,7 +617,7 @@ class Pipeline:
 
         They are the same objects before and after the cut, so an optimizer can be made at any time.
 
-        In a process of several, those of other ranks are stand-ins, which optimizers leave out. What needs
+        In a process of several, those of other ranks are placeholders, which optimizers leave out. What needs
         the numbers of one is an error that names it and its rank; see docs/weights.md.
         """
         return self._weights.named_parameters()
