@@ -348,7 +348,7 @@ def test_either_import_does_the_same(body: Callable[[Names, Path], Any], tmp_pat
         assert torch.equal(mine, other) if isinstance(mine, Tensor) else mine == other
 
 
-# ---- what docs/coming-from-torch.md says to differ: torch 2.13's answer, and ours
+# ---- what docs/torch-pipelining.md says to differ: torch 2.13's answer, and ours
 
 
 def two_steps(p: Names, samples: int = 8, times: int = 2) -> bool:

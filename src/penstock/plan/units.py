@@ -35,8 +35,9 @@ from penstock.errors import UsageError
 from penstock.partition import Door
 from penstock.partition.alike import filled
 from penstock.partition.base import count_parameters, home_of
-from penstock.partition.doors import left, opened
+from penstock.partition.doors import opened
 from penstock.partition.kept import Kept
+from penstock.partition.names import left
 from penstock.plan.costs import UnitCost, Units, ValueCost, Work
 from penstock.plan.meter import FusedAttention, Meter, Operation, storage_key
 from penstock.stage import enter, uncompiled
