@@ -487,18 +487,22 @@ class _Runs:
         self._plan: CallPlan | None = None
         self._sizes: dict[str, int] = {}
 
-    def forward(self, gauge: Gauge) -> list[Section]:
-        """A forward, with the same random numbers as all others."""
+    def written(self) -> tuple[StageCall, Any, Any]:
+        """The call of the stages in a run, and their arguments; random numbers are those of all others."""
         torch.manual_seed(0)
         args, kwargs = map_tensors(self._call, _fresh)
         first = self._stages[0]
         score = first.scores([(args, kwargs, None)])[0]
         plan: CallPlan = first.plan(score)
         self._check(plan)
-        args, kwargs = map_tensors(
-            (args, kwargs) if score is None else (score.batch, {}), self._take
-        )
-        call, values, sections = StageCall(plan, 0, score), dict[str, Any](), list[Section]()
+        args, kwargs = (args, kwargs) if score is None else (score.batch, {})
+        return StageCall(plan, 0, score), *map_tensors((args, kwargs), self._take)
+
+    def forward(self, gauge: Gauge, call: StageCall, args: Any, kwargs: Any) -> list[Section]:
+        """A forward of all stages, as it was written."""
+        torch.manual_seed(0)
+        plan: CallPlan = call.plan
+        values, sections = dict[str, Any](), list[Section]()
         for place, stage in enumerate(self._stages):
             section = Section(self._units[place], self._splits[place])
             sections.append(section)
@@ -510,8 +514,9 @@ class _Runs:
                 if place in edge.targets
             }
             entered = {name: _memory(value) for name, value in arrived.items()}
-            if score is not None:
-                kwargs["given"] = [self._take(tensor) for tensor in stage.given(score, plan)]
+            if call.score is not None:
+                given = stage.given(call.score, plan)
+                kwargs = {"given": [self._take(tensor) for tensor in given]} if given else {}
             with gauge(section, "forward"):
                 output, sent = stage(call, dict(arrived), *args, **kwargs)
                 if stage is self._stages[-1]:
@@ -556,32 +561,26 @@ class _Runs:
             )
 
     def timed(self, clock: Stopwatch) -> list[Mapping[str, float]]:
-        """The times of the actions of each section; that of F is the mean of two."""
-        whole, halves = self.forward(clock), self.forward(clock)
+        """The times of the actions of each section; that of F is the latest of two."""
+        first, second = self.written(), self.written()
+        halves, whole = self.forward(clock, *first), self.forward(clock, *second)
         for section in reversed(halves):
             section.backward(clock, HALVES)
         for section in reversed(whole):
             section.backward(clock, WHOLE)
-        return [
-            {
-                **other.took,
-                **one.took,
-                "forward": (one.took["forward"] + other.took["forward"]) / 2,
-            }
-            for one, other in zip(whole, halves, strict=True)
-        ]
+        return [{**first.took, **last.took} for first, last in zip(halves, whole, strict=True)]
 
     def counted(self, gauge: Count) -> tuple[list[Section], tuple[ValueCost, ...]]:
         """What was counted of each section, and the values between units.
 
         Of sections that are alike, one has a backward, and stands for all of them.
         """
-        sections, first = self.forward(gauge), dict[Any, int]()
+        sections, first = self.forward(gauge, *self.written()), dict[Any, int]()
         values = self._values(sections)
         alike = [first.setdefault(_kind(section), n) for n, section in enumerate(sections)]
         for number in reversed(first.values()):
             sections[number].backward(gauge, WHOLE)
-        halves = self.forward(gauge)
+        halves = self.forward(gauge, *self.written())
         for number in reversed(first.values()):
             one, other = sections[number], halves[number]
             other.backward(gauge, HALVES)
